@@ -1,0 +1,1 @@
+"""Conversion of softmax checkpoints into RFA checkpoints."""

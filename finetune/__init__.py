@@ -1,0 +1,1 @@
+"""Evaluation, distillation and fine-tuning of RFA models."""

@@ -1,0 +1,153 @@
+"""The cache layer of random feature attention: one state of fixed size, instead of keys and values that grow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+
+#: Name of the layer type in ``config.layer_types``; `DynamicCache` makes one `RFALayer` for each entry of that name.
+RFA_LAYER_TYPE = "rfa"
+
+#: What an attention layer hands to `RFALayer.update`: old state (None at the start) in, (output, new state) out.
+Step = Callable[[Tensor | None], tuple[Tensor, Tensor]]
+
+
+class RFALayer(CacheLayerMixin):
+    """Holds the state [B, H, F, d + 1] (S and, as its last column, z) of one attention layer, and counts its tokens.
+
+    The state takes the same memory after ten tokens and after a million.  It cannot be cropped: earlier states are gone.
+    """
+
+    _layer_type = RFA_LAYER_TYPE
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.state: Tensor | None = None
+        self.cumulative_length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Record the device; the first `update` brings the state."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, step: Step | None = None, **kwargs):
+        """Run one step of the recurrence on the state.
+
+        Args:
+            key_states: features of the new keys, [B, H, T, F] (their count, dtype and device are used here).
+            value_states: the new values; the step has them already.
+            step: takes the state so far and returns the output and the new state.
+
+        Returns:
+            (the step's output, the new state).
+
+        Raises:
+            TypeError: if an attention layer that is not RFA writes keys and values to this layer.
+        """
+        if step is None:
+            raise TypeError(
+                "a softmax attention layer wrote to an RFA cache layer. Build the cache with "
+                "DynamicCache(config=model.config) of the model that uses it."
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        output, self.state = step(self.state)
+        self.cumulative_length += key_states.shape[-2]
+        return output, self.state
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens seen, padding included."""
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        """Return −1: there is no maximum."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (number of keys, offset) as a growing layer would, for the masks of softmax layers beside this one."""
+        return self.cumulative_length + query_length, 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the state takes."""
+        return 0 if self.state is None else self.state.numel() * self.state.element_size()
+
+    def offload(self) -> None:
+        """Move the state to the CPU."""
+        if self.state is not None:
+            self.state = self.state.to("cpu", non_blocking=True)
+
+    def prefetch(self) -> None:
+        """Move the state back to its device."""
+        if self.state is not None and self.state.device != self.device:
+            self.state = self.state.to(self.device, non_blocking=True)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.state = None
+        self.cumulative_length = 0
+
+    def _select(self, index: Tensor) -> None:
+        if self.state is not None:
+            self.state = self.state.index_select(0, index.to(self.state.device))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the batch for beam search."""
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows of the batch."""
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch."""
+        if self.state is not None:
+            self.state = self.state.repeat_interleave(repeats, dim=0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens: only possible if there are none to remove.
+
+        Raises:
+            ValueError: otherwise, since a recurrent state does not hold its past.
+        """
+        if tokens_to_remove != 0:
+            raise ValueError(
+                f"cannot remove {abs(tokens_to_remove)} tokens from an RFA state, which keeps no past states. Copy the "
+                "cache (copy.deepcopy) before the tokens that may have to go."
+            )
+
+
+def layer_of(cache: Cache, layer_idx: int) -> RFALayer:
+    """Return the RFA layer ``layer_idx`` of ``cache``.
+
+    Raises:
+        TypeError: if the cache was not built for an RFA model.
+    """
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if not isinstance(layer, RFALayer):
+        raise TypeError(
+            f"layer {layer_idx} of this {type(cache).__name__} is "
+            f"{'missing' if layer is None else 'a ' + type(layer).__name__}, but the model's attention needs an RFALayer "
+            "there. Build the cache with DynamicCache(config=model.config), or let the model build it."
+        )
+    return layer
+
+
+def cache_num_bytes(cache: Cache | None) -> int:
+    """Return the bytes that a cache's tensors take: RFA states, and keys and values of softmax layers."""
+    if cache is None:
+        return 0
+    if isinstance(cache, EncoderDecoderCache):
+        return cache_num_bytes(cache.self_attention_cache) + cache_num_bytes(cache.cross_attention_cache)
+    total = 0
+    for layer in cache.layers:
+        if isinstance(layer, RFALayer):
+            total += layer.num_bytes
+        elif layer.is_initialized:
+            total += sum(tensor.numel() * tensor.element_size() for tensor in (layer.keys, layer.values))
+    return total

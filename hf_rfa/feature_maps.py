@@ -1,0 +1,497 @@
+"""Feature maps φ with exp(q·k·s) ≈ φ(q)·φ(k), one class each, behind one registry.
+
+A map sees the queries and keys of one attention layer, [B, H, T, d], and returns features [B, H, T, F] in float32
+(float64 for float64 input).  Both sides are multiplied by √s first, s being the model's scaling, so that q̂·k̂ = q·k·s; or
+they are ℓ2-normalised, as in Peng et al. 2021, and then s plays no part.
+
+Factors that a query, or all keys of a head, share cancel between numerator and normaliser of the attention.  The maps
+leave them out, or choose them so that nothing overflows: a query's features are divided by their own maximum, a key's by
+one calibrated constant per head.  No running maximum has to live in the recurrent state.
+
+Random matrices are drawn per layer and head from a seed, and saved with the model.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+#: Largest exponent of a key's feature relative to the head's constant: e^30 ≈ 1e13 leaves float32 room to sum over.
+MAX_EXPONENT = 30.0
+
+FEATURE_MAPS: dict[str, type[FeatureMap]] = {}
+
+
+def register_feature_map(name: str) -> Callable[[type[FeatureMap]], type[FeatureMap]]:
+    """Class decorator: make a `FeatureMap` available as ``feature_map=name``."""
+
+    def register(cls: type[FeatureMap]) -> type[FeatureMap]:
+        cls.name = name
+        FEATURE_MAPS[name] = cls
+        return cls
+
+    return register
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that phases, features, gates and states of a model in ``dtype`` are computed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def draw_projection(
+    *, num_heads: int, num_features: int, head_dim: int, seed: int, layer_idx: int, draw: int = 0, orthogonal: bool = True
+) -> Tensor:
+    """Draw the random matrices of one layer.
+
+    Args:
+        num_heads: H.
+        num_features: D, rows per head.
+        head_dim: d, columns.
+        seed: the model's seed for random features.
+        layer_idx: the layer, so that layers draw different matrices.
+        draw: number of the draw, 0 being the one for evaluation and the others the pool for training.
+        orthogonal: whether blocks of d rows are orthogonal, with the norms of Gaussian rows (Yu et al. 2016,
+            Choromanski et al. 2021), instead of independent.
+
+    Returns:
+        [H, D, d] in float32; every row is distributed as N(0, I).
+    """
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + layer_idx) * 1_000_003 + draw)
+    rows = math.ceil(num_features / head_dim) * head_dim if orthogonal else num_features
+    gaussian = torch.randn(num_heads, rows, head_dim, generator=generator, dtype=torch.float64)
+    if orthogonal:
+        blocks = torch.linalg.qr(gaussian.view(num_heads, -1, head_dim, head_dim))[0]
+        norms = torch.randn(num_heads, rows, head_dim, generator=generator, dtype=torch.float64).norm(dim=-1)
+        gaussian = blocks.reshape(num_heads, rows, head_dim) * norms[..., None]
+    return gaussian[:, :num_features].float()
+
+
+class FeatureMap(nn.Module, ABC):
+    """Base class: prepares queries and keys, and leaves φ to the subclass.
+
+    Class attributes say what a map is: ``signed`` whether features can be negative, ``softmax_kernel`` whether φ(q)·φ(k)
+    estimates exp(q·k·s) without bias when the norm is carried.
+
+    Args:
+        num_heads: H.
+        head_dim: d.
+        num_features: D, the number of rows of W; see ``feature_dim`` for F.
+        scaling: s.
+        unit_norm: ℓ2-normalise queries and keys per head (Peng et al. 2021, section 3.1) instead of multiplying by √s.
+        orthogonal: see `draw_projection`.
+        trainable: whether W is a parameter instead of a buffer.
+        redraw_pool: number of matrices to draw from, anew at every forward pass in training; 0 keeps W fixed.
+        seed: see `draw_projection`.
+        layer_idx: see `draw_projection`.
+
+    Attributes:
+        sigma: learned scale σ of W per head and dimension, [H, d], where the map has one (Peng et al. 2021, W = σ∘W̃).
+        balance: a of (q̂∘a, k̂/a), [H, d]: softmax attention does not see it, the variance of random features does.
+        key_shift: μ of k − μ, [H, d]: likewise.
+        log_scale: c, [H]: subtracted from the exponents of a head's keys.
+    """
+
+    name: ClassVar[str]
+    signed: ClassVar[bool] = False
+    softmax_kernel: ClassVar[bool] = False
+    has_sigma: ClassVar[bool] = False
+    has_exponent: ClassVar[bool] = False
+    random: ClassVar[bool] = False
+    #: Smallest cosine of φ(q) and z that signed features divide by (`hf_rfa.kernels.normalise`).
+    floor: ClassVar[float] = 0.0
+    #: None where D follows from the head's width.
+    default_num_features: ClassVar[int | None] = None
+
+    sigma: Tensor
+    balance: Tensor
+    key_shift: Tensor
+    log_scale: Tensor
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        num_features: int | None = None,
+        scaling: float = 1.0,
+        unit_norm: bool = False,
+        orthogonal: bool = True,
+        trainable: bool = False,
+        redraw_pool: int = 0,
+        seed: int = 0,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.scaling, self.unit_norm = num_heads, head_dim, scaling, unit_norm
+        self.num_features = self.resolve_num_features(num_features, head_dim)
+        self.orthogonal, self.trainable, self.redraw_pool = orthogonal, trainable, redraw_pool
+        self.seed, self.layer_idx = seed, layer_idx
+        if self.has_sigma:
+            self.sigma = nn.Parameter(torch.ones(num_heads, head_dim))
+        if self.invariant:
+            self.register_buffer("balance", torch.ones(num_heads, head_dim))
+            self.register_buffer("key_shift", torch.zeros(num_heads, head_dim))
+        if self.has_exponent:
+            self.register_buffer("log_scale", torch.zeros(num_heads))
+
+    @classmethod
+    def resolve_num_features(cls, num_features: int | None, head_dim: int) -> int:
+        """Return D: ``num_features``, or the map's default.
+
+        Raises:
+            ValueError: if D < 1, or if the map's D follows from the head's width and another one is asked for.
+        """
+        if cls.default_num_features is None:
+            if num_features not in (None, head_dim):
+                raise ValueError(
+                    f"num_features={num_features} does not fit feature_map={cls.name!r}, which has one feature map row "
+                    f"per dimension of the head ({head_dim}). Leave num_features out, or take another feature map."
+                )
+            return head_dim
+        if num_features is None:
+            return cls.default_num_features
+        if num_features < 1:
+            raise ValueError(f"num_features must be at least 1, got {num_features}.")
+        return num_features
+
+    @property
+    def invariant(self) -> bool:
+        """Whether ``balance`` and ``key_shift`` leave the estimated kernel as it is."""
+        return self.softmax_kernel and not self.unit_norm
+
+    @property
+    def feature_dim(self) -> int:
+        """F, the number of features."""
+        return self.num_features
+
+    def query_input(self, query: Tensor) -> Tensor:
+        """Return q̂: scaled (or normalised) queries in the computing dtype."""
+        query = query.to(compute_dtype(query.dtype))
+        query = F.normalize(query, dim=-1) if self.unit_norm else query * math.sqrt(self.scaling)
+        if self.invariant:
+            query = query * self.balance[:, None, :]
+        return query * self.sigma[:, None, :] if self.has_sigma else query
+
+    def key_input(self, key: Tensor) -> Tensor:
+        """Return k̂: scaled (or normalised) keys in the computing dtype."""
+        key = key.to(compute_dtype(key.dtype))
+        if self.invariant:
+            key = (key - self.key_shift[:, None, :]) / self.balance[:, None, :]
+        key = F.normalize(key, dim=-1) if self.unit_norm else key * math.sqrt(self.scaling)
+        return key * self.sigma[:, None, :] if self.has_sigma else key
+
+    def exponentiate_keys(self, exponent: Tensor, log_scale: Tensor | None = None) -> Tensor:
+        """Return exp(min(exponent − c, 30)), c being ``log_scale`` or the head's own."""
+        log_scale = self.log_scale if log_scale is None else log_scale
+        return (exponent - log_scale[:, None, None]).clamp(max=MAX_EXPONENT).exp()
+
+    @abstractmethod
+    def query(self, query: Tensor) -> Tensor:
+        """Return the features of queries [B, H, T, d] as [B, H, T, F]."""
+
+    @abstractmethod
+    def key(self, key: Tensor) -> Tensor:
+        """Return the features of keys [B, H, T, d] as [B, H, T, F]."""
+
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (φ(q), φ(k))."""
+        return self.query(query), self.key(key)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set every parameter and buffer that no checkpoint has set to its start."""
+        if self.has_sigma:
+            init.ones_(self.sigma)
+        if self.invariant:
+            init.ones_(self.balance)
+            init.zeros_(self.key_shift)
+        if self.has_exponent:
+            init.zeros_(self.log_scale)
+
+    def extra_repr(self) -> str:
+        """Describe the map in a model's printout."""
+        return f"heads={self.num_heads}, d={self.head_dim}, F={self.feature_dim}, unit_norm={self.unit_norm}"
+
+
+class ProjectedFeatureMap(FeatureMap):
+    """A map with a matrix W per head, [H, D, d]; ``projection`` in the state dict, parameter or buffer."""
+
+    default_num_features = 128
+    projection: Tensor
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        projection = torch.empty(self.num_heads, self.num_features, self.head_dim)
+        if self.trainable:
+            self.projection = nn.Parameter(projection)
+        else:
+            self.register_buffer("projection", projection)
+
+    def matrix(self) -> Tensor:
+        """Return W."""
+        return self.projection
+
+    def project(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """Return W x for [B, H, T, d] as [B, H, T, D]."""
+        return torch.einsum("bhtd,hfd->bhtf", x, matrix.to(x.dtype))
+
+
+class RandomFeatureMap(ProjectedFeatureMap):
+    """A map with a random matrix, fixed, redrawn in training, or trained from its random start."""
+
+    has_sigma = True
+    random = True
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        if not self.projection.is_meta:
+            self.reset_parameters()
+
+    def draw(self, number: int) -> Tensor:
+        """Return draw ``number`` of this layer's matrix."""
+        return draw_projection(
+            num_heads=self.num_heads,
+            num_features=self.num_features,
+            head_dim=self.head_dim,
+            seed=self.seed,
+            layer_idx=self.layer_idx,
+            draw=number,
+            orthogonal=self.orthogonal,
+        )
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw W, and set the rest to its start."""
+        super().reset_parameters()
+        init.copy_(self.projection, self.draw(0))
+
+    def matrix(self) -> Tensor:
+        """Return W: in training with a pool a fresh draw, chosen by torch's generator, otherwise the saved one."""
+        if not (self.training and self.redraw_pool):
+            return self.projection
+        number = 1 + int(torch.randint(self.redraw_pool, ()))
+        return self.draw(number).to(self.projection.device)
+
+    @abstractmethod
+    def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return the features of queries under ``matrix``, or under a matrix of this map's choice."""
+
+    @abstractmethod
+    def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return the features of keys under ``matrix``, or under a matrix of this map's choice."""
+
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (φ(q), φ(k)), both under the same matrix."""
+        matrix = self.matrix()
+        return self.query(query, matrix), self.key(key, matrix)
+
+    def log_normaliser(self, query: Tensor) -> Tensor:
+        """Return the logarithm of the factor that φ(q)·φ(k) leaves out because it cancels, [B, H, T, 1].
+
+        exp(log_normaliser(q)) φ(q)·φ(k) is an unbiased estimate of exp(q·k·s) (of exp(−‖q̂ − k̂‖²/2) for unit norms).
+
+        Raises:
+            NotImplementedError: for maps that estimate no softmax kernel.
+        """
+        raise NotImplementedError(f"feature_map={self.name!r} does not estimate the softmax kernel.")
+
+    def _log_shift(self, query: Tensor) -> Tensor:
+        """Return the logarithm of exp(q·μ·s), the factor by which shifted keys change the kernel, [B, H, T, 1]."""
+        query = query.to(compute_dtype(query.dtype))
+        return (query * self.key_shift[:, None, :]).sum(-1, keepdim=True) * self.scaling
+
+
+@register_feature_map("gaussian")
+class GaussianMap(RandomFeatureMap):
+    """φ(x) = [sin(Wx), cos(Wx)] / √D, F = 2D: random Fourier features (Rahimi and Recht 2007; Peng et al. 2021, eq. 4).
+
+    With unit norms the kernel is exp(−‖q̂ − k̂‖²/2), which is the softmax kernel but for a constant.  With the norm carried
+    φ(k) gets the factor exp(‖k̂‖²/2).
+    """
+
+    signed = True
+    softmax_kernel = True
+    has_exponent = True
+    floor = 1e-2
+    default_num_features = 64
+
+    @property
+    def feature_dim(self) -> int:
+        """F = 2D."""
+        return 2 * self.num_features
+
+    def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return [sin(Wq̂), cos(Wq̂)]."""
+        phase = self.project(self.query_input(query), self.matrix() if matrix is None else matrix)
+        return torch.cat([phase.sin(), phase.cos()], dim=-1)
+
+    def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return [sin(Wk̂), cos(Wk̂)], times exp(min(‖k̂‖²/2 − c, 30)) where the norm is carried."""
+        key = self.key_input(key)
+        phase = self.project(key, self.matrix() if matrix is None else matrix)
+        features = torch.cat([phase.sin(), phase.cos()], dim=-1)
+        if self.unit_norm:
+            return features
+        return features * self.exponentiate_keys(self.key_exponent(key))
+
+    @staticmethod
+    def key_exponent(key: Tensor) -> Tensor:
+        """Return ‖k̂‖²/2 of prepared keys, [B, H, T, 1]."""
+        return key.square().sum(-1, keepdim=True) / 2
+
+    def log_normaliser(self, query: Tensor) -> Tensor:
+        """See `RandomFeatureMap.log_normaliser`."""
+        if self.unit_norm:
+            return torch.full_like(query[..., :1], -math.log(self.num_features))
+        norm = self.query_input(query).square().sum(-1, keepdim=True) / 2
+        constant = self.log_scale[:, None, None] - math.log(self.num_features)
+        return norm + constant + self._log_shift(query)
+
+
+@register_feature_map("arccos")
+class ArcCosMap(RandomFeatureMap):
+    """φ(x) = ReLU(Wx) / √D, F = D: the arc-cosine kernel of degree 1 (Cho and Saul 2009; Peng et al. 2021, section 3.1)."""
+
+    def _features(self, x: Tensor, matrix: Tensor | None) -> Tensor:
+        matrix = self.matrix() if matrix is None else matrix
+        return F.relu(self.project(x, matrix)) / math.sqrt(self.num_features)
+
+    def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return ReLU(Wq̂) / √D."""
+        return self._features(self.query_input(query), matrix)
+
+    def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return ReLU(Wk̂) / √D."""
+        return self._features(self.key_input(key), matrix)
+
+
+@register_feature_map("positive")
+class PositiveMap(RandomFeatureMap):
+    """φ(x) = exp(Wx − ‖x‖²/2) / √D, F = D: positive random features (Choromanski et al. 2021, FAVOR+, lemma 1)."""
+
+    softmax_kernel = True
+    has_exponent = True
+
+    def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return exp(Wq̂ − max Wq̂)."""
+        exponent = self.project(self.query_input(query), self.matrix() if matrix is None else matrix)
+        return (exponent - exponent.detach().amax(dim=-1, keepdim=True)).exp()
+
+    def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return exp(min(Wk̂ − ‖k̂‖²/2 − c, 30))."""
+        return self.exponentiate_keys(self.key_exponent(self.key_input(key), matrix))
+
+    def key_exponent(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return Wk̂ − ‖k̂‖²/2 of prepared keys, [B, H, T, D]."""
+        projected = self.project(key, self.matrix() if matrix is None else matrix)
+        return projected - key.square().sum(-1, keepdim=True) / 2
+
+    def log_normaliser(self, query: Tensor) -> Tensor:
+        """See `RandomFeatureMap.log_normaliser`."""
+        query_input = self.query_input(query)
+        maximum = self.project(query_input, self.matrix()).amax(dim=-1, keepdim=True)
+        norm = query_input.square().sum(-1, keepdim=True) / 2
+        constant = self.log_scale[:, None, None] - math.log(self.num_features)
+        shift = self._log_shift(query) if self.invariant else 0.0
+        return maximum - norm + constant + shift
+
+
+@register_feature_map("elu")
+class EluMap(FeatureMap):
+    """φ(x) = elu(x) + 1, F = d: the Linear Transformer's map (Katharopoulos et al. 2020, eq. 7)."""
+
+    def query(self, query: Tensor) -> Tensor:
+        """Return elu(q̂) + 1."""
+        return F.elu(self.query_input(query)) + 1
+
+    def key(self, key: Tensor) -> Tensor:
+        """Return elu(k̂) + 1."""
+        return F.elu(self.key_input(key)) + 1
+
+
+class LearnedFeatureMap(ProjectedFeatureMap):
+    """A map with a learned matrix and bias per head, the same for queries and keys."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**{**kwargs, "trainable": True})
+        self.bias = nn.Parameter(torch.empty(self.num_heads, self.num_features))
+        if not self.bias.is_meta:
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set W to `initial_projection` and the bias to 0."""
+        super().reset_parameters()
+        init.copy_(self.projection, self.initial_projection())
+        init.zeros_(self.bias)
+
+    @abstractmethod
+    def initial_projection(self) -> Tensor:
+        """Return the start of W, [H, D, d]."""
+
+    def affine(self, x: Tensor) -> Tensor:
+        """Return Wx + b."""
+        return self.project(x, self.projection) + self.bias[:, None, :].to(x.dtype)
+
+
+@register_feature_map("t2r")
+class T2RMap(LearnedFeatureMap):
+    """φ(x) = ReLU(Wx + b), F = D, W and b learned (Kasai et al. 2021, eq. 2); W starts as N(0, 1), b as 0."""
+
+    def initial_projection(self) -> Tensor:
+        """Return independent N(0, 1) entries from the map's seed."""
+        return draw_projection(
+            num_heads=self.num_heads,
+            num_features=self.num_features,
+            head_dim=self.head_dim,
+            seed=self.seed,
+            layer_idx=self.layer_idx,
+            orthogonal=False,
+        )
+
+    def query(self, query: Tensor) -> Tensor:
+        """Return ReLU(Wq̂ + b)."""
+        return F.relu(self.affine(self.query_input(query)))
+
+    def key(self, key: Tensor) -> Tensor:
+        """Return ReLU(Wk̂ + b)."""
+        return F.relu(self.affine(self.key_input(key)))
+
+
+@register_feature_map("hedgehog")
+class HedgehogMap(LearnedFeatureMap):
+    """φ(x) = [exp(Wx + b), exp(−Wx − b)], F = 2d, W starting as the identity (Zhang et al. 2024, section 4.2)."""
+
+    has_exponent = True
+    default_num_features = None
+
+    @property
+    def feature_dim(self) -> int:
+        """F = 2d."""
+        return 2 * self.num_features
+
+    def initial_projection(self) -> Tensor:
+        """Return the identity for every head."""
+        return torch.eye(self.head_dim).expand(self.num_heads, -1, -1)
+
+    def query(self, query: Tensor) -> Tensor:
+        """Return [exp(Wq̂ + b), exp(−Wq̂ − b)] over their maximum."""
+        exponent = self.affine(self.query_input(query))
+        maximum = exponent.detach().abs().amax(dim=-1, keepdim=True)
+        return torch.cat([exponent - maximum, -exponent - maximum], dim=-1).exp()
+
+    def key(self, key: Tensor) -> Tensor:
+        """Return exp(min(±(Wk̂ + b) − c, 30))."""
+        return self.exponentiate_keys(self.key_exponent(self.key_input(key)))
+
+    def key_exponent(self, key: Tensor) -> Tensor:
+        """Return ±(Wk̂ + b) of prepared keys, [B, H, T, 2d]."""
+        exponent = self.affine(key)
+        return torch.cat([exponent, -exponent], dim=-1)

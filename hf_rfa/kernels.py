@@ -1,0 +1,333 @@
+"""The recurrence of random feature attention: one definition, three forms.
+
+With features of queries and keys, values, log-gates and per-token weights, the recurrence is
+
+    S_t = g_t S_{t-1} + w_t φ(k_t) v_tᵀ            (F × M)
+    y_t = φ(q_t)ᵀ S_t                              (M)
+
+(Peng et al. 2021, eq. 5 and 6; Katharopoulos et al. 2020, eq. 16 to 20).  `parallel`, `chunked` and `recurrent`
+compute it in quadratic time, in linear time, and for one token.  They take and return the state, and they agree for any
+split of a sequence.  A token of weight 0 (padding) adds nothing; its log-gate has to be 0 too, so that it does not decay
+the state either (`mask_padding` does both).
+
+`rfa_attention` is the attention built on them: the values get a column of ones, whose output is the normaliser
+φ(q_t)·z_t, and one rule, in `normalise`, says what happens where the normaliser is too small to divide by.
+
+Shapes: B batch, H heads, T tokens, F features, M = d + 1 columns of values and ones.  Everything is computed in the
+dtype of the features: float32, or float64.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DEFAULT_CHUNK_SIZE = 64
+
+
+def mask_padding(padding: Tensor | None, log_gate: Tensor | None, weights: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Make padded tokens neither add to the state nor decay it.
+
+    Args:
+        padding: [B, T], 1 for a token and 0 for padding, or None where nothing is padded.
+        log_gate: [B, H, T] or None.
+        weights: [B, H, T] or None (all ones).
+
+    Returns:
+        (log_gate, weights), with weights [B, 1, T] where only the padding sets them.
+    """
+    if padding is None:
+        return log_gate, weights
+    keep = padding[:, None, :] != 0
+    if log_gate is not None:
+        log_gate = log_gate.masked_fill(~keep, 0.0)
+    if weights is None:
+        dtype = torch.get_default_dtype() if log_gate is None else log_gate.dtype
+        return log_gate, keep.to(dtype)
+    return log_gate, weights.masked_fill(~keep, 0.0)
+
+
+def _segment_sums(log_gate: Tensor) -> Tensor:
+    """Return the sums of ``log_gate[s+1 .. t]`` as [..., t, s], −inf above the diagonal.
+
+    Summed one by one instead of as a difference of two prefix sums, whose rounding error is relative to the prefix.
+    """
+    length = log_gate.shape[-1]
+    rows = log_gate[..., :, None].expand(*log_gate.shape, length)
+    below = torch.ones(length, length, dtype=torch.bool, device=log_gate.device).tril(-1)
+    sums = rows.masked_fill(~below, 0.0).cumsum(dim=-2)
+    return sums.masked_fill(~(below | torch.eye(length, dtype=torch.bool, device=log_gate.device)), float("-inf"))
+
+
+def _apply_weights(key: Tensor, weights: Tensor | None) -> Tensor:
+    return key if weights is None else key * weights[..., None].to(key.dtype)
+
+
+def parallel_weights(
+    query: Tensor, key: Tensor, *, log_gate: Tensor | None = None, weights: Tensor | None = None, causal: bool = True
+) -> Tensor:
+    """Return the unnormalised attention weights φ(q_t)·φ(k_s) w_s Π g, as [B, H, Tq, Tk].
+
+    Args:
+        query: features of the queries, [B, H, Tq, F].
+        key: features of the keys, [B, H, Tk, F].
+        log_gate: [B, H, Tk], ≤ 0; only with ``causal=True``.
+        weights: [B, H or 1, Tk], 0 for padding.
+        causal: whether a query sees only the keys up to its own position (then Tq = Tk).
+    """
+    scores = query @ _apply_weights(key, weights).transpose(-1, -2)
+    if not causal:
+        return scores
+    if log_gate is not None:
+        return scores * _segment_sums(log_gate.to(scores.dtype)).exp()
+    return scores.tril()
+
+
+def parallel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    log_gate: Tensor | None = None,
+    weights: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the recurrence in its quadratic form: the definition that the other forms are tested against.
+
+    Args:
+        query: features of the queries, [B, H, T, F].
+        key: features of the keys, [B, H, T, F].
+        value: [B, H, T, M].
+        log_gate: logarithms of the gates, [B, H, T], ≤ 0, or None for no gate.
+        weights: [B, H or 1, T], or None for ones.
+        state: [B, H, F, M], or None for zeros.
+
+    Returns:
+        The outputs [B, H, T, M] and the state after the last token [B, H, F, M].
+    """
+    output = parallel_weights(query, key, log_gate=log_gate, weights=weights) @ value
+    key = _apply_weights(key, weights)
+    if log_gate is None:
+        new_state = key.transpose(-1, -2) @ value
+        return (output, new_state) if state is None else (output + query @ state, new_state + state)
+    log_gate = log_gate.to(key.dtype)
+    to_end = F.pad(log_gate[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
+    new_state = (key * to_end.exp()[..., None]).transpose(-1, -2) @ value
+    if state is None:
+        return output, new_state
+    from_start = log_gate.cumsum(-1).exp()[..., None]
+    return output + (query * from_start) @ state, new_state + from_start[..., -1:, :] * state
+
+
+def chunked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    log_gate: Tensor | None = None,
+    weights: Tensor | None = None,
+    state: Tensor | None = None,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> tuple[Tensor, Tensor]:
+    """Compute the recurrence chunk by chunk: quadratic within a chunk, a state from chunk to chunk.
+
+    Time and memory are linear in T.  Arguments and results are those of `parallel`; ``chunk_size`` changes the speed and
+    the rounding, not the result.
+    """
+    outputs = []
+    for start in range(0, query.shape[-2], chunk_size):
+        piece = slice(start, start + chunk_size)
+        output, state = parallel(
+            query[..., piece, :],
+            key[..., piece, :],
+            value[..., piece, :],
+            log_gate=None if log_gate is None else log_gate[..., piece],
+            weights=None if weights is None else weights[..., piece],
+            state=state,
+        )
+        outputs.append(output)
+    if not outputs:
+        raise ValueError("the recurrence got no tokens: query has shape " + str(tuple(query.shape)))
+    return torch.cat(outputs, dim=-2), state
+
+
+def recurrent(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    log_gate: Tensor | None = None,
+    weights: Tensor | None = None,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Advance the recurrence by one token (T = 1).
+
+    Without gradients ``state`` is updated in place, so that decoding allocates no new state.  Arguments and results are
+    those of `parallel`.
+    """
+    key = _apply_weights(key, weights)
+    gate = None if log_gate is None else log_gate.to(state.dtype).exp()[..., None]
+    if torch.is_grad_enabled():
+        state = state if gate is None else state * gate
+        state = state + key.transpose(-1, -2) * value
+    else:
+        if gate is not None:
+            state.mul_(gate)
+        flat = state.view(-1, *state.shape[-2:])
+        flat.baddbmm_(key.reshape(-1, key.shape[-1], 1), value.reshape(-1, 1, value.shape[-1]))
+    return query @ state, state
+
+
+def noncausal(
+    query: Tensor, key: Tensor, value: Tensor, *, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Let every query see every key: cross and bidirectional attention.  Arguments and results as in `parallel`."""
+    state = _apply_weights(key, weights).transpose(-1, -2) @ value
+    return query @ state, state
+
+
+def normalise(output: Tensor, query: Tensor, mass: Tensor | None, floor: float) -> Tensor:
+    """Divide the numerator by the normaliser: the one rule for the denominator.
+
+    The normaliser φ(q)·z is raised to ``floor`` × ‖φ(q)‖ × n, where n = Σ w ‖φ(k)‖ ≥ ‖z‖ decays as the state does.  The
+    bound scales with φ, with the gates and with the number of tokens, so that rescaling any of them changes nothing.
+    Features without negative entries cannot cancel, and need no floor.  Where nothing has been seen yet (all padding)
+    the result is 0.
+
+    Args:
+        output: numerator and, in the last column, normaliser, [B, H, T, d + 1].
+        query: features of the queries, [B, H, T, F].
+        mass: n, [B, H, T, 1], or None for features without negative entries.
+        floor: smallest cosine between φ(q) and z that is divided by.
+
+    Returns:
+        [B, H, T, d].
+    """
+    numerator, normaliser = output[..., :-1], output[..., -1:]
+    if mass is not None:
+        normaliser = torch.maximum(normaliser, floor * query.norm(dim=-1, keepdim=True) * mass)
+    seen = normaliser > 0
+    return torch.where(seen, numerator, 0.0) / torch.where(seen, normaliser, 1.0)
+
+
+def state_shape(num_features: int, head_dim: int, *, signed: bool) -> tuple[int, int]:
+    """Return the (rows, columns) of one head's state: S with z as a last column, and a row for n if φ has signs."""
+    return num_features + signed, head_dim + 1
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_gate: Tensor | None,
+    weights: Tensor | None,
+    state: Tensor | None,
+    causal: bool,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Run the form that fits: noncausal, recurrent for one token on a state, else chunked."""
+    if not causal:
+        return noncausal(query, key, value, weights=weights)
+    if state is not None and query.shape[-2] == 1:
+        return recurrent(query, key, value, log_gate=log_gate, weights=weights, state=state)
+    return chunked(query, key, value, log_gate=log_gate, weights=weights, state=state, chunk_size=chunk_size)
+
+
+def rfa_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    log_gate: Tensor | None = None,
+    weights: Tensor | None = None,
+    state: Tensor | None = None,
+    causal: bool = True,
+    signed: bool = False,
+    floor: float = 0.0,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> tuple[Tensor, Tensor]:
+    """Attend with random features: features and values in, normalised outputs and state out.
+
+    Args:
+        query: features of the queries, [B, H, T, F], float32 or float64.
+        key: features of the keys, [B, H, T, F].
+        value: [B, H, T, d], any floating dtype.
+        log_gate: [B, H, T], ≤ 0, or None for no gate.
+        weights: [B, H or 1, T], 0 for padding, or None for ones.
+        state: the state so far (`state_shape`), or None at the start.  Updated in place for one token without gradients.
+        causal: False sums over all keys (cross and bidirectional attention); then ``log_gate`` and ``state`` are None.
+        signed: whether the features have negative entries, so that their normaliser needs a floor.
+        floor: see `normalise`.
+        chunk_size: tokens handled at once in the quadratic form.
+
+    Returns:
+        The outputs [B, H, T, d] in the dtype of the features, and the new state.
+    """
+    value = F.pad(value.to(key.dtype), (0, 1), value=1.0)
+    if not signed:
+        output, state = _run(query, key, value, log_gate, weights, state, causal, chunk_size)
+        return normalise(output, query, None, floor), state
+
+    # The mass n is the same recurrence with one feature, ‖φ(k)‖, and no values but the ones.
+    rows, mass_row = (None, None) if state is None else (state[..., :-1, :], state[..., -1:, -1:])
+    output, rows = _run(query, key, value, log_gate, weights, rows, causal, chunk_size)
+    unit, norm = torch.ones_like(query[..., :1]), key.norm(dim=-1, keepdim=True)
+    mass, mass_row = _run(unit, norm, value[..., -1:], log_gate, weights, mass_row, causal, chunk_size)
+    in_place = state is not None and rows.data_ptr() == state.data_ptr()
+    if not in_place:
+        state = torch.cat([rows, F.pad(mass_row, (value.shape[-1] - 1, 0))], dim=-2)
+    return normalise(output, query, mass, floor), state
+
+
+def attend_with_state(
+    query: Tensor, state: Tensor, *, signed: bool = False, floor: float = 0.0
+) -> Tensor:
+    """Read a finished state without changing it: cross attention after its first step.
+
+    Args:
+        query: features of the queries, [B, H, T, F].
+        state: as returned by `rfa_attention` with ``causal=False``.
+        signed: see `rfa_attention`.
+        floor: see `normalise`.
+
+    Returns:
+        [B, H, T, d].
+    """
+    if not signed:
+        return normalise(query @ state, query, None, floor)
+    return normalise(query @ state[..., :-1, :], query, state[..., -1:, -1:], floor)
+
+
+def implied_weights(
+    query: Tensor,
+    key: Tensor,
+    *,
+    log_gate: Tensor | None = None,
+    weights: Tensor | None = None,
+    state: Tensor | None = None,
+    causal: bool = True,
+    signed: bool = False,
+    floor: float = 0.0,
+) -> Tensor:
+    """Return the attention weights that the features imply, [B, H, Tq, Tk].
+
+    Multiplied with the values they give the output of `rfa_attention`.  With a ``state`` from earlier tokens the columns
+    are those of the tokens at hand, and a row sums to the share of the weight that falls on them.  The cost is quadratic:
+    for looking, not for running.
+    """
+    scores = parallel_weights(query, key, log_gate=log_gate, weights=weights, causal=causal)
+    # The normaliser and the mass are the recurrence on the ones column alone: d = 0.
+    ones = torch.ones_like(key[..., :1])
+
+    def sums(query: Tensor, key: Tensor, rows: Tensor | None) -> Tensor:
+        if not causal:
+            return noncausal(query, key, ones, weights=weights)[0]
+        return parallel(query, key, ones, log_gate=log_gate, weights=weights, state=rows)[0]
+
+    normaliser = sums(query, key, None if state is None else state[..., : query.shape[-1], -1:])
+    mass = None
+    if signed:
+        unit, norm = torch.ones_like(query[..., :1]), key.norm(dim=-1, keepdim=True)
+        mass = sums(unit, norm, None if state is None else state[..., -1:, -1:])
+    return normalise(torch.cat([scores, normaliser], dim=-1), query, mass, floor)

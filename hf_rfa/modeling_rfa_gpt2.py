@@ -1,0 +1,253 @@
+"""RFA-GPT-2: GPT-2 with random feature attention in place of softmax attention.
+
+Every class subclasses transformers' own; every parameter keeps its name and shape, so that a GPT-2 state dict loads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Model, GPT2PreTrainedModel
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.models.gpt2.modeling_gpt2 import (
+    GPT2Attention,
+    GPT2DoubleHeadsModel,
+    GPT2ForQuestionAnswering,
+    GPT2ForSequenceClassification,
+    GPT2ForTokenClassification,
+    GPT2LMHeadModel,
+)
+
+from .attention import Gate, RFAAttentionMixin, local_padding, padding_of_mask
+from .configuration_rfa import RFAGPT2Config
+from .feature_maps import FeatureMap
+
+
+class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
+    """GPT-2's attention, self or cross, with random features."""
+
+    def __init__(self, config: RFAGPT2Config, is_cross_attention: bool = False, layer_idx: int = 0) -> None:
+        super().__init__(config, is_cross_attention=is_cross_attention, layer_idx=layer_idx)
+        self.init_rfa(
+            config,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            scaling=self.scaling,
+            layer_idx=layer_idx,
+            causal=not is_cross_attention,
+        )
+
+    def _split_heads(self, states: Tensor) -> Tensor:
+        return states.view(*states.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        output_implied_weights: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; arguments as for `GPT2Attention`, and what `RFAGPT2Model` adds.
+
+        Args:
+            hidden_states: [B, T, width].
+            past_key_values: the cache.
+            attention_mask: not used: it is made for softmax layers.
+            encoder_hidden_states: [B, S, width], for cross attention.
+            encoder_attention_mask: mask of the encoder's tokens, in any form that `padding_of_mask` reads.
+            padding_mask: [B, T], 0 for padding, or None.
+            output_implied_weights: whether to return the attention weights that the features imply.
+            **kwargs: further arguments for softmax layers.
+
+        Returns:
+            The output [B, T, width], and the weights [B, H, T, T or S] or None.
+        """
+        cache, built = past_key_values, False
+        if isinstance(past_key_values, EncoderDecoderCache):
+            if self.is_cross_attention:
+                cache = past_key_values.cross_attention_cache
+                built = bool(past_key_values.is_updated.get(self.layer_idx))
+            else:
+                cache = past_key_values.self_attention_cache
+
+        if self.is_cross_attention:
+            output, weights = self._cross_attend(
+                hidden_states, encoder_hidden_states, padding_of_mask(encoder_attention_mask), cache, built
+            )
+            if isinstance(past_key_values, EncoderDecoderCache):
+                past_key_values.is_updated[self.layer_idx] = True
+        else:
+            query, key, value = map(self._split_heads, self.c_attn(hidden_states).split(self.split_size, dim=2))
+            output, weights = self.attend(
+                query,
+                key,
+                value,
+                hidden_states=hidden_states,
+                cache=cache,
+                padding=padding_mask,
+                dropout=self.attn_dropout.p,
+                output_weights=output_implied_weights,
+            )
+        output = output.transpose(1, 2).reshape(*hidden_states.shape[:2], -1)
+        return self.resid_dropout(self.c_proj(output)), weights
+
+    def _cross_attend(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        padding: Tensor | None,
+        cache: Cache | None,
+        built: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        query = self._split_heads(self.q_attn(hidden_states))
+        if built and cache is not None:
+            return self.attend_cached(query, cache), None
+        key, value = map(self._split_heads, self.c_attn(encoder_hidden_states).split(self.split_size, dim=2))
+        return self.attend(
+            query,
+            key,
+            value,
+            hidden_states=encoder_hidden_states,
+            cache=cache,
+            padding=padding,
+            dropout=self.attn_dropout.p,
+        )
+
+
+class RFAGPT2PreTrainedModel(GPT2PreTrainedModel):
+    """Base class: configuration, initialisation of φ and gates, and which modules stay in float32."""
+
+    config: RFAGPT2Config
+    config_class = RFAGPT2Config
+    # φ and the gates cost few bytes, and rounding them to 16 bits costs accuracy.
+    _keep_in_fp32_modules_strict = ["feature_map", "gate"]
+    _no_split_modules = ["GPT2Block"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (FeatureMap, Gate)):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+
+class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
+    """GPT-2 without a head, its attention layers but those in ``config.softmax_layers`` RFA."""
+
+    def __init__(self, config: RFAGPT2Config) -> None:
+        super().__init__(config)
+        for index, block in enumerate(self.h):
+            if index not in config.softmax_layers:
+                block.attn = RFAGPT2Attention(config, layer_idx=index)
+                if config.add_cross_attention:
+                    block.crossattention = RFAGPT2Attention(config, is_cross_attention=True, layer_idx=index)
+        self.post_init()
+
+    def _check_positions(self, length: int, past: int, position_ids: Tensor | None) -> None:
+        """Raise if a token's position is past the learned ones."""
+        last = past + length - 1
+        if last < self.config.n_positions:
+            return
+        if position_ids is not None:
+            # Left padding makes positions smaller than the number of tokens.
+            last = int(position_ids.max())
+        if last >= self.config.n_positions:
+            raise ValueError(
+                f"the text reaches position {last}, but this model has {self.config.n_positions} learned positions (0 to "
+                f"{self.config.n_positions - 1}). Convert it with --max-positions {last + 1} or more "
+                "(hf_rfa.convert.convert(..., max_positions=...)), or pass shorter text."
+            )
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the model; arguments and results are those of `GPT2Model`.
+
+        ``output_attentions=True`` returns the weights that RFA implies, [B, H, T, T], at quadratic cost; with a cache that
+        has seen tokens before, the columns are those of this call's tokens.
+
+        Raises:
+            ValueError: for a mask per query, or for positions past the learned ones.
+        """
+        inputs = input_ids if input_ids is not None else inputs_embeds
+        if inputs is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("pass either input_ids or inputs_embeds, and not both.")
+        length = inputs.shape[-1] if input_ids is not None else inputs.shape[-2]
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        self._check_positions(length, past, position_ids)
+
+        if attention_mask is not None and attention_mask.ndim == 3:  # (batch, choices, tokens) of multiple choice
+            attention_mask = attention_mask.view(-1, attention_mask.shape[-1])
+        padding_mask = local_padding(attention_mask, length)
+        if not self.config.softmax_layers:
+            # No layer reads a causal mask. Handing over a prepared one keeps transformers from building T × T entries.
+            attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=inputs.device)
+            if encoder_attention_mask is not None and encoder_attention_mask.ndim == 2:
+                encoder_attention_mask = encoder_attention_mask[:, None, None, :] != 0
+
+        output_weights = kwargs.get("output_attentions")
+        if output_weights is None:
+            output_weights = self.config.output_attentions
+        return super().forward(
+            input_ids,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            use_cache=use_cache,
+            padding_mask=padding_mask,
+            output_implied_weights=bool(output_weights),
+            **kwargs,
+        )
+
+
+class _RFAGPT2Head(RFAGPT2PreTrainedModel):
+    """Gives a head class of GPT-2 the RFA body."""
+
+    def __init__(self, config: RFAGPT2Config, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.transformer = RFAGPT2Model(config)
+        self.post_init()
+
+
+class RFAGPT2LMHeadModel(_RFAGPT2Head, GPT2LMHeadModel):
+    """RFA-GPT-2 with a language-modelling head."""
+
+    def __init__(self, config: RFAGPT2Config) -> None:
+        super().__init__(config)
+        self.loss_type = "ForCausalLM"
+
+
+class RFAGPT2DoubleHeadsModel(_RFAGPT2Head, GPT2DoubleHeadsModel):
+    """RFA-GPT-2 with a language-modelling and a multiple-choice head."""
+
+
+class RFAGPT2ForSequenceClassification(_RFAGPT2Head, GPT2ForSequenceClassification):
+    """RFA-GPT-2 that classifies sequences by their last token."""
+
+
+class RFAGPT2ForTokenClassification(_RFAGPT2Head, GPT2ForTokenClassification):
+    """RFA-GPT-2 that classifies every token."""
+
+
+class RFAGPT2ForQuestionAnswering(_RFAGPT2Head, GPT2ForQuestionAnswering):
+    """RFA-GPT-2 that marks the span of an answer."""
