@@ -8,6 +8,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForPreTraining,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -31,6 +32,7 @@ AutoConfig.register(RFAGPT2Config.model_type, RFAGPT2Config)
 for _auto_class, _model_class in (
     (AutoModel, RFAGPT2Model),
     (AutoModelForCausalLM, RFAGPT2LMHeadModel),
+    (AutoModelForPreTraining, RFAGPT2LMHeadModel),
     (AutoModelForSequenceClassification, RFAGPT2ForSequenceClassification),
     (AutoModelForTokenClassification, RFAGPT2ForTokenClassification),
     (AutoModelForQuestionAnswering, RFAGPT2ForQuestionAnswering),

@@ -112,6 +112,12 @@ class RFAAttentionMixin(nn.Module):
 
     feature_map: FeatureMap
     gate: Gate | None
+    rfa_causal: bool
+    scaling: float
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, each [B, H, T, d], of the layer's input [B, T, width] (self-attention)."""
+        raise NotImplementedError
 
     def init_rfa(
         self, config: RFAConfigMixin, *, num_heads: int, head_dim: int, scaling: float, layer_idx: int, causal: bool

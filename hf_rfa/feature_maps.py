@@ -163,8 +163,11 @@ class FeatureMap(nn.Module, ABC):
 
     @property
     def invariant(self) -> bool:
-        """Whether ``balance`` and ``key_shift`` leave the estimated kernel as it is."""
-        return self.softmax_kernel and not self.unit_norm
+        """Whether the map has ``balance`` and ``key_shift``, which change its variance and not its kernel.
+
+        Signed features have neither: their variance does not fall when queries and keys are centred on each other.
+        """
+        return self.softmax_kernel and not self.signed and not self.unit_norm
 
     @property
     def feature_dim(self) -> int:
@@ -302,11 +305,6 @@ class RandomFeatureMap(ProjectedFeatureMap):
         """
         raise NotImplementedError(f"feature_map={self.name!r} does not estimate the softmax kernel.")
 
-    def _log_shift(self, query: Tensor) -> Tensor:
-        """Return the logarithm of exp(q·μ·s), the factor by which shifted keys change the kernel, [B, H, T, 1]."""
-        query = query.to(compute_dtype(query.dtype))
-        return (query * self.key_shift[:, None, :]).sum(-1, keepdim=True) * self.scaling
-
 
 @register_feature_map("gaussian")
 class GaussianMap(RandomFeatureMap):
@@ -319,7 +317,7 @@ class GaussianMap(RandomFeatureMap):
     signed = True
     softmax_kernel = True
     has_exponent = True
-    floor = 1e-2
+    floor = 0.1
     default_num_features = 64
 
     @property
@@ -351,8 +349,7 @@ class GaussianMap(RandomFeatureMap):
         if self.unit_norm:
             return torch.full_like(query[..., :1], -math.log(self.num_features))
         norm = self.query_input(query).square().sum(-1, keepdim=True) / 2
-        constant = self.log_scale[:, None, None] - math.log(self.num_features)
-        return norm + constant + self._log_shift(query)
+        return norm + self.log_scale[:, None, None] - math.log(self.num_features)
 
 
 @register_feature_map("arccos")
@@ -399,8 +396,10 @@ class PositiveMap(RandomFeatureMap):
         maximum = self.project(query_input, self.matrix()).amax(dim=-1, keepdim=True)
         norm = query_input.square().sum(-1, keepdim=True) / 2
         constant = self.log_scale[:, None, None] - math.log(self.num_features)
-        shift = self._log_shift(query) if self.invariant else 0.0
-        return maximum - norm + constant + shift
+        if self.invariant:  # shifted keys change the kernel by exp(q·μ·s)
+            query = query.to(compute_dtype(query.dtype))
+            constant = constant + (query * self.key_shift[:, None, :]).sum(-1, keepdim=True) * self.scaling
+        return maximum - norm + constant
 
 
 @register_feature_map("elu")

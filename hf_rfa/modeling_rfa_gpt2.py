@@ -42,6 +42,11 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
     def _split_heads(self, states: Tensor) -> Tensor:
         return states.view(*states.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
 
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, each [B, H, T, d], of the layer's input [B, T, width] (self-attention)."""
+        query, key, value = self.c_attn(hidden_states).split(self.split_size, dim=2)
+        return self._split_heads(query), self._split_heads(key), self._split_heads(value)
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -83,11 +88,8 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
             if isinstance(past_key_values, EncoderDecoderCache):
                 past_key_values.is_updated[self.layer_idx] = True
         else:
-            query, key, value = map(self._split_heads, self.c_attn(hidden_states).split(self.split_size, dim=2))
             output, weights = self.attend(
-                query,
-                key,
-                value,
+                *self.project(hidden_states),
                 hidden_states=hidden_states,
                 cache=cache,
                 padding=padding_mask,

@@ -1,0 +1,210 @@
+"""What a conversion tells: figures, a table, and the model card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from rich.table import Table
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_rfa.kernels import state_shape
+from hf_rfa.version import __version__
+
+from .calibration import LayerGain
+from .families import rfa_layers
+
+#: Lengths at which the state is compared with a softmax model's cache of keys and values.
+CACHE_LENGTHS = (1024, 2048, 8192)
+
+
+@dataclass(frozen=True)
+class Perplexities:
+    """Perplexity on the calibration text: of the softmax parent, of the bare swap, and after calibration."""
+
+    softmax: float
+    swapped: float
+    calibrated: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """The figures of one conversion.
+
+    Attributes:
+        source: what was converted.
+        destination: the folder written.
+        command: the command that does it again.
+        num_layers: attention layers of the model (self-attention).
+        num_rfa_layers: those that are RFA now.
+        feature_map: name of the feature map.
+        feature_dim: F, features per head.
+        num_parameters: parameters of the result.
+        added_parameters: parameters that the parent does not have, the extended positions among them.
+        added_buffers: numbers in buffers that the parent does not have (random matrices and calibrated constants).
+        state_bytes: bytes of the recurrent state per sequence, all layers.
+        cache_bytes: bytes of the parent's cache per sequence, by length.
+        gains: what calibration gained per layer.
+        perplexities: on the calibration text, if there was one.
+        max_logit_difference: largest difference between the logits of the model in memory and of the reloaded one.
+        notes: what the user should know besides.
+    """
+
+    source: str
+    destination: str
+    command: str
+    num_layers: int
+    num_rfa_layers: int
+    feature_map: str
+    feature_dim: int
+    num_parameters: int
+    added_parameters: int
+    added_buffers: int
+    state_bytes: int
+    cache_bytes: dict[int, int]
+    gains: tuple[LayerGain, ...]
+    perplexities: Perplexities | None
+    max_logit_difference: float
+    notes: tuple[str, ...]
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the figures as (what, value) pairs, for the table and the model card."""
+        share = self.added_parameters / self.num_parameters
+        rows = [
+            ("attention layers converted", f"{self.num_rfa_layers} of {self.num_layers}"),
+            ("feature map", f"{self.feature_map}, {self.feature_dim} features per head"),
+            ("parameters added", f"{self.added_parameters:,} ({share:.3%} of {self.num_parameters:,})"),
+            ("numbers in buffers added", f"{self.added_buffers:,}"),
+            ("state per sequence", f"{_size(self.state_bytes)}, at any length"),
+        ]
+        if self.num_rfa_layers < self.num_layers:
+            rows[-1] = ("state per sequence", f"{_size(self.state_bytes)}, and the softmax layers' growing cache")
+        for length, size in self.cache_bytes.items():
+            rows.append((f"softmax cache at {length:,} tokens", f"{_size(size)} ({size / self.state_bytes:.1f} ×)"))
+        if self.gains:
+            before = sum(gain.before for gain in self.gains) / len(self.gains)
+            after = sum(gain.after for gain in self.gains) / len(self.gains)
+            rows.append(("KL to the softmax weights", f"{before:.3f} nats, {after:.3f} after calibration"))
+        if self.perplexities is not None:
+            found = self.perplexities
+            rows.append(
+                (
+                    f"perplexity on the calibration text ({found.tokens:,} tokens)",
+                    f"softmax {found.softmax:.2f}, swapped {found.swapped:.2f}, calibrated {found.calibrated:.2f}",
+                )
+            )
+        rows.append(("largest logit difference after reloading", f"{self.max_logit_difference:.1e}"))
+        return rows
+
+    def table(self) -> Table:
+        """Return the figures as a table to print."""
+        table = Table(title=f"{self.source} → {self.destination}", show_header=False)
+        for what, value in self.rows():
+            table.add_row(what, value)
+        return table
+
+
+def _size(num_bytes: int) -> str:
+    """Return a number of bytes as a person reads it."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def state_bytes_per_sequence(model: PreTrainedModel) -> int:
+    """Return the bytes of all causal RFA layers' states for one sequence."""
+    total = 0
+    for layer in rfa_layers(model).values():
+        if layer.rfa_causal:
+            feature_map = layer.feature_map
+            rows, columns = state_shape(feature_map.feature_dim, feature_map.head_dim, signed=feature_map.signed)
+            total += feature_map.num_heads * rows * columns * layer.state_dtype.itemsize
+    return total
+
+
+def cache_bytes_per_sequence(config: PreTrainedConfig, dtype: torch.dtype, length: int) -> int:
+    """Return the bytes of a softmax parent's keys and values for one sequence of ``length`` tokens."""
+    return 2 * config.num_hidden_layers * config.hidden_size * length * dtype.itemsize
+
+
+CARD = """# {title}
+
+This is [{source}]({link}) with its softmax attention replaced by random feature attention (Peng et al., 2021), converted by
+[hf-rfa](https://pypi.org/project/hf-rfa/) {version}. A recurrent state of fixed size stands in for the cache of keys and
+values, so a token costs the same time and memory at any length. The projections of queries, keys, values and outputs are
+the parent's, untouched. **It was not trained after the conversion**: distil or fine-tune it before you rely on it.
+
+## Use
+
+```python
+import hf_rfa  # registers the RFA models with transformers
+from transformers import {auto_class}
+
+model = {auto_class}.from_pretrained("{destination}")
+```
+
+## How it was made
+
+```bash
+{command}
+```
+
+| | |
+|---|---|
+{rows}
+
+{notes}## Sources
+
+- Hao Peng, Nikolaos Pappas, Dani Yogatama, Roy Schwartz, Noah A. Smith, Lingpeng Kong: *Random Feature Attention*. ICLR 2021.
+- Angelos Katharopoulos, Apoorv Vyas, Nikolaos Pappas, François Fleuret: *Transformers are RNNs: Fast Autoregressive
+  Transformers with Linear Attention*. ICML 2020.
+"""
+
+AUTO_CLASSES = {
+    "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
+    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+    "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
+    "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
+}
+
+
+def model_card(report: ConversionReport, *, architecture: str, hub_name: str | None, licence: str | None) -> ModelCard:
+    """Return the model card of a conversion.
+
+    Args:
+        report: its figures.
+        architecture: name of the softmax model class.
+        hub_name: the parent's name on the hub, or None if it came from a folder.
+        licence: the parent's licence, or None if it states none.
+    """
+    endings = [value for ending, value in AUTO_CLASSES.items() if architecture.endswith(ending)]
+    auto_class, task = endings[0] if endings else ("AutoModel", "feature-extraction")
+    data: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": task,
+        "tags": ["hf-rfa", "random-feature-attention", "linear-attention"],
+    }
+    if hub_name is not None:
+        data["base_model"] = hub_name
+    if licence is not None:
+        data["license"] = licence
+    source = report.source if hub_name is not None else report.source.rstrip("/").rsplit("/", 1)[-1]
+    destination = report.destination.rstrip("/").rsplit("/", 1)[-1]
+    content = CARD.format(
+        title=destination,
+        source=source,
+        link=f"https://huggingface.co/{hub_name}" if hub_name is not None else "#how-it-was-made",
+        version=__version__,
+        auto_class=auto_class,
+        destination=destination,
+        command=report.command,
+        rows="\n".join(f"| {what} | {value} |" for what, value in report.rows()),
+        notes="".join(f"{note}\n\n" for note in report.notes),
+    )
+    return ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{content}")
