@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -208,7 +209,7 @@ def _rfa_config(
         )
     try:
         return source.family.rfa_config.from_parent(source.config, softmax_layers=softmax_layers, **options)
-    except ValueError as error:  # strict dataclasses wrap what a validator raises
+    except (ValueError, StrictDataclassError) as error:
         raise InputError(str(error.__cause__ or error)) from error
 
 

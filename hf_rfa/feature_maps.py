@@ -67,7 +67,9 @@ def draw_projection(
     rows = math.ceil(num_features / head_dim) * head_dim if orthogonal else num_features
     gaussian = torch.randn(num_heads, rows, head_dim, generator=generator, dtype=torch.float64)
     if orthogonal:
-        blocks = torch.linalg.qr(gaussian.view(num_heads, -1, head_dim, head_dim))[0]
+        blocks, triangle = torch.linalg.qr(gaussian.view(num_heads, -1, head_dim, head_dim))
+        # Q is uniformly distributed only if R's diagonal is positive, which LAPACK does not promise.
+        blocks = blocks * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
         norms = torch.randn(num_heads, rows, head_dim, generator=generator, dtype=torch.float64).norm(dim=-1)
         gaussian = blocks.reshape(num_heads, rows, head_dim) * norms[..., None]
     return gaussian[:, :num_features].float()

@@ -5,6 +5,8 @@ Every class subclasses transformers' own; every parameter keeps its name and sha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +40,8 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
             layer_idx=layer_idx,
             causal=not is_cross_attention,
         )
+        # Set for the time of a call by `RFAGPT2Model`: GPT-2's block hands no further arguments to cross attention.
+        self.output_implied_weights = False
 
     def _split_heads(self, states: Tensor) -> Tensor:
         return states.view(*states.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
@@ -108,7 +112,7 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
         built: bool,
     ) -> tuple[Tensor, Tensor | None]:
         query = self._split_heads(self.q_attn(hidden_states))
-        if built and cache is not None:
+        if built and cache is not None and not self.output_implied_weights:
             return self.attend_cached(query, cache), None
         key, value = map(self._split_heads, self.c_attn(encoder_hidden_states).split(self.split_size, dim=2))
         return self.attend(
@@ -116,9 +120,10 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
             key,
             value,
             hidden_states=encoder_hidden_states,
-            cache=cache,
+            cache=None if built else cache,
             padding=padding,
             dropout=self.attn_dropout.p,
+            output_weights=self.output_implied_weights,
         )
 
 
@@ -206,20 +211,34 @@ class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
         output_weights = kwargs.get("output_attentions")
         if output_weights is None:
             output_weights = self.config.output_attentions
-        return super().forward(
-            input_ids,
-            past_key_values=past_key_values,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            use_cache=use_cache,
-            padding_mask=padding_mask,
-            output_implied_weights=bool(output_weights),
-            **kwargs,
-        )
+        with self._cross_attention_weights(bool(output_weights)):
+            return super().forward(
+                input_ids,
+                past_key_values=past_key_values,
+                attention_mask=attention_mask,
+                token_type_ids=token_type_ids,
+                position_ids=position_ids,
+                inputs_embeds=inputs_embeds,
+                encoder_hidden_states=encoder_hidden_states,
+                encoder_attention_mask=encoder_attention_mask,
+                use_cache=use_cache,
+                padding_mask=padding_mask,
+                output_implied_weights=bool(output_weights),
+                **kwargs,
+            )
+
+    @contextmanager
+    def _cross_attention_weights(self, wanted: bool) -> Iterator[None]:
+        """Let cross-attention layers return the weights they imply, if ``wanted``."""
+        layers = [block.crossattention for block in self.h] if wanted and self.config.add_cross_attention else []
+        layers = [layer for layer in layers if isinstance(layer, RFAGPT2Attention)]
+        for layer in layers:
+            layer.output_implied_weights = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.output_implied_weights = False
 
 
 class _RFAGPT2Head(RFAGPT2PreTrainedModel):

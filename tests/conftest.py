@@ -1,0 +1,64 @@
+"""Fixtures: small models made on the spot, the demo's checkpoint, and material that may lie beside the repository."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network, and none may use it
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared"
+DEMO_MODEL = ROOT / "demo" / "model"
+DEMO_TEXT = ROOT / "demo" / "heldout.txt.gz"
+
+settings.register_profile(
+    "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.load_profile("default")
+logging.disable_progress_bar()
+
+
+def shared(path: str) -> Path:
+    """Return a path of the material beside the repository, or skip the test."""
+    if not (SHARED / path).exists():
+        pytest.skip(f"needs {SHARED / path}, which is not here")
+    return SHARED / path
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def tiny_parent_config(**options) -> GPT2Config:
+    """A GPT-2 configuration small enough for any test; its weights are large enough for attention to matter."""
+    values = {
+        "vocab_size": 61,
+        "n_positions": 96,
+        "n_embd": 24,
+        "n_layer": 2,
+        "n_head": 3,
+        "initializer_range": 0.3,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    return GPT2Config(**{**values, **options})
+
+
+@pytest.fixture(scope="session")
+def tiny_parent(tmp_path_factory) -> Path:
+    """Folder of a tiny softmax GPT-2 checkpoint."""
+    folder = tmp_path_factory.mktemp("tiny-gpt2")
+    torch.manual_seed(1)
+    GPT2LMHeadModel(tiny_parent_config()).save_pretrained(folder)
+    return folder

@@ -1,0 +1,282 @@
+"""The three forms of the recurrence against a loop in float64, and against each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_rfa.kernels import (
+    attend_with_state,
+    chunked,
+    implied_weights,
+    mask_padding,
+    noncausal,
+    normalise,
+    parallel,
+    recurrent,
+    rfa_attention,
+)
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+@dataclass
+class Case:
+    """One recurrence: its inputs in float64, and what it should give."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_gate: Tensor | None
+    weights: Tensor | None
+    state: Tensor | None
+
+    def to(self, dtype: torch.dtype, *, grad: bool = False) -> Case:
+        fields = {name: None if x is None else x.to(dtype).detach().clone() for name, x in vars(self).items()}
+        if grad:
+            for tensor in fields.values():
+                if tensor is not None:
+                    tensor.requires_grad_()
+        return Case(**fields)
+
+    def options(self, piece: slice = slice(None)) -> dict:
+        return {
+            "log_gate": None if self.log_gate is None else self.log_gate[..., piece],
+            "weights": None if self.weights is None else self.weights[..., piece],
+        }
+
+    def piece(self, piece: slice) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query[..., piece, :], self.key[..., piece, :], self.value[..., piece, :]
+
+
+def loop(case: Case) -> tuple[Tensor, Tensor]:
+    """The definition, token by token: S = g S + w φ(k) vᵀ, y = φ(q)ᵀ S."""
+    state = torch.zeros(*case.key.shape[:2], case.key.shape[-1], case.value.shape[-1], dtype=case.key.dtype)
+    if case.state is not None:
+        state = case.state
+    outputs = []
+    for t in range(case.query.shape[2]):
+        gate = 1.0 if case.log_gate is None else case.log_gate[:, :, t].exp()[..., None, None]
+        weight = 1.0 if case.weights is None else case.weights[:, :, t][..., None, None]
+        state = gate * state + weight * case.key[:, :, t, :, None] * case.value[:, :, t, None, :]
+        outputs.append((case.query[:, :, t, None, :] @ state)[:, :, 0])
+    return torch.stack(outputs, dim=2), state
+
+
+def token_by_token(case: Case) -> tuple[Tensor, Tensor]:
+    """`recurrent`, once per token."""
+    state = case.state
+    if state is None:
+        state = torch.zeros(*case.key.shape[:2], case.key.shape[-1], case.value.shape[-1], dtype=case.key.dtype)
+    outputs = []
+    for t in range(case.query.shape[2]):
+        piece = slice(t, t + 1)
+        output, state = recurrent(*case.piece(piece), **case.options(piece), state=state)
+        outputs.append(output)
+    return torch.cat(outputs, dim=2), state
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-30))
+
+
+@st.composite
+def cases(draw, signed: bool | None = None) -> Case:
+    batch, heads, features, columns = (draw(st.integers(1, n)) for n in (3, 2, 7, 5))
+    length = draw(st.one_of(st.integers(1, 9), st.sampled_from([63, 64, 65, 100])))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    query, key = normal(batch, heads, length, features), normal(batch, heads, length, features)
+    if not (draw(st.booleans()) if signed is None else signed):
+        query, key = query.exp(), key.exp()
+    log_gate = weights = None
+    strength = draw(st.sampled_from([None, 0.0, 1e-3, 0.1, 3.0, 30.0]))
+    if strength is not None:
+        log_gate = -strength * normal(batch, heads, length).exp()
+        weights = -log_gate.expm1()
+        if strength == 0.0:
+            weights = torch.ones_like(weights)
+    padding = None
+    kind = draw(st.sampled_from(["none", "left", "right", "inside"]))
+    if kind != "none":
+        padding = torch.ones(batch, length)
+        for row in range(batch):
+            first = draw(st.integers(0, length))
+            last = {"left": 0, "right": length, "inside": draw(st.integers(0, length))}[kind]
+            padding[row, min(first, last) : max(first, last)] = 0
+    log_gate, weights = mask_padding(padding, log_gate, weights)
+    if weights is not None:
+        weights = weights.double()
+    state = normal(batch, heads, features, columns).abs() if draw(st.booleans()) else None
+    return Case(query, key, normal(batch, heads, length, columns), log_gate, weights, state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(case=cases(), chunk_size=st.integers(1, 110))
+@settings(max_examples=60)
+def test_forms_agree(dtype, case, chunk_size):
+    expected = loop(case)
+    given_case = case.to(dtype)
+    forms = {
+        "parallel": parallel(*given_case.piece(slice(None)), **given_case.options(), state=given_case.state),
+        "chunked": chunked(
+            *given_case.piece(slice(None)), **given_case.options(), state=given_case.state, chunk_size=chunk_size
+        ),
+        "recurrent": token_by_token(given_case),
+    }
+    with torch.no_grad():
+        in_place = given_case.to(dtype)
+        forms["recurrent in place"] = token_by_token(in_place)
+    for name, found in forms.items():
+        for what, a, b in zip(("output", "state"), found, expected, strict=True):
+            assert relative_error(a, b) <= TOLERANCE[dtype], (name, what)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(case=cases(), chunk_size=st.integers(1, 110))
+@settings(max_examples=40)
+def test_gradients_agree(dtype, case, chunk_size):
+    def gradients(case: Case, run) -> list[Tensor]:
+        output, state = run(case)
+        generator = torch.Generator().manual_seed(3)
+        weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in (output, state)]
+        sum((x * w).sum() for x, w in zip((output, state), weights, strict=True)).backward()
+        return [x.grad for x in vars(case).values() if x is not None]
+
+    expected = gradients(case.to(torch.float64, grad=True), loop)
+
+    def run_parallel(case):
+        return parallel(*case.piece(slice(None)), **case.options(), state=case.state)
+
+    def run_chunked(case):
+        return chunked(*case.piece(slice(None)), **case.options(), state=case.state, chunk_size=chunk_size)
+
+    for run in (run_parallel, run_chunked, token_by_token):
+        for found, wanted in zip(gradients(case.to(dtype, grad=True), run), expected, strict=True):
+            scale = max(float(x.abs().max()) for x in expected)
+            error = float((found.double() - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-3 * scale)
+            assert error <= TOLERANCE[dtype], run.__name__
+
+
+@given(case=cases(), data=st.data())
+@settings(max_examples=60)
+def test_any_split_gives_the_same(case, data):
+    length = case.query.shape[2]
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, length - 1)), max_size=4)) | {0, length})
+    outputs, state = [], case.state
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        piece = slice(start, stop)
+        form = recurrent if stop - start == 1 and state is not None and data.draw(st.booleans()) else chunked
+        output, state = form(*case.piece(piece), **case.options(piece), state=state)
+        outputs.append(output)
+    expected = loop(case)
+    assert relative_error(torch.cat(outputs, dim=2), expected[0]) <= 1e-10
+    assert relative_error(state, expected[1]) <= 1e-10
+
+
+@given(case=cases())
+@settings(max_examples=40)
+def test_noncausal_is_a_sum_over_all_keys(case):
+    output, state = noncausal(case.query, case.key, case.value, weights=case.weights)
+    weights = torch.ones_like(case.key[..., 0]) if case.weights is None else case.weights
+    expected = torch.einsum("bhqf,bhkf,bhk,bhkm->bhqm", case.query, case.key, weights.expand(case.key.shape[:3]), case.value)
+    assert relative_error(output, expected) <= 1e-10
+    assert relative_error(case.query @ state, expected) <= 1e-10
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@given(data=st.data())
+@settings(max_examples=40)
+def test_attention_is_the_same_in_any_form_and_is_what_the_weights_say(signed, data):
+    case = data.draw(cases(signed=signed))
+    options = {"signed": signed, "floor": 0.1 if signed else 0.0}
+    run = {**case.options(), **options}
+    whole, state = rfa_attention(case.query, case.key, case.value, chunk_size=1000, **run)
+    pieces, other_state = rfa_attention(case.query, case.key, case.value, chunk_size=7, **run)
+    weights = implied_weights(case.query, case.key, **run)
+    assert relative_error(pieces, whole) <= 1e-9
+    assert relative_error(other_state, state) <= 1e-10
+    assert float((weights @ case.value - whole).abs().max()) <= 1e-9 * max(1.0, float(whole.abs().max()))
+    for no_grad in (False, True):
+        step_state, outputs = None, []
+        with torch.set_grad_enabled(not no_grad):
+            for t in range(case.query.shape[2]):
+                piece = slice(t, t + 1)
+                before = step_state
+                output, step_state = rfa_attention(
+                    *case.piece(piece), **case.options(piece), **options, state=step_state
+                )
+                assert not no_grad or before is None or step_state is before, "decoding must reuse the state"
+                outputs.append(output)
+        assert relative_error(torch.cat(outputs, dim=2), whole) <= 1e-9
+        assert relative_error(step_state, state) <= 1e-10
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_cross_attention_reads_the_finished_state(signed):
+    query, key, value = torch.rand(2, 3, 5, 4), torch.rand(2, 3, 9, 4), torch.randn(2, 3, 9, 6)
+    options = {"signed": signed, "floor": 0.1}
+    padding = torch.ones(2, 9)
+    padding[0, 6:] = 0
+    _, weights = mask_padding(padding, None, None)
+    output, state = rfa_attention(query, key, value, causal=False, weights=weights, **options)
+    torch.testing.assert_close(attend_with_state(query, state, **options), output)
+    short, _ = rfa_attention(query[:1], key[:1, :, :6], value[:1, :, :6], causal=False, **options)
+    torch.testing.assert_close(output[:1], short)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_denominator_rule_is_scale_free(signed):
+    """Rescaling φ(q), φ(k) or the weights (g → 1 makes them all small) changes no output."""
+    query, key, value = (torch.randn(1, 2, 40, n, dtype=torch.float64) for n in (8, 8, 4))
+    if not signed:
+        query, key = query.abs(), key.abs()
+    options = {"signed": signed, "floor": 0.1}
+    expected, _ = rfa_attention(query, key, value, **options)
+    for factor in (1e-12, 1e12):
+        weights = torch.full((1, 2, 40), factor, dtype=torch.float64)
+        torch.testing.assert_close(rfa_attention(query * factor, key, value, **options)[0], expected)
+        torch.testing.assert_close(rfa_attention(query, key * factor, value, **options)[0], expected)
+        torch.testing.assert_close(rfa_attention(query, key, value, weights=weights, **options)[0], expected)
+
+
+def test_signed_features_are_never_divided_by_less_than_the_floor():
+    """Denominators near or under zero stay finite and bounded: |output| ≤ max |v| / floor."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 2, 300, n, generator=generator) for n in (6, 6, 3))
+    output, _ = rfa_attention(query, key, value, signed=True, floor=0.1)
+    assert torch.isfinite(output).all()
+    assert float(output.abs().max()) <= float(value.abs().max()) / 0.1 * 1.001
+
+
+def test_nothing_seen_gives_zero_and_finite_gradients():
+    output = torch.zeros(1, 1, 3, 5, requires_grad=True)
+    result = normalise(output, torch.ones(1, 1, 3, 2), None, 0.0)
+    result.sum().backward()
+    assert (result == 0).all()
+    assert torch.isfinite(output.grad).all()
+
+
+@example(strength=1e-9)
+@given(strength=st.floats(1e-9, 1.0))
+@settings(max_examples=20)
+def test_gates_near_one_do_not_collapse(strength):
+    """w = 1 − g → 0 scales numerator and normaliser alike: the output stays an average of the values."""
+    log_gate = torch.full((1, 1, 50), -strength)
+    key = torch.rand(1, 1, 50, 4) + 0.1
+    output, _ = rfa_attention(key, key, torch.ones(1, 1, 50, 3), log_gate=log_gate, weights=-log_gate.expm1())
+    torch.testing.assert_close(output, torch.ones_like(output))
+
+
+def test_empty_sequences_are_refused():
+    empty = torch.zeros(1, 1, 0, 4)
+    with pytest.raises(ValueError, match="no tokens"):
+        chunked(empty, empty, empty)
