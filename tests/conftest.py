@@ -23,6 +23,9 @@ settings.register_profile(
 )
 settings.load_profile("default")
 logging.disable_progress_bar()
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: more threads than that would only wait for each other
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 
 def shared(path: str) -> Path:

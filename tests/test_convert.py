@@ -1,0 +1,387 @@
+"""The converter: what it keeps, what it adds, and that it leaves nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    GPT2Model,
+)
+
+from hf_rfa import FEATURE_MAPS, RFAGPT2ForSequenceClassification, RFAGPT2Model
+from hf_rfa.convert import InputError, convert
+from hf_rfa.convert import converter as converter_module
+from hf_rfa.convert import writer as writer_module
+from hf_rfa.convert.families import softmax_twin
+
+from .conftest import DEMO_MODEL, DEMO_TEXT, shared, tiny_parent_config
+
+
+def copy_of(source: Path, destination: Path) -> Path:
+    shutil.copytree(source, destination)
+    for path in destination.rglob("*"):
+        path.chmod(0o644)
+    destination.chmod(0o755)
+    return destination
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("name", sorted(FEATURE_MAPS))
+def test_every_feature_map_converts_and_keeps_every_weight(name, tiny_parent, tmp_path):
+    report = convert(tiny_parent, tmp_path / "out", feature_map=name, gate=True)
+    parent, result = load_file(tiny_parent / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    for key, tensor in parent.items():
+        assert torch.equal(result[key], tensor), key
+    added = set(result) - set(parent)
+    assert added
+    assert all(".feature_map." in key or ".gate." in key for key in added)
+    assert report.max_logit_difference == 0
+    assert report.num_rfa_layers == report.num_layers == 2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert report.num_parameters == sum(p.numel() for p in model.parameters())
+    cache = model(torch.ones(1, 3, dtype=torch.long)).past_key_values
+    assert report.state_bytes == sum(layer.state.numel() * 4 for layer in cache.layers)
+    assert report.cache_bytes[1024] == 2 * 2 * 24 * 1024 * 4
+    assert leftovers(tmp_path) == ["out"]
+
+
+def test_conversion_is_reproducible_and_the_seed_matters(tiny_parent, tmp_path):
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        convert(tiny_parent, tmp_path / name, seed=seed)
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b
+    assert a != c
+
+
+def test_calibration_brings_attention_closer_to_the_parent(tiny_parent, tmp_path):
+    report = convert(tiny_parent, tmp_path / "out")
+    assert all(gain.after < gain.before for gain in report.gains)
+
+
+def test_paper_map_has_few_extra_parameters(tmp_path):
+    """σ: one number per head and dimension (Peng et al. 2021 report less than 0.1 %)."""
+    config = tiny_parent_config(vocab_size=5000, n_embd=192)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "parent")
+    report = convert(tmp_path / "parent", tmp_path / "out", feature_map="gaussian", unit_norm=True)
+    assert report.added_parameters == 2 * 192
+    assert report.added_parameters < 0.001 * report.num_parameters
+
+
+def test_layers_can_stay_softmax(tiny_parent, tmp_path):
+    report = convert(tiny_parent, tmp_path / "out", layers=[1])
+    assert report.num_rfa_layers == 1
+    assert any("softmax" in note for note in report.notes)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.layer_types == ["full_attention", "rfa"]
+    cache = model(torch.ones(1, 5, dtype=torch.long)).past_key_values
+    assert cache.layers[0].keys.shape[2] == 5
+    assert "hf-rfa convert" in report.command
+    assert report.command.endswith("--layers 1")
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", torch.bfloat16), ("float16", torch.float16)])
+def test_dtype(dtype, expected, tiny_parent, tmp_path):
+    convert(tiny_parent, tmp_path / "out", dtype=dtype)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors["transformer.wte.weight"].dtype == expected
+    assert tensors["transformer.h.0.attn.feature_map.projection"].dtype == torch.float32
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == expected
+
+
+@pytest.mark.parametrize("count", [97, 192, 500])
+def test_positions_are_extended(count, tiny_parent, tmp_path):
+    convert(tiny_parent, tmp_path / "out", max_positions=count)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.n_positions == count
+    ids = torch.randint(1, 61, (1, count))
+    with torch.no_grad():
+        assert torch.isfinite(model(ids).logits).all()
+    output = model.generate(ids[:, : count - 20], max_new_tokens=20, eos_token_id=None, pad_token_id=0)
+    assert output.shape[1] == count
+
+
+def test_other_heads(tmp_path):
+    config = tiny_parent_config(num_labels=4, pad_token_id=0)
+    GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
+    GPT2Model(config).save_pretrained(tmp_path / "body")
+    convert(tmp_path / "classifier", tmp_path / "a")
+    convert(tmp_path / "body", tmp_path / "b")
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "a")
+    assert type(classifier) is RFAGPT2ForSequenceClassification
+    assert classifier.score.out_features == 4
+    assert type(AutoModel.from_pretrained(tmp_path / "b")) is RFAGPT2Model
+
+
+def test_sharded_source(tiny_parent, tmp_path):
+    GPT2LMHeadModel.from_pretrained(tiny_parent).save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
+    convert(tmp_path / "sharded", tmp_path / "a")
+    convert(tiny_parent, tmp_path / "b")
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert all(torch.equal(a[key], b[key]) for key in b)
+
+
+def test_model_card_states_command_and_figures(tmp_path):
+    report = convert(DEMO_MODEL, tmp_path / "out", calibrate_on=DEMO_TEXT, num_features=64)
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert report.command in card.content
+    assert card.data.library_name == "transformers"
+    for _, value in report.rows():
+        assert value in card.content
+    assert report.perplexities.calibrated < report.perplexities.swapped
+    assert report.perplexities.softmax < report.perplexities.calibrated
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("Call me")["input_ids"] == AutoTokenizer.from_pretrained(DEMO_MODEL)("Call me")["input_ids"]
+
+
+def test_the_command_on_the_card_gives_the_same_checkpoint(tiny_parent, tmp_path):
+    options = {"feature_map": "gaussian", "num_features": 9, "orthogonal": False, "gate": True, "layers": [0], "seed": 5}
+    report = convert(tiny_parent, tmp_path / "a", max_positions=128, redraw_pool=4, **options)
+    command = report.command.replace(str(tmp_path / "a"), str(tmp_path / "b"))
+    script = Path(sys.executable).parent / "hf-rfa"
+    subprocess.run([script, *command.split()[1:]], check=True, capture_output=True)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_softmax_twin_shares_memory_and_is_the_parent(tiny_parent, tmp_path):
+    convert(tiny_parent, tmp_path / "out")
+    parent = GPT2LMHeadModel.from_pretrained(tiny_parent).eval()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    twin = softmax_twin(model, "GPT2LMHeadModel", parent.config)
+    ids = torch.randint(1, 61, (2, 20))
+    with torch.no_grad():
+        assert torch.equal(twin(ids).logits, parent(ids).logits)
+    assert twin.transformer.wte.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
+
+
+# What lies beside the repository
+
+
+@pytest.mark.parametrize("path", ["data/checkpoints/gpt2-sort", "data/checkpoints/gpt2-names", "models/gpt2-wiki-mini"])
+def test_shared_checkpoints_convert_reload_and_generate(path, tmp_path):
+    report = convert(shared(path), tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    output = model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert output.shape == (1, 9)
+    assert report.max_logit_difference == 0
+
+
+def test_the_sorting_model_still_sorts_often(tmp_path):
+    """gpt2-sort needs attention to every input; the swap alone keeps part of that, many features nearly all of it."""
+    convert(shared("data/checkpoints/gpt2-sort"), tmp_path / "out", num_features=2048)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    inputs = torch.cartesian_prod(*[torch.arange(3)] * 6)
+    output = model.generate(
+        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
+    solved = (output[:, 6:] == inputs.sort(dim=1).values).all(1).float().mean()
+    assert float(solved) > 0.9
+
+
+def test_a_hub_name_works_offline_from_the_cache(tmp_path):
+    """The demo's checkpoint, laid into a hub cache as the model gpt2."""
+    repository = tmp_path / "hub" / "models--gpt2"
+    commit = "0" * 40
+    copy_of(DEMO_MODEL, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    script = Path(sys.executable).parent / "hf-rfa"
+    options = {"env": environment, "capture_output": True, "text": True, "check": False, "cwd": tmp_path}
+    found = subprocess.run([script, "convert", "gpt2", "out"], **options)
+    assert found.returncode == 0, found.stderr
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.base_model == "gpt2"
+    missing = subprocess.run([script, "convert", "distilgpt2", "other"], **options)
+    assert missing.returncode == 1
+    for words in ("hub could not be reached", "HF_HUB_OFFLINE", "hf download distilgpt2"):
+        assert words in missing.stderr
+    assert not (tmp_path / "other").exists()
+
+
+# Bad input: a clear error, and nothing half-written
+
+
+def refused(match: str, source, tmp_path, **options):
+    before = leftovers(tmp_path)
+    with pytest.raises(InputError, match=match) as error:
+        convert(source, options.pop("destination", tmp_path / "never"), **options)
+    assert leftovers(tmp_path) == before
+    return str(error.value)
+
+
+def test_missing_sources(tmp_path):
+    refused(r"no folder \./nothing", "./nothing", tmp_path)
+    refused("no folder /no/such/folder", "/no/such/folder", tmp_path)
+    refused("neither a folder nor", "what is this?", tmp_path)
+    (tmp_path / "empty").mkdir()
+    refused("no config.json", tmp_path / "empty", tmp_path)
+    (tmp_path / "file").write_text("x")
+    refused("is a file", tmp_path / "file", tmp_path)
+
+
+def test_unsupported_and_converted_models(tiny_parent, tmp_path):
+    source = copy_of(tiny_parent, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    for model_type in ("bert", "no-such-type"):
+        (source / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+        refused(f"'{model_type}'.*Supported: gpt2", source, tmp_path)
+    (source / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2Strange"]}))
+    refused("GPT2Strange.*GPT2LMHeadModel", source, tmp_path)
+    (source / "config.json").write_text("{not json")
+    refused("cannot read .*config.json", source, tmp_path)
+    (source / "config.json").write_text("{}")
+    refused("names no model_type", source, tmp_path)
+    convert(tiny_parent, tmp_path / "rfa")
+    refused("RFA checkpoint already", tmp_path / "rfa", tmp_path)
+
+
+def test_broken_weights(tiny_parent, tmp_path):
+    source = copy_of(tiny_parent, tmp_path / "source")
+    weights = source / "model.safetensors"
+    whole = weights.read_bytes()
+    for broken in (whole[: len(whole) // 2], whole[:5], b""):
+        weights.write_bytes(broken)
+        refused("model.safetensors is broken or cut short", source, tmp_path)
+    weights.unlink()
+    refused("has no weights", source, tmp_path)
+
+    tensors = load_file(tiny_parent / "model.safetensors")
+    key = "transformer.h.1.mlp.c_fc.weight"
+    save_file({**tensors, key: tensors[key][:, :-1].contiguous()}, weights, metadata={"format": "pt"})
+    refused(rf"{key} has shape \(24, 95\).*\(24, 96\)", source, tmp_path)
+    save_file({name: tensor for name, tensor in tensors.items() if name != key}, weights, metadata={"format": "pt"})
+    refused(f"lack 1 tensors.*{key}", source, tmp_path)
+    for value in (float("nan"), float("inf")):
+        bad = tensors[key].clone()
+        bad[3, 4] = value
+        save_file({**tensors, key: bad}, weights, metadata={"format": "pt"})
+        refused(f"tensor {key} holds 1 values that are NaN or infinite", source, tmp_path)
+
+
+def test_missing_shards(tiny_parent, tmp_path):
+    GPT2LMHeadModel.from_pretrained(tiny_parent).save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    shard = sorted((tmp_path / "source").glob("model-*.safetensors"))[1]
+    shard.unlink()
+    refused(f"lacks {shard.name}", tmp_path / "source", tmp_path)
+
+
+def test_pickles_are_refused_unless_asked_for(tiny_parent, tmp_path):
+    source = copy_of(tiny_parent, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    torch.save(tensors, source / "pytorch_model.bin")
+    refused("pickle.*--allow-pickle", source, tmp_path)
+    convert(source, tmp_path / "a", allow_pickle=True)
+    convert(tiny_parent, tmp_path / "b")
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert all(torch.equal(a[key], b[key]) for key in b)
+    torch.save({**tensors, "transformer.ln_f.bias": torch.full((24,), float("nan"))}, source / "pytorch_model.bin")
+    refused("transformer.ln_f.bias holds 24 values", source, tmp_path, allow_pickle=True)
+
+
+def test_destinations(tiny_parent, tmp_path):
+    source = copy_of(tiny_parent, tmp_path / "source")
+    refused("is the source itself", source, tmp_path, destination=source, overwrite=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious.txt").write_text("keep me")
+    refused("exists and is kept.*--overwrite", source, tmp_path, destination=tmp_path / "out")
+    refused("holds no checkpoint", source, tmp_path, destination=tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "precious.txt").read_text() == "keep me"
+    (tmp_path / "file").write_text("x")
+    refused("is a file", source, tmp_path, destination=tmp_path / "file", overwrite=True)
+    refused("cannot write to", source, tmp_path, destination=tmp_path / "file" / "out")
+    convert(source, tmp_path / "result")
+    first = (tmp_path / "result" / "model.safetensors").read_bytes()
+    refused("exists and is kept", source, tmp_path, destination=tmp_path / "result", seed=1)
+    convert(source, tmp_path / "result", seed=1, overwrite=True)
+    assert (tmp_path / "result" / "model.safetensors").read_bytes() != first
+    (tmp_path / "free").mkdir()
+    convert(source, tmp_path / "free")
+    assert (tmp_path / "free" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"feature_map": "cosine"}, "feature_map='cosine' is unknown. Known: arccos, elu"),
+        ({"num_features": 0}, "num_features must be at least 1, got 0"),
+        ({"feature_map": "elu", "num_features": 3}, "num_features=3"),
+        ({"layers": []}, "indices from 0 to 1"),
+        ({"layers": [2]}, r"indices from 0 to 1, got \[2\]"),
+        ({"max_positions": 96}, "max_positions=96 does not extend the 96 positions"),
+        ({"dtype": "int8"}, "dtype must be one of .*got 'int8'"),
+        ({"calibrate_on": "no/such/text.txt"}, "no text file no/such/text.txt"),
+        ({"calibrate_on": DEMO_TEXT}, "the source has no tokenizer"),
+        ({"redraw_pool": 3, "trainable_projection": True}, "exclude each other"),
+    ],
+)
+def test_options(options, match, tiny_parent, tmp_path):
+    refused(match, tiny_parent, tmp_path, **options)
+
+
+def test_full_disk(tiny_parent, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
+        refused("GB free, but the result needs about", tiny_parent, tmp_path)
+
+    def no_space(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(converter_module.ModelCard, "save", no_space)  # after the weights have been written
+    refused("the disk of .* is full; nothing was written", tiny_parent, tmp_path)
+
+
+def test_a_result_that_does_not_reload_the_same_is_not_kept(tiny_parent, tmp_path, monkeypatch):
+    true_logits = converter_module._logits
+    shifts = iter([0.0, 1.0])
+    monkeypatch.setattr(converter_module, "_logits", lambda *args: true_logits(*args) + next(shifts))
+    refused("gives other logits", tiny_parent, tmp_path)
+
+
+def test_an_interrupt_leaves_the_old_result(tiny_parent, tmp_path, monkeypatch):
+    convert(tiny_parent, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(converter_module, "_reload_difference", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        convert(tiny_parent, tmp_path / "out", seed=1, overwrite=True)
+    assert leftovers(tmp_path) == ["out"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [2.5, 4.0, 5.5])
+def test_ctrl_c_at_any_time_leaves_nothing(delay, tmp_path):
+    script = Path(sys.executable).parent / "hf-rfa"
+    command = [script, "convert", DEMO_MODEL, tmp_path / "out", "--calibrate", DEMO_TEXT]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    status = process.wait(timeout=60)
+    assert leftovers(tmp_path) == (["out"] if status == 0 else [])
