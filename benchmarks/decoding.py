@@ -54,7 +54,7 @@ def at_position(model: PreTrainedModel, position: int, batch: int) -> DynamicCac
     if isinstance(config, RFAGPT2Config):
         model(torch.zeros(batch, 1, dtype=torch.long), past_key_values=cache)
         for layer in cache.layers:
-            layer.cumulative_length = position
+            layer.cumulative_length = position  # type: ignore[union-attr]
         return cache
     shape = (batch, config.n_head, position, config.n_embd // config.n_head)
     for index in range(config.n_layer):
@@ -82,6 +82,7 @@ def measure(
     token = torch.zeros(batch, 1, dtype=torch.long)
     for position in track(lengths, description=f"decoding, batch {batch}"):
         caches = {model: at_position(model, position, batch) for model in (softmax, rfa)}
+        sizes = {model: cache_num_bytes(cache) for model, cache in caches.items()}
         times: dict[PreTrainedModel, list[float]] = {softmax: [], rfa: []}
         for step in range(steps + 1):
             for model, cache in caches.items():
@@ -90,7 +91,6 @@ def measure(
                 if step:
                     times[model].append(1000 * (time.perf_counter() - start))
         medians = {model: statistics.median(values) for model, values in times.items()}
-        sizes = {model: cache_num_bytes(cache) for model, cache in caches.items()}
         results.append(Step(position, batch, medians[softmax], medians[rfa], sizes[softmax], sizes[rfa]))
     return results
 
@@ -119,7 +119,12 @@ def plot(results: Sequence[Step], path: Path, title: str) -> None:
     positions = [row.position for row in results]
     for axes, what, softmax, rfa in (
         (left, "ms per step", [row.softmax_ms for row in results], [row.rfa_ms for row in results]),
-        (right, "cache, MiB", [row.softmax_bytes / 2**20 for row in results], [row.rfa_bytes / 2**20 for row in results]),
+        (
+            right,
+            "cache, MiB",
+            [row.softmax_bytes / 2**20 for row in results],
+            [row.rfa_bytes / 2**20 for row in results],
+        ),
     ):
         axes.plot(positions, softmax, marker="o", color="#b3432b", label="softmax")
         axes.plot(positions, rfa, marker="o", color="#1f6f8b", label="RFA")

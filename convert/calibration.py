@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_rfa.attention import RFAAttentionMixin
-from hf_rfa.feature_maps import FeatureMap, PositiveMap
+from hf_rfa.errors import InputError
+from hf_rfa.feature_maps import FeatureMap
 from hf_rfa.kernels import implied_weights
 
-from hf_rfa.errors import InputError
 from .families import rfa_layers
 
 #: σ that step 3 tries; the first one, σ as it is, wins ties.
@@ -115,7 +115,8 @@ def calibrate(
     """
     layers = {name: layer for name, layer in rfa_layers(model).items() if layer.rfa_causal}
     with _record_inputs({name: softmax_model.get_submodule(name) for name in layers}) as inputs:
-        softmax_model.base_model(blocks.to(softmax_model.device), use_cache=False)
+        body: Any = softmax_model.base_model
+        body(blocks.to(softmax_model.device), use_cache=False)
     gains = []
     for name, layer in layers.items():
         query, key, _ = layer.project(inputs.pop(name))
@@ -163,12 +164,7 @@ def _set_log_scale(feature_map: FeatureMap, key: Tensor) -> None:
     """Set c so that the features of a head's keys have mean mass 1 (step 4)."""
     if not feature_map.has_exponent:
         return
-    prepared = feature_map.key_input(key)
-    if isinstance(feature_map, PositiveMap):
-        exponent = feature_map.key_exponent(prepared, feature_map.projection)
-    else:
-        exponent = feature_map.key_exponent(prepared)
-    mass = exponent.transpose(0, 1).flatten(1).logsumexp(1)
+    mass = feature_map.key_exponent(feature_map.key_input(key)).transpose(0, 1).flatten(1).logsumexp(1)
     feature_map.log_scale.copy_(mass - math.log(key.shape[0] * key.shape[2]))
 
 

@@ -14,14 +14,15 @@ import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_rfa.configuration_rfa import RFAConfigMixin
+from hf_rfa.errors import InputError
 from hf_rfa.feature_maps import FeatureMap
+from hf_rfa.inference import load_tokenizer
 
 from .calibration import LayerGain, calibrate, random_blocks, text_blocks
-from hf_rfa.errors import InputError
 from .families import extend_positions, rfa_layers, softmax_twin
 from .report import (
     CACHE_LENGTHS,
@@ -31,7 +32,7 @@ from .report import (
     model_card,
     state_bytes_per_sequence,
 )
-from .source import Source, check_finite, load_tokenizer, open_source
+from .source import Source, check_finite, open_source
 from .texts import read_documents
 from .writer import check_destination, check_space, new_folder
 
@@ -118,9 +119,9 @@ def convert(
         feature_seed=seed,
     )
     documents = None if calibrate_on is None else list(read_documents(calibrate_on))
-    tokenizer, no_tokenizer = load_tokenizer(found)
+    tokenizer, no_tokenizer = load_tokenizer(found.folder)
     if documents is not None and tokenizer is None:
-        raise InputError(f"cannot calibrate on {calibrate_on}: {no_tokenizer}. Leave the text out.")
+        raise InputError(f"cannot calibrate on {calibrate_on} with {source}: {no_tokenizer}. Leave the text out.")
     if documents is None:
         blocks = random_blocks(found.config.vocab_size, found.config.max_position_embeddings, seed=seed)
     else:
@@ -227,9 +228,9 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _load(source: Source, config: RFAConfigMixin, dtype: str) -> PreTrainedModel:
+def _load(source: Source, config: Any, dtype: str) -> PreTrainedModel:
     """Load the softmax weights into the RFA model, and check that nothing but φ and gates is missing."""
-    model_class = source.family.architectures[source.architecture][1]
+    model_class: Any = source.family.architectures[source.architecture][1]
     with _quiet():
         model, info = model_class.from_pretrained(
             source.folder,
@@ -314,13 +315,13 @@ def _logits(model: PreTrainedModel, probe: Tensor) -> Tensor:
     return model(probe.to(model.device), use_cache=False)[0].float().cpu()
 
 
-def _reload_difference(
-    model_class: type[PreTrainedModel], folder: Path, probe: Tensor, expected: Tensor
-) -> float:
+def _reload_difference(model_class: Any, folder: Path, probe: Tensor, expected: Tensor) -> float:
     """Load the written checkpoint, and return how far its logits are from those of the model it was written from."""
     with _quiet():
         model, info = model_class.from_pretrained(folder, dtype="auto", use_safetensors=True, output_loading_info=True)
-    problems = {name: sorted(info[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[name]}
+    problems = {
+        name: sorted(info[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[name]
+    }
     if problems:
         raise InputError(f"the written checkpoint does not load as it should: {problems}")
     found = _logits(model.eval(), probe)
@@ -357,17 +358,17 @@ def _figures(model: PreTrainedModel, source: Source) -> dict[str, Any]:
     }
 
 
-def _notes(
-    config: RFAConfigMixin | PreTrainedConfig, no_tokenizer: str | None, max_positions: int | None, text: Any
-) -> tuple[str, ...]:
+def _notes(config: Any, no_tokenizer: str | None, max_positions: int | None, text: Any) -> tuple[str, ...]:
     notes = []
     if no_tokenizer is not None:
-        notes.append(f"There is no tokenizer here: {no_tokenizer}.")
-    if config.softmax_layers:  # type: ignore[union-attr]
-        kept = ", ".join(map(str, config.softmax_layers))  # type: ignore[union-attr]
+        notes.append(f"The result has no tokenizer, since of the source it holds that {no_tokenizer}.")
+    if config.softmax_layers:
+        kept = ", ".join(map(str, config.softmax_layers))
         notes.append(f"Layers {kept} are softmax attention: their cache grows with the text.")
     if max_positions is not None:
-        notes.append(f"The learned positions were stretched to {max_positions} by interpolation, which short texts see too.")
+        notes.append(
+            f"The learned positions were stretched to {max_positions} by interpolation, which short texts see too."
+        )
     if text is None:
         notes.append("Calibrated on random tokens; a text like the one it will see (--calibrate) does better.")
     return tuple(notes)

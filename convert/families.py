@@ -13,7 +13,7 @@ from transformers.models.gpt2 import modeling_gpt2
 
 import hf_rfa
 from hf_rfa.attention import RFAAttentionMixin
-from hf_rfa.configuration_rfa import RFAConfigMixin, RFAGPT2Config
+from hf_rfa.configuration_rfa import RFAGPT2Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Family:
     """How the checkpoints of one softmax family become RFA checkpoints.
 
     Attributes:
-        rfa_config: configuration class of the RFA models.
+        rfa_config: configuration class of the RFA models, a `RFAConfigMixin`.
         architectures: the softmax model class and the RFA model class, by the name that checkpoints have in
             ``config.architectures``.
         default_architecture: the one meant where a checkpoint names none.
@@ -29,7 +29,7 @@ class Family:
         position_embedding: finds the module of learned positions in a model.
     """
 
-    rfa_config: type[RFAConfigMixin]
+    rfa_config: Any
     architectures: dict[str, tuple[type[PreTrainedModel], type[PreTrainedModel]]]
     default_architecture: str
     positions_field: str
@@ -38,7 +38,7 @@ class Family:
     @property
     def rfa_model_type(self) -> str:
         """The RFA configuration's ``model_type``."""
-        return self.rfa_config.model_type  # type: ignore[attr-defined]
+        return self.rfa_config.model_type
 
 
 def _pairs(module: Any, *names: str) -> dict[str, tuple[type[PreTrainedModel], type[PreTrainedModel]]]:
@@ -83,7 +83,7 @@ def softmax_twin(model: PreTrainedModel, architecture: str, config: PreTrainedCo
     shared = twin.state_dict().keys()
     twin.load_state_dict({key: value for key, value in model.state_dict().items() if key in shared}, assign=True)
     twin.tie_weights()
-    twin.loss_type = getattr(model, "loss_type", None)
+    twin.loss_type = model.loss_type
     return twin.eval()
 
 

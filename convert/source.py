@@ -11,10 +11,11 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from hf_rfa.errors import InputError
+
 from .families import FAMILIES, Family
 
 TOKENIZER_FILES = (
@@ -186,13 +187,3 @@ def check_finite(name: str, tensor: torch.Tensor, where: str | Path) -> None:
             f"{where}: tensor {name} holds {count} values that are NaN or infinite, of {tensor.numel()}. A model with "
             "them cannot be converted; use a checkpoint from before the training diverged."
         )
-
-
-def load_tokenizer(source: Source) -> tuple[Any, str | None]:
-    """Return (the source's tokenizer, None), or (None, why there is none)."""
-    if not any((source.folder / name).is_file() for name in ("tokenizer.json", "merges.txt")):
-        return None, "the source has no tokenizer"
-    try:
-        return AutoTokenizer.from_pretrained(source.folder), None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        return None, f"the source's tokenizer cannot be loaded ({error})"

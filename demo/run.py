@@ -1,7 +1,7 @@
 """The main job: convert a trained GPT-2, compare it with its parent, and let both write.
 
-    python -m demo.run                 # the small model in this folder
-    python -m demo.run --model gpt2    # a model of the hub, or a folder
+python -m demo.run                 # the small model in this folder
+python -m demo.run --model gpt2    # a model of the hub, or a folder
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import argparse
 import shutil
 from pathlib import Path
 
+from hf_rfa.convert import convert
+from hf_rfa.convert.families import FAMILIES, extend_positions
+from hf_rfa.convert.texts import read_documents
+from hf_rfa.finetune import perplexity, tokenize
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
 from benchmarks.decoding import measure, plot, table
 from hf_rfa.cli import progress_bar
-from hf_rfa.convert import convert
-from hf_rfa.convert.families import FAMILIES, extend_positions
-from hf_rfa.convert.texts import read_documents
-from hf_rfa.finetune import perplexity, tokenize
 from hf_rfa.inference import generate_text, load_causal_lm
 
 HERE = Path(__file__).resolve().parent

@@ -92,7 +92,7 @@ def perplexity(
         raise InputError(f"context must be at least 2 and stride from 1 to context, got {context} and {stride}.")
     if len(ids) < 2:
         raise InputError(f"the text has {len(ids)} tokens; at least 2 are needed.")
-    vocab_size = model.get_input_embeddings().num_embeddings
+    vocab_size = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
     if int(ids.max()) >= vocab_size:
         raise InputError(
             f"the tokenizer gives token {int(ids.max())}, but the model's vocabulary has {vocab_size} entries: they do not "

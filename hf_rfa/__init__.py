@@ -16,6 +16,7 @@ from transformers import (
 
 from .cache import RFALayer, cache_num_bytes
 from .configuration_rfa import RFAConfigMixin, RFAGPT2Config
+from .errors import InputError
 from .feature_maps import FEATURE_MAPS, FeatureMap, register_feature_map
 from .modeling_rfa_gpt2 import (
     RFAGPT2DoubleHeadsModel,
@@ -42,6 +43,7 @@ for _auto_class, _model_class in (
 __all__ = [
     "FEATURE_MAPS",
     "FeatureMap",
+    "InputError",
     "RFAConfigMixin",
     "RFAGPT2Config",
     "RFAGPT2DoubleHeadsModel",

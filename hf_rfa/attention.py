@@ -16,14 +16,11 @@ from transformers.cache_utils import Cache
 from transformers.utils.import_utils import is_tracing
 
 from .cache import layer_of
-from .configuration_rfa import RFAConfigMixin
 from .feature_maps import FEATURE_MAPS, FeatureMap, compute_dtype
 from .kernels import attend_with_state, implied_weights, mask_padding, rfa_attention
 
 
-def build_feature_map(
-    config: Any, *, num_heads: int, head_dim: int, scaling: float, layer_idx: int
-) -> FeatureMap:
+def build_feature_map(config: Any, *, num_heads: int, head_dim: int, scaling: float, layer_idx: int) -> FeatureMap:
     """Build the feature map of one attention layer from a configuration with the fields of `RFAConfigMixin`."""
     return FEATURE_MAPS[config.feature_map](
         num_heads=num_heads,
@@ -64,7 +61,7 @@ class Gate(nn.Linear):
         init.zeros_(self.weight)
         init.copy_(self.bias, (spans - 1.0).log())
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return (log g, 1 − g) for hidden states [B, T, width], each [B, H, T] in the computing dtype."""
         dtype = compute_dtype(hidden_states.dtype)
         logits = F.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype)).transpose(1, 2)
@@ -120,14 +117,14 @@ class RFAAttentionMixin(nn.Module):
         raise NotImplementedError
 
     def init_rfa(
-        self, config: RFAConfigMixin, *, num_heads: int, head_dim: int, scaling: float, layer_idx: int, causal: bool
+        self, config: Any, *, num_heads: int, head_dim: int, scaling: float, layer_idx: int, causal: bool
     ) -> None:
         """Add the feature map, and the gate where the configuration asks for one (causal attention only)."""
         self.feature_map = build_feature_map(
             config, num_heads=num_heads, head_dim=head_dim, scaling=scaling, layer_idx=layer_idx
         )
-        positions = config.max_position_embeddings  # type: ignore[attr-defined]
-        width = config.hidden_size  # type: ignore[attr-defined]
+        positions = config.max_position_embeddings
+        width = config.hidden_size
         self.gate = Gate(width, num_heads, positions) if config.gate and causal else None
         self.rfa_causal = causal
         self.rfa_layer_idx = layer_idx
@@ -170,8 +167,13 @@ class RFAAttentionMixin(nn.Module):
         if self.state_dtype != features[0].dtype:
             dtype = torch.promote_types(self.state_dtype, features[0].dtype)
             features = (features[0].to(dtype), features[1].to(dtype))
-        signs = {"signed": self.feature_map.signed, "floor": self.feature_map.floor}
-        shared = {"log_gate": log_gate, "weights": weights, "causal": self.rfa_causal, **signs}
+        shared: dict[str, Any] = {
+            "log_gate": log_gate,
+            "weights": weights,
+            "causal": self.rfa_causal,
+            "signed": self.feature_map.signed,
+            "floor": self.feature_map.floor,
+        }
         values = F.dropout(value, dropout, self.training)
 
         implied: Tensor | None = None
@@ -180,7 +182,10 @@ class RFAAttentionMixin(nn.Module):
             nonlocal implied
             if output_weights:
                 implied = implied_weights(*features, state=state, **shared).to(value.dtype)
-            return rfa_attention(*features, values, state=state, chunk_size=self.chunk_size, **shared)
+            query_features, key_features = features
+            return rfa_attention(
+                query_features, key_features, values, state=state, chunk_size=self.chunk_size, **shared
+            )
 
         if cache is None:
             output, _ = step(None)
@@ -192,6 +197,8 @@ class RFAAttentionMixin(nn.Module):
     def attend_cached(self, query: Tensor, cache: Cache) -> Tensor:
         """Attend with a finished state (cross attention after its first step): [B, H, T, d] in, the same out."""
         state = layer_of(cache, self.rfa_layer_idx).state
+        if state is None:
+            raise ValueError(f"the cross-attention cache of layer {self.rfa_layer_idx} holds no state yet.")
         features = self.feature_map.query(query).to(state.dtype)
-        signs = {"signed": self.feature_map.signed, "floor": self.feature_map.floor}
-        return attend_with_state(features, state, **signs).to(query.dtype)
+        signed, floor = self.feature_map.signed, self.feature_map.floor
+        return attend_with_state(features, state, signed=signed, floor=floor).to(query.dtype)

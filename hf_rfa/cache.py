@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class RFALayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, **kwargs) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.state: Tensor | None = None
         self.cumulative_length = 0
@@ -35,13 +36,17 @@ class RFALayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, step: Step | None = None, **kwargs):
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, step: Step | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Run one step of the recurrence on the state.
 
         Args:
             key_states: features of the new keys, [B, H, T, F] (their count, dtype and device are used here).
             value_states: the new values; the step has them already.
+            *args: not used.
             step: takes the state so far and returns the output and the new state.
+            **kwargs: not used.
 
         Returns:
             (the step's output, the new state).
@@ -71,11 +76,6 @@ class RFALayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (number of keys, offset) as a growing layer would, for the masks of softmax layers beside this one."""
         return self.cumulative_length + query_length, 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the state takes."""
-        return 0 if self.state is None else self.state.numel() * self.state.element_size()
 
     def offload(self) -> None:
         """Move the state to the CPU."""
@@ -146,8 +146,10 @@ def cache_num_bytes(cache: Cache | None) -> int:
         return cache_num_bytes(cache.self_attention_cache) + cache_num_bytes(cache.cross_attention_cache)
     total = 0
     for layer in cache.layers:
-        if isinstance(layer, RFALayer):
-            total += layer.num_bytes
-        elif layer.is_initialized:
-            total += sum(tensor.numel() * tensor.element_size() for tensor in (layer.keys, layer.values))
+        held = (
+            (layer.state,)
+            if isinstance(layer, RFALayer)
+            else (getattr(layer, "keys", None), getattr(layer, "values", None))
+        )
+        total += sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
     return total

@@ -164,7 +164,9 @@ def generate_command(
 def evaluate_command(
     model: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the hub.")],
     text: Annotated[Path, typer.Argument(help="Text (.txt, or .jsonl with a 'text' field; plain or .gz).")],
-    context: Annotated[int | None, typer.Option(help="Tokens per window. Default: the positions, at most 1024.")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens per window. Default: the positions, at most 1024.")
+    ] = None,
     stride: Annotated[int | None, typer.Option(help="Tokens from window to window. Default: disjoint windows.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens of the text.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows at a time.")] = 8,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers import GPT2Config
@@ -93,7 +93,9 @@ class RFAConfigMixin:
         if self.redraw_pool and self.trainable_projection:
             raise ValueError("redraw_pool and trainable_projection exclude each other: a matrix is redrawn or trained.")
         if self.unit_norm and issubclass(feature_map, LearnedFeatureMap):
-            raise ValueError(f"unit_norm does not apply to feature_map={self.feature_map!r}, which learns from raw q and k.")
+            raise ValueError(
+                f"unit_norm does not apply to feature_map={self.feature_map!r}, which learns from raw q and k."
+            )
 
     @classmethod
     def rfa_fields(cls) -> tuple[str, ...]:
@@ -101,7 +103,7 @@ class RFAConfigMixin:
         return tuple(item.name for item in fields(RFAConfigMixin))
 
     @classmethod
-    def from_parent(cls, config: Any, **options: Any) -> RFAConfigMixin:
+    def from_parent(cls, config: Any, **options: Any) -> Self:
         """Build this configuration from a softmax parent's, with RFA fields set by ``options``.
 
         Args:

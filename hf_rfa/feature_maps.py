@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,14 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def draw_projection(
-    *, num_heads: int, num_features: int, head_dim: int, seed: int, layer_idx: int, draw: int = 0, orthogonal: bool = True
+    *,
+    num_heads: int,
+    num_features: int,
+    head_dim: int,
+    seed: int,
+    layer_idx: int,
+    draw: int = 0,
+    orthogonal: bool = True,
 ) -> Tensor:
     """Draw the random matrices of one layer.
 
@@ -192,6 +199,10 @@ class FeatureMap(nn.Module, ABC):
         key = F.normalize(key, dim=-1) if self.unit_norm else key * math.sqrt(self.scaling)
         return key * self.sigma[:, None, :] if self.has_sigma else key
 
+    def key_exponent(self, key: Tensor) -> Tensor:
+        """Return the exponents, before c, of prepared keys (`key_input`): for maps with ``has_exponent``."""
+        raise NotImplementedError(f"feature_map={self.name!r} has no exponents.")
+
     def exponentiate_keys(self, exponent: Tensor, log_scale: Tensor | None = None) -> Tensor:
         """Return exp(min(exponent − c, 30)), c being ``log_scale`` or the head's own."""
         log_scale = self.log_scale if log_scale is None else log_scale
@@ -228,10 +239,10 @@ class FeatureMap(nn.Module, ABC):
 class ProjectedFeatureMap(FeatureMap):
     """A map with a matrix W per head, [H, D, d]; ``projection`` in the state dict, parameter or buffer."""
 
-    default_num_features = 128
+    default_num_features: ClassVar[int | None] = 128
     projection: Tensor
 
-    def __init__(self, **kwargs) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         projection = torch.empty(self.num_heads, self.num_features, self.head_dim)
         if self.trainable:
@@ -254,7 +265,7 @@ class RandomFeatureMap(ProjectedFeatureMap):
     has_sigma = True
     random = True
 
-    def __init__(self, **kwargs) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if not self.projection.is_meta:
             self.reset_parameters()
@@ -341,8 +352,7 @@ class GaussianMap(RandomFeatureMap):
             return features
         return features * self.exponentiate_keys(self.key_exponent(key))
 
-    @staticmethod
-    def key_exponent(key: Tensor) -> Tensor:
+    def key_exponent(self, key: Tensor) -> Tensor:
         """Return ‖k̂‖²/2 of prepared keys, [B, H, T, 1]."""
         return key.square().sum(-1, keepdim=True) / 2
 
@@ -420,7 +430,7 @@ class EluMap(FeatureMap):
 class LearnedFeatureMap(ProjectedFeatureMap):
     """A map with a learned matrix and bias per head, the same for queries and keys."""
 
-    def __init__(self, **kwargs) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{**kwargs, "trainable": True})
         self.bias = nn.Parameter(torch.empty(self.num_heads, self.num_features))
         if not self.bias.is_meta:

@@ -42,13 +42,21 @@ def load_causal_lm(name: str, *, dtype: str = "auto", need_tokenizer: bool = Tru
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(f"cannot load a causal language model from {name}: {error}") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path if path.exists() else name)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        if need_tokenizer:
-            raise InputError(f"{name} has no usable tokenizer ({error}). Put the tokenizer's files beside it.") from error
-        tokenizer = None
+    tokenizer, problem = load_tokenizer(path if path.exists() else name)
+    if tokenizer is None and need_tokenizer:
+        raise InputError(f"{name}: {problem}. Put the tokenizer's files beside the weights.")
     return model.eval(), tokenizer
+
+
+def load_tokenizer(source: str | Path) -> tuple[Any, str | None]:
+    """Return (the tokenizer of a folder or hub name, None), or (None, why there is none)."""
+    # For a folder without any tokenizer file transformers would return an empty tokenizer.
+    if isinstance(source, Path) and not any((source / name).is_file() for name in ("tokenizer.json", "merges.txt")):
+        return None, "there is no tokenizer in it"
+    try:
+        return AutoTokenizer.from_pretrained(source), None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return None, f"its tokenizer cannot be loaded ({error})"
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,7 @@ def generate_text(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     set_seed(seed)
     start = time.perf_counter()
-    output = model.generate(
+    output: Any = model.generate(  # type: ignore[operator]
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens,

@@ -147,7 +147,7 @@ def chunked(
             state=state,
         )
         outputs.append(output)
-    if not outputs:
+    if state is None or not outputs:
         raise ValueError("the recurrence got no tokens: query has shape " + str(tuple(query.shape)))
     return torch.cat(outputs, dim=-2), state
 
@@ -179,9 +179,7 @@ def recurrent(
     return query @ state, state
 
 
-def noncausal(
-    query: Tensor, key: Tensor, value: Tensor, *, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def noncausal(query: Tensor, key: Tensor, value: Tensor, *, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Let every query see every key: cross and bidirectional attention.  Arguments and results as in `parallel`."""
     state = _apply_weights(key, weights).transpose(-1, -2) @ value
     return query @ state, state
@@ -274,15 +272,13 @@ def rfa_attention(
     output, rows = _run(query, key, value, log_gate, weights, rows, causal, chunk_size)
     unit, norm = torch.ones_like(query[..., :1]), key.norm(dim=-1, keepdim=True)
     mass, mass_row = _run(unit, norm, value[..., -1:], log_gate, weights, mass_row, causal, chunk_size)
-    in_place = state is not None and rows.data_ptr() == state.data_ptr()
-    if not in_place:
-        state = torch.cat([rows, F.pad(mass_row, (value.shape[-1] - 1, 0))], dim=-2)
-    return normalise(output, query, mass, floor), state
+    output = normalise(output, query, mass, floor)
+    if state is not None and query.shape[-2] == 1 and not torch.is_grad_enabled():
+        return output, state  # `recurrent` has updated its rows in place
+    return output, torch.cat([rows, F.pad(mass_row, (value.shape[-1] - 1, 0))], dim=-2)
 
 
-def attend_with_state(
-    query: Tensor, state: Tensor, *, signed: bool = False, floor: float = 0.0
-) -> Tensor:
+def attend_with_state(query: Tensor, state: Tensor, *, signed: bool = False, floor: float = 0.0) -> Tensor:
     """Read a finished state without changing it: cross attention after its first step.
 
     Args:

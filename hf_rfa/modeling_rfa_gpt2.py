@@ -51,7 +51,7 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
         query, key, value = self.c_attn(hidden_states).split(self.split_size, dim=2)
         return self._split_heads(query), self._split_heads(key), self._split_heads(value)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
         past_key_values: Cache | None = None,
@@ -106,7 +106,7 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
     def _cross_attend(
         self,
         hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None,
         padding: Tensor | None,
         cache: Cache | None,
         built: bool,
@@ -114,6 +114,8 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
         query = self._split_heads(self.q_attn(hidden_states))
         if built and cache is not None and not self.output_implied_weights:
             return self.attend_cached(query, cache), None
+        if encoder_hidden_states is None:
+            raise ValueError("cross attention needs encoder_hidden_states, or a cache that has seen them.")
         key, value = map(self._split_heads, self.c_attn(encoder_hidden_states).split(self.split_size, dim=2))
         return self.attend(
             query,
@@ -166,8 +168,8 @@ class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
             last = int(position_ids.max())
         if last >= self.config.n_positions:
             raise ValueError(
-                f"the text reaches position {last}, but this model has {self.config.n_positions} learned positions (0 to "
-                f"{self.config.n_positions - 1}). Convert it with --max-positions {last + 1} or more "
+                f"the text reaches position {last}, but this model has {self.config.n_positions} learned positions (0 "
+                f"to {self.config.n_positions - 1}). Convert it with --max-positions {last + 1} or more "
                 "(hf_rfa.convert.convert(..., max_positions=...)), or pass shorter text."
             )
 
@@ -186,8 +188,8 @@ class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
     ) -> Any:
         """Run the model; arguments and results are those of `GPT2Model`.
 
-        ``output_attentions=True`` returns the weights that RFA implies, [B, H, T, T], at quadratic cost; with a cache that
-        has seen tokens before, the columns are those of this call's tokens.
+        ``output_attentions=True`` returns the weights that RFA implies, [B, H, T, T], at quadratic cost; with a cache
+        that has seen tokens before, the columns are those of this call's tokens.
 
         Raises:
             ValueError: for a mask per query, or for positions past the learned ones.
@@ -230,8 +232,8 @@ class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
     @contextmanager
     def _cross_attention_weights(self, wanted: bool) -> Iterator[None]:
         """Let cross-attention layers return the weights they imply, if ``wanted``."""
-        layers = [block.crossattention for block in self.h] if wanted and self.config.add_cross_attention else []
-        layers = [layer for layer in layers if isinstance(layer, RFAGPT2Attention)]
+        layers = [layer for layer in self.modules() if isinstance(layer, RFAGPT2Attention) and layer.is_cross_attention]
+        layers = layers if wanted else []
         for layer in layers:
             layer.output_implied_weights = True
         try:
@@ -250,7 +252,7 @@ class _RFAGPT2Head(RFAGPT2PreTrainedModel):
         self.post_init()
 
 
-class RFAGPT2LMHeadModel(_RFAGPT2Head, GPT2LMHeadModel):
+class RFAGPT2LMHeadModel(_RFAGPT2Head, GPT2LMHeadModel):  # type: ignore[misc]
     """RFA-GPT-2 with a language-modelling head."""
 
     def __init__(self, config: RFAGPT2Config) -> None:
@@ -258,17 +260,17 @@ class RFAGPT2LMHeadModel(_RFAGPT2Head, GPT2LMHeadModel):
         self.loss_type = "ForCausalLM"
 
 
-class RFAGPT2DoubleHeadsModel(_RFAGPT2Head, GPT2DoubleHeadsModel):
+class RFAGPT2DoubleHeadsModel(_RFAGPT2Head, GPT2DoubleHeadsModel):  # type: ignore[misc]
     """RFA-GPT-2 with a language-modelling and a multiple-choice head."""
 
 
-class RFAGPT2ForSequenceClassification(_RFAGPT2Head, GPT2ForSequenceClassification):
+class RFAGPT2ForSequenceClassification(_RFAGPT2Head, GPT2ForSequenceClassification):  # type: ignore[misc]
     """RFA-GPT-2 that classifies sequences by their last token."""
 
 
-class RFAGPT2ForTokenClassification(_RFAGPT2Head, GPT2ForTokenClassification):
+class RFAGPT2ForTokenClassification(_RFAGPT2Head, GPT2ForTokenClassification):  # type: ignore[misc]
     """RFA-GPT-2 that classifies every token."""
 
 
-class RFAGPT2ForQuestionAnswering(_RFAGPT2Head, GPT2ForQuestionAnswering):
+class RFAGPT2ForQuestionAnswering(_RFAGPT2Head, GPT2ForQuestionAnswering):  # type: ignore[misc]
     """RFA-GPT-2 that marks the span of an answer."""

@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_rfa.convert import InputError, convert
+from hf_rfa.convert import converter as converter_module
+from hf_rfa.convert import writer as writer_module
+from hf_rfa.convert.families import softmax_twin
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -26,10 +30,6 @@ from transformers import (
 )
 
 from hf_rfa import FEATURE_MAPS, RFAGPT2ForSequenceClassification, RFAGPT2Model
-from hf_rfa.convert import InputError, convert
-from hf_rfa.convert import converter as converter_module
-from hf_rfa.convert import writer as writer_module
-from hf_rfa.convert.families import softmax_twin
 
 from .conftest import DEMO_MODEL, DEMO_TEXT, shared, tiny_parent_config
 
@@ -155,7 +155,14 @@ def test_model_card_states_command_and_figures(tmp_path):
 
 
 def test_the_command_on_the_card_gives_the_same_checkpoint(tiny_parent, tmp_path):
-    options = {"feature_map": "gaussian", "num_features": 9, "orthogonal": False, "gate": True, "layers": [0], "seed": 5}
+    options = {
+        "feature_map": "gaussian",
+        "num_features": 9,
+        "orthogonal": False,
+        "gate": True,
+        "layers": [0],
+        "seed": 5,
+    }
     report = convert(tiny_parent, tmp_path / "a", max_positions=128, redraw_pool=4, **options)
     command = report.command.replace(str(tmp_path / "a"), str(tmp_path / "b"))
     script = Path(sys.executable).parent / "hf-rfa"
@@ -334,7 +341,7 @@ def test_destinations(tiny_parent, tmp_path):
         ({"max_positions": 96}, "max_positions=96 does not extend the 96 positions"),
         ({"dtype": "int8"}, "dtype must be one of .*got 'int8'"),
         ({"calibrate_on": "no/such/text.txt"}, "no text file no/such/text.txt"),
-        ({"calibrate_on": DEMO_TEXT}, "the source has no tokenizer"),
+        ({"calibrate_on": DEMO_TEXT}, "there is no tokenizer in it"),
         ({"redraw_pool": 3, "trainable_projection": True}, "exclude each other"),
     ],
 )

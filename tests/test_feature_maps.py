@@ -21,7 +21,7 @@ def build(name: str, **options):
 
 def moderate_queries_and_keys(tokens: int = 6):
     generator = torch.Generator().manual_seed(5)
-    return (0.9 * torch.randn(1, H, tokens, D_HEAD, generator=generator, dtype=torch.float64) for _ in range(2))
+    return (0.5 * torch.randn(1, H, tokens, D_HEAD, generator=generator, dtype=torch.float64) for _ in range(2))
 
 
 @torch.no_grad()
@@ -107,7 +107,9 @@ def test_draws_differ_by_seed_layer_head_and_draw_and_repeat():
 
 def test_xl_has_matrices_enough():
     """48 layers × 25 heads: more than a pool of 500 holds."""
-    seen = {float(draw_projection(num_heads=25, num_features=2, head_dim=4, seed=0, layer_idx=i).sum()) for i in range(48)}
+    seen = {
+        float(draw_projection(num_heads=25, num_features=2, head_dim=4, seed=0, layer_idx=i).sum()) for i in range(48)
+    }
     assert len(seen) == 48
 
 
@@ -123,7 +125,7 @@ def test_redraw_pool_acts_in_training_only_and_is_seeded():
     torch.manual_seed(0)
     again = [feature_map(query, key) for _ in range(40)]
     assert all(torch.equal(a[0], b[0]) for a, b in zip(seen, again, strict=True))
-    assert len({float(features[0].sum()) for features in seen}) == 3
+    assert len({float(features[0].detach().sum()) for features in seen}) == 3
     assert torch.equal(saved, feature_map.projection)
     for query_features, key_features in seen:  # both sides use one matrix: at q̂ = k̂ the kernel is sin² + cos² = 1
         assert query_features.shape == key_features.shape

@@ -128,7 +128,11 @@ def test_num_return_sequences_and_inputs_embeds(prompt):
     assert found.shape == (3, 12)
     embeds = model.get_input_embeddings()(prompt)
     from_embeds = model.generate(
-        inputs_embeds=embeds, attention_mask=torch.ones_like(prompt), max_new_tokens=8, eos_token_id=None, pad_token_id=0
+        inputs_embeds=embeds,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=8,
+        eos_token_id=None,
+        pad_token_id=0,
     )
     assert torch.equal(from_embeds, generate(model, prompt, max_new_tokens=8)[:, 7:])
 

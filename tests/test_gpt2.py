@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from hf_rfa.convert.families import softmax_twin
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -21,7 +22,6 @@ from transformers import (
 
 import hf_rfa
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel, RFAGPT2Model, cache_num_bytes
-from hf_rfa.convert.families import softmax_twin
 
 from .conftest import tiny_parent_config
 
@@ -115,7 +115,9 @@ def test_single_token_steps_honour_the_padding_mask(ids):
         output = model(
             ids[:, step], attention_mask=mask[:, : t + 1], position_ids=positions[:, step], past_key_values=cache
         )
-        torch.testing.assert_close(output.logits[mask[:, t] == 1, 0], expected[mask[:, t] == 1, t], atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            output.logits[mask[:, t] == 1, 0], expected[mask[:, t] == 1, t], atol=2e-4, rtol=1e-4
+        )
 
 
 @torch.no_grad()
@@ -296,9 +298,7 @@ def test_cross_attention_and_its_cache(softmax_layers, ids):
     options = {"encoder_hidden_states": source, "encoder_attention_mask": mask}
     expected = logits(model, ids, **options)
     changed = torch.where(mask[..., None] == 1, source, 99.0)
-    torch.testing.assert_close(
-        logits(model, ids, encoder_hidden_states=changed, encoder_attention_mask=mask), expected
-    )
+    torch.testing.assert_close(logits(model, ids, encoder_hidden_states=changed, encoder_attention_mask=mask), expected)
     single = logits(model, ids[1:2], encoder_hidden_states=source[1:2, :9])
     torch.testing.assert_close(expected[1:2], single, atol=1e-4, rtol=1e-4)
     first = model(ids[:, :10], use_cache=True, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -172,7 +173,7 @@ def test_any_split_gives_the_same(case, data):
     length = case.query.shape[2]
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, length - 1)), max_size=4)) | {0, length})
     outputs, state = [], case.state
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         piece = slice(start, stop)
         form = recurrent if stop - start == 1 and state is not None and data.draw(st.booleans()) else chunked
         output, state = form(*case.piece(piece), **case.options(piece), state=state)
@@ -187,7 +188,9 @@ def test_any_split_gives_the_same(case, data):
 def test_noncausal_is_a_sum_over_all_keys(case):
     output, state = noncausal(case.query, case.key, case.value, weights=case.weights)
     weights = torch.ones_like(case.key[..., 0]) if case.weights is None else case.weights
-    expected = torch.einsum("bhqf,bhkf,bhk,bhkm->bhqm", case.query, case.key, weights.expand(case.key.shape[:3]), case.value)
+    expected = torch.einsum(
+        "bhqf,bhkf,bhk,bhkm->bhqm", case.query, case.key, weights.expand(case.key.shape[:3]), case.value
+    )
     assert relative_error(output, expected) <= 1e-10
     assert relative_error(case.query @ state, expected) <= 1e-10
 

@@ -1,0 +1,144 @@
+"""Texts, perplexity and generation reports."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+
+import pytest
+import torch
+from hf_rfa.convert.texts import read_documents
+from hf_rfa.finetune import perplexity, tokenize
+from transformers import GPT2LMHeadModel
+
+from hf_rfa import InputError
+from hf_rfa.inference import generate_text, load_causal_lm
+
+from .conftest import DEMO_MODEL, DEMO_TEXT, shared, tiny_parent_config
+
+
+def test_texts_are_read_plain_and_gzipped(tmp_path):
+    records = [{"id": 1, "text": "one — two"}, {"text": "three"}]
+    lines = "\n".join(json.dumps(record) for record in records) + "\n\n"
+    (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "c.txt").write_text("one\n\ntwo")
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress("ünï".encode()))
+    assert list(read_documents(tmp_path / "a.jsonl")) == ["one — two", "three"]
+    assert list(read_documents(tmp_path / "b.jsonl.gz")) == ["one — two", "three"]
+    assert list(read_documents(tmp_path / "c.txt")) == ["one\n\ntwo"]
+    assert list(read_documents(tmp_path / "d.txt.gz")) == ["ünï"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{oops\n', "a.jsonl, line 2: not a JSON object"),
+        ("b.jsonl", b'{"body": "x", "id": 3}\n', r"b.jsonl, line 1: no string field 'text' \(found: body, id\)"),
+        ("c.jsonl", b"[1]\n", "line 1: no string field 'text'"),
+        ("d.txt", b"  \n ", "has no text in it"),
+        ("e.txt", b"\xff\xfe\x00", "cannot read .*e.txt as UTF-8"),
+        ("f.txt.gz", b"not gzip", "cannot read .*f.txt.gz"),
+        ("g.txt.gz", gzip.compress(b"x" * 1000)[:-12], "cannot read .*g.txt.gz"),
+    ],
+)
+def test_bad_texts_name_file_and_line(name, content, match, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=match):
+        list(read_documents(tmp_path / name))
+
+
+def test_perplexity_is_the_likelihood_of_a_loop():
+    model = GPT2LMHeadModel(tiny_parent_config()).eval()
+    ids = torch.randint(0, 61, (103,))
+    total, counted = 0.0, 0
+    with torch.no_grad():
+        for start in range(0, 103, 20):
+            window = ids[start : start + 20]
+            logprobs = model(window[None]).logits[0].log_softmax(-1)
+            for position in range(1, len(window)):
+                total -= float(logprobs[position - 1, window[position]])
+                counted += 1
+    for batch_size in (1, 4, 100):
+        result = perplexity(model, ids, context=20, batch_size=batch_size)
+        assert result.tokens_counted == counted
+        assert result.perplexity == pytest.approx(math.exp(total / counted), rel=1e-5)
+        assert "disjoint windows of 20 tokens" in result.protocol
+        assert f"{counted} of 103 tokens counted" in result.protocol
+
+
+def test_overlapping_windows_count_every_token_once():
+    model = GPT2LMHeadModel(tiny_parent_config()).eval()
+    for length in (24, 25, 100, 101):
+        ids = torch.randint(0, 61, (length,))
+        result = perplexity(model, ids, context=24, stride=7)
+        assert result.tokens_counted == length - 1
+        with torch.no_grad():
+            total = 0.0
+            for position in range(1, length):
+                start = 0 if position < 24 else math.ceil((position - 23) / 7) * 7
+                logits = model(ids[None, start:position]).logits[0, -1]
+                total -= float(logits.log_softmax(-1)[ids[position]])
+        assert result.nats == pytest.approx(total / (length - 1), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "ids", "match"),
+    [
+        ({"context": 97}, 50, "context of 97 tokens is longer than the model's 96 positions"),
+        ({"context": 1}, 50, "context must be at least 2"),
+        ({"context": 10, "stride": 11}, 50, "stride from 1 to context"),
+        ({}, 1, "the text has 1 tokens"),
+    ],
+)
+def test_impossible_protocols_are_refused(options, ids, match):
+    with pytest.raises(InputError, match=match):
+        perplexity(GPT2LMHeadModel(tiny_parent_config()), torch.zeros(ids, dtype=torch.long), **options)
+
+
+def test_a_tokenizer_of_another_model_is_refused():
+    with pytest.raises(InputError, match="token 61, but the model's vocabulary has 61 entries"):
+        perplexity(GPT2LMHeadModel(tiny_parent_config()), torch.full((5,), 61))
+
+
+def test_shared_model_has_its_published_perplexity():
+    model, tokenizer = load_causal_lm(str(shared("models/gpt2-wiki-mini")))
+    ids = tokenize(tokenizer, read_documents(shared("data/enwiki/valid.jsonl.gz")))
+    assert len(ids) == 257_088
+    result = perplexity(model, ids[: 512 * 16], context=512)
+    assert result.perplexity == pytest.approx(149.3, abs=0.3)
+
+
+def test_generation_reports_what_it_did():
+    model, tokenizer = load_causal_lm(str(DEMO_MODEL))
+    result = generate_text(model, tokenizer, "The whale", max_new_tokens=9, do_sample=False, ignore_eos=True)
+    assert result.new_tokens == 9
+    assert result.text
+    assert result.seconds > 0
+    tokens = result.prompt_tokens + 8  # the last new token is not fed back
+    assert result.cache_bytes == 2 * 4 * 128 * 4 * tokens
+    with pytest.raises(InputError, match="prompt is empty"):
+        generate_text(model, tokenizer, "", max_new_tokens=3)
+    with pytest.raises(InputError, match=r"1024 learned positions.*--max-positions"):
+        generate_text(model, tokenizer, "The whale", max_new_tokens=1024)
+
+
+def test_checkpoints_that_cannot_be_loaded(tmp_path):
+    for name, match in ((str(tmp_path), "no config.json"), ("no-such-model", "cannot load")):
+        with pytest.raises(InputError, match=match):
+            load_causal_lm(name)
+    with pytest.raises(InputError, match="dtype must be"):
+        load_causal_lm(str(DEMO_MODEL), dtype="int4")
+    GPT2LMHeadModel(tiny_parent_config()).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="there is no tokenizer in it"):
+        load_causal_lm(str(tmp_path))
+    assert load_causal_lm(str(tmp_path), need_tokenizer=False)[1] is None
+
+
+def test_demo_model_is_small_and_trained():
+    size = sum(path.stat().st_size for path in DEMO_MODEL.iterdir()) + DEMO_TEXT.stat().st_size
+    assert size < 6_000_000
+    model, tokenizer = load_causal_lm(str(DEMO_MODEL))
+    ids = tokenize(tokenizer, read_documents(DEMO_TEXT))[:4096]
+    assert perplexity(model, ids).perplexity < 110

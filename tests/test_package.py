@@ -1,0 +1,55 @@
+"""The package: import time, layout, and what its modules may import."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from .conftest import ROOT
+
+MODEL_MODULES = ["attention", "cache", "configuration_rfa", "feature_maps", "kernels", "modeling_rfa_gpt2"]
+
+
+def imported(path) -> set[str]:
+    """Return the modules that a file imports, relative ones with their dot."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("." * node.level + (node.module or "").split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("name", MODEL_MODULES)
+def test_modules_that_a_model_needs_stand_alone(name):
+    """A checkpoint's code is copied into one folder: these files may import torch, transformers and each other."""
+    allowed = (
+        {f".{other}" for other in MODEL_MODULES}
+        | {"torch", "transformers", "huggingface_hub"}
+        | sys.stdlib_module_names
+    )
+    assert imported(ROOT / "hf_rfa" / f"{name}.py") <= allowed
+
+
+def test_arrows_run_one_way():
+    for path in (ROOT / "convert").glob("*.py"):
+        assert "finetune" not in path.read_text()
+    for name in MODEL_MODULES:
+        text = (ROOT / "hf_rfa" / f"{name}.py").read_text()
+        assert "finetune" not in text
+        assert "from .convert" not in text
+
+
+def test_import_adds_little_to_transformers():
+    """`import hf_rfa` takes at most 0.2 s beyond importing transformers' GPT-2 model."""
+    code = (
+        "import time; from transformers import GPT2LMHeadModel; start = time.perf_counter(); import hf_rfa; "
+        "print(time.perf_counter() - start)"
+    )
+    times = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(5)]
+    assert statistics.median(times) <= 0.2
