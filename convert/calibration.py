@@ -76,7 +76,7 @@ def text_blocks(tokenizer: Any, documents: Iterator[str], max_length: int, *, to
 
 
 @contextmanager
-def _record_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+def record_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     """Record the hidden states that enter some modules."""
     inputs: dict[str, Tensor] = {}
 
@@ -114,7 +114,7 @@ def calibrate(
         The gain of every layer.
     """
     layers = {name: layer for name, layer in rfa_layers(model).items() if layer.rfa_causal}
-    with _record_inputs({name: softmax_model.get_submodule(name) for name in layers}) as inputs:
+    with record_inputs({name: softmax_model.get_submodule(name) for name in layers}) as inputs:
         body: Any = softmax_model.base_model
         body(blocks.to(softmax_model.device), use_cache=False)
     gains = []

@@ -2,7 +2,7 @@
 
 A map sees the queries and keys of one attention layer, [B, H, T, d], and returns features [B, H, T, F] in float32
 (float64 for float64 input).  Both sides are multiplied by √s first, s being the model's scaling, so that q̂·k̂ = q·k·s; or
-they are ℓ2-normalised, as in Peng et al. 2021, and then s plays no part.
+they are ℓ2-normalised, as in Peng et al. 2021, and then s plays no part.  Only ``elu`` sees them as they are.
 
 Factors that a query, or all keys of a head, share cancel between numerator and normaliser of the attention.  The maps
 leave them out, or choose them so that nothing overflows: a query's features are divided by their own maximum, a key's by
@@ -112,7 +112,7 @@ class FeatureMap(nn.Module, ABC):
     softmax_kernel: ClassVar[bool] = False
     has_sigma: ClassVar[bool] = False
     has_exponent: ClassVar[bool] = False
-    random: ClassVar[bool] = False
+    uses_scaling: ClassVar[bool] = True
     #: Smallest cosine of φ(q) and z that signed features divide by (`hf_rfa.kernels.normalise`).
     floor: ClassVar[float] = 0.0
     #: None where D follows from the head's width.
@@ -138,7 +138,8 @@ class FeatureMap(nn.Module, ABC):
         layer_idx: int = 0,
     ) -> None:
         super().__init__()
-        self.num_heads, self.head_dim, self.scaling, self.unit_norm = num_heads, head_dim, scaling, unit_norm
+        self.num_heads, self.head_dim, self.unit_norm = num_heads, head_dim, unit_norm
+        self.scaling = scaling if self.uses_scaling else 1.0
         self.num_features = self.resolve_num_features(num_features, head_dim)
         self.orthogonal, self.trainable, self.redraw_pool = orthogonal, trainable, redraw_pool
         self.seed, self.layer_idx = seed, layer_idx
@@ -263,7 +264,6 @@ class RandomFeatureMap(ProjectedFeatureMap):
     """A map with a random matrix, fixed, redrawn in training, or trained from its random start."""
 
     has_sigma = True
-    random = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -416,7 +416,12 @@ class PositiveMap(RandomFeatureMap):
 
 @register_feature_map("elu")
 class EluMap(FeatureMap):
-    """φ(x) = elu(x) + 1, F = d: the Linear Transformer's map (Katharopoulos et al. 2020, eq. 7)."""
+    """φ(x) = elu(x) + 1, F = d: the Linear Transformer's map (Katharopoulos et al. 2020, eq. 7).
+
+    As published it acts on q and k without the softmax scaling, which it does not need: it estimates no softmax kernel.
+    """
+
+    uses_scaling = False
 
     def query(self, query: Tensor) -> Tensor:
         """Return elu(q̂) + 1."""

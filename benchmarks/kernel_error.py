@@ -1,0 +1,95 @@
+"""Error of random features on a trained model's own queries and keys, against the number of features.
+
+    python -m benchmarks.kernel_error MODEL TEXT
+
+For every causal layer of MODEL (a softmax GPT-2) and D = 64 … 4096 features: the relative error of φ(q)·φ(k) as an estimate
+of exp(q·k·s), as the median over pairs of a query and a key it sees, and the error of the attention weights that follow from
+it (half the sum of absolute differences, the mean over queries). Means over seeds and heads. The last column is the slope of
+log error against log D, −0.5 for an error that falls as 1/√D.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from hf_rfa.convert.calibration import calibrate_layer, record_inputs, text_blocks
+from hf_rfa.convert.families import rfa_layers, softmax_twin
+from hf_rfa.convert.texts import read_documents
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
+from hf_rfa.attention import RFAAttentionMixin
+from hf_rfa.inference import load_causal_lm
+from hf_rfa.kernels import implied_weights
+
+COUNTS = (64, 256, 1024, 4096)
+VARIANTS = (("positive", False), ("positive", True), ("gaussian", False))
+
+
+def errors(layer: RFAAttentionMixin, query: Tensor, key: Tensor) -> tuple[float, float]:
+    """Return (median relative error of the kernel, mean error of the weights) of one layer, for [N, H, T, d]."""
+    feature_map = layer.feature_map.double()
+    query, key = query.double(), key.double()
+    visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+    exact = (query @ key.transpose(-1, -2)) * layer.scaling
+    features = feature_map(query, key)
+    estimate = feature_map.log_normaliser(query).exp() * (features[0] @ features[1].transpose(-1, -2))  # type: ignore[operator]
+    kernel = float((estimate / exact.exp() - 1).abs()[..., visible].median())
+    softmax = exact.masked_fill(~visible, -math.inf).softmax(-1)
+    implied = implied_weights(*features, signed=feature_map.signed, floor=feature_map.floor)
+    return kernel, float((softmax - implied).abs().sum(-1).mean() / 2)
+
+
+@torch.no_grad()
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    parent, tokenizer = load_causal_lm(args.model, dtype="float32")
+    blocks = text_blocks(tokenizer, read_documents(args.text), 256, tokens=1024)
+
+    shown = Table(title=f"{args.model}: error against D")
+    for column in ("features", "error of", *(f"D = {count}" for count in COUNTS), "slope"):
+        shown.add_column(column, justify="right")
+    for name, calibrated in VARIANTS:
+        found: dict[int, list[tuple[float, float]]] = {count: [] for count in COUNTS}
+        for count in track(COUNTS, description=name):
+            for seed in range(args.seeds):
+                config = RFAGPT2Config.from_parent(
+                    parent.config, feature_map=name, num_features=count, feature_seed=seed
+                )
+                model = RFAGPT2LMHeadModel(config).eval()
+                model.load_state_dict(parent.state_dict(), strict=False)
+                twin = softmax_twin(model, "GPT2LMHeadModel", parent.config)
+                layers = rfa_layers(model)
+                with record_inputs({key: twin.get_submodule(key) for key in layers}) as inputs:
+                    twin(blocks, use_cache=False)
+                for key, layer in layers.items():
+                    query, keys, _ = layer.project(inputs[key])
+                    if calibrated:
+                        calibrate_layer(layer, query, keys)
+                        layer.feature_map.sigma.fill_(1.0)  # the estimate is unbiased for exp(q·k·s) at σ = 1
+                    found[count].append(errors(layer, query, keys))
+        for index, what in enumerate(("kernel", "weights")):
+            means = [sum(pair[index] for pair in found[count]) / len(found[count]) for count in COUNTS]
+            steps = [
+                math.log(b / a) / math.log(n / m)
+                for (a, b), (m, n) in zip(pairwise(means), pairwise(COUNTS), strict=True)
+            ]
+            label = f"{name}, calibrated" if calibrated else name
+            shown.add_row(label, what, *(f"{value:.3g}" for value in means), f"{sum(steps) / len(steps):.2f}")
+    Console().print(shown)
+
+
+if __name__ == "__main__":
+    main()
