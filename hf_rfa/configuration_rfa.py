@@ -45,6 +45,14 @@ class RFAConfigMixin:
     chunk_size: int = 64
     state_dtype: str = "float32"
 
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Fill in the map's default for ``num_features``, so that a checkpoint states its own shape."""
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        feature_map = FEATURE_MAPS.get(self.feature_map)
+        if self.num_features is None and feature_map is not None:
+            head_dim = self.hidden_size // self.num_attention_heads  # type: ignore[attr-defined]
+            self.num_features = feature_map.resolve_num_features(None, head_dim)
+
     @property
     def layer_types(self) -> list[str]:
         """The cache layer of every layer: "rfa", or "full_attention" for the layers that stay softmax."""

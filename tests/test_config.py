@@ -43,6 +43,7 @@ def test_round_trip(name, tmp_path):
     assert again.to_dict() == config.to_dict()
     assert again.layer_types == ["rfa", "full_attention"]
     assert again.n_embd == 24
+    assert again.num_features == (8 if name in ("elu", "hedgehog") else 64 if name == "gaussian" else 128)
 
 
 def test_parent_fields_are_kept():
