@@ -31,12 +31,14 @@ from hf_rfa.kernels import implied_weights
 from .families import rfa_layers
 
 #: σ that step 3 tries; the first one, σ as it is, wins ties.
-TEMPERATURES = (1.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5)
+TEMPERATURES = (1.0, 0.35, 0.5, 0.65, 0.8, 0.9, 1.25)
 #: Tokens that calibration reads from a text.
 TEXT_TOKENS = 4096
 #: Random tokens that it reads where there is no text.
 RANDOM_TOKENS = 1024
 BLOCK_LENGTH = 512
+#: Tokens on which implied and softmax weights are compared.
+TARGET_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -120,28 +122,30 @@ def calibrate(
     gains = []
     for name, layer in layers.items():
         query, key, _ = layer.project(inputs.pop(name))
-        before = _divergence(layer, query, key).mean()
-        calibrate_layer(layer, query, key)
-        gains.append(LayerGain(name, float(before), float(_divergence(layer, query, key).mean())))
+        target = _Target(layer, query, key)
+        before = float(target.divergence().mean())
+        calibrate_layer(layer, query, key, target)
+        gains.append(LayerGain(name, before, float(target.divergence().mean())))
         if on_layer is not None:
             on_layer(name)
     return gains
 
 
-def calibrate_layer(layer: RFAAttentionMixin, query: Tensor, key: Tensor) -> None:
-    """Calibrate one layer on queries and keys [N, H, T, d]."""
+def calibrate_layer(layer: RFAAttentionMixin, query: Tensor, key: Tensor, target: _Target | None = None) -> None:
+    """Calibrate one layer on queries and keys [N, H, T, d]; ``target`` holds their softmax weights if they are at hand."""
     feature_map = layer.feature_map
     if feature_map.invariant:
         _centre_and_balance(feature_map, query, key)
     _set_log_scale(feature_map, key)
     if not feature_map.has_sigma:
         return
+    target = target or _Target(layer, query, key)
     best = torch.full((feature_map.num_heads,), math.inf, device=key.device)
     chosen = torch.ones_like(best)
     for temperature in TEMPERATURES:
         feature_map.sigma.fill_(temperature)
         _set_log_scale(feature_map, key)
-        divergence = _divergence(layer, query, key)
+        divergence = target.divergence()
         better = divergence < best - 1e-6
         best, chosen = torch.where(better, divergence, best), torch.where(better, temperature, chosen)
     feature_map.sigma.copy_(chosen[:, None].expand_as(feature_map.sigma))
@@ -168,17 +172,26 @@ def _set_log_scale(feature_map: FeatureMap, key: Tensor) -> None:
     feature_map.log_scale.copy_(mass - math.log(key.shape[0] * key.shape[2]))
 
 
-def _divergence(layer: RFAAttentionMixin, query: Tensor, key: Tensor) -> Tensor:
-    """Return the mean KL(softmax ‖ implied) of each head, in nats per query, [H]."""
-    feature_map = layer.feature_map
-    total = torch.zeros(feature_map.num_heads, device=key.device)
-    length = key.shape[2]
-    visible = torch.ones(length, length, dtype=torch.bool, device=key.device).tril()
-    for q, k in zip(query.split(1), key.split(1), strict=True):
-        scores = (q.float() @ k.float().transpose(-1, -2)) * layer.scaling
-        log_softmax = scores.masked_fill(~visible, -math.inf).log_softmax(-1).masked_fill(~visible, 0.0)
-        weights = implied_weights(*feature_map(q, k), signed=feature_map.signed, floor=feature_map.floor)
-        log_weights = weights.float().clamp_min(1e-9).log()
-        softmax = log_softmax.exp().masked_fill(~visible, 0.0)
-        total += (softmax * (log_softmax - log_weights)).sum(-1).mean((0, 2))
-    return total / query.shape[0]
+class _Target:
+    """The softmax weights of one layer, computed once, and how far implied weights are from them.
+
+    It holds [N, H, T, T] numbers: of many queries the first `TARGET_TOKENS` are enough to compare on.
+    """
+
+    def __init__(self, layer: RFAAttentionMixin, query: Tensor, key: Tensor) -> None:
+        rows = max(1, TARGET_TOKENS // query.shape[2])
+        self.query, self.key = query[:rows].float(), key[:rows].float()
+        self.feature_map = layer.feature_map
+        length = query.shape[2]
+        visible = torch.ones(length, length, dtype=torch.bool, device=key.device).tril()
+        scores = (self.query @ self.key.transpose(-1, -2)) * layer.scaling
+        log_softmax = scores.masked_fill(~visible, -math.inf).log_softmax(-1)
+        self.softmax = log_softmax.exp()
+        self.negative_entropy = (self.softmax * log_softmax.masked_fill(~visible, 0.0)).sum(-1).mean((0, 2))
+
+    def divergence(self) -> Tensor:
+        """Return the mean KL(softmax ‖ implied) of each head, in nats per query, [H]."""
+        features = self.feature_map(self.query, self.key)
+        weights = implied_weights(*features, signed=self.feature_map.signed, floor=self.feature_map.floor)
+        cross_entropy = -(self.softmax * weights.clamp_min_(1e-9).log_()).sum(-1).mean((0, 2))
+        return self.negative_entropy + cross_entropy

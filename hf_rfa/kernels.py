@@ -19,6 +19,9 @@ dtype of the features: float32, or float64.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -135,21 +138,26 @@ def chunked(
     Time and memory are linear in T.  Arguments and results are those of `parallel`; ``chunk_size`` changes the speed and
     the rounding, not the result.
     """
+    if query.shape[-2] == 0:
+        raise ValueError(f"the recurrence got no tokens: query has shape {tuple(query.shape)}")
+    count = -(-query.shape[-2] // chunk_size)
+
+    def pieces(tensor: Tensor | None, dim: int) -> Sequence[Tensor] | Sequence[None]:
+        # Split once, not slice by slice: the gradient of each slice would be as long as the sequence.
+        return [None] * count if tensor is None else tensor.split(chunk_size, dim=dim)
+
     outputs = []
-    for start in range(0, query.shape[-2], chunk_size):
-        piece = slice(start, start + chunk_size)
-        output, state = parallel(
-            query[..., piece, :],
-            key[..., piece, :],
-            value[..., piece, :],
-            log_gate=None if log_gate is None else log_gate[..., piece],
-            weights=None if weights is None else weights[..., piece],
-            state=state,
-        )
+    for q, k, v, g, w in zip(
+        query.split(chunk_size, dim=-2),
+        key.split(chunk_size, dim=-2),
+        value.split(chunk_size, dim=-2),
+        pieces(log_gate, -1),
+        pieces(weights, -1),
+        strict=True,
+    ):
+        output, state = parallel(q, k, v, log_gate=g, weights=w, state=state)
         outputs.append(output)
-    if state is None or not outputs:
-        raise ValueError("the recurrence got no tokens: query has shape " + str(tuple(query.shape)))
-    return torch.cat(outputs, dim=-2), state
+    return torch.cat(outputs, dim=-2), cast(Tensor, state)
 
 
 def recurrent(

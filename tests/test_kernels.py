@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -277,6 +278,21 @@ def test_gates_near_one_do_not_collapse(strength):
     key = torch.rand(1, 1, 50, 4) + 0.1
     output, _ = rfa_attention(key, key, torch.ones(1, 1, 50, 3), log_gate=log_gate, weights=-log_gate.expm1())
     torch.testing.assert_close(output, torch.ones_like(output))
+
+
+def test_training_time_is_linear_in_length():
+    """Eight times the length takes about eight times as long, backward pass included."""
+
+    def seconds(length: int) -> float:
+        best = float("inf")
+        for _ in range(3):
+            inputs = [torch.rand(1, 2, length, 16, requires_grad=True) for _ in range(3)]
+            start = time.perf_counter()
+            chunked(*inputs, chunk_size=16)[0].sum().backward()
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    assert seconds(8192) < 20 * seconds(1024)
 
 
 def test_empty_sequences_are_refused():
