@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, EncoderDecoderCache
 
 #: Name of the layer type in ``config.layer_types``; `DynamicCache` makes one `RFALayer` for each entry of that name.
 RFA_LAYER_TYPE = "rfa"
@@ -120,6 +120,10 @@ class RFALayer(CacheLayerMixin):
                 f"cannot remove {abs(tokens_to_remove)} tokens from an RFA state, which keeps no past states. Copy the "
                 "cache (copy.deepcopy) before the tokens that may have to go."
             )
+
+
+# The state has one size from the start: it serves `StaticCache` as it serves `DynamicCache`.
+STATIC_LAYER_TYPE_MAPPING[RFA_LAYER_TYPE] = RFALayer
 
 
 def layer_of(cache: Cache, layer_idx: int) -> RFALayer:

@@ -137,6 +137,13 @@ def test_num_return_sequences_and_inputs_embeds(prompt):
     assert torch.equal(from_embeds, generate(model, prompt, max_new_tokens=8)[:, 7:])
 
 
+@pytest.mark.parametrize("name", GENERATING)
+def test_a_static_cache_gives_the_same(name, prompt):
+    model = make(name, dtype=torch.float64, **PARENT)
+    found = generate(model, prompt, max_new_tokens=30, cache_implementation="static")
+    assert torch.equal(found, generate(model, prompt, max_new_tokens=30))
+
+
 @pytest.mark.parametrize("name", ["positive", "gaussian-gate"])
 def test_the_cache_does_not_grow(name, prompt):
     model = make(name, **PARENT)
