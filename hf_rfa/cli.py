@@ -195,15 +195,12 @@ def evaluate_command(
 
 
 def main() -> None:
-    """Run the command line; input that cannot be used ends it with a message and exit status 1."""
+    """Run the command line: input that cannot be used ends it with a message and status 1, an interrupt with 130 (typer)."""
     try:
         app()
     except InputError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
-    except KeyboardInterrupt:
-        errors.print("interrupted; nothing was written")
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -391,4 +391,5 @@ def test_ctrl_c_at_any_time_leaves_nothing(delay, tmp_path):
     time.sleep(delay)
     process.send_signal(signal.SIGINT)
     status = process.wait(timeout=60)
+    assert status != 0 or (tmp_path / "out" / "model.safetensors").is_file()
     assert leftovers(tmp_path) == (["out"] if status == 0 else [])
