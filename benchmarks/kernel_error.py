@@ -16,8 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from hf_rfa.convert.calibration import calibrate_layer, record_inputs, text_blocks
+from hf_rfa.convert.calibration import calibrate_layer, model_masks, record_inputs, sample_layer
 from hf_rfa.convert.families import rfa_layers, softmax_twin
+from hf_rfa.convert.inputs import text_blocks
 from hf_rfa.convert.texts import read_documents
 from rich.console import Console
 from rich.progress import track
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.attention import RFAAttentionMixin
-from hf_rfa.inference import load_causal_lm
+from hf_rfa.inference import load_model
 from hf_rfa.kernels import implied_weights
 
 COUNTS = (64, 256, 1024, 4096)
@@ -55,8 +56,8 @@ def main() -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
-    parent, tokenizer = load_causal_lm(args.model, dtype="float32")
-    blocks = text_blocks(tokenizer, read_documents(args.text), 256, tokens=1024)
+    parent, tokenizer = load_model(args.model, kind="causal", dtype="float32")
+    inputs = text_blocks(tokenizer, read_documents(args.text), 256, tokens=1024)
 
     shown = Table(title=f"{args.model}: error against D")
     for column in ("features", "error of", *(f"D = {count}" for count in COUNTS), "slope"):
@@ -72,14 +73,14 @@ def main() -> None:
                 model.load_state_dict(parent.state_dict(), strict=False)
                 twin = softmax_twin(model, "GPT2LMHeadModel", parent.config)
                 layers = rfa_layers(model)
-                with record_inputs({key: twin.get_submodule(key) for key in layers}) as inputs:
-                    twin(blocks, use_cache=False)
+                with record_inputs({key: twin.get_submodule(key) for key in layers}) as recorded:
+                    twin(**inputs, use_cache=False)
                 for key, layer in layers.items():
-                    query, keys, _ = layer.project(inputs[key])
+                    sample = sample_layer(layer, recorded[key], model_masks(inputs))
                     if calibrated:
-                        calibrate_layer(layer, query, keys)
+                        calibrate_layer(layer, sample)
                         layer.feature_map.sigma.fill_(1.0)  # the estimate is unbiased for exp(q·k·s) at σ = 1
-                    found[count].append(errors(layer, query, keys))
+                    found[count].append(errors(layer, sample.query, sample.key))
         for index, what in enumerate(("kernel", "weights")):
             means = [sum(pair[index] for pair in found[count]) / len(found[count]) for count in COUNTS]
             steps = [

@@ -17,14 +17,13 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_rfa.attention import RFAAttentionMixin
-from hf_rfa.errors import InputError
 from hf_rfa.feature_maps import FeatureMap
 from hf_rfa.kernels import implied_weights
 
@@ -32,11 +31,6 @@ from .families import rfa_layers
 
 #: σ that step 3 tries; the first one, σ as it is, wins ties.
 TEMPERATURES = (1.0, 0.35, 0.5, 0.65, 0.8, 0.9, 1.25)
-#: Tokens that calibration reads from a text.
-TEXT_TOKENS = 4096
-#: Random tokens that it reads where there is no text.
-RANDOM_TOKENS = 1024
-BLOCK_LENGTH = 512
 #: Tokens on which implied and softmax weights are compared.
 TARGET_TOKENS = 1024
 
@@ -50,41 +44,46 @@ class LayerGain:
     after: float
 
 
-def random_blocks(vocab_size: int, max_length: int, *, seed: int, tokens: int = RANDOM_TOKENS) -> Tensor:
-    """Return uniformly random token ids [N, T] to calibrate on where there is no text."""
-    length = min(BLOCK_LENGTH, max_length)
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab_size, (math.ceil(tokens / length), length), generator=generator)
+@dataclass(frozen=True)
+class Sample:
+    """Queries and keys of one attention layer of the softmax model.
 
-
-def text_blocks(tokenizer: Any, documents: Iterator[str], max_length: int, *, tokens: int = TEXT_TOKENS) -> Tensor:
-    """Return the first ``tokens`` tokens of some documents as blocks [N, T].
-
-    Raises:
-        InputError: if there is not a single full block.
+    Attributes:
+        query: [N, H, Tq, d].
+        key: [N, H, Tk, d].
+        query_mask: [N, Tq], True for tokens, or None where nothing is padded.
+        key_mask: [N, Tk], likewise.
     """
-    length = min(BLOCK_LENGTH, max_length)
-    ids: list[int] = []
-    for document in documents:
-        ids += tokenizer(document, verbose=False)["input_ids"]
-        if tokenizer.eos_token_id is not None:
-            ids.append(tokenizer.eos_token_id)
-        if len(ids) >= tokens:
-            break
-    blocks = min(len(ids), tokens) // length
-    if blocks == 0:
-        raise InputError(f"the text to calibrate on has {len(ids)} tokens; at least {length} are needed.")
-    return torch.tensor(ids[: blocks * length]).view(blocks, length)
+
+    query: Tensor
+    key: Tensor
+    query_mask: Tensor | None = None
+    key_mask: Tensor | None = None
+
+    def queries(self) -> Tensor:
+        """Return the queries of all tokens, [H, n, d], in float32."""
+        return _tokens(self.query, self.query_mask).float()
+
+    def keys(self) -> Tensor:
+        """Return the keys of all tokens, [H, n, d], in float32."""
+        return _tokens(self.key, self.key_mask).float()
+
+
+def _tokens(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return [N, H, T, d] as [H, n, d], without padding."""
+    rows = x.transpose(1, 2)
+    return (rows.flatten(0, 1) if mask is None else rows[mask]).transpose(0, 1)
 
 
 @contextmanager
-def record_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """Record the hidden states that enter some modules."""
-    inputs: dict[str, Tensor] = {}
+def record_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, tuple[Tensor, Tensor | None]]]:
+    """Record what enters some attention modules: hidden states, and what cross attention attends to."""
+    inputs: dict[str, tuple[Tensor, Tensor | None]] = {}
 
     def hook(name: str) -> Callable[..., None]:
         def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            inputs[name] = args[0] if args else kwargs["hidden_states"]
+            hidden_states = args[0] if args else kwargs["hidden_states"]
+            inputs[name] = hidden_states, kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
 
         return record
 
@@ -96,102 +95,150 @@ def record_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
             handle.remove()
 
 
+def sample_layer(
+    layer: RFAAttentionMixin, recorded: tuple[Tensor, Tensor | None], masks: dict[str, Tensor | None]
+) -> Sample:
+    """Return the queries and keys of a layer.
+
+    Args:
+        layer: the RFA layer, whose projections are the softmax layer's.
+        recorded: what entered it, from `record_inputs`.
+        masks: the masks of the model's inputs, by `model_masks`.
+    """
+    hidden_states, source = recorded
+    if layer.rfa_kind != "cross":
+        query, key, _ = layer.project(hidden_states)
+        mask = masks["source" if layer.rfa_kind == "encoder" else "own"]
+        return Sample(query, key, mask, mask)
+    query, key = layer.project_query(hidden_states), layer.project_source(cast(Tensor, source))[0]
+    return Sample(query, key, masks["own"], masks["source"])
+
+
+def model_masks(inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """Return the padding masks of a model's inputs: of the tokens its causal attention sees, and of the source."""
+
+    def mask(name: str) -> Tensor | None:
+        found = inputs.get(name)
+        return None if found is None or bool((found != 0).all()) else found != 0
+
+    if "decoder_input_ids" in inputs:
+        return {"own": mask("decoder_attention_mask"), "source": mask("attention_mask")}
+    return {"own": mask("attention_mask"), "source": None}
+
+
 @torch.no_grad()
 def calibrate(
     model: PreTrainedModel,
     softmax_model: PreTrainedModel,
-    blocks: Tensor,
+    inputs: dict[str, Tensor],
     *,
     on_layer: Callable[[str], None] | None = None,
 ) -> list[LayerGain]:
-    """Calibrate every causal RFA layer of a model, in place.
+    """Calibrate every RFA layer of a model, in place.
 
     Args:
         model: the RFA model.
         softmax_model: its softmax parent, with modules of the same names.
-        blocks: token ids [N, T].
+        inputs: what the model is called with (`hf_rfa.convert.inputs`).
         on_layer: called with a layer's name when it is done.
 
     Returns:
-        The gain of every layer.
+        The gain of every layer that these inputs reach: a decoder with cross attention that no encoder feeds is not reached.
     """
-    layers = {name: layer for name, layer in rfa_layers(model).items() if layer.rfa_causal}
-    with record_inputs({name: softmax_model.get_submodule(name) for name in layers}) as inputs:
+    layers = rfa_layers(model)
+    with record_inputs({name: softmax_model.get_submodule(name) for name in layers}) as recorded:
         body: Any = softmax_model.base_model
-        body(blocks.to(softmax_model.device), use_cache=False)
+        device = softmax_model.device
+        body(**{name: tensor.to(device) for name, tensor in inputs.items() if name != "labels"}, use_cache=False)
+    masks = model_masks(inputs)
     gains = []
     for name, layer in layers.items():
-        query, key, _ = layer.project(inputs.pop(name))
-        target = _Target(layer, query, key)
-        before = float(target.divergence().mean())
-        calibrate_layer(layer, query, key, target)
-        gains.append(LayerGain(name, before, float(target.divergence().mean())))
+        if name in recorded:
+            sample = sample_layer(layer, recorded.pop(name), masks)
+            target = _Target(layer, sample)
+            before = float(target.divergence().mean())
+            calibrate_layer(layer, sample, target)
+            gains.append(LayerGain(name, before, float(target.divergence().mean())))
         if on_layer is not None:
             on_layer(name)
     return gains
 
 
-def calibrate_layer(layer: RFAAttentionMixin, query: Tensor, key: Tensor, target: _Target | None = None) -> None:
-    """Calibrate one layer on queries and keys [N, H, T, d]; ``target`` holds their softmax weights if they are at hand."""
+def calibrate_layer(layer: RFAAttentionMixin, sample: Sample, target: _Target | None = None) -> None:
+    """Calibrate one layer on queries and keys; ``target`` holds their softmax weights if they are at hand."""
     feature_map = layer.feature_map
+    keys = sample.keys()
     if feature_map.invariant:
-        _centre_and_balance(feature_map, query, key)
-    _set_log_scale(feature_map, key)
+        _centre_and_balance(feature_map, sample.queries(), keys)
+    _set_log_scale(feature_map, keys)
     if not feature_map.has_sigma:
         return
-    target = target or _Target(layer, query, key)
-    best = torch.full((feature_map.num_heads,), math.inf, device=key.device)
+    target = target or _Target(layer, sample)
+    best = torch.full((feature_map.num_heads,), math.inf, device=keys.device)
     chosen = torch.ones_like(best)
     for temperature in TEMPERATURES:
         feature_map.sigma.fill_(temperature)
-        _set_log_scale(feature_map, key)
+        _set_log_scale(feature_map, keys)
         divergence = target.divergence()
         better = divergence < best - 1e-6
         best, chosen = torch.where(better, divergence, best), torch.where(better, temperature, chosen)
     feature_map.sigma.copy_(chosen[:, None].expand_as(feature_map.sigma))
-    _set_log_scale(feature_map, key)
+    _set_log_scale(feature_map, keys)
 
 
 def _centre_and_balance(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:
-    """Set ``balance`` and ``key_shift`` (steps 1 and 2)."""
-    query, key = query.float(), key.float()
+    """Set ``balance`` and ``key_shift`` from queries and keys [H, n, d] (steps 1 and 2)."""
     smallest = torch.finfo(torch.float32).tiny
-    variances = [x.var(dim=(0, 2), correction=0).clamp_min(smallest) for x in (query, key)]
+    variances = [x.var(dim=1, correction=0).clamp_min(smallest) for x in (query, key)]
     ratio = (variances[1] / variances[0]).pow(0.25)
     # A dimension in which queries or keys do not vary has no balance to set.
     ratio = torch.where((ratio > 1e-3) & (ratio < 1e3), ratio, 1.0)
     feature_map.balance.copy_(ratio)
-    feature_map.key_shift.copy_(key.mean((0, 2)) + ratio.square() * query.mean((0, 2)))
+    feature_map.key_shift.copy_(key.mean(1) + ratio.square() * query.mean(1))
 
 
 def _set_log_scale(feature_map: FeatureMap, key: Tensor) -> None:
-    """Set c so that the features of a head's keys have mean mass 1 (step 4)."""
+    """Set c so that the features of a head's keys [H, n, d] have mean mass 1 (step 4)."""
     if not feature_map.has_exponent:
         return
-    mass = feature_map.key_exponent(feature_map.key_input(key)).transpose(0, 1).flatten(1).logsumexp(1)
-    feature_map.log_scale.copy_(mass - math.log(key.shape[0] * key.shape[2]))
+    exponent = feature_map.key_exponent(feature_map.key_input(key[None]))[0]
+    feature_map.log_scale.copy_(exponent.flatten(1).logsumexp(1) - math.log(key.shape[1]))
 
 
 class _Target:
     """The softmax weights of one layer, computed once, and how far implied weights are from them.
 
-    It holds [N, H, T, T] numbers: of many queries the first `TARGET_TOKENS` are enough to compare on.
+    It holds [N, H, Tq, Tk] numbers: of many queries the first `TARGET_TOKENS` are enough to compare on.
     """
 
-    def __init__(self, layer: RFAAttentionMixin, query: Tensor, key: Tensor) -> None:
-        rows = max(1, TARGET_TOKENS // query.shape[2])
-        self.query, self.key = query[:rows].float(), key[:rows].float()
-        self.feature_map = layer.feature_map
-        length = query.shape[2]
-        visible = torch.ones(length, length, dtype=torch.bool, device=key.device).tril()
+    def __init__(self, layer: RFAAttentionMixin, sample: Sample) -> None:
+        rows = max(1, TARGET_TOKENS // sample.query.shape[2])
+        self.query, self.key = sample.query[:rows].float(), sample.key[:rows].float()
+        self.feature_map, self.causal = layer.feature_map, layer.rfa_kind == "causal"
+        self.counted = None if sample.query_mask is None else sample.query_mask[:rows]
+        visible = torch.ones(self.query.shape[2], self.key.shape[2], dtype=torch.bool, device=self.key.device)
+        if self.causal:
+            visible = visible.tril()
+        self.weights = None
+        if sample.key_mask is not None:
+            kept = sample.key_mask[:rows, None]
+            self.weights, visible = kept.float(), visible & kept[:, :, None]
         scores = (self.query @ self.key.transpose(-1, -2)) * layer.scaling
-        log_softmax = scores.masked_fill(~visible, -math.inf).log_softmax(-1)
+        # A query that sees nothing, among padding, gets weights that nobody counts instead of NaN.
+        log_softmax = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).log_softmax(-1)
         self.softmax = log_softmax.exp()
-        self.negative_entropy = (self.softmax * log_softmax.masked_fill(~visible, 0.0)).sum(-1).mean((0, 2))
+        self.negative_entropy = self._mean((self.softmax * log_softmax.masked_fill(~visible, 0.0)).sum(-1))
+
+    def _mean(self, per_query: Tensor) -> Tensor:
+        """Return the mean of [N, H, Tq] over the queries that are no padding, [H]."""
+        if self.counted is None:
+            return per_query.mean((0, 2))
+        return per_query.transpose(1, 2)[self.counted].mean(0)
 
     def divergence(self) -> Tensor:
         """Return the mean KL(softmax ‖ implied) of each head, in nats per query, [H]."""
         features = self.feature_map(self.query, self.key)
-        weights = implied_weights(*features, signed=self.feature_map.signed, floor=self.feature_map.floor)
-        cross_entropy = -(self.softmax * weights.clamp_min_(1e-9).log_()).sum(-1).mean((0, 2))
+        options = {"signed": self.feature_map.signed, "floor": self.feature_map.floor}
+        weights = implied_weights(*features, weights=self.weights, causal=self.causal, **options)
+        cross_entropy = self._mean(-(self.softmax * weights.clamp_min_(1e-9).log_()).sum(-1))
         return self.negative_entropy + cross_entropy

@@ -8,22 +8,22 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hf_rfa.configuration_rfa import RFAConfigMixin
+from hf_rfa.configuration_rfa import AttentionKind
 from hf_rfa.errors import InputError
-from hf_rfa.feature_maps import FeatureMap
-from hf_rfa.inference import load_tokenizer
+from hf_rfa.inference import check_vocabulary, load_tokenizer
 
-from .calibration import LayerGain, calibrate, random_blocks, text_blocks
+from .calibration import LayerGain, calibrate
 from .families import extend_positions, rfa_layers, softmax_twin
+from .inputs import Inputs, add_outputs, random_inputs, text_blocks, text_sources
 from .report import (
     CACHE_LENGTHS,
     ConversionReport,
@@ -40,6 +40,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 #: Shards of the result; one shard at a time is held in memory twice while it is written.
 MAX_SHARD_SIZE = "2GB"
 
+#: Indices of the layers to convert, or all of them.
+Layers = list[int] | Literal["all"]
+
 #: Told of the steps: (name of the step, its number of parts) at its start, None when a part is done.
 Progress = Callable[[str | None, int], None]
 
@@ -50,13 +53,17 @@ def convert(
     *,
     feature_map: str = "positive",
     num_features: int | None = None,
+    num_cross_features: int | None = None,
+    num_encoder_features: int | None = None,
     unit_norm: bool = False,
     orthogonal: bool = True,
     trainable_projection: bool = False,
     redraw_pool: int = 0,
     gate: bool = False,
     seed: int = 0,
-    layers: list[int] | None = None,
+    layers: Layers = "all",
+    cross_layers: Layers | None = None,
+    encoder_layers: Layers | None = None,
     max_positions: int | None = None,
     calibrate_on: str | Path | None = None,
     dtype: str = "auto",
@@ -74,16 +81,21 @@ def convert(
         source: folder of the softmax checkpoint, or its name on the hub.
         destination: folder to write.
         feature_map: name of the feature map (`hf_rfa.FEATURE_MAPS`).
-        num_features: D per head; None takes the map's default.
+        num_features: D per head of causal attention; None takes the map's default.
+        num_cross_features: D of cross attention, likewise.
+        num_encoder_features: D of an encoder's attention, likewise.
         unit_norm: ℓ2-normalise queries and keys, as in Peng et al. 2021.
         orthogonal: draw random matrices in orthogonal blocks.
         trainable_projection: make random matrices parameters, for training.
         redraw_pool: draw a fresh matrix from a pool of this size at every step of training; 0 keeps them fixed.
         gate: add a recency gate per head.
         seed: of the random matrices.
-        layers: indices of the layers to convert; None converts all. The others stay softmax, and their cache grows.
-        max_positions: extend the learned positions to this number; None keeps them.
-        calibrate_on: text file to calibrate on (.txt or .jsonl, plain or .gz); None calibrates on random tokens.
+        layers: the layers whose causal attention is converted. The others stay softmax, and their cache grows.
+        cross_layers: the decoder layers whose cross attention is converted; None converts all.
+        encoder_layers: the encoder layers that are converted; None converts none.
+        max_positions: extend the positions to this number; None keeps them.
+        calibrate_on: text file to calibrate on (.txt or .jsonl, plain or .gz); None calibrates on random tokens. For a model
+            with an encoder each line is one source, and the softmax model answers it.
         dtype: of the result's weights, "auto" for the source's; feature maps and gates are float32.
         overwrite: replace a checkpoint that is at ``destination``.
         allow_pickle: load weights that are only there as a pickle.
@@ -107,10 +119,10 @@ def convert(
     check_space(destination, found.num_bytes if dtype in ("auto", "float32") else found.num_bytes // 2)
     config = _rfa_config(
         found,
-        layers=layers,
+        layers={"causal": layers, "cross": cross_layers, "encoder": encoder_layers},
+        counts={"causal": num_features, "cross": num_cross_features, "encoder": num_encoder_features},
         max_positions=max_positions,
         feature_map=feature_map,
-        num_features=num_features,
         unit_norm=unit_norm,
         orthogonal=orthogonal,
         trainable_projection=trainable_projection,
@@ -122,19 +134,22 @@ def convert(
     tokenizer, no_tokenizer = load_tokenizer(found.folder)
     if documents is not None and tokenizer is None:
         raise InputError(f"cannot calibrate on {calibrate_on} with {source}: {no_tokenizer}. Leave the text out.")
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, found.config, str(source))
     if documents is None:
-        blocks = random_blocks(found.config.vocab_size, found.config.max_position_embeddings, seed=seed)
+        inputs = random_inputs(found.config, seed=seed)
     else:
-        blocks = text_blocks(tokenizer, iter(documents), found.config.max_position_embeddings)
+        prepare = text_sources if found.config.is_encoder_decoder else text_blocks
+        inputs = prepare(tokenizer, documents, found.config.max_position_embeddings)
 
     report_progress("loading the weights", 1)
     model = _load(found, config, dtype)
-    gains, perplexities = _calibrate(model, found, blocks, documents is not None, report_progress)
+    gains, perplexities = _calibrate(model, found, inputs, documents is not None, report_progress)
     if max_positions is not None:
         extend_positions(found.family, model, max_positions)
 
     report_progress("writing", 1)
-    probe = blocks[:1, :64]
+    probe = random_inputs(config, seed=seed, tokens=1)
     with new_folder(destination) as folder:
         expected = _logits(model, probe)
         figures = _figures(model, found)
@@ -154,11 +169,11 @@ def convert(
             gains=tuple(gains),
             perplexities=perplexities,
             max_logit_difference=difference,
-            notes=_notes(config, no_tokenizer, max_positions, calibrate_on),
+            notes=_notes(found, config, no_tokenizer, max_positions, calibrate_on),
             **figures,
         )
         hub_name = None if Path(source).expanduser().is_dir() else str(source)
-        card = model_card(report, architecture=found.architecture, hub_name=hub_name, licence=_licence(found.folder))
+        card = model_card(report, architecture=found.architecture, hub_name=hub_name, parent=_parent_card(found.folder))
         card.save(folder / "README.md")
     return report
 
@@ -168,13 +183,17 @@ def _command(options: dict[str, Any]) -> str:
     flags = {
         "feature_map": "positive",
         "num_features": None,
+        "num_cross_features": None,
+        "num_encoder_features": None,
         "unit_norm": False,
         "orthogonal": True,
         "trainable_projection": False,
         "redraw_pool": 0,
         "gate": False,
         "seed": 0,
-        "layers": None,
+        "layers": "all",
+        "cross_layers": None,
+        "encoder_layers": None,
         "max_positions": None,
         "calibrate_on": None,
         "dtype": "auto",
@@ -188,30 +207,61 @@ def _command(options: dict[str, Any]) -> str:
         flag = {"calibrate_on": "--calibrate", "orthogonal": "--iid"}.get(name, "--" + name.replace("_", "-"))
         words.append(flag)
         if not isinstance(value, bool):
-            words.append(",".join(map(str, value)) if isinstance(value, list) else str(value))
+            words.append((",".join(map(str, value)) or "none") if isinstance(value, list) else str(value))
     return shlex.join(words)
 
 
 def _rfa_config(
-    source: Source, *, layers: list[int] | None, max_positions: int | None, **options: Any
-) -> RFAConfigMixin:
+    source: Source,
+    *,
+    layers: dict[AttentionKind, Layers | None],
+    counts: dict[AttentionKind, int | None],
+    max_positions: int | None,
+    **options: Any,
+) -> Any:
     """Return the RFA configuration, still with the parent's number of positions."""
-    count = source.config.num_hidden_layers
-    softmax_layers: list[int] = []
-    if layers is not None:
-        wrong = [index for index in layers if not 0 <= index < count]
-        if wrong or not layers:
-            raise InputError(f"layers to convert must be indices from 0 to {count - 1}, got {layers}.")
-        softmax_layers = [index for index in range(count) if index not in layers]
+    config_class = source.family.rfa_config
+    names: dict[AttentionKind, tuple[str, str]] = {
+        "causal": ("layers", "num_features"),
+        "cross": ("cross_layers", "num_cross_features"),
+        "encoder": ("encoder_layers", "num_encoder_features"),
+    }
+    fields = (
+        {kind: name for name, kind in each.items()}
+        for each in (config_class.SOFTMAX_LAYERS, config_class.FEATURE_COUNTS)
+    )
+    layer_fields, count_fields = fields
+    for kind, (layers_name, count_name) in names.items():
+        for name, value, known in ((layers_name, layers[kind], layer_fields), (count_name, counts[kind], count_fields)):
+            if value is not None and kind not in known:
+                raise InputError(
+                    f"{name}={value} does not apply to {source.config.model_type}, which has no such attention."
+                )
     positions = source.config.max_position_embeddings
     if max_positions is not None and max_positions <= positions:
         raise InputError(
             f"max_positions={max_positions} does not extend the {positions} positions that {source.name} has."
         )
     try:
-        return source.family.rfa_config.from_parent(source.config, softmax_layers=softmax_layers, **options)
+        plain = config_class.from_parent(source.config)
+        chosen: dict[str, list[int]] = {}
+        for kind, field in layer_fields.items():
+            count, wanted = plain.num_layers_for(kind), layers[kind]
+            if wanted is None:
+                continue
+            converted = list(range(count)) if wanted == "all" else wanted
+            if any(not 0 <= index < count for index in converted):
+                raise InputError(f"{names[kind][0]} to convert must be indices from 0 to {count - 1}, got {wanted}.")
+            chosen[field] = [index for index in range(count) if index not in converted]
+        options |= {field: counts[kind] for kind, field in count_fields.items()}
+        config = config_class.from_parent(source.config, **chosen, **options)
+    except InputError:
+        raise
     except (ValueError, StrictDataclassError) as error:
         raise InputError(str(error.__cause__ or error)) from error
+    if not any(config.is_rfa(kind, index) for kind in layer_fields for index in range(config.num_layers_for(kind))):
+        raise InputError("no layer is left to convert. Name at least one in layers, cross_layers or encoder_layers.")
+    return config
 
 
 @contextmanager
@@ -284,38 +334,55 @@ def _new_keys(model: PreTrainedModel) -> list[str]:
 
 
 def _calibrate(
-    model: PreTrainedModel, source: Source, blocks: Tensor, on_text: bool, progress: Progress
+    model: PreTrainedModel, source: Source, inputs: Inputs, on_text: bool, progress: Progress
 ) -> tuple[list[LayerGain], Perplexities | None]:
     """Calibrate a model, and measure what it gained."""
     twin = softmax_twin(model, source.architecture, source.config)
-    scored = on_text and hasattr(model, "lm_head")
-    swapped = _perplexity(model, blocks) if scored else math.nan
+    if on_text and source.config.is_encoder_decoder:
+        progress("answering the text", 1)
+        inputs = add_outputs(twin, inputs)
+    elif on_text and hasattr(model, "lm_head"):
+        inputs = inputs | {"labels": inputs["input_ids"]}
+    scored = "labels" in inputs
+    swapped = _perplexity(model, inputs) if scored else math.nan
     progress("calibrating", len(rfa_layers(model)))
-    gains = calibrate(model, twin, blocks, on_layer=lambda name: progress(None, 1))
+    gains = calibrate(model, twin, inputs, on_layer=lambda name: progress(None, 1))
     if not scored:
         return gains, None
     progress("measuring", 1)
     return gains, Perplexities(
-        softmax=_perplexity(twin, blocks),
+        softmax=_perplexity(twin, inputs),
         swapped=swapped,
-        calibrated=_perplexity(model, blocks),
-        tokens=blocks.shape[0] * (blocks.shape[1] - 1),
+        calibrated=_perplexity(model, inputs),
+        tokens=_counted(inputs["labels"], model),
+        own_outputs=source.config.is_encoder_decoder,
     )
 
 
-@torch.no_grad()
-def _perplexity(model: PreTrainedModel, blocks: Tensor) -> float:
-    losses = [float(model(block, labels=block, use_cache=False).loss) for block in blocks[:, None].to(model.device)]
-    return math.exp(min(700.0, sum(losses) / len(losses)))
+def _counted(labels: Tensor, model: PreTrainedModel) -> int:
+    """Return the number of labels that a model's loss counts: a causal model predicts all but the first of a row."""
+    return int((labels if model.config.is_encoder_decoder else labels[:, 1:]).ne(-100).sum())
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, probe: Tensor) -> Tensor:
+def _perplexity(model: PreTrainedModel, inputs: Inputs) -> float:
+    total, counted = 0.0, 0
+    for row in range(inputs["labels"].shape[0]):
+        one = {name: tensor[row : row + 1].to(model.device) for name, tensor in inputs.items()}
+        count = _counted(one["labels"], model)
+        total += float(model(**one, use_cache=False).loss) * count
+        counted += count
+    return math.exp(min(700.0, total / counted))
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, probe: Inputs) -> Tensor:
     """Return the model's first output on some tokens: logits, or hidden states for a model without a head."""
-    return model(probe.to(model.device), use_cache=False)[0].float().cpu()
+    inputs = {name: tensor[:1, -64:].to(model.device) for name, tensor in probe.items()}
+    return model(**inputs, use_cache=False)[0].float().cpu()
 
 
-def _reload_difference(model_class: Any, folder: Path, probe: Tensor, expected: Tensor) -> float:
+def _reload_difference(model_class: Any, folder: Path, probe: Inputs, expected: Tensor) -> float:
     """Load the written checkpoint, and return how far its logits are from those of the model it was written from."""
     with _quiet():
         model, info = model_class.from_pretrained(folder, dtype="auto", use_safetensors=True, output_loading_info=True)
@@ -336,45 +403,55 @@ def _reload_difference(model_class: Any, folder: Path, probe: Tensor, expected: 
 
 def _figures(model: PreTrainedModel, source: Source) -> dict[str, Any]:
     """Return the figures of a report that can be read off the model."""
-    layers = [layer for layer in rfa_layers(model).values() if layer.rfa_causal]
-    feature_map: FeatureMap = layers[0].feature_map
+    config: Any = model.config
+    layers: dict[str, tuple[int, int]] = {}
+    feature_dims: dict[str, int] = {}
+    for kind in get_args(AttentionKind):
+        found = [layer for layer in rfa_layers(model).values() if layer.rfa_kind == kind]
+        if found or kind == "causal" or config.is_encoder_decoder:
+            layers[kind] = (len(found), config.num_layers_for(kind))
+        if found:
+            feature_dims[kind] = found[0].feature_map.feature_dim
     parameters = {name for name, _ in model.named_parameters()}
     sizes = {key: tensor.numel() for key, tensor in model.state_dict().items()}
     new_keys = _new_keys(model)
-    positions = source.family.position_embedding(model)
-    extended = (positions.num_embeddings - source.config.max_position_embeddings) * positions.embedding_dim
+    more_positions = config.max_position_embeddings - source.config.max_position_embeddings
+    extended = sum(
+        more_positions * embedding.embedding_dim
+        for embedding in source.family.position_embeddings(model)
+        if embedding.weight.requires_grad
+    )
     return {
-        "num_layers": source.config.num_hidden_layers,
-        "num_rfa_layers": len(layers),
-        "feature_map": feature_map.name,
-        "feature_dim": feature_map.feature_dim,
+        "layers": layers,
+        "feature_map": config.feature_map,
+        "feature_dims": feature_dims,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "added_parameters": extended + sum(sizes[key] for key in new_keys if key in parameters),
         "added_buffers": sum(sizes[key] for key in new_keys if key not in parameters),
         "state_bytes": state_bytes_per_sequence(model),
-        "cache_bytes": {
-            length: cache_bytes_per_sequence(source.config, model.dtype, length) for length in CACHE_LENGTHS
-        },
+        "cache_bytes": {length: cache_bytes_per_sequence(config, model.dtype, length) for length in CACHE_LENGTHS},
     }
 
 
-def _notes(config: Any, no_tokenizer: str | None, max_positions: int | None, text: Any) -> tuple[str, ...]:
+def _notes(
+    source: Source, config: Any, no_tokenizer: str | None, max_positions: int | None, text: Any
+) -> tuple[str, ...]:
     notes = []
     if no_tokenizer is not None:
         notes.append(f"The result has no tokenizer, since of the source it holds that {no_tokenizer}.")
-    if config.softmax_layers:
-        kept = ", ".join(map(str, config.softmax_layers))
-        notes.append(f"Layers {kept} are softmax attention: their cache grows with the text.")
+    for field, kind in config.SOFTMAX_LAYERS.items():
+        if kind != "encoder" and getattr(config, field):
+            kept = ", ".join(map(str, getattr(config, field)))
+            length = "text" if kind == "causal" else "source"
+            notes.append(f"The {kind} attention of layers {kept} is softmax: its cache grows with the {length}.")
     if max_positions is not None:
-        notes.append(
-            f"The learned positions were stretched to {max_positions} by interpolation, which short texts see too."
-        )
+        notes.append(source.family.more_positions_note.format(max_positions))
     if text is None:
         notes.append("Calibrated on random tokens; a text like the one it will see (--calibrate) does better.")
     return tuple(notes)
 
 
-def _licence(folder: Path) -> str | None:
-    """Return the licence that a checkpoint's model card states."""
+def _parent_card(folder: Path) -> ModelCardData | None:
+    """Return what a checkpoint's model card states, if it has one."""
     path = folder / "README.md"
-    return ModelCard.load(path).data.license if path.is_file() else None
+    return ModelCard.load(path).data if path.is_file() else None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 from rich.table import Table
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_rfa.kernels import state_shape
 from hf_rfa.version import __version__
@@ -22,12 +22,16 @@ CACHE_LENGTHS = (1024, 2048, 8192)
 
 @dataclass(frozen=True)
 class Perplexities:
-    """Perplexity on the calibration text: of the softmax parent, of the bare swap, and after calibration."""
+    """Perplexity on the calibration text: of the softmax parent, of the bare swap, and after calibration.
+
+    ``own_outputs`` says that it is the parent's own outputs that are predicted, given the text.
+    """
 
     softmax: float
     swapped: float
     calibrated: float
     tokens: int
+    own_outputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,15 +42,14 @@ class ConversionReport:
         source: what was converted.
         destination: the folder written.
         command: the command that does it again.
-        num_layers: attention layers of the model (self-attention).
-        num_rfa_layers: those that are RFA now.
+        layers: by kind of attention, how many layers are RFA now and how many there are.
         feature_map: name of the feature map.
-        feature_dim: F, features per head.
+        feature_dims: F, features per head, by kind of attention.
         num_parameters: parameters of the result.
         added_parameters: parameters that the parent does not have, the extended positions among them.
         added_buffers: numbers in buffers that the parent does not have (random matrices and calibrated constants).
-        state_bytes: bytes of the recurrent state per sequence, all layers.
-        cache_bytes: bytes of the parent's cache per sequence, by length.
+        state_bytes: bytes of the states per sequence, all layers.
+        cache_bytes: bytes of the parent's cache per sequence, by length (of the source too, if there is one).
         gains: what calibration gained per layer.
         perplexities: on the calibration text, if there was one.
         max_logit_difference: largest difference between the logits of the model in memory and of the reloaded one.
@@ -56,10 +59,9 @@ class ConversionReport:
     source: str
     destination: str
     command: str
-    num_layers: int
-    num_rfa_layers: int
+    layers: dict[str, tuple[int, int]]
     feature_map: str
-    feature_dim: int
+    feature_dims: dict[str, int]
     num_parameters: int
     added_parameters: int
     added_buffers: int
@@ -73,26 +75,33 @@ class ConversionReport:
     def rows(self) -> list[tuple[str, str]]:
         """Return the figures as (what, value) pairs, for the table and the model card."""
         share = self.added_parameters / self.num_parameters
+        converted = {kind: f"{rfa} of {count}" for kind, (rfa, count) in self.layers.items()}
+        features = {kind: str(count) for kind, count in self.feature_dims.items()}
+        kept = any(rfa < count for kind, (rfa, count) in self.layers.items() if kind != "encoder")
         rows = [
-            ("attention layers converted", f"{self.num_rfa_layers} of {self.num_layers}"),
-            ("feature map", f"{self.feature_map}, {self.feature_dim} features per head"),
+            ("attention layers converted", _by_kind(converted)),
+            ("feature map", f"{self.feature_map}, features per head: {_by_kind(features)}"),
             ("parameters added", f"{self.added_parameters:,} ({share:.3%} of {self.num_parameters:,})"),
             ("numbers in buffers added", f"{self.added_buffers:,}"),
-            ("state per sequence", f"{_size(self.state_bytes)}, at any length"),
+            (
+                "state per sequence",
+                f"{_size(self.state_bytes)}, " + ("and the softmax layers' growing cache" if kept else "at any length"),
+            ),
         ]
-        if self.num_rfa_layers < self.num_layers:
-            rows[-1] = ("state per sequence", f"{_size(self.state_bytes)}, and the softmax layers' growing cache")
+        of = " of source and output" if "cross" in self.layers else ""
         for length, size in self.cache_bytes.items():
-            rows.append((f"softmax cache at {length:,} tokens", f"{_size(size)} ({size / self.state_bytes:.1f} ×)"))
+            ratio = f" ({size / self.state_bytes:.1f} ×)" if self.state_bytes else ""
+            rows.append((f"softmax cache at {length:,} tokens{of}", f"{_size(size)}{ratio}"))
         if self.gains:
             before = sum(gain.before for gain in self.gains) / len(self.gains)
             after = sum(gain.after for gain in self.gains) / len(self.gains)
             rows.append(("KL to the softmax weights", f"{before:.3f} nats, {after:.3f} after calibration"))
         if self.perplexities is not None:
             found = self.perplexities
+            text = "the parent's own outputs" if found.own_outputs else "the calibration text"
             rows.append(
                 (
-                    f"perplexity on the calibration text ({found.tokens:,} tokens)",
+                    f"perplexity on {text} ({found.tokens:,} tokens)",
                     f"softmax {found.softmax:.2f}, swapped {found.swapped:.2f}, calibrated {found.calibrated:.2f}",
                 )
             )
@@ -107,6 +116,15 @@ class ConversionReport:
         return table
 
 
+def _by_kind(values: dict[str, str]) -> str:
+    """Return one value as it is, and several with their kinds of attention."""
+    return (
+        next(iter(values.values()))
+        if len(values) == 1
+        else ", ".join(f"{kind} {value}" for kind, value in values.items())
+    )
+
+
 def _size(num_bytes: int) -> str:
     """Return a number of bytes as a person reads it."""
     size = float(num_bytes)
@@ -118,19 +136,26 @@ def _size(num_bytes: int) -> str:
 
 
 def state_bytes_per_sequence(model: PreTrainedModel) -> int:
-    """Return the bytes of all causal RFA layers' states for one sequence."""
+    """Return the bytes of all states that a cache holds for one sequence; an encoder's attention keeps none."""
     total = 0
     for layer in rfa_layers(model).values():
-        if layer.rfa_causal:
+        if layer.rfa_kind != "encoder":
             feature_map = layer.feature_map
             rows, columns = state_shape(feature_map.feature_dim, feature_map.head_dim, signed=feature_map.signed)
             total += feature_map.num_heads * rows * columns * layer.state_dtype.itemsize
     return total
 
 
-def cache_bytes_per_sequence(config: PreTrainedConfig, dtype: torch.dtype, length: int) -> int:
-    """Return the bytes of a softmax parent's keys and values for one sequence of ``length`` tokens."""
-    return 2 * config.num_hidden_layers * config.hidden_size * length * dtype.itemsize
+def cache_bytes_per_sequence(config: Any, dtype: torch.dtype, length: int) -> int:
+    """Return the bytes of a softmax parent's keys and values for one sequence of ``length`` tokens, and as long a source.
+
+    Args:
+        config: the RFA configuration.
+        dtype: of the keys and values.
+        length: number of tokens.
+    """
+    caches = 2 if config.is_encoder_decoder else 1
+    return caches * 2 * config.num_layers_for("causal") * config.hidden_size * length * dtype.itemsize
 
 
 CARD = """# {title}
@@ -168,20 +193,25 @@ model = {auto_class}.from_pretrained("{destination}")
 
 AUTO_CLASSES = {
     "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
+    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
+    "ForConditionalGeneration": ("AutoModelForSeq2SeqLM", "text2text-generation"),
+    "MTModel": ("AutoModelForSeq2SeqLM", "translation"),
     "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
     "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
     "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
 }
 
 
-def model_card(report: ConversionReport, *, architecture: str, hub_name: str | None, licence: str | None) -> ModelCard:
+def model_card(
+    report: ConversionReport, *, architecture: str, hub_name: str | None, parent: ModelCardData | None
+) -> ModelCard:
     """Return the model card of a conversion.
 
     Args:
         report: its figures.
         architecture: name of the softmax model class.
         hub_name: the parent's name on the hub, or None if it came from a folder.
-        licence: the parent's licence, or None if it states none.
+        parent: what the parent's own card states, or None if it has none.
     """
     endings = [value for ending, value in AUTO_CLASSES.items() if architecture.endswith(ending)]
     auto_class, task = endings[0] if endings else ("AutoModel", "feature-extraction")
@@ -192,8 +222,9 @@ def model_card(report: ConversionReport, *, architecture: str, hub_name: str | N
     }
     if hub_name is not None:
         data["base_model"] = hub_name
-    if licence is not None:
-        data["license"] = licence
+    for field in ("license", "language", "pipeline_tag"):
+        if parent is not None and parent.get(field) is not None:
+            data[field] = parent.get(field)
     source = report.source if hub_name is not None else report.source.rstrip("/").rsplit("/", 1)[-1]
     destination = report.destination.rstrip("/").rsplit("/", 1)[-1]
     content = CARD.format(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, cast
 
 from hf_rfa.errors import InputError
 
@@ -21,27 +23,91 @@ def read_documents(path: str | Path) -> Iterator[str]:
         InputError: naming the file, and the line where there is one, if it cannot be read or has no text.
     """
     path = Path(path)
-    if not path.is_file():
-        raise InputError(f"there is no text file {path}. Pass a .txt or .jsonl file, plain or .gz.")
-    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
     found = False
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            if suffixes[-1:] != [".jsonl"]:
-                documents: Iterator[str] = iter([file.read()])
-            else:
-                documents = _read_json_lines(file, path)
-            for document in documents:
-                if document.strip():
-                    found = True
-                    yield document
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path} as UTF-8 text: {error}") from error
+    with _open_text(path) as file:
+        if _is_json_lines(path):
+            documents: Iterator[str] = (fields["text"] for fields in _read_json_lines(file, path, ("text",)))
+        else:
+            documents = iter([file.read()])
+        for document in documents:
+            if document.strip():
+                found = True
+                yield document
     if not found:
         raise InputError(f"{path} has no text in it.")
 
 
-def _read_json_lines(lines: Iterator[str], path: Path) -> Iterator[str]:
+def read_pairs(
+    path: str | Path,
+    references: str | Path | None = None,
+    *,
+    source_field: str = "source",
+    target_field: str = "target",
+    limit: int | None = None,
+) -> tuple[list[str], list[str]]:
+    """Return sources and references.
+
+    Args:
+        path: a text file with one source a line, or, without ``references``, a ``.jsonl`` file of objects with both. Either
+            may be gzipped. UTF-8.
+        references: a text file with one reference a line.
+        source_field: name of the source in a ``.jsonl`` file.
+        target_field: name of the reference in it.
+        limit: read only so many pairs.
+
+    Raises:
+        InputError: if a file cannot be read or has no pairs, if two files differ in their number of lines, or if a source is
+            empty.
+    """
+    path = Path(path)
+    if references is None:
+        if not _is_json_lines(path):
+            raise InputError(
+                f"{path} holds no references. Pass --references with one a line, or a .jsonl file with both in each object."
+            )
+        with _open_text(path) as file:
+            records = list(_read_json_lines(file, path, (source_field, target_field)))
+        sources, targets = ([record[name] for record in records] for name in (source_field, target_field))
+    else:
+        sources, targets = (_read_lines(Path(each)) for each in (path, references))
+        if len(sources) != len(targets):
+            raise InputError(
+                f"{path} has {len(sources)} lines, but {references} has {len(targets)}: line N of one belongs to line N of the "
+                "other."
+            )
+    if not sources:
+        raise InputError(f"{path} has no text in it.")
+    sources, targets = sources[:limit], targets[:limit]
+    for number, source in enumerate(sources, start=1):
+        if not source.strip():
+            raise InputError(f"{path}, line {number}: the source is empty. Remove it and its reference.")
+    return sources, targets
+
+
+@contextmanager
+def _open_text(path: Path) -> Iterator[IO[str]]:
+    """Open a text file, plain or gzipped; whatever is wrong with it becomes an `InputError` that names it."""
+    if not path.is_file():
+        raise InputError(f"there is no text file {path}. Pass a .txt or .jsonl file, plain or .gz.")
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            yield cast(IO[str], file)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path} as UTF-8 text: {error}") from error
+
+
+def _is_json_lines(path: Path) -> bool:
+    return [suffix for suffix in path.suffixes if suffix != ".gz"][-1:] == [".jsonl"]
+
+
+def _read_lines(path: Path) -> list[str]:
+    # Not str.splitlines, which also splits at characters that are part of a line, such as U+2028.
+    with _open_text(path) as file:
+        return [line.rstrip("\n") for line in file]
+
+
+def _read_json_lines(lines: Iterable[str], path: Path, names: tuple[str, ...]) -> Iterator[dict[str, str]]:
+    """Yield the objects of a JSON lines file, each of which has to have some fields of text."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -49,7 +115,8 @@ def _read_json_lines(lines: Iterator[str], path: Path) -> Iterator[str]:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise InputError(f"{path}, line {number}: not a JSON object ({error}).") from error
-        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-            keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-            raise InputError(f"{path}, line {number}: no string field 'text' (found: {keys}).")
-        yield record["text"]
+        for name in names:
+            if not isinstance(record, dict) or not isinstance(record.get(name), str):
+                keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+                raise InputError(f"{path}, line {number}: no string field {name!r} (found: {keys}).")
+        yield record

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from hf_rfa.errors import InputError
 
@@ -70,6 +71,32 @@ def new_folder(destination: Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def new_file(destination: Path) -> Iterator[IO[str]]:
+    """Open a text file (UTF-8) beside ``destination``, and rename it to ``destination`` at the end.
+
+    On any error or interrupt the file is removed.
+    """
+    destination = destination.resolve()
+    handle, name = tempfile.mkstemp(prefix=f".{destination.name}.", suffix=".partial", dir=destination.parent)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            yield file
+        os.chmod(name, 0o644)
+        os.replace(name, destination)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def check_new_file(destination: Path) -> None:
+    """Raise an `InputError` if a new file cannot be written to ``destination``."""
+    if destination.exists() or destination.is_symlink():
+        raise InputError(f"{destination} exists and is kept. Choose another name, or remove it.")
+    parent = destination.resolve().parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InputError(f"cannot write to {parent}, where {destination} is to be. Choose a folder that is there.")
 
 
 def _replace(work: Path, destination: Path) -> None:

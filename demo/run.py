@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from benchmarks.decoding import measure, plot, table
 from hf_rfa.cli import progress_bar
-from hf_rfa.inference import generate_text, load_causal_lm
+from hf_rfa.inference import generate_text, load_model
 
 HERE = Path(__file__).resolve().parent
 LENGTHS = (128, 1024, 4096, 8192)
@@ -45,8 +45,8 @@ def main() -> None:
     console.print(report.table())
 
     console.rule("2. evaluate")
-    softmax, tokenizer = load_causal_lm(args.model, dtype="float32")
-    rfa, _ = load_causal_lm(str(converted), dtype="float32")
+    softmax, tokenizer = load_model(args.model, dtype="float32")
+    rfa, _ = load_model(str(converted), dtype="float32")
     ids = tokenize(tokenizer, read_documents(HERE / "heldout.txt.gz"))[: args.tokens]
     figures = Table("model", "perplexity", title="held-out chapters of Moby-Dick")
     with progress_bar() as progress:

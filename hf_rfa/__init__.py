@@ -10,14 +10,23 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForPreTraining,
     AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
 
-from .cache import RFALayer, cache_num_bytes
-from .configuration_rfa import RFAConfigMixin, RFAGPT2Config
+from .cache import RFALayer, RFASourceLayer, cache_num_bytes
+from .configuration_rfa import RFABartConfig, RFAConfigMixin, RFAGPT2Config, RFAMarianConfig, RFASeq2SeqConfigMixin
 from .errors import InputError
 from .feature_maps import FEATURE_MAPS, FeatureMap, register_feature_map
+from .modeling_rfa_bart import (
+    RFABartForCausalLM,
+    RFABartForConditionalGeneration,
+    RFABartForQuestionAnswering,
+    RFABartForSequenceClassification,
+    RFABartModel,
+    RFABartPreTrainedModel,
+)
 from .modeling_rfa_gpt2 import (
     RFAGPT2DoubleHeadsModel,
     RFAGPT2ForQuestionAnswering,
@@ -27,23 +36,56 @@ from .modeling_rfa_gpt2 import (
     RFAGPT2Model,
     RFAGPT2PreTrainedModel,
 )
+from .modeling_rfa_marian import RFAMarianForCausalLM, RFAMarianModel, RFAMarianMTModel, RFAMarianPreTrainedModel
 from .version import __version__
 
-AutoConfig.register(RFAGPT2Config.model_type, RFAGPT2Config)
-for _auto_class, _model_class in (
-    (AutoModel, RFAGPT2Model),
-    (AutoModelForCausalLM, RFAGPT2LMHeadModel),
-    (AutoModelForPreTraining, RFAGPT2LMHeadModel),
-    (AutoModelForSequenceClassification, RFAGPT2ForSequenceClassification),
-    (AutoModelForTokenClassification, RFAGPT2ForTokenClassification),
-    (AutoModelForQuestionAnswering, RFAGPT2ForQuestionAnswering),
+for _config_class, _models in (
+    (
+        RFAGPT2Config,
+        {
+            AutoModel: RFAGPT2Model,
+            AutoModelForCausalLM: RFAGPT2LMHeadModel,
+            AutoModelForPreTraining: RFAGPT2LMHeadModel,
+            AutoModelForSequenceClassification: RFAGPT2ForSequenceClassification,
+            AutoModelForTokenClassification: RFAGPT2ForTokenClassification,
+            AutoModelForQuestionAnswering: RFAGPT2ForQuestionAnswering,
+        },
+    ),
+    (
+        RFABartConfig,
+        {
+            AutoModel: RFABartModel,
+            AutoModelForSeq2SeqLM: RFABartForConditionalGeneration,
+            AutoModelForPreTraining: RFABartForConditionalGeneration,
+            AutoModelForCausalLM: RFABartForCausalLM,
+            AutoModelForSequenceClassification: RFABartForSequenceClassification,
+            AutoModelForQuestionAnswering: RFABartForQuestionAnswering,
+        },
+    ),
+    (
+        RFAMarianConfig,
+        {
+            AutoModel: RFAMarianModel,
+            AutoModelForSeq2SeqLM: RFAMarianMTModel,
+            AutoModelForCausalLM: RFAMarianForCausalLM,
+        },
+    ),
 ):
-    _auto_class.register(RFAGPT2Config, _model_class)
+    AutoConfig.register(_config_class.model_type, _config_class)
+    for _auto_class, _model_class in _models.items():
+        _auto_class.register(_config_class, _model_class)
 
 __all__ = [
     "FEATURE_MAPS",
     "FeatureMap",
     "InputError",
+    "RFABartConfig",
+    "RFABartForCausalLM",
+    "RFABartForConditionalGeneration",
+    "RFABartForQuestionAnswering",
+    "RFABartForSequenceClassification",
+    "RFABartModel",
+    "RFABartPreTrainedModel",
     "RFAConfigMixin",
     "RFAGPT2Config",
     "RFAGPT2DoubleHeadsModel",
@@ -54,6 +96,13 @@ __all__ = [
     "RFAGPT2Model",
     "RFAGPT2PreTrainedModel",
     "RFALayer",
+    "RFAMarianConfig",
+    "RFAMarianForCausalLM",
+    "RFAMarianMTModel",
+    "RFAMarianModel",
+    "RFAMarianPreTrainedModel",
+    "RFASeq2SeqConfigMixin",
+    "RFASourceLayer",
     "__version__",
     "cache_num_bytes",
     "register_feature_map",

@@ -6,33 +6,38 @@ What is the same in every family is in `RFAAttentionMixin`; a family's attention
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.import_utils import is_tracing
 
-from .cache import layer_of
+from .cache import layer_of, source_layer_of
+from .configuration_rfa import AttentionKind
 from .feature_maps import FEATURE_MAPS, FeatureMap, compute_dtype
-from .kernels import attend_with_state, implied_weights, mask_padding, rfa_attention
+from .kernels import attend_with_state, implied_weights, mask_padding, rfa_attention, source_state
+
+#: Added to a layer's index where its random matrices are drawn, so that cross attention has others than causal attention.
+DRAW_OFFSET: dict[AttentionKind, int] = {"causal": 0, "cross": 100_000, "encoder": 200_000}
 
 
-def build_feature_map(config: Any, *, num_heads: int, head_dim: int, scaling: float, layer_idx: int) -> FeatureMap:
+def build_feature_map(config: Any, *, kind: AttentionKind, scaling: float, layer_idx: int) -> FeatureMap:
     """Build the feature map of one attention layer from a configuration with the fields of `RFAConfigMixin`."""
     return FEATURE_MAPS[config.feature_map](
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_features=config.num_features,
+        num_heads=config.num_heads_for(kind),
+        head_dim=config.head_dim_for(kind),
+        num_features=config.num_features_for(kind),
         scaling=scaling,
         unit_norm=config.unit_norm,
         orthogonal=config.orthogonal,
         trainable=config.trainable_projection,
         redraw_pool=config.redraw_pool,
         seed=config.feature_seed,
-        layer_idx=layer_idx,
+        layer_idx=layer_idx + DRAW_OFFSET[kind],
     )
 
 
@@ -104,32 +109,82 @@ def padding_of_mask(mask: Tensor | None) -> Tensor | None:
     return row if row.dtype == torch.bool else row == 0
 
 
+def check_positions(last: int, count: int) -> None:
+    """Raise a ValueError if a token's position ``last`` is past the ``count`` that a model has."""
+    if last >= count:
+        raise ValueError(
+            f"the text reaches position {last}, but this model has {count} positions (0 to {count - 1}). Convert it with "
+            f"--max-positions {last + 1} or more (hf_rfa.convert.convert(..., max_positions=...)), or pass shorter text."
+        )
+
+
+def rows_in_runs(source: Tensor, padding: Tensor | None) -> int:
+    """Return n such that the rows of a batch come in runs of n equal ones: as `generate` repeats them for beams.
+
+    Args:
+        source: encoder output, [B, S, width].
+        padding: [B, S], or None.
+    """
+    if source.shape[0] == 1 or is_tracing(source):
+        return 1
+    same = (source[1:] == source[:-1]).flatten(1).all(1)
+    if padding is not None:
+        same &= (padding[1:] == padding[:-1]).all(1)
+    starts = [0, *((~same).nonzero()[:, 0] + 1).tolist(), source.shape[0]]
+    return math.gcd(*(stop - start for start, stop in pairwise(starts)))
+
+
+class RFAPreTrainedMixin:
+    """What every RFA model has of its base class: how φ and gates start, and that they stay in float32."""
+
+    # φ and the gates cost few bytes, and rounding them to 16 bits costs accuracy.
+    _keep_in_fp32_modules_strict = ["feature_map", "gate"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (FeatureMap, Gate)):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)  # type: ignore[misc]
+
+
 class RFAAttentionMixin(nn.Module):
     """Random feature attention for a family's attention class, which projects queries, keys and values."""
 
     feature_map: FeatureMap
     gate: Gate | None
-    rfa_causal: bool
+    rfa_kind: AttentionKind
     scaling: float
+
+    def project_query(self, hidden_states: Tensor) -> Tensor:
+        """Return the queries [B, H, T, d] of the layer's input [B, T, width]."""
+        raise NotImplementedError
+
+    def project_source(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [B, H, S, d] of what is attended to, [B, S, width]."""
+        raise NotImplementedError
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, each [B, H, T, d], of the layer's input [B, T, width] (self-attention)."""
-        raise NotImplementedError
+        return self.project_query(hidden_states), *self.project_source(hidden_states)
 
-    def init_rfa(
-        self, config: Any, *, num_heads: int, head_dim: int, scaling: float, layer_idx: int, causal: bool
-    ) -> None:
+    def init_rfa(self, config: Any, *, kind: AttentionKind, scaling: float, layer_idx: int) -> None:
         """Add the feature map, and the gate where the configuration asks for one (causal attention only)."""
-        self.feature_map = build_feature_map(
-            config, num_heads=num_heads, head_dim=head_dim, scaling=scaling, layer_idx=layer_idx
-        )
-        positions = config.max_position_embeddings
-        width = config.hidden_size
-        self.gate = Gate(width, num_heads, positions) if config.gate and causal else None
-        self.rfa_causal = causal
+        self.feature_map = build_feature_map(config, kind=kind, scaling=scaling, layer_idx=layer_idx)
+        gated = config.gate and kind == "causal"
+        heads, positions = config.num_heads_for(kind), config.max_position_embeddings
+        self.gate = Gate(config.hidden_size, heads, positions) if gated else None
+        self.rfa_kind = kind
         self.rfa_layer_idx = layer_idx
         self.chunk_size = config.chunk_size
         self.state_dtype = getattr(torch, config.state_dtype)
+
+    def _as_state(self, features: Tensor) -> Tensor:
+        """Return features in the dtype of the state."""
+        return features.to(torch.promote_types(self.state_dtype, features.dtype))
+
+    def _signs(self) -> dict[str, Any]:
+        return {"signed": self.feature_map.signed, "floor": self.feature_map.floor}
 
     def attend(
         self,
@@ -143,46 +198,39 @@ class RFAAttentionMixin(nn.Module):
         dropout: float = 0.0,
         output_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend to keys and values, after those that the cache has seen.
+        """Self-attention: attend to keys and values, and if causal to those that the cache has seen before.
 
         Dropout cannot act on single attention weights, which never exist: in training it drops a token's value for all
         queries of a head, and leaves the token in the normaliser, as dropout on softmax weights does.
 
         Args:
-            query: [B, H, Tq, d].
-            key: [B, H, Tk, d].
-            value: [B, H, Tk, d].
-            hidden_states: the layer's input, [B, Tk, width], which the gate reads.
+            query: [B, H, T, d].
+            key: [B, H, T, d].
+            value: [B, H, T, d].
+            hidden_states: the layer's input, [B, T, width], which the gate reads.
             cache: the cache whose layer is read and updated, or None.
-            padding: [B, Tk], 0 for padding, or None.
+            padding: [B, T], 0 for padding, or None.
             dropout: probability of dropping a value in training.
             output_weights: whether to return the implied attention weights, at quadratic cost.
 
         Returns:
-            The output [B, H, Tq, d] in the dtype of ``value``, and the weights [B, H, Tq, Tk] or None.
+            The output [B, H, T, d] in the dtype of ``value``, and the weights [B, H, T, T] or None.
         """
-        features = self.feature_map(query, key)
+        query_features, key_features = map(self._as_state, self.feature_map(query, key))
+        values = F.dropout(value, dropout, self.training)
+        if self.rfa_kind != "causal":
+            output, _, implied = self._attend_all(query_features, key_features, values, padding, output_weights)
+            return output, implied
+
         log_gate, weights = (None, None) if self.gate is None else self.gate(hidden_states)
         log_gate, weights = mask_padding(padding, log_gate, weights)
-        if self.state_dtype != features[0].dtype:
-            dtype = torch.promote_types(self.state_dtype, features[0].dtype)
-            features = (features[0].to(dtype), features[1].to(dtype))
-        shared: dict[str, Any] = {
-            "log_gate": log_gate,
-            "weights": weights,
-            "causal": self.rfa_causal,
-            "signed": self.feature_map.signed,
-            "floor": self.feature_map.floor,
-        }
-        values = F.dropout(value, dropout, self.training)
-
-        implied: Tensor | None = None
+        shared: dict[str, Any] = {"log_gate": log_gate, "weights": weights, **self._signs()}
+        implied = None
 
         def step(state: Tensor | None) -> tuple[Tensor, Tensor]:
             nonlocal implied
             if output_weights:
-                implied = implied_weights(*features, state=state, **shared).to(value.dtype)
-            query_features, key_features = features
+                implied = implied_weights(query_features, key_features, state=state, **shared).to(value.dtype)
             return rfa_attention(
                 query_features, key_features, values, state=state, chunk_size=self.chunk_size, **shared
             )
@@ -191,14 +239,69 @@ class RFAAttentionMixin(nn.Module):
             output, _ = step(None)
         else:
             layer_of(cache, self.rfa_layer_idx)
-            output, _ = cache.update(features[1], values, self.rfa_layer_idx, step=step)
+            output, _ = cache.update(key_features, values, self.rfa_layer_idx, step=step)
         return output.to(value.dtype), implied
 
-    def attend_cached(self, query: Tensor, cache: Cache) -> Tensor:
-        """Attend with a finished state (cross attention after its first step): [B, H, T, d] in, the same out."""
-        state = layer_of(cache, self.rfa_layer_idx).state
-        if state is None:
-            raise ValueError(f"the cross-attention cache of layer {self.rfa_layer_idx} holds no state yet.")
-        features = self.feature_map.query(query).to(state.dtype)
-        signed, floor = self.feature_map.signed, self.feature_map.floor
-        return attend_with_state(features, state, signed=signed, floor=floor).to(query.dtype)
+    def _attend_all(
+        self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, output_weights: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Let every query see every key: features and values in; output, state and implied weights out.
+
+        One row of keys may serve several rows of queries, as in `attend_with_state`.
+        """
+        weights = mask_padding(padding, None, None)[1]
+        state = source_state(key, value, weights=weights, signed=self.feature_map.signed)
+        output = attend_with_state(query, state, **self._signs()).to(value.dtype)
+        if not output_weights:
+            return output, state, None
+        rows = query.shape[0] // key.shape[0]
+        key, weights = (x if x is None else x.repeat_interleave(rows, dim=0) for x in (key, weights))
+        implied = implied_weights(query, key, weights=weights, causal=False, **self._signs())
+        return output, state, implied.to(value.dtype)
+
+    def attend_to_source(
+        self,
+        hidden_states: Tensor,
+        source: Tensor | None,
+        *,
+        past_key_values: Cache | None = None,
+        padding: Tensor | None = None,
+        dropout: float = 0.0,
+        output_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Cross attention: attend to an encoder's output, summed once per sequence and kept in the cache.
+
+        Args:
+            hidden_states: the layer's input, [B, T, width].
+            source: the encoder's output, [B, S, width]; not read again once the cache holds its sums.
+            past_key_values: the `EncoderDecoderCache`, or None.
+            padding: [B, S], 0 for padding, or None.
+            dropout: probability of dropping a value in training, see `attend`.
+            output_weights: whether to return the implied attention weights.
+
+        Returns:
+            The output [B, H, T, d] in the dtype of the queries, and the weights [B, H, T, S] or None.
+
+        Raises:
+            ValueError: if there is neither a source nor a state.
+        """
+        query = self.project_query(hidden_states)
+        layer: Any = None
+        if isinstance(past_key_values, EncoderDecoderCache):
+            layer = source_layer_of(past_key_values.cross_attention_cache, self.rfa_layer_idx)
+        if layer is not None and layer.state is not None and not output_weights:
+            features = self._as_state(self.feature_map.query(query))
+            return attend_with_state(features, layer.state.to(features.device), **self._signs()).to(query.dtype), None
+        if source is None:
+            raise ValueError("cross attention needs encoder_hidden_states, or a cache that has seen them.")
+        fills = layer is not None and layer.state is None
+        runs = rows_in_runs(source, padding) if fills else 1
+        padding = None if padding is None else padding[::runs]
+        key, value = self.project_source(source[::runs])
+        query_features, key_features = map(self._as_state, self.feature_map(query, key))
+        values = F.dropout(value, dropout, self.training)
+        output, state, implied = self._attend_all(query_features, key_features, values, padding, output_weights)
+        if fills:
+            layer.fill(state, length=source.shape[1], rows_per_state=runs)
+            past_key_values.is_updated[self.rfa_layer_idx] = True
+        return output, implied

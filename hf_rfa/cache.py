@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.cache_utils import (
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    EncoderDecoderCache,
+)
 
 #: Name of the layer type in ``config.layer_types``; `DynamicCache` makes one `RFALayer` for each entry of that name.
 RFA_LAYER_TYPE = "rfa"
@@ -122,6 +128,58 @@ class RFALayer(CacheLayerMixin):
             )
 
 
+class RFASourceLayer(RFALayer):
+    """Holds the finished state of one cross-attention layer: sums over the source, which no later step changes.
+
+    Row n of the state serves ``rows_per_state`` rows of the batch in succession: the beams of a sequence read one state,
+    and reordering them moves nothing.
+    """
+
+    _layer_type = None  # made by `source_layer_of`, not from a configuration
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.rows_per_state = 1
+
+    def fill(self, state: Tensor, *, length: int, rows_per_state: int) -> None:
+        """Store the state.
+
+        Args:
+            state: [N, H, rows, d + 1], from `hf_rfa.kernels.source_state`.
+            length: number of source tokens, padding included.
+            rows_per_state: rows of the batch that read one row of the state.
+        """
+        self.lazy_initialization(state, state)
+        self.state, self.cumulative_length, self.rows_per_state = state, length, rows_per_state
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, step: Step | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Raise a TypeError: the state is filled once."""
+        raise TypeError("a self-attention layer wrote to the cache layer of RFA cross attention.")
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the batch for beam search: nothing moves as long as every beam stays with its sequence."""
+        if self.state is None:
+            return
+        rows = torch.arange(beam_idx.shape[0], device=beam_idx.device)
+        if not torch.equal(beam_idx // self.rows_per_state, rows // self.rows_per_state):
+            self._select(beam_idx)
+
+    def _select(self, index: Tensor) -> None:
+        super()._select(index // self.rows_per_state)
+        self.rows_per_state = 1
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch: more rows read one state."""
+        self.rows_per_state *= repeats
+
+    def reset(self) -> None:
+        """Forget the source."""
+        super().reset()
+        self.rows_per_state = 1
+
+
 # The state has one size from the start: it serves `StaticCache` as it serves `DynamicCache`.
 STATIC_LAYER_TYPE_MAPPING[RFA_LAYER_TYPE] = RFALayer
 
@@ -133,13 +191,56 @@ def layer_of(cache: Cache, layer_idx: int) -> RFALayer:
         TypeError: if the cache was not built for an RFA model.
     """
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    if not isinstance(layer, RFALayer):
+    if not isinstance(layer, RFALayer) or isinstance(layer, RFASourceLayer):
         raise TypeError(
             f"layer {layer_idx} of this {type(cache).__name__} is "
             f"{'missing' if layer is None else 'a ' + type(layer).__name__}, but the model's attention needs an RFALayer "
             "there. Build the cache with DynamicCache(config=model.config), or let the model build it."
         )
     return layer
+
+
+def self_attention_cache(cache: Cache | None) -> Cache | None:
+    """Return the part of a cache that self-attention uses."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def _replace_unused(cache: Cache, layer_idx: int, new: CacheLayerMixin) -> None:
+    """Put ``new`` in the place of a cache layer that holds nothing yet.
+
+    Both caches of an `EncoderDecoderCache` are built from one list of layer types, that of self-attention; cross attention
+    puts its own kind in place before its first use.
+    """
+    while len(cache.layers) <= layer_idx:  # a cache built without a configuration grows layer by layer
+        cache.layers.append(DynamicLayer())
+    old = cache.layers[layer_idx]
+    if old.is_initialized:
+        raise TypeError(
+            f"layer {layer_idx} of the cross-attention cache is a {type(old).__name__} in use, but the model needs a "
+            f"{type(new).__name__} there: the cache was filled by another model."
+        )
+    cache.layers[layer_idx] = new
+
+
+def source_layer_of(cache: Cache, layer_idx: int) -> RFASourceLayer:
+    """Return the layer ``layer_idx`` of a cross-attention cache, made an `RFASourceLayer` before its first use.
+
+    Raises:
+        TypeError: if the layer holds keys and values.
+    """
+    if layer_idx >= len(cache.layers) or not isinstance(cache.layers[layer_idx], RFASourceLayer):
+        _replace_unused(cache, layer_idx, RFASourceLayer())
+    return cast(RFASourceLayer, cache.layers[layer_idx])
+
+
+def keep_keys_and_values(cache: Cache, layer_idx: int) -> None:
+    """Make a layer of a cross-attention cache one that softmax attention can use, before its first use.
+
+    Raises:
+        TypeError: if the layer holds a state.
+    """
+    if layer_idx >= len(cache.layers) or isinstance(cache.layers[layer_idx], RFALayer):
+        _replace_unused(cache, layer_idx, DynamicLayer())
 
 
 def cache_num_bytes(cache: Cache | None) -> int:

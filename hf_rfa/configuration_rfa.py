@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
 from huggingface_hub.dataclasses import strict
-from transformers import GPT2Config
+from transformers import BartConfig, GPT2Config, MarianConfig
 
 from .cache import RFA_LAYER_TYPE
 from .feature_maps import FEATURE_MAPS, LearnedFeatureMap, RandomFeatureMap
 
 STATE_DTYPES = ("float32", "float64")
+
+#: What an attention layer attends to: the tokens before it, an encoder's output, or all tokens of an encoder's input.
+AttentionKind = Literal["causal", "cross", "encoder"]
 
 
 @dataclass(kw_only=True)
@@ -49,27 +53,58 @@ class RFAConfigMixin:
         """Fill in the map's default for ``num_features``, so that a checkpoint states its own shape."""
         super().__post_init__(**kwargs)  # type: ignore[misc]
         feature_map = FEATURE_MAPS.get(self.feature_map)
-        if self.num_features is None and feature_map is not None:
-            head_dim = self.hidden_size // self.num_attention_heads  # type: ignore[attr-defined]
-            self.num_features = feature_map.resolve_num_features(None, head_dim)
+        if feature_map is None:  # `validate_rfa` says so
+            return
+        for name, kind in self.FEATURE_COUNTS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, feature_map.resolve_num_features(None, self.head_dim_for(kind)))
+
+    #: The fields that count features, and the attention that each is for.
+    FEATURE_COUNTS: ClassVar[dict[str, AttentionKind]] = {"num_features": "causal"}
+    #: The fields that list layers which stay softmax attention, and the attention that each is for.
+    SOFTMAX_LAYERS: ClassVar[dict[str, AttentionKind]] = {"softmax_layers": "causal"}
+
+    def num_layers_for(self, kind: AttentionKind) -> int:
+        """Return the number of layers that have attention of a kind."""
+        return self.num_hidden_layers  # type: ignore[attr-defined]
+
+    def num_heads_for(self, kind: AttentionKind) -> int:
+        """Return the number of heads that attention of a kind has."""
+        return self.num_attention_heads  # type: ignore[attr-defined]
+
+    def head_dim_for(self, kind: AttentionKind) -> int:
+        """Return the width of a head, d."""
+        return self.hidden_size // max(1, self.num_heads_for(kind))  # type: ignore[attr-defined]
+
+    def num_features_for(self, kind: AttentionKind) -> int:
+        """Return D for attention of a kind."""
+        return next(
+            (getattr(self, name) for name, each in self.FEATURE_COUNTS.items() if each == kind), self.num_features
+        )
+
+    def is_rfa(self, kind: AttentionKind, layer_idx: int) -> bool:
+        """Return whether attention of a kind is RFA in a layer."""
+        lists = (getattr(self, name) for name, each in self.SOFTMAX_LAYERS.items() if each == kind)
+        return layer_idx not in next(lists, self.softmax_layers)
+
+    def all_rfa(self, kind: AttentionKind) -> bool:
+        """Return whether attention of a kind is RFA in every layer."""
+        return all(self.is_rfa(kind, index) for index in range(self.num_layers_for(kind)))
 
     @property
     def layer_types(self) -> list[str]:
         """The cache layer of every layer: "rfa", or "full_attention" for the layers that stay softmax."""
-        softmax = set(self.softmax_layers)
         return [
-            "full_attention" if index in softmax else RFA_LAYER_TYPE
-            for index in range(self.num_hidden_layers)  # type: ignore[attr-defined]
+            RFA_LAYER_TYPE if self.is_rfa("causal", index) else "full_attention"
+            for index in range(self.num_layers_for("causal"))
         ]
 
     def validate_layer_type(self) -> None:
-        """Check ``softmax_layers``; the layer types themselves are derived and always valid."""
-        count = self.num_hidden_layers  # type: ignore[attr-defined]
-        wrong = [index for index in self.softmax_layers if not 0 <= index < count]
-        if wrong or len(set(self.softmax_layers)) != len(self.softmax_layers):
-            raise ValueError(
-                f"softmax_layers must be distinct layer indices from 0 to {count - 1}, got {self.softmax_layers}."
-            )
+        """Check the lists of softmax layers; the layer types themselves are derived and always valid."""
+        for name, kind in self.SOFTMAX_LAYERS.items():
+            count, layers = self.num_layers_for(kind), getattr(self, name)
+            if len(set(layers)) != len(layers) or any(not 0 <= index < count for index in layers):
+                raise ValueError(f"{name} must be distinct layer indices from 0 to {count - 1}, got {layers}.")
 
     def validate_rfa(self) -> None:
         """Check the fields of random feature attention, alone and together.
@@ -80,11 +115,12 @@ class RFAConfigMixin:
         if self.feature_map not in FEATURE_MAPS:
             raise ValueError(f"feature_map={self.feature_map!r} is unknown. Known: {', '.join(sorted(FEATURE_MAPS))}.")
         feature_map = FEATURE_MAPS[self.feature_map]
-        heads = self.num_attention_heads  # type: ignore[attr-defined]
         width = self.hidden_size  # type: ignore[attr-defined]
-        if heads < 1 or width % heads:
-            raise ValueError(f"{heads} attention heads do not divide the hidden size {width}.")
-        feature_map.resolve_num_features(self.num_features, width // heads)
+        for name, kind in self.FEATURE_COUNTS.items():
+            heads = self.num_heads_for(kind)
+            if heads < 1 or width % heads:
+                raise ValueError(f"{heads} attention heads do not divide the hidden size {width}.")
+            feature_map.resolve_num_features(getattr(self, name), self.head_dim_for(kind), name=name)
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}.")
         if self.state_dtype not in STATE_DTYPES:
@@ -127,8 +163,79 @@ class RFAConfigMixin:
         return cls(**{**values, **options})
 
 
+@dataclass(kw_only=True)
+class RFASeq2SeqConfigMixin(RFAConfigMixin):
+    """Fields of random feature attention for an encoder and a decoder, whose attention is of three kinds.
+
+    ``num_features`` and ``softmax_layers`` are about the decoder's causal attention. The decoder's cross attention is RFA
+    too by default (Peng et al. 2021, section 4.2), the encoder's attention is not.
+
+    Args:
+        num_cross_features: D of cross attention; None takes the map's default.
+        num_encoder_features: D of the encoder's attention; None takes the map's default.
+        softmax_cross_layers: indices of decoder layers whose cross attention stays softmax.
+        softmax_encoder_layers: indices of encoder layers that stay softmax attention; None means all.
+    """
+
+    num_cross_features: int | None = None
+    num_encoder_features: int | None = None
+    softmax_cross_layers: list[int] = field(default_factory=list)
+    softmax_encoder_layers: list[int] | None = None
+
+    FEATURE_COUNTS = {"num_features": "causal", "num_cross_features": "cross", "num_encoder_features": "encoder"}
+    SOFTMAX_LAYERS = {
+        "softmax_layers": "causal",
+        "softmax_cross_layers": "cross",
+        "softmax_encoder_layers": "encoder",
+    }
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """State every default, so that a checkpoint says which of its layers are RFA."""
+        super().__post_init__(**kwargs)
+        if self.softmax_encoder_layers is None:
+            self.softmax_encoder_layers = list(range(self.num_layers_for("encoder")))
+
+    def num_layers_for(self, kind: AttentionKind) -> int:
+        """Return the number of layers that have attention of a kind."""
+        if kind == "encoder":
+            return self.encoder_layers  # type: ignore[attr-defined]
+        # The copy that `get_text_config(decoder=True)` makes for caches has the decoder's count as num_hidden_layers only.
+        return vars(self).get("decoder_layers", self.num_hidden_layers)  # type: ignore[attr-defined]
+
+    def num_heads_for(self, kind: AttentionKind) -> int:
+        """Return the number of heads that attention of a kind has."""
+        name = "encoder_attention_heads" if kind == "encoder" else "decoder_attention_heads"
+        return getattr(self, name)
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        """Return the configuration of one side, as `PreTrainedConfig.get_text_config` does.
+
+        A decoder that stands alone keeps its number of layers here, which caches are built by, even if it differs from that
+        of the encoder that it does not have.
+        """
+        if decoder and not encoder and not self.is_encoder_decoder:  # type: ignore[attr-defined]
+            config = copy.deepcopy(self)
+            config.num_hidden_layers = self.num_layers_for("causal")  # type: ignore[attr-defined]
+            return config
+        return super().get_text_config(decoder=decoder, encoder=encoder)  # type: ignore[misc]
+
+
 @strict
 class RFAGPT2Config(RFAConfigMixin, GPT2Config):
     """Configuration of an RFA-GPT-2: all fields of `GPT2Config`, and those of `RFAConfigMixin`."""
 
     model_type = "rfa_gpt2"
+
+
+@strict
+class RFABartConfig(RFASeq2SeqConfigMixin, BartConfig):
+    """Configuration of an RFA-BART: all fields of `BartConfig`, and those of `RFASeq2SeqConfigMixin`."""
+
+    model_type = "rfa_bart"
+
+
+@strict
+class RFAMarianConfig(RFASeq2SeqConfigMixin, MarianConfig):
+    """Configuration of an RFA-Marian: all fields of `MarianConfig`, and those of `RFASeq2SeqConfigMixin`."""
+
+    model_type = "rfa_marian"

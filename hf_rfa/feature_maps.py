@@ -152,23 +152,24 @@ class FeatureMap(nn.Module, ABC):
             self.register_buffer("log_scale", torch.zeros(num_heads))
 
     @classmethod
-    def resolve_num_features(cls, num_features: int | None, head_dim: int) -> int:
+    def resolve_num_features(cls, num_features: int | None, head_dim: int, *, name: str = "num_features") -> int:
         """Return D: ``num_features``, or the map's default.
 
         Raises:
-            ValueError: if D < 1, or if the map's D follows from the head's width and another one is asked for.
+            ValueError: if D < 1, or if the map's D follows from the head's width and another one is asked for; it calls the
+                number ``name``.
         """
         if cls.default_num_features is None:
             if num_features not in (None, head_dim):
                 raise ValueError(
-                    f"num_features={num_features} does not fit feature_map={cls.name!r}, which has one feature map row "
-                    f"per dimension of the head ({head_dim}). Leave num_features out, or take another feature map."
+                    f"{name}={num_features} does not fit feature_map={cls.name!r}, which has one feature map row "
+                    f"per dimension of the head ({head_dim}). Leave {name} out, or take another feature map."
                 )
             return head_dim
         if num_features is None:
             return cls.default_num_features
         if num_features < 1:
-            raise ValueError(f"num_features must be at least 1, got {num_features}.")
+            raise ValueError(f"{name} must be at least 1, got {num_features}.")
         return num_features
 
     @property

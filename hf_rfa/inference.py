@@ -5,53 +5,107 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TextStreamer, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    TextStreamer,
+    set_seed,
+)
 
 from .cache import cache_num_bytes
 from .errors import InputError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
+ModelKind = Literal["causal", "seq2seq"]
+KINDS: dict[ModelKind, str] = {
+    "causal": "a decoder that stands alone",
+    "seq2seq": "an encoder and a decoder",
+}
 
-def load_causal_lm(name: str, *, dtype: str = "auto", need_tokenizer: bool = True) -> tuple[PreTrainedModel, Any]:
-    """Load a causal language model, RFA or softmax, and its tokenizer.
+#: Files of which a folder with a tokenizer has at least one.
+TOKENIZER_VOCABULARIES = (
+    "tokenizer.json",
+    "merges.txt",
+    "source.spm",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "vocab.txt",
+)
+
+
+def load_model(
+    name: str, *, kind: ModelKind | None = None, dtype: str = "auto", need_tokenizer: bool = True
+) -> tuple[PreTrainedModel, Any]:
+    """Load a model that generates text, RFA or softmax, and its tokenizer.
 
     Args:
         name: folder of the checkpoint, or its name on the hub.
+        kind: "causal" for a decoder that stands alone, "seq2seq" for an encoder and a decoder, None for either.
         dtype: "auto" for the checkpoint's own, or one of `DTYPES`.
         need_tokenizer: whether a missing tokenizer is an error; otherwise it is returned as None.
 
     Raises:
-        InputError: if the checkpoint or its tokenizer cannot be loaded.
+        InputError: if the checkpoint or its tokenizer cannot be loaded, is of the other kind, or do not belong together.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     path = Path(name).expanduser()
     if path.exists() and not (path / "config.json").is_file():
         raise InputError(f"{name} has no config.json: it is not a transformers checkpoint.")
+    source = path if path.exists() else name
     try:
-        config = AutoConfig.from_pretrained(path if path.exists() else name)
-        model = AutoModelForCausalLM.from_pretrained(
-            path if path.exists() else name,
+        config = AutoConfig.from_pretrained(source)
+        found = kind_of(config)
+        if kind not in (None, found):
+            raise InputError(
+                f"{name} is a {config.model_type} model, {KINDS[found]}, but this needs {KINDS[cast(ModelKind, kind)]}. Pass "
+                "such a checkpoint, or choose another task."
+            )
+        auto_class: Any = AutoModelForSeq2SeqLM if found == "seq2seq" else AutoModelForCausalLM
+        model = auto_class.from_pretrained(
+            source,
             config=config,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             use_safetensors=True,
         )
+    except InputError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"cannot load a causal language model from {name}: {error}") from error
-    tokenizer, problem = load_tokenizer(path if path.exists() else name)
+        raise InputError(f"cannot load a model that generates text from {name}: {error}") from error
+    tokenizer, problem = load_tokenizer(source)
     if tokenizer is None and need_tokenizer:
         raise InputError(f"{name}: {problem}. Put the tokenizer's files beside the weights.")
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, config, name)
     return model.eval(), tokenizer
+
+
+def kind_of(config: PreTrainedConfig) -> ModelKind:
+    """Return whether a configuration is of a decoder alone or of an encoder and a decoder."""
+    return "seq2seq" if config.is_encoder_decoder else "causal"
+
+
+def check_vocabulary(tokenizer: Any, config: Any, name: str) -> None:
+    """Raise an `InputError` if a tokenizer can give tokens that a model has no embedding for."""
+    if len(tokenizer) > config.vocab_size:
+        raise InputError(
+            f"{name}: its tokenizer has {len(tokenizer)} entries, but the model's vocabulary has {config.vocab_size}: they "
+            "do not belong together. Put the model's own tokenizer beside the weights."
+        )
 
 
 def load_tokenizer(source: str | Path) -> tuple[Any, str | None]:
     """Return (the tokenizer of a folder or hub name, None), or (None, why there is none)."""
     # For a folder without any tokenizer file transformers would return an empty tokenizer.
-    if isinstance(source, Path) and not any((source / name).is_file() for name in ("tokenizer.json", "merges.txt")):
+    if isinstance(source, Path) and not any((source / name).is_file() for name in TOKENIZER_VOCABULARIES):
         return None, "there is no tokenizer in it"
     try:
         return AutoTokenizer.from_pretrained(source), None
@@ -65,7 +119,7 @@ class Generation:
 
     Attributes:
         text: the new text.
-        prompt_tokens: tokens of the prompt.
+        prompt_tokens: tokens of the prompt, or of the source for a model with an encoder.
         new_tokens: tokens generated.
         seconds: time for them, the prompt included.
         cache_bytes: bytes of the cache at the end.
@@ -78,13 +132,13 @@ class Generation:
     cache_bytes: int
 
 
-def check_length(model: PreTrainedModel, tokens: int) -> None:
-    """Raise an `InputError` if a model has fewer learned positions than ``tokens``."""
+def check_length(model: PreTrainedModel, tokens: int, *, what: str = "prompt and new tokens together are") -> None:
+    """Raise an `InputError` if a model has fewer positions than ``tokens``."""
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and tokens > positions:
         raise InputError(
-            f"prompt and new tokens together are {tokens}, but this model has {positions} learned positions. Ask for fewer "
-            f"new tokens, or convert its softmax parent with --max-positions {tokens} or more."
+            f"{what} {tokens}, but this model has {positions} positions. Ask for fewer tokens, or convert its softmax parent "
+            f"with --max-positions {tokens} or more."
         )
 
 
@@ -102,38 +156,43 @@ def generate_text(
     """Generate text with ``model.generate``.
 
     Args:
-        model: a causal language model.
+        model: a causal language model, or one with an encoder.
         tokenizer: its tokenizer.
-        prompt: text to continue.
+        prompt: text to continue, or the source to translate or summarise.
         max_new_tokens: most tokens to generate.
         streamer: receives the text as it comes, or None.
         seed: seed of the sampling.
         ignore_eos: go on to ``max_new_tokens`` whatever the model says.
-        **options: further arguments of ``model.generate`` (``do_sample``, ``temperature``, ``top_k``, …).
+        **options: further arguments of ``model.generate`` (``do_sample``, ``num_beams``, ``temperature``, …).
 
     Raises:
         InputError: for an empty prompt, or a length past the model's positions.
     """
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
-    if ids.shape[1] == 0:
-        raise InputError("the prompt is empty: there is nothing to continue.")
-    check_length(model, ids.shape[1] + max_new_tokens)
+    seq2seq = kind_of(model.config) == "seq2seq"
+    if ids.shape[1] == 0 or (seq2seq and not prompt.strip()):
+        raise InputError(f"the {'source' if seq2seq else 'prompt'} is empty: there is nothing to start from.")
+    if seq2seq:
+        check_length(model, ids.shape[1], what="the source's tokens are")
+        check_length(model, max_new_tokens + 1, what="the start token and the new tokens are")
+    else:
+        check_length(model, ids.shape[1] + max_new_tokens)
     if ignore_eos:
         options["min_new_tokens"] = max_new_tokens
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if tokenizer.pad_token_id is None:
+        options["pad_token_id"] = tokenizer.eos_token_id
     set_seed(seed)
     start = time.perf_counter()
     output: Any = model.generate(  # type: ignore[operator]
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens,
-        pad_token_id=pad,
         streamer=streamer,
         return_dict_in_generate=True,
         **options,
     )
     seconds = time.perf_counter() - start
-    new = output.sequences[0, ids.shape[1] :]
+    new = output.sequences[0, 1 if seq2seq else ids.shape[1] :]
     return Generation(
         text=tokenizer.decode(new, skip_special_tokens=True),
         prompt_tokens=ids.shape[1],

@@ -12,6 +12,7 @@ the state either (`mask_padding` does both).
 
 `rfa_attention` is the attention built on them: the values get a column of ones, whose output is the normaliser
 φ(q_t)·z_t, and one rule, in `normalise`, says what happens where the normaliser is too small to divide by.
+`source_state` and `attend_with_state` are its two halves where every query sees every key (`noncausal`).
 
 Shapes: B batch, H heads, T tokens, F features, M = d + 1 columns of values and ones.  Everything is computed in the
 dtype of the features: float32, or float64.
@@ -187,9 +188,15 @@ def recurrent(
     return query @ state, state
 
 
-def noncausal(query: Tensor, key: Tensor, value: Tensor, *, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Let every query see every key: cross and bidirectional attention.  Arguments and results as in `parallel`."""
-    state = _apply_weights(key, weights).transpose(-1, -2) @ value
+def noncausal(
+    query: Tensor, key: Tensor, value: Tensor, *, weights: Tensor | None = None, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Let every query see every key, and the keys summed in ``state``: cross and bidirectional attention.
+
+    Arguments and results are those of `parallel`; the number of queries need not be that of keys.
+    """
+    sums = _apply_weights(key, weights).transpose(-1, -2) @ value
+    state = sums if state is None else state + sums
     return query @ state, state
 
 
@@ -229,15 +236,22 @@ def _run(
     log_gate: Tensor | None,
     weights: Tensor | None,
     state: Tensor | None,
-    causal: bool,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Run the form that fits: noncausal, recurrent for one token on a state, else chunked."""
-    if not causal:
-        return noncausal(query, key, value, weights=weights)
+    """Run the causal form that fits: recurrent for one token on a state, else chunked."""
     if state is not None and query.shape[-2] == 1:
         return recurrent(query, key, value, log_gate=log_gate, weights=weights, state=state)
     return chunked(query, key, value, log_gate=log_gate, weights=weights, state=state, chunk_size=chunk_size)
+
+
+def _with_ones(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [value, 1] in ``dtype``: the column whose output is the normaliser."""
+    return F.pad(value.to(dtype), (0, 1), value=1.0)
+
+
+def _with_mass(rows: Tensor, mass_row: Tensor) -> Tensor:
+    """Return the state of signed features: ``rows`` [B, H, F, d + 1], and n [B, H, 1, 1] in the last column of a row more."""
+    return torch.cat([rows, F.pad(mass_row, (rows.shape[-1] - 1, 0))], dim=-2)
 
 
 def rfa_attention(
@@ -248,12 +262,11 @@ def rfa_attention(
     log_gate: Tensor | None = None,
     weights: Tensor | None = None,
     state: Tensor | None = None,
-    causal: bool = True,
     signed: bool = False,
     floor: float = 0.0,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with random features: features and values in, normalised outputs and state out.
+    """Attend causally with random features: features and values in, normalised outputs and state out.
 
     Args:
         query: features of the queries, [B, H, T, F], float32 or float64.
@@ -262,7 +275,6 @@ def rfa_attention(
         log_gate: [B, H, T], ≤ 0, or None for no gate.
         weights: [B, H or 1, T], 0 for padding, or None for ones.
         state: the state so far (`state_shape`), or None at the start.  Updated in place for one token without gradients.
-        causal: False sums over all keys (cross and bidirectional attention); then ``log_gate`` and ``state`` are None.
         signed: whether the features have negative entries, so that their normaliser needs a floor.
         floor: see `normalise`.
         chunk_size: tokens handled at once in the quadratic form.
@@ -270,37 +282,75 @@ def rfa_attention(
     Returns:
         The outputs [B, H, T, d] in the dtype of the features, and the new state.
     """
-    value = F.pad(value.to(key.dtype), (0, 1), value=1.0)
+    value = _with_ones(value, key.dtype)
     if not signed:
-        output, state = _run(query, key, value, log_gate, weights, state, causal, chunk_size)
+        output, state = _run(query, key, value, log_gate, weights, state, chunk_size)
         return normalise(output, query, None, floor), state
 
     # The mass n is the same recurrence with one feature, ‖φ(k)‖, and no values but the ones.
     rows, mass_row = (None, None) if state is None else (state[..., :-1, :], state[..., -1:, -1:])
-    output, rows = _run(query, key, value, log_gate, weights, rows, causal, chunk_size)
+    output, rows = _run(query, key, value, log_gate, weights, rows, chunk_size)
     unit, norm = torch.ones_like(query[..., :1]), key.norm(dim=-1, keepdim=True)
-    mass, mass_row = _run(unit, norm, value[..., -1:], log_gate, weights, mass_row, causal, chunk_size)
+    mass, mass_row = _run(unit, norm, value[..., -1:], log_gate, weights, mass_row, chunk_size)
     output = normalise(output, query, mass, floor)
     if state is not None and query.shape[-2] == 1 and not torch.is_grad_enabled():
         return output, state  # `recurrent` has updated its rows in place
-    return output, torch.cat([rows, F.pad(mass_row, (value.shape[-1] - 1, 0))], dim=-2)
+    return output, _with_mass(rows, mass_row)
+
+
+def source_state(
+    key: Tensor,
+    value: Tensor,
+    *,
+    weights: Tensor | None = None,
+    state: Tensor | None = None,
+    signed: bool = False,
+) -> Tensor:
+    """Sum keys and values that every query will see: the state of cross and bidirectional attention.
+
+    Args:
+        key: features of the keys, [B, H, S, F].
+        value: [B, H, S, d].
+        weights: [B, H or 1, S], 0 for padding, or None for ones.
+        state: of the keys before these (`state_shape`), or None.
+        signed: see `rfa_attention`.
+
+    Returns:
+        [B, H, rows, d + 1] (`state_shape`), for `attend_with_state`.
+    """
+    value = _with_ones(value, key.dtype)
+    key = _apply_weights(key, weights)
+    rows = key.transpose(-1, -2) @ value
+    if signed:  # weights are not negative, so that the norm of w φ(k) is w ‖φ(k)‖
+        rows = _with_mass(rows, key.norm(dim=-1, keepdim=True).sum(-2, keepdim=True))
+    return rows if state is None else state + rows
 
 
 def attend_with_state(query: Tensor, state: Tensor, *, signed: bool = False, floor: float = 0.0) -> Tensor:
-    """Read a finished state without changing it: cross attention after its first step.
+    """Read a finished state without changing it: cross and bidirectional attention.
 
     Args:
         query: features of the queries, [B, H, T, F].
-        state: as returned by `rfa_attention` with ``causal=False``.
+        state: from `source_state`, [N, H, rows, d + 1]; every row of N serves B / N rows of ``query`` in succession, as the
+            beams of one sequence are.
         signed: see `rfa_attention`.
         floor: see `normalise`.
 
     Returns:
         [B, H, T, d].
     """
-    if not signed:
-        return normalise(query @ state, query, None, floor)
-    return normalise(query @ state[..., :-1, :], query, state[..., -1:, -1:], floor)
+    batch, heads, length, features = query.shape
+    groups = state.shape[0]
+    if batch != groups:  # the queries of one state row become one longer list of queries
+        query = query.view(groups, -1, heads, length, features).transpose(1, 2).reshape(groups, heads, -1, features)
+    if signed:
+        output = normalise(query @ state[..., :-1, :], query, state[..., -1:, -1:], floor)
+    else:
+        output = normalise(query @ state, query, None, floor)
+    if batch != groups:
+        output = output.view(groups, heads, -1, length, output.shape[-1]).transpose(1, 2)
+        output = output.reshape(batch, heads, length, -1)
+    return output
 
 
 def implied_weights(
@@ -317,8 +367,8 @@ def implied_weights(
     """Return the attention weights that the features imply, [B, H, Tq, Tk].
 
     Multiplied with the values they give the output of `rfa_attention`.  With a ``state`` from earlier tokens the columns
-    are those of the tokens at hand, and a row sums to the share of the weight that falls on them.  The cost is quadratic:
-    for looking, not for running.
+    are those of the tokens at hand, and a row sums to the share of the weight that falls on them.  ``causal=False`` is for
+    cross and bidirectional attention.  The cost is quadratic: for looking, not for running.
     """
     scores = parallel_weights(query, key, log_gate=log_gate, weights=weights, causal=causal)
     # The normaliser and the mass are the recurrence on the ones column alone: d = 0.
@@ -326,7 +376,7 @@ def implied_weights(
 
     def sums(query: Tensor, key: Tensor, rows: Tensor | None) -> Tensor:
         if not causal:
-            return noncausal(query, key, ones, weights=weights)[0]
+            return noncausal(query, key, ones, weights=weights, state=rows)[0]
         return parallel(query, key, ones, log_gate=log_gate, weights=weights, state=rows)[0]
 
     normaliser = sums(query, key, None if state is None else state[..., : query.shape[-1], -1:])

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GPT2Model, GPT2PreTrainedModel
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 from transformers.models.gpt2.modeling_gpt2 import (
     GPT2Attention,
     GPT2DoubleHeadsModel,
@@ -22,9 +22,9 @@ from transformers.models.gpt2.modeling_gpt2 import (
     GPT2LMHeadModel,
 )
 
-from .attention import Gate, RFAAttentionMixin, local_padding, padding_of_mask
-from .configuration_rfa import RFAGPT2Config
-from .feature_maps import FeatureMap
+from .attention import RFAAttentionMixin, RFAPreTrainedMixin, check_positions, local_padding, padding_of_mask
+from .cache import self_attention_cache
+from .configuration_rfa import AttentionKind, RFAGPT2Config
 
 
 class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
@@ -32,14 +32,8 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
 
     def __init__(self, config: RFAGPT2Config, is_cross_attention: bool = False, layer_idx: int = 0) -> None:
         super().__init__(config, is_cross_attention=is_cross_attention, layer_idx=layer_idx)
-        self.init_rfa(
-            config,
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            scaling=self.scaling,
-            layer_idx=layer_idx,
-            causal=not is_cross_attention,
-        )
+        kind: AttentionKind = "cross" if is_cross_attention else "causal"
+        self.init_rfa(config, kind=kind, scaling=self.scaling, layer_idx=layer_idx)
         # Set for the time of a call by `RFAGPT2Model`: GPT-2's block hands no further arguments to cross attention.
         self.output_implied_weights = False
 
@@ -50,6 +44,15 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
         """Return queries, keys and values, each [B, H, T, d], of the layer's input [B, T, width] (self-attention)."""
         query, key, value = self.c_attn(hidden_states).split(self.split_size, dim=2)
         return self._split_heads(query), self._split_heads(key), self._split_heads(value)
+
+    def project_query(self, hidden_states: Tensor) -> Tensor:
+        """Return the queries [B, H, T, d] of cross attention."""
+        return self._split_heads(self.q_attn(hidden_states))
+
+    def project_source(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [B, H, S, d] of cross attention."""
+        key, value = self.c_attn(source).split(self.split_size, dim=2)
+        return self._split_heads(key), self._split_heads(value)
 
     def forward(  # type: ignore[override]
         self,
@@ -77,25 +80,20 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
         Returns:
             The output [B, T, width], and the weights [B, H, T, T or S] or None.
         """
-        cache, built = past_key_values, False
-        if isinstance(past_key_values, EncoderDecoderCache):
-            if self.is_cross_attention:
-                cache = past_key_values.cross_attention_cache
-                built = bool(past_key_values.is_updated.get(self.layer_idx))
-            else:
-                cache = past_key_values.self_attention_cache
-
         if self.is_cross_attention:
-            output, weights = self._cross_attend(
-                hidden_states, encoder_hidden_states, padding_of_mask(encoder_attention_mask), cache, built
+            output, weights = self.attend_to_source(
+                hidden_states,
+                encoder_hidden_states,
+                past_key_values=past_key_values,
+                padding=padding_of_mask(encoder_attention_mask),
+                dropout=self.attn_dropout.p,
+                output_weights=self.output_implied_weights,
             )
-            if isinstance(past_key_values, EncoderDecoderCache):
-                past_key_values.is_updated[self.layer_idx] = True
         else:
             output, weights = self.attend(
                 *self.project(hidden_states),
                 hidden_states=hidden_states,
-                cache=cache,
+                cache=self_attention_cache(past_key_values),
                 padding=padding_mask,
                 dropout=self.attn_dropout.p,
                 output_weights=output_implied_weights,
@@ -103,47 +101,13 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
         output = output.transpose(1, 2).reshape(*hidden_states.shape[:2], -1)
         return self.resid_dropout(self.c_proj(output)), weights
 
-    def _cross_attend(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None,
-        padding: Tensor | None,
-        cache: Cache | None,
-        built: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        query = self._split_heads(self.q_attn(hidden_states))
-        if built and cache is not None and not self.output_implied_weights:
-            return self.attend_cached(query, cache), None
-        if encoder_hidden_states is None:
-            raise ValueError("cross attention needs encoder_hidden_states, or a cache that has seen them.")
-        key, value = map(self._split_heads, self.c_attn(encoder_hidden_states).split(self.split_size, dim=2))
-        return self.attend(
-            query,
-            key,
-            value,
-            hidden_states=encoder_hidden_states,
-            cache=None if built else cache,
-            padding=padding,
-            dropout=self.attn_dropout.p,
-            output_weights=self.output_implied_weights,
-        )
 
-
-class RFAGPT2PreTrainedModel(GPT2PreTrainedModel):
-    """Base class: configuration, initialisation of φ and gates, and which modules stay in float32."""
+class RFAGPT2PreTrainedModel(RFAPreTrainedMixin, GPT2PreTrainedModel):
+    """Base class of the RFA-GPT-2 models."""
 
     config: RFAGPT2Config
     config_class = RFAGPT2Config
-    # φ and the gates cost few bytes, and rounding them to 16 bits costs accuracy.
-    _keep_in_fp32_modules_strict = ["feature_map", "gate"]
     _no_split_modules = ["GPT2Block"]
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (FeatureMap, Gate)):
-            module.reset_parameters()
-        else:
-            super()._init_weights(module)
 
 
 class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
@@ -152,26 +116,11 @@ class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
     def __init__(self, config: RFAGPT2Config) -> None:
         super().__init__(config)
         for index, block in enumerate(self.h):
-            if index not in config.softmax_layers:
+            if config.is_rfa("causal", index):
                 block.attn = RFAGPT2Attention(config, layer_idx=index)
                 if config.add_cross_attention:
                     block.crossattention = RFAGPT2Attention(config, is_cross_attention=True, layer_idx=index)
         self.post_init()
-
-    def _check_positions(self, length: int, past: int, position_ids: Tensor | None) -> None:
-        """Raise if a token's position is past the learned ones."""
-        last = past + length - 1
-        if last < self.config.n_positions:
-            return
-        if position_ids is not None:
-            # Left padding makes positions smaller than the number of tokens.
-            last = int(position_ids.max())
-        if last >= self.config.n_positions:
-            raise ValueError(
-                f"the text reaches position {last}, but this model has {self.config.n_positions} learned positions (0 "
-                f"to {self.config.n_positions - 1}). Convert it with --max-positions {last + 1} or more "
-                "(hf_rfa.convert.convert(..., max_positions=...)), or pass shorter text."
-            )
 
     def forward(
         self,
@@ -199,7 +148,10 @@ class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
             raise ValueError("pass either input_ids or inputs_embeds, and not both.")
         length = inputs.shape[-1] if input_ids is not None else inputs.shape[-2]
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        self._check_positions(length, past, position_ids)
+        last = past + length - 1
+        if last >= self.config.n_positions and position_ids is not None:
+            last = int(position_ids.max())  # left padding makes positions smaller than the number of tokens
+        check_positions(last, self.config.n_positions)
 
         if attention_mask is not None and attention_mask.ndim == 3:  # (batch, choices, tokens) of multiple choice
             attention_mask = attention_mask.view(-1, attention_mask.shape[-1])

@@ -60,7 +60,7 @@ def test_generate_streams_and_reports(converted):
     ("arguments", "words"),
     [
         (["convert", "./nothing", "out"], "there is no folder ./nothing"),
-        (["convert", DEMO_MODEL, "out", "--layers", "a"], "--layers takes indices and ranges"),
+        (["convert", DEMO_MODEL, "out", "--layers", "a"], "--layers takes all, none, or indices and ranges"),
         (["convert", DEMO_MODEL, "out", "--layers", "9"], "indices from 0 to 3"),
         (["convert", DEMO_MODEL, "out", "--feature-map", "nope"], "feature_map='nope' is unknown"),
         (["evaluate", DEMO_MODEL, "missing.txt"], "there is no text file missing.txt"),
@@ -81,5 +81,5 @@ def test_bad_input_is_one_line_and_status_1(arguments, words, tmp_path, monkeypa
 
 
 def test_layers_are_read_as_indices_and_ranges():
-    assert cli._indices("0,2,4-7") == [0, 2, 4, 5, 6, 7]
-    assert cli._indices(None) is None
+    assert cli._layers("--layers", "0,2,4-7") == [0, 2, 4, 5, 6, 7]
+    assert [cli._layers("--layers", text) for text in (None, "all", "none")] == [None, "all", []]

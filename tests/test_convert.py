@@ -56,7 +56,7 @@ def test_every_feature_map_converts_and_keeps_every_weight(name, tiny_parent, tm
     assert added
     assert all(".feature_map." in key or ".gate." in key for key in added)
     assert report.max_logit_difference == 0
-    assert report.num_rfa_layers == report.num_layers == 2
+    assert report.layers == {"causal": (2, 2)}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert report.num_parameters == sum(p.numel() for p in model.parameters())
     cache = model(torch.ones(1, 3, dtype=torch.long)).past_key_values
@@ -89,7 +89,7 @@ def test_paper_map_has_few_extra_parameters(tmp_path):
 
 def test_layers_can_stay_softmax(tiny_parent, tmp_path):
     report = convert(tiny_parent, tmp_path / "out", layers=[1])
-    assert report.num_rfa_layers == 1
+    assert report.layers == {"causal": (1, 2)}
     assert any("softmax" in note for note in report.notes)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.layer_types == ["full_attention", "rfa"]
@@ -336,7 +336,7 @@ def test_destinations(tiny_parent, tmp_path):
         ({"feature_map": "cosine"}, "feature_map='cosine' is unknown. Known: arccos, elu"),
         ({"num_features": 0}, "num_features must be at least 1, got 0"),
         ({"feature_map": "elu", "num_features": 3}, "num_features=3"),
-        ({"layers": []}, "indices from 0 to 1"),
+        ({"layers": []}, "no layer is left to convert"),
         ({"layers": [2]}, r"indices from 0 to 1, got \[2\]"),
         ({"max_positions": 96}, "max_positions=96 does not extend the 96 positions"),
         ({"dtype": "int8"}, "dtype must be one of .*got 'int8'"),

@@ -340,7 +340,7 @@ def test_masks_per_query_are_refused(ids):
 @torch.no_grad()
 def test_positions_past_the_table_are_refused():
     model = make("positive")
-    with pytest.raises(ValueError, match=r"position 96.*96 learned positions.*--max-positions 97"):
+    with pytest.raises(ValueError, match=r"position 96.*96 positions.*--max-positions 97"):
         model(torch.ones(1, 97, dtype=torch.long))
     cache = model(torch.ones(1, 96, dtype=torch.long)).past_key_values
     with pytest.raises(ValueError, match="--max-positions"):

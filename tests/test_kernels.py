@@ -20,8 +20,11 @@ from hf_rfa.kernels import (
     noncausal,
     normalise,
     parallel,
+    parallel_weights,
     recurrent,
     rfa_attention,
+    source_state,
+    state_shape,
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -184,16 +187,74 @@ def test_any_split_gives_the_same(case, data):
     assert relative_error(state, expected[1]) <= 1e-10
 
 
-@given(case=cases())
-@settings(max_examples=40)
-def test_noncausal_is_a_sum_over_all_keys(case):
-    output, state = noncausal(case.query, case.key, case.value, weights=case.weights)
-    weights = torch.ones_like(case.key[..., 0]) if case.weights is None else case.weights
-    expected = torch.einsum(
-        "bhqf,bhkf,bhk,bhkm->bhqm", case.query, case.key, weights.expand(case.key.shape[:3]), case.value
-    )
-    assert relative_error(output, expected) <= 1e-10
-    assert relative_error(case.query @ state, expected) <= 1e-10
+def loop_over_all(case: Case) -> tuple[Tensor, Tensor]:
+    """Cross and bidirectional attention by definition: sum every key, then let every query read the sum."""
+    state = case.state
+    for t in range(case.key.shape[2]):
+        weight = 1.0 if case.weights is None else case.weights[:, :, t][..., None, None]
+        term = weight * case.key[:, :, t, :, None] * case.value[:, :, t, None, :]
+        state = term if state is None else state + term
+    return torch.stack([(q[:, :, None] @ state)[:, :, 0] for q in case.query.unbind(2)], dim=2), state
+
+
+def quadratic_over_all(case: Case) -> tuple[Tensor, Tensor]:
+    """The same from the matrix of weights."""
+    output = parallel_weights(case.query, case.key, weights=case.weights, causal=False) @ case.value
+    state = noncausal(case.query, case.key, case.value, weights=case.weights, state=case.state)[1]
+    return (output if case.state is None else output + case.query @ case.state), state
+
+
+def in_pieces(cuts: list[int]):
+    """The same, the keys summed piece by piece onto the state."""
+
+    def run(case: Case) -> tuple[Tensor, Tensor]:
+        state, weights = case.state, case.weights
+        for start, stop in pairwise(cuts):
+            piece = slice(start, stop)
+            weights = None if case.weights is None else case.weights[..., piece]
+            output, state = noncausal(
+                case.query, case.key[:, :, piece], case.value[:, :, piece], weights=weights, state=state
+            )
+        return output, state
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(data=st.data())
+@settings(max_examples=60)
+def test_noncausal_forms_agree_in_values_and_gradients(dtype, data):
+    case = data.draw(cases())
+    case.log_gate = None
+    length = case.key.shape[2]
+    case.query = case.query[:, :, : data.draw(st.integers(1, length))]  # as many queries as there happen to be
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, length - 1)), max_size=4)) | {0, length})
+    forms = {
+        "quadratic": quadratic_over_all,
+        "whole": in_pieces([0, length]),
+        "pieces": in_pieces(cuts),
+        "token by token": in_pieces(list(range(length + 1))),
+    }
+
+    def values_and_gradients(case: Case, run) -> list[Tensor]:
+        output, state = run(case)
+        generator = torch.Generator().manual_seed(3)
+        loss = sum((x * torch.randn(x.shape, generator=generator).to(x)).sum() for x in (output, state))
+        inputs = [x for x in vars(case).values() if x is not None]
+        return [
+            output.detach(),
+            state.detach(),
+            *torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True),
+        ]
+
+    expected = values_and_gradients(case.to(torch.float64, grad=True), loop_over_all)
+    scale = max(float(x.abs().max()) for x in expected[2:])
+    for name, run in forms.items():
+        found = values_and_gradients(case.to(dtype, grad=True), run)
+        for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+            least = 1e-30 if index < 2 else 1e-3 * scale
+            error = float((a.double() - b).abs().max()) / max(float(b.abs().max()), least)
+            assert error <= TOLERANCE[dtype], (name, index)
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -225,16 +286,37 @@ def test_attention_is_the_same_in_any_form_and_is_what_the_weights_say(signed, d
 
 
 @pytest.mark.parametrize("signed", [False, True])
-def test_cross_attention_reads_the_finished_state(signed):
-    query, key, value = torch.rand(2, 3, 5, 4), torch.rand(2, 3, 9, 4), torch.randn(2, 3, 9, 6)
-    options = {"signed": signed, "floor": 0.1}
-    padding = torch.ones(2, 9)
-    padding[0, 6:] = 0
-    _, weights = mask_padding(padding, None, None)
-    output, state = rfa_attention(query, key, value, causal=False, weights=weights, **options)
-    torch.testing.assert_close(attend_with_state(query, state, **options), output)
-    short, _ = rfa_attention(query[:1], key[:1, :, :6], value[:1, :, :6], causal=False, **options)
-    torch.testing.assert_close(output[:1], short)
+@given(data=st.data())
+@settings(max_examples=40)
+def test_attention_to_a_source_is_what_the_weights_say(signed, data):
+    """Normalised, with padding, the source summed in two pieces, and each state read by several rows of queries."""
+    case = data.draw(cases(signed=signed))
+    length, rows = case.key.shape[2], data.draw(st.integers(1, 3))
+    cut, options = data.draw(st.integers(0, length)), {"signed": signed, "floor": 0.1 if signed else 0.0}
+    state = None
+    for piece in (slice(0, cut), slice(cut, length)):
+        weights = None if case.weights is None else case.weights[..., piece]
+        state = source_state(
+            case.key[:, :, piece], case.value[:, :, piece], weights=weights, state=state, signed=signed
+        )
+    assert state.shape[-2:] == state_shape(case.key.shape[-1], case.value.shape[-1], signed=signed)
+    implied = implied_weights(case.query, case.key, weights=case.weights, causal=False, **options)
+    expected = implied @ case.value
+    tolerance = 1e-9 * max(1.0, float(expected.abs().max()))
+    assert float((attend_with_state(case.query, state, **options) - expected).abs().max()) <= tolerance
+    several = attend_with_state(case.query.repeat_interleave(rows, dim=0), state, **options)
+    assert float((several - expected.repeat_interleave(rows, dim=0)).abs().max()) <= tolerance
+    if case.weights is not None:
+        for row, column in (case.weights == 0).all(1).nonzero().tolist():
+            assert float(implied[row, :, :, column].abs().max()) == 0, "padding must get no weight"
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_source_of_nothing_but_padding_gives_zero(signed):
+    key, value = torch.rand(1, 2, 5, 4), torch.randn(1, 2, 5, 3)
+    state = source_state(key, value, weights=torch.zeros(1, 1, 5), signed=signed)
+    output = attend_with_state(torch.rand(1, 2, 3, 4), state, signed=signed, floor=0.1)
+    assert torch.equal(output, torch.zeros(1, 2, 3, 3))
 
 
 @pytest.mark.parametrize("signed", [False, True])
