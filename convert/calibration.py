@@ -238,7 +238,7 @@ class _Target:
     def divergence(self) -> Tensor:
         """Return the mean KL(softmax ‖ implied) of each head, in nats per query, [H]."""
         features = self.feature_map(self.query, self.key)
-        options = {"signed": self.feature_map.signed, "floor": self.feature_map.floor}
+        options: dict[str, Any] = {"signed": self.feature_map.signed, "floor": self.feature_map.floor}
         weights = implied_weights(*features, weights=self.weights, causal=self.causal, **options)
         cross_entropy = self._mean(-(self.softmax * weights.clamp_min_(1e-9).log_()).sum(-1))
         return self.negative_entropy + cross_entropy

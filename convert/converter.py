@@ -226,11 +226,8 @@ def _rfa_config(
         "cross": ("cross_layers", "num_cross_features"),
         "encoder": ("encoder_layers", "num_encoder_features"),
     }
-    fields = (
-        {kind: name for name, kind in each.items()}
-        for each in (config_class.SOFTMAX_LAYERS, config_class.FEATURE_COUNTS)
-    )
-    layer_fields, count_fields = fields
+    layer_fields = {kind: name for name, kind in config_class.SOFTMAX_LAYERS.items()}
+    count_fields = {kind: name for name, kind in config_class.FEATURE_COUNTS.items()}
     for kind, (layers_name, count_name) in names.items():
         for name, value, known in ((layers_name, layers[kind], layer_fields), (count_name, counts[kind], count_fields)):
             if value is not None and kind not in known:

@@ -72,8 +72,8 @@ def read_pairs(
         sources, targets = (_read_lines(Path(each)) for each in (path, references))
         if len(sources) != len(targets):
             raise InputError(
-                f"{path} has {len(sources)} lines, but {references} has {len(targets)}: line N of one belongs to line N of the "
-                "other."
+                f"{path} has {len(sources)} lines, but {references} has {len(targets)}: line N of one belongs to line N "
+                "of the other."
             )
     if not sources:
         raise InputError(f"{path} has no text in it.")

@@ -62,8 +62,9 @@ def encode_sources(model: PreTrainedModel, tokenizer: Any, sources: list[str], *
             raise InputError(f"source {number} of {len(sources)} is empty: there is nothing to start from.")
         if len(ids) > limit:
             raise InputError(
-                f"source {number} of {len(sources)} has {len(ids)} tokens, but the encoder has {limit} positions. Shorten it, "
-                f"pass --truncate to cut such sources, or convert the softmax parent with --max-positions {len(ids)} or more."
+                f"source {number} of {len(sources)} has {len(ids)} tokens, but the encoder has {limit} positions. Shorten "
+                "it, pass --truncate to cut such sources, or convert the softmax parent with --max-positions "
+                f"{len(ids)} or more."
             )
     return encoded
 

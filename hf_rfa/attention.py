@@ -138,7 +138,7 @@ class RFAPreTrainedMixin:
     """What every RFA model has of its base class: how φ and gates start, and that they stay in float32."""
 
     # φ and the gates cost few bytes, and rounding them to 16 bits costs accuracy.
-    _keep_in_fp32_modules_strict = ["feature_map", "gate"]
+    _keep_in_fp32_modules_strict: Any = ["feature_map", "gate"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -255,7 +255,8 @@ class RFAAttentionMixin(nn.Module):
         if not output_weights:
             return output, state, None
         rows = query.shape[0] // key.shape[0]
-        key, weights = (x if x is None else x.repeat_interleave(rows, dim=0) for x in (key, weights))
+        key = key.repeat_interleave(rows, dim=0)
+        weights = None if weights is None else weights.repeat_interleave(rows, dim=0)
         implied = implied_weights(query, key, weights=weights, causal=False, **self._signs())
         return output, state, implied.to(value.dtype)
 
@@ -296,12 +297,12 @@ class RFAAttentionMixin(nn.Module):
             raise ValueError("cross attention needs encoder_hidden_states, or a cache that has seen them.")
         fills = layer is not None and layer.state is None
         runs = rows_in_runs(source, padding) if fills else 1
-        padding = None if padding is None else padding[::runs]
+        kept = None if padding is None else padding[::runs]
         key, value = self.project_source(source[::runs])
         query_features, key_features = map(self._as_state, self.feature_map(query, key))
         values = F.dropout(value, dropout, self.training)
-        output, state, implied = self._attend_all(query_features, key_features, values, padding, output_weights)
-        if fills:
+        output, state, implied = self._attend_all(query_features, key_features, values, kept, output_weights)
+        if isinstance(past_key_values, EncoderDecoderCache) and fills:
             layer.fill(state, length=source.shape[1], rows_per_state=runs)
             past_key_values.is_updated[self.rfa_layer_idx] = True
         return output, implied

@@ -29,7 +29,11 @@ class RFALayer(CacheLayerMixin):
     """
 
     _layer_type = RFA_LAYER_TYPE
-    is_sliding = False
+    # Like a sliding window's, its size does not follow the text: masks for softmax layers beside it are not made by it.
+    is_sliding = True
+    # After the first tokens a step updates the state where it lies, so that a compiled step may be run again and again. In a
+    # static cache this is also what makes transformers mask the slots of softmax layers that hold nothing yet.
+    is_compileable = True
     supports_early_init = False
 
     def __init__(self, **kwargs: Any) -> None:
@@ -135,7 +139,7 @@ class RFASourceLayer(RFALayer):
     and reordering them moves nothing.
     """
 
-    _layer_type = None  # made by `source_layer_of`, not from a configuration
+    _layer_type = None  # type: ignore[assignment]  # made by `source_layer_of`, not from a configuration
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -214,7 +218,7 @@ def _replace_unused(cache: Cache, layer_idx: int, new: CacheLayerMixin) -> None:
     while len(cache.layers) <= layer_idx:  # a cache built without a configuration grows layer by layer
         cache.layers.append(DynamicLayer())
     old = cache.layers[layer_idx]
-    if old.is_initialized:
+    if getattr(old, "is_initialized", False):
         raise TypeError(
             f"layer {layer_idx} of the cross-attention cache is a {type(old).__name__} in use, but the model needs a "
             f"{type(new).__name__} there: the cache was filled by another model."

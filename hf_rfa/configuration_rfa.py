@@ -57,7 +57,10 @@ class RFAConfigMixin:
             return
         for name, kind in self.FEATURE_COUNTS.items():
             if getattr(self, name) is None:
-                setattr(self, name, feature_map.resolve_num_features(None, self.head_dim_for(kind)))
+                count = feature_map.resolve_num_features(None, self.head_dim_for(kind))
+                # Cross attention is sharper: Peng et al. 2021 (section 4.2) give it twice the features, and so do we.
+                twice = kind == "cross" and feature_map.default_num_features is not None
+                setattr(self, name, 2 * count if twice else count)
 
     #: The fields that count features, and the attention that each is for.
     FEATURE_COUNTS: ClassVar[dict[str, AttentionKind]] = {"num_features": "causal"}
@@ -78,14 +81,13 @@ class RFAConfigMixin:
 
     def num_features_for(self, kind: AttentionKind) -> int:
         """Return D for attention of a kind."""
-        return next(
-            (getattr(self, name) for name, each in self.FEATURE_COUNTS.items() if each == kind), self.num_features
-        )
+        names = {each: name for name, each in self.FEATURE_COUNTS.items()}
+        return getattr(self, names.get(kind, "num_features"))
 
     def is_rfa(self, kind: AttentionKind, layer_idx: int) -> bool:
         """Return whether attention of a kind is RFA in a layer."""
-        lists = (getattr(self, name) for name, each in self.SOFTMAX_LAYERS.items() if each == kind)
-        return layer_idx not in next(lists, self.softmax_layers)
+        names = {each: name for name, each in self.SOFTMAX_LAYERS.items()}
+        return layer_idx not in getattr(self, names.get(kind, "softmax_layers"))
 
     def all_rfa(self, kind: AttentionKind) -> bool:
         """Return whether attention of a kind is RFA in every layer."""
@@ -171,7 +173,7 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
     too by default (Peng et al. 2021, section 4.2), the encoder's attention is not.
 
     Args:
-        num_cross_features: D of cross attention; None takes the map's default.
+        num_cross_features: D of cross attention; None takes twice the map's default, where the map's D is free.
         num_encoder_features: D of the encoder's attention; None takes the map's default.
         softmax_cross_layers: indices of decoder layers whose cross attention stays softmax.
         softmax_encoder_layers: indices of encoder layers that stay softmax attention; None means all.
@@ -198,9 +200,10 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
     def num_layers_for(self, kind: AttentionKind) -> int:
         """Return the number of layers that have attention of a kind."""
         if kind == "encoder":
-            return self.encoder_layers  # type: ignore[attr-defined]
+            return int(self.encoder_layers)  # type: ignore[attr-defined]
         # The copy that `get_text_config(decoder=True)` makes for caches has the decoder's count as num_hidden_layers only.
-        return vars(self).get("decoder_layers", self.num_hidden_layers)  # type: ignore[attr-defined]
+        known = "decoder_layers" in vars(self)
+        return int(self.decoder_layers if known else self.num_hidden_layers)  # type: ignore[attr-defined]
 
     def num_heads_for(self, kind: AttentionKind) -> int:
         """Return the number of heads that attention of a kind has."""

@@ -41,50 +41,50 @@ class RFABartPreTrainedModel(RFAPreTrainedMixin, BartPreTrainedModel):
     config_class = RFABartConfig
 
 
-class RFABartEncoder(RFAEncoderMixin, RFABartPreTrainedModel, BartEncoder):  # type: ignore[misc]
+class RFABartEncoder(RFAEncoderMixin, RFABartPreTrainedModel, BartEncoder):
     """BART's encoder."""
 
     attention_class = RFABartAttention
 
 
-class RFABartDecoder(RFADecoderMixin, RFABartPreTrainedModel, BartDecoder):  # type: ignore[misc]
+class RFABartDecoder(RFADecoderMixin, RFABartPreTrainedModel, BartDecoder):
     """BART's decoder."""
 
     attention_class = RFABartAttention
 
 
-class RFABartModel(RFABodyMixin, RFABartPreTrainedModel, BartModel):  # type: ignore[misc]
+class RFABartModel(RFABodyMixin, RFABartPreTrainedModel, BartModel):
     """RFA-BART without a head."""
 
     encoder_class = RFABartEncoder
     decoder_class = RFABartDecoder
 
 
-class RFABartDecoderWrapper(RFADecoderWrapperMixin, RFABartPreTrainedModel, BartDecoderWrapper):  # type: ignore[misc]
+class RFABartDecoderWrapper(RFADecoderWrapperMixin, RFABartPreTrainedModel, BartDecoderWrapper):
     """The body of `RFABartForCausalLM`."""
 
     decoder_class = RFABartDecoder
 
 
-class RFABartForConditionalGeneration(RFAHeadMixin, RFABartPreTrainedModel, BartForConditionalGeneration):  # type: ignore[misc]
+class RFABartForConditionalGeneration(RFAHeadMixin, RFABartPreTrainedModel, BartForConditionalGeneration):
     """RFA-BART that generates a text from a text: translation, summarisation."""
 
     body_class = RFABartModel
 
 
-class RFABartForSequenceClassification(RFAHeadMixin, RFABartPreTrainedModel, BartForSequenceClassification):  # type: ignore[misc]
+class RFABartForSequenceClassification(RFAHeadMixin, RFABartPreTrainedModel, BartForSequenceClassification):
     """RFA-BART that classifies sequences by their end-of-text token."""
 
     body_class = RFABartModel
 
 
-class RFABartForQuestionAnswering(RFAHeadMixin, RFABartPreTrainedModel, BartForQuestionAnswering):  # type: ignore[misc]
+class RFABartForQuestionAnswering(RFAHeadMixin, RFABartPreTrainedModel, BartForQuestionAnswering):
     """RFA-BART that marks the span of an answer."""
 
     body_class = RFABartModel
 
 
-class RFABartForCausalLM(RFAHeadMixin, RFABartPreTrainedModel, BartForCausalLM):  # type: ignore[misc]
+class RFABartForCausalLM(RFAHeadMixin, RFABartPreTrainedModel, BartForCausalLM):
     """RFA-BART's decoder as a language model."""
 
     body_class = RFABartDecoderWrapper

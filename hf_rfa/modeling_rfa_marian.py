@@ -39,38 +39,38 @@ class RFAMarianPreTrainedModel(RFAPreTrainedMixin, MarianPreTrainedModel):
     config_class = RFAMarianConfig
 
 
-class RFAMarianEncoder(RFAEncoderMixin, RFAMarianPreTrainedModel, MarianEncoder):  # type: ignore[misc]
+class RFAMarianEncoder(RFAEncoderMixin, RFAMarianPreTrainedModel, MarianEncoder):
     """Marian's encoder."""
 
     attention_class = RFAMarianAttention
 
 
-class RFAMarianDecoder(RFADecoderMixin, RFAMarianPreTrainedModel, MarianDecoder):  # type: ignore[misc]
+class RFAMarianDecoder(RFADecoderMixin, RFAMarianPreTrainedModel, MarianDecoder):
     """Marian's decoder."""
 
     attention_class = RFAMarianAttention
 
 
-class RFAMarianModel(RFABodyMixin, RFAMarianPreTrainedModel, MarianModel):  # type: ignore[misc]
+class RFAMarianModel(RFABodyMixin, RFAMarianPreTrainedModel, MarianModel):
     """RFA-Marian without a head."""
 
     encoder_class = RFAMarianEncoder
     decoder_class = RFAMarianDecoder
 
 
-class RFAMarianDecoderWrapper(RFADecoderWrapperMixin, RFAMarianPreTrainedModel, MarianDecoderWrapper):  # type: ignore[misc]
+class RFAMarianDecoderWrapper(RFADecoderWrapperMixin, RFAMarianPreTrainedModel, MarianDecoderWrapper):
     """The body of `RFAMarianForCausalLM`."""
 
     decoder_class = RFAMarianDecoder
 
 
-class RFAMarianMTModel(RFAHeadMixin, RFAMarianPreTrainedModel, MarianMTModel):  # type: ignore[misc]
+class RFAMarianMTModel(RFAHeadMixin, RFAMarianPreTrainedModel, MarianMTModel):
     """RFA-Marian that generates a text from a text: translation."""
 
     body_class = RFAMarianModel
 
 
-class RFAMarianForCausalLM(RFAHeadMixin, RFAMarianPreTrainedModel, MarianForCausalLM):  # type: ignore[misc]
+class RFAMarianForCausalLM(RFAHeadMixin, RFAMarianPreTrainedModel, MarianForCausalLM):
     """RFA-Marian's decoder as a language model."""
 
     body_class = RFAMarianDecoderWrapper

@@ -190,7 +190,7 @@ class RFADecoderMixin(_RFAStack):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -208,8 +208,11 @@ class RFADecoderMixin(_RFAStack):
         length, device = self._length(input_ids, inputs_embeds)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         check_positions(past + length - 1, self.config.max_position_embeddings)
-        kwargs["padding_mask"] = local_padding(attention_mask, length)
         kwargs["output_implied_weights"] = self._wants_weights(kwargs)
+        if isinstance(attention_mask, dict):  # `generate` makes masks by layer type if none of the layers is RFA
+            attention_mask = attention_mask["full_attention"]
+        if len(self.config.softmax_layers) < self.config.decoder_layers:
+            kwargs["padding_mask"] = local_padding(attention_mask, length)
         if self.config.all_rfa("causal"):
             attention_mask = _no_mask(device)
         if encoder_hidden_states is not None:
@@ -235,8 +238,8 @@ class RFADecoderMixin(_RFAStack):
 class RFABodyMixin:
     """An encoder and a decoder, in place of the family's own."""
 
-    encoder_class: type[nn.Module]
-    decoder_class: type[nn.Module]
+    encoder_class: type[Any]
+    decoder_class: type[Any]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
@@ -248,7 +251,7 @@ class RFABodyMixin:
 class RFADecoderWrapperMixin:
     """The body of a decoder that stands alone."""
 
-    decoder_class: type[nn.Module]
+    decoder_class: type[Any]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
@@ -259,9 +262,9 @@ class RFADecoderWrapperMixin:
 class RFAHeadMixin:
     """Gives a head class of a family the RFA body."""
 
-    body_class: type[nn.Module]
+    body_class: type[Any]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.model = self.body_class(config)
         self.post_init()  # type: ignore[attr-defined]

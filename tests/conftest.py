@@ -10,7 +10,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network, and n
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MarianConfig,
+    MarianMTModel,
+)
 from transformers.utils import logging
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,6 +63,40 @@ def tiny_parent_config(**options) -> GPT2Config:
         "eos_token_id": 0,
     }
     return GPT2Config(**{**values, **options})
+
+
+def tiny_seq2seq_config(family: str, **options) -> BartConfig | MarianConfig:
+    """A BART or Marian configuration small enough for any test, its encoder and decoder of different shapes."""
+    values = {
+        "vocab_size": 61,
+        "max_position_embeddings": 96,
+        "d_model": 24,
+        "encoder_layers": 2,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 3,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 40,
+        "init_std": 0.3,
+        "dropout": 0.0,
+        "pad_token_id": 1,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 2,
+        "forced_eos_token_id": None,
+    }
+    return {"bart": BartConfig, "marian": MarianConfig}[family](**{**values, **options})
+
+
+@pytest.fixture(scope="session")
+def tiny_seq2seq_parents(tmp_path_factory) -> dict[str, Path]:
+    """Folders of tiny softmax checkpoints with an encoder, by family."""
+    folders = {}
+    for family, cls in (("bart", BartForConditionalGeneration), ("marian", MarianMTModel)):
+        folders[family] = tmp_path_factory.mktemp(f"tiny-{family}")
+        torch.manual_seed(1)
+        cls(tiny_seq2seq_config(family)).save_pretrained(folders[family])
+    return folders
 
 
 @pytest.fixture(scope="session")

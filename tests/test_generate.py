@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import CompileConfig, DynamicCache
 
 from hf_rfa import RFALayer, cache_num_bytes
 
@@ -140,8 +140,11 @@ def test_num_return_sequences_and_inputs_embeds(prompt):
 @pytest.mark.parametrize("name", GENERATING)
 def test_a_static_cache_gives_the_same(name, prompt):
     model = make(name, dtype=torch.float64, **PARENT)
-    found = generate(model, prompt, max_new_tokens=30, cache_implementation="static")
-    assert torch.equal(found, generate(model, prompt, max_new_tokens=30))
+    options = {"max_new_tokens": 30, "output_scores": True, "return_dict_in_generate": True}
+    found = generate(model, prompt, cache_implementation="static", **options)
+    expected = generate(model, prompt, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.scores, expected.scores)
 
 
 @pytest.mark.parametrize("name", ["positive", "gaussian-gate"])
@@ -213,3 +216,17 @@ def test_a_compiled_decoding_step_is_one_graph(name, prompt):
         torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs <= 3
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["positive-gate", "hybrid"])
+def test_generate_compiles_by_itself_with_a_static_cache(name, prompt):
+    """As it does on a GPU; here it is told to."""
+    model = make(name, **PARENT)
+    torch._dynamo.reset()
+    expected = generate(model, prompt, max_new_tokens=25)
+    compile_config = CompileConfig(mode="default")
+    compile_config._compile_all_devices = True
+    found = generate(model, prompt, max_new_tokens=25, cache_implementation="static", compile_config=compile_config)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert torch.equal(found, expected)
