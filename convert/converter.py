@@ -23,7 +23,7 @@ from hf_rfa.inference import check_vocabulary, load_tokenizer
 
 from .calibration import LayerGain, calibrate
 from .families import extend_positions, rfa_layers, softmax_twin
-from .inputs import Inputs, add_outputs, random_inputs, text_blocks, text_sources
+from .inputs import Inputs, add_outputs, random_inputs, text_blocks, text_sources, trim
 from .report import (
     CACHE_LENGTHS,
     ConversionReport,
@@ -39,6 +39,9 @@ from .writer import check_destination, check_space, new_folder
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 #: Shards of the result; one shard at a time is held in memory twice while it is written.
 MAX_SHARD_SIZE = "2GB"
+
+#: Tokens whose logits are held at once to measure a perplexity.
+SCORED_TOKENS = 1024
 
 #: Indices of the layers to convert, or all of them.
 Layers = list[int] | Literal["all"]
@@ -364,10 +367,11 @@ def _counted(labels: Tensor, model: PreTrainedModel) -> int:
 @torch.no_grad()
 def _perplexity(model: PreTrainedModel, inputs: Inputs) -> float:
     total, counted = 0.0, 0
-    for row in range(inputs["labels"].shape[0]):
-        one = {name: tensor[row : row + 1].to(model.device) for name, tensor in inputs.items()}
-        count = _counted(one["labels"], model)
-        total += float(model(**one, use_cache=False).loss) * count
+    rows = max(1, SCORED_TOKENS // inputs["labels"].shape[1])
+    for chosen in inputs["labels"].ne(-100).sum(1).argsort().split(rows):
+        batch = trim({name: tensor[chosen].to(model.device) for name, tensor in inputs.items()})
+        count = _counted(batch["labels"], model)
+        total += float(model(**batch, use_cache=False).loss) * count
         counted += count
     return math.exp(min(700.0, total / counted))
 

@@ -109,3 +109,13 @@ def add_outputs(softmax_model: PreTrainedModel, inputs: Inputs) -> Inputs:
         "decoder_attention_mask": (~ended_before).long(),
         "labels": ids[:, 1:].masked_fill(ended_before, -100),
     }
+
+
+def trim(inputs: Inputs) -> Inputs:
+    """Cut off the columns that are padding in every row."""
+    kept = {"source": inputs.get("attention_mask"), "output": inputs.get("decoder_attention_mask")}
+    lengths = {
+        side: None if mask is None else int(mask.ne(0).any(0).nonzero().max()) + 1 for side, mask in kept.items()
+    }
+    sides = {"input_ids": "source", "attention_mask": "source"}
+    return {name: tensor[:, : lengths[sides.get(name, "output")]].contiguous() for name, tensor in inputs.items()}

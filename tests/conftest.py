@@ -10,6 +10,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network, and n
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -17,6 +21,7 @@ from transformers import (
     GPT2LMHeadModel,
     MarianConfig,
     MarianMTModel,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging
 
@@ -88,6 +93,16 @@ def tiny_seq2seq_config(family: str, **options) -> BartConfig | MarianConfig:
     return {"bart": BartConfig, "marian": MarianConfig}[family](**{**values, **options})
 
 
+def save_tiny_tokenizer(folder: Path, *, size: int = 61) -> None:
+    """Save a tokenizer whose words are w4, w5, …, for the models of `tiny_seq2seq_config`."""
+    words = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(4, size))]
+    core = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = WhitespaceSplit()
+    core.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    names = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=core, **names).save_pretrained(folder)
+
+
 @pytest.fixture(scope="session")
 def tiny_seq2seq_parents(tmp_path_factory) -> dict[str, Path]:
     """Folders of tiny softmax checkpoints with an encoder, by family."""
@@ -96,6 +111,7 @@ def tiny_seq2seq_parents(tmp_path_factory) -> dict[str, Path]:
         folders[family] = tmp_path_factory.mktemp(f"tiny-{family}")
         torch.manual_seed(1)
         cls(tiny_seq2seq_config(family)).save_pretrained(folders[family])
+        save_tiny_tokenizer(folders[family])
     return folders
 
 

@@ -1,0 +1,473 @@
+"""The converter on models with an encoder, and evaluation by generation."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from evaluate import Metric
+from hf_rfa.convert import InputError, convert
+from hf_rfa.convert.families import softmax_twin
+from hf_rfa.convert.inputs import add_outputs, text_sources
+from hf_rfa.convert.texts import read_pairs
+from hf_rfa.finetune import evaluate_generation
+from hf_rfa.finetune.metrics import BleuMetric, RougeMetric
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    BartForCausalLM,
+    BartForQuestionAnswering,
+    BartForSequenceClassification,
+    BartModel,
+    MarianModel,
+)
+
+import hf_rfa
+from hf_rfa import cache_num_bytes
+from hf_rfa.inference import generate_text, load_model
+
+from .conftest import DEMO_MODEL, save_tiny_tokenizer, shared, tiny_seq2seq_config
+from .test_cli import run
+from .test_convert import leftovers, refused
+
+FAMILIES = ["bart", "marian"]
+
+
+@pytest.fixture
+def text(tmp_path_factory) -> Path:
+    """Sources of different lengths for the tiny models."""
+    path = tmp_path_factory.mktemp("text") / "sources.txt"
+    path.write_text(
+        "".join(" ".join(f"w{4 + (7 * i + j * j) % 57}" for j in range(3 + i % 9)) + "\n" for i in range(40))
+    )
+    return path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("feature_map", ["positive", "gaussian", "elu"])
+def test_conversion_keeps_every_weight(family, feature_map, tiny_seq2seq_parents, tmp_path):
+    source = tiny_seq2seq_parents[family]
+    report = convert(source, tmp_path / "out", feature_map=feature_map, gate=True, encoder_layers="all")
+    parent, result = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    for key, tensor in parent.items():
+        assert torch.equal(result[key], tensor), key
+    added = set(result) - set(parent)
+    assert added
+    assert all(".feature_map." in key or ".self_attn.gate." in key for key in added)
+    assert report.layers == {"causal": (3, 3), "cross": (3, 3), "encoder": (2, 2)}
+    assert report.max_logit_difference == 0
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    ids = torch.full((1, 4), 5)
+    assert cache_num_bytes(model(ids, decoder_input_ids=ids).past_key_values) == report.state_bytes
+    assert report.cache_bytes[1024] == 2 * 2 * 3 * 24 * 1024 * 4  # keys and values, of output and source, in 3 layers
+    assert leftovers(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"layers": []}, {"causal": [], "cross": [0, 1, 2], "encoder": []}),
+        ({"cross_layers": []}, {"causal": [0, 1, 2], "cross": [], "encoder": []}),
+        (
+            {"layers": [1], "cross_layers": [0, 2], "encoder_layers": [1]},
+            {"causal": [1], "cross": [0, 2], "encoder": [1]},
+        ),
+    ],
+)
+def test_each_kind_of_attention_is_converted_where_asked(options, expected, tiny_seq2seq_parents, tmp_path):
+    """Only cross, only causal, a choice per layer: each loads, trains a step, generates, and the checkpoint says which."""
+    report = convert(tiny_seq2seq_parents["bart"], tmp_path / "out", **options)
+    assert {kind: found for kind, (found, _) in report.layers.items()} == {k: len(v) for k, v in expected.items()}
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    for name, kind in model.config.SOFTMAX_LAYERS.items():
+        count = model.config.num_layers_for(kind)
+        assert fields[name] == [index for index in range(count) if index not in expected[kind]]
+    ids = torch.randint(4, 61, (2, 7))
+    model.train()(ids, labels=ids).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    output = model.eval().generate(ids, max_new_tokens=6, num_beams=2, eos_token_id=None)
+    assert output.shape == (2, 7)
+    command = report.command.replace(str(tmp_path / "out"), str(tmp_path / "again"))
+    subprocess.run([Path(sys.executable).parent / "hf-rfa", *command.split()[1:]], check=True, capture_output=True)
+    assert (tmp_path / "again/config.json").read_bytes() == (tmp_path / "out/config.json").read_bytes()
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+
+
+def test_features_are_counted_apart(tiny_seq2seq_parents, tmp_path):
+    """Peng et al. 2021, section 4.2: D = 64 for causal and 128 for cross attention."""
+    options = {"feature_map": "gaussian", "unit_norm": True, "gate": True}
+    report = convert(tiny_seq2seq_parents["bart"], tmp_path / "a", **options)
+    assert report.feature_dims == {"causal": 128, "cross": 256}
+    counts = {"num_features": 5, "num_cross_features": 7, "num_encoder_features": 9, "encoder_layers": "all"}
+    report = convert(tiny_seq2seq_parents["bart"], tmp_path / "b", **options, **counts)
+    assert report.feature_dims == {"causal": 10, "cross": 14, "encoder": 18}
+    assert "--num-cross-features 7" in report.command
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calibration_on_text_brings_every_kind_closer_to_the_parent(family, text, tiny_seq2seq_parents, tmp_path):
+    """The parent answers the sources itself; padding between them plays no part."""
+    report = convert(tiny_seq2seq_parents[family], tmp_path / "out", calibrate_on=text, encoder_layers="all")
+    assert len(report.gains) == 8
+    assert all(gain.after < gain.before for gain in report.gains)
+    assert report.perplexities.own_outputs
+    assert report.perplexities.calibrated < report.perplexities.swapped
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert "the parent's own outputs" in card.content
+    assert "AutoModelForSeq2SeqLM" in card.content
+
+
+def test_answers_of_the_parent_are_masked_after_their_end(text, tiny_seq2seq_parents, tmp_path):
+    convert(tiny_seq2seq_parents["bart"], tmp_path / "out")
+    model, tokenizer = load_model(str(tmp_path / "out"))
+    config = tiny_seq2seq_config("bart", eos_token_id=2)
+    twin = softmax_twin(model, "BartForConditionalGeneration", config)
+    sources = text_sources(tokenizer, [text.read_text()], 96)
+    assert sources["input_ids"].shape[0] == 40
+    answers = add_outputs(twin, sources)
+    for row in range(40):
+        ids = sources["input_ids"][row][sources["attention_mask"][row].bool()][None]
+        alone = twin.generate(ids, max_new_tokens=95, num_beams=1, do_sample=False)[0]
+        kept = answers["decoder_attention_mask"][row].bool()
+        assert answers["decoder_input_ids"][row][kept].tolist() == alone[:-1].tolist()
+        labels = answers["labels"][row]
+        assert labels[labels != -100].tolist() == alone[1:].tolist()
+
+
+@torch.no_grad()
+def test_padding_does_not_enter_the_calibration(tiny_seq2seq_parents, tmp_path):
+    """The same sources, once with a long one beside them that pads them, once without: the same constants."""
+    from hf_rfa.convert.calibration import Sample, calibrate_layer
+
+    model = hf_rfa.RFABartForConditionalGeneration(
+        hf_rfa.RFABartConfig.from_parent(tiny_seq2seq_config("bart"), softmax_encoder_layers=[])
+    )
+    layers = {"cross": model.model.decoder.layers[0].encoder_attn, "encoder": model.model.encoder.layers[0].self_attn}
+    for kind, layer in layers.items():
+        heads, width = layer.num_heads, layer.head_dim
+        query, key = torch.randn(2, heads, 6, width), torch.randn(2, heads, 9, width)
+        query = key if kind == "encoder" else query
+        constants = []
+        for pads in (0, 4):
+            mask = torch.ones(2, 9 + pads, dtype=torch.bool)
+            mask[:, 9:] = False
+            padded = torch.cat([key, torch.full((2, heads, pads, width), 50.0)], dim=2)
+            rows = padded if kind == "encoder" else query
+            calibrate_layer(layer, Sample(rows, padded, mask if kind == "encoder" else None, mask))
+            constants.append({name: tensor.clone() for name, tensor in layer.feature_map.state_dict().items()})
+        for name in constants[0]:
+            torch.testing.assert_close(constants[1][name], constants[0][name], msg=f"{kind} {name}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_are_extended_on_both_sides(family, tiny_seq2seq_parents, tmp_path):
+    convert(tiny_seq2seq_parents[family], tmp_path / "out", max_positions=200)
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
+    parent = AutoModelForSeq2SeqLM.from_pretrained(tiny_seq2seq_parents[family])
+    assert model.config.max_position_embeddings == 200
+    for mine, theirs in ((model.get_encoder(), parent.get_encoder()), (model.get_decoder(), parent.get_decoder())):
+        table, old = mine.embed_positions.weight, theirs.embed_positions.weight
+        if family == "marian":  # sinusoids go on, and stay as they were
+            assert torch.equal(table[:96], old)
+            assert table.shape[0] == 200
+        else:  # two rows before position 0 are kept, the rest is stretched
+            assert torch.equal(table[:3], old[:3])
+            torch.testing.assert_close(table[-1], old[-1])
+            assert table.shape[0] == 202
+    ids = torch.randint(4, 61, (1, 200))
+    with torch.no_grad():
+        assert torch.isfinite(model(ids, decoder_input_ids=ids).logits).all()
+
+
+@pytest.mark.parametrize(
+    ("cls", "auto"),
+    [
+        (BartModel, AutoModel),
+        (BartForSequenceClassification, AutoModelForSequenceClassification),
+        (BartForQuestionAnswering, AutoModelForQuestionAnswering),
+        (BartForCausalLM, AutoModelForCausalLM),
+        (MarianModel, AutoModel),
+    ],
+)
+def test_other_heads(cls, auto, text, tmp_path):
+    family = "bart" if "Bart" in cls.__name__ else "marian"
+    cls(tiny_seq2seq_config(family)).save_pretrained(tmp_path / "parent")
+    save_tiny_tokenizer(tmp_path / "parent")
+    convert(tmp_path / "parent", tmp_path / "a")
+    model = auto.from_pretrained(tmp_path / "a")
+    assert type(model).__name__ == f"RFA{cls.__name__}"
+    if cls is BartForCausalLM:
+        return  # 40 lines of text are no block of 96 tokens for a decoder alone
+    report = convert(tmp_path / "parent", tmp_path / "b", calibrate_on=text)
+    assert report.perplexities is None
+    assert all(gain.after < gain.before for gain in report.gains)
+
+
+def test_a_decoder_alone_calibrates_on_blocks_of_text(tmp_path):
+    BartForCausalLM(tiny_seq2seq_config("bart")).save_pretrained(tmp_path / "parent")
+    save_tiny_tokenizer(tmp_path / "parent")
+    (tmp_path / "text.txt").write_text(" ".join(f"w{4 + (n * n) % 57}" for n in range(500)))
+    report = convert(tmp_path / "parent", tmp_path / "out", calibrate_on=tmp_path / "text.txt")
+    assert report.layers == {"causal": (3, 3), "cross": (3, 3)}
+    assert len(report.gains) == 3, "nothing reaches cross attention"
+    assert not report.perplexities.own_outputs
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"cross_layers": [3]}, r"cross_layers to convert must be indices from 0 to 2, got \[3\]"),
+        ({"encoder_layers": [2]}, r"encoder_layers to convert must be indices from 0 to 1, got \[2\]"),
+        ({"layers": [], "cross_layers": []}, "no layer is left to convert"),
+        ({"num_cross_features": 0}, "num_cross_features must be at least 1, got 0"),
+        ({"max_positions": 50}, "max_positions=50 does not extend the 96 positions"),
+    ],
+)
+def test_options(options, match, tiny_seq2seq_parents, tmp_path):
+    refused(match, tiny_seq2seq_parents["bart"], tmp_path, **options)
+
+
+def test_options_for_attention_that_is_not_there(tiny_parent, tmp_path):
+    for options in ({"cross_layers": "all"}, {"num_cross_features": 8}, {"encoder_layers": [0]}):
+        refused("does not apply to gpt2, which has no such attention", tiny_parent, tmp_path, **options)
+
+
+def test_a_tokenizer_with_more_entries_than_the_vocabulary(tiny_seq2seq_parents, tmp_path):
+    shutil.copytree(tiny_seq2seq_parents["bart"], tmp_path / "parent")
+    save_tiny_tokenizer(tmp_path / "parent", size=70)
+    match = "its tokenizer has 70 entries, but the model's vocabulary has 61"
+    refused(match, tmp_path / "parent", tmp_path)
+    with pytest.raises(InputError, match=match):
+        load_model(str(tmp_path / "parent"))
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    (tmp_path / "a.en").write_text("w5 w6\nw7\nw8 w9 w10\n")
+    (tmp_path / "a.de").write_text("w5\nw6\nw7\n")
+    (tmp_path / "short.de").write_text("w5\nw6\n")
+    (tmp_path / "gap.en").write_text("w5\n  \nw6\n")
+    (tmp_path / "long.en").write_text("w5\n" + "w6 " * 120 + "\nw7\n")
+    record = {"source": "w5", "target": "w6"}
+    (tmp_path / "b.jsonl").write_text(json.dumps(record) + "\n" + json.dumps({"source": "w5"}) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["a.en", "--references", "short.de"], "a.en has 3 lines, but short.de has 2"),
+        (["gap.en", "--references", "a.de"], "gap.en, line 2: the source is empty"),
+        (["long.en", "--references", "a.de"], "source 2 of 3 has 121 tokens, but the encoder has 96 positions"),
+        (["a.en"], "a.en holds no references"),
+        (["b.jsonl"], "b.jsonl, line 2: no string field 'target' (found: source)"),
+        (["a.en", "--references", "missing.de"], "there is no text file missing.de"),
+        (["a.en", "--references", "a.de", "--context", "9"], "--context has no effect with --task translation"),
+        (["a.en", "--references", "a.de", "--bleu-tokenizer", "x"], "bleu_tokenizer must be one of"),
+        (["a.en", "--references", "a.de", "--max-new-tokens", "96"], "this model has 96 positions"),
+        (["a.en", "--references", "a.de", "--save-predictions", "a.en"], "a.en exists and is kept"),
+        (["a.en", "--references", "a.de", "--save-predictions", "no/x"], "no, where no/x is to be"),
+    ],
+)
+def test_bad_pairs_are_refused(arguments, words, pairs, tiny_seq2seq_parents, monkeypatch, capsys):
+    from hf_rfa import cli
+
+    before = leftovers(pairs)
+    monkeypatch.chdir(pairs)
+    model = str(tiny_seq2seq_parents["bart"])
+    monkeypatch.setattr(sys, "argv", ["hf-rfa", "evaluate", model, "--task", "translation", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    error = " ".join(capsys.readouterr().err.split())
+    assert end.value.code == 1
+    assert words in error
+    assert "Traceback" not in error
+    assert leftovers(pairs) == before
+
+
+def test_a_model_of_the_other_kind_is_refused(pairs, tiny_seq2seq_parents, tmp_path):
+    decoder_only = run(
+        "evaluate", DEMO_MODEL, pairs / "a.en", "--task", "translation", "--references", pairs / "a.de", check=False
+    )
+    assert decoder_only.returncode == 1
+    assert (
+        "is a gpt2 model, a decoder that stands alone, but this needs an encoder and a decoder" in decoder_only.stderr
+    )
+    with_encoder = run("evaluate", tiny_seq2seq_parents["bart"], pairs / "a.en", check=False)
+    assert with_encoder.returncode == 1
+    assert (
+        "is a bart model, an encoder and a decoder, but this needs a decoder that stands alone" in with_encoder.stderr
+    )
+    unused = run("evaluate", DEMO_MODEL, pairs / "a.en", "--num-beams", "4", check=False)
+    assert "--num-beams has no effect with --task perplexity" in unused.stderr
+
+
+def test_an_empty_or_too_long_source(tiny_seq2seq_parents):
+    model, tokenizer = load_model(str(tiny_seq2seq_parents["bart"]))
+    with pytest.raises(InputError, match="the source is empty"):
+        generate_text(model, tokenizer, " ", max_new_tokens=3)
+    with pytest.raises(InputError, match="source's tokens are 101, but this model has 96 positions"):
+        generate_text(model, tokenizer, "w5 " * 100, max_new_tokens=3)
+    with pytest.raises(InputError, match="start token and the new tokens are 97"):
+        generate_text(model, tokenizer, "w5", max_new_tokens=96)
+    with pytest.raises(InputError, match="3 sources and 2 references"):
+        evaluate_generation(model, tokenizer, ["w5"] * 3, ["w5"] * 2, task="translation")
+    with pytest.raises(InputError, match="no source"):
+        evaluate_generation(model, tokenizer, [], [], task="translation")
+    with pytest.raises(InputError, match="task must be one of translation, summarization, got 'qa'"):
+        evaluate_generation(model, tokenizer, ["w5"], ["w5"], task="qa")
+
+
+# Evaluation
+
+
+def test_pairs_are_read_line_by_line(tmp_path):
+    """Only newlines end a line: other separators, as U+2028, are part of it."""
+    (tmp_path / "a.txt").write_bytes("one\u2028two\r\nthree\x0bfour\nfive".encode())
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"1\n\n3\n"))
+    assert read_pairs(tmp_path / "a.txt", tmp_path / "b.txt.gz") == (
+        ["one\u2028two", "three\x0bfour", "five"],
+        ["1", "", "3"],
+    )
+    assert read_pairs(tmp_path / "a.txt", tmp_path / "b.txt.gz", limit=1) == (["one\u2028two"], ["1"])
+    (tmp_path / "c.jsonl").write_text(json.dumps({"article": "a\nb", "summary": "c"}) + "\n")
+    fields = {"source_field": "article", "target_field": "summary"}
+    assert read_pairs(tmp_path / "c.jsonl", **fields) == (["a\nb"], ["c"])
+
+
+def test_metrics_load_offline_and_are_what_their_libraries_say():
+    predictions, references = ["the cat sat on the mat", "a dog"], ["the cat sat on a mat", "the dogs"]
+    bleu = BleuMetric(keep_in_memory=True)
+    assert isinstance(bleu, Metric)
+    found = bleu.compute(predictions=predictions, references=references)
+    # of 8, 6, 4 and 3 n-grams 5, 3, 2 and 1 match ("the" once only), and the lengths are equal
+    assert found["bleu"] == pytest.approx(100 * (5 / 8 * 3 / 6 * 2 / 4 * 1 / 3) ** 0.25)
+    assert "tok:13a" in found["signature"]
+    rouge = RougeMetric(keep_in_memory=True).compute(predictions=predictions, references=references)
+    # unigrams: 5 of 6 and 6 match; "dogs" is "dog" to the stemmer, 1 of 2
+    assert rouge["rouge1"] == pytest.approx(100 * (5 / 6 + 1 / 2) / 2)
+    # bigrams: the-cat, cat-sat, sat-on match, of 5 and 5
+    assert rouge["rouge2"] == pytest.approx(100 * (3 / 5 + 0) / 2)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_evaluation_generates_as_the_model_does(beams, pairs, tiny_seq2seq_parents):
+    model, tokenizer = load_model(str(tiny_seq2seq_parents["marian"]))
+    sources, references = read_pairs(pairs / "a.en", pairs / "a.de")
+    options = {"num_beams": beams, "max_new_tokens": 9}
+    done = []
+    found = evaluate_generation(
+        model,
+        tokenizer,
+        sources,
+        references,
+        task="summarization",
+        batch_size=2,
+        on_batch=lambda *progress: done.append(progress),
+        **options,
+    )
+    assert done == [(2, 3), (3, 3)]
+    for source, prediction in zip(sources, found.predictions, strict=True):
+        ids = tokenizer(source, return_tensors="pt")["input_ids"]
+        output = model.generate(ids, do_sample=False, **options)
+        assert prediction == tokenizer.decode(output[0], skip_special_tokens=True).strip()
+    assert set(found.scores) == {"rouge1", "rouge2", "rougeL", "rougeLsum"}
+    assert ("3 beams" if beams == 3 else "greedy search") in found.protocol
+
+
+def test_sources_are_cut_if_asked(pairs, tiny_seq2seq_parents):
+    model, tokenizer = load_model(str(tiny_seq2seq_parents["bart"]))
+    sources, references = read_pairs(pairs / "long.en", pairs / "a.de")
+    options = {"task": "translation", "max_new_tokens": 4}
+    found = evaluate_generation(model, tokenizer, sources, references, truncate=True, **options)
+    cut = evaluate_generation(model, tokenizer, [sources[0], "w6 " * 95, sources[2]], references, **options)
+    assert found.predictions == cut.predictions
+
+
+def test_command_line_evaluates_and_saves_predictions(pairs, tiny_seq2seq_parents):
+    result = run(
+        *("evaluate", tiny_seq2seq_parents["bart"], pairs / "a.en", "--task", "translation"),
+        *("--references", pairs / "a.de", "--max-new-tokens", "5", "--num-beams", "2", "--limit", "2"),
+        *("--save-predictions", pairs / "out.jsonl"),
+    )
+    assert "sacreBLEU" in result.stdout
+    assert "signature nrefs:1|case:mixed" in result.stdout
+    assert "Traceback" not in result.stderr
+    records = [json.loads(line) for line in (pairs / "out.jsonl").read_text().splitlines()]
+    assert [record["source"] for record in records] == ["w5 w6", "w7"]
+    assert all(set(record) == {"source", "target", "prediction"} for record in records)
+
+
+def test_command_line_generates_from_a_source(tiny_seq2seq_parents):
+    streamed = run(
+        "generate", tiny_seq2seq_parents["bart"], "--prompt", "w5 w6", "--max-new-tokens", "6", "--ignore-eos"
+    )
+    assert "6 tokens in" in streamed.stderr
+    beams = run("generate", tiny_seq2seq_parents["bart"], "--prompt", "w5", "--max-new-tokens", "6", "--num-beams", "3")
+    assert beams.stdout.strip()
+
+
+# What lies beside the repository
+
+
+@pytest.fixture(scope="module")
+def test_set() -> tuple[list[str], list[str]]:
+    folder = shared("data/multi30k")
+    return read_pairs(folder / "test_2016_flickr.en.gz", folder / "test_2016_flickr.de.gz")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("beams", "bleu"), [(1, 35.65), (4, 37.13)])
+def test_the_shared_model_has_its_published_bleu(beams, bleu, test_set):
+    model, tokenizer = load_model(str(shared("models/bart-multi30k-mini")), kind="seq2seq")
+    options = {"task": "translation", "num_beams": beams, "max_new_tokens": 60, "batch_size": 50}
+    found = evaluate_generation(model, tokenizer, *test_set, **options)
+    assert found.scores["sacreBLEU"] == pytest.approx(bleu, abs=0.05)
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_the_shared_model_converts_and_translates(count, test_set, tmp_path):
+    """Without any training: causal attention alone costs little, cross attention is what has to be trained."""
+    sentences = tmp_path / "sentences.txt"
+    with gzip.open(shared("data/multi30k/val.en.gz"), "rt", encoding="utf-8") as file:
+        sentences.write_text("".join(line for _, line in zip(range(300), file, strict=False)), encoding="utf-8")
+    found = {}
+    for name, options in {
+        "both": {},
+        "causal": {"cross_layers": []},
+        "paper": {"feature_map": "gaussian", "unit_norm": True},
+    }.items():
+        report = convert(shared("models/bart-multi30k-mini"), tmp_path / name, calibrate_on=sentences, **options)
+        assert report.max_logit_difference == 0
+        model, tokenizer = load_model(str(tmp_path / name), kind="seq2seq")
+        for beams in (1, 4):
+            scored = evaluate_generation(
+                model,
+                tokenizer,
+                *(each[:count] for each in test_set),
+                task="translation",
+                num_beams=beams,
+                max_new_tokens=60,
+                batch_size=50,
+            )
+            found[name, beams] = scored.scores["sacreBLEU"]
+    print(found)  # noqa: T201
+    assert found["causal", 1] > 28, found
+    assert found["both", 1] > 15, found
+    assert found["both", 4] > 15, found
+    assert found["both", 1] > found["paper", 1], found
