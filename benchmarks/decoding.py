@@ -13,9 +13,11 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import matplotlib
 
@@ -28,6 +30,8 @@ from rich.table import Table
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel, cache_num_bytes
+
+Key = TypeVar("Key", bound=Hashable)
 
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192)
 
@@ -62,6 +66,18 @@ def at_position(model: PreTrainedModel, position: int, batch: int) -> DynamicCac
     return cache
 
 
+def interleaved(runs: dict[Key, Callable[[], object]], steps: int) -> dict[Key, float]:
+    """Return the median milliseconds of each of some calls, run in turn ``steps`` times after one that does not count."""
+    times: dict[Key, list[float]] = {key: [] for key in runs}
+    for step in range(steps + 1):
+        for key, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if step:
+                times[key].append(1000 * (time.perf_counter() - start))
+    return {key: statistics.median(values) for key, values in times.items()}
+
+
 @torch.no_grad()
 def measure(
     softmax: PreTrainedModel, rfa: PreTrainedModel, *, lengths: Sequence[int], batch: int, steps: int = 11
@@ -83,14 +99,7 @@ def measure(
     for position in track(lengths, description=f"decoding, batch {batch}"):
         caches = {model: at_position(model, position, batch) for model in (softmax, rfa)}
         sizes = {model: cache_num_bytes(cache) for model, cache in caches.items()}
-        times: dict[PreTrainedModel, list[float]] = {softmax: [], rfa: []}
-        for step in range(steps + 1):
-            for model, cache in caches.items():
-                start = time.perf_counter()
-                model(token, past_key_values=cache)
-                if step:
-                    times[model].append(1000 * (time.perf_counter() - start))
-        medians = {model: statistics.median(values) for model, values in times.items()}
+        medians = interleaved({model: partial(model, token, past_key_values=caches[model]) for model in caches}, steps)
         results.append(Step(position, batch, medians[softmax], medians[rfa], sizes[softmax], sizes[rfa]))
     return results
 

@@ -291,7 +291,7 @@ class RFAAttentionMixin(nn.Module):
         if isinstance(past_key_values, EncoderDecoderCache):
             layer = source_layer_of(past_key_values.cross_attention_cache, self.rfa_layer_idx)
         if layer is not None and layer.state is not None and not output_weights:
-            features = self._as_state(self.feature_map.query(query))
+            features = self._as_state(self.feature_map(query)[0])
             return attend_with_state(features, layer.state.to(features.device), **self._signs()).to(query.dtype), None
         if source is None:
             raise ValueError("cross attention needs encoder_hidden_states, or a cache that has seen them.")

@@ -218,9 +218,12 @@ class FeatureMap(nn.Module, ABC):
     def key(self, key: Tensor) -> Tensor:
         """Return the features of keys [B, H, T, d] as [B, H, T, F]."""
 
-    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (φ(q), φ(k))."""
-        return self.query(query), self.key(key)
+    def forward(self, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (φ(q), φ(k)); without keys the second is empty.
+
+        Models come in here and nowhere else: the hooks that bring offloaded weights act on calls of a module.
+        """
+        return self.query(query), query.new_empty(0) if key is None else self.key(key)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -304,10 +307,10 @@ class RandomFeatureMap(ProjectedFeatureMap):
     def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
         """Return the features of keys under ``matrix``, or under a matrix of this map's choice."""
 
-    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (φ(q), φ(k)), both under the same matrix."""
+    def forward(self, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (φ(q), φ(k)), both under the same matrix; without keys the second is empty."""
         matrix = self.matrix()
-        return self.query(query, matrix), self.key(key, matrix)
+        return self.query(query, matrix), query.new_empty(0) if key is None else self.key(key, matrix)
 
     def log_normaliser(self, query: Tensor) -> Tensor:
         """Return the logarithm of the factor that φ(q)·φ(k) leaves out because it cancels, [B, H, T, 1].

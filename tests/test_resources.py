@@ -12,12 +12,21 @@ import textwrap
 import pytest
 import torch
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from hf_rfa import RFAGPT2LMHeadModel, cache_num_bytes
 
 from .conftest import shared
 from .test_gpt2 import make
+from .test_seq2seq import make as make_seq2seq
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
@@ -58,7 +67,27 @@ def test_disk_offload_and_meta_device_loading(name, tmp_path):
     )
 
 
-SHAPES = ["distilgpt2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["both-gate", "per-layer"])
+def test_disk_offload_of_a_model_with_an_encoder(name, tmp_path):
+    model = make_seq2seq(name)
+    model.save_pretrained(tmp_path / "model")
+    device_map = {name: "cpu" for name, _ in model.named_parameters() if ".layers." not in name}
+    device_map |= {"model.shared": "cpu", "lm_head": "cpu", "final_logits_bias": "cpu"}
+    for stack, count in (("encoder", 2), ("decoder", 3)):
+        device_map |= {
+            f"model.{stack}.{part}": "cpu" for part in ("embed_tokens", "embed_positions", "layernorm_embedding")
+        }
+        device_map |= {f"model.{stack}.layers.{index}": "disk" if index else "cpu" for index in range(count)}
+    offloaded = AutoModelForSeq2SeqLM.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
+    )
+    ids = torch.randint(3, 61, (2, 9))
+    options = {"max_new_tokens": 6, "num_beams": 2, "eos_token_id": None}
+    assert torch.equal(offloaded.generate(ids, **options), model.generate(ids, **options))
+
+
+SHAPES = ["distilgpt2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "bart-base", "bart-large", "bart-large-cnn"]
 
 
 @pytest.mark.slow
@@ -69,13 +98,16 @@ def test_published_shapes_convert_within_memory(name, tmp_path):
     Python with torch and transformers takes about 0.4 GB before any model, which small checkpoints do not outweigh: for
     them that is added to the bound.
     """
-    config = GPT2Config.from_pretrained(shared(f"data/configs/{name}"))
+    bart = name.startswith("bart")
+    config = (BartConfig if bart else GPT2Config).from_pretrained(shared(f"data/configs/{name}"))
     with torch.device("meta"):
-        model = GPT2LMHeadModel(config)
+        model = (BartForConditionalGeneration if bart else GPT2LMHeadModel)(config)
     model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.02, generator=generator)
+    for buffer in model.buffers():
+        buffer.zero_()
     model.tie_weights()
     model.save_pretrained(tmp_path / "parent", max_shard_size="2GB")
     size = sum(path.stat().st_size for path in (tmp_path / "parent").glob("*.safetensors"))
@@ -91,10 +123,12 @@ def test_published_shapes_convert_within_memory(name, tmp_path):
     base, peak = json.loads(subprocess.check_output([sys.executable, "-c", textwrap.dedent(code)]).splitlines()[-1])
     print(f"{name}: checkpoint {size / 1e9:.2f} GB, peak {peak / 1e9:.2f} GB, ratio {peak / size:.2f}")  # noqa: T201
     assert peak <= 2.2 * size + (base if size < 2e9 else 0)
-    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    ids = torch.ones(1, 3, dtype=torch.long)
-    output = converted.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)
-    assert output.shape == (1, 6)
+    converted = (AutoModelForSeq2SeqLM if bart else AutoModelForCausalLM).from_pretrained(tmp_path / "out")
+    ids = torch.full((1, 3), 5)
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 1}
+    for beams in (1, 4):
+        output = converted.generate(ids, num_beams=beams, **options)
+        assert output.shape[1] == 3 + (1 if bart else 3)
 
 
 LONG = 10_000

@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig, EncoderDecoderCache
 
 from hf_rfa import RFALayer, RFASourceLayer, cache_num_bytes
@@ -309,3 +311,40 @@ def test_generate_compiles_by_itself_with_a_static_cache(name, source):
     found = generate(model, source, max_new_tokens=25, cache_implementation="static", compile_config=compile_config)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert torch.equal(found, expected)
+
+
+class Operations(TorchDispatchMode):
+    """Records every operation with the shapes of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        shapes = tuple(tuple(x.shape) for x in tree_leaves((args, kwargs)) if torch.is_tensor(x))
+        self.seen.append((str(func), shapes))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["both", "paper"])
+def test_a_step_is_the_same_operations_at_any_output_position_and_source_length(name):
+    """Not one tensor of a decoding step depends on how long the output or the source is: it costs the same."""
+    model = make(name, max_position_embeddings=4100)
+    steps = {}
+    for source_length in (32, 4000):
+        encoded = model.get_encoder()(torch.randint(3, 61, (2, source_length)))
+        mask = torch.ones(2, source_length, dtype=torch.long)
+        mask[0, 20:] = 0
+        for position in (10, 4000):
+            prefix = torch.randint(3, 61, (2, position))
+            inputs = {"encoder_outputs": encoded, "attention_mask": mask}
+            cache = model(decoder_input_ids=prefix, **inputs).past_key_values
+            token = torch.full((2, 1), 5)
+            with Operations() as operations:
+                model(decoder_input_ids=token, past_key_values=cache, **inputs)
+            steps[source_length, position] = operations.seen
+    first = steps.pop((32, 10))
+    assert len(first) > 100
+    for setting, operations in steps.items():
+        assert operations == first, setting
