@@ -11,7 +11,9 @@ import pytest
 
 from .conftest import ROOT
 
-MODEL_MODULES = ["attention", "cache", "configuration_rfa", "feature_maps", "kernels", "modeling_rfa_gpt2"]
+FAMILIES = ["bart", "gpt2", "marian"]
+MODEL_MODULES = ["attention", "cache", "configuration_rfa", "feature_maps", "kernels", "seq2seq"]
+MODEL_MODULES += [f"modeling_rfa_{family}" for family in FAMILIES]
 
 
 def imported(path) -> set[str]:
@@ -53,3 +55,11 @@ def test_import_adds_little_to_transformers():
     )
     times = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(5)]
     assert statistics.median(times) <= 0.2
+
+
+def test_a_family_with_an_encoder_is_a_short_file():
+    """What Marian shares with BART is written once: its file holds class lines and docstrings."""
+    for family in ("bart", "marian"):
+        tree = ast.parse((ROOT / "hf_rfa" / f"modeling_rfa_{family}.py").read_text())
+        functions = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        assert functions == []
