@@ -10,7 +10,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import BartConfig, GPT2Config, MarianConfig
 
 from .cache import RFA_LAYER_TYPE
-from .feature_maps import FEATURE_MAPS, LearnedFeatureMap, RandomFeatureMap
+from .feature_maps import FEATURE_MAPS, RandomFeatureMap
+from .learned_maps import ExponentialMap, LearnedFeatureMap
 
 STATE_DTYPES = ("float32", "float64")
 
@@ -129,12 +130,12 @@ class RFAConfigMixin:
             raise ValueError(f"state_dtype must be one of {', '.join(STATE_DTYPES)}, got {self.state_dtype!r}.")
         if self.redraw_pool < 0:
             raise ValueError(f"redraw_pool must be 0 (fixed) or the size of the pool, got {self.redraw_pool}.")
-        if not issubclass(feature_map, RandomFeatureMap):
+        if not issubclass(feature_map, RandomFeatureMap) or issubclass(feature_map, ExponentialMap):
             for name in ("redraw_pool", "trainable_projection"):
                 if getattr(self, name):
                     raise ValueError(
                         f"{name}={getattr(self, name)} has no effect with feature_map={self.feature_map!r}, which has no "
-                        f"random matrix. Leave it out."
+                        f"random matrix that stays. Leave it out."
                     )
         if self.redraw_pool and self.trainable_projection:
             raise ValueError("redraw_pool and trainable_projection exclude each other: a matrix is redrawn or trained.")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -143,13 +143,20 @@ class FeatureMap(nn.Module, ABC):
         self.num_features = self.resolve_num_features(num_features, head_dim)
         self.orthogonal, self.trainable, self.redraw_pool = orthogonal, trainable, redraw_pool
         self.seed, self.layer_idx = seed, layer_idx
+        self.build()
+        if not any(tensor.is_meta for tensor in self.state_dict().values()):
+            self.reset_parameters()
+
+    def build(self) -> None:
+        """Add this map's parameters and buffers; `reset_parameters` sets them."""
+        shape = (self.num_heads, self.head_dim)
         if self.has_sigma:
-            self.sigma = nn.Parameter(torch.ones(num_heads, head_dim))
+            self.sigma = nn.Parameter(torch.empty(shape))
         if self.invariant:
-            self.register_buffer("balance", torch.ones(num_heads, head_dim))
-            self.register_buffer("key_shift", torch.zeros(num_heads, head_dim))
+            self.register_buffer("balance", torch.empty(shape))
+            self.register_buffer("key_shift", torch.empty(shape))
         if self.has_exponent:
-            self.register_buffer("log_scale", torch.zeros(num_heads))
+            self.register_buffer("log_scale", torch.empty(self.num_heads))
 
     @classmethod
     def resolve_num_features(cls, num_features: int | None, head_dim: int, *, name: str = "num_features") -> int:
@@ -247,8 +254,9 @@ class ProjectedFeatureMap(FeatureMap):
     default_num_features: ClassVar[int | None] = 128
     projection: Tensor
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def build(self) -> None:
+        """Add W, and what every map has."""
+        super().build()
         projection = torch.empty(self.num_heads, self.num_features, self.head_dim)
         if self.trainable:
             self.projection = nn.Parameter(projection)
@@ -268,11 +276,6 @@ class RandomFeatureMap(ProjectedFeatureMap):
     """A map with a random matrix, fixed, redrawn in training, or trained from its random start."""
 
     has_sigma = True
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        if not self.projection.is_meta:
-            self.reset_parameters()
 
     def draw(self, number: int) -> Tensor:
         """Return draw ``number`` of this layer's matrix."""
@@ -434,84 +437,3 @@ class EluMap(FeatureMap):
     def key(self, key: Tensor) -> Tensor:
         """Return elu(k̂) + 1."""
         return F.elu(self.key_input(key)) + 1
-
-
-class LearnedFeatureMap(ProjectedFeatureMap):
-    """A map with a learned matrix and bias per head, the same for queries and keys."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{**kwargs, "trainable": True})
-        self.bias = nn.Parameter(torch.empty(self.num_heads, self.num_features))
-        if not self.bias.is_meta:
-            self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Set W to `initial_projection` and the bias to 0."""
-        super().reset_parameters()
-        init.copy_(self.projection, self.initial_projection())
-        init.zeros_(self.bias)
-
-    @abstractmethod
-    def initial_projection(self) -> Tensor:
-        """Return the start of W, [H, D, d]."""
-
-    def affine(self, x: Tensor) -> Tensor:
-        """Return Wx + b."""
-        return self.project(x, self.projection) + self.bias[:, None, :].to(x.dtype)
-
-
-@register_feature_map("t2r")
-class T2RMap(LearnedFeatureMap):
-    """φ(x) = ReLU(Wx + b), F = D, W and b learned (Kasai et al. 2021, eq. 2); W starts as N(0, 1), b as 0."""
-
-    def initial_projection(self) -> Tensor:
-        """Return independent N(0, 1) entries from the map's seed."""
-        return draw_projection(
-            num_heads=self.num_heads,
-            num_features=self.num_features,
-            head_dim=self.head_dim,
-            seed=self.seed,
-            layer_idx=self.layer_idx,
-            orthogonal=False,
-        )
-
-    def query(self, query: Tensor) -> Tensor:
-        """Return ReLU(Wq̂ + b)."""
-        return F.relu(self.affine(self.query_input(query)))
-
-    def key(self, key: Tensor) -> Tensor:
-        """Return ReLU(Wk̂ + b)."""
-        return F.relu(self.affine(self.key_input(key)))
-
-
-@register_feature_map("hedgehog")
-class HedgehogMap(LearnedFeatureMap):
-    """φ(x) = [exp(Wx + b), exp(−Wx − b)], F = 2d, W starting as the identity (Zhang et al. 2024, section 4.2)."""
-
-    has_exponent = True
-    default_num_features = None
-
-    @property
-    def feature_dim(self) -> int:
-        """F = 2d."""
-        return 2 * self.num_features
-
-    def initial_projection(self) -> Tensor:
-        """Return the identity for every head."""
-        return torch.eye(self.head_dim).expand(self.num_heads, -1, -1)
-
-    def query(self, query: Tensor) -> Tensor:
-        """Return [exp(Wq̂ + b), exp(−Wq̂ − b)] over their maximum."""
-        exponent = self.affine(self.query_input(query))
-        maximum = exponent.detach().abs().amax(dim=-1, keepdim=True)
-        return torch.cat([exponent - maximum, -exponent - maximum], dim=-1).exp()
-
-    def key(self, key: Tensor) -> Tensor:
-        """Return exp(min(±(Wk̂ + b) − c, 30))."""
-        return self.exponentiate_keys(self.key_exponent(self.key_input(key)))
-
-    def key_exponent(self, key: Tensor) -> Tensor:
-        """Return ±(Wk̂ + b) of prepared keys, [B, H, T, 2d]."""
-        exponent = self.affine(key)
-        return torch.cat([exponent, -exponent], dim=-1)
