@@ -31,6 +31,8 @@ from .families import rfa_layers
 
 #: σ that step 3 tries; the first one, σ as it is, wins ties.
 TEMPERATURES = (1.0, 0.35, 0.5, 0.65, 0.8, 0.9, 1.25)
+#: Implied weights are raised to this before a logarithm is taken.
+SMALLEST_WEIGHT = 1e-9
 #: Tokens on which implied and softmax weights are compared.
 TARGET_TOKENS = 1024
 
@@ -67,6 +69,36 @@ class Sample:
     def keys(self) -> Tensor:
         """Return the keys of all tokens, [H, n, d], in float32."""
         return _tokens(self.key, self.key_mask).float()
+
+    def rows(self, count: int) -> Sample:
+        """Return the first ``count`` rows of the batch."""
+        parts = (self.query, self.key, self.query_mask, self.key_mask)
+        return Sample(*(None if part is None else part[:count] for part in parts))  # type: ignore[arg-type]
+
+    def mean(self, per_query: Tensor) -> Tensor:
+        """Return the mean of [N, H, Tq] over the queries that are no padding, [H]."""
+        if self.query_mask is None:
+            return per_query.mean((0, 2))
+        return per_query.transpose(1, 2)[self.query_mask].mean(0)
+
+    def key_weights(self) -> Tensor | None:
+        """Return 1 for tokens and 0 for padding, [N, 1, Tk], as the recurrence takes them."""
+        return None if self.key_mask is None else self.key_mask[:, None].float()
+
+
+def softmax_weights(layer: RFAAttentionMixin, sample: Sample) -> tuple[Tensor, Tensor]:
+    """Return the softmax weights of a layer, [N, H, Tq, Tk], and their negative entropy, [N, H, Tq]."""
+    query, key = sample.query.float(), sample.key.float()
+    visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device)
+    if layer.rfa_kind == "causal":
+        visible = visible.tril()
+    if sample.key_mask is not None:
+        visible = visible & sample.key_mask[:, None, None]
+    scores = (query @ key.transpose(-1, -2)) * layer.scaling
+    # A query that sees nothing, among padding, gets weights that nobody counts instead of NaN.
+    log_softmax = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).log_softmax(-1)
+    softmax = log_softmax.exp()
+    return softmax, (softmax * log_softmax.masked_fill(~visible, 0.0)).sum(-1)
 
 
 def _tokens(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -213,32 +245,15 @@ class _Target:
 
     def __init__(self, layer: RFAAttentionMixin, sample: Sample) -> None:
         rows = max(1, TARGET_TOKENS // sample.query.shape[2])
-        self.query, self.key = sample.query[:rows].float(), sample.key[:rows].float()
+        self.sample = sample.rows(rows)
         self.feature_map, self.causal = layer.feature_map, layer.rfa_kind == "causal"
-        self.counted = None if sample.query_mask is None else sample.query_mask[:rows]
-        visible = torch.ones(self.query.shape[2], self.key.shape[2], dtype=torch.bool, device=self.key.device)
-        if self.causal:
-            visible = visible.tril()
-        self.weights = None
-        if sample.key_mask is not None:
-            kept = sample.key_mask[:rows, None]
-            self.weights, visible = kept.float(), visible & kept[:, :, None]
-        scores = (self.query @ self.key.transpose(-1, -2)) * layer.scaling
-        # A query that sees nothing, among padding, gets weights that nobody counts instead of NaN.
-        log_softmax = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).log_softmax(-1)
-        self.softmax = log_softmax.exp()
-        self.negative_entropy = self._mean((self.softmax * log_softmax.masked_fill(~visible, 0.0)).sum(-1))
-
-    def _mean(self, per_query: Tensor) -> Tensor:
-        """Return the mean of [N, H, Tq] over the queries that are no padding, [H]."""
-        if self.counted is None:
-            return per_query.mean((0, 2))
-        return per_query.transpose(1, 2)[self.counted].mean(0)
+        self.softmax, negative_entropy = softmax_weights(layer, self.sample)
+        self.negative_entropy = self.sample.mean(negative_entropy)
 
     def divergence(self) -> Tensor:
         """Return the mean KL(softmax ‖ implied) of each head, in nats per query, [H]."""
-        features = self.feature_map(self.query, self.key)
+        features = self.feature_map(self.sample.query.float(), self.sample.key.float())
         options: dict[str, Any] = {"signed": self.feature_map.signed, "floor": self.feature_map.floor}
-        weights = implied_weights(*features, weights=self.weights, causal=self.causal, **options)
-        cross_entropy = self._mean(-(self.softmax * weights.clamp_min_(1e-9).log_()).sum(-1))
+        weights = implied_weights(*features, weights=self.sample.key_weights(), causal=self.causal, **options)
+        cross_entropy = self.sample.mean(-(self.softmax * weights.clamp_min_(SMALLEST_WEIGHT).log_()).sum(-1))
         return self.negative_entropy + cross_entropy

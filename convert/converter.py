@@ -72,6 +72,7 @@ def convert(
     dtype: str = "auto",
     overwrite: bool = False,
     allow_pickle: bool = False,
+    command: str | None = None,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert a softmax checkpoint into an RFA checkpoint.
@@ -102,6 +103,7 @@ def convert(
         dtype: of the result's weights, "auto" for the source's; feature maps and gates are float32.
         overwrite: replace a checkpoint that is at ``destination``.
         allow_pickle: load weights that are only there as a pickle.
+        command: what the model card says made it; None stands for these arguments.
         progress: called as the work goes on.
 
     Returns:
@@ -112,7 +114,7 @@ def convert(
     """
     destination = Path(destination)
     report_progress = progress or (lambda step, total: None)
-    command = _command(locals())
+    command = command or _command(locals())
 
     report_progress("checking the source", 1)
     found = open_source(source, allow_pickle=allow_pickle)

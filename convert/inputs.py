@@ -35,11 +35,11 @@ def random_inputs(config: Any, *, seed: int, tokens: int = RANDOM_TOKENS) -> Inp
         ids = inputs["input_ids"]
         ids[ids == end] = (end + 1) % config.vocab_size
         ids[:, -1] = end
-        inputs["decoder_input_ids"] = _shift_right(torch.randint(config.vocab_size, shape, generator=generator), config)
+        inputs["decoder_input_ids"] = shift_right(torch.randint(config.vocab_size, shape, generator=generator), config)
     return inputs
 
 
-def _shift_right(ids: Tensor, config: Any) -> Tensor:
+def shift_right(ids: Tensor, config: Any) -> Tensor:
     """Return decoder inputs for the tokens that they are to predict."""
     start = config.decoder_start_token_id
     start = config.bos_token_id if start is None else start
@@ -92,7 +92,7 @@ def add_outputs(softmax_model: PreTrainedModel, inputs: Inputs) -> Inputs:
         mask = inputs["attention_mask"]
         start = torch.ones_like(mask[:, :1])
         return inputs | {
-            "decoder_input_ids": _shift_right(inputs["input_ids"], config),
+            "decoder_input_ids": shift_right(inputs["input_ids"], config),
             "decoder_attention_mask": torch.cat([start, mask[:, :-1]], dim=1),
         }
     limit = min(OUTPUT_TOKENS, config.max_position_embeddings - 1)

@@ -1,4 +1,7 @@
-"""Evaluation, distillation and fine-tuning of RFA models."""
+"""Evaluation, distillation and fine-tuning of RFA models.
+
+Distillation (`hf_rfa.finetune.distill`) is imported by itself: it needs transformers' Trainer, which takes a while to load.
+"""
 
 from .evaluation import Perplexity, perplexity, tokenize
 from .generation import GenerationScores, evaluate_generation

@@ -1,4 +1,4 @@
-"""The command line: ``hf-rfa convert``, ``generate`` and ``evaluate``.
+"""The command line: ``hf-rfa convert``, ``distill``, ``generate`` and ``evaluate``.
 
 This module stands above the three packages; no model needs it.
 """
@@ -6,12 +6,14 @@ This module stands above the three packages; no model needs it.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -61,7 +63,9 @@ def _layers(option: str, text: str | None) -> Any:
 def convert_command(
     source: Annotated[str, typer.Argument(help="Folder of a softmax checkpoint, or its name on the hub.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write.")],
-    feature_map: Annotated[str, typer.Option(help="Feature map.")] = "positive",
+    feature_map: Annotated[
+        str | None, typer.Option(help="Feature map. Default: positive; exponential with --distill-steps.")
+    ] = None,
     num_features: Annotated[int | None, typer.Option(help="D, rows of W per head. Default: the map's own.")] = None,
     num_cross_features: Annotated[int | None, typer.Option(help="D of cross attention.")] = None,
     num_encoder_features: Annotated[int | None, typer.Option(help="D of an encoder's attention.")] = None,
@@ -93,8 +97,71 @@ def convert_command(
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Load weights that exist only as a pickle. Only if you trust them.")
     ] = False,
+    distill_steps: Annotated[
+        int | None, typer.Option(min=1, help="Then learn the parent's attention from --data for so many steps.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Text to learn from (see distill); calibration reads it too, but for --calibrate."),
+    ] = None,
+    references: Annotated[
+        Path | None, typer.Option(help="Outputs for the sources in --data, one a line, for a model with an encoder.")
+    ] = None,
 ) -> None:
     """Convert a softmax checkpoint into an RFA checkpoint."""
+    if (distill_steps is None) != (data is None):
+        raise InputError("--distill-steps and --data belong together: pass both, or neither.")
+    if references is not None and data is None:
+        raise InputError("--references has no effect without --data. Leave it out.")
+    if feature_map is None:
+        feature_map = "positive" if distill_steps is None else "exponential"
+    options: dict[str, Any] = {
+        "feature_map": feature_map,
+        "num_features": num_features,
+        "num_cross_features": num_cross_features,
+        "num_encoder_features": num_encoder_features,
+        "unit_norm": unit_norm,
+        "orthogonal": not iid,
+        "trainable_projection": trainable_projection,
+        "redraw_pool": redraw_pool,
+        "gate": gate,
+        "seed": seed,
+        "layers": _layers("--layers", layers),
+        "cross_layers": _layers("--cross-layers", cross_layers),
+        "encoder_layers": _layers("--encoder-layers", encoder_layers),
+        "max_positions": max_positions,
+        "calibrate_on": calibrate or data,
+        "dtype": dtype,
+        "allow_pickle": allow_pickle,
+    }
+    if distill_steps is None:
+        _convert(source, destination, overwrite=overwrite, **options)
+        return
+    from .convert.writer import check_destination
+    from .finetune.distill import distill
+
+    check_destination(destination, overwrite=overwrite, sources=(Path(source),))
+    destination.resolve().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.resolve().parent) as folder:
+        converted = Path(folder) / destination.name
+        command = shlex.join(["hf-rfa", *sys.argv[1:]])
+        _convert(source, converted, overwrite=False, command=command, **options)
+        report = distill(
+            converted,
+            destination,
+            teacher=source,
+            data=cast(Path, data),
+            references=references,
+            transfer_steps=distill_steps,
+            end_to_end_steps=0,
+            overwrite=overwrite,
+            command=command,
+        )
+    console.print(report.table())
+
+
+def _convert(source: str, destination: Path, **options: Any) -> None:
+    """Convert with a progress bar, and print the report."""
     from .convert import convert
 
     with progress_bar() as progress:
@@ -109,33 +176,54 @@ def convert_command(
                 progress.update(task, completed=progress.tasks[task].total)
             task = progress.add_task(step, total=total)
 
-        report = convert(
-            source,
-            destination,
-            feature_map=feature_map,
-            num_features=num_features,
-            num_cross_features=num_cross_features,
-            num_encoder_features=num_encoder_features,
-            unit_norm=unit_norm,
-            orthogonal=not iid,
-            trainable_projection=trainable_projection,
-            redraw_pool=redraw_pool,
-            gate=gate,
-            seed=seed,
-            layers=_layers("--layers", layers),
-            cross_layers=_layers("--cross-layers", cross_layers),
-            encoder_layers=_layers("--encoder-layers", encoder_layers),
-            max_positions=max_positions,
-            calibrate_on=calibrate,
-            dtype=dtype,
-            overwrite=overwrite,
-            allow_pickle=allow_pickle,
-            progress=on_progress,
-        )
+        report = convert(source, destination, progress=on_progress, **options)
         progress.update(task, completed=progress.tasks[task].total)
     console.print(report.table())
     for note in report.notes:
         console.print(note)
+
+
+@app.command("distill")
+def distill_command(
+    checkpoint: Annotated[str, typer.Argument(help="Folder of a converted checkpoint, or its name on the hub.")],
+    teacher: Annotated[str, typer.Option(help="Its softmax parent: a folder, or a name on the hub.")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="Text to learn from (.txt or .jsonl, plain or .gz); with an encoder sources, one a line, or a .jsonl file "
+            "with source and target."
+        ),
+    ],
+    output: Annotated[Path | None, typer.Option(help="Folder to write. Default: CHECKPOINT-distilled.")] = None,
+    references: Annotated[Path | None, typer.Option(help="Outputs for the sources, one a line.")] = None,
+    recipe: Annotated[str, typer.Option(help="A recipe that comes with hf-rfa, or a YAML file.")] = "default",
+    transfer_steps: Annotated[
+        int | None, typer.Option(min=0, help="Steps of attention transfer, instead of the recipe's.")
+    ] = None,
+    end_to_end_steps: Annotated[
+        int | None, typer.Option(min=0, help="Steps of training end to end, instead of the recipe's.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at the output.")] = False,
+) -> None:
+    """Let a converted checkpoint learn from its softmax parent: attention first, then the whole model."""
+    from .finetune.distill import distill
+
+    destination = Path(f"{checkpoint.rstrip('/')}-distilled") if output is None else output
+    report = distill(
+        checkpoint,
+        destination,
+        teacher=teacher,
+        data=data,
+        references=references,
+        recipe=recipe,
+        transfer_steps=transfer_steps,
+        end_to_end_steps=end_to_end_steps,
+        resume=resume,
+        overwrite=overwrite,
+    )
+    console.print(report.table())
+    console.print(f"written to {destination}")
 
 
 @app.command("generate")

@@ -1,0 +1,323 @@
+"""The whole of a distillation: checkpoint, teacher and text in, distilled checkpoint with its report out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import matplotlib
+import torch
+from hf_rfa.convert.converter import MAX_SHARD_SIZE
+from hf_rfa.convert.families import rfa_layers
+from hf_rfa.convert.texts import read_documents, read_pairs
+from hf_rfa.convert.writer import check_destination, new_folder
+from huggingface_hub import ModelCard
+from rich.table import Table
+from torch.utils.data import Dataset, Subset
+from transformers import PreTrainedModel, TrainingArguments
+
+from hf_rfa.configuration_rfa import RFAConfigMixin
+from hf_rfa.errors import InputError
+from hf_rfa.inference import kind_of, load_model
+
+from .data import Blocks, PairCollator, Pairs
+from .distillation import StageResult, distill_logits, transfer_attention, transfer_losses
+from .recipe import BLOCK_LENGTH, Recipe, Stage
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+#: Items of the data, the last ones, that are not trained on but measure what attention transfer gained.
+HELD_OUT = 8
+
+
+@dataclass(frozen=True)
+class DistillationReport:
+    """The figures of one distillation.
+
+    Attributes:
+        command: the command that does it again.
+        recipe: its settings.
+        before: KL(softmax ‖ implied) by layer on held-out data, in nats per query, before training.
+        after: the same after attention transfer; empty if that stage was left out.
+        stages: what each stage logged.
+    """
+
+    command: str
+    recipe: Recipe
+    before: dict[str, float]
+    after: dict[str, float]
+    stages: tuple[StageResult, ...]
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the figures as (what, value) pairs, for the table and the model card."""
+        rows = []
+        if self.after:
+            before, after = (sum(values.values()) / len(values) for values in (self.before, self.after))
+            rows.append(("KL to the softmax weights, held-out text", f"{before:.3f} nats, {after:.3f} after transfer"))
+        for stage in self.stages:
+            losses = [entry["loss"] for entry in stage.log if "loss" in entry]
+            if losses:
+                rows.append((f"{stage.name}, {stage.steps:,} steps", f"loss {losses[0]:.3f} → {losses[-1]:.3f}"))
+        return rows
+
+    def table(self) -> Table:
+        """Return the figures as a table to print."""
+        table = Table(title="distillation", show_header=False)
+        for what, value in self.rows():
+            table.add_row(what, value)
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        stages = [{"name": stage.name, "steps": stage.steps, "log": list(stage.log)} for stage in self.stages]
+        return {
+            "command": self.command,
+            "recipe": self.recipe.to_dict(),
+            "divergence_before": self.before,
+            "divergence_after_transfer": self.after,
+            "stages": stages,
+        }
+
+    def plot(self, path: Path) -> None:
+        """Draw the loss of every stage."""
+        figure, axes = plt.subplots(1, len(self.stages), figsize=(4.8 * len(self.stages), 3.4), squeeze=False)
+        for panel, stage in zip(axes[0], self.stages, strict=True):
+            points = [(entry["step"], entry["loss"]) for entry in stage.log if "loss" in entry]
+            panel.plot(*zip(*points, strict=True), color="#1f6f8b")
+            panel.set_title(stage.name, fontsize=10)
+            panel.set_xlabel("step")
+            panel.set_ylabel("loss, nats")
+            panel.grid(alpha=0.3)
+        figure.tight_layout()
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def _check_pair(model: PreTrainedModel, teacher: PreTrainedModel, names: tuple[str, str], recipe: Recipe) -> Recipe:
+    """Return the recipe with its block lengths; raise an `InputError` if a model cannot learn from a teacher."""
+    config: Any = model.config
+    if not isinstance(model.config, RFAConfigMixin):
+        raise InputError(
+            f"{names[0]} is a {config.model_type} model, not an RFA checkpoint. Convert it first (hf-rfa convert)."
+        )
+    if isinstance(teacher.config, RFAConfigMixin):
+        raise InputError(
+            f"the teacher {names[1]} is an RFA checkpoint. Pass the softmax model that {names[0]} was made from."
+        )
+    theirs = dict(teacher.named_parameters())
+    for name, parameter in model.named_parameters():
+        if "feature_map" in name.split(".") or "gate" in name.split("."):
+            continue
+        is_position = not {"wpe", "embed_positions"}.isdisjoint(name.split("."))
+        other = theirs.get(name)
+        if other is None or (other.shape != parameter.shape and not is_position):
+            raise InputError(
+                f"{names[1]} is not the parent of {names[0]}: tensor {name} is missing or of another shape."
+            )
+        if recipe.transfer.steps and not is_position and not torch.allclose(other, parameter, atol=1e-6, rtol=5e-3):
+            raise InputError(
+                f"{names[0]} no longer has the weights of {names[1]} (tensor {name} differs), so that its attention cannot "
+                "be taught by transfer. Pass --transfer-steps 0, or the checkpoint as it was converted."
+            )
+    positions = min(config.max_position_embeddings, teacher.config.max_position_embeddings)
+    lengths = {}
+    for name, stage in (("transfer", recipe.transfer), ("end_to_end", recipe.end_to_end)):
+        lengths[name] = min(BLOCK_LENGTH, positions) if stage.block_length is None else stage.block_length
+        if stage.steps and lengths[name] > positions:
+            raise InputError(
+                f"recipe: {name}.block_length is {lengths[name]}, but the models have {positions} positions."
+            )
+    return replace(
+        recipe,
+        transfer=replace(recipe.transfer, block_length=lengths["transfer"]),
+        end_to_end=replace(recipe.end_to_end, block_length=lengths["end_to_end"]),
+    )
+
+
+def _data(model: PreTrainedModel, tokenizer: Any, data: Path, references: Path | None, stage: Stage) -> Dataset:
+    if kind_of(model.config) == "causal":
+        if references is not None:
+            raise InputError("references belong to a model with an encoder; this one is a decoder that stands alone.")
+        return Blocks(tokenizer, read_documents(data), cast(int, stage.block_length))
+    sources, targets = read_pairs(data, references)
+    return Pairs(tokenizer, sources, targets, cast(int, stage.block_length))
+
+
+def distill(
+    checkpoint: str | Path,
+    destination: str | Path,
+    *,
+    teacher: str | Path,
+    data: str | Path,
+    references: str | Path | None = None,
+    recipe: str | Path | Recipe = "default",
+    transfer_steps: int | None = None,
+    end_to_end_steps: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    command: str | None = None,
+) -> DistillationReport:
+    """Distil a converted checkpoint from its softmax parent.
+
+    Training is done in float32. Checkpoints of it lie in ``.NAME.training`` beside the destination until it is finished.
+
+    Args:
+        checkpoint: the RFA checkpoint.
+        destination: folder to write.
+        teacher: its softmax parent, a folder or a hub name.
+        data: text to train on (.txt or .jsonl, plain or .gz); for a model with an encoder the sources, one a line, or a
+            ``.jsonl`` file with ``source`` and ``target``.
+        references: outputs that belong to the sources, one a line.
+        recipe: name or file of a recipe, or a `Recipe`.
+        transfer_steps: steps of attention transfer, instead of the recipe's.
+        end_to_end_steps: steps of the end-to-end stage, instead of the recipe's.
+        resume: go on where an interrupted run stopped.
+        overwrite: replace a checkpoint that is at ``destination``.
+        command: what the model card says made it; None stands for these arguments.
+
+    Returns:
+        The figures of the distillation.
+
+    Raises:
+        InputError: if anything that was passed cannot be used; no training has started then.
+    """
+    command = command or _command(locals())
+    destination = Path(destination)
+    settings = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    settings = settings.with_steps(transfer=transfer_steps, end_to_end=end_to_end_steps)
+    stages = {"transfer": settings.transfer, "end_to_end": settings.end_to_end}
+    for name, stage in stages.items():
+        stage.check(name)
+    if not any(stage.steps for stage in stages.values()):
+        raise InputError("no stage of the recipe has any steps: there is nothing to train.")
+    check_destination(destination, overwrite=overwrite, sources=(Path(checkpoint), Path(teacher)))
+    work = destination.resolve().parent / f".{destination.name}.training"
+    if work.exists() and not resume:
+        raise InputError(f"{work} holds an interrupted run. Pass --resume to go on with it, or remove it.")
+    if resume and not work.exists():
+        raise InputError(f"there is no interrupted run to resume: {work} is not there.")
+
+    model, tokenizer = load_model(str(checkpoint), dtype="float32")
+    parent, _ = load_model(str(teacher), kind=kind_of(model.config), dtype="float32", need_tokenizer=False)
+    settings = _check_pair(model, parent, (str(checkpoint), str(teacher)), settings)
+    stages = {"transfer": settings.transfer, "end_to_end": settings.end_to_end}
+    datasets = {
+        name: _data(model, tokenizer, Path(data), None if references is None else Path(references), stage)
+        for name, stage in stages.items()
+        if stage.steps
+    }
+    for name, dataset in datasets.items():
+        if len(dataset) <= HELD_OUT:  # type: ignore[arg-type]
+            raise InputError(f"the data gives {len(dataset)} items for {name}; more than {HELD_OUT} are needed.")  # type: ignore[arg-type]
+    report = _run(model, parent, datasets, settings, work, resume, command)
+    with new_folder(destination) as folder:
+        _write(model, tokenizer, report, Path(checkpoint), folder)
+    shutil.rmtree(work, ignore_errors=True)
+    return report
+
+
+def _command(options: dict[str, Any]) -> str:
+    """Return the command line that stands for the arguments of `distill`."""
+    words = ["hf-rfa", "distill", str(options["checkpoint"]), "--output", str(options["destination"])]
+    for name in ("teacher", "data", "references", "recipe", "transfer_steps", "end_to_end_steps"):
+        value = options[name]
+        if value is not None and not isinstance(value, Recipe):
+            words += ["--" + name.replace("_", "-"), str(value)]
+    return shlex.join(words)
+
+
+def _run(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel,
+    datasets: dict[str, Dataset],
+    recipe: Recipe,
+    work: Path,
+    resume: bool,
+    command: str,
+) -> DistillationReport:
+    """Run the stages."""
+    collate = None if kind_of(model.config) == "causal" else PairCollator(model.config)
+    results, before, after = [], {}, {}
+    for name, dataset in datasets.items():
+        stage: Stage = getattr(recipe, name)
+        count = len(dataset)  # type: ignore[arg-type]
+        training = Subset(dataset, range(count - HELD_OUT))
+        arguments = TrainingArguments(
+            output_dir=str(work / name),
+            max_steps=stage.steps,
+            per_device_train_batch_size=stage.batch_size,
+            learning_rate=stage.learning_rate,
+            lr_scheduler_type="cosine",
+            logging_steps=max(1, stage.steps // 50),
+            save_strategy="steps",
+            save_steps=max(1, stage.steps // 5),
+            save_total_limit=1,
+            logging_nan_inf_filter=False,  # a loss that is not finite must not be replaced by the mean of those before
+            report_to=[],
+            remove_unused_columns=False,
+            dataloader_pin_memory=torch.cuda.is_available(),
+            seed=recipe.seed,
+        )
+        going_on = resume and any((work / name).glob("checkpoint-*"))
+        if name == "transfer":
+            held_out = [dataset[index] for index in range(count - HELD_OUT, count)]
+            before = _divergences(model, teacher, held_out, collate)
+            results.append(transfer_attention(model, teacher, training, arguments, collate=collate, resume=going_on))
+            after = _divergences(model, teacher, held_out, collate)
+        else:
+            rate, share = stage.rfa_learning_rate, stage.kl_weight
+            results.append(
+                distill_logits(
+                    model,
+                    teacher,
+                    training,
+                    arguments,
+                    rfa_rate=rate,
+                    kl_weight=share,
+                    collate=collate,
+                    resume=going_on,
+                )
+            )
+    return DistillationReport(command, recipe, before, after, tuple(results))
+
+
+@torch.no_grad()
+def _divergences(model: PreTrainedModel, teacher: PreTrainedModel, items: list[Any], collate: Any) -> dict[str, float]:
+    """Return the divergence of every layer on some items."""
+    inputs = collate(items) if collate else {name: torch.stack([item[name] for item in items]) for name in items[0]}
+    moved: Any = teacher.to(model.device)  # type: ignore[arg-type]
+    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    return {name: float(loss) for name, loss in transfer_losses(model, moved, inputs).items()}
+
+
+def _write(model: PreTrainedModel, tokenizer: Any, report: DistillationReport, checkpoint: Path, folder: Path) -> None:
+    """Write the distilled checkpoint, its report and its card."""
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8")) if checkpoint.is_dir() else {}
+    stored = getattr(torch, config.get("dtype") or "float32")
+    if stored != torch.float32:
+        model.to(stored)
+        for layer in rfa_layers(model).values():  # φ and gates stay in float32
+            for module in (layer.feature_map, layer.gate):
+                if module is not None:
+                    module.float()
+    model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
+    tokenizer.save_pretrained(folder)
+    (folder / "distillation.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+    report.plot(folder / "distillation.png")
+    old = checkpoint / "README.md"
+    card = ModelCard.load(old) if old.is_file() else ModelCard("---\nlibrary_name: transformers\n---\n")
+    rows = "\n".join(f"| {what} | {value} |" for what, value in report.rows())
+    card.text = card.text.replace(
+        "**It was not trained after the conversion**: distil or fine-tune it before you rely on it.",
+        "It was distilled from its parent after the conversion.",
+    )
+    card.text += (
+        f"\n## How it was distilled\n\n```bash\n{report.command}\n```\n\n| | |\n|---|---|\n{rows}\n\n"
+        "![loss](distillation.png)\n"
+    )
+    card.save(folder / "README.md")

@@ -1,0 +1,263 @@
+"""Distillation: a converted model learns from its softmax parent.
+
+Two stages, each a transformers `Trainer`:
+
+1. attention transfer: every RFA layer at once learns the softmax weights of the parent's layer, on the parent's inputs. Only
+   feature maps and gates are trained. As the weights of a layer depend on its own φ alone, all layers learn independently
+   (attention distillation as in Zhang et al. 2024, section 4.2, with random features as the start).
+2. end to end: the whole model learns the parent's logits, by KL(parent ‖ model), beside the loss on the text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hf_rfa.convert.calibration import (
+    SMALLEST_WEIGHT,
+    Sample,
+    model_masks,
+    record_inputs,
+    sample_layer,
+    softmax_weights,
+)
+from hf_rfa.convert.families import rfa_layers
+from hf_rfa.convert.inputs import Inputs
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from hf_rfa.attention import RFAAttentionMixin
+from hf_rfa.kernels import implied_weights, mask_padding
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What one stage of training did.
+
+    Attributes:
+        name: of the stage.
+        steps: optimiser steps.
+        log: what the Trainer logged, in order: losses, learning rates, gradient norms.
+    """
+
+    name: str
+    steps: int
+    log: tuple[dict[str, float], ...]
+
+
+def layer_divergence(layer: RFAAttentionMixin, sample: Sample, hidden_states: Tensor) -> Tensor:
+    """Return KL(softmax ‖ implied) of a layer, in nats per query, [H].
+
+    Args:
+        layer: the RFA layer.
+        sample: its queries and keys in the softmax model.
+        hidden_states: its input there, which a gate reads.
+    """
+    with torch.no_grad():
+        softmax, negative_entropy = softmax_weights(layer, sample)
+    query, key = layer.feature_map(sample.query, sample.key)
+    log_gate, weights = (None, None) if layer.gate is None else layer.gate(hidden_states)
+    log_gate, weights = mask_padding(sample.key_mask, log_gate, weights)
+    implied = implied_weights(
+        query,
+        key,
+        log_gate=log_gate,
+        weights=weights,
+        causal=layer.rfa_kind == "causal",
+        signed=layer.feature_map.signed,
+        floor=layer.feature_map.floor,
+    )
+    cross_entropy = -(softmax * implied.clamp_min(SMALLEST_WEIGHT).log()).sum(-1)
+    return sample.mean(cross_entropy + negative_entropy)
+
+
+def transfer_losses(model: nn.Module, teacher: PreTrainedModel, inputs: Inputs) -> dict[str, Tensor]:
+    """Return the divergence of every RFA layer, each the mean over its heads, on one batch.
+
+    Args:
+        model: the RFA model, whose projections are still the teacher's.
+        teacher: the softmax model.
+        inputs: a batch as the models take it.
+    """
+    layers = rfa_layers(model)
+    with torch.no_grad(), record_inputs({name: teacher.get_submodule(name) for name in layers}) as recorded:
+        body: Any = teacher.base_model
+        body(**{name: tensor for name, tensor in inputs.items() if name != "labels"}, use_cache=False)
+    masks = model_masks(inputs)
+    losses = {}
+    for name, layer in layers.items():
+        if name not in recorded:
+            continue
+        with torch.no_grad():
+            sample = sample_layer(layer, recorded[name], masks)
+        with torch.autocast(sample.key.device.type, enabled=False):
+            losses[name] = layer_divergence(layer, sample, recorded.pop(name)[0]).mean()
+    return losses
+
+
+class AttentionTransferTrainer(Trainer):
+    """Stage 1: the loss is the mean over layers of `transfer_losses`."""
+
+    def __init__(self, *args: Any, teacher: PreTrainedModel, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.teacher = teacher
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of one batch."""
+        losses = transfer_losses(self.accelerator.unwrap_model(model), self.teacher, inputs)
+        loss = torch.stack(list(losses.values())).mean()
+        return (loss, {}) if return_outputs else loss
+
+
+class LogitDistillationTrainer(Trainer):
+    """Stage 2: KL(teacher ‖ model) of the logits, and the loss on the text.
+
+    Args:
+        teacher: the softmax model.
+        kl_weight: share of the KL in the loss, from 0 to 1.
+    """
+
+    def __init__(self, *args: Any, teacher: PreTrainedModel, kl_weight: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.teacher, self.kl_weight = teacher, kl_weight
+        self.model_accepts_loss_kwargs = False
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of one batch."""
+        outputs = model(**inputs, use_cache=False)
+        with torch.no_grad():
+            known = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+            expected = self.teacher(**known, use_cache=False).logits
+        logits, labels = outputs.logits, inputs["labels"]
+        if not self.teacher.config.is_encoder_decoder:  # a label is what the token before it predicts
+            logits, expected, labels = logits[:, :-1], expected[:, :-1], labels[:, 1:]
+        counted = labels != -100
+        kl = F.kl_div(
+            logits[counted].float().log_softmax(-1),
+            expected[counted].float().log_softmax(-1),
+            log_target=True,
+            reduction="batchmean",
+        )
+        loss = self.kl_weight * kl + (1.0 - self.kl_weight) * outputs.loss
+        return (loss, outputs) if return_outputs else loss
+
+
+def is_rfa_parameter(name: str) -> bool:
+    """Return whether a parameter belongs to a feature map or a gate."""
+    parts = name.split(".")
+    return "feature_map" in parts or "gate" in parts
+
+
+def parameter_groups(model: nn.Module, *, rfa_rate: float, rate: float) -> list[dict[str, Any]]:
+    """Return optimiser groups: feature maps and gates at one rate, all else at another; a rate of 0 freezes its group."""
+    groups: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        chosen = rfa_rate if is_rfa_parameter(name) else rate
+        if chosen > 0 and parameter.requires_grad:
+            groups.setdefault(chosen, []).append(parameter)
+    return [{"params": parameters, "lr": chosen} for chosen, parameters in groups.items()]
+
+
+def _train(trainer: Trainer, name: str, resume: bool) -> StageResult:
+    found = trainer.train(resume_from_checkpoint=resume)
+    trained: Any = trainer.model
+    if not (math.isfinite(found.training_loss) and all(bool(p.isfinite().all()) for p in trained.parameters())):
+        raise FloatingPointError(
+            f"{name}: the loss is {found.training_loss}. Lower the learning rate, or choose another feature map."
+        )
+    log = tuple({key: float(value) for key, value in entry.items()} for entry in trainer.state.log_history)
+    return StageResult(name, trainer.state.global_step, log)
+
+
+def transfer_attention(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel,
+    data: Dataset,
+    arguments: TrainingArguments,
+    *,
+    collate: Callable[[Any], Inputs] | None = None,
+    resume: bool = False,
+) -> StageResult:
+    """Train feature maps and gates on the teacher's attention, in place (stage 1).
+
+    Args:
+        model: the RFA model; its projections have to be the teacher's still.
+        teacher: the softmax model.
+        data: batches come from it as ``collate`` makes them.
+        arguments: the Trainer's; ``learning_rate`` is that of feature maps and gates.
+        collate: makes a batch of items of ``data``.
+        resume: go on from the last checkpoint in ``arguments.output_dir``.
+
+    Raises:
+        FloatingPointError: if the loss is not finite.
+    """
+    groups = parameter_groups(model, rfa_rate=arguments.learning_rate, rate=0.0)
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in trained)
+    try:
+        trainer = AttentionTransferTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=data,
+            data_collator=collate,
+            teacher=teacher.eval().requires_grad_(False),
+            optimizers=(torch.optim.Adam(groups), None),
+        )
+        return _train(trainer, "attention transfer", resume)
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(required[name])
+        model.eval()
+
+
+def distill_logits(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel,
+    data: Dataset,
+    arguments: TrainingArguments,
+    *,
+    rfa_rate: float,
+    kl_weight: float,
+    collate: Callable[[Any], Inputs] | None = None,
+    resume: bool = False,
+) -> StageResult:
+    """Train a whole model on the teacher's logits and on the text, in place (stage 2).
+
+    Args:
+        model: the RFA model.
+        teacher: the softmax model, which may not share weights with ``model``.
+        data: see `transfer_attention`.
+        arguments: the Trainer's; ``learning_rate`` is that of all but feature maps and gates.
+        rfa_rate: learning rate of feature maps and gates.
+        kl_weight: share of the KL in the loss, from 0 to 1.
+        collate: see `transfer_attention`.
+        resume: see `transfer_attention`.
+
+    Raises:
+        FloatingPointError: if the loss is not finite.
+    """
+    groups = parameter_groups(model, rfa_rate=rfa_rate, rate=arguments.learning_rate)
+    trainer = LogitDistillationTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        data_collator=collate,
+        teacher=teacher.eval().requires_grad_(False),
+        kl_weight=kl_weight,
+        optimizers=(torch.optim.AdamW(groups, weight_decay=arguments.weight_decay), None),
+    )
+    try:
+        return _train(trainer, "end to end", resume)
+    finally:
+        model.eval()

@@ -1,0 +1,112 @@
+"""Recipes: the settings of a distillation, one YAML file each."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from hf_rfa.errors import InputError
+
+#: Tokens per block, unless a recipe says otherwise.
+BLOCK_LENGTH = 256
+#: Recipes that come with the package.
+FOLDER = Path(__file__).parent / "recipes"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of training.
+
+    Attributes:
+        steps: optimiser steps; 0 leaves the stage out.
+        batch_size: blocks or pairs per step.
+        block_length: tokens per block; for pairs the most tokens of either side. None takes `BLOCK_LENGTH`, or the models'
+            positions if they are fewer.
+        learning_rate: of what the stage is about: feature maps and gates in attention transfer, all else end to end.
+        rfa_learning_rate: of feature maps and gates, end to end.
+        kl_weight: share of the KL in the loss, end to end.
+    """
+
+    steps: int = 0
+    batch_size: int = 8
+    block_length: int | None = None
+    learning_rate: float = 1e-2
+    rfa_learning_rate: float = 1e-3
+    kl_weight: float = 0.5
+
+    def check(self, name: str) -> None:
+        """Raise an `InputError` that names the field, its value and what is allowed."""
+        least = {"steps": 0, "batch_size": 1, "block_length": 2}
+        for each, smallest in least.items():
+            value = getattr(self, each)
+            if each == "block_length" and value is None:
+                continue
+            if not isinstance(value, int) or value < smallest:
+                raise InputError(f"recipe: {name}.{each} must be a whole number of at least {smallest}, got {value!r}.")
+        for each in ("learning_rate", "rfa_learning_rate"):
+            value = getattr(self, each)
+            if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+                raise InputError(f"recipe: {name}.{each} must be a number of at least 0, got {value!r}.")
+        if not isinstance(self.kl_weight, (int, float)) or not 0 <= self.kl_weight <= 1:
+            raise InputError(f"recipe: {name}.kl_weight must be from 0 to 1, got {self.kl_weight!r}.")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The settings of a distillation: see ``recipes/default.yaml``."""
+
+    transfer: Stage = field(default_factory=Stage)
+    end_to_end: Stage = field(default_factory=Stage)
+    seed: int = 0
+
+    @classmethod
+    def load(cls, name: str | Path) -> Self:
+        """Load a recipe.
+
+        Args:
+            name: of a recipe that comes with the package, or the path of a YAML file.
+
+        Raises:
+            InputError: if there is none, or if it says something that no recipe says.
+        """
+        path = FOLDER / f"{name}.yaml"
+        if not path.is_file():
+            path = Path(name)
+        if not path.is_file():
+            known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.yaml")))
+            raise InputError(f"there is no recipe {name}. Pass a YAML file, or one of: {known}.")
+        try:
+            values: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise InputError(f"cannot read the recipe {path}: {error}") from error
+        if not isinstance(values, dict):
+            raise InputError(f"the recipe {path} holds no settings.")
+        stages = {}
+        for stage in ("transfer", "end_to_end"):
+            given = values.pop(stage, {}) or {}
+            unknown = sorted(set(given) - {item.name for item in fields(Stage)})
+            if unknown:
+                allowed = ", ".join(item.name for item in fields(Stage))
+                raise InputError(f"recipe {path}: {stage} has no setting {', '.join(unknown)}. There are: {allowed}.")
+            stages[stage] = Stage(**given)
+            stages[stage].check(stage)
+        seed = values.pop("seed", 0)
+        if values or not isinstance(seed, int):
+            wrong = ", ".join(sorted(values)) or f"seed {seed!r}"
+            raise InputError(f"recipe {path}: {wrong} is not understood. There are: transfer, end_to_end, seed.")
+        return cls(**stages, seed=seed)
+
+    def with_steps(self, *, transfer: int | None = None, end_to_end: int | None = None) -> Recipe:
+        """Return this recipe with other numbers of steps."""
+        return replace(
+            self,
+            transfer=self.transfer if transfer is None else replace(self.transfer, steps=transfer),
+            end_to_end=self.end_to_end if end_to_end is None else replace(self.end_to_end, steps=end_to_end),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain values."""
+        return asdict(self)

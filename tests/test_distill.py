@@ -1,0 +1,367 @@
+"""Distillation: what is trained, on which loss, and that it can be interrupted and resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hf_rfa.convert import InputError, convert
+from hf_rfa.convert.calibration import Sample
+from hf_rfa.convert.families import rfa_layers
+from hf_rfa.finetune import distillation
+from hf_rfa.finetune.data import Blocks, PairCollator, Pairs
+from hf_rfa.finetune.distill import distill
+from hf_rfa.finetune.distillation import (
+    LogitDistillationTrainer,
+    is_rfa_parameter,
+    layer_divergence,
+    parameter_groups,
+    transfer_losses,
+)
+from hf_rfa.finetune.recipe import Recipe
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHeadModel, TrainingArguments
+
+from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
+from hf_rfa.feature_maps import FEATURE_MAPS
+from hf_rfa.inference import load_model
+
+from .conftest import save_tiny_tokenizer, tiny_parent_config
+from .test_convert import leftovers
+from .test_seq2seq import make as make_seq2seq
+
+RECIPE = """
+transfer: {steps: 30, batch_size: 4, block_length: 16, learning_rate: 0.02}
+end_to_end: {steps: 6, batch_size: 4, block_length: 16, learning_rate: 0.001, rfa_learning_rate: 0.001, kl_weight: 0.5}
+seed: 3
+"""
+
+
+def words(count: int, start: int = 0) -> str:
+    return " ".join(f"w{4 + (start + n * n) % 57}" for n in range(count))
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory, tiny_seq2seq_parents) -> Path:
+    """Parents with tokenizers, converted checkpoints, texts and a recipe."""
+    folder = tmp_path_factory.mktemp("distill")
+    torch.manual_seed(1)
+    GPT2LMHeadModel(tiny_parent_config(initializer_range=0.5, eos_token_id=2)).save_pretrained(folder / "gpt2")
+    save_tiny_tokenizer(folder / "gpt2")
+    convert(folder / "gpt2", folder / "gpt2-rfa", feature_map="exponential", num_features=16, gate=True)
+    shutil.copytree(tiny_seq2seq_parents["bart"], folder / "bart")
+    convert(folder / "bart", folder / "bart-rfa", feature_map="exponential", num_features=16, encoder_layers="all")
+    (folder / "text.txt").write_text(words(700))
+    (folder / "short.txt").write_text(words(40))
+    (folder / "sources.txt").write_text("".join(words(3 + n % 7, n) + "\n" for n in range(40)))
+    (folder / "targets.txt").write_text("".join(words(2 + n % 5, 3 * n) + "\n" for n in range(40)))
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def run(material, tmp_path, model="gpt2", **options):
+    options = {
+        "data": material / "text.txt",
+        "recipe": material / "recipe.yaml",
+        "teacher": material / model,
+        **options,
+    }
+    return distill(options.pop("checkpoint", material / f"{model}-rfa"), tmp_path / "out", **options)
+
+
+def test_before_training_the_exponential_map_is_the_positive_one():
+    options = {"num_heads": 2, "head_dim": 5, "num_features": 11, "seed": 4, "layer_idx": 1, "scaling": 0.4}
+    positive, exponential = (FEATURE_MAPS[name](**options) for name in ("positive", "exponential"))
+    query, key = torch.randn(2, 2, 7, 5), torch.randn(2, 2, 7, 5)
+    for found, expected in zip(exponential(query, key), positive(query, key), strict=True):
+        torch.testing.assert_close(found, expected)
+    exponential(query, key)[1].sum().backward()
+    grads = {name for name, parameter in exponential.named_parameters() if parameter.grad is not None}
+    assert grads == {"key_projection", "key_bias", "norm_weight", "sigma"}, "queries and keys have their own matrices"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_divergence_is_the_kl_of_the_weights(gated):
+    """Against a loop in float64 over heads and queries."""
+    config = RFAGPT2Config.from_parent(tiny_parent_config(), gate=gated, num_features=16)
+    layer = RFAGPT2LMHeadModel(config).double().transformer.h[0].attn
+    hidden = torch.randn(2, 9, 24, dtype=torch.float64)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, 6:] = False
+    query, key, _ = layer.project(hidden)
+    found = layer_divergence(layer, Sample(query, key, mask, mask), hidden)
+    features = layer.feature_map(query, key)
+    total, counted = torch.zeros(3, dtype=torch.float64), 0
+    for row in range(2):
+        length = 9 if row == 0 else 6
+        for t in range(length):
+            counted += 1
+            for head in range(3):
+                softmax = (key[row, head, : t + 1] @ query[row, head, t] * layer.scaling).softmax(0)
+                mass = features[1][row, head, : t + 1] @ features[0][row, head, t]
+                if gated:
+                    log_gate, weight = layer.gate(hidden)
+                    decay = log_gate[row, head, : t + 1].flip(0).cumsum(0).flip(0) - log_gate[row, head, : t + 1]
+                    mass = mass * weight[row, head, : t + 1] * decay.exp()
+                total[head] += (softmax * (softmax.log() - (mass / mass.sum()).log())).sum()
+    torch.testing.assert_close(found, total / counted, atol=1e-4, rtol=1e-4)
+
+
+def test_logit_loss_is_the_kl_and_the_loss_on_the_text(tmp_path):
+    for family in ("gpt2", "bart"):
+        if family == "gpt2":
+            model = RFAGPT2LMHeadModel(RFAGPT2Config.from_parent(tiny_parent_config())).eval()
+            teacher = GPT2LMHeadModel(tiny_parent_config()).eval()
+            ids = torch.randint(1, 61, (3, 8))
+            inputs = {"input_ids": ids, "labels": ids}
+        else:
+            model, teacher = make_seq2seq(), make_seq2seq("elu")
+            pairs = [{"input_ids": [5, 6, 2], "labels": [7, 2]}, {"input_ids": [5, 2], "labels": [8, 9, 10, 2]}]
+            inputs = PairCollator(model.config)(pairs)
+        with torch.no_grad():
+            known = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+            ours, theirs = (each(**known).logits.log_softmax(-1) for each in (model, teacher))
+        labels = inputs["labels"]
+        if family == "gpt2":
+            ours, theirs, labels = ours[:, :-1], theirs[:, :-1], labels[:, 1:]
+        kl = [(theirs[r, t].exp() * (theirs[r, t] - ours[r, t])).sum() for r, t in (labels != -100).nonzero().tolist()]
+        nll = [-ours[r, t, labels[r, t]] for r, t in (labels != -100).nonzero().tolist()]
+        for share in (0.0, 0.3, 1.0):
+            arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[])
+            trainer = LogitDistillationTrainer(model=model, args=arguments, teacher=teacher, kl_weight=share)
+            expected = share * torch.stack(kl).mean() + (1 - share) * torch.stack(nll).mean()
+            torch.testing.assert_close(trainer.compute_loss(model, inputs).detach(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_parameter_groups_and_frozen_ones():
+    model = RFAGPT2LMHeadModel(RFAGPT2Config.from_parent(tiny_parent_config(), gate=True))
+    groups = parameter_groups(model, rfa_rate=0.1, rate=0.01)
+    rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        assert rates[id(parameter)] == (0.1 if is_rfa_parameter(name) else 0.01), name
+    assert len(parameter_groups(model, rfa_rate=0.1, rate=0.0)) == 1
+
+
+def test_transfer_trains_feature_maps_and_gates_and_nothing_else(material, tmp_path):
+    report = run(material, tmp_path, end_to_end_steps=0)
+    assert set(report.before) == {"transformer.h.0.attn", "transformer.h.1.attn"}
+    for name, before in report.before.items():
+        assert report.after[name] < 0.8 * before, name
+    old, new = (load_file(folder / "model.safetensors") for folder in (material / "gpt2-rfa", tmp_path / "out"))
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    assert all(is_rfa_parameter(name) for name in changed)
+    assert {name.rsplit(".", 1)[-1] for name in changed} >= {"projection", "key_projection", "norm_weight", "sigma"}
+    assert any(".gate." in name for name in changed)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.isfinite(model(torch.ones(1, 4, dtype=torch.long)).logits).all()
+    saved = json.loads((tmp_path / "out" / "distillation.json").read_text())
+    assert saved["recipe"]["transfer"]["steps"] == 30
+    assert saved["divergence_after_transfer"] == report.after
+    assert [entry["step"] for entry in saved["stages"][0]["log"] if "loss" in entry] == list(range(1, 31))
+    assert (tmp_path / "out" / "distillation.png").stat().st_size > 1000
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert report.command in card.content
+    assert "It was not trained" not in card.content
+    assert leftovers(tmp_path) == ["out"]
+
+
+def test_all_layers_learn_alone(material):
+    """The loss of one layer has no gradient in another's feature map."""
+    model, _ = load_model(str(material / "gpt2-rfa"))
+    teacher, _ = load_model(str(material / "gpt2"))
+    losses = transfer_losses(model, teacher, {"input_ids": torch.randint(4, 61, (2, 12))})
+    losses["transformer.h.1.attn"].backward()
+    layers = rfa_layers(model)
+    assert all(p.grad is None for p in layers["transformer.h.0.attn"].feature_map.parameters())
+    assert layers["transformer.h.1.attn"].feature_map.projection.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("feature_map", sorted(set(FEATURE_MAPS) - {"elu"}))
+def test_every_trainable_map_learns(feature_map, material, tmp_path):
+    options = {"feature_map": feature_map, "trainable_projection": feature_map in ("positive", "arccos", "gaussian")}
+    if feature_map in ("gaussian", "arccos"):
+        options["unit_norm"] = True
+    convert(material / "gpt2", tmp_path / "rfa", **options)
+    report = run(material, tmp_path, checkpoint=tmp_path / "rfa", end_to_end_steps=0)
+    assert sum(report.after.values()) < sum(report.before.values())
+
+
+def test_end_to_end_trains_everything(material, tmp_path):
+    report = run(material, tmp_path, transfer_steps=0, end_to_end_steps=12)
+    assert report.after == {}
+    old, new = (load_file(folder / "model.safetensors") for folder in (material / "gpt2-rfa", tmp_path / "out"))
+    assert not torch.equal(old["transformer.h.0.attn.c_attn.weight"], new["transformer.h.0.attn.c_attn.weight"])
+    losses = [entry["loss"] for entry in report.stages[0].log if "loss" in entry]
+    assert len(losses) == 12
+    with pytest.raises(InputError, match=r"no longer has the weights of .*--transfer-steps 0"):
+        distill(
+            tmp_path / "out",
+            tmp_path / "more",
+            teacher=material / "gpt2",
+            data=material / "text.txt",
+            recipe=material / "recipe.yaml",
+        )
+
+
+@pytest.mark.parametrize("stop_at", [("transfer", 17), ("end to end", 3)])
+def test_an_interrupted_run_resumes_to_the_same_weights(stop_at, material, tmp_path, monkeypatch):
+    (tmp_path / "whole").mkdir()
+    run(material, tmp_path / "whole", transfer_steps=25, end_to_end_steps=5)
+    stage, step = stop_at
+    compute = {
+        "transfer": (distillation.AttentionTransferTrainer, "compute_loss"),
+        "end to end": (distillation.LogitDistillationTrainer, "compute_loss"),
+    }[stage]
+    original, calls = getattr(*compute), []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) > step:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*compute, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(material, tmp_path, transfer_steps=25, end_to_end_steps=5)
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / ".out.training").is_dir()
+    with pytest.raises(InputError, match=r"holds an interrupted run. Pass --resume"):
+        run(material, tmp_path, transfer_steps=25, end_to_end_steps=5)
+    run(material, tmp_path, transfer_steps=25, end_to_end_steps=5, resume=True)
+    whole, resumed = (load_file(folder / "out" / "model.safetensors") for folder in (tmp_path / "whole", tmp_path))
+    for name, tensor in whole.items():
+        torch.testing.assert_close(resumed[name], tensor, atol=1e-6, rtol=1e-5, msg=name)
+    assert leftovers(tmp_path) == ["out", "whole"]
+
+
+def test_sixteen_bit_checkpoints_keep_their_dtype(material, tmp_path):
+    convert(material / "gpt2", tmp_path / "rfa", feature_map="exponential", dtype="bfloat16")
+    run(material, tmp_path, checkpoint=tmp_path / "rfa", transfer_steps=3, end_to_end_steps=0)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors["transformer.h.0.attn.c_attn.weight"].dtype == torch.bfloat16
+    assert tensors["transformer.h.0.attn.feature_map.key_projection"].dtype == torch.float32
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_a_model_with_an_encoder_learns_every_kind_of_attention(material, tmp_path):
+    options = {"data": material / "sources.txt", "references": material / "targets.txt"}
+    report = run(material, tmp_path, "bart", end_to_end_steps=2, **options)
+    assert len(report.before) == 8
+    for name, before in report.before.items():
+        assert report.after[name] < before, name
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    assert model.generate(torch.full((1, 4), 5), num_beams=2, max_new_tokens=4, eos_token_id=None).shape == (1, 5)
+
+
+def test_pairs_are_padded_and_shifted(material):
+    _, tokenizer = load_model(str(material / "bart"))
+    pairs = Pairs(tokenizer, ["w5 w6", "w7"], ["w8", "w9 w10 w11"], length=3)
+    model, _ = load_model(str(material / "bart"))
+    batch = PairCollator(model.config)([pairs[0], pairs[1]])
+    assert batch["input_ids"].tolist() == [[5, 6, 2], [7, 2, 1]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert batch["labels"].tolist() == [[8, 2, -100], [9, 10, 2]]
+    assert batch["decoder_input_ids"].tolist() == [[2, 8, 2], [2, 9, 10]]
+    assert batch["decoder_attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    with torch.no_grad():
+        loss = model(**batch).loss
+        alone = [model(**PairCollator(model.config)([pairs[row]])).loss for row in (0, 1)]
+    torch.testing.assert_close(loss, (2 * alone[0] + 3 * alone[1]) / 5)
+
+
+def test_blocks_join_documents(material):
+    _, tokenizer = load_model(str(material / "gpt2"))
+    blocks = Blocks(tokenizer, ["w5 w6", "w7"], length=2)
+    assert [blocks[index]["input_ids"].tolist() for index in range(len(blocks))] == [[5, 6], [2, 2], [7, 2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"teacher": "gpt2-rfa"}, "the teacher .* is an RFA checkpoint"),
+        ({"checkpoint": "gpt2"}, "is a gpt2 model, not an RFA checkpoint. Convert it first"),
+        ({"teacher": "bart"}, "is a bart model, an encoder and a decoder, but this needs a decoder that stands alone"),
+        ({"data": "short.txt"}, "the data gives 2 items for transfer; more than 8 are needed"),
+        ({"data": "missing.txt"}, "there is no text file"),
+        ({"references": "targets.txt"}, "references belong to a model with an encoder"),
+        ({"transfer_steps": 0, "end_to_end_steps": 0}, "no stage of the recipe has any steps"),
+        ({"recipe": "nope"}, "there is no recipe nope. Pass a YAML file, or one of: default"),
+        ({"resume": True}, "there is no interrupted run to resume"),
+    ],
+)
+def test_bad_input(options, match, material, tmp_path):
+    for name in ("teacher", "checkpoint", "data", "references"):
+        if name in options:
+            options = {**options, name: material / options[name]}
+    with pytest.raises(InputError, match=match):
+        run(material, tmp_path, **options)
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("transfer: {steps: -1}", r"transfer.steps must be a whole number of at least 0, got -1"),
+        ("transfer: {block_length: 1}", r"transfer.block_length must be a whole number of at least 2, got 1"),
+        ("transfer: {stepz: 3}", r"transfer has no setting stepz. There are: steps, batch_size"),
+        ("end_to_end: {kl_weight: 2}", r"end_to_end.kl_weight must be from 0 to 1, got 2"),
+        ("end_to_end: {learning_rate: fast}", r"end_to_end.learning_rate must be a number of at least 0, got 'fast'"),
+        ("transfers: {steps: 3}", r"transfers is not understood. There are: transfer, end_to_end, seed"),
+        ("- 1", "holds no settings"),
+        ("a: [", "cannot read the recipe"),
+    ],
+)
+def test_recipes_are_checked(text, match, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(InputError, match=match):
+        Recipe.load(tmp_path / "recipe.yaml")
+
+
+def test_blocks_longer_than_the_positions(material, tmp_path):
+    (tmp_path / "long.yaml").write_text("transfer: {steps: 3, block_length: 97}")
+    with pytest.raises(InputError, match="block_length is 97, but the models have 96 positions"):
+        run(material, tmp_path, recipe=tmp_path / "long.yaml")
+
+
+def test_a_diverging_run_says_so(material, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        distillation.AttentionTransferTrainer, "compute_loss", lambda self, model, inputs, **k: self._nan(model)
+    )
+    monkeypatch.setattr(
+        distillation.AttentionTransferTrainer,
+        "_nan",
+        lambda self, model: next(p for p in model.parameters() if p.requires_grad).sum() * float("nan"),
+        raising=False,
+    )
+    with pytest.raises(FloatingPointError, match=r"the loss is nan\. Lower the learning rate"):
+        run(material, tmp_path, end_to_end_steps=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch, capsys):
+    from hf_rfa import cli
+
+    command = ["hf-rfa", "convert", str(material / "bart"), str(tmp_path / "out"), "--distill-steps", "4"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit):
+            cli.main()
+    assert "--distill-steps and --data belong together" in " ".join(capsys.readouterr().err.split())
+    assert leftovers(tmp_path) == []
+    data = ["--data", str(material / "sources.txt"), "--references", str(material / "targets.txt")]
+    monkeypatch.setattr(sys, "argv", [*command, *data])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 0
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    assert model.config.feature_map == "exponential"
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.content.count(" ".join([*command, *data])) == 2, "what makes it again, from start to end"
+    assert (tmp_path / "out" / "distillation.json").is_file()
+    assert leftovers(tmp_path) == ["out"]
