@@ -6,6 +6,8 @@ What is the same in every family is in `RFAAttentionMixin`; a family's attention
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import wraps
 from itertools import pairwise
 from typing import Any
 
@@ -134,6 +136,20 @@ def rows_in_runs(source: Tensor, padding: Tensor | None) -> int:
     return math.gcd(*(stop - start for start, stop in pairwise(starts)))
 
 
+def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a method of (query, …) so that mixed precision rounds nothing in it: phases, features, gates and states."""
+
+    @wraps(function)
+    def run(self: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        device = query.device.type
+        if not torch.is_autocast_enabled(device):
+            return function(self, query, *args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(self, query, *args, **kwargs)
+
+    return run
+
+
 class RFAPreTrainedMixin:
     """What every RFA model has of its base class: how φ and gates start, and that they stay in float32."""
 
@@ -186,6 +202,7 @@ class RFAAttentionMixin(nn.Module):
     def _signs(self) -> dict[str, Any]:
         return {"signed": self.feature_map.signed, "floor": self.feature_map.floor}
 
+    @without_autocast
     def attend(
         self,
         query: Tensor,
@@ -216,12 +233,11 @@ class RFAAttentionMixin(nn.Module):
         Returns:
             The output [B, H, T, d] in the dtype of ``value``, and the weights [B, H, T, T] or None.
         """
+        if self.rfa_kind != "causal":
+            output, _, implied = self._attend_all(query, key, value, padding, dropout, output_weights)
+            return output, implied
         query_features, key_features = map(self._as_state, self.feature_map(query, key))
         values = F.dropout(value, dropout, self.training)
-        if self.rfa_kind != "causal":
-            output, _, implied = self._attend_all(query_features, key_features, values, padding, output_weights)
-            return output, implied
-
         log_gate, weights = (None, None) if self.gate is None else self.gate(hidden_states)
         log_gate, weights = mask_padding(padding, log_gate, weights)
         shared: dict[str, Any] = {"log_gate": log_gate, "weights": weights, **self._signs()}
@@ -242,23 +258,38 @@ class RFAAttentionMixin(nn.Module):
             output, _ = cache.update(key_features, values, self.rfa_layer_idx, step=step)
         return output.to(value.dtype), implied
 
+    @without_autocast
     def _attend_all(
-        self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, output_weights: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        padding: Tensor | None,
+        dropout: float,
+        output_weights: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Let every query see every key: features and values in; output, state and implied weights out.
+        """Let every query see every key: queries, keys and values in; output, state and implied weights out.
 
         One row of keys may serve several rows of queries, as in `attend_with_state`.
         """
+        query_features, key_features = map(self._as_state, self.feature_map(query, key))
         weights = mask_padding(padding, None, None)[1]
-        state = source_state(key, value, weights=weights, signed=self.feature_map.signed)
-        output = attend_with_state(query, state, **self._signs()).to(value.dtype)
+        values = F.dropout(value, dropout, self.training)
+        state = source_state(key_features, values, weights=weights, signed=self.feature_map.signed)
+        output = attend_with_state(query_features, state, **self._signs()).to(value.dtype)
         if not output_weights:
             return output, state, None
         rows = query.shape[0] // key.shape[0]
-        key = key.repeat_interleave(rows, dim=0)
+        key_features = key_features.repeat_interleave(rows, dim=0)
         weights = None if weights is None else weights.repeat_interleave(rows, dim=0)
-        implied = implied_weights(query, key, weights=weights, causal=False, **self._signs())
+        implied = implied_weights(query_features, key_features, weights=weights, causal=False, **self._signs())
         return output, state, implied.to(value.dtype)
+
+    @without_autocast
+    def _read(self, query: Tensor, state: Tensor) -> Tensor:
+        """Return what queries [B, H, T, d] read from a finished state."""
+        features = self._as_state(self.feature_map(query)[0])
+        return attend_with_state(features, state.to(features.device), **self._signs()).to(query.dtype)
 
     def attend_to_source(
         self,
@@ -291,17 +322,14 @@ class RFAAttentionMixin(nn.Module):
         if isinstance(past_key_values, EncoderDecoderCache):
             layer = source_layer_of(past_key_values.cross_attention_cache, self.rfa_layer_idx)
         if layer is not None and layer.state is not None and not output_weights:
-            features = self._as_state(self.feature_map(query)[0])
-            return attend_with_state(features, layer.state.to(features.device), **self._signs()).to(query.dtype), None
+            return self._read(query, layer.state), None
         if source is None:
             raise ValueError("cross attention needs encoder_hidden_states, or a cache that has seen them.")
         fills = layer is not None and layer.state is None
         runs = rows_in_runs(source, padding) if fills else 1
         kept = None if padding is None else padding[::runs]
         key, value = self.project_source(source[::runs])
-        query_features, key_features = map(self._as_state, self.feature_map(query, key))
-        values = F.dropout(value, dropout, self.training)
-        output, state, implied = self._attend_all(query_features, key_features, values, kept, output_weights)
+        output, state, implied = self._attend_all(query, key, value, kept, dropout, output_weights)
         if isinstance(past_key_values, EncoderDecoderCache) and fills:
             layer.fill(state, length=source.shape[1], rows_per_state=runs)
             past_key_values.is_updated[self.rfa_layer_idx] = True

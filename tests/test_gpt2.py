@@ -393,3 +393,32 @@ def test_gates_start_with_spans_spread_over_heads():
     spans = 1 / weight[0, :, 0]
     torch.testing.assert_close(spans, torch.tensor([24.0, 96.0, 384.0]), rtol=1e-4, atol=0)
     torch.testing.assert_close(log_gate.exp() + weight, torch.ones_like(weight))
+
+
+@pytest.mark.parametrize("name", ["positive-gate", "gaussian-paper", "arccos"])
+def test_autocast_leaves_phases_features_and_states_in_float32(name, ids):
+    """Mixed precision rounds the projections, as it does the parent's, and nothing between them."""
+    model = make(name)
+    seen = []
+    for block in model.transformer.h:
+        block.attn.feature_map.register_forward_hook(lambda module, args, output: seen.append(output[1]))
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(ids, use_cache=True)
+        assert all(layer.state.dtype == torch.float32 for layer in output.past_key_values.layers)
+        assert {features.dtype for features in seen} == {torch.float32}
+        inputs = []
+        for block in model.transformer.h:
+            block.attn.feature_map.register_forward_pre_hook(lambda module, args: inputs.append(args))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(ids)
+        maps = [block.attn.feature_map for block in model.transformer.h]
+        for features, feature_map, args in zip(seen, maps, inputs, strict=False):
+            torch.testing.assert_close(features, feature_map(*args)[1], atol=0, rtol=0)
+    loss = {}
+    for enabled in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            loss[enabled] = model(ids, labels=ids).loss
+        loss[enabled].backward()
+    assert abs(float(loss[True].detach()) - float(loss[False].detach())) < 0.05

@@ -448,3 +448,14 @@ def test_rows_in_runs():
     other[1, 3:] = 0
     assert rows_in_runs(same, None) == 2
     assert rows_in_runs(same, other) == 1, "equal hidden states under different padding are different sources"
+
+
+@torch.no_grad()
+def test_autocast_leaves_states_in_float32(source, target):
+    model = make("everything")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(source, decoder_input_ids=target)
+        step = model(source, decoder_input_ids=target[:, :1], past_key_values=output.past_key_values)
+    caches = (step.past_key_values.self_attention_cache, step.past_key_values.cross_attention_cache)
+    assert all(layer.state.dtype == torch.float32 for cache in caches for layer in cache.layers)
+    assert torch.isfinite(step.logits).all()
