@@ -261,7 +261,7 @@ def _rfa_config(
         raise
     except (ValueError, StrictDataclassError) as error:
         raise InputError(str(error.__cause__ or error)) from error
-    if not any(config.is_rfa(kind, index) for kind in layer_fields for index in range(config.num_layers_for(kind))):
+    if not any(config.any_rfa(kind) for kind in layer_fields):
         raise InputError("no layer is left to convert. Name at least one in layers, cross_layers or encoder_layers.")
     return config
 

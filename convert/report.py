@@ -158,12 +158,15 @@ def cache_bytes_per_sequence(config: Any, dtype: torch.dtype, length: int) -> in
     return caches * 2 * config.num_layers_for("causal") * config.hidden_size * length * dtype.itemsize
 
 
+#: What the card of a converted model says until it is trained.
+UNTRAINED = "**It was not trained after the conversion**: distil or fine-tune it before you rely on it."
+
 CARD = """# {title}
 
 This is [{source}]({link}) with its softmax attention replaced by random feature attention (Peng et al., 2021), converted by
 [hf-rfa](https://pypi.org/project/hf-rfa/) {version}. A recurrent state of fixed size stands in for the cache of keys and
 values, so a token costs the same time and memory at any length. The projections of queries, keys, values and outputs are
-the parent's, untouched. **It was not trained after the conversion**: distil or fine-tune it before you rely on it.
+the parent's, untouched. {untrained}
 
 ## Use
 
@@ -232,6 +235,7 @@ def model_card(
         source=source,
         link=f"https://huggingface.co/{hub_name}" if hub_name is not None else "#how-it-was-made",
         version=__version__,
+        untrained=UNTRAINED,
         auto_class=auto_class,
         destination=destination,
         command=report.command,

@@ -13,6 +13,7 @@ import matplotlib
 import torch
 from hf_rfa.convert.converter import MAX_SHARD_SIZE
 from hf_rfa.convert.families import rfa_layers
+from hf_rfa.convert.report import UNTRAINED
 from hf_rfa.convert.texts import read_documents, read_pairs
 from hf_rfa.convert.writer import check_destination, new_folder
 from huggingface_hub import ModelCard
@@ -196,11 +197,7 @@ def distill(
     if not any(stage.steps for stage in stages.values()):
         raise InputError("no stage of the recipe has any steps: there is nothing to train.")
     check_destination(destination, overwrite=overwrite, sources=(Path(checkpoint), Path(teacher)))
-    work = destination.resolve().parent / f".{destination.name}.training"
-    if work.exists() and not resume:
-        raise InputError(f"{work} holds an interrupted run. Pass --resume to go on with it, or remove it.")
-    if resume and not work.exists():
-        raise InputError(f"there is no interrupted run to resume: {work} is not there.")
+    work = training_folder(destination, resume=resume)
 
     model, tokenizer = load_model(str(checkpoint), dtype="float32")
     parent, _ = load_model(str(teacher), kind=kind_of(model.config), dtype="float32", need_tokenizer=False)
@@ -219,6 +216,20 @@ def distill(
         _write(model, tokenizer, report, Path(checkpoint), folder)
     shutil.rmtree(work, ignore_errors=True)
     return report
+
+
+def training_folder(destination: Path, *, resume: bool) -> Path:
+    """Return the folder beside ``destination`` that holds the Trainer's checkpoints.
+
+    Raises:
+        InputError: if it holds an interrupted run that is not to be resumed, or if there is none to resume.
+    """
+    work = destination.resolve().parent / f".{destination.name}.training"
+    if work.exists() and not resume:
+        raise InputError(f"{work} holds an interrupted run. Pass --resume to go on with it, or remove it.")
+    if resume and not work.exists():
+        raise InputError(f"there is no interrupted run to resume: {work} is not there.")
+    return work
 
 
 def _command(options: dict[str, Any]) -> str:
@@ -312,10 +323,7 @@ def _write(model: PreTrainedModel, tokenizer: Any, report: DistillationReport, c
     old = checkpoint / "README.md"
     card = ModelCard.load(old) if old.is_file() else ModelCard("---\nlibrary_name: transformers\n---\n")
     rows = "\n".join(f"| {what} | {value} |" for what, value in report.rows())
-    card.text = card.text.replace(
-        "**It was not trained after the conversion**: distil or fine-tune it before you rely on it.",
-        "It was distilled from its parent after the conversion.",
-    )
+    card.text = card.text.replace(UNTRAINED, "It was distilled from its parent after the conversion.")
     card.text += (
         f"\n## How it was distilled\n\n```bash\n{report.command}\n```\n\n| | |\n|---|---|\n{rows}\n\n"
         "![loss](distillation.png)\n"

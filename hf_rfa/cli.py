@@ -107,12 +107,16 @@ def convert_command(
     references: Annotated[
         Path | None, typer.Option(help="Outputs for the sources in --data, one a line, for a model with an encoder.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="With --distill-steps: go on where an interrupted training stopped.")
+    ] = False,
 ) -> None:
     """Convert a softmax checkpoint into an RFA checkpoint."""
     if (distill_steps is None) != (data is None):
         raise InputError("--distill-steps and --data belong together: pass both, or neither.")
-    if references is not None and data is None:
-        raise InputError("--references has no effect without --data. Leave it out.")
+    for option, given in (("--references", references is not None), ("--resume", resume)):
+        if given and data is None:
+            raise InputError(f"{option} has no effect without --data. Leave it out.")
     if feature_map is None:
         feature_map = "positive" if distill_steps is None else "exponential"
     options: dict[str, Any] = {
@@ -138,13 +142,14 @@ def convert_command(
         _convert(source, destination, overwrite=overwrite, **options)
         return
     from .convert.writer import check_destination
-    from .finetune.distill import distill
+    from .finetune.distill import distill, training_folder
 
     check_destination(destination, overwrite=overwrite, sources=(Path(source),))
+    training_folder(destination, resume=resume)
     destination.resolve().parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.resolve().parent) as folder:
         converted = Path(folder) / destination.name
-        command = shlex.join(["hf-rfa", *sys.argv[1:]])
+        command = shlex.join(["hf-rfa", *(word for word in sys.argv[1:] if word != "--resume")])
         _convert(source, converted, overwrite=False, command=command, **options)
         report = distill(
             converted,
@@ -154,6 +159,7 @@ def convert_command(
             references=references,
             transfer_steps=distill_steps,
             end_to_end_steps=0,
+            resume=resume,
             overwrite=overwrite,
             command=command,
         )

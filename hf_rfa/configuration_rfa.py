@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
 from huggingface_hub.dataclasses import strict
@@ -85,14 +85,22 @@ class RFAConfigMixin:
         names = {each: name for name, each in self.FEATURE_COUNTS.items()}
         return getattr(self, names.get(kind, "num_features"))
 
+    def softmax_layers_for(self, kind: AttentionKind) -> list[int]:
+        """Return the layers whose attention of a kind stays softmax."""
+        names = {each: name for name, each in self.SOFTMAX_LAYERS.items()}
+        return getattr(self, names.get(kind, "softmax_layers"))
+
     def is_rfa(self, kind: AttentionKind, layer_idx: int) -> bool:
         """Return whether attention of a kind is RFA in a layer."""
-        names = {each: name for name, each in self.SOFTMAX_LAYERS.items()}
-        return layer_idx not in getattr(self, names.get(kind, "softmax_layers"))
+        return layer_idx not in self.softmax_layers_for(kind)
 
     def all_rfa(self, kind: AttentionKind) -> bool:
         """Return whether attention of a kind is RFA in every layer."""
-        return all(self.is_rfa(kind, index) for index in range(self.num_layers_for(kind)))
+        return not self.softmax_layers_for(kind)
+
+    def any_rfa(self, kind: AttentionKind) -> bool:
+        """Return whether attention of a kind is RFA in some layer."""
+        return len(self.softmax_layers_for(kind)) < self.num_layers_for(kind)
 
     @property
     def layer_types(self) -> list[str]:
@@ -143,11 +151,6 @@ class RFAConfigMixin:
             raise ValueError(
                 f"unit_norm does not apply to feature_map={self.feature_map!r}, which learns from raw q and k."
             )
-
-    @classmethod
-    def rfa_fields(cls) -> tuple[str, ...]:
-        """Return the names of the fields that this mixin adds."""
-        return tuple(item.name for item in fields(RFAConfigMixin))
 
     @classmethod
     def from_parent(cls, config: Any, **options: Any) -> Self:

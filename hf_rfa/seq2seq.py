@@ -152,7 +152,7 @@ class RFAEncoderMixin(_RFAStack):
         """
         length, device = self._length(input_ids, inputs_embeds)
         check_positions(length - 1, self.config.max_position_embeddings)
-        if len(self.config.softmax_encoder_layers) < self.config.encoder_layers:
+        if self.config.any_rfa("encoder"):
             kwargs["padding_mask"] = local_padding(attention_mask, length)
             kwargs["output_implied_weights"] = self._wants_weights(kwargs)
         if self.config.all_rfa("encoder"):
@@ -211,7 +211,7 @@ class RFADecoderMixin(_RFAStack):
         kwargs["output_implied_weights"] = self._wants_weights(kwargs)
         if isinstance(attention_mask, dict):  # `generate` makes masks by layer type if none of the layers is RFA
             attention_mask = attention_mask["full_attention"]
-        if len(self.config.softmax_layers) < self.config.decoder_layers:
+        if self.config.any_rfa("causal"):
             kwargs["padding_mask"] = local_padding(attention_mask, length)
         if self.config.all_rfa("causal"):
             attention_mask = _no_mask(device)

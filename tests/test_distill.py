@@ -355,7 +355,30 @@ def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch,
     assert "--distill-steps and --data belong together" in " ".join(capsys.readouterr().err.split())
     assert leftovers(tmp_path) == []
     data = ["--data", str(material / "sources.txt"), "--references", str(material / "targets.txt")]
-    monkeypatch.setattr(sys, "argv", [*command, *data])
+    with monkeypatch.context() as patch:  # an interrupted training is seen before anything is converted
+        (tmp_path / ".out.training").mkdir()
+        patch.setattr(cli, "_convert", lambda *args, **options: pytest.fail("converted first"))
+        patch.setattr(sys, "argv", [*command, *data])
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert "Pass --resume to go on with it" in " ".join(capsys.readouterr().err.split())
+        (tmp_path / ".out.training").rmdir()
+
+    original, calls = distillation.AttentionTransferTrainer.compute_loss, []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distillation.AttentionTransferTrainer, "compute_loss", interrupted)
+        patch.setattr(sys, "argv", [*command, *data])
+        with pytest.raises((SystemExit, KeyboardInterrupt)):
+            cli.main()
+    assert leftovers(tmp_path) == [".out.training"]
+    monkeypatch.setattr(sys, "argv", [*command, *data, "--resume"])
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 0
