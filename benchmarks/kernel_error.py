@@ -27,8 +27,8 @@ from torch import Tensor
 
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.attention import RFAAttentionMixin
+from hf_rfa.implied import implied_weights
 from hf_rfa.inference import load_model
-from hf_rfa.kernels import implied_weights
 
 COUNTS = (64, 256, 1024, 4096)
 VARIANTS = (("positive", False), ("positive", True), ("gaussian", False))

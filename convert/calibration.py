@@ -7,6 +7,7 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
 2. balance: (q∘a, k/a) with a = (var k / var q)^¼, which minimises the mean of ‖q̂ + k̂‖² and leaves q·k as it is.
 3. temperature: σ = τ per head, the τ of a grid whose implied weights have the least cross-entropy to the softmax weights.
 4. scale: the constant c of a head's exponents, so that the features of its keys have mean mass 1.
+5. window: the shift between exact and implied weights, where there is a window, with the least cross-entropy.
 
 Steps 1 and 2 apply to positive features with the norm carried, step 3 to maps with σ, step 4 to maps with exponents.
 """
@@ -14,7 +15,7 @@ Steps 1 and 2 apply to positive features with the norm carried, step 3 to maps w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,41 +25,46 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_rfa.attention import RFAAttentionMixin
-from hf_rfa.feature_maps import FeatureMap
-from hf_rfa.kernels import implied_weights
+from hf_rfa.feature_maps import FeatureMap, compute_dtype
+from hf_rfa.implied import UNSEEN, ExactWindow, implied_log_weights
+from hf_rfa.kernels import mask_padding
 
 from .families import rfa_layers
 
 #: σ that step 3 tries; the first one, σ as it is, wins ties.
 TEMPERATURES = (1.0, 0.35, 0.5, 0.65, 0.8, 0.9, 1.25)
-#: Implied weights are raised to this before a logarithm is taken.
-SMALLEST_WEIGHT = 1e-9
+#: Queries whose weights are held at once.
+QUERIES_AT_ONCE = 128
+#: Step 5 looks for the shift within ± this, in nats, and narrows the range by 0.618 so many times.
+WIDEST_SHIFT, SHIFT_STEPS = 12.0, 14
 #: Tokens on which implied and softmax weights are compared.
 TARGET_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class LayerGain:
-    """What calibration gained in one layer: mean KL(softmax ‖ implied) in nats per query, before and after."""
+    """What calibration gained in one layer: KL(softmax ‖ implied) of every head in nats per query, before and after."""
 
     name: str
-    before: float
-    after: float
+    before: tuple[float, ...]
+    after: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Queries and keys of one attention layer of the softmax model.
+    """Queries, keys and values of one attention layer of the softmax model.
 
     Attributes:
         query: [N, H, Tq, d].
         key: [N, H, Tk, d].
+        value: [N, H, Tk, d].
         query_mask: [N, Tq], True for tokens, or None where nothing is padded.
         key_mask: [N, Tk], likewise.
     """
 
     query: Tensor
     key: Tensor
+    value: Tensor
     query_mask: Tensor | None = None
     key_mask: Tensor | None = None
 
@@ -72,7 +78,7 @@ class Sample:
 
     def rows(self, count: int) -> Sample:
         """Return the first ``count`` rows of the batch."""
-        parts = (self.query, self.key, self.query_mask, self.key_mask)
+        parts = (self.query, self.key, self.value, self.query_mask, self.key_mask)
         return Sample(*(None if part is None else part[:count] for part in parts))  # type: ignore[arg-type]
 
     def mean(self, per_query: Tensor) -> Tensor:
@@ -81,24 +87,94 @@ class Sample:
             return per_query.mean((0, 2))
         return per_query.transpose(1, 2)[self.query_mask].mean(0)
 
-    def key_weights(self) -> Tensor | None:
-        """Return 1 for tokens and 0 for padding, [N, 1, Tk], as the recurrence takes them."""
-        return None if self.key_mask is None else self.key_mask[:, None].float()
+
+@dataclass(frozen=True)
+class Target:
+    """The softmax weights of some queries of a layer, over the keys that causal ones can see.
+
+    Attributes:
+        rows: the queries.
+        softmax: [N, H, rows, keys].
+        negative_entropy: [N, H, rows].
+    """
+
+    rows: slice
+    softmax: Tensor
+    negative_entropy: Tensor
 
 
-def softmax_weights(layer: RFAAttentionMixin, sample: Sample) -> tuple[Tensor, Tensor]:
-    """Return the softmax weights of a layer, [N, H, Tq, Tk], and their negative entropy, [N, H, Tq]."""
-    query, key = sample.query.float(), sample.key.float()
-    visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device)
-    if layer.rfa_kind == "causal":
-        visible = visible.tril()
-    if sample.key_mask is not None:
-        visible = visible & sample.key_mask[:, None, None]
-    scores = (query @ key.transpose(-1, -2)) * layer.scaling
-    # A query that sees nothing, among padding, gets weights that nobody counts instead of NaN.
-    log_softmax = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).log_softmax(-1)
-    softmax = log_softmax.exp()
-    return softmax, (softmax * log_softmax.masked_fill(~visible, 0.0)).sum(-1)
+@torch.no_grad()
+def softmax_targets(layer: RFAAttentionMixin, sample: Sample) -> Iterator[Target]:
+    """Yield the softmax weights of a layer, `QUERIES_AT_ONCE` queries at a time."""
+    length, causal = sample.query.shape[2], layer.rfa_kind == "causal"
+    for start in range(0, length, QUERIES_AT_ONCE):
+        rows = slice(start, min(length, start + QUERIES_AT_ONCE))
+        keys = slice(0, rows.stop if causal else sample.key.shape[2])
+        query, key = sample.query[:, :, rows].float(), sample.key[:, :, keys].float()
+        scores = (query * layer.scaling) @ key.transpose(-1, -2)
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=key.device)
+        if causal:
+            seen = seen.tril(start)
+        if sample.key_mask is not None:
+            seen = seen & sample.key_mask[:, None, None, keys]
+        # A query that sees nothing, among padding, gets weights that nobody counts instead of NaN.
+        log_softmax = scores.masked_fill(~seen, UNSEEN).log_softmax(-1)
+        softmax = log_softmax.exp()
+        yield Target(rows, softmax, (softmax * log_softmax.masked_fill(~seen, 0.0)).sum(-1))
+
+
+def layer_divergence(
+    layer: RFAAttentionMixin,
+    sample: Sample,
+    hidden_states: Tensor | None = None,
+    targets: Iterable[Target] | None = None,
+    *,
+    output_weight: float = 0.0,
+) -> Tensor:
+    """Return KL(softmax ‖ implied) of a layer, in nats per query, [H].
+
+    Args:
+        layer: the RFA layer.
+        sample: its queries and keys in the softmax model.
+        hidden_states: its input there, which a gate reads; None leaves a gate out.
+        targets: the softmax weights of ``sample``, if they are at hand.
+        output_weight: add the squared error of the attention's outputs, relative to the outputs' own squares, times this.
+    """
+    dtype = compute_dtype(sample.query.dtype)
+    query, key = sample.query.to(dtype), sample.key.to(dtype)
+    window = None
+    if layer.window:
+        query_features, key_features, offset = layer.feature_map(query, key, offset=True)
+        window = ExactWindow(layer.window, query * layer.scaling, key, offset)
+    else:
+        query_features, key_features = layer.feature_map(query, key)
+    gated = layer.gate is not None and hidden_states is not None
+    log_gate, weights = layer.gate(hidden_states) if gated else (None, None)  # type: ignore[misc]
+    log_gate, weights = mask_padding(sample.key_mask, log_gate, weights)
+    divergences = []
+    error = norm = torch.zeros((), device=key.device)
+    for target in softmax_targets(layer, sample) if targets is None else targets:
+        log_weights = implied_log_weights(
+            query_features,
+            key_features,
+            rows=target.rows,
+            log_gate=log_gate,
+            weights=weights,
+            causal=layer.rfa_kind == "causal",
+            signed=layer.feature_map.signed,
+            floor=layer.feature_map.floor,
+            window=window,
+        )
+        # 0 · UNSEEN is 0: keys that nobody sees count nothing.
+        divergences.append(target.negative_entropy - (target.softmax * log_weights).sum(-1))
+        if output_weight:
+            value = sample.value[:, :, : log_weights.shape[-1]].to(dtype)
+            expected, found = target.softmax @ value, log_weights.exp() @ value
+            kept = 1.0 if sample.query_mask is None else sample.query_mask[:, None, target.rows, None].to(dtype)
+            error = error + ((found - expected) * kept).square().sum((0, 2, 3))
+            norm = norm + (expected * kept).square().sum((0, 2, 3))
+    divergence = sample.mean(torch.cat(divergences, dim=-1))
+    return divergence + output_weight * error / norm if output_weight else divergence
 
 
 def _tokens(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -139,11 +215,11 @@ def sample_layer(
     """
     hidden_states, source = recorded
     if layer.rfa_kind != "cross":
-        query, key, _ = layer.project(hidden_states)
+        query, key, value = layer.project(hidden_states)
         mask = masks["source" if layer.rfa_kind == "encoder" else "own"]
-        return Sample(query, key, mask, mask)
-    query, key = layer.project_query(hidden_states), layer.project_source(cast(Tensor, source))[0]
-    return Sample(query, key, masks["own"], masks["source"])
+        return Sample(query, key, value, mask, mask)
+    key, value = layer.project_source(cast(Tensor, source))
+    return Sample(layer.project_query(hidden_states), key, value, masks["own"], masks["source"])
 
 
 def model_masks(inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
@@ -186,36 +262,73 @@ def calibrate(
     gains = []
     for name, layer in layers.items():
         if name in recorded:
+            hidden_states = recorded[name][0]
             sample = sample_layer(layer, recorded.pop(name), masks)
-            target = _Target(layer, sample)
-            before = float(target.divergence().mean())
-            calibrate_layer(layer, sample, target)
-            gains.append(LayerGain(name, before, float(target.divergence().mean())))
+            divergence = _divergence(layer, sample, hidden_states)
+            before = divergence()
+            calibrate_layer(layer, sample, hidden_states)
+            gains.append(LayerGain(name, tuple(before.tolist()), tuple(divergence().tolist())))
         if on_layer is not None:
             on_layer(name)
     return gains
 
 
-def calibrate_layer(layer: RFAAttentionMixin, sample: Sample, target: _Target | None = None) -> None:
-    """Calibrate one layer on queries and keys; ``target`` holds their softmax weights if they are at hand."""
+def _divergence(layer: RFAAttentionMixin, sample: Sample, hidden_states: Tensor | None) -> Callable[[], Tensor]:
+    """Return a function that says how far a layer is from its softmax weights, on the first `TARGET_TOKENS` queries."""
+    rows = max(1, TARGET_TOKENS // sample.query.shape[2])
+    first, inputs = sample.rows(rows), None if hidden_states is None else hidden_states[:rows]
+    targets = list(softmax_targets(layer, first))
+    return lambda: layer_divergence(layer, first, inputs, targets)
+
+
+def calibrate_layer(layer: RFAAttentionMixin, sample: Sample, hidden_states: Tensor | None = None) -> None:
+    """Calibrate one layer on its queries and keys, and on its inputs if it has a gate."""
     feature_map = layer.feature_map
     keys = sample.keys()
     if feature_map.invariant:
         _centre_and_balance(feature_map, sample.queries(), keys)
     _set_log_scale(feature_map, keys)
-    if not feature_map.has_sigma:
-        return
-    target = target or _Target(layer, sample)
+    divergence_now = _divergence(layer, sample, hidden_states)
+    if feature_map.has_sigma:
+        _set_temperature(feature_map, keys, divergence_now)
+    if feature_map.windowed:
+        _set_window_shift(feature_map, divergence_now)
+
+
+def _set_temperature(feature_map: FeatureMap, keys: Tensor, divergence_now: Callable[[], Tensor]) -> None:
+    """Set σ of every head to the temperature that is nearest the softmax weights (step 3)."""
     best = torch.full((feature_map.num_heads,), math.inf, device=keys.device)
     chosen = torch.ones_like(best)
     for temperature in TEMPERATURES:
         feature_map.sigma.fill_(temperature)
         _set_log_scale(feature_map, keys)
-        divergence = target.divergence()
+        divergence = divergence_now()
         better = divergence < best - 1e-6
         best, chosen = torch.where(better, divergence, best), torch.where(better, temperature, chosen)
     feature_map.sigma.copy_(chosen[:, None].expand_as(feature_map.sigma))
     _set_log_scale(feature_map, keys)
+
+
+def _set_window_shift(feature_map: FeatureMap, divergence_now: Callable[[], Tensor]) -> None:
+    """Set the shift between exact and implied weights (step 5) by golden sections: the divergence is convex in it."""
+    low = torch.full_like(feature_map.window_shift, -WIDEST_SHIFT)
+    high = -low
+    ratio = (math.sqrt(5) - 1) / 2
+
+    def divergence(shift: Tensor) -> Tensor:
+        feature_map.window_shift.copy_(shift)
+        return divergence_now()
+
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    at_left, at_right = divergence(left), divergence(right)
+    for _ in range(SHIFT_STEPS):
+        to_left = at_left < at_right
+        low, high = torch.where(to_left, low, left), torch.where(to_left, right, high)
+        new = torch.where(to_left, high - ratio * (high - low), low + ratio * (high - low))
+        left, right = torch.where(to_left, new, right), torch.where(to_left, left, new)
+        at_new = divergence(new)
+        at_left, at_right = torch.where(to_left, at_new, at_right), torch.where(to_left, at_left, at_new)
+    feature_map.window_shift.copy_((low + high) / 2)
 
 
 def _centre_and_balance(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:
@@ -235,25 +348,3 @@ def _set_log_scale(feature_map: FeatureMap, key: Tensor) -> None:
         return
     exponent = feature_map.key_exponent(feature_map.key_input(key[None]))[0]
     feature_map.log_scale.copy_(exponent.flatten(1).logsumexp(1) - math.log(key.shape[1]))
-
-
-class _Target:
-    """The softmax weights of one layer, computed once, and how far implied weights are from them.
-
-    It holds [N, H, Tq, Tk] numbers: of many queries the first `TARGET_TOKENS` are enough to compare on.
-    """
-
-    def __init__(self, layer: RFAAttentionMixin, sample: Sample) -> None:
-        rows = max(1, TARGET_TOKENS // sample.query.shape[2])
-        self.sample = sample.rows(rows)
-        self.feature_map, self.causal = layer.feature_map, layer.rfa_kind == "causal"
-        self.softmax, negative_entropy = softmax_weights(layer, self.sample)
-        self.negative_entropy = self.sample.mean(negative_entropy)
-
-    def divergence(self) -> Tensor:
-        """Return the mean KL(softmax ‖ implied) of each head, in nats per query, [H]."""
-        features = self.feature_map(self.sample.query.float(), self.sample.key.float())
-        options: dict[str, Any] = {"signed": self.feature_map.signed, "floor": self.feature_map.floor}
-        weights = implied_weights(*features, weights=self.sample.key_weights(), causal=self.causal, **options)
-        cross_entropy = self.sample.mean(-(self.softmax * weights.clamp_min_(SMALLEST_WEIGHT).log_()).sum(-1))
-        return self.negative_entropy + cross_entropy

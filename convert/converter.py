@@ -63,6 +63,7 @@ def convert(
     trainable_projection: bool = False,
     redraw_pool: int = 0,
     gate: bool = False,
+    window: int = 0,
     seed: int = 0,
     layers: Layers = "all",
     cross_layers: Layers | None = None,
@@ -93,6 +94,7 @@ def convert(
         trainable_projection: make random matrices parameters, for training.
         redraw_pool: draw a fresh matrix from a pool of this size at every step of training; 0 keeps them fixed.
         gate: add a recency gate per head.
+        window: number of last tokens that causal attention sees exactly, beside the features; 0 for none.
         seed: of the random matrices.
         layers: the layers whose causal attention is converted. The others stay softmax, and their cache grows.
         cross_layers: the decoder layers whose cross attention is converted; None converts all.
@@ -133,6 +135,7 @@ def convert(
         trainable_projection=trainable_projection,
         redraw_pool=redraw_pool,
         gate=gate,
+        window=window,
         feature_seed=seed,
     )
     documents = None if calibrate_on is None else list(read_documents(calibrate_on))
@@ -195,6 +198,7 @@ def _command(options: dict[str, Any]) -> str:
         "trainable_projection": False,
         "redraw_pool": 0,
         "gate": False,
+        "window": 0,
         "seed": 0,
         "layers": "all",
         "cross_layers": None,

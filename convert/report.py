@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_rfa.kernels import state_shape
 from hf_rfa.version import __version__
+from hf_rfa.window import window_shape
 
 from .calibration import LayerGain
 from .families import rfa_layers
@@ -93,8 +95,9 @@ class ConversionReport:
             ratio = f" ({size / self.state_bytes:.1f} ×)" if self.state_bytes else ""
             rows.append((f"softmax cache at {length:,} tokens{of}", f"{_size(size)}{ratio}"))
         if self.gains:
-            before = sum(gain.before for gain in self.gains) / len(self.gains)
-            after = sum(gain.after for gain in self.gains) / len(self.gains)
+            before, after = (
+                fmean(value for gain in self.gains for value in getattr(gain, name)) for name in ("before", "after")
+            )
             rows.append(("KL to the softmax weights", f"{before:.3f} nats, {after:.3f} after calibration"))
         if self.perplexities is not None:
             found = self.perplexities
@@ -142,7 +145,11 @@ def state_bytes_per_sequence(model: PreTrainedModel) -> int:
         if layer.rfa_kind != "encoder":
             feature_map = layer.feature_map
             rows, columns = state_shape(feature_map.feature_dim, feature_map.head_dim, signed=feature_map.signed)
-            total += feature_map.num_heads * rows * columns * layer.state_dtype.itemsize
+            size = rows * columns
+            if layer.window:
+                rows, columns = window_shape(layer.window, feature_map.head_dim)
+                size += rows * columns
+            total += feature_map.num_heads * size * layer.state_dtype.itemsize
     return total
 
 

@@ -7,6 +7,7 @@ import shlex
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, cast
 
 import matplotlib
@@ -27,7 +28,7 @@ from hf_rfa.inference import kind_of, load_model
 
 from .data import Blocks, PairCollator, Pairs
 from .distillation import StageResult, distill_logits, transfer_attention, transfer_losses
-from .recipe import BLOCK_LENGTH, Recipe, Stage
+from .recipe import Recipe, Stage
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -43,22 +44,24 @@ class DistillationReport:
     Attributes:
         command: the command that does it again.
         recipe: its settings.
-        before: KL(softmax ‖ implied) by layer on held-out data, in nats per query, before training.
+        before: KL(softmax ‖ implied) by layer and head on held-out data, in nats per query, before training.
         after: the same after attention transfer; empty if that stage was left out.
         stages: what each stage logged.
     """
 
     command: str
     recipe: Recipe
-    before: dict[str, float]
-    after: dict[str, float]
+    before: dict[str, tuple[float, ...]]
+    after: dict[str, tuple[float, ...]]
     stages: tuple[StageResult, ...]
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the figures as (what, value) pairs, for the table and the model card."""
         rows = []
         if self.after:
-            before, after = (sum(values.values()) / len(values) for values in (self.before, self.after))
+            before, after = (
+                fmean(value for heads in values.values() for value in heads) for values in (self.before, self.after)
+            )
             rows.append(("KL to the softmax weights, held-out text", f"{before:.3f} nats, {after:.3f} after transfer"))
         for stage in self.stages:
             losses = [entry["loss"] for entry in stage.log if "loss" in entry]
@@ -126,17 +129,15 @@ def _check_pair(model: PreTrainedModel, teacher: PreTrainedModel, names: tuple[s
                 "be taught by transfer. Pass --transfer-steps 0, or the checkpoint as it was converted."
             )
     positions = min(config.max_position_embeddings, teacher.config.max_position_embeddings)
-    lengths = {}
     for name, stage in (("transfer", recipe.transfer), ("end_to_end", recipe.end_to_end)):
-        lengths[name] = min(BLOCK_LENGTH, positions) if stage.block_length is None else stage.block_length
-        if stage.steps and lengths[name] > positions:
+        if stage.steps and stage.block_length is not None and stage.block_length > positions:
             raise InputError(
-                f"recipe: {name}.block_length is {lengths[name]}, but the models have {positions} positions."
+                f"recipe: {name}.block_length is {stage.block_length}, but the models have {positions} positions."
             )
     return replace(
         recipe,
-        transfer=replace(recipe.transfer, block_length=lengths["transfer"]),
-        end_to_end=replace(recipe.end_to_end, block_length=lengths["end_to_end"]),
+        transfer=recipe.transfer.resolve(config, positions),
+        end_to_end=recipe.end_to_end.resolve(config, positions),
     )
 
 
@@ -232,6 +233,26 @@ def training_folder(destination: Path, *, resume: bool) -> Path:
     return work
 
 
+def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArguments:
+    """Return the Trainer's arguments for one stage of a recipe, with its checkpoints in ``folder``."""
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=stage.steps,
+        per_device_train_batch_size=cast(int, stage.batch_size),
+        learning_rate=stage.learning_rate,
+        lr_scheduler_type="cosine",
+        logging_steps=max(1, stage.steps // 50),
+        save_strategy="steps",
+        save_steps=max(1, stage.steps // 5),
+        save_total_limit=1,
+        logging_nan_inf_filter=False,  # a loss that is not finite must not be replaced by the mean of those before
+        report_to=[],
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        seed=seed,
+    )
+
+
 def _command(options: dict[str, Any]) -> str:
     """Return the command line that stands for the arguments of `distill`."""
     words = ["hf-rfa", "distill", str(options["checkpoint"]), "--output", str(options["destination"])]
@@ -258,38 +279,34 @@ def _run(
         stage: Stage = getattr(recipe, name)
         count = len(dataset)  # type: ignore[arg-type]
         training = Subset(dataset, range(count - HELD_OUT))
-        arguments = TrainingArguments(
-            output_dir=str(work / name),
-            max_steps=stage.steps,
-            per_device_train_batch_size=stage.batch_size,
-            learning_rate=stage.learning_rate,
-            lr_scheduler_type="cosine",
-            logging_steps=max(1, stage.steps // 50),
-            save_strategy="steps",
-            save_steps=max(1, stage.steps // 5),
-            save_total_limit=1,
-            logging_nan_inf_filter=False,  # a loss that is not finite must not be replaced by the mean of those before
-            report_to=[],
-            remove_unused_columns=False,
-            dataloader_pin_memory=torch.cuda.is_available(),
-            seed=recipe.seed,
-        )
+        arguments = training_arguments(stage, work / name, seed=recipe.seed)
         going_on = resume and any((work / name).glob("checkpoint-*"))
         if name == "transfer":
             held_out = [dataset[index] for index in range(count - HELD_OUT, count)]
             before = _divergences(model, teacher, held_out, collate)
-            results.append(transfer_attention(model, teacher, training, arguments, collate=collate, resume=going_on))
+            results.append(
+                transfer_attention(
+                    model,
+                    teacher,
+                    training,
+                    arguments,
+                    own_inputs=stage.own_inputs,
+                    output_weight=stage.output_weight,
+                    collate=collate,
+                    resume=going_on,
+                )
+            )
             after = _divergences(model, teacher, held_out, collate)
         else:
-            rate, share = stage.rfa_learning_rate, stage.kl_weight
             results.append(
                 distill_logits(
                     model,
                     teacher,
                     training,
                     arguments,
-                    rfa_rate=rate,
-                    kl_weight=share,
+                    rfa_rate=stage.rfa_learning_rate,
+                    kl_weight=stage.kl_weight,
+                    dropout=stage.dropout,
                     collate=collate,
                     resume=going_on,
                 )
@@ -298,12 +315,14 @@ def _run(
 
 
 @torch.no_grad()
-def _divergences(model: PreTrainedModel, teacher: PreTrainedModel, items: list[Any], collate: Any) -> dict[str, float]:
-    """Return the divergence of every layer on some items."""
+def _divergences(
+    model: PreTrainedModel, teacher: PreTrainedModel, items: list[Any], collate: Any
+) -> dict[str, tuple[float, ...]]:
+    """Return the divergence of every layer's heads on some items."""
     inputs = collate(items) if collate else {name: torch.stack([item[name] for item in items]) for name in items[0]}
     moved: Any = teacher.to(model.device)  # type: ignore[arg-type]
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-    return {name: float(loss) for name, loss in transfer_losses(model, moved, inputs).items()}
+    return {name: tuple(loss.tolist()) for name, loss in transfer_losses(model, moved, inputs).items()}
 
 
 def _write(model: PreTrainedModel, tokenizer: Any, report: DistillationReport, checkpoint: Path, folder: Path) -> None:

@@ -17,22 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hf_rfa.convert.calibration import (
-    SMALLEST_WEIGHT,
-    Sample,
-    model_masks,
-    record_inputs,
-    sample_layer,
-    softmax_weights,
-)
+from hf_rfa.convert.calibration import layer_divergence, model_masks, record_inputs, sample_layer
 from hf_rfa.convert.families import rfa_layers
 from hf_rfa.convert.inputs import Inputs
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-
-from hf_rfa.attention import RFAAttentionMixin
-from hf_rfa.kernels import implied_weights, mask_padding
 
 
 @dataclass(frozen=True)
@@ -50,39 +40,16 @@ class StageResult:
     log: tuple[dict[str, float], ...]
 
 
-def layer_divergence(layer: RFAAttentionMixin, sample: Sample, hidden_states: Tensor) -> Tensor:
-    """Return KL(softmax ‖ implied) of a layer, in nats per query, [H].
-
-    Args:
-        layer: the RFA layer.
-        sample: its queries and keys in the softmax model.
-        hidden_states: its input there, which a gate reads.
-    """
-    with torch.no_grad():
-        softmax, negative_entropy = softmax_weights(layer, sample)
-    query, key = layer.feature_map(sample.query, sample.key)
-    log_gate, weights = (None, None) if layer.gate is None else layer.gate(hidden_states)
-    log_gate, weights = mask_padding(sample.key_mask, log_gate, weights)
-    implied = implied_weights(
-        query,
-        key,
-        log_gate=log_gate,
-        weights=weights,
-        causal=layer.rfa_kind == "causal",
-        signed=layer.feature_map.signed,
-        floor=layer.feature_map.floor,
-    )
-    cross_entropy = -(softmax * implied.clamp_min(SMALLEST_WEIGHT).log()).sum(-1)
-    return sample.mean(cross_entropy + negative_entropy)
-
-
-def transfer_losses(model: nn.Module, teacher: PreTrainedModel, inputs: Inputs) -> dict[str, Tensor]:
-    """Return the divergence of every RFA layer, each the mean over its heads, on one batch.
+def transfer_losses(
+    model: nn.Module, teacher: PreTrainedModel, inputs: Inputs, *, output_weight: float = 0.0
+) -> dict[str, Tensor]:
+    """Return KL(softmax ‖ implied) of every RFA layer on one batch, in nats per query, [H] each.
 
     Args:
         model: the RFA model, whose projections are still the teacher's.
-        teacher: the softmax model.
+        teacher: the model whose layers' inputs are used: the softmax model, or ``model`` itself.
         inputs: a batch as the models take it.
+        output_weight: weight of the relative squared error of the attention's outputs, added to the KL.
     """
     layers = rfa_layers(model)
     with torch.no_grad(), record_inputs({name: teacher.get_submodule(name) for name in layers}) as recorded:
@@ -96,23 +63,34 @@ def transfer_losses(model: nn.Module, teacher: PreTrainedModel, inputs: Inputs) 
         with torch.no_grad():
             sample = sample_layer(layer, recorded[name], masks)
         with torch.autocast(sample.key.device.type, enabled=False):
-            losses[name] = layer_divergence(layer, sample, recorded.pop(name)[0]).mean()
+            losses[name] = layer_divergence(layer, sample, recorded.pop(name)[0], output_weight=output_weight)
     return losses
 
 
 class AttentionTransferTrainer(Trainer):
-    """Stage 1: the loss is the mean over layers of `transfer_losses`."""
+    """Stage 1: the loss is the mean over heads and layers of `transfer_losses`.
 
-    def __init__(self, *args: Any, teacher: PreTrainedModel, **kwargs: Any) -> None:
+    Args:
+        teacher: the softmax model.
+        own_inputs: share of the steps, the last ones, on the inputs that the layers have in the RFA model itself.
+        output_weight: see `transfer_losses`.
+    """
+
+    def __init__(
+        self, *args: Any, teacher: PreTrainedModel, own_inputs: float = 0.0, output_weight: float = 0.0, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.teacher = teacher
+        self.teacher, self.own_inputs, self.output_weight = teacher, own_inputs, output_weight
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss of one batch."""
-        losses = transfer_losses(self.accelerator.unwrap_model(model), self.teacher, inputs)
-        loss = torch.stack(list(losses.values())).mean()
+        unwrapped: Any = self.accelerator.unwrap_model(model)
+        late = self.state.global_step >= round((1.0 - self.own_inputs) * self.state.max_steps)
+        source = unwrapped if late else self.teacher
+        losses = transfer_losses(unwrapped, source, inputs, output_weight=self.output_weight)
+        loss = torch.stack([loss.mean() for loss in losses.values()]).mean()
         return (loss, {}) if return_outputs else loss
 
 
@@ -120,11 +98,11 @@ class LogitDistillationTrainer(Trainer):
     """Stage 2: KL(teacher ‖ model) of the logits, and the loss on the text.
 
     Args:
-        teacher: the softmax model.
+        teacher: the softmax model; not needed where ``kl_weight`` is 0.
         kl_weight: share of the KL in the loss, from 0 to 1.
     """
 
-    def __init__(self, *args: Any, teacher: PreTrainedModel, kl_weight: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, teacher: PreTrainedModel | None, kl_weight: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.teacher, self.kl_weight = teacher, kl_weight
         self.model_accepts_loss_kwargs = False
@@ -134,6 +112,8 @@ class LogitDistillationTrainer(Trainer):
     ) -> Any:
         """Return the loss of one batch."""
         outputs = model(**inputs, use_cache=False)
+        if self.kl_weight == 0 or self.teacher is None:
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
         with torch.no_grad():
             known = {name: tensor for name, tensor in inputs.items() if name != "labels"}
             expected = self.teacher(**known, use_cache=False).logits
@@ -149,6 +129,21 @@ class LogitDistillationTrainer(Trainer):
         )
         loss = self.kl_weight * kl + (1.0 - self.kl_weight) * outputs.loss
         return (loss, outputs) if return_outputs else loss
+
+
+def set_dropout(model: nn.Module, rates: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    """Set the rates of a model's dropout, 0 where none is given, and return what they were, by (module, attribute).
+
+    Besides dropout layers, BART's layers hold rates as numbers: ``dropout``, ``activation_dropout``, ``layerdrop``.
+    """
+    before = {}
+    for name, module in model.named_modules():
+        for attribute in ("p",) if isinstance(module, nn.Dropout) else ("dropout", "activation_dropout", "layerdrop"):
+            rate = getattr(module, attribute, None)
+            if isinstance(rate, float):
+                before[name, attribute] = rate
+                setattr(module, attribute, rates.get((name, attribute), 0.0))
+    return before
 
 
 def is_rfa_parameter(name: str) -> bool:
@@ -184,6 +179,8 @@ def transfer_attention(
     data: Dataset,
     arguments: TrainingArguments,
     *,
+    own_inputs: float = 0.0,
+    output_weight: float = 0.0,
     collate: Callable[[Any], Inputs] | None = None,
     resume: bool = False,
 ) -> StageResult:
@@ -194,6 +191,8 @@ def transfer_attention(
         teacher: the softmax model.
         data: batches come from it as ``collate`` makes them.
         arguments: the Trainer's; ``learning_rate`` is that of feature maps and gates.
+        own_inputs: see `AttentionTransferTrainer`.
+        output_weight: see `transfer_losses`.
         collate: makes a batch of items of ``data``.
         resume: go on from the last checkpoint in ``arguments.output_dir``.
 
@@ -212,6 +211,8 @@ def transfer_attention(
             train_dataset=data,
             data_collator=collate,
             teacher=teacher.eval().requires_grad_(False),
+            own_inputs=own_inputs,
+            output_weight=output_weight,
             optimizers=(torch.optim.Adam(groups), None),
         )
         return _train(trainer, "attention transfer", resume)
@@ -223,24 +224,26 @@ def transfer_attention(
 
 def distill_logits(
     model: PreTrainedModel,
-    teacher: PreTrainedModel,
+    teacher: PreTrainedModel | None,
     data: Dataset,
     arguments: TrainingArguments,
     *,
     rfa_rate: float,
     kl_weight: float,
+    dropout: bool = False,
     collate: Callable[[Any], Inputs] | None = None,
     resume: bool = False,
 ) -> StageResult:
     """Train a whole model on the teacher's logits and on the text, in place (stage 2).
 
     Args:
-        model: the RFA model.
-        teacher: the softmax model, which may not share weights with ``model``.
+        model: the model.
+        teacher: the softmax model, which may not share weights with ``model``; None if ``kl_weight`` is 0.
         data: see `transfer_attention`.
         arguments: the Trainer's; ``learning_rate`` is that of all but feature maps and gates.
         rfa_rate: learning rate of feature maps and gates.
         kl_weight: share of the KL in the loss, from 0 to 1.
+        dropout: whether the model's own dropout acts.
         collate: see `transfer_attention`.
         resume: see `transfer_attention`.
 
@@ -248,16 +251,18 @@ def distill_logits(
         FloatingPointError: if the loss is not finite.
     """
     groups = parameter_groups(model, rfa_rate=rfa_rate, rate=arguments.learning_rate)
+    rates = {} if dropout else set_dropout(model, {})
     trainer = LogitDistillationTrainer(
         model=model,
         args=arguments,
         train_dataset=data,
         data_collator=collate,
-        teacher=teacher.eval().requires_grad_(False),
+        teacher=None if teacher is None else teacher.eval().requires_grad_(False),
         kl_weight=kl_weight,
         optimizers=(torch.optim.AdamW(groups, weight_decay=arguments.weight_decay), None),
     )
     try:
         return _train(trainer, "end to end", resume)
     finally:
+        set_dropout(model, rates)
         model.eval()

@@ -10,8 +10,10 @@ import yaml
 
 from hf_rfa.errors import InputError
 
-#: Tokens per block, unless a recipe says otherwise.
-BLOCK_LENGTH = 256
+#: Tokens per block, unless a recipe says otherwise or the models have fewer positions.
+BLOCK_LENGTH = 1024
+#: Tokens per step where a recipe does not say how many blocks, and pairs per step.
+TOKENS_PER_STEP, PAIRS_PER_STEP = 2048, 8
 #: Recipes that come with the package.
 FOLDER = Path(__file__).parent / "recipes"
 
@@ -22,36 +24,60 @@ class Stage:
 
     Attributes:
         steps: optimiser steps; 0 leaves the stage out.
-        batch_size: blocks or pairs per step.
+        batch_size: blocks or pairs per step; None takes `PAIRS_PER_STEP` pairs, or blocks of `TOKENS_PER_STEP` tokens.
         block_length: tokens per block; for pairs the most tokens of either side. None takes `BLOCK_LENGTH`, or the models'
             positions if they are fewer.
-        learning_rate: of what the stage is about: feature maps and gates in attention transfer, all else end to end.
+        learning_rate: of what the stage is about: feature maps and gates in attention transfer (default 1e-2), all else end
+            to end (default 1e-4).
         rfa_learning_rate: of feature maps and gates, end to end.
         kl_weight: share of the KL in the loss, end to end.
+        dropout: whether the model's own dropout acts, end to end.
+        own_inputs: share of the steps, the last ones, of attention transfer on what the converted model itself feeds its
+            layers, errors included, instead of the parent's inputs.
+        output_weight: weight of the relative squared error of the attention's outputs beside the KL of its weights, in
+            attention transfer.
     """
 
     steps: int = 0
-    batch_size: int = 8
+    batch_size: int | None = None
     block_length: int | None = None
     learning_rate: float = 1e-2
     rfa_learning_rate: float = 1e-3
     kl_weight: float = 0.5
+    dropout: bool = False
+    own_inputs: float = 0.0
+    output_weight: float = 0.0
 
     def check(self, name: str) -> None:
         """Raise an `InputError` that names the field, its value and what is allowed."""
         least = {"steps": 0, "batch_size": 1, "block_length": 2}
         for each, smallest in least.items():
             value = getattr(self, each)
-            if each == "block_length" and value is None:
+            if each != "steps" and value is None:
                 continue
             if not isinstance(value, int) or value < smallest:
                 raise InputError(f"recipe: {name}.{each} must be a whole number of at least {smallest}, got {value!r}.")
-        for each in ("learning_rate", "rfa_learning_rate"):
+        for each in ("learning_rate", "rfa_learning_rate", "output_weight"):
             value = getattr(self, each)
             if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
                 raise InputError(f"recipe: {name}.{each} must be a number of at least 0, got {value!r}.")
-        if not isinstance(self.kl_weight, (int, float)) or not 0 <= self.kl_weight <= 1:
-            raise InputError(f"recipe: {name}.kl_weight must be from 0 to 1, got {self.kl_weight!r}.")
+        for each in ("kl_weight", "own_inputs"):
+            value = getattr(self, each)
+            if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise InputError(f"recipe: {name}.{each} must be from 0 to 1, got {value!r}.")
+        if not isinstance(self.dropout, bool):
+            raise InputError(f"recipe: {name}.dropout must be true or false, got {self.dropout!r}.")
+
+    def resolve(self, config: Any, positions: int) -> Stage:
+        """Return this stage with every number stated.
+
+        Args:
+            config: the model's configuration.
+            positions: the most tokens that both models take.
+        """
+        length = min(BLOCK_LENGTH, positions) if self.block_length is None else self.block_length
+        size = PAIRS_PER_STEP if config.is_encoder_decoder else max(1, TOKENS_PER_STEP // length)
+        return replace(self, block_length=length, batch_size=size if self.batch_size is None else self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -59,7 +85,7 @@ class Recipe:
     """The settings of a distillation: see ``recipes/default.yaml``."""
 
     transfer: Stage = field(default_factory=Stage)
-    end_to_end: Stage = field(default_factory=Stage)
+    end_to_end: Stage = field(default_factory=lambda: Stage(learning_rate=1e-4))
     seed: int = 0
 
     @classmethod
@@ -91,7 +117,7 @@ class Recipe:
             if unknown:
                 allowed = ", ".join(item.name for item in fields(Stage))
                 raise InputError(f"recipe {path}: {stage} has no setting {', '.join(unknown)}. There are: {allowed}.")
-            stages[stage] = Stage(**given)
+            stages[stage] = replace(getattr(cls(), stage), **given)
             stages[stage].check(stage)
         seed = values.pop("seed", 0)
         if values or not isinstance(seed, int):

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from functools import wraps
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,18 @@ from transformers.utils.import_utils import is_tracing
 
 from .cache import layer_of, source_layer_of
 from .configuration_rfa import AttentionKind
+from .errors import InputError
 from .feature_maps import FEATURE_MAPS, FeatureMap, compute_dtype
-from .kernels import attend_with_state, implied_weights, mask_padding, rfa_attention, source_state
+from .implied import implied_weights
+from .kernels import attend_with_state, mask_padding, rfa_attention, source_state
+from .window import windowed_attention
 
 #: Added to a layer's index where its random matrices are drawn, so that cross attention has others than causal attention.
 DRAW_OFFSET: dict[AttentionKind, int] = {"causal": 0, "cross": 100_000, "encoder": 200_000}
+
+
+#: The parts of attention with an exact window (`use_branch`).
+Branch = Literal["both", "linear", "window"]
 
 
 def build_feature_map(config: Any, *, kind: AttentionKind, scaling: float, layer_idx: int) -> FeatureMap:
@@ -38,6 +45,7 @@ def build_feature_map(config: Any, *, kind: AttentionKind, scaling: float, layer
         orthogonal=config.orthogonal,
         trainable=config.trainable_projection,
         redraw_pool=config.redraw_pool,
+        windowed=kind == "causal" and config.window > 0,
         seed=config.feature_seed,
         layer_idx=layer_idx + DRAW_OFFSET[kind],
     )
@@ -192,12 +200,24 @@ class RFAAttentionMixin(nn.Module):
         self.gate = Gate(config.hidden_size, heads, positions) if gated else None
         self.rfa_kind = kind
         self.rfa_layer_idx = layer_idx
+        self.window = config.window if kind == "causal" else 0
+        self.branch: Branch = "both"
         self.chunk_size = config.chunk_size
         self.state_dtype = getattr(torch, config.state_dtype)
 
     def _as_state(self, features: Tensor) -> Tensor:
         """Return features in the dtype of the state."""
         return features.to(torch.promote_types(self.state_dtype, features.dtype))
+
+    def _features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (φ(q), φ(k))."""
+        query, key = self.feature_map(query, key)
+        return self._as_state(query), self._as_state(key)
+
+    def _features_and_offset(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (φ(q), φ(k), the offset of the exact window)."""
+        query, key, offset = self.feature_map(query, key, offset=True)
+        return self._as_state(query), self._as_state(key), self._as_state(offset)
 
     def _signs(self) -> dict[str, Any]:
         return {"signed": self.feature_map.signed, "floor": self.feature_map.floor}
@@ -236,27 +256,45 @@ class RFAAttentionMixin(nn.Module):
         if self.rfa_kind != "causal":
             output, _, implied = self._attend_all(query, key, value, padding, dropout, output_weights)
             return output, implied
-        query_features, key_features = map(self._as_state, self.feature_map(query, key))
         values = F.dropout(value, dropout, self.training)
         log_gate, weights = (None, None) if self.gate is None else self.gate(hidden_states)
         log_gate, weights = mask_padding(padding, log_gate, weights)
         shared: dict[str, Any] = {"log_gate": log_gate, "weights": weights, **self._signs()}
         implied = None
 
-        def step(state: Tensor | None) -> tuple[Tensor, Tensor]:
+        def step(state: Tensor | None, window: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
             nonlocal implied
+            if self.window and self.branch != "linear":
+                output, state, window, implied = windowed_attention(
+                    self._as_state(query),
+                    self._as_state(key),
+                    values,
+                    features=self._features_and_offset,
+                    size=self.window,
+                    scaling=self.scaling,
+                    padding=padding,
+                    state=state,
+                    window=window,
+                    chunk_size=self.chunk_size,
+                    output_weights=output_weights,
+                    window_only=self.branch == "window",
+                    **shared,
+                )
+                return output, state, window
+            query_features, key_features = self._features(query, key)
             if output_weights:
-                implied = implied_weights(query_features, key_features, state=state, **shared).to(value.dtype)
-            return rfa_attention(
+                implied = implied_weights(query_features, key_features, state=state, **shared)
+            output, state = rfa_attention(
                 query_features, key_features, values, state=state, chunk_size=self.chunk_size, **shared
             )
+            return output, state, None
 
         if cache is None:
-            output, _ = step(None)
+            output = step(None, None)[0]
         else:
             layer_of(cache, self.rfa_layer_idx)
-            output, _ = cache.update(key_features, values, self.rfa_layer_idx, step=step)
-        return output.to(value.dtype), implied
+            output, _ = cache.update(key, values, self.rfa_layer_idx, step=step)
+        return output.to(value.dtype), None if implied is None else implied.to(value.dtype)
 
     @without_autocast
     def _attend_all(
@@ -272,7 +310,7 @@ class RFAAttentionMixin(nn.Module):
 
         One row of keys may serve several rows of queries, as in `attend_with_state`.
         """
-        query_features, key_features = map(self._as_state, self.feature_map(query, key))
+        query_features, key_features = self._features(query, key)
         weights = mask_padding(padding, None, None)[1]
         values = F.dropout(value, dropout, self.training)
         state = source_state(key_features, values, weights=weights, signed=self.feature_map.signed)
@@ -334,3 +372,20 @@ class RFAAttentionMixin(nn.Module):
             layer.fill(state, length=source.shape[1], rows_per_state=runs)
             past_key_values.is_updated[self.rfa_layer_idx] = True
         return output, implied
+
+
+def use_branch(model: nn.Module, branch: Branch) -> None:
+    """Let the attention of a model with an exact window use one part alone, to see what each part does.
+
+    Args:
+        model: the RFA model, changed in place; caches made before must not be used again.
+        branch: "linear" for random features of all tokens, "window" for the exact window and nothing else, or "both".
+
+    Raises:
+        InputError: if the model has no exact window, for any branch but "both".
+    """
+    layers = [module for module in model.modules() if isinstance(module, RFAAttentionMixin) and module.window]
+    if not layers and branch != "both":
+        raise InputError(f"branch={branch} needs attention with an exact window, and this model has none.")
+    for layer in layers:
+        layer.branch = branch

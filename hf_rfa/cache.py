@@ -18,14 +18,16 @@ from transformers.cache_utils import (
 #: Name of the layer type in ``config.layer_types``; `DynamicCache` makes one `RFALayer` for each entry of that name.
 RFA_LAYER_TYPE = "rfa"
 
-#: What an attention layer hands to `RFALayer.update`: old state (None at the start) in, (output, new state) out.
-Step = Callable[[Tensor | None], tuple[Tensor, Tensor]]
+#: What an attention layer hands to `RFALayer.update`: the old state and window in (None at the start), the output and the
+#: new ones out; the window is None where attention has none.
+Step = Callable[[Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]
 
 
 class RFALayer(CacheLayerMixin):
     """Holds the state [B, H, F, d + 1] (S and, as its last column, z) of one attention layer, and counts its tokens.
 
-    The state takes the same memory after ten tokens and after a million.  It cannot be cropped: earlier states are gone.
+    Beside an exact window it also holds the last tokens' keys and values (`hf_rfa.window`), [B, H, W, 2d + 1]. Both take the
+    same memory after ten tokens and after a million. They cannot be cropped: earlier states are gone.
     """
 
     _layer_type = RFA_LAYER_TYPE
@@ -39,7 +41,17 @@ class RFALayer(CacheLayerMixin):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.state: Tensor | None = None
+        self.window: Tensor | None = None
         self.cumulative_length = 0
+
+    def tensors(self) -> list[Tensor]:
+        """Return what the layer holds."""
+        return [tensor for tensor in (self.state, self.window) if tensor is not None]
+
+    def _change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by what ``function`` makes of it."""
+        self.state = None if self.state is None else function(self.state)
+        self.window = None if self.window is None else function(self.window)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Record the device; the first `update` brings the state."""
@@ -52,10 +64,10 @@ class RFALayer(CacheLayerMixin):
         """Run one step of the recurrence on the state.
 
         Args:
-            key_states: features of the new keys, [B, H, T, F] (their count, dtype and device are used here).
+            key_states: the new keys, [B, H, T, d] (their count, dtype and device are used here).
             value_states: the new values; the step has them already.
             *args: not used.
-            step: takes the state so far and returns the output and the new state.
+            step: takes the state and the window so far and returns the output and the new ones.
             **kwargs: not used.
 
         Returns:
@@ -71,7 +83,7 @@ class RFALayer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        output, self.state = step(self.state)
+        output, self.state, self.window = step(self.state, self.window)
         self.cumulative_length += key_states.shape[-2]
         return output, self.state
 
@@ -89,22 +101,19 @@ class RFALayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Move the state to the CPU."""
-        if self.state is not None:
-            self.state = self.state.to("cpu", non_blocking=True)
+        self._change(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         """Move the state back to its device."""
-        if self.state is not None and self.state.device != self.device:
-            self.state = self.state.to(self.device, non_blocking=True)
+        self._change(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.state = None
+        self.state = self.window = None
         self.cumulative_length = 0
 
     def _select(self, index: Tensor) -> None:
-        if self.state is not None:
-            self.state = self.state.index_select(0, index.to(self.state.device))
+        self._change(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the batch for beam search."""
@@ -116,8 +125,7 @@ class RFALayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
-        if self.state is not None:
-            self.state = self.state.repeat_interleave(repeats, dim=0)
+        self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens: only possible if there are none to remove.
@@ -256,9 +264,9 @@ def cache_num_bytes(cache: Cache | None) -> int:
     total = 0
     for layer in cache.layers:
         held = (
-            (layer.state,)
+            layer.tensors()
             if isinstance(layer, RFALayer)
-            else (getattr(layer, "keys", None), getattr(layer, "values", None))
+            else [getattr(layer, "keys", None), getattr(layer, "values", None)]
         )
         total += sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
     return total

@@ -76,6 +76,9 @@ def convert_command(
     ] = False,
     redraw_pool: Annotated[int, typer.Option(help="Redraw W from a pool of this size at every step of training.")] = 0,
     gate: Annotated[bool, typer.Option("--gate/--no-gate", help="Add a recency gate per head.")] = False,
+    window: Annotated[
+        int, typer.Option(min=0, help="Let causal attention see so many last tokens exactly, beside the features.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the random features.")] = 0,
     layers: Annotated[
         str, typer.Option(help="Layers whose causal attention to convert: all, none, or 0,2,4-7. Others stay softmax.")
@@ -129,6 +132,7 @@ def convert_command(
         "trainable_projection": trainable_projection,
         "redraw_pool": redraw_pool,
         "gate": gate,
+        "window": window,
         "seed": seed,
         "layers": _layers("--layers", layers),
         "cross_layers": _layers("--cross-layers", cross_layers),

@@ -33,6 +33,9 @@ class RFAConfigMixin:
             Evaluation always uses the saved W.
         feature_seed: seed of all random matrices.
         gate: multiply the state by a learned gate per head and token (RFA-Gate).
+        window: W, the number of last tokens (the query's own included) that causal attention sees exactly, by softmax under
+            one normaliser with the features of all tokens before them; 0 for features alone. The cache holds their keys and
+            values beside the state.
         softmax_layers: indices of layers that stay softmax attention; their cache grows with the text.
         chunk_size: tokens that prefill and training handle at once in the quadratic form.
         state_dtype: dtype of the recurrent state, "float32" or "float64" (at least the model's own precision is kept).
@@ -46,6 +49,7 @@ class RFAConfigMixin:
     redraw_pool: int = 0
     feature_seed: int = 0
     gate: bool = False
+    window: int = 0
     softmax_layers: list[int] = field(default_factory=list)
     chunk_size: int = 64
     state_dtype: str = "float32"
@@ -136,6 +140,8 @@ class RFAConfigMixin:
             raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}.")
         if self.state_dtype not in STATE_DTYPES:
             raise ValueError(f"state_dtype must be one of {', '.join(STATE_DTYPES)}, got {self.state_dtype!r}.")
+        if self.window < 0:
+            raise ValueError(f"window must be 0 (none) or the number of tokens seen exactly, got {self.window}.")
         if self.redraw_pool < 0:
             raise ValueError(f"redraw_pool must be 0 (fixed) or the size of the pool, got {self.redraw_pool}.")
         if not issubclass(feature_map, RandomFeatureMap) or issubclass(feature_map, ExponentialMap):

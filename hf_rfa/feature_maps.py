@@ -97,6 +97,7 @@ class FeatureMap(nn.Module, ABC):
         orthogonal: see `draw_projection`.
         trainable: whether W is a parameter instead of a buffer.
         redraw_pool: number of matrices to draw from, anew at every forward pass in training; 0 keeps W fixed.
+        windowed: whether an exact window stands beside the features (`hf_rfa.window`).
         seed: see `draw_projection`.
         layer_idx: see `draw_projection`.
 
@@ -105,6 +106,7 @@ class FeatureMap(nn.Module, ABC):
         balance: a of (q̂∘a, k̂/a), [H, d]: softmax attention does not see it, the variance of random features does.
         key_shift: μ of k − μ, [H, d]: likewise.
         log_scale: c, [H]: subtracted from the exponents of a head's keys.
+        window_shift: learned part of `window_offset`, [H], where there is a window.
     """
 
     name: ClassVar[str]
@@ -113,7 +115,7 @@ class FeatureMap(nn.Module, ABC):
     has_sigma: ClassVar[bool] = False
     has_exponent: ClassVar[bool] = False
     uses_scaling: ClassVar[bool] = True
-    #: Smallest cosine of φ(q) and z that signed features divide by (`hf_rfa.kernels.normalise`).
+    #: Smallest cosine of φ(q) and z that signed features divide by (`hf_rfa.kernels.denominator`).
     floor: ClassVar[float] = 0.0
     #: None where D follows from the head's width.
     default_num_features: ClassVar[int | None] = None
@@ -122,6 +124,7 @@ class FeatureMap(nn.Module, ABC):
     balance: Tensor
     key_shift: Tensor
     log_scale: Tensor
+    window_shift: Tensor
 
     def __init__(
         self,
@@ -134,6 +137,7 @@ class FeatureMap(nn.Module, ABC):
         orthogonal: bool = True,
         trainable: bool = False,
         redraw_pool: int = 0,
+        windowed: bool = False,
         seed: int = 0,
         layer_idx: int = 0,
     ) -> None:
@@ -142,7 +146,7 @@ class FeatureMap(nn.Module, ABC):
         self.scaling = scaling if self.uses_scaling else 1.0
         self.num_features = self.resolve_num_features(num_features, head_dim)
         self.orthogonal, self.trainable, self.redraw_pool = orthogonal, trainable, redraw_pool
-        self.seed, self.layer_idx = seed, layer_idx
+        self.windowed, self.seed, self.layer_idx = windowed, seed, layer_idx
         self.build()
         if not any(tensor.is_meta for tensor in self.state_dict().values()):
             self.reset_parameters()
@@ -157,6 +161,8 @@ class FeatureMap(nn.Module, ABC):
             self.register_buffer("key_shift", torch.empty(shape))
         if self.has_exponent:
             self.register_buffer("log_scale", torch.empty(self.num_heads))
+        if self.windowed:
+            self.window_shift = nn.Parameter(torch.empty(self.num_heads))
 
     @classmethod
     def resolve_num_features(cls, num_features: int | None, head_dim: int, *, name: str = "num_features") -> int:
@@ -225,12 +231,23 @@ class FeatureMap(nn.Module, ABC):
     def key(self, key: Tensor) -> Tensor:
         """Return the features of keys [B, H, T, d] as [B, H, T, F]."""
 
-    def forward(self, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def log_factor(self, query: Tensor) -> Tensor:
+        """Return the logarithm of the factor by which exp(q·k·s) exceeds φ(q)·φ(k), as far as it is known, [B, H, T, 1]."""
+        return query.new_zeros(*query.shape[:-1], 1, dtype=compute_dtype(query.dtype))
+
+    def forward(self, query: Tensor, key: Tensor | None = None, *, offset: bool = False) -> tuple[Tensor, ...]:
         """Return (φ(q), φ(k)); without keys the second is empty.
 
         Models come in here and nowhere else: the hooks that bring offloaded weights act on calls of a module.
+
+        Args:
+            query: [B, H, T, d].
+            key: [B, H, T', d], or None.
+            offset: also return o = ``window_shift`` − `log_factor`, [B, H, T, 1], which makes exp(q·k·s + o) commensurate
+                with φ(q)·φ(k); for a map with an exact window beside it.
         """
-        return self.query(query), query.new_empty(0) if key is None else self.key(key)
+        features = self.query(query), query.new_empty(0) if key is None else self.key(key)
+        return (*features, self.window_shift[:, None, None] - self.log_factor(query)) if offset else features
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -242,6 +259,8 @@ class FeatureMap(nn.Module, ABC):
             init.zeros_(self.key_shift)
         if self.has_exponent:
             init.zeros_(self.log_scale)
+        if self.windowed:
+            init.zeros_(self.window_shift)
 
     def extra_repr(self) -> str:
         """Describe the map in a model's printout."""
@@ -310,12 +329,19 @@ class RandomFeatureMap(ProjectedFeatureMap):
     def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
         """Return the features of keys under ``matrix``, or under a matrix of this map's choice."""
 
-    def forward(self, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (φ(q), φ(k)), both under the same matrix; without keys the second is empty."""
-        matrix = self.matrix()
-        return self.query(query, matrix), query.new_empty(0) if key is None else self.key(key, matrix)
+    def log_factor(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """See `FeatureMap.log_factor`."""
+        if not self.softmax_kernel or self.unit_norm:
+            return super().log_factor(query)
+        return self.log_normaliser(query, matrix)
 
-    def log_normaliser(self, query: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor | None = None, *, offset: bool = False) -> tuple[Tensor, ...]:
+        """Return what `FeatureMap.forward` does, all of it under the same matrix."""
+        matrix = self.matrix()
+        features = self.query(query, matrix), query.new_empty(0) if key is None else self.key(key, matrix)
+        return (*features, self.window_shift[:, None, None] - self.log_factor(query, matrix)) if offset else features
+
+    def log_normaliser(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
         """Return the logarithm of the factor that φ(q)·φ(k) leaves out because it cancels, [B, H, T, 1].
 
         exp(log_normaliser(q)) φ(q)·φ(k) is an unbiased estimate of exp(q·k·s) (of exp(−‖q̂ − k̂‖²/2) for unit norms).
@@ -363,7 +389,7 @@ class GaussianMap(RandomFeatureMap):
         """Return ‖k̂‖²/2 of prepared keys, [B, H, T, 1]."""
         return key.square().sum(-1, keepdim=True) / 2
 
-    def log_normaliser(self, query: Tensor) -> Tensor:
+    def log_normaliser(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
         """See `RandomFeatureMap.log_normaliser`."""
         if self.unit_norm:
             return torch.full_like(query[..., :1], -math.log(self.num_features))
@@ -395,9 +421,13 @@ class PositiveMap(RandomFeatureMap):
     softmax_kernel = True
     has_exponent = True
 
+    def query_exponent(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return Wq̂ of queries, [B, H, T, D]."""
+        return self.project(self.query_input(query), self.matrix() if matrix is None else matrix)
+
     def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
         """Return exp(Wq̂ − max Wq̂)."""
-        exponent = self.project(self.query_input(query), self.matrix() if matrix is None else matrix)
+        exponent = self.query_exponent(query, matrix)
         return (exponent - exponent.detach().amax(dim=-1, keepdim=True)).exp()
 
     def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
@@ -409,11 +439,10 @@ class PositiveMap(RandomFeatureMap):
         projected = self.project(key, self.matrix() if matrix is None else matrix)
         return projected - key.square().sum(-1, keepdim=True) / 2
 
-    def log_normaliser(self, query: Tensor) -> Tensor:
+    def log_normaliser(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
         """See `RandomFeatureMap.log_normaliser`."""
-        query_input = self.query_input(query)
-        maximum = self.project(query_input, self.matrix()).amax(dim=-1, keepdim=True)
-        norm = query_input.square().sum(-1, keepdim=True) / 2
+        maximum = self.query_exponent(query, matrix).detach().amax(dim=-1, keepdim=True)
+        norm = self.query_input(query).square().sum(-1, keepdim=True) / 2
         constant = self.log_scale[:, None, None] - math.log(self.num_features)
         if self.invariant:  # shifted keys change the kernel by exp(q·μ·s)
             query = query.to(compute_dtype(query.dtype))

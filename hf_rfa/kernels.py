@@ -11,7 +11,7 @@ split of a sequence.  A token of weight 0 (padding) adds nothing; its log-gate h
 the state either (`mask_padding` does both).
 
 `rfa_attention` is the attention built on them: the values get a column of ones, whose output is the normaliser
-φ(q_t)·z_t, and one rule, in `normalise`, says what happens where the normaliser is too small to divide by.
+φ(q_t)·z_t, and one rule, in `denominator`, says what happens where the normaliser is too small to divide by.
 `source_state` and `attend_with_state` are its two halves where every query sees every key (`noncausal`).
 
 Shapes: B batch, H heads, T tokens, F features, M = d + 1 columns of values and ones.  Everything is computed in the
@@ -21,7 +21,7 @@ dtype of the features: float32, or float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,7 @@ def mask_padding(padding: Tensor | None, log_gate: Tensor | None, weights: Tenso
     return log_gate, weights.masked_fill(~keep, 0.0)
 
 
-def _segment_sums(log_gate: Tensor) -> Tensor:
+def segment_sums(log_gate: Tensor) -> Tensor:
     """Return the sums of ``log_gate[s+1 .. t]`` as [..., t, s], −inf above the diagonal.
 
     Summed one by one instead of as a difference of two prefix sums, whose rounding error is relative to the prefix.
@@ -84,7 +84,7 @@ def parallel_weights(
     if not causal:
         return scores
     if log_gate is not None:
-        return scores * _segment_sums(log_gate.to(scores.dtype)).exp()
+        return scores * segment_sums(log_gate.to(scores.dtype)).exp()
     return scores.tril()
 
 
@@ -200,28 +200,36 @@ def noncausal(
     return query @ state, state
 
 
-def normalise(output: Tensor, query: Tensor, mass: Tensor | None, floor: float) -> Tensor:
-    """Divide the numerator by the normaliser: the one rule for the denominator.
+def denominator(normaliser: Tensor, query: Tensor, mass: Tensor | None, floor: float) -> Tensor:
+    """Return what the numerator is divided by: the one rule for the denominator.
 
     The normaliser φ(q)·z is raised to ``floor`` × ‖φ(q)‖ × n, where n = Σ w ‖φ(k)‖ ≥ ‖z‖ decays as the state does.  The
     bound scales with φ, with the gates and with the number of tokens, so that rescaling any of them changes nothing.
-    Features without negative entries cannot cancel, and need no floor.  Where nothing has been seen yet (all padding)
-    the result is 0.
+    Features without negative entries cannot cancel, and need no floor.
 
     Args:
-        output: numerator and, in the last column, normaliser, [B, H, T, d + 1].
+        normaliser: φ(q)·z, [B, H, T, 1].
         query: features of the queries, [B, H, T, F].
         mass: n, [B, H, T, 1], or None for features without negative entries.
         floor: smallest cosine between φ(q) and z that is divided by.
 
     Returns:
-        [B, H, T, d].
+        [B, H, T, 1]; 0 where nothing has been seen yet (all padding).
     """
-    numerator, normaliser = output[..., :-1], output[..., -1:]
-    if mass is not None:
-        normaliser = torch.maximum(normaliser, floor * query.norm(dim=-1, keepdim=True) * mass)
-    seen = normaliser > 0
-    return torch.where(seen, numerator, 0.0) / torch.where(seen, normaliser, 1.0)
+    if mass is None:
+        return normaliser
+    return torch.maximum(normaliser, floor * query.norm(dim=-1, keepdim=True) * mass)
+
+
+def divide(numerator: Tensor, divisor: Tensor) -> Tensor:
+    """Return numerator [B, H, T, d] over divisor [B, H, T, 1], and 0 where nothing has been seen yet."""
+    seen = divisor > 0
+    return torch.where(seen, numerator, 0.0) / torch.where(seen, divisor, 1.0)
+
+
+def normalise(output: Tensor, query: Tensor, mass: Tensor | None, floor: float) -> Tensor:
+    """Return the numerator over the `denominator`; ``output`` [B, H, T, d + 1] holds the normaliser in its last column."""
+    return divide(output[..., :-1], denominator(output[..., -1:], query, mass, floor))
 
 
 def state_shape(num_features: int, head_dim: int, *, signed: bool) -> tuple[int, int]:
@@ -254,7 +262,7 @@ def _with_mass(rows: Tensor, mass_row: Tensor) -> Tensor:
     return torch.cat([rows, F.pad(mass_row, (rows.shape[-1] - 1, 0))], dim=-2)
 
 
-def rfa_attention(
+def rfa_sums(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -265,37 +273,56 @@ def rfa_attention(
     signed: bool = False,
     floor: float = 0.0,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> tuple[Tensor, Tensor]:
-    """Attend causally with random features: features and values in, normalised outputs and state out.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the recurrence on values and ones, and leave the division to the caller.
 
     Args:
-        query: features of the queries, [B, H, T, F], float32 or float64.
-        key: features of the keys, [B, H, T, F].
-        value: [B, H, T, d], any floating dtype.
-        log_gate: [B, H, T], ≤ 0, or None for no gate.
-        weights: [B, H or 1, T], 0 for padding, or None for ones.
-        state: the state so far (`state_shape`), or None at the start.  Updated in place for one token without gradients.
-        signed: whether the features have negative entries, so that their normaliser needs a floor.
-        floor: see `normalise`.
-        chunk_size: tokens handled at once in the quadratic form.
+        query: see `rfa_attention`, as all arguments.
+        key: see there.
+        value: see there.
+        log_gate: see there.
+        weights: see there.
+        state: see there.
+        signed: see there.
+        floor: see there.
+        chunk_size: see there.
 
     Returns:
-        The outputs [B, H, T, d] in the dtype of the features, and the new state.
+        The numerators [B, H, T, d], what they are to be divided by [B, H, T, 1] (`denominator`), and the new state.
     """
     value = _with_ones(value, key.dtype)
     if not signed:
         output, state = _run(query, key, value, log_gate, weights, state, chunk_size)
-        return normalise(output, query, None, floor), state
+        return output[..., :-1], output[..., -1:], state
 
     # The mass n is the same recurrence with one feature, ‖φ(k)‖, and no values but the ones.
     rows, mass_row = (None, None) if state is None else (state[..., :-1, :], state[..., -1:, -1:])
     output, rows = _run(query, key, value, log_gate, weights, rows, chunk_size)
     unit, norm = torch.ones_like(query[..., :1]), key.norm(dim=-1, keepdim=True)
     mass, mass_row = _run(unit, norm, value[..., -1:], log_gate, weights, mass_row, chunk_size)
-    output = normalise(output, query, mass, floor)
-    if state is not None and query.shape[-2] == 1 and not torch.is_grad_enabled():
-        return output, state  # `recurrent` has updated its rows in place
-    return output, _with_mass(rows, mass_row)
+    divisor = denominator(output[..., -1:], query, mass, floor)
+    in_place = state is not None and query.shape[-2] == 1 and not torch.is_grad_enabled()
+    # `recurrent` updates its rows in place.
+    return output[..., :-1], divisor, cast(Tensor, state) if in_place else _with_mass(rows, mass_row)
+
+
+def rfa_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Attend causally with random features: features and values in, normalised outputs and state out.
+
+    Args:
+        query: features of the queries, [B, H, T, F], float32 or float64.
+        key: features of the keys, [B, H, T, F].
+        value: [B, H, T, d], any floating dtype.
+        **options: ``log_gate`` [B, H, T], ≤ 0, or None for no gate; ``weights`` [B, H or 1, T], 0 for padding, or None for
+            ones; ``state``, the state so far (`state_shape`), or None at the start, updated in place for one token without
+            gradients; ``signed``, whether the features have negative entries, so that their normaliser needs a floor;
+            ``floor``, see `denominator`; ``chunk_size``, tokens handled at once in the quadratic form.
+
+    Returns:
+        The outputs [B, H, T, d] in the dtype of the features, and the new state.
+    """
+    numerator, divisor, state = rfa_sums(query, key, value, **options)
+    return divide(numerator, divisor), state
 
 
 def source_state(
@@ -334,7 +361,7 @@ def attend_with_state(query: Tensor, state: Tensor, *, signed: bool = False, flo
         state: from `source_state`, [N, H, rows, d + 1]; every row of N serves B / N rows of ``query`` in succession, as the
             beams of one sequence are.
         signed: see `rfa_attention`.
-        floor: see `normalise`.
+        floor: see `denominator`.
 
     Returns:
         [B, H, T, d].
@@ -351,37 +378,3 @@ def attend_with_state(query: Tensor, state: Tensor, *, signed: bool = False, flo
         output = output.view(groups, heads, -1, length, output.shape[-1]).transpose(1, 2)
         output = output.reshape(batch, heads, length, -1)
     return output
-
-
-def implied_weights(
-    query: Tensor,
-    key: Tensor,
-    *,
-    log_gate: Tensor | None = None,
-    weights: Tensor | None = None,
-    state: Tensor | None = None,
-    causal: bool = True,
-    signed: bool = False,
-    floor: float = 0.0,
-) -> Tensor:
-    """Return the attention weights that the features imply, [B, H, Tq, Tk].
-
-    Multiplied with the values they give the output of `rfa_attention`.  With a ``state`` from earlier tokens the columns
-    are those of the tokens at hand, and a row sums to the share of the weight that falls on them.  ``causal=False`` is for
-    cross and bidirectional attention.  The cost is quadratic: for looking, not for running.
-    """
-    scores = parallel_weights(query, key, log_gate=log_gate, weights=weights, causal=causal)
-    # The normaliser and the mass are the recurrence on the ones column alone: d = 0.
-    ones = torch.ones_like(key[..., :1])
-
-    def sums(query: Tensor, key: Tensor, rows: Tensor | None) -> Tensor:
-        if not causal:
-            return noncausal(query, key, ones, weights=weights, state=rows)[0]
-        return parallel(query, key, ones, log_gate=log_gate, weights=weights, state=rows)[0]
-
-    normaliser = sums(query, key, None if state is None else state[..., : query.shape[-1], -1:])
-    mass = None
-    if signed:
-        unit, norm = torch.ones_like(query[..., :1]), key.norm(dim=-1, keepdim=True)
-        mass = sums(unit, norm, None if state is None else state[..., -1:, -1:])
-    return normalise(torch.cat([scores, normaliser], dim=-1), query, mass, floor)

@@ -42,18 +42,20 @@ class ExponentialMap(PositiveMap):
         init.zeros_(self.key_bias)
         init.ones_(self.norm_weight)
 
-    def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """Return exp(Wq̂ + b − max), the maximum over the features."""
-        exponent = self.project(self.query_input(query), self.matrix() if matrix is None else matrix)
-        exponent = exponent + self.query_bias[:, None, :]
-        return (exponent - exponent.detach().amax(dim=-1, keepdim=True)).exp()
+    def query_exponent(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return Wq̂ + b of queries, [B, H, T, D]."""
+        return super().query_exponent(query, matrix) + self.query_bias[:, None, :]
 
     def key_exponent(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
         """Return W'k̂ + b' − Σ a_i k̂_i²/2 of prepared keys, [B, H, T, D]."""
         norm = (key.square() * self.norm_weight[:, None, :]).sum(-1, keepdim=True) / 2
         return self.project(key, self.key_projection) + self.key_bias[:, None, :] - norm
 
-    def log_normaliser(self, query: Tensor) -> Tensor:
+    def log_factor(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return the factor of `PositiveMap`, with the trained matrix and bias: exact before training."""
+        return super().log_normaliser(query, matrix)
+
+    def log_normaliser(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
         """Raise NotImplementedError: once it is trained, this map estimates no kernel."""
         raise NotImplementedError(f"feature_map={self.name!r} is trained away from the softmax kernel.")
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -93,8 +94,8 @@ def test_divergence_is_the_kl_of_the_weights(gated):
     hidden = torch.randn(2, 9, 24, dtype=torch.float64)
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, 6:] = False
-    query, key, _ = layer.project(hidden)
-    found = layer_divergence(layer, Sample(query, key, mask, mask), hidden)
+    query, key, value = layer.project(hidden)
+    found = layer_divergence(layer, Sample(query, key, value, mask, mask), hidden)
     features = layer.feature_map(query, key)
     total, counted = torch.zeros(3, dtype=torch.float64), 0
     for row in range(2):
@@ -151,7 +152,7 @@ def test_transfer_trains_feature_maps_and_gates_and_nothing_else(material, tmp_p
     report = run(material, tmp_path, end_to_end_steps=0)
     assert set(report.before) == {"transformer.h.0.attn", "transformer.h.1.attn"}
     for name, before in report.before.items():
-        assert report.after[name] < 0.8 * before, name
+        assert fmean(report.after[name]) < 0.8 * fmean(before), name
     old, new = (load_file(folder / "model.safetensors") for folder in (material / "gpt2-rfa", tmp_path / "out"))
     changed = {name for name in old if not torch.equal(old[name], new[name])}
     assert all(is_rfa_parameter(name) for name in changed)
@@ -161,7 +162,7 @@ def test_transfer_trains_feature_maps_and_gates_and_nothing_else(material, tmp_p
     assert torch.isfinite(model(torch.ones(1, 4, dtype=torch.long)).logits).all()
     saved = json.loads((tmp_path / "out" / "distillation.json").read_text())
     assert saved["recipe"]["transfer"]["steps"] == 30
-    assert saved["divergence_after_transfer"] == report.after
+    assert saved["divergence_after_transfer"] == {name: list(heads) for name, heads in report.after.items()}
     assert [entry["step"] for entry in saved["stages"][0]["log"] if "loss" in entry] == list(range(1, 31))
     assert (tmp_path / "out" / "distillation.png").stat().st_size > 1000
     card = ModelCard.load(tmp_path / "out" / "README.md")
@@ -175,7 +176,7 @@ def test_all_layers_learn_alone(material):
     model, _ = load_model(str(material / "gpt2-rfa"))
     teacher, _ = load_model(str(material / "gpt2"))
     losses = transfer_losses(model, teacher, {"input_ids": torch.randint(4, 61, (2, 12))})
-    losses["transformer.h.1.attn"].backward()
+    losses["transformer.h.1.attn"].sum().backward()
     layers = rfa_layers(model)
     assert all(p.grad is None for p in layers["transformer.h.0.attn"].feature_map.parameters())
     assert layers["transformer.h.1.attn"].feature_map.projection.grad.abs().sum() > 0
@@ -188,7 +189,7 @@ def test_every_trainable_map_learns(feature_map, material, tmp_path):
         options["unit_norm"] = True
     convert(material / "gpt2", tmp_path / "rfa", **options)
     report = run(material, tmp_path, checkpoint=tmp_path / "rfa", end_to_end_steps=0)
-    assert sum(report.after.values()) < sum(report.before.values())
+    assert sum(map(sum, report.after.values())) < sum(map(sum, report.before.values()))
 
 
 def test_end_to_end_trains_everything(material, tmp_path):
@@ -254,7 +255,7 @@ def test_a_model_with_an_encoder_learns_every_kind_of_attention(material, tmp_pa
     report = run(material, tmp_path, "bart", end_to_end_steps=2, **options)
     assert len(report.before) == 8
     for name, before in report.before.items():
-        assert report.after[name] < before, name
+        assert fmean(report.after[name]) < fmean(before), name
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
     assert model.generate(torch.full((1, 4), 5), num_beams=2, max_new_tokens=4, eos_token_id=None).shape == (1, 5)
 

@@ -13,7 +13,7 @@ from hf_rfa import RFALayer, cache_num_bytes
 from .test_gpt2 import make
 
 PARENT = {"n_positions": 300}
-GENERATING = ["positive", "positive-gate", "gaussian-paper", "hybrid", "elu"]
+GENERATING = ["positive", "positive-gate", "gaussian-paper", "hybrid", "elu", "window", "window-gate"]
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_a_static_cache_gives_the_same(name, prompt):
     torch.testing.assert_close(found.scores, expected.scores)
 
 
-@pytest.mark.parametrize("name", ["positive", "gaussian-gate"])
+@pytest.mark.parametrize("name", ["positive", "gaussian-gate", "window-gate"])
 def test_the_cache_does_not_grow(name, prompt):
     model = make(name, **PARENT)
     sizes = []
@@ -198,7 +198,7 @@ def test_generation_past_the_positions_is_refused(prompt):
 
 @pytest.mark.slow
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["positive", "positive-gate"])
+@pytest.mark.parametrize("name", ["positive", "positive-gate", "window-gate"])
 def test_a_compiled_decoding_step_is_one_graph(name, prompt):
     """`torch.compile(fullgraph=True)` of a decoding step equals the eager one, and settles after a few graphs."""
     model = make(name, **PARENT)
@@ -219,7 +219,7 @@ def test_a_compiled_decoding_step_is_one_graph(name, prompt):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["positive-gate", "hybrid"])
+@pytest.mark.parametrize("name", ["positive-gate", "hybrid", "window-gate"])
 def test_generate_compiles_by_itself_with_a_static_cache(name, prompt):
     """As it does on a GPU; here it is told to."""
     model = make(name, **PARENT)

@@ -36,6 +36,10 @@ VARIANTS = {
     "t2r": {"feature_map": "t2r", "gate": True},
     "hedgehog": {"feature_map": "hedgehog"},
     "hybrid": {"softmax_layers": [1]},
+    "window": {"window": 5},
+    "window-gate": {"window": 4, "gate": True, "chunk_size": 7, "feature_map": "exponential"},
+    "window-elu": {"window": 1, "feature_map": "elu"},
+    "window-gaussian": {"window": 6, "feature_map": "gaussian", "num_features": 16, "softmax_layers": [1]},
     "small-chunks": {"chunk_size": 3, "gate": True},
     "float64-state": {"state_dtype": "float64"},
 }

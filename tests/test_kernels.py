@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_rfa.implied import implied_weights
 from hf_rfa.kernels import (
     attend_with_state,
     chunked,
-    implied_weights,
     mask_padding,
     noncausal,
     normalise,

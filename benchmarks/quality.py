@@ -1,0 +1,242 @@
+"""Perplexity after conversion, by feature map and stage of training, beside the softmax parent: tables of docs/quality.md.
+
+    python -m benchmarks.quality MODEL --train TEXT --test NAME=TEXT [--test NAME=TEXT] --output docs/quality.json
+
+Every row is converted, calibrated on the training text, taught the parent's attention, and trained end to end: all rows on
+the same tokens in the same order, with as many optimiser steps. After each stage the perplexity of the test texts is
+measured as `hf-rfa evaluate` does. The softmax parent is fine-tuned beside them on the same tokens.
+
+What is done lies in ``--work`` and is not done again, so that an interrupted run, or one with more rows, goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, cast
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+from hf_rfa.convert import convert
+from hf_rfa.convert.texts import read_documents
+from hf_rfa.convert.writer import new_folder
+from hf_rfa.finetune.data import Blocks
+from hf_rfa.finetune.distill import distill, training_arguments, training_folder
+from hf_rfa.finetune.distillation import distill_logits
+from hf_rfa.finetune.evaluation import perplexity, tokenize
+from hf_rfa.finetune.recipe import Recipe
+from rich.console import Console
+from rich.table import Table
+from transformers.utils import logging
+
+from hf_rfa.attention import Branch, use_branch
+from hf_rfa.inference import load_model
+
+SOFTMAX = "softmax"
+STAGES = ("start", "transfer", "end to end")
+#: Options of the conversion, by row of the table.
+ROWS: dict[str, dict[str, Any]] = {
+    "gaussian (paper)": {"feature_map": "gaussian", "unit_norm": True, "trainable_projection": True},
+    "arccos": {"feature_map": "arccos", "unit_norm": True, "trainable_projection": True},
+    "elu": {"feature_map": "elu"},
+    "t2r": {"feature_map": "t2r"},
+    "hedgehog": {"feature_map": "hedgehog"},
+    "positive": {"feature_map": "positive", "trainable_projection": True},
+    "exponential": {"feature_map": "exponential"},
+    "exponential, F = 32": {"feature_map": "exponential", "num_features": 32},
+    "exponential, F = 64": {"feature_map": "exponential", "num_features": 64},
+    "exponential, F = 256": {"feature_map": "exponential", "num_features": 256},
+    "exponential, gate": {"feature_map": "exponential", "gate": True},
+    "exponential, W = 16": {"feature_map": "exponential", "window": 16},
+    "exponential, W = 64": {"feature_map": "exponential", "window": 64},
+}
+#: Rows with a window are measured three times: as they are, and each part alone.
+BRANCHES: tuple[Branch, ...] = ("both", "linear", "window")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is the same for every row."""
+
+    model: str
+    train: Path
+    tests: dict[str, Path]
+    contexts: tuple[int, ...]
+    max_tokens: int | None
+    recipe: Recipe
+    work: Path
+    texts: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def measure(self, checkpoint: str | Path, branch: Branch = "both") -> dict[str, float]:
+        """Return the perplexities of a checkpoint by text and context; measured once."""
+        name = "both" if branch == "both" else f"{branch} alone"
+        stored = self.work / f"{Path(checkpoint).name}, {name}.json"
+        found = json.loads(stored.read_text()) if stored.is_file() else {}
+        model: Any = None
+        for (text, path), context in product(self.tests.items(), self.contexts):
+            key = f"{text}, context {context}" + (f", {self.max_tokens} tokens" if self.max_tokens else "")
+            if key in found:
+                continue
+            if model is None:
+                model, tokenizer = load_model(str(checkpoint), dtype="float32")
+                use_branch(model, branch)
+            if text not in self.texts:
+                self.texts[text] = tokenize(tokenizer, read_documents(path))[: self.max_tokens]
+            found[key] = perplexity(model, self.texts[text], context=context).perplexity
+            _write(stored, found)
+        wanted = f", {self.max_tokens} tokens" if self.max_tokens else ""
+        kept = {f"{text}, context {context}{wanted}" for text, context in product(self.tests, self.contexts)}
+        return {key.removesuffix(wanted): value for key, value in found.items() if key in kept}
+
+    def stages(self, row: str, seed: int, stages: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
+        """Make a row's checkpoints, and yield (stage, folder); what is there is not made again."""
+        base = self.work / f"{row}, seed {seed}"
+        recipe = replace(self.recipe, seed=seed)
+        if row == SOFTMAX:
+            yield "start", Path(self.model)
+            if "end to end" in stages:
+                folder = Path(f"{base}, end to end")
+                if not folder.exists():
+                    self.finetune_parent(folder, recipe)
+                yield "end to end", folder
+            return
+        if not base.exists():
+            convert(self.model, base, calibrate_on=self.train, seed=seed, **ROWS[row])
+        yield "start", base
+        last = base
+        for stage, other in (("transfer", {"end_to_end_steps": 0}), ("end to end", {"transfer_steps": 0})):
+            if stage not in stages or (row == "elu" and stage == "transfer"):  # elu has nothing to learn in the first
+                continue
+            folder = Path(f"{base}, {stage}")
+            if not folder.exists():
+                options: dict[str, Any] = {"teacher": self.model, "data": self.train, "recipe": recipe}
+                distill(last, folder, **options, **other, resume=_interrupted(folder))
+            yield stage, folder
+            last = folder
+
+    def finetune_parent(self, folder: Path, recipe: Recipe) -> None:
+        """Train the softmax parent on the tokens of the end-to-end stage."""
+        model, tokenizer = load_model(self.model, dtype="float32")
+        stage = recipe.end_to_end.resolve(model.config, model.config.max_position_embeddings)
+        data = Blocks(tokenizer, read_documents(self.train), cast(int, stage.block_length))
+        work = training_folder(folder, resume=_interrupted(folder))
+        resume = any(work.glob("checkpoint-*"))
+        arguments = training_arguments(stage, work, seed=recipe.seed)
+        distill_logits(model, None, data, arguments, rfa_rate=0.0, kl_weight=0.0, dropout=stage.dropout, resume=resume)
+        with new_folder(folder) as place:
+            model.save_pretrained(place)
+            tokenizer.save_pretrained(place)
+        shutil.rmtree(work)
+
+
+def _interrupted(folder: Path) -> bool:
+    return (folder.parent / f".{folder.name}.training").exists()
+
+
+def _write(path: Path, values: Any) -> None:
+    """Write JSON beside, then rename."""
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(values, indent=2) + "\n")
+    os.replace(beside, path)
+
+
+def table_of(results: list[dict[str, Any]], key: str) -> Table:
+    """Return the table of one text and context: perplexity, and its ratio to the softmax model at the same stage."""
+    table = Table(title=key)
+    for name in ("row", *STAGES):
+        table.add_column(name)
+    softmax = {r["stage"]: r["perplexities"][key] for r in results if r["row"] == SOFTMAX}
+    for row in dict.fromkeys(r["row"] for r in results):
+        cells = []
+        for stage in STAGES:
+            values = [r["perplexities"][key] for r in results if (r["row"], r["stage"]) == (row, stage)]
+            base = softmax.get(stage if stage == "end to end" else "start", softmax.get("start", float("nan")))
+            mean = sum(values) / len(values) if values else float("nan")
+            spread = f" ± {(max(values) - min(values)) / 2:.2f}" if len(values) > 1 else ""
+            cells.append(f"{mean:.2f}{spread} ({mean / base:.3f})" if values else "")
+        table.add_row(row, *cells)
+    return table
+
+
+def plot(results: list[dict[str, Any]], key: str, path: Path) -> None:
+    """Draw every row's ratio to the softmax parent by stage."""
+    softmax = {r["stage"]: r["perplexities"][key] for r in results if r["row"] == SOFTMAX}
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    for row in dict.fromkeys(r["row"] for r in results if r["row"] != SOFTMAX):
+        points = []
+        for place, stage in enumerate(STAGES):
+            values = [r["perplexities"][key] for r in results if (r["row"], r["stage"]) == (row, stage)]
+            if values:
+                points.append((place, sum(values) / len(values) / softmax["start"]))
+        axes.plot(*zip(*points, strict=True), marker="o", label=row)
+    if "end to end" in softmax:
+        axes.axhline(
+            softmax["end to end"] / softmax["start"], color="black", linestyle="--", label="softmax, fine-tuned"
+        )
+    axes.set_xticks(range(len(STAGES)), ["swap and calibration", "attention transfer", "end to end"])
+    axes.set_yscale("log")
+    axes.set_ylabel("perplexity / softmax parent's")
+    axes.set_title(key, fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Run the grid."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", help="softmax checkpoint")
+    parser.add_argument("--train", type=Path, required=True, help="text to train on")
+    parser.add_argument("--test", action="append", required=True, metavar="NAME=TEXT", help="text to measure on")
+    parser.add_argument("--context", type=int, nargs="+", default=[512, 1024])
+    parser.add_argument("--max-tokens", type=int, help="measure on so many tokens of each text")
+    parser.add_argument("--row", action="append", choices=[SOFTMAX, *ROWS], help="default: all")
+    parser.add_argument("--stage", action="append", choices=STAGES, help="default: all")
+    parser.add_argument("--seed", type=int, nargs="+", default=[0])
+    parser.add_argument("--recipe", default="default")
+    parser.add_argument("--work", type=Path, default=Path("quality-work"), help="folder for checkpoints")
+    parser.add_argument("--output", type=Path, help="JSON to write; the picture goes beside it")
+    arguments = parser.parse_args()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    tests = {name: Path(path) for name, _, path in (each.partition("=") for each in arguments.test)}
+    recipe = Recipe.load(arguments.recipe)
+    settings = Settings(
+        arguments.model, arguments.train, tests, tuple(arguments.context), arguments.max_tokens, recipe, arguments.work
+    )
+    stages = tuple(arguments.stage or STAGES)
+    console, results = Console(), []
+    rows = list(dict.fromkeys([SOFTMAX, *(arguments.row or ROWS)]))
+    for row, seed in product(rows, arguments.seed):
+        for stage, folder in settings.stages(row, seed, stages):
+            branches: tuple[Branch, ...] = BRANCHES if ROWS.get(row, {}).get("window") else ("both",)
+            if stage not in stages:
+                continue
+            for branch in branches:
+                name = row if branch == "both" else f"{row}: {branch} alone"
+                found = settings.measure(folder, branch)
+                results.append({"row": name, "seed": seed, "stage": stage, "perplexities": found})
+                console.print(f"{name}, seed {seed}, {stage}: {found}")
+    for key in results[0]["perplexities"]:
+        console.print(table_of(results, key))
+    if arguments.output is not None:
+        described = {"recipe": recipe.to_dict(), "max_tokens": arguments.max_tokens, "results": results}
+        _write(arguments.output, described)
+        plot(results, next(iter(results[0]["perplexities"])), arguments.output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""The exact window against a loop over tokens in float64, on any padding, split, chunk and gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_rfa.feature_maps import FEATURE_MAPS
+from hf_rfa.implied import ExactWindow, implied_log_weights
+from hf_rfa.kernels import denominator
+from hf_rfa.window import windowed_attention
+
+
+@dataclass
+class Case:
+    """Queries, keys and values, a feature map given by two matrices, and the options of the attention."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_gate: Tensor | None
+    padding: Tensor | None
+    maps: tuple[Tensor, Tensor, Tensor]
+    size: int
+    signed: bool
+    scaling: float = 0.7
+
+    def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        of_query, of_key, of_offset = (matrix.to(query.dtype) for matrix in self.maps)
+        query_features, key_features = query @ of_query, key @ of_key
+        if not self.signed:
+            query_features, key_features = query_features.exp(), key_features.exp()
+        return query_features, key_features, query @ of_offset
+
+    def to(self, dtype: torch.dtype) -> Case:
+        names = ("query", "key", "value", "log_gate")
+        moved = {name: getattr(self, name) for name in names}
+        moved = {name: None if x is None else x.detach().to(dtype).requires_grad_() for name, x in moved.items()}
+        return Case(**{**vars(self), **moved})
+
+    def run(self, cuts=(), chunk_size=5, output_weights=False):
+        """Run piece by piece; return outputs [B, H, T, d], state, window and the last piece's weights."""
+        outputs, state, window, weights = [], None, None, None
+        for start, stop in pairwise((0, *cuts, self.query.shape[2])):
+            padding = None if self.padding is None else self.padding[:, start:stop]
+            log_gate, kept = None, None
+            if self.log_gate is not None:
+                log_gate = self.log_gate[..., start:stop]
+                kept = 1 - log_gate.exp()
+            if padding is not None:
+                kept = torch.ones_like(self.query[..., start:stop, 0]) if kept is None else kept
+                kept = kept * padding[:, None].to(kept.dtype)
+                log_gate = None if log_gate is None else log_gate * padding[:, None].to(kept.dtype)
+                padding = None if bool((padding != 0).all()) else padding
+            output, state, window, weights = windowed_attention(
+                *(x[:, :, start:stop] for x in (self.query, self.key, self.value)),
+                features=self.features,
+                size=self.size,
+                scaling=self.scaling,
+                log_gate=log_gate,
+                weights=kept,
+                padding=padding,
+                state=state,
+                window=window,
+                signed=self.signed,
+                floor=0.1 if self.signed else 0.0,
+                chunk_size=chunk_size,
+                output_weights=output_weights,
+            )
+            outputs.append(output)
+        return torch.cat(outputs, dim=2), state, window, weights
+
+    def loop(self) -> tuple[Tensor, Tensor]:
+        """Return outputs and weights, token by token: padding is left out of each row before anything else."""
+        length, rows = self.query.shape[2], {}
+        phi_q, phi_k, offset = self.features(self.query, self.key)
+        for b in range(self.query.shape[0]):
+            places = range(self.query.shape[2])
+            tokens = [t for t in places if self.padding is None or self.padding[b, t]]
+            for h in range(self.query.shape[1]):
+                for n, t in enumerate(tokens):
+                    terms, far, mass = {}, 0.0, 0.0
+                    for m, j in enumerate(tokens[: n + 1]):
+                        factor = 1.0
+                        if self.log_gate is not None:
+                            between = tokens[m + 1 : n + 1]
+                            factor = (1 - self.log_gate[b, h, j].exp()) * self.log_gate[b, h, between].sum().exp()
+                        if n - m < self.size:
+                            score = self.query[b, h, t] @ self.key[b, h, j] * self.scaling + offset[b, h, t, 0]
+                            terms[j] = score.exp() * factor
+                        else:
+                            terms[j] = phi_q[b, h, t] @ phi_k[b, h, j] * factor
+                            far = far + terms[j]
+                            mass = mass + phi_k[b, h, j].norm() * factor
+                    near = sum(terms.values()) - far
+                    if self.signed and isinstance(far, Tensor):
+                        far = denominator(far.view(1), phi_q[b, h, t], mass.view(1), 0.1)[0]
+                        if far <= 0:
+                            continue
+                    row = torch.stack(list(terms.values())) / (near + far)
+                    rows[b, h, t] = self.value.new_zeros(length).index_put((torch.tensor(list(terms)),), row)
+        nothing = self.value.new_zeros(length)
+        weights = [rows.get(place, nothing) for place in product(*map(range, self.query.shape[:3]))]
+        weights = torch.stack(weights).view(*self.query.shape[:3], length)
+        return weights @ self.value, weights
+
+
+@st.composite
+def cases(draw, signed=False):
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    batch, heads, length = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 17))
+    width, features = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    padding = None
+    if draw(st.booleans()):
+        padding = (torch.rand(batch, length, generator=generator) > 0.4).long()
+    log_gate = -normal(batch, heads, length).exp() if draw(st.booleans()) else None
+    return Case(
+        *(normal(batch, heads, length, n) for n in (width, width, 3)),
+        log_gate=log_gate,
+        padding=padding,
+        maps=(normal(width, features), normal(width, features), normal(width, 1)),
+        size=draw(st.integers(1, 6)),
+        signed=signed,
+    )
+
+
+def tokens_of(case: Case, x: Tensor) -> Tensor:
+    """Return [B, H, T, n] without padding, whose own outputs are nobody's."""
+    return x if case.padding is None else x.transpose(1, 2)[case.padding.bool()]
+
+
+def pieces(data, case: Case) -> list[int]:
+    return sorted(
+        data.draw(st.sets(st.integers(1, max(1, case.query.shape[2] - 1)), max_size=4)) - {case.query.shape[2]}
+    )
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@given(data=st.data())
+@settings(max_examples=60)
+def test_window_is_what_a_loop_over_tokens_gives_however_it_is_cut(signed, data):
+    case = data.draw(cases(signed=signed))
+    expected, weights = case.loop()
+    found, *_, implied = case.run(output_weights=True)
+    torch.testing.assert_close(tokens_of(case, found), tokens_of(case, expected), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(tokens_of(case, implied), tokens_of(case, weights), rtol=1e-9, atol=1e-9)
+    cut, state, window, _ = case.run(pieces(data, case), chunk_size=data.draw(st.integers(1, 20)))
+    torch.testing.assert_close(tokens_of(case, cut), tokens_of(case, expected), rtol=1e-9, atol=1e-9)
+    whole = case.run()
+    torch.testing.assert_close(state, whole[1], rtol=1e-9, atol=1e-12)
+    known = window[..., -1] > -1e29  # what stands in empty places is nobody's either
+    assert torch.equal(known, whole[2][..., -1] > -1e29)
+    torch.testing.assert_close(window[known], whole[2][known], rtol=1e-9, atol=1e-9)
+    with torch.no_grad():
+        one_by_one = case.run(range(1, case.query.shape[2]))[0]
+    torch.testing.assert_close(tokens_of(case, one_by_one), tokens_of(case, expected), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-9)])
+@given(data=st.data())
+@settings(max_examples=30)
+def test_gradients_are_those_of_the_loop(dtype, tolerance, data):
+    case = data.draw(cases())
+    cuts = pieces(data, case)
+
+    def gradients(of: Case, output: Tensor) -> list[Tensor]:
+        tensors = [x for x in (of.query, of.key, of.value, of.log_gate) if x is not None]
+        output = tokens_of(of, output)
+        direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        loss = (output * direction.to(output)).sum()
+        return list(torch.autograd.grad(loss, tensors, allow_unused=True, materialize_grads=True))
+
+    truth, other = case.to(torch.float64), case.to(dtype)
+    expected, found = gradients(truth, truth.loop()[0]), gradients(other, other.run(cuts)[0])
+    scale = max(1e-3, *(float(x.abs().max()) for x in expected))
+    for a, b in zip(found, expected, strict=True):
+        assert float((a.double() - b).abs().max()) <= tolerance * scale
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@given(data=st.data())
+@settings(max_examples=30)
+def test_log_weights_for_training_are_the_weights(signed, data):
+    case = data.draw(cases(signed=signed))
+    case.padding = None if case.padding is None else case.padding.sort(dim=1, descending=True)[0]  # see its docstring
+    _, expected = case.loop()
+    phi_q, phi_k, offset = case.features(case.query, case.key)
+    weights = None if case.log_gate is None else 1 - case.log_gate.exp()
+    if case.padding is not None:
+        weights = (1.0 if weights is None else weights) * case.padding[:, None].double()
+    log_gate = case.log_gate
+    if log_gate is not None and case.padding is not None:
+        log_gate = log_gate * case.padding[:, None]
+    length, step = case.query.shape[2], data.draw(st.integers(1, 20))
+    for start in range(0, length, step):
+        rows = slice(start, min(length, start + step))
+        logs = implied_log_weights(
+            phi_q,
+            phi_k,
+            rows=rows,
+            log_gate=log_gate,
+            weights=weights,
+            signed=signed,
+            floor=0.1,
+            window=ExactWindow(case.size, case.query * case.scaling, case.key, offset),
+        )
+        wanted = expected[:, :, rows, : rows.stop]
+        wanted = wanted.clamp_min(0) if signed else wanted
+        found = torch.nn.functional.pad(logs.exp(), (0, wanted.shape[-1] - logs.shape[-1]))
+        kept = slice(None) if case.padding is None else case.padding[:, rows].bool()
+        found, wanted = found.transpose(1, 2)[kept], wanted.transpose(1, 2)[kept]
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8 if signed else 1e-9)
+
+
+@torch.no_grad()
+def test_a_window_as_long_as_the_text_is_softmax_attention_and_the_kernels_agree_on_scale():
+    """Unbiased positive features: what leaves the window keeps its weight but for the noise of the features."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 40, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    feature_map = FEATURE_MAPS["positive"](num_heads=2, head_dim=8, num_features=4096, scaling=0.35, windowed=True)
+
+    def features(q, k):
+        return feature_map(q, k, offset=True)
+
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.35)
+    options = {"features": features, "scaling": 0.35}
+    exact = windowed_attention(query, key, value, size=40, **options)[0]
+    torch.testing.assert_close(exact, expected, rtol=1e-9, atol=1e-9)
+
+    def error(shift: float) -> float:
+        feature_map.window_shift.fill_(shift)
+        near = windowed_attention(query * 0.6, key, value, size=10, **options)[0]
+        target = torch.nn.functional.scaled_dot_product_attention(query * 0.6, key, value, is_causal=True, scale=0.35)
+        return float((near - target).norm() / target.norm())
+
+    assert error(0.0) < 0.1
+    assert error(0.0) < min(error(-0.5), error(0.5)) * 0.6
+
+
+@given(scale=st.sampled_from([1e-3, 1.0, 30.0, 1e3]))
+def test_large_scores_and_padding_alone_give_finite_outputs_and_gradients(scale):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 1, 12, 4, generator=generator).mul(scale).requires_grad_() for _ in range(3))
+    feature_map = FEATURE_MAPS["positive"](num_heads=1, head_dim=4, num_features=8, scaling=0.5, windowed=True)
+    padding = torch.ones(2, 12).index_fill_(0, torch.tensor([1]), 0)
+    output, *_ = windowed_attention(
+        query,
+        key,
+        value,
+        features=lambda q, k: feature_map(q, k, offset=True),
+        size=3,
+        scaling=0.5,
+        weights=padding[:, None],
+        padding=padding,
+    )
+    output.square().sum().backward()
+    assert torch.isfinite(output).all()
+    assert (output[1] == 0).all()
+    assert all(torch.isfinite(x.grad).all() for x in (query, key, value))
