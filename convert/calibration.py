@@ -123,22 +123,19 @@ def softmax_targets(layer: RFAAttentionMixin, sample: Sample) -> Iterator[Target
         yield Target(rows, softmax, (softmax * log_softmax.masked_fill(~seen, 0.0)).sum(-1))
 
 
-def layer_divergence(
+def compare_weights(
     layer: RFAAttentionMixin,
     sample: Sample,
     hidden_states: Tensor | None = None,
     targets: Iterable[Target] | None = None,
-    *,
-    output_weight: float = 0.0,
-) -> Tensor:
-    """Return KL(softmax ‖ implied) of a layer, in nats per query, [H].
+) -> Iterator[tuple[Target, Tensor]]:
+    """Yield the softmax weights of some queries of a layer, and the logarithms of those that its features imply.
 
     Args:
         layer: the RFA layer.
         sample: its queries and keys in the softmax model.
         hidden_states: its input there, which a gate reads; None leaves a gate out.
         targets: the softmax weights of ``sample``, if they are at hand.
-        output_weight: add the squared error of the attention's outputs, relative to the outputs' own squares, times this.
     """
     dtype = compute_dtype(sample.query.dtype)
     query, key = sample.query.to(dtype), sample.key.to(dtype)
@@ -151,26 +148,49 @@ def layer_divergence(
     gated = layer.gate is not None and hidden_states is not None
     log_gate, weights = layer.gate(hidden_states) if gated else (None, None)  # type: ignore[misc]
     log_gate, weights = mask_padding(sample.key_mask, log_gate, weights)
-    divergences = []
-    error = norm = torch.zeros((), device=key.device)
     for target in softmax_targets(layer, sample) if targets is None else targets:
-        log_weights = implied_log_weights(
-            query_features,
-            key_features,
-            rows=target.rows,
-            log_gate=log_gate,
-            weights=weights,
-            causal=layer.rfa_kind == "causal",
-            signed=layer.feature_map.signed,
-            floor=layer.feature_map.floor,
-            window=window,
+        yield (
+            target,
+            implied_log_weights(
+                query_features,
+                key_features,
+                rows=target.rows,
+                log_gate=log_gate,
+                weights=weights,
+                causal=layer.rfa_kind == "causal",
+                signed=layer.feature_map.signed,
+                floor=layer.feature_map.floor,
+                window=window,
+            ),
         )
+
+
+def layer_divergence(
+    layer: RFAAttentionMixin,
+    sample: Sample,
+    hidden_states: Tensor | None = None,
+    targets: Iterable[Target] | None = None,
+    *,
+    output_weight: float = 0.0,
+) -> Tensor:
+    """Return KL(softmax ‖ implied) of a layer, in nats per query, [H].
+
+    Args:
+        layer: see `compare_weights`.
+        sample: see there.
+        hidden_states: see there.
+        targets: see there.
+        output_weight: add the squared error of the attention's outputs, relative to the outputs' own squares, times this.
+    """
+    divergences = []
+    error = norm = torch.zeros((), device=sample.key.device)
+    for target, log_weights in compare_weights(layer, sample, hidden_states, targets):
         # 0 · UNSEEN is 0: keys that nobody sees count nothing.
         divergences.append(target.negative_entropy - (target.softmax * log_weights).sum(-1))
         if output_weight:
-            value = sample.value[:, :, : log_weights.shape[-1]].to(dtype)
+            value = sample.value[:, :, : log_weights.shape[-1]].to(log_weights.dtype)
             expected, found = target.softmax @ value, log_weights.exp() @ value
-            kept = 1.0 if sample.query_mask is None else sample.query_mask[:, None, target.rows, None].to(dtype)
+            kept = 1.0 if sample.query_mask is None else sample.query_mask[:, None, target.rows, None].to(value.dtype)
             error = error + ((found - expected) * kept).square().sum((0, 2, 3))
             norm = norm + (expected * kept).square().sum((0, 2, 3))
     divergence = sample.mean(torch.cat(divergences, dim=-1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import shlex
 from collections.abc import Callable, Iterator
@@ -21,9 +22,11 @@ from hf_rfa.configuration_rfa import AttentionKind
 from hf_rfa.errors import InputError
 from hf_rfa.inference import check_vocabulary, load_tokenizer
 
-from .calibration import LayerGain, calibrate
+from .calibration import calibrate
 from .families import extend_positions, rfa_layers, softmax_twin
+from .hybrid import Damage, leave_softmax, measure_damage, num_parts
 from .inputs import Inputs, add_outputs, random_inputs, text_blocks, text_sources, trim
+from .pictures import compare_attention, draw_attention
 from .report import (
     CACHE_LENGTHS,
     ConversionReport,
@@ -68,6 +71,7 @@ def convert(
     layers: Layers = "all",
     cross_layers: Layers | None = None,
     encoder_layers: Layers | None = None,
+    keep_softmax: int = 0,
     max_positions: int | None = None,
     calibrate_on: str | Path | None = None,
     dtype: str = "auto",
@@ -99,6 +103,8 @@ def convert(
         layers: the layers whose causal attention is converted. The others stay softmax, and their cache grows.
         cross_layers: the decoder layers whose cross attention is converted; None converts all.
         encoder_layers: the encoder layers that are converted; None converts none.
+        keep_softmax: leave so many of the layers named above softmax after all: those whose conversion does most damage to
+            the outputs, each measured alone after calibration (`hf_rfa.convert.hybrid`).
         max_positions: extend the positions to this number; None keeps them.
         calibrate_on: text file to calibrate on (.txt or .jsonl, plain or .gz); None calibrates on random tokens. For a model
             with an encoder each line is one source, and the softmax model answers it.
@@ -152,7 +158,36 @@ def convert(
 
     report_progress("loading the weights", 1)
     model = _load(found, config, dtype)
-    gains, perplexities = _calibrate(model, found, inputs, documents is not None, report_progress)
+    count = len(rfa_layers(model))
+    if not 0 <= keep_softmax < count:
+        raise InputError(f"keep_softmax={keep_softmax} must leave at least one of the {count} layers to convert.")
+    twin = softmax_twin(model, found.architecture, found.config)
+    if documents is not None and found.config.is_encoder_decoder:
+        report_progress("answering the text", 1)
+        inputs = add_outputs(twin, inputs)
+    elif documents is not None and hasattr(model, "lm_head"):
+        inputs = inputs | {"labels": inputs["input_ids"]}
+    swapped = _perplexity(model, inputs) if "labels" in inputs else math.nan
+    report_progress("calibrating", count)
+    gains = calibrate(model, twin, inputs, on_layer=lambda name: report_progress(None, 1))
+    damages: list[Damage] = []
+    if keep_softmax:
+        report_progress("measuring layers", num_parts(model, inputs))
+        damages = measure_damage(model, twin, inputs, on_part=lambda: report_progress(None, 1))
+        model = leave_softmax(model, damages, keep_softmax)
+        config = model.config
+    perplexities = None
+    if "labels" in inputs:
+        report_progress("measuring", 1)
+        perplexities = Perplexities(
+            softmax=_perplexity(twin, inputs),
+            swapped=swapped,
+            calibrated=_perplexity(model, inputs),
+            tokens=_counted(inputs["labels"], model),
+            own_outputs=found.config.is_encoder_decoder,
+        )
+    comparison = compare_attention(model, twin, inputs)
+    del twin
     if max_positions is not None:
         extend_positions(found.family, model, max_positions)
 
@@ -175,6 +210,7 @@ def convert(
             destination=str(destination),
             command=command,
             gains=tuple(gains),
+            damages=tuple(damages),
             perplexities=perplexities,
             max_logit_difference=difference,
             notes=_notes(found, config, no_tokenizer, max_positions, calibrate_on),
@@ -183,6 +219,11 @@ def convert(
         hub_name = None if Path(source).expanduser().is_dir() else str(source)
         card = model_card(report, architecture=found.architecture, hub_name=hub_name, parent=_parent_card(found.folder))
         card.save(folder / "README.md")
+        (folder / "conversion.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+        if gains:
+            stages = {"swap": {gain.name: gain.before for gain in gains}}
+            stages["calibration"] = {gain.name: gain.after for gain in gains}
+            draw_attention(folder / "attention.png", stages, comparison)
     return report
 
 
@@ -203,6 +244,7 @@ def _command(options: dict[str, Any]) -> str:
         "layers": "all",
         "cross_layers": None,
         "encoder_layers": None,
+        "keep_softmax": 0,
         "max_positions": None,
         "calibrate_on": None,
         "dtype": "auto",
@@ -337,32 +379,6 @@ def _new_keys(model: PreTrainedModel) -> list[str]:
             if module is not None:
                 keys += [f"{name}.{child}.{key}" for key in module.state_dict()]
     return keys
-
-
-def _calibrate(
-    model: PreTrainedModel, source: Source, inputs: Inputs, on_text: bool, progress: Progress
-) -> tuple[list[LayerGain], Perplexities | None]:
-    """Calibrate a model, and measure what it gained."""
-    twin = softmax_twin(model, source.architecture, source.config)
-    if on_text and source.config.is_encoder_decoder:
-        progress("answering the text", 1)
-        inputs = add_outputs(twin, inputs)
-    elif on_text and hasattr(model, "lm_head"):
-        inputs = inputs | {"labels": inputs["input_ids"]}
-    scored = "labels" in inputs
-    swapped = _perplexity(model, inputs) if scored else math.nan
-    progress("calibrating", len(rfa_layers(model)))
-    gains = calibrate(model, twin, inputs, on_layer=lambda name: progress(None, 1))
-    if not scored:
-        return gains, None
-    progress("measuring", 1)
-    return gains, Perplexities(
-        softmax=_perplexity(twin, inputs),
-        swapped=swapped,
-        calibrated=_perplexity(model, inputs),
-        tokens=_counted(inputs["labels"], model),
-        own_outputs=source.config.is_encoder_decoder,
-    )
 
 
 def _counted(labels: Tensor, model: PreTrainedModel) -> int:

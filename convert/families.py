@@ -132,9 +132,19 @@ def softmax_twin(model: PreTrainedModel, architecture: str, config: PreTrainedCo
         architecture: name of the softmax class, a key of its family's ``architectures``.
         config: the softmax configuration; its number of positions has to fit ``model``.
     """
-    parent_class = FAMILIES[config.model_type].architectures[architecture][0]
+    return share_weights(model, FAMILIES[config.model_type].architectures[architecture][0], config)
+
+
+def share_weights(model: PreTrainedModel, cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model of another class or configuration that shares every weight it has in common with ``model``.
+
+    Args:
+        model: has every weight that the other needs.
+        cls: class of the other model.
+        config: its configuration.
+    """
     with torch.device("meta"):
-        twin = parent_class(config)
+        twin = cls(config)
     shared = twin.state_dict().keys()
     twin.load_state_dict({key: value for key, value in model.state_dict().items() if key in shared}, assign=True)
     twin.tie_weights()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -17,6 +17,7 @@ from hf_rfa.window import window_shape
 
 from .calibration import LayerGain
 from .families import rfa_layers
+from .hybrid import Damage
 
 #: Lengths at which the state is compared with a softmax model's cache of keys and values.
 CACHE_LENGTHS = (1024, 2048, 8192)
@@ -53,6 +54,7 @@ class ConversionReport:
         state_bytes: bytes of the states per sequence, all layers.
         cache_bytes: bytes of the parent's cache per sequence, by length (of the source too, if there is one).
         gains: what calibration gained per layer.
+        damages: what converting each layer alone does, if layers were left softmax by that, the worst first.
         perplexities: on the calibration text, if there was one.
         max_logit_difference: largest difference between the logits of the model in memory and of the reloaded one.
         notes: what the user should know besides.
@@ -70,6 +72,7 @@ class ConversionReport:
     state_bytes: int
     cache_bytes: dict[int, int]
     gains: tuple[LayerGain, ...]
+    damages: tuple[Damage, ...]
     perplexities: Perplexities | None
     max_logit_difference: float
     notes: tuple[str, ...]
@@ -99,6 +102,9 @@ class ConversionReport:
                 fmean(value for gain in self.gains for value in getattr(gain, name)) for name in ("before", "after")
             )
             rows.append(("KL to the softmax weights", f"{before:.3f} nats, {after:.3f} after calibration"))
+        if self.damages:
+            worst = ", ".join(f"{each.kind} {each.layer}: {each.damage:.4f}" for each in self.damages)
+            rows.append(("damage by a layer alone, nats per token", worst))
         if self.perplexities is not None:
             found = self.perplexities
             text = "the parent's own outputs" if found.own_outputs else "the calibration text"
@@ -110,6 +116,10 @@ class ConversionReport:
             )
         rows.append(("largest logit difference after reloading", f"{self.max_logit_difference:.1e}"))
         return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return asdict(self)
 
     def table(self) -> Table:
         """Return the figures as a table to print."""
@@ -194,11 +204,19 @@ model = {auto_class}.from_pretrained("{destination}")
 |---|---|
 {rows}
 
-{notes}## Sources
+{notes}{picture}## Sources
 
 - Hao Peng, Nikolaos Pappas, Dani Yogatama, Roy Schwartz, Noah A. Smith, Lingpeng Kong: *Random Feature Attention*. ICLR 2021.
 - Angelos Katharopoulos, Apoorv Vyas, Nikolaos Pappas, François Fleuret: *Transformers are RNNs: Fast Autoregressive
   Transformers with Linear Attention*. ICML 2020.
+"""
+
+ATTENTION = """Above: how far every head's weights are from the softmax weights, before and after calibration. Below: weights
+of the parent and of this model side by side, for the head that is nearest, the one in the middle and the farthest
+(`conversion.json` has the figures).
+
+![attention](attention.png)
+
 """
 
 AUTO_CLASSES = {
@@ -248,5 +266,6 @@ def model_card(
         command=report.command,
         rows="\n".join(f"| {what} | {value} |" for what, value in report.rows()),
         notes="".join(f"{note}\n\n" for note in report.notes),
+        picture=ATTENTION if report.gains else "",
     )
     return ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{content}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ import matplotlib
 import torch
 from hf_rfa.convert.converter import MAX_SHARD_SIZE
 from hf_rfa.convert.families import rfa_layers
+from hf_rfa.convert.inputs import Inputs
+from hf_rfa.convert.pictures import HeadMap, compare_attention, draw_attention
 from hf_rfa.convert.report import UNTRAINED
 from hf_rfa.convert.texts import read_documents, read_pairs
 from hf_rfa.convert.writer import check_destination, new_folder
@@ -47,6 +50,8 @@ class DistillationReport:
         before: KL(softmax ‖ implied) by layer and head on held-out data, in nats per query, before training.
         after: the same after attention transfer; empty if that stage was left out.
         stages: what each stage logged.
+        perplexities: on the held-out items: of the parent, of the converted model, and after each stage.
+        maps: attention of some heads, parent and model side by side.
     """
 
     command: str
@@ -54,6 +59,8 @@ class DistillationReport:
     before: dict[str, tuple[float, ...]]
     after: dict[str, tuple[float, ...]]
     stages: tuple[StageResult, ...]
+    perplexities: dict[str, float]
+    maps: tuple[HeadMap, ...]
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the figures as (what, value) pairs, for the table and the model card."""
@@ -67,6 +74,8 @@ class DistillationReport:
             losses = [entry["loss"] for entry in stage.log if "loss" in entry]
             if losses:
                 rows.append((f"{stage.name}, {stage.steps:,} steps", f"loss {losses[0]:.3f} → {losses[-1]:.3f}"))
+        found = ", ".join(f"{name} {value:.2f}" for name, value in self.perplexities.items())
+        rows.append((f"perplexity of the {HELD_OUT} items held out", found))
         return rows
 
     def table(self) -> Table:
@@ -85,6 +94,7 @@ class DistillationReport:
             "divergence_before": self.before,
             "divergence_after_transfer": self.after,
             "stages": stages,
+            "held_out_perplexities": self.perplexities,
         }
 
     def plot(self, path: Path) -> None:
@@ -275,14 +285,20 @@ def _run(
     """Run the stages."""
     collate = None if kind_of(model.config) == "causal" else PairCollator(model.config)
     results, before, after = [], {}, {}
+    batch: Inputs = {}
+    perplexities: dict[str, float] = {}
+    maps: list[HeadMap] = []
     for name, dataset in datasets.items():
         stage: Stage = getattr(recipe, name)
         count = len(dataset)  # type: ignore[arg-type]
         training = Subset(dataset, range(count - HELD_OUT))
+        held_out = [dataset[index] for index in range(count - HELD_OUT, count)]
+        if not perplexities:
+            batch = _collated(held_out, collate)
+            perplexities = {"parent": _perplexity(teacher, batch), "converted": _perplexity(model, batch)}
         arguments = training_arguments(stage, work / name, seed=recipe.seed)
         going_on = resume and any((work / name).glob("checkpoint-*"))
         if name == "transfer":
-            held_out = [dataset[index] for index in range(count - HELD_OUT, count)]
             before = _divergences(model, teacher, held_out, collate)
             results.append(
                 transfer_attention(
@@ -297,6 +313,7 @@ def _run(
                 )
             )
             after = _divergences(model, teacher, held_out, collate)
+            maps = compare_attention(model, teacher, batch)
         else:
             results.append(
                 distill_logits(
@@ -311,7 +328,19 @@ def _run(
                     resume=going_on,
                 )
             )
-    return DistillationReport(command, recipe, before, after, tuple(results))
+        perplexities[results[-1].name] = _perplexity(model, batch)
+    return DistillationReport(command, recipe, before, after, tuple(results), perplexities, tuple(maps))
+
+
+def _collated(items: list[Any], collate: Any) -> Inputs:
+    return collate(items) if collate else {name: torch.stack([item[name] for item in items]) for name in items[0]}
+
+
+@torch.no_grad()
+def _perplexity(model: PreTrainedModel, batch: Inputs) -> float:
+    """Return the perplexity of a batch's labels."""
+    loss = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}, use_cache=False).loss
+    return math.exp(min(700.0, float(loss)))
 
 
 @torch.no_grad()
@@ -319,7 +348,7 @@ def _divergences(
     model: PreTrainedModel, teacher: PreTrainedModel, items: list[Any], collate: Any
 ) -> dict[str, tuple[float, ...]]:
     """Return the divergence of every layer's heads on some items."""
-    inputs = collate(items) if collate else {name: torch.stack([item[name] for item in items]) for name in items[0]}
+    inputs = _collated(items, collate)
     moved: Any = teacher.to(model.device)  # type: ignore[arg-type]
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     return {name: tuple(loss.tolist()) for name, loss in transfer_losses(model, moved, inputs).items()}
@@ -339,12 +368,18 @@ def _write(model: PreTrainedModel, tokenizer: Any, report: DistillationReport, c
     tokenizer.save_pretrained(folder)
     (folder / "distillation.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     report.plot(folder / "distillation.png")
+    if report.after:
+        stages = {"before": report.before, "attention transfer": report.after}
+        draw_attention(folder / "attention-distilled.png", stages, list(report.maps))
+    for name in ("conversion.json", "attention.png"):
+        if (checkpoint / name).is_file():
+            shutil.copyfile(checkpoint / name, folder / name)
     old = checkpoint / "README.md"
     card = ModelCard.load(old) if old.is_file() else ModelCard("---\nlibrary_name: transformers\n---\n")
     rows = "\n".join(f"| {what} | {value} |" for what, value in report.rows())
     card.text = card.text.replace(UNTRAINED, "It was distilled from its parent after the conversion.")
     card.text += (
         f"\n## How it was distilled\n\n```bash\n{report.command}\n```\n\n| | |\n|---|---|\n{rows}\n\n"
-        "![loss](distillation.png)\n"
+        "![loss](distillation.png)\n" + ("\n![attention](attention-distilled.png)\n" if report.after else "")
     )
     card.save(folder / "README.md")

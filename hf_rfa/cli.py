@@ -87,6 +87,10 @@ def convert_command(
         str | None, typer.Option(help="Decoder layers whose cross attention to convert. Default: all.")
     ] = None,
     encoder_layers: Annotated[str | None, typer.Option(help="Encoder layers to convert. Default: none.")] = None,
+    keep_softmax: Annotated[
+        int,
+        typer.Option(min=0, help="Leave so many layers softmax after all: those whose conversion does most damage."),
+    ] = 0,
     max_positions: Annotated[int | None, typer.Option(help="Extend the positions to this number.")] = None,
     calibrate: Annotated[
         Path | None,
@@ -137,6 +141,7 @@ def convert_command(
         "layers": _layers("--layers", layers),
         "cross_layers": _layers("--cross-layers", cross_layers),
         "encoder_layers": _layers("--encoder-layers", encoder_layers),
+        "keep_softmax": keep_softmax,
         "max_positions": max_positions,
         "calibrate_on": calibrate or data,
         "dtype": dtype,

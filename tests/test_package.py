@@ -12,7 +12,16 @@ import pytest
 from .conftest import ROOT
 
 FAMILIES = ["bart", "gpt2", "marian"]
-MODEL_MODULES = ["attention", "cache", "configuration_rfa", "errors", "feature_maps", "implied", "kernels", "learned_maps"]
+MODEL_MODULES = [
+    "attention",
+    "cache",
+    "configuration_rfa",
+    "errors",
+    "feature_maps",
+    "implied",
+    "kernels",
+    "learned_maps",
+]
 MODEL_MODULES += ["seq2seq", "window"]
 MODEL_MODULES += [f"modeling_rfa_{family}" for family in FAMILIES]
 
