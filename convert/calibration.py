@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_rfa.attention import RFAAttentionMixin
-from hf_rfa.feature_maps import FeatureMap, compute_dtype
+from hf_rfa.feature_maps import FeatureMap, PositiveMap, compute_dtype
 from hf_rfa.implied import UNSEEN, ExactWindow, implied_log_weights
 from hf_rfa.kernels import mask_padding
 
@@ -309,10 +309,23 @@ def calibrate_layer(layer: RFAAttentionMixin, sample: Sample, hidden_states: Ten
         _centre_and_balance(feature_map, sample.queries(), keys)
     _set_log_scale(feature_map, keys)
     divergence_now = _divergence(layer, sample, hidden_states)
+    if isinstance(feature_map, PositiveMap) and feature_map.can_be_shaped:
+        _shape_projection(feature_map, sample.queries(), keys, divergence_now)
     if feature_map.has_sigma:
         _set_temperature(feature_map, keys, divergence_now)
     if feature_map.windowed:
         _set_window_shift(feature_map, divergence_now)
+
+
+def _shape_projection(
+    feature_map: PositiveMap, query: Tensor, key: Tensor, divergence_now: Callable[[], Tensor]
+) -> None:
+    """Fit W to the second moment of q̂ + k̂ over all pairs (step 3)."""
+    query, key = feature_map.query_input(query[None])[0].double(), feature_map.key_input(key[None])[0].double()
+    second = sum(x.transpose(-1, -2) @ x / x.shape[1] for x in (query, key))
+    means = query.mean(1)[:, :, None] * key.mean(1)[:, None, :]
+    feature_map.shape_projection(second + means + means.transpose(-1, -2))
+    _set_log_scale(feature_map, key.float())
 
 
 def _set_temperature(feature_map: FeatureMap, keys: Tensor, divergence_now: Callable[[], Tensor]) -> None:

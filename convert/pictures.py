@@ -100,7 +100,7 @@ def draw_attention(path: Path, stages: dict[str, dict[str, tuple[float, ...]]], 
     for panels, each in zip(axes[1:], maps, strict=True):
         shades = float(max(each.softmax.max(), each.implied.max())) ** 0.5
         for panel, title, weights in zip(panels, ("parent", "model"), (each.softmax, each.implied), strict=False):
-            panel.imshow(weights.clamp_min(0).sqrt(), vmin=0, vmax=shades, cmap="viridis")
+            panel.imshow(weights.clamp_min(0).sqrt().numpy(), vmin=0, vmax=shades, cmap="viridis")
             panel.set_title(f"{title}: {each.name} head {each.head} ({each.divergence:.3f} nats)", fontsize=6)
             panel.tick_params(labelsize=5)
     for panel in (panel for row in axes for panel in row if not panel.has_data()):

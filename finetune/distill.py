@@ -250,6 +250,8 @@ def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArgu
         max_steps=stage.steps,
         per_device_train_batch_size=cast(int, stage.batch_size),
         learning_rate=stage.learning_rate,
+        bf16=stage.bf16,
+        use_cpu=not torch.accelerator.is_available(),
         lr_scheduler_type="cosine",
         logging_steps=max(1, stage.steps // 50),
         save_strategy="steps",
@@ -324,6 +326,7 @@ def _run(
                     rfa_rate=stage.rfa_learning_rate,
                     kl_weight=stage.kl_weight,
                     dropout=stage.dropout,
+                    lora_rank=stage.lora_rank,
                     collate=collate,
                     resume=going_on,
                 )

@@ -22,7 +22,9 @@ from hf_rfa.convert.families import rfa_layers
 from hf_rfa.convert.inputs import Inputs
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
+
+from .lora import add_lora, merge_lora
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,7 @@ def distill_logits(
     rfa_rate: float,
     kl_weight: float,
     dropout: bool = False,
+    lora_rank: int = 0,
     collate: Callable[[Any], Inputs] | None = None,
     resume: bool = False,
 ) -> StageResult:
@@ -244,12 +247,19 @@ def distill_logits(
         rfa_rate: learning rate of feature maps and gates.
         kl_weight: share of the KL in the loss, from 0 to 1.
         dropout: whether the model's own dropout acts.
+        lora_rank: rank of LoRA matrices to train instead of the weights, and to merge into them; 0 trains the weights.
         collate: see `transfer_attention`.
         resume: see `transfer_attention`.
 
     Raises:
         FloatingPointError: if the loss is not finite.
     """
+    required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    if lora_rank:
+        set_seed(arguments.seed)  # LoRA starts at random
+        add_lora(model, lora_rank)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name or is_rfa_parameter(name))
     groups = parameter_groups(model, rfa_rate=rfa_rate, rate=arguments.learning_rate)
     rates = {} if dropout else set_dropout(model, {})
     trainer = LogitDistillationTrainer(
@@ -265,4 +275,8 @@ def distill_logits(
         return _train(trainer, "end to end", resume)
     finally:
         set_dropout(model, rates)
+        if lora_rank:
+            merge_lora(model)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(required[name])
         model.eval()

@@ -32,6 +32,8 @@ class Stage:
         rfa_learning_rate: of feature maps and gates, end to end.
         kl_weight: share of the KL in the loss, end to end.
         dropout: whether the model's own dropout acts, end to end.
+        lora_rank: rank of LoRA matrices to train end to end instead of the parent's own weights; 0 trains these.
+        bf16: compute in mixed precision; phases, features, gates and states stay in float32.
         own_inputs: share of the steps, the last ones, of attention transfer on what the converted model itself feeds its
             layers, errors included, instead of the parent's inputs.
         output_weight: weight of the relative squared error of the attention's outputs beside the KL of its weights, in
@@ -45,15 +47,17 @@ class Stage:
     rfa_learning_rate: float = 1e-3
     kl_weight: float = 0.5
     dropout: bool = False
+    lora_rank: int = 0
+    bf16: bool = False
     own_inputs: float = 0.0
     output_weight: float = 0.0
 
     def check(self, name: str) -> None:
         """Raise an `InputError` that names the field, its value and what is allowed."""
-        least = {"steps": 0, "batch_size": 1, "block_length": 2}
+        least = {"steps": 0, "batch_size": 1, "block_length": 2, "lora_rank": 0}
         for each, smallest in least.items():
             value = getattr(self, each)
-            if each != "steps" and value is None:
+            if each in ("batch_size", "block_length") and value is None:
                 continue
             if not isinstance(value, int) or value < smallest:
                 raise InputError(f"recipe: {name}.{each} must be a whole number of at least {smallest}, got {value!r}.")
@@ -65,8 +69,9 @@ class Stage:
             value = getattr(self, each)
             if not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise InputError(f"recipe: {name}.{each} must be from 0 to 1, got {value!r}.")
-        if not isinstance(self.dropout, bool):
-            raise InputError(f"recipe: {name}.dropout must be true or false, got {self.dropout!r}.")
+        for each in ("dropout", "bf16"):
+            if not isinstance(getattr(self, each), bool):
+                raise InputError(f"recipe: {name}.{each} must be true or false, got {getattr(self, each)!r}.")
 
     def resolve(self, config: Any, positions: int) -> Stage:
         """Return this stage with every number stated.

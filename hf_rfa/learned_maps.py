@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .feature_maps import PositiveMap, ProjectedFeatureMap, draw_projection, register_feature_map
+from .feature_maps import PositiveMap, ProjectedFeatureMap, RandomFeatureMap, draw_projection, register_feature_map
 
 
 @register_feature_map("exponential")
@@ -27,7 +27,7 @@ class ExponentialMap(PositiveMap):
 
     def build(self) -> None:
         """Add W, W', b, b' and a."""
-        super().build()
+        ProjectedFeatureMap.build(self)
         self.key_projection = nn.Parameter(torch.empty(self.num_heads, self.num_features, self.head_dim))
         self.query_bias = nn.Parameter(torch.empty(self.num_heads, self.num_features))
         self.key_bias = nn.Parameter(torch.empty(self.num_heads, self.num_features))
@@ -36,15 +36,22 @@ class ExponentialMap(PositiveMap):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw W, copy it to W', and set the rest to where φ is that of `PositiveMap`."""
-        super().reset_parameters()
+        RandomFeatureMap.reset_parameters(self)
         init.copy_(self.key_projection, self.draw(0))
         init.zeros_(self.query_bias)
         init.zeros_(self.key_bias)
         init.ones_(self.norm_weight)
 
+    def _set_projection(self, projection: Tensor, bias: Tensor) -> None:
+        for matrix in (self.projection, self.key_projection):
+            matrix.copy_(projection)
+        for vector in (self.query_bias, self.key_bias):
+            vector.copy_(bias)
+
     def query_exponent(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
         """Return Wq̂ + b of queries, [B, H, T, D]."""
-        return super().query_exponent(query, matrix) + self.query_bias[:, None, :]
+        projected = self.project(self.query_input(query), self.matrix() if matrix is None else matrix)
+        return projected + self.query_bias[:, None, :].to(projected.dtype)
 
     def key_exponent(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
         """Return W'k̂ + b' − Σ a_i k̂_i²/2 of prepared keys, [B, H, T, D]."""

@@ -17,6 +17,7 @@ from hf_rfa.convert import InputError, convert
 from hf_rfa.convert import converter as converter_module
 from hf_rfa.convert import writer as writer_module
 from hf_rfa.convert.families import softmax_twin
+from hf_rfa.convert.inputs import random_inputs
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -139,6 +140,53 @@ def test_sharded_source(tiny_parent, tmp_path):
     convert(tiny_parent, tmp_path / "b")
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert all(torch.equal(a[key], b[key]) for key in b)
+
+
+def test_the_layers_that_suffer_most_can_stay_softmax(tiny_parent, tmp_path):
+    """Against models that are converted in one layer only."""
+    report = convert(tiny_parent, tmp_path / "out", keep_softmax=1, num_features=4)
+    damage = {}
+    parent = GPT2LMHeadModel.from_pretrained(tiny_parent).eval()
+    ids = random_inputs(parent.config, seed=0)["input_ids"]
+    with torch.no_grad():
+        theirs = parent(ids).logits.log_softmax(-1)
+        for layer in (0, 1):
+            convert(tiny_parent, tmp_path / f"only{layer}", layers=[layer], num_features=4)
+            alone = AutoModelForCausalLM.from_pretrained(tmp_path / f"only{layer}")
+            damage[layer] = float((theirs.exp() * (theirs - alone(ids).logits.log_softmax(-1))).sum(-1).mean())
+    assert [each.layer for each in report.damages] == sorted(damage, key=lambda layer: -damage[layer])
+    for each in report.damages:
+        assert each.damage == pytest.approx(damage[each.layer], rel=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.softmax_layers == [report.damages[0].layer]
+    assert report.command.endswith("--keep-softmax 1")
+    assert report.layers == {"causal": (1, 2)}
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / f"only{report.damages[1].layer}")(ids).logits
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_the_report_holds_every_head_and_its_picture(tiny_parent, tmp_path):
+    report = convert(tiny_parent, tmp_path / "out", window=4, gate=True)
+    saved = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert saved == json.loads(json.dumps(report.to_dict()))
+    assert [len(gain["after"]) for gain in saved["gains"]] == [3, 3]
+    assert (tmp_path / "out" / "attention.png").read_bytes().startswith(b"\x89PNG")
+    assert "attention.png" in ModelCard.load(tmp_path / "out" / "README.md").content
+
+
+def test_a_window_is_calibrated_to_the_features(tiny_parent, tmp_path):
+    """Maps whose φ has another scale than the softmax kernel get a shift; it lowers the divergence."""
+    for feature_map in ("hedgehog", "elu", "positive"):
+        report = convert(tiny_parent, tmp_path / feature_map, feature_map=feature_map, window=3)
+        assert all(sum(gain.after) < sum(gain.before) for gain in report.gains)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / feature_map)
+        assert float(model.transformer.h[0].attn.feature_map.window_shift.abs().max()) > 0
+        assert report.state_bytes == sum(
+            tensor.numel() * 4
+            for layer in model(torch.ones(1, 5, dtype=torch.long)).past_key_values.layers
+            for tensor in layer.tensors()
+        )
 
 
 def test_model_card_states_command_and_figures(tmp_path):
@@ -342,6 +390,8 @@ def test_destinations(tiny_parent, tmp_path):
         ({"dtype": "int8"}, "dtype must be one of .*got 'int8'"),
         ({"calibrate_on": "no/such/text.txt"}, "no text file no/such/text.txt"),
         ({"calibrate_on": DEMO_TEXT}, "there is no tokenizer in it"),
+        ({"keep_softmax": 2}, "keep_softmax=2 must leave at least one of the 2 layers"),
+        ({"window": -1}, "window must be 0"),
         ({"redraw_pool": 3, "trainable_projection": True}, "exclude each other"),
     ],
 )

@@ -80,6 +80,29 @@ def test_kernel_stays_unbiased_with_calibrated_constants(name, unit_norm):
     assert float(((torch.stack(draws).mean(0) - exact).abs() / standard_error).max()) < 5.5
 
 
+def test_a_shaped_projection_leaves_the_kernel_unbiased_and_lowers_its_variance():
+    """On queries and keys that are large and correlated, where independent rows are noisiest."""
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(H, D_HEAD, D_HEAD, generator=generator, dtype=torch.float64) / 2
+    query, key = (torch.randn(1, H, 40, D_HEAD, generator=generator, dtype=torch.float64) @ mix for _ in range(2))
+    draws: dict[bool, list] = {False: [], True: []}
+    for seed in range(400):
+        for shaped in draws:
+            feature_map = build("positive", num_features=64, seed=seed)
+            sums = (feature_map.query_input(query)[0, :, :, None] + feature_map.key_input(key)[0, :, None]).flatten(
+                1, 2
+            )
+            if shaped:
+                feature_map.shape_projection(sums.transpose(-1, -2) @ sums / sums.shape[1])
+            draws[shaped].append(kernel(feature_map, query, key))
+    exact = exact_kernel(feature_map, query, key)
+    found = {shaped: torch.stack(kernels) for shaped, kernels in draws.items()}
+    standard_error = found[True].std(0) / math.sqrt(400)
+    assert float(((found[True].mean(0) - exact).abs() / standard_error).max()) < 5.5
+    variances = {shaped: float((kernels / exact).log().var(0).mean()) for shaped, kernels in found.items()}
+    assert variances[True] < 0.7 * variances[False]
+
+
 @pytest.mark.parametrize("orthogonal", [False, True])
 def test_rows_of_the_projection_are_standard_normal(orthogonal):
     options = {"num_heads": 4, "num_features": 256, "head_dim": 16, "layer_idx": 3, "orthogonal": orthogonal}

@@ -22,6 +22,8 @@ from transformers import (
 
 import hf_rfa
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel, RFAGPT2Model, cache_num_bytes
+from hf_rfa.attention import use_branch
+from hf_rfa.errors import InputError
 
 from .conftest import tiny_parent_config
 
@@ -426,3 +428,25 @@ def test_autocast_leaves_phases_features_and_states_in_float32(name, ids):
             loss[enabled] = model(ids, labels=ids).loss
         loss[enabled].backward()
     assert abs(float(loss[True].detach()) - float(loss[False].detach())) < 0.05
+
+
+def test_each_part_of_windowed_attention_alone(ids):
+    """The window alone ignores what has left it; the features alone are the model without a window."""
+    model = make("window")
+    both = logits(model, ids)
+    use_branch(model, "linear")
+    plain = make({})
+    plain.load_state_dict({key: value for key, value in model.state_dict().items() if "window_shift" not in key})
+    torch.testing.assert_close(logits(model, ids), logits(plain, ids))
+    use_branch(model, "window")
+    alone = logits(model, ids)
+    assert not torch.allclose(alone, both, atol=1e-3)
+    assert torch.allclose(alone[:, :5], both[:, :5], atol=1e-5), "before the window is full nothing has left it"
+    changed = ids.clone()
+    changed[:, 0] = 60 - changed[:, 0]
+    reach = 2 * (5 - 1)  # two layers
+    assert torch.equal(logits(model, changed)[:, reach + 1 :], alone[:, reach + 1 :])
+    use_branch(model, "both")
+    assert torch.equal(logits(model, ids), both)
+    with pytest.raises(InputError, match="has none"):
+        use_branch(plain, "linear")
