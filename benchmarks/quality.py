@@ -27,12 +27,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from hf_rfa.convert import convert
+from hf_rfa.convert.inputs import tokenize
 from hf_rfa.convert.texts import read_documents
 from hf_rfa.convert.writer import new_folder
 from hf_rfa.finetune.data import Blocks
 from hf_rfa.finetune.distill import distill, training_arguments, training_folder
 from hf_rfa.finetune.distillation import distill_logits
-from hf_rfa.finetune.evaluation import perplexity, tokenize
+from hf_rfa.finetune.evaluation import perplexity
 from hf_rfa.finetune.recipe import Recipe
 from rich.console import Console
 from rich.table import Table

@@ -46,6 +46,24 @@ def shift_right(ids: Tensor, config: Any) -> Tensor:
     return torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], dim=1)
 
 
+def tokenize(tokenizer: Any, documents: Iterable[str], *, most: int | None = None) -> Tensor:
+    """Return the token ids of some documents, joined, each followed by the end-of-text token, [N].
+
+    Args:
+        tokenizer: the model's tokenizer.
+        documents: texts.
+        most: stop after so many tokens.
+    """
+    ids: list[int] = []
+    for document in documents:
+        ids += tokenizer(document, verbose=False)["input_ids"]
+        if tokenizer.eos_token_id is not None:
+            ids.append(tokenizer.eos_token_id)
+        if most is not None and len(ids) >= most:
+            break
+    return torch.tensor(ids[:most], dtype=torch.long)
+
+
 def text_blocks(tokenizer: Any, documents: Iterable[str], max_length: int, *, tokens: int = TEXT_TOKENS) -> Inputs:
     """Return the first ``tokens`` tokens of some documents as blocks, for a decoder that stands alone.
 
@@ -53,17 +71,11 @@ def text_blocks(tokenizer: Any, documents: Iterable[str], max_length: int, *, to
         InputError: if there is not a single full block.
     """
     length = min(BLOCK_LENGTH, max_length)
-    ids: list[int] = []
-    for document in documents:
-        ids += tokenizer(document, verbose=False)["input_ids"]
-        if tokenizer.eos_token_id is not None:
-            ids.append(tokenizer.eos_token_id)
-        if len(ids) >= tokens:
-            break
-    blocks = min(len(ids), tokens) // length
+    ids = tokenize(tokenizer, documents, most=tokens)
+    blocks = len(ids) // length
     if blocks == 0:
         raise InputError(f"the text to calibrate on has {len(ids)} tokens; at least {length} are needed.")
-    return {"input_ids": torch.tensor(ids[: blocks * length]).view(blocks, length)}
+    return {"input_ids": ids[: blocks * length].view(blocks, length)}
 
 
 def text_sources(tokenizer: Any, documents: Iterable[str], max_length: int, *, tokens: int = TEXT_TOKENS) -> Inputs:

@@ -6,18 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .calibration import compare_weights, layer_divergence, model_masks, record_inputs, sample_layer
 from .families import rfa_layers
 from .inputs import Inputs
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 #: Queries and keys that a map shows.
 SHOWN = 64
@@ -82,9 +79,8 @@ def draw_attention(path: Path, stages: dict[str, dict[str, tuple[float, ...]]], 
     layers = list(next(iter(stages.values())))
     columns = max(2, len(stages))
     heights = [max(1.6, 0.22 * len(layers)), *[2.6] * len(maps)]
-    figure, axes = plt.subplots(
-        len(heights), columns, figsize=(3.4 * columns, sum(heights) + 1), squeeze=False, height_ratios=heights
-    )
+    figure = Figure(figsize=(3.4 * columns, sum(heights) + 1))  # no pyplot: a notebook's backend is not ours to change
+    axes = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
     most = max(max(heads) for values in stages.values() for heads in values.values())
     widest = max(len(heads) for values in stages.values() for heads in values.values())
     for panel, (stage, values) in zip(axes[0], stages.items(), strict=False):
@@ -107,4 +103,3 @@ def draw_attention(path: Path, stages: dict[str, dict[str, tuple[float, ...]]], 
         panel.axis("off")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
-    plt.close(figure)

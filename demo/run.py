@@ -19,8 +19,8 @@ from rich.table import Table
 from transformers.utils import logging
 
 from benchmarks.decoding import measure, plot, table
-from hf_rfa.cli import progress_bar
 from hf_rfa.inference import generate_text, load_model
+from hf_rfa.terminal import progress_bar
 
 HERE = Path(__file__).resolve().parent
 LENGTHS = (128, 1024, 4096, 8192)

@@ -3,7 +3,9 @@
 Distillation (`hf_rfa.finetune.distill`) is imported by itself: it needs transformers' Trainer, which takes a while to load.
 """
 
-from .evaluation import Perplexity, perplexity, tokenize
+from hf_rfa.convert.inputs import tokenize
+
+from .evaluation import Perplexity, perplexity
 from .generation import GenerationScores, evaluate_generation
 
 __all__ = ["GenerationScores", "Perplexity", "evaluate_generation", "perplexity", "tokenize"]

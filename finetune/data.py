@@ -6,13 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from hf_rfa.convert.inputs import Inputs, shift_right
+from hf_rfa.convert.inputs import Inputs, shift_right, tokenize
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from hf_rfa.errors import InputError
-
-from .evaluation import tokenize
 
 
 class Blocks(Dataset):

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
-import matplotlib
 import torch
 from hf_rfa.convert.converter import MAX_SHARD_SIZE
 from hf_rfa.convert.families import rfa_layers
@@ -21,6 +20,7 @@ from hf_rfa.convert.report import UNTRAINED
 from hf_rfa.convert.texts import read_documents, read_pairs
 from hf_rfa.convert.writer import check_destination, new_folder
 from huggingface_hub import ModelCard
+from matplotlib.figure import Figure
 from rich.table import Table
 from torch.utils.data import Dataset, Subset
 from transformers import PreTrainedModel, TrainingArguments
@@ -32,9 +32,6 @@ from hf_rfa.inference import kind_of, load_model
 from .data import Blocks, PairCollator, Pairs
 from .distillation import StageResult, distill_logits, transfer_attention, transfer_losses
 from .recipe import Recipe, Stage
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 #: Items of the data, the last ones, that are not trained on but measure what attention transfer gained.
 HELD_OUT = 8
@@ -99,7 +96,8 @@ class DistillationReport:
 
     def plot(self, path: Path) -> None:
         """Draw the loss of every stage."""
-        figure, axes = plt.subplots(1, len(self.stages), figsize=(4.8 * len(self.stages), 3.4), squeeze=False)
+        figure = Figure(figsize=(4.8 * len(self.stages), 3.4))
+        axes = figure.subplots(1, len(self.stages), squeeze=False)
         for panel, stage in zip(axes[0], self.stages, strict=True):
             points = [(entry["step"], entry["loss"]) for entry in stage.log if "loss" in entry]
             panel.plot(*zip(*points, strict=True), color="#1f6f8b")
@@ -109,7 +107,6 @@ class DistillationReport:
             panel.grid(alpha=0.3)
         figure.tight_layout()
         figure.savefig(path, dpi=150)
-        plt.close(figure)
 
 
 def _check_pair(model: PreTrainedModel, teacher: PreTrainedModel, names: tuple[str, str], recipe: Recipe) -> Recipe:
@@ -222,6 +219,9 @@ def distill(
     for name, dataset in datasets.items():
         if len(dataset) <= HELD_OUT:  # type: ignore[arg-type]
             raise InputError(f"the data gives {len(dataset)} items for {name}; more than {HELD_OUT} are needed.")  # type: ignore[arg-type]
+    sources = {"teacher": teacher, "data": data, "references": references}
+    described = {name: None if path is None else str(Path(path).resolve()) for name, path in sources.items()}
+    check_settings(work, described | {"recipe": settings.to_dict()}, resume=resume)
     report = _run(model, parent, datasets, settings, work, resume, command)
     with new_folder(destination) as folder:
         _write(model, tokenizer, report, Path(checkpoint), folder)
@@ -241,6 +241,26 @@ def training_folder(destination: Path, *, resume: bool) -> Path:
     if resume and not work.exists():
         raise InputError(f"there is no interrupted run to resume: {work} is not there.")
     return work
+
+
+def check_settings(work: Path, settings: dict[str, Any], *, resume: bool) -> None:
+    """Write down what a run is made with, or compare it with what an interrupted one was made with.
+
+    Raises:
+        InputError: if a run is to be resumed with other settings: it would be neither the one nor the other.
+    """
+    path = work / "settings.json"
+    if not resume:
+        work.mkdir(parents=True)
+        path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        return
+    before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(settings))
+    changed = [name for name in now if now[name] != before.get(name)]
+    if changed:
+        raise InputError(
+            f"the interrupted run in {work} had other settings: {', '.join(changed)} "
+            f"({before.get(changed[0])} there, {now[changed[0]]} here). Resume it with the same, or remove that folder."
+        )
 
 
 def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArguments:

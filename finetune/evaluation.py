@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,16 +47,6 @@ class Perplexity:
             f"documents joined, each followed by the end-of-text token; {windows}; {self.tokens_counted:,} of "
             f"{self.tokens_total:,} tokens counted"
         )
-
-
-def tokenize(tokenizer: Any, documents: Iterable[str]) -> torch.Tensor:
-    """Return the token ids of some documents, joined, each followed by the end-of-text token, [N]."""
-    ids: list[int] = []
-    for document in documents:
-        ids += tokenizer(document, verbose=False)["input_ids"]
-        if tokenizer.eos_token_id is not None:
-            ids.append(tokenizer.eos_token_id)
-    return torch.tensor(ids, dtype=torch.long)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_rfa import cli
+from hf_rfa import cli, cli_convert
 
 from .conftest import DEMO_MODEL, DEMO_TEXT
 
@@ -81,5 +81,5 @@ def test_bad_input_is_one_line_and_status_1(arguments, words, tmp_path, monkeypa
 
 
 def test_layers_are_read_as_indices_and_ranges():
-    assert cli._layers("--layers", "0,2,4-7") == [0, 2, 4, 5, 6, 7]
-    assert [cli._layers("--layers", text) for text in (None, "all", "none")] == [None, "all", []]
+    assert cli_convert._layers("--layers", "0,2,4-7") == [0, 2, 4, 5, 6, 7]
+    assert [cli_convert._layers("--layers", text) for text in (None, "all", "none")] == [None, "all", []]

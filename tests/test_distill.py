@@ -343,6 +343,8 @@ def test_an_interrupted_run_resumes_to_the_same_weights(stop_at, material, tmp_p
     assert (tmp_path / ".out.training").is_dir()
     with pytest.raises(InputError, match=r"holds an interrupted run. Pass --resume"):
         run(material, tmp_path, transfer_steps=25, end_to_end_steps=5)
+    with pytest.raises(InputError, match="had other settings: recipe"):
+        run(material, tmp_path, transfer_steps=25, end_to_end_steps=6, resume=True)
     run(material, tmp_path, transfer_steps=25, end_to_end_steps=5, resume=True)
     whole, resumed = (load_file(folder / "out" / "model.safetensors") for folder in (tmp_path / "whole", tmp_path))
     for name, tensor in whole.items():
@@ -458,7 +460,7 @@ def test_a_diverging_run_says_so(material, tmp_path, monkeypatch):
 
 
 def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch, capsys):
-    from hf_rfa import cli
+    from hf_rfa import cli, cli_convert
 
     command = ["hf-rfa", "convert", str(material / "bart"), str(tmp_path / "out"), "--distill-steps", "4"]
     with monkeypatch.context() as patch:
@@ -470,7 +472,7 @@ def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch,
     data = ["--data", str(material / "sources.txt"), "--references", str(material / "targets.txt")]
     with monkeypatch.context() as patch:  # an interrupted training is seen before anything is converted
         (tmp_path / ".out.training").mkdir()
-        patch.setattr(cli, "_convert", lambda *args, **options: pytest.fail("converted first"))
+        patch.setattr(cli_convert, "_convert", lambda *args, **options: pytest.fail("converted first"))
         patch.setattr(sys, "argv", [*command, *data])
         with pytest.raises(SystemExit):
             cli.main()

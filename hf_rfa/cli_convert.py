@@ -1,0 +1,167 @@
+"""``hf-rfa convert``."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from .errors import InputError
+from .terminal import console, progress_bar
+
+
+def _layers(option: str, text: str | None) -> Any:
+    """Read the layers that an option names: "0,2,4-7", "all", "none", or None if it was not given."""
+    if text is None or text == "all":
+        return text
+    if text == "none":
+        return []
+    indices: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise InputError(f"{option} takes all, none, or indices and ranges such as 0,2,4-7, got {text!r}.")
+        indices += range(int(first), int(last or first) + 1)
+    return indices
+
+
+def convert_command(
+    source: Annotated[str, typer.Argument(help="Folder of a softmax checkpoint, or its name on the hub.")],
+    destination: Annotated[Path, typer.Argument(help="Folder to write.")],
+    feature_map: Annotated[
+        str | None, typer.Option(help="Feature map. Default: positive; exponential with --distill-steps.")
+    ] = None,
+    num_features: Annotated[int | None, typer.Option(help="D, rows of W per head. Default: the map's own.")] = None,
+    num_cross_features: Annotated[int | None, typer.Option(help="D of cross attention.")] = None,
+    num_encoder_features: Annotated[int | None, typer.Option(help="D of an encoder's attention.")] = None,
+    unit_norm: Annotated[bool, typer.Option("--unit-norm", help="Normalise q and k (the paper's RFA).")] = False,
+    iid: Annotated[bool, typer.Option("--iid", help="Draw W independently, not in orthogonal blocks.")] = False,
+    trainable_projection: Annotated[
+        bool, typer.Option("--trainable-projection", help="Make W a parameter, for training.")
+    ] = False,
+    redraw_pool: Annotated[int, typer.Option(help="Redraw W from a pool of this size at every step of training.")] = 0,
+    gate: Annotated[bool, typer.Option("--gate/--no-gate", help="Add a recency gate per head.")] = False,
+    window: Annotated[
+        int, typer.Option(min=0, help="Let causal attention see so many last tokens exactly, beside the features.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random features.")] = 0,
+    layers: Annotated[
+        str, typer.Option(help="Layers whose causal attention to convert: all, none, or 0,2,4-7. Others stay softmax.")
+    ] = "all",
+    cross_layers: Annotated[
+        str | None, typer.Option(help="Decoder layers whose cross attention to convert. Default: all.")
+    ] = None,
+    encoder_layers: Annotated[str | None, typer.Option(help="Encoder layers to convert. Default: none.")] = None,
+    keep_softmax: Annotated[
+        int,
+        typer.Option(min=0, help="Leave so many layers softmax after all: those whose conversion does most damage."),
+    ] = 0,
+    max_positions: Annotated[int | None, typer.Option(help="Extend the positions to this number.")] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text to calibrate on (.txt, .jsonl, plain or .gz; for an encoder one source a line). Default: random "
+            "tokens."
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at the destination.")] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Load weights that exist only as a pickle. Only if you trust them.")
+    ] = False,
+    distill_steps: Annotated[
+        int | None, typer.Option(min=1, help="Then learn the parent's attention from --data for so many steps.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Text to learn from (see distill); calibration reads it too, but for --calibrate."),
+    ] = None,
+    references: Annotated[
+        Path | None, typer.Option(help="Outputs for the sources in --data, one a line, for a model with an encoder.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="With --distill-steps: go on where an interrupted training stopped.")
+    ] = False,
+) -> None:
+    """Convert a softmax checkpoint into an RFA checkpoint."""
+    if (distill_steps is None) != (data is None):
+        raise InputError("--distill-steps and --data belong together: pass both, or neither.")
+    for option, given in (("--references", references is not None), ("--resume", resume)):
+        if given and data is None:
+            raise InputError(f"{option} has no effect without --data. Leave it out.")
+    if feature_map is None:
+        feature_map = "positive" if distill_steps is None else "exponential"
+    options: dict[str, Any] = {
+        "feature_map": feature_map,
+        "num_features": num_features,
+        "num_cross_features": num_cross_features,
+        "num_encoder_features": num_encoder_features,
+        "unit_norm": unit_norm,
+        "orthogonal": not iid,
+        "trainable_projection": trainable_projection,
+        "redraw_pool": redraw_pool,
+        "gate": gate,
+        "window": window,
+        "seed": seed,
+        "layers": _layers("--layers", layers),
+        "cross_layers": _layers("--cross-layers", cross_layers),
+        "encoder_layers": _layers("--encoder-layers", encoder_layers),
+        "keep_softmax": keep_softmax,
+        "max_positions": max_positions,
+        "calibrate_on": calibrate or data,
+        "dtype": dtype,
+        "allow_pickle": allow_pickle,
+    }
+    if distill_steps is None:
+        _convert(source, destination, overwrite=overwrite, **options)
+        return
+    from .convert.writer import check_destination
+    from .finetune.distill import distill, training_folder
+
+    check_destination(destination, overwrite=overwrite, sources=(Path(source),))
+    training_folder(destination, resume=resume)
+    destination.resolve().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.resolve().parent) as folder:
+        converted = Path(folder) / destination.name
+        command = shlex.join(["hf-rfa", *(word for word in sys.argv[1:] if word != "--resume")])
+        _convert(source, converted, overwrite=False, command=command, **options)
+        report = distill(
+            converted,
+            destination,
+            teacher=source,
+            data=cast(Path, data),
+            references=references,
+            transfer_steps=distill_steps,
+            end_to_end_steps=0,
+            resume=resume,
+            overwrite=overwrite,
+            command=command,
+        )
+    console.print(report.table())
+
+
+def _convert(source: str, destination: Path, **options: Any) -> None:
+    """Convert with a progress bar, and print the report."""
+    from .convert import convert
+
+    with progress_bar() as progress:
+        task: Any = None
+
+        def on_progress(step: str | None, total: int) -> None:
+            nonlocal task
+            if step is None:
+                progress.advance(task)
+                return
+            if task is not None:
+                progress.update(task, completed=progress.tasks[task].total)
+            task = progress.add_task(step, total=total)
+
+        report = convert(source, destination, progress=on_progress, **options)
+        progress.update(task, completed=progress.tasks[task].total)
+    console.print(report.table())
+    for note in report.notes:
+        console.print(note)

@@ -1,0 +1,185 @@
+"""``hf-rfa evaluate``."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .errors import InputError
+from .terminal import console, progress_bar
+
+
+class Task(StrEnum):
+    """What `evaluate_command` measures."""
+
+    perplexity = "perplexity"
+    translation = "translation"
+    summarization = "summarization"
+
+
+class Branch(StrEnum):
+    """The parts of attention with an exact window."""
+
+    both = "both"
+    linear = "linear"
+    window = "window"
+
+
+#: Options of `evaluate_command` that belong to one kind of task, with their defaults.
+PERPLEXITY_OPTIONS = {"context": None, "stride": None, "max_tokens": None}
+GENERATION_OPTIONS = {
+    "references": None,
+    "source_field": "source",
+    "target_field": "target",
+    "num_beams": 1,
+    "max_new_tokens": None,
+    "limit": None,
+    "truncate": False,
+    "bleu_tokenizer": "13a",
+    "save_predictions": None,
+}
+
+
+def evaluate_command(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the hub.")],
+    text: Annotated[
+        Path, typer.Argument(help="Text (.txt, or .jsonl with a 'text' field; plain or .gz), or sources, one a line.")
+    ],
+    task: Annotated[
+        Task, typer.Option(help="Perplexity, or BLEU or ROUGE of what the model generates.")
+    ] = Task.perplexity,
+    window: Annotated[
+        int | None,
+        typer.Option("--context", help="Perplexity: tokens per window. Default: the positions, at most 1024."),
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Perplexity: tokens from window to window. Default: disjoint windows.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Perplexity: read only so many tokens of the text.")
+    ] = None,
+    references: Annotated[Path | None, typer.Option(help="Generation: references, one a line.")] = None,
+    source_field: Annotated[str, typer.Option(help="Generation: the sources' name in a .jsonl file.")] = "source",
+    target_field: Annotated[str, typer.Option(help="Generation: the references' name in it.")] = "target",
+    num_beams: Annotated[int, typer.Option(min=1, help="Generation: beams; 1 is greedy search.")] = 1,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Generation: most tokens of an answer. Default: 128.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Generation: read only so many sources.")] = None,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="Generation: cut sources longer than the encoder's positions.")
+    ] = False,
+    bleu_tokenizer: Annotated[str, typer.Option(help="Translation: sacreBLEU's tokenizer.")] = "13a",
+    save_predictions: Annotated[
+        Path | None, typer.Option(help="Generation: write sources, references and answers to this .jsonl file.")
+    ] = None,
+    branch: Annotated[
+        Branch, typer.Option(help="Of attention with an exact window: both parts, or one alone.")
+    ] = Branch.both,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows or sources at a time.")] = 8,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Measure the perplexity of a text, or how well a model translates or summarises."""
+    others = GENERATION_OPTIONS if task == Task.perplexity else PERPLEXITY_OPTIONS
+    given = {"context" if name == "window" else name: value for name, value in context.params.items()}
+    for name, default in others.items():
+        if given[name] != default:
+            raise InputError(f"--{name.replace('_', '-')} has no effect with --task {task.value}. Leave it out.")
+    shared: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "branch": branch.value}
+    if task == Task.perplexity:
+        _evaluate_perplexity(model, text, window, stride, max_tokens, **shared)
+        return
+    from .convert.texts import read_pairs
+
+    sources, targets = read_pairs(text, references, source_field=source_field, target_field=target_field, limit=limit)
+    _evaluate_generation(
+        model,
+        sources,
+        targets,
+        save_predictions,
+        task=task.value,
+        num_beams=num_beams,
+        max_new_tokens=max_new_tokens,
+        truncate=truncate,
+        bleu_tokenizer=bleu_tokenizer,
+        **shared,
+    )
+
+
+def _evaluate_perplexity(
+    model: str,
+    text: Path,
+    context: int | None,
+    stride: int | None,
+    max_tokens: int | None,
+    *,
+    batch_size: int,
+    dtype: str,
+    branch: Any,
+) -> None:
+    from .attention import use_branch
+    from .convert.inputs import tokenize
+    from .convert.texts import read_documents
+    from .finetune.evaluation import perplexity
+    from .inference import load_model
+
+    documents = list(read_documents(text))
+    loaded, tokenizer = load_model(model, kind="causal", dtype=dtype)
+    use_branch(loaded, branch)
+    ids = tokenize(tokenizer, documents)[:max_tokens]
+    with progress_bar() as progress:
+        task = progress.add_task("evaluating", total=None)
+        result = perplexity(
+            loaded,
+            ids,
+            context=context,
+            stride=stride,
+            batch_size=batch_size,
+            on_batch=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    console.print(f"perplexity {result.perplexity:.2f} ({result.nats:.4f} nats per token)")
+    console.print(f"protocol: {result.protocol}")
+
+
+def _evaluate_generation(
+    model: str,
+    sources: list[str],
+    references: list[str],
+    save_predictions: Path | None,
+    *,
+    dtype: str,
+    branch: Any,
+    **options: Any,
+) -> None:
+    from .attention import use_branch
+    from .convert.writer import check_new_file, new_file
+    from .finetune.generation import evaluate_generation
+    from .inference import load_model
+
+    if save_predictions is not None:
+        check_new_file(save_predictions)
+    loaded, tokenizer = load_model(model, kind="seq2seq", dtype=dtype)
+    use_branch(loaded, branch)
+    with progress_bar() as progress:
+        task = progress.add_task("generating", total=len(sources))
+        result = evaluate_generation(
+            loaded,
+            tokenizer,
+            sources,
+            references,
+            on_batch=lambda done, total: progress.update(task, completed=done, total=total),
+            **options,
+        )
+    if save_predictions is not None:
+        with new_file(save_predictions) as file:
+            for source, target, prediction in zip(sources, references, result.predictions, strict=True):
+                record = {"source": source, "target": target, "prediction": prediction}
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    for name, value in result.scores.items():
+        console.print(f"{name} {value:.2f}")
+    console.print(f"protocol: {result.protocol}", markup=False, highlight=False, soft_wrap=True)
