@@ -5,11 +5,13 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
 1. centre: k → k − μ with μ = mean(k) + a² mean(q). Softmax attention does not see a shift of all keys; the relative second
    moment of positive features, exp(‖q̂ + k̂‖²) (Choromanski et al. 2021, lemma 2), falls with ‖q̂ + k̂‖.
 2. balance: (q∘a, k/a) with a = (var k / var q)^¼, which minimises the mean of ‖q̂ + k̂‖² and leaves q·k as it is.
-3. temperature: σ = τ per head, the τ of a grid whose implied weights have the least cross-entropy to the softmax weights.
-4. scale: the constant c of a head's exponents, so that the features of its keys have mean mass 1.
-5. window: the shift between exact and implied weights, where there is a window, with the least cross-entropy.
+3. shape: W ← BW with a bias, A and B by the second moment of q̂ + k̂, which lowers the variance and keeps the kernel
+   (`hf_rfa.feature_maps.PositiveMap.shape_projection`).
+4. temperature: σ = τ per head, the τ of a grid whose implied weights have the least cross-entropy to the softmax weights.
+5. scale: the constant c of a head's exponents, so that the features of its median key have mass 1.
+6. window: the shift between exact and implied weights, where there is a window, with the least cross-entropy.
 
-Steps 1 and 2 apply to positive features with the norm carried, step 3 to maps with σ, step 4 to maps with exponents.
+Steps 1 to 3 apply to positive features with the norm carried, step 4 to maps with σ, step 5 to maps with exponents.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ from hf_rfa.kernels import mask_padding
 
 from .families import rfa_layers
 
-#: σ that step 3 tries; the first one, σ as it is, wins ties.
+#: σ that step 4 tries; the first one, σ as it is, wins ties.
 TEMPERATURES = (1.0, 0.35, 0.5, 0.65, 0.8, 0.9, 1.25)
 #: Queries whose weights are held at once.
 QUERIES_AT_ONCE = 128
-#: Step 5 looks for the shift within ± this, in nats, and narrows the range by 0.618 so many times.
-WIDEST_SHIFT, SHIFT_STEPS = 12.0, 14
+#: Largest logarithm of the mass of a calibration key's features: room is left below `MAX_EXPONENT` for heavier ones.
+HEAVIEST = 15.0
+#: Step 6 looks for the shift within ± this, in nats, and narrows the range by 0.618 so many times.
+WIDEST_SHIFT, SHIFT_STEPS = 6.0, 22
 #: Tokens on which implied and softmax weights are compared.
 TARGET_TOKENS = 1024
 
@@ -284,42 +288,79 @@ def calibrate(
         if name in recorded:
             hidden_states = recorded[name][0]
             sample = sample_layer(layer, recorded.pop(name), masks)
-            divergence = _divergence(layer, sample, hidden_states)
-            before = divergence()
-            calibrate_layer(layer, sample, hidden_states)
-            gains.append(LayerGain(name, tuple(before.tolist()), tuple(divergence().tolist())))
+            comparison = _Comparison(layer, sample, hidden_states)
+            before = comparison.divergence()
+            calibrate_layer(layer, sample, hidden_states, comparison)
+            gains.append(LayerGain(name, tuple(before.tolist()), tuple(comparison.divergence().tolist())))
         if on_layer is not None:
             on_layer(name)
     return gains
 
 
-def _divergence(layer: RFAAttentionMixin, sample: Sample, hidden_states: Tensor | None) -> Callable[[], Tensor]:
-    """Return a function that says how far a layer is from its softmax weights, on the first `TARGET_TOKENS` queries."""
-    rows = max(1, TARGET_TOKENS // sample.query.shape[2])
-    first, inputs = sample.rows(rows), None if hidden_states is None else hidden_states[:rows]
-    targets = list(softmax_targets(layer, first))
-    return lambda: layer_divergence(layer, first, inputs, targets)
+class _Comparison:
+    """How far a layer is from its softmax weights, on the first `TARGET_TOKENS` queries."""
+
+    def __init__(self, layer: RFAAttentionMixin, sample: Sample, hidden_states: Tensor | None) -> None:
+        rows = max(1, TARGET_TOKENS // sample.query.shape[2])
+        self.layer, self.sample = layer, sample.rows(rows)
+        self.hidden_states = None if hidden_states is None else hidden_states[:rows]
+        self.targets = list(softmax_targets(layer, self.sample))
+
+    def divergence(self) -> Tensor:
+        """Return KL(softmax ‖ implied) as the layer is, [H]."""
+        return layer_divergence(self.layer, self.sample, self.hidden_states, self.targets)
+
+    def best_shift(self) -> tuple[Tensor, Tensor]:
+        """Return the window's best shift, relative to the one it has, and KL(softmax ‖ implied) with it, each [H].
+
+        With p and m the shares of the softmax and of the implied weights that fall in the window, a shift by δ changes the
+        divergence by E[log(1 + m (e^δ − 1))] − E[p] δ, which is convex: golden sections find its least.
+        """
+        window, shares, implied = self.layer.window, [], []
+        for target, log_weights in compare_weights(self.layer, self.sample, self.hidden_states, self.targets):
+            near = torch.ones(log_weights.shape[-2:], dtype=torch.bool, device=log_weights.device)
+            near = near.triu(target.rows.start - window + 1)
+            shares.append((target.softmax * near).sum(-1))
+            implied.append((log_weights.exp() * near).sum(-1))
+        share, mass = torch.cat(shares, dim=-1), torch.cat(implied, dim=-1).clamp(0.0, 1.0)
+        mean_share = self.sample.mean(share)
+
+        def change(shift: Tensor) -> Tensor:
+            return self.sample.mean(torch.log1p(mass * torch.expm1(shift)[:, None])) - mean_share * shift
+
+        low = torch.full_like(mean_share, -WIDEST_SHIFT)
+        high = -low
+        ratio = (math.sqrt(5) - 1) / 2
+        for _ in range(SHIFT_STEPS):
+            left, right = high - ratio * (high - low), low + ratio * (high - low)
+            to_left = change(left) < change(right)
+            low, high = torch.where(to_left, low, left), torch.where(to_left, right, high)
+        best = (low + high) / 2
+        return best, self.divergence() + change(best)
 
 
-def calibrate_layer(layer: RFAAttentionMixin, sample: Sample, hidden_states: Tensor | None = None) -> None:
+def calibrate_layer(
+    layer: RFAAttentionMixin,
+    sample: Sample,
+    hidden_states: Tensor | None = None,
+    comparison: _Comparison | None = None,
+) -> None:
     """Calibrate one layer on its queries and keys, and on its inputs if it has a gate."""
     feature_map = layer.feature_map
     keys = sample.keys()
     if feature_map.invariant:
         _centre_and_balance(feature_map, sample.queries(), keys)
     _set_log_scale(feature_map, keys)
-    divergence_now = _divergence(layer, sample, hidden_states)
+    comparison = comparison or _Comparison(layer, sample, hidden_states)
     if isinstance(feature_map, PositiveMap) and feature_map.can_be_shaped:
-        _shape_projection(feature_map, sample.queries(), keys, divergence_now)
+        _shape_projection(feature_map, sample.queries(), keys)
     if feature_map.has_sigma:
-        _set_temperature(feature_map, keys, divergence_now)
+        _set_temperature(feature_map, keys, comparison)
     if feature_map.windowed:
-        _set_window_shift(feature_map, divergence_now)
+        feature_map.window_shift.add_(comparison.best_shift()[0])
 
 
-def _shape_projection(
-    feature_map: PositiveMap, query: Tensor, key: Tensor, divergence_now: Callable[[], Tensor]
-) -> None:
+def _shape_projection(feature_map: PositiveMap, query: Tensor, key: Tensor) -> None:
     """Fit W to the second moment of q̂ + k̂ over all pairs (step 3)."""
     query, key = feature_map.query_input(query[None])[0].double(), feature_map.key_input(key[None])[0].double()
     second = sum(x.transpose(-1, -2) @ x / x.shape[1] for x in (query, key))
@@ -328,40 +369,18 @@ def _shape_projection(
     _set_log_scale(feature_map, key.float())
 
 
-def _set_temperature(feature_map: FeatureMap, keys: Tensor, divergence_now: Callable[[], Tensor]) -> None:
-    """Set σ of every head to the temperature that is nearest the softmax weights (step 3)."""
+def _set_temperature(feature_map: FeatureMap, keys: Tensor, comparison: _Comparison) -> None:
+    """Set σ of every head to the temperature that is nearest the softmax weights (step 4), with its best shift."""
     best = torch.full((feature_map.num_heads,), math.inf, device=keys.device)
     chosen = torch.ones_like(best)
     for temperature in TEMPERATURES:
         feature_map.sigma.fill_(temperature)
         _set_log_scale(feature_map, keys)
-        divergence = divergence_now()
+        divergence = comparison.best_shift()[1] if feature_map.windowed else comparison.divergence()
         better = divergence < best - 1e-6
         best, chosen = torch.where(better, divergence, best), torch.where(better, temperature, chosen)
     feature_map.sigma.copy_(chosen[:, None].expand_as(feature_map.sigma))
     _set_log_scale(feature_map, keys)
-
-
-def _set_window_shift(feature_map: FeatureMap, divergence_now: Callable[[], Tensor]) -> None:
-    """Set the shift between exact and implied weights (step 5) by golden sections: the divergence is convex in it."""
-    low = torch.full_like(feature_map.window_shift, -WIDEST_SHIFT)
-    high = -low
-    ratio = (math.sqrt(5) - 1) / 2
-
-    def divergence(shift: Tensor) -> Tensor:
-        feature_map.window_shift.copy_(shift)
-        return divergence_now()
-
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    at_left, at_right = divergence(left), divergence(right)
-    for _ in range(SHIFT_STEPS):
-        to_left = at_left < at_right
-        low, high = torch.where(to_left, low, left), torch.where(to_left, right, high)
-        new = torch.where(to_left, high - ratio * (high - low), low + ratio * (high - low))
-        left, right = torch.where(to_left, new, right), torch.where(to_left, left, new)
-        at_new = divergence(new)
-        at_left, at_right = torch.where(to_left, at_new, at_right), torch.where(to_left, at_left, at_new)
-    feature_map.window_shift.copy_((low + high) / 2)
 
 
 def _centre_and_balance(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:
@@ -376,8 +395,12 @@ def _centre_and_balance(feature_map: FeatureMap, query: Tensor, key: Tensor) -> 
 
 
 def _set_log_scale(feature_map: FeatureMap, key: Tensor) -> None:
-    """Set c so that the features of a head's keys [H, n, d] have mean mass 1 (step 4)."""
+    """Set c from a head's keys [H, n, d] (step 5).
+
+    The median key's features then have mass 1, and the heaviest key's at most exp(`HEAVIEST`): a mean would follow a few
+    heavy keys, beside which the features of all others underflow.
+    """
     if not feature_map.has_exponent:
         return
-    exponent = feature_map.key_exponent(feature_map.key_input(key[None]))[0]
-    feature_map.log_scale.copy_(exponent.flatten(1).logsumexp(1) - math.log(key.shape[1]))
+    mass = feature_map.key_exponent(feature_map.key_input(key[None]))[0].logsumexp(-1)
+    feature_map.log_scale.copy_(torch.maximum(mass.median(dim=1).values, mass.amax(1) - HEAVIEST))

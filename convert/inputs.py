@@ -16,7 +16,7 @@ from hf_rfa.errors import InputError
 TEXT_TOKENS = 4096
 #: Random tokens that it reads where there is no text.
 RANDOM_TOKENS = 1024
-BLOCK_LENGTH = 512
+BLOCK_LENGTH = 1024
 #: Most tokens that the softmax model generates for a source of the calibration text.
 OUTPUT_TOKENS = 128
 

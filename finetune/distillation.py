@@ -22,7 +22,7 @@ from hf_rfa.convert.families import rfa_layers
 from hf_rfa.convert.inputs import Inputs
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainingArguments, set_seed
 
 from .lora import add_lora, merge_lora
 
@@ -164,7 +164,17 @@ def parameter_groups(model: nn.Module, *, rfa_rate: float, rate: float) -> list[
     return [{"params": parameters, "lr": chosen} for chosen, parameters in groups.items()]
 
 
+class StopAtNaN(TrainerCallback):
+    """Ends a training whose loss is not finite any more, instead of letting it run on."""
+
+    def on_log(self, args: Any, state: Any, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        """Look at a loss that was logged."""
+        if logs and not math.isfinite(float(logs.get("loss", 0.0))):
+            control.should_training_stop = True
+
+
 def _train(trainer: Trainer, name: str, resume: bool) -> StageResult:
+    trainer.add_callback(StopAtNaN())
     found = trainer.train(resume_from_checkpoint=resume)
     trained: Any = trainer.model
     if not (math.isfinite(found.training_loss) and all(bool(p.isfinite().all()) for p in trained.parameters())):

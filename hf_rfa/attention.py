@@ -22,7 +22,7 @@ from .cache import layer_of, source_layer_of
 from .configuration_rfa import AttentionKind
 from .errors import InputError
 from .feature_maps import FEATURE_MAPS, FeatureMap, compute_dtype
-from .implied import implied_weights
+from .implied import UNSEEN, implied_weights
 from .kernels import attend_with_state, mask_padding, rfa_attention, source_state
 from .window import windowed_attention
 
@@ -105,6 +105,20 @@ def local_padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
     if not is_tracing(padding) and bool((padding != 0).all()):
         return None
     return padding
+
+
+def document_starts(position_ids: Tensor | None) -> Tensor | None:
+    """Return where a new document starts, [B, T], in rows that hold several (packed batches), or None if none does.
+
+    As transformers has it, a document starts where positions do not go on by one.
+
+    Args:
+        position_ids: [B, T] or None.
+    """
+    if position_ids is None or position_ids.ndim != 2:
+        return None
+    starts = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1
+    return starts if is_tracing(starts) or bool(starts.any()) else None
 
 
 def padding_of_mask(mask: Tensor | None) -> Tensor | None:
@@ -232,6 +246,7 @@ class RFAAttentionMixin(nn.Module):
         hidden_states: Tensor,
         cache: Cache | None = None,
         padding: Tensor | None = None,
+        starts: Tensor | None = None,
         dropout: float = 0.0,
         output_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
@@ -247,6 +262,8 @@ class RFAAttentionMixin(nn.Module):
             hidden_states: the layer's input, [B, T, width], which the gate reads.
             cache: the cache whose layer is read and updated, or None.
             padding: [B, T], 0 for padding, or None.
+            starts: [B, T], True where a document starts that sees nothing before it (`document_starts`), or None; only
+                with causal attention.
             dropout: probability of dropping a value in training.
             output_weights: whether to return the implied attention weights, at quadratic cost.
 
@@ -259,6 +276,9 @@ class RFAAttentionMixin(nn.Module):
         values = F.dropout(value, dropout, self.training)
         log_gate, weights = (None, None) if self.gate is None else self.gate(hidden_states)
         log_gate, weights = mask_padding(padding, log_gate, weights)
+        if starts is not None:  # a gate that lets nothing through
+            log_gate = torch.zeros_like(key[..., 0], dtype=compute_dtype(key.dtype)) if log_gate is None else log_gate
+            log_gate = log_gate.masked_fill(starts[:, None], UNSEEN)
         shared: dict[str, Any] = {"log_gate": log_gate, "weights": weights, **self._signs()}
         implied = None
 

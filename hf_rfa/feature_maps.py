@@ -5,8 +5,8 @@ A map sees the queries and keys of one attention layer, [B, H, T, d], and return
 they are ℓ2-normalised, as in Peng et al. 2021, and then s plays no part.  Only ``elu`` sees them as they are.
 
 Factors that a query, or all keys of a head, share cancel between numerator and normaliser of the attention.  The maps
-leave them out, or choose them so that nothing overflows: a query's features are divided by their own maximum, a key's by
-one calibrated constant per head.  No running maximum has to live in the recurrent state.
+leave them out, or choose them so that nothing overflows: a query's largest feature is made e^40, and a key's features are
+divided by one calibrated constant per head.  No running maximum has to live in the recurrent state.
 
 Random matrices are drawn per layer and head from a seed, and saved with the model.
 """
@@ -23,8 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-#: Largest exponent of a key's feature relative to the head's constant: e^30 ≈ 1e13 leaves float32 room to sum over.
-MAX_EXPONENT = 30.0
+#: Largest exponent of a key's feature relative to the head's constant: e^25 ≈ 7e10 leaves float32 room to sum over.
+MAX_EXPONENT = 25.0
+#: A query's largest feature is e^40, so that products with the features of light keys do not underflow.
+QUERY_EXPONENT = 40.0
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {}
 
@@ -219,7 +221,7 @@ class FeatureMap(nn.Module, ABC):
         raise NotImplementedError(f"feature_map={self.name!r} has no exponents.")
 
     def exponentiate_keys(self, exponent: Tensor, log_scale: Tensor | None = None) -> Tensor:
-        """Return exp(min(exponent − c, 30)), c being ``log_scale`` or the head's own."""
+        """Return exp(min(exponent − c, 25)), c being ``log_scale`` or the head's own."""
         log_scale = self.log_scale if log_scale is None else log_scale
         return (exponent - log_scale[:, None, None]).clamp(max=MAX_EXPONENT).exp()
 
@@ -377,7 +379,7 @@ class GaussianMap(RandomFeatureMap):
         return torch.cat([phase.sin(), phase.cos()], dim=-1)
 
     def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """Return [sin(Wk̂), cos(Wk̂)], times exp(min(‖k̂‖²/2 − c, 30)) where the norm is carried."""
+        """Return [sin(Wk̂), cos(Wk̂)], times exp(min(‖k̂‖²/2 − c, 25)) where the norm is carried."""
         key = self.key_input(key)
         phase = self.project(key, self.matrix() if matrix is None else matrix)
         features = torch.cat([phase.sin(), phase.cos()], dim=-1)
@@ -471,12 +473,12 @@ class PositiveMap(RandomFeatureMap):
         return projected + self.feature_bias[:, None, :].to(projected.dtype)
 
     def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """Return exp(Wq̂ + b), divided by its largest entry."""
+        """Return exp(Wq̂ + b), its largest entry made e^40."""
         exponent = self.query_exponent(query, matrix)
-        return (exponent - exponent.detach().amax(dim=-1, keepdim=True)).exp()
+        return (exponent - exponent.detach().amax(dim=-1, keepdim=True) + QUERY_EXPONENT).exp()
 
     def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """Return exp(min(Wk̂ + b − ‖k̂‖²/2 − c, 30))."""
+        """Return exp(min(Wk̂ + b − ‖k̂‖²/2 − c, 25))."""
         return self.exponentiate_keys(self.key_exponent(self.key_input(key), matrix))
 
     def key_exponent(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
@@ -493,7 +495,7 @@ class PositiveMap(RandomFeatureMap):
         if self.invariant:  # shifted keys change the kernel by exp(q·μ·s)
             query = query.to(compute_dtype(query.dtype))
             constant = constant + (query * self.key_shift[:, None, :]).sum(-1, keepdim=True) * self.scaling
-        return maximum - norm + constant
+        return maximum - QUERY_EXPONENT - norm + constant
 
 
 @register_feature_map("elu")

@@ -14,8 +14,16 @@ from .kernels import denominator, divide, noncausal, parallel, parallel_weights
 
 #: Logarithm of the weight of a key that a query does not see; finite, so that no gradient is NaN.
 UNSEEN = -1e30
+#: With gradients, products of features and normalisers beside an exact window that are below this are taken for it: the
+#: gradient of their logarithm times the largest features (e^40 of a query, e^25 of a key) then stays within float32.
+SMALLEST_PRODUCT = 1e-17
 #: Implied weights of signed features are raised to this before a logarithm is taken.
 SMALLEST_WEIGHT = 1e-9
+
+
+def smallest_product(dtype: torch.dtype) -> float:
+    """Return the least product of features that a logarithm is taken of: `SMALLEST_PRODUCT`, lower without gradients."""
+    return SMALLEST_PRODUCT if torch.is_grad_enabled() else torch.finfo(dtype).tiny
 
 
 def implied_weights(
@@ -123,7 +131,7 @@ def implied_log_weights(
         log_total = torch.where(divisor > 0, divisor, tiny).log()
         logits = divide(scores, divisor).clamp_min(SMALLEST_WEIGHT).log() + log_total
     else:
-        logits = scores.clamp_min(tiny).log() + factor
+        logits = scores.clamp_min(smallest_product(scores.dtype)).log() + factor
     if window is not None:
         exact = window.query[..., rows, :] @ window.key[..., columns, :].transpose(-1, -2) + window.offset[..., rows, :]
         exact = exact + factor

@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .feature_maps import PositiveMap, ProjectedFeatureMap, RandomFeatureMap, draw_projection, register_feature_map
+from .feature_maps import (
+    QUERY_EXPONENT,
+    PositiveMap,
+    ProjectedFeatureMap,
+    RandomFeatureMap,
+    draw_projection,
+    register_feature_map,
+)
 
 
 @register_feature_map("exponential")
@@ -135,13 +142,13 @@ class HedgehogMap(LearnedFeatureMap):
         return torch.eye(self.head_dim).expand(self.num_heads, -1, -1)
 
     def query(self, query: Tensor) -> Tensor:
-        """Return [exp(Wq̂ + b), exp(−Wq̂ − b)] over their maximum."""
+        """Return [exp(Wq̂ + b), exp(−Wq̂ − b)], the largest made e^40."""
         exponent = self.affine(self.query_input(query))
         maximum = exponent.detach().abs().amax(dim=-1, keepdim=True)
-        return torch.cat([exponent - maximum, -exponent - maximum], dim=-1).exp()
+        return (torch.cat([exponent, -exponent], dim=-1) - maximum + QUERY_EXPONENT).exp()
 
     def key(self, key: Tensor) -> Tensor:
-        """Return exp(min(±(Wk̂ + b) − c, 30))."""
+        """Return exp(min(±(Wk̂ + b) − c, 25))."""
         return self.exponentiate_keys(self.key_exponent(self.key_input(key)))
 
     def key_exponent(self, key: Tensor) -> Tensor:

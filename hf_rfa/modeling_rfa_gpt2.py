@@ -22,7 +22,14 @@ from transformers.models.gpt2.modeling_gpt2 import (
     GPT2LMHeadModel,
 )
 
-from .attention import RFAAttentionMixin, RFAPreTrainedMixin, check_positions, local_padding, padding_of_mask
+from .attention import (
+    RFAAttentionMixin,
+    RFAPreTrainedMixin,
+    check_positions,
+    document_starts,
+    local_padding,
+    padding_of_mask,
+)
 from .cache import self_attention_cache
 from .configuration_rfa import AttentionKind, RFAGPT2Config
 
@@ -62,6 +69,7 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         padding_mask: Tensor | None = None,
+        starts: Tensor | None = None,
         output_implied_weights: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -74,6 +82,7 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
             encoder_hidden_states: [B, S, width], for cross attention.
             encoder_attention_mask: mask of the encoder's tokens, in any form that `padding_of_mask` reads.
             padding_mask: [B, T], 0 for padding, or None.
+            starts: [B, T], True where a document starts, or None.
             output_implied_weights: whether to return the attention weights that the features imply.
             **kwargs: further arguments for softmax layers.
 
@@ -95,6 +104,7 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
                 hidden_states=hidden_states,
                 cache=self_attention_cache(past_key_values),
                 padding=padding_mask,
+                starts=starts,
                 dropout=self.attn_dropout.p,
                 output_weights=output_implied_weights,
             )
@@ -140,6 +150,9 @@ class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
         ``output_attentions=True`` returns the weights that RFA implies, [B, H, T, T], at quadratic cost; with a cache
         that has seen tokens before, the columns are those of this call's tokens.
 
+        Without a mask and a cache, ``position_ids`` that do not go on by one start a new document, which sees nothing of
+        those before it in its row: packed batches, as transformers' softmax models take them.
+
         Raises:
             ValueError: for a mask per query, or for positions past the learned ones.
         """
@@ -156,6 +169,9 @@ class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
         if attention_mask is not None and attention_mask.ndim == 3:  # (batch, choices, tokens) of multiple choice
             attention_mask = attention_mask.view(-1, attention_mask.shape[-1])
         padding_mask = local_padding(attention_mask, length)
+        starts = document_starts(position_ids) if attention_mask is None and past_key_values is None else None
+        if starts is not None:
+            use_cache = False  # rows of several documents are for training; softmax layers keep them apart only so
         if not self.config.softmax_layers:
             # No layer reads a causal mask. Handing over a prepared one keeps transformers from building T × T entries.
             attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=inputs.device)
@@ -177,6 +193,7 @@ class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
                 encoder_attention_mask=encoder_attention_mask,
                 use_cache=use_cache,
                 padding_mask=padding_mask,
+                starts=starts,
                 output_implied_weights=bool(output_weights),
                 **kwargs,
             )

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .implied import UNSEEN, implied_weights
+from .implied import UNSEEN, implied_weights, smallest_product
 from .kernels import DEFAULT_CHUNK_SIZE, divide, rfa_sums, segment_sums
 
 #: (queries, keys) → (φ(q), φ(k), offset [B, H, T, 1]).
@@ -99,7 +99,7 @@ def windowed_attention(
         query_features, key_features, leaving[..., width:-1], state=state, chunk_size=chunk_size, **options
     )
     # Less mass than this cannot be divided by without overflow in the gradient; it is left out, as if nothing had been seen.
-    seen = divisor > torch.finfo(divisor.dtype).tiny ** 0.75
+    seen = divisor > smallest_product(divisor.dtype)
     far = divide(far, torch.where(seen, divisor, 0.0))
     log_far = torch.where(seen, torch.where(seen, divisor, 1.0).log(), UNSEEN)
 

@@ -450,3 +450,20 @@ def test_each_part_of_windowed_attention_alone(ids):
     assert torch.equal(logits(model, ids), both)
     with pytest.raises(InputError, match="has none"):
         use_branch(plain, "linear")
+
+
+def test_documents_packed_into_one_row_see_nothing_of_each_other(model):
+    """Values and gradients are those of every document in a row of its own; softmax layers of hybrids keep them apart too."""
+    documents = [torch.randint(1, 61, (1, length)) for length in (1, 9, 2, 13, 4)]
+    positions = torch.cat([torch.arange(each.shape[1])[None] for each in documents], dim=1)
+    model.train()
+    packed = model(torch.cat(documents, dim=1), position_ids=positions).logits
+    packed.square().sum().backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    alone = torch.cat([model(each).logits for each in documents], dim=1)
+    alone.square().sum().backward()
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+    scale = max(float(parameter.grad.abs().max()) for parameter in model.parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5 * scale, msg=name)
