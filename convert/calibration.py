@@ -348,6 +348,8 @@ def calibrate_layer(
     """Calibrate one layer on its queries and keys, and on its inputs if it has a gate."""
     feature_map = layer.feature_map
     keys = sample.keys()
+    if feature_map.has_sigma:
+        feature_map.sigma.fill_(1.0)
     if feature_map.invariant:
         _centre_and_balance(feature_map, sample.queries(), keys)
     _set_log_scale(feature_map, keys)
@@ -357,7 +359,8 @@ def calibrate_layer(
     if feature_map.has_sigma:
         _set_temperature(feature_map, keys, comparison)
     if feature_map.windowed:
-        feature_map.window_shift.add_(comparison.best_shift()[0])
+        feature_map.window_shift.zero_()
+        feature_map.window_shift.copy_(comparison.best_shift()[0])
 
 
 def _shape_projection(feature_map: PositiveMap, query: Tensor, key: Tensor) -> None:
