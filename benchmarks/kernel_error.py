@@ -16,9 +16,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from hf_rfa.convert.calibration import calibrate_layer, model_masks, record_inputs, sample_layer
+from hf_rfa.convert.calibration import calibrate_layer
 from hf_rfa.convert.families import rfa_layers, softmax_twin
 from hf_rfa.convert.inputs import text_blocks
+from hf_rfa.convert.samples import model_masks, record_inputs, sample_layer
 from hf_rfa.convert.texts import read_documents
 from rich.console import Console
 from rich.progress import track

@@ -5,15 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import math
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -26,6 +24,7 @@ from .calibration import calibrate
 from .families import extend_positions, rfa_layers, softmax_twin
 from .hybrid import Damage, leave_softmax, measure_damage, num_parts
 from .inputs import Inputs, add_outputs, random_inputs, text_blocks, text_sources, trim
+from .options import Layers, command_of, rfa_config
 from .pictures import compare_attention, draw_attention
 from .report import (
     CACHE_LENGTHS,
@@ -46,8 +45,6 @@ MAX_SHARD_SIZE = "2GB"
 #: Tokens whose logits are held at once to measure a perplexity.
 SCORED_TOKENS = 1024
 
-#: Indices of the layers to convert, or all of them.
-Layers = list[int] | Literal["all"]
 
 #: Told of the steps: (name of the step, its number of parts) at its start, None when a part is done.
 Progress = Callable[[str | None, int], None]
@@ -122,7 +119,7 @@ def convert(
     """
     destination = Path(destination)
     report_progress = progress or (lambda step, total: None)
-    command = command or _command(locals())
+    command = command or command_of(locals())
 
     report_progress("checking the source", 1)
     found = open_source(source, allow_pickle=allow_pickle)
@@ -130,7 +127,7 @@ def convert(
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     check_space(destination, found.num_bytes if dtype in ("auto", "float32") else found.num_bytes // 2)
-    config = _rfa_config(
+    config = rfa_config(
         found,
         layers={"causal": layers, "cross": cross_layers, "encoder": encoder_layers},
         counts={"causal": num_features, "cross": num_cross_features, "encoder": num_encoder_features},
@@ -225,91 +222,6 @@ def convert(
             stages["calibration"] = {gain.name: gain.after for gain in gains}
             draw_attention(folder / "attention.png", stages, comparison)
     return report
-
-
-def _command(options: dict[str, Any]) -> str:
-    """Return the command line that stands for the arguments of `convert`."""
-    flags = {
-        "feature_map": "positive",
-        "num_features": None,
-        "num_cross_features": None,
-        "num_encoder_features": None,
-        "unit_norm": False,
-        "orthogonal": True,
-        "trainable_projection": False,
-        "redraw_pool": 0,
-        "gate": False,
-        "window": 0,
-        "seed": 0,
-        "layers": "all",
-        "cross_layers": None,
-        "encoder_layers": None,
-        "keep_softmax": 0,
-        "max_positions": None,
-        "calibrate_on": None,
-        "dtype": "auto",
-        "allow_pickle": False,
-    }
-    words = ["hf-rfa", "convert", str(options["source"]), str(options["destination"])]
-    for name, default in flags.items():
-        value = options[name]
-        if value == default:
-            continue
-        flag = {"calibrate_on": "--calibrate", "orthogonal": "--iid"}.get(name, "--" + name.replace("_", "-"))
-        words.append(flag)
-        if not isinstance(value, bool):
-            words.append((",".join(map(str, value)) or "none") if isinstance(value, list) else str(value))
-    return shlex.join(words)
-
-
-def _rfa_config(
-    source: Source,
-    *,
-    layers: dict[AttentionKind, Layers | None],
-    counts: dict[AttentionKind, int | None],
-    max_positions: int | None,
-    **options: Any,
-) -> Any:
-    """Return the RFA configuration, still with the parent's number of positions."""
-    config_class = source.family.rfa_config
-    names: dict[AttentionKind, tuple[str, str]] = {
-        "causal": ("layers", "num_features"),
-        "cross": ("cross_layers", "num_cross_features"),
-        "encoder": ("encoder_layers", "num_encoder_features"),
-    }
-    layer_fields = {kind: name for name, kind in config_class.SOFTMAX_LAYERS.items()}
-    count_fields = {kind: name for name, kind in config_class.FEATURE_COUNTS.items()}
-    for kind, (layers_name, count_name) in names.items():
-        for name, value, known in ((layers_name, layers[kind], layer_fields), (count_name, counts[kind], count_fields)):
-            if value is not None and kind not in known:
-                raise InputError(
-                    f"{name}={value} does not apply to {source.config.model_type}, which has no such attention."
-                )
-    positions = source.config.max_position_embeddings
-    if max_positions is not None and max_positions <= positions:
-        raise InputError(
-            f"max_positions={max_positions} does not extend the {positions} positions that {source.name} has."
-        )
-    try:
-        plain = config_class.from_parent(source.config)
-        chosen: dict[str, list[int]] = {}
-        for kind, field in layer_fields.items():
-            count, wanted = plain.num_layers_for(kind), layers[kind]
-            if wanted is None:
-                continue
-            converted = list(range(count)) if wanted == "all" else wanted
-            if any(not 0 <= index < count for index in converted):
-                raise InputError(f"{names[kind][0]} to convert must be indices from 0 to {count - 1}, got {wanted}.")
-            chosen[field] = [index for index in range(count) if index not in converted]
-        options |= {field: counts[kind] for kind, field in count_fields.items()}
-        config = config_class.from_parent(source.config, **chosen, **options)
-    except InputError:
-        raise
-    except (ValueError, StrictDataclassError) as error:
-        raise InputError(str(error.__cause__ or error)) from error
-    if not any(config.any_rfa(kind) for kind in layer_fields):
-        raise InputError("no layer is left to convert. Name at least one in layers, cross_layers or encoder_layers.")
-    return config
 
 
 @contextmanager

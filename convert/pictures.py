@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .calibration import compare_weights, layer_divergence, model_masks, record_inputs, sample_layer
 from .families import rfa_layers
 from .inputs import Inputs
+from .samples import compare_weights, layer_divergence, model_masks, record_inputs, sample_layer
 
 #: Queries and keys that a map shows.
 SHOWN = 64

@@ -6,9 +6,8 @@ import json
 import math
 import shlex
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, cast
 
 import torch
@@ -20,8 +19,6 @@ from hf_rfa.convert.report import UNTRAINED
 from hf_rfa.convert.texts import read_documents, read_pairs
 from hf_rfa.convert.writer import check_destination, new_folder
 from huggingface_hub import ModelCard
-from matplotlib.figure import Figure
-from rich.table import Table
 from torch.utils.data import Dataset, Subset
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -30,83 +27,9 @@ from hf_rfa.errors import InputError
 from hf_rfa.inference import kind_of, load_model
 
 from .data import Blocks, PairCollator, Pairs
-from .distillation import StageResult, distill_logits, transfer_attention, transfer_losses
+from .distillation import distill_logits, transfer_attention, transfer_losses
 from .recipe import Recipe, Stage
-
-#: Items of the data, the last ones, that are not trained on but measure what attention transfer gained.
-HELD_OUT = 8
-
-
-@dataclass(frozen=True)
-class DistillationReport:
-    """The figures of one distillation.
-
-    Attributes:
-        command: the command that does it again.
-        recipe: its settings.
-        before: KL(softmax ‖ implied) by layer and head on held-out data, in nats per query, before training.
-        after: the same after attention transfer; empty if that stage was left out.
-        stages: what each stage logged.
-        perplexities: on the held-out items: of the parent, of the converted model, and after each stage.
-        maps: attention of some heads, parent and model side by side.
-    """
-
-    command: str
-    recipe: Recipe
-    before: dict[str, tuple[float, ...]]
-    after: dict[str, tuple[float, ...]]
-    stages: tuple[StageResult, ...]
-    perplexities: dict[str, float]
-    maps: tuple[HeadMap, ...]
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Return the figures as (what, value) pairs, for the table and the model card."""
-        rows = []
-        if self.after:
-            before, after = (
-                fmean(value for heads in values.values() for value in heads) for values in (self.before, self.after)
-            )
-            rows.append(("KL to the softmax weights, held-out text", f"{before:.3f} nats, {after:.3f} after transfer"))
-        for stage in self.stages:
-            losses = [entry["loss"] for entry in stage.log if "loss" in entry]
-            if losses:
-                rows.append((f"{stage.name}, {stage.steps:,} steps", f"loss {losses[0]:.3f} → {losses[-1]:.3f}"))
-        found = ", ".join(f"{name} {value:.2f}" for name, value in self.perplexities.items())
-        rows.append((f"perplexity of the {HELD_OUT} items held out", found))
-        return rows
-
-    def table(self) -> Table:
-        """Return the figures as a table to print."""
-        table = Table(title="distillation", show_header=False)
-        for what, value in self.rows():
-            table.add_row(what, value)
-        return table
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values."""
-        stages = [{"name": stage.name, "steps": stage.steps, "log": list(stage.log)} for stage in self.stages]
-        return {
-            "command": self.command,
-            "recipe": self.recipe.to_dict(),
-            "divergence_before": self.before,
-            "divergence_after_transfer": self.after,
-            "stages": stages,
-            "held_out_perplexities": self.perplexities,
-        }
-
-    def plot(self, path: Path) -> None:
-        """Draw the loss of every stage."""
-        figure = Figure(figsize=(4.8 * len(self.stages), 3.4))
-        axes = figure.subplots(1, len(self.stages), squeeze=False)
-        for panel, stage in zip(axes[0], self.stages, strict=True):
-            points = [(entry["step"], entry["loss"]) for entry in stage.log if "loss" in entry]
-            panel.plot(*zip(*points, strict=True), color="#1f6f8b")
-            panel.set_title(stage.name, fontsize=10)
-            panel.set_xlabel("step")
-            panel.set_ylabel("loss, nats")
-            panel.grid(alpha=0.3)
-        figure.tight_layout()
-        figure.savefig(path, dpi=150)
+from .report import HELD_OUT, DistillationReport
 
 
 def _check_pair(model: PreTrainedModel, teacher: PreTrainedModel, names: tuple[str, str], recipe: Recipe) -> Recipe:

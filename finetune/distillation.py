@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hf_rfa.convert.calibration import layer_divergence, model_masks, record_inputs, sample_layer
 from hf_rfa.convert.families import rfa_layers
 from hf_rfa.convert.inputs import Inputs
+from hf_rfa.convert.samples import layer_divergence, model_masks, record_inputs, sample_layer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainingArguments, set_seed

@@ -10,8 +10,9 @@ from huggingface_hub.dataclasses import strict
 from transformers import BartConfig, GPT2Config, MarianConfig
 
 from .cache import RFA_LAYER_TYPE
-from .feature_maps import FEATURE_MAPS, RandomFeatureMap
+from .feature_maps import FEATURE_MAPS
 from .learned_maps import ExponentialMap, LearnedFeatureMap
+from .random_maps import RandomFeatureMap
 
 STATE_DTYPES = ("float32", "float64")
 

@@ -10,14 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .feature_maps import (
-    QUERY_EXPONENT,
-    PositiveMap,
-    ProjectedFeatureMap,
-    RandomFeatureMap,
-    draw_projection,
-    register_feature_map,
-)
+from .feature_maps import QUERY_EXPONENT, ProjectedFeatureMap, register_feature_map
+from .random_maps import PositiveMap, RandomFeatureMap, draw_projection
 
 
 @register_feature_map("exponential")

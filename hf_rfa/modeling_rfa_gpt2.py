@@ -22,16 +22,10 @@ from transformers.models.gpt2.modeling_gpt2 import (
     GPT2LMHeadModel,
 )
 
-from .attention import (
-    RFAAttentionMixin,
-    RFAPreTrainedMixin,
-    check_positions,
-    document_starts,
-    local_padding,
-    padding_of_mask,
-)
+from .attention import RFAAttentionMixin, RFAPreTrainedMixin
 from .cache import self_attention_cache
 from .configuration_rfa import AttentionKind, RFAGPT2Config
+from .masks import check_positions, document_starts, local_padding, padding_of_mask
 
 
 class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):

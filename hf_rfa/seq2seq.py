@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from .attention import RFAAttentionMixin, check_positions, local_padding
+from .attention import RFAAttentionMixin
 from .cache import keep_keys_and_values, self_attention_cache
 from .configuration_rfa import AttentionKind
+from .masks import check_positions, local_padding
 
 
 class RFASeq2SeqAttention(RFAAttentionMixin):

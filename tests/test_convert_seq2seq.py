@@ -149,7 +149,8 @@ def test_answers_of_the_parent_are_masked_after_their_end(text, tiny_seq2seq_par
 @torch.no_grad()
 def test_padding_does_not_enter_the_calibration(tiny_seq2seq_parents, tmp_path):
     """The same sources, once with a long one beside them that pads them, once without: the same constants."""
-    from hf_rfa.convert.calibration import Sample, calibrate_layer
+    from hf_rfa.convert.calibration import calibrate_layer
+    from hf_rfa.convert.samples import Sample
 
     model = hf_rfa.RFABartForConditionalGeneration(
         hf_rfa.RFABartConfig.from_parent(tiny_seq2seq_config("bart"), softmax_encoder_layers=[])

@@ -14,8 +14,8 @@ from statistics import fmean
 import pytest
 import torch
 from hf_rfa.convert import InputError, convert
-from hf_rfa.convert.calibration import Sample
 from hf_rfa.convert.families import rfa_layers
+from hf_rfa.convert.samples import Sample
 from hf_rfa.convert.texts import read_documents
 from hf_rfa.finetune import distillation
 from hf_rfa.finetune.data import Blocks, PairCollator, Pairs

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_rfa.feature_maps import FEATURE_MAPS, EluMap, RandomFeatureMap, draw_projection
+from hf_rfa.feature_maps import FEATURE_MAPS, EluMap
+from hf_rfa.random_maps import RandomFeatureMap, draw_projection
 
 H, D_HEAD = 2, 8
 KERNEL_MAPS = [("positive", False), ("gaussian", False), ("gaussian", True), ("positive", True)]

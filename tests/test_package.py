@@ -21,6 +21,8 @@ MODEL_MODULES = [
     "implied",
     "kernels",
     "learned_maps",
+    "masks",
+    "random_maps",
 ]
 MODEL_MODULES += ["seq2seq", "window"]
 MODEL_MODULES += [f"modeling_rfa_{family}" for family in FAMILIES]

@@ -29,7 +29,8 @@ from hf_rfa import (
     RFAMarianMTModel,
     RFASourceLayer,
 )
-from hf_rfa.attention import RFAAttentionMixin, rows_in_runs
+from hf_rfa.attention import RFAAttentionMixin
+from hf_rfa.masks import rows_in_runs
 
 from .conftest import tiny_seq2seq_config
 

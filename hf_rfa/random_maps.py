@@ -1,0 +1,255 @@
+"""Feature maps with random matrices: the paper's, and positive random features."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import initialization as init
+
+from .feature_maps import QUERY_EXPONENT, ProjectedFeatureMap, compute_dtype, register_feature_map
+
+
+def draw_projection(
+    *,
+    num_heads: int,
+    num_features: int,
+    head_dim: int,
+    seed: int,
+    layer_idx: int,
+    draw: int = 0,
+    orthogonal: bool = True,
+) -> Tensor:
+    """Draw the random matrices of one layer.
+
+    Args:
+        num_heads: H.
+        num_features: D, rows per head.
+        head_dim: d, columns.
+        seed: the model's seed for random features.
+        layer_idx: the layer, so that layers draw different matrices.
+        draw: number of the draw, 0 being the one for evaluation and the others the pool for training.
+        orthogonal: whether blocks of d rows are orthogonal, with the norms of Gaussian rows (Yu et al. 2016,
+            Choromanski et al. 2021), instead of independent.
+
+    Returns:
+        [H, D, d] in float32; every row is distributed as N(0, I).
+    """
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + layer_idx) * 1_000_003 + draw)
+    rows = math.ceil(num_features / head_dim) * head_dim if orthogonal else num_features
+    gaussian = torch.randn(num_heads, rows, head_dim, generator=generator, dtype=torch.float64)
+    if orthogonal:
+        blocks, triangle = torch.linalg.qr(gaussian.view(num_heads, -1, head_dim, head_dim))
+        # Q is uniformly distributed only if R's diagonal is positive, which LAPACK does not promise.
+        blocks = blocks * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+        norms = torch.randn(num_heads, rows, head_dim, generator=generator, dtype=torch.float64).norm(dim=-1)
+        gaussian = blocks.reshape(num_heads, rows, head_dim) * norms[..., None]
+    return gaussian[:, :num_features].float()
+
+
+class RandomFeatureMap(ProjectedFeatureMap):
+    """A map with a random matrix, fixed, redrawn in training, or trained from its random start."""
+
+    has_sigma = True
+
+    def draw(self, number: int) -> Tensor:
+        """Return draw ``number`` of this layer's matrix."""
+        return draw_projection(
+            num_heads=self.num_heads,
+            num_features=self.num_features,
+            head_dim=self.head_dim,
+            seed=self.seed,
+            layer_idx=self.layer_idx,
+            draw=number,
+            orthogonal=self.orthogonal,
+        )
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw W, and set the rest to its start."""
+        super().reset_parameters()
+        init.copy_(self.projection, self.draw(0))
+
+    def matrix(self) -> Tensor:
+        """Return W: in training with a pool a fresh draw, chosen by torch's generator, otherwise the saved one."""
+        if not (self.training and self.redraw_pool):
+            return self.projection
+        number = 1 + int(torch.randint(self.redraw_pool, ()))
+        return self.draw(number).to(self.projection.device)
+
+    @abstractmethod
+    def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return the features of queries under ``matrix``, or under a matrix of this map's choice."""
+
+    @abstractmethod
+    def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return the features of keys under ``matrix``, or under a matrix of this map's choice."""
+
+    def log_factor(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """See `FeatureMap.log_factor`."""
+        if not self.softmax_kernel or self.unit_norm:
+            return super().log_factor(query)
+        return self.log_normaliser(query, matrix)
+
+    def forward(self, query: Tensor, key: Tensor | None = None, *, offset: bool = False) -> tuple[Tensor, ...]:
+        """Return what `FeatureMap.forward` does, all of it under the same matrix."""
+        matrix = self.matrix()
+        features = self.query(query, matrix), query.new_empty(0) if key is None else self.key(key, matrix)
+        return (*features, self.window_shift[:, None, None] - self.log_factor(query, matrix)) if offset else features
+
+    def log_normaliser(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return the logarithm of the factor that φ(q)·φ(k) leaves out because it cancels, [B, H, T, 1].
+
+        exp(log_normaliser(q)) φ(q)·φ(k) is an unbiased estimate of exp(q·k·s) (of exp(−‖q̂ − k̂‖²/2) for unit norms).
+
+        Raises:
+            NotImplementedError: for maps that estimate no softmax kernel.
+        """
+        raise NotImplementedError(f"feature_map={self.name!r} does not estimate the softmax kernel.")
+
+
+@register_feature_map("gaussian")
+class GaussianMap(RandomFeatureMap):
+    """φ(x) = [sin(Wx), cos(Wx)] / √D, F = 2D: random Fourier features (Rahimi and Recht 2007; Peng et al. 2021, eq. 4).
+
+    With unit norms the kernel is exp(−‖q̂ − k̂‖²/2), which is the softmax kernel but for a constant.  With the norm carried
+    φ(k) gets the factor exp(‖k̂‖²/2).
+    """
+
+    signed = True
+    softmax_kernel = True
+    has_exponent = True
+    floor = 0.1
+    default_num_features = 64
+
+    @property
+    def feature_dim(self) -> int:
+        """F = 2D."""
+        return 2 * self.num_features
+
+    def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return [sin(Wq̂), cos(Wq̂)]."""
+        phase = self.project(self.query_input(query), self.matrix() if matrix is None else matrix)
+        return torch.cat([phase.sin(), phase.cos()], dim=-1)
+
+    def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return [sin(Wk̂), cos(Wk̂)], times exp(min(‖k̂‖²/2 − c, 25)) where the norm is carried."""
+        key = self.key_input(key)
+        phase = self.project(key, self.matrix() if matrix is None else matrix)
+        features = torch.cat([phase.sin(), phase.cos()], dim=-1)
+        if self.unit_norm:
+            return features
+        return features * self.exponentiate_keys(self.key_exponent(key))
+
+    def key_exponent(self, key: Tensor) -> Tensor:
+        """Return ‖k̂‖²/2 of prepared keys, [B, H, T, 1]."""
+        return key.square().sum(-1, keepdim=True) / 2
+
+    def log_normaliser(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """See `RandomFeatureMap.log_normaliser`."""
+        if self.unit_norm:
+            return torch.full_like(query[..., :1], -math.log(self.num_features))
+        norm = self.query_input(query).square().sum(-1, keepdim=True) / 2
+        return norm + self.log_scale[:, None, None] - math.log(self.num_features)
+
+
+@register_feature_map("arccos")
+class ArcCosMap(RandomFeatureMap):
+    """φ(x) = ReLU(Wx) / √D, F = D: the arc-cosine kernel of degree 1 (Cho and Saul 2009; Peng et al. 2021, section 3.1)."""
+
+    def _features(self, x: Tensor, matrix: Tensor | None) -> Tensor:
+        matrix = self.matrix() if matrix is None else matrix
+        return F.relu(self.project(x, matrix)) / math.sqrt(self.num_features)
+
+    def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return ReLU(Wq̂) / √D."""
+        return self._features(self.query_input(query), matrix)
+
+    def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return ReLU(Wk̂) / √D."""
+        return self._features(self.key_input(key), matrix)
+
+
+@register_feature_map("positive")
+class PositiveMap(RandomFeatureMap):
+    """φ(x) = exp(Wx + b − ‖x‖²/2) / √D, F = D: positive random features (Choromanski et al. 2021, FAVOR+, lemma 1).
+
+    b is 0 for W as it is drawn.  `shape_projection` replaces w by Bw and sets b = wᵀAw, which leaves the kernel as it is and
+    lowers its variance on data (dense exponential random features, Likhosherstov et al. 2023, theorem 4).
+    """
+
+    softmax_kernel = True
+    has_exponent = True
+    feature_bias: Tensor
+
+    def build(self) -> None:
+        """Add b, and what every random map has."""
+        super().build()
+        self.register_buffer("feature_bias", torch.empty(self.num_heads, self.num_features))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw W, and set the rest to its start."""
+        super().reset_parameters()
+        init.zeros_(self.feature_bias)
+
+    @property
+    def can_be_shaped(self) -> bool:
+        """Whether `shape_projection` applies: it does not to unit norms, nor to matrices drawn anew in training."""
+        return self.invariant and not self.redraw_pool
+
+    @torch.no_grad()
+    def shape_projection(self, second_moment: Tensor) -> None:
+        """Fit W to data, so that the logarithm of the kernel's second moment is least on average.
+
+        In the eigenvectors of E[(q̂ + k̂)(q̂ + k̂)ᵀ] with eigenvalues λ, A has the entries
+        a = (1 − 2λ − √((2λ + 1)² + 8λ)) / 16 ≤ 0, and B = (1 − 4A)^½ in their directions.
+
+        Args:
+            second_moment: E[(q̂ + k̂)(q̂ + k̂)ᵀ] of prepared queries and keys, [H, d, d].
+        """
+        values, vectors = torch.linalg.eigh(second_moment.double())
+        values = values.clamp_min(0.0)[:, None, :]
+        entries = (1 - 2 * values - ((2 * values + 1).square() + 8 * values).sqrt()) / 16
+        drawn = self.draw(0).to(vectors)
+        self._set_projection(
+            (drawn * (1 - 4 * entries).sqrt()) @ vectors.transpose(-1, -2),
+            (drawn.square() * entries).sum(-1) + (1 - 4 * entries).log().sum(-1) / 4,
+        )
+
+    def _set_projection(self, projection: Tensor, bias: Tensor) -> None:
+        self.projection.copy_(projection)
+        self.feature_bias.copy_(bias)
+
+    def query_exponent(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return Wq̂ + b of queries, [B, H, T, D]."""
+        projected = self.project(self.query_input(query), self.matrix() if matrix is None else matrix)
+        return projected + self.feature_bias[:, None, :].to(projected.dtype)
+
+    def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return exp(Wq̂ + b), its largest entry made e^40."""
+        exponent = self.query_exponent(query, matrix)
+        return (exponent - exponent.detach().amax(dim=-1, keepdim=True) + QUERY_EXPONENT).exp()
+
+    def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return exp(min(Wk̂ + b − ‖k̂‖²/2 − c, 25))."""
+        return self.exponentiate_keys(self.key_exponent(self.key_input(key), matrix))
+
+    def key_exponent(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """Return Wk̂ + b − ‖k̂‖²/2 of prepared keys, [B, H, T, D]."""
+        projected = self.project(key, self.matrix() if matrix is None else matrix)
+        bias = self.feature_bias[:, None, :].to(projected.dtype)
+        return projected + bias - key.square().sum(-1, keepdim=True) / 2
+
+    def log_normaliser(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+        """See `RandomFeatureMap.log_normaliser`."""
+        maximum = self.query_exponent(query, matrix).detach().amax(dim=-1, keepdim=True)
+        norm = self.query_input(query).square().sum(-1, keepdim=True) / 2
+        constant = self.log_scale[:, None, None] - math.log(self.num_features)
+        if self.invariant:  # shifted keys change the kernel by exp(q·μ·s)
+            query = query.to(compute_dtype(query.dtype))
+            constant = constant + (query * self.key_shift[:, None, :]).sum(-1, keepdim=True) * self.scaling
+        return maximum - QUERY_EXPONENT - norm + constant
