@@ -24,7 +24,7 @@ def read_documents(path: str | Path) -> Iterator[str]:
     """
     path = Path(path)
     found = False
-    with _open_text(path) as file:
+    with open_text(path) as file:
         if _is_json_lines(path):
             documents: Iterator[str] = (fields["text"] for fields in _read_json_lines(file, path, ("text",)))
         else:
@@ -65,7 +65,7 @@ def read_pairs(
             raise InputError(
                 f"{path} holds no references. Pass --references with one a line, or a .jsonl file with both in each object."
             )
-        with _open_text(path) as file:
+        with open_text(path) as file:
             records = list(_read_json_lines(file, path, (source_field, target_field)))
         sources, targets = ([record[name] for record in records] for name in (source_field, target_field))
     else:
@@ -85,7 +85,7 @@ def read_pairs(
 
 
 @contextmanager
-def _open_text(path: Path) -> Iterator[IO[str]]:
+def open_text(path: Path) -> Iterator[IO[str]]:
     """Open a text file, plain or gzipped; whatever is wrong with it becomes an `InputError` that names it."""
     if not path.is_file():
         raise InputError(f"there is no text file {path}. Pass a .txt or .jsonl file, plain or .gz.")
@@ -102,7 +102,7 @@ def _is_json_lines(path: Path) -> bool:
 
 def _read_lines(path: Path) -> list[str]:
     # Not str.splitlines, which also splits at characters that are part of a line, such as U+2028.
-    with _open_text(path) as file:
+    with open_text(path) as file:
         return [line.rstrip("\n") for line in file]
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainingArguments, set_seed
 
+from .groups import ParameterKind, is_rfa_parameter, parameter_groups
 from .lora import add_lora, merge_lora
 
 
@@ -148,20 +149,8 @@ def set_dropout(model: nn.Module, rates: dict[tuple[str, str], float]) -> dict[t
     return before
 
 
-def is_rfa_parameter(name: str) -> bool:
-    """Return whether a parameter belongs to a feature map or a gate."""
-    parts = name.split(".")
-    return "feature_map" in parts or "gate" in parts
-
-
-def parameter_groups(model: nn.Module, *, rfa_rate: float, rate: float) -> list[dict[str, Any]]:
-    """Return optimiser groups: feature maps and gates at one rate, all else at another; a rate of 0 freezes its group."""
-    groups: dict[float, list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        chosen = rfa_rate if is_rfa_parameter(name) else rate
-        if chosen > 0 and parameter.requires_grad:
-            groups.setdefault(chosen, []).append(parameter)
-    return [{"params": parameters, "lr": chosen} for chosen, parameters in groups.items()]
+def _rates(rfa: float, rest: float) -> dict[ParameterKind, float]:
+    return {"feature_maps": rfa, "sigma": rfa, "gates": rfa, "projections": rest, "rest": rest}
 
 
 class StopAtNaN(TrainerCallback):
@@ -211,7 +200,7 @@ def transfer_attention(
     Raises:
         FloatingPointError: if the loss is not finite.
     """
-    groups = parameter_groups(model, rfa_rate=arguments.learning_rate, rate=0.0)
+    groups = parameter_groups(model, _rates(arguments.learning_rate, 0.0))
     trained = {id(parameter) for group in groups for parameter in group["params"]}
     required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
@@ -270,7 +259,7 @@ def distill_logits(
         add_lora(model, lora_rank)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora_" in name or is_rfa_parameter(name))
-    groups = parameter_groups(model, rfa_rate=rfa_rate, rate=arguments.learning_rate)
+    groups = parameter_groups(model, _rates(rfa_rate, arguments.learning_rate), weight_decay=arguments.weight_decay)
     rates = {} if dropout else set_dropout(model, {})
     trainer = LogitDistillationTrainer(
         model=model,
@@ -279,7 +268,7 @@ def distill_logits(
         data_collator=collate,
         teacher=None if teacher is None else teacher.eval().requires_grad_(False),
         kl_weight=kl_weight,
-        optimizers=(torch.optim.AdamW(groups, weight_decay=arguments.weight_decay), None),
+        optimizers=(torch.optim.AdamW(groups), None),
     )
     try:
         return _train(trainer, "end to end", resume)

@@ -39,3 +39,15 @@ class RougeMetric(evaluate.Metric):
         scorer = RougeScorer(list(self.KINDS), use_stemmer=True)
         scores = [scorer.score(*pair) for pair in zip(references, predictions, strict=True)]
         return {kind: 100.0 * sum(score[kind].fmeasure for score in scores) / len(scores) for kind in self.KINDS}
+
+
+class AccuracyMetric(evaluate.Metric):
+    """Share of predictions that are right."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        features = Features({"predictions": Value("int64"), "references": Value("int64")})
+        return evaluate.MetricInfo(description=str(self.__doc__), citation="", features=features)
+
+    def _compute(self, predictions: list[int], references: list[int]) -> dict[str, Any]:
+        right = sum(int(found == wanted) for found, wanted in zip(predictions, references, strict=True))
+        return {"accuracy": right / len(references)}

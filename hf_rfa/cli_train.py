@@ -1,12 +1,13 @@
-"""``hf-rfa distill``."""
+"""``hf-rfa distill`` and ``hf-rfa finetune``."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from .errors import InputError
 from .terminal import console
 
 
@@ -50,3 +51,52 @@ def distill_command(
     )
     console.print(report.table())
     console.print(f"written to {destination}")
+
+
+def finetune_command(context: typer.Context) -> None:
+    """Fine-tune a checkpoint, RFA or softmax, with transformers' Trainer (--help lists all of its options)."""
+    from transformers import HfArgumentParser, Seq2SeqTrainingArguments
+
+    from .finetune.finetune import FinetuneArguments, finetune
+
+    parser: Any = HfArgumentParser(
+        [FinetuneArguments, Seq2SeqTrainingArguments],  # type: ignore[list-item]
+        prog="hf-rfa finetune",
+        description="Options may also stand in a YAML file, --settings FILE; those on the command line win.",
+    )
+
+    def refuse(message: str) -> NoReturn:
+        raise InputError(f"hf-rfa finetune: {message}. --help lists the options.")
+
+    parser.error = refuse
+    words = _with_settings(["--output_dir" if word == "--output" else word for word in context.args])
+    if "--output_dir" not in words and "--model" in words[:-1]:
+        words += ["--output_dir", words[words.index("--model") + 1].rstrip("/") + "-finetuned"]
+    options, arguments, unknown = parser.parse_args_into_dataclasses(
+        words, look_for_args_file=False, return_remaining_strings=True
+    )
+    if unknown:
+        refuse(f"there is no option {unknown[0]}")
+    for name, value in finetune(options, arguments).items():
+        console.print(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
+    console.print(f"written to {words[words.index('--output_dir') + 1]}")
+
+
+def _with_settings(words: list[str]) -> list[str]:
+    """Return a command line in which ``--settings FILE`` is replaced by the options in that YAML file, before all others."""
+    import yaml
+
+    if "--settings" not in words:
+        return words
+    place = words.index("--settings")
+    path = Path(words[place + 1] if place + 1 < len(words) else "")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"cannot read the settings in {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path} holds no settings.")
+    given = []
+    for name, value in values.items():
+        given += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return given + words[:place] + words[place + 2 :]

@@ -178,7 +178,7 @@ class PositiveMap(RandomFeatureMap):
     """φ(x) = exp(Wx + b − ‖x‖²/2) / √D, F = D: positive random features (Choromanski et al. 2021, FAVOR+, lemma 1).
 
     b is 0 for W as it is drawn.  `shape_projection` replaces w by Bw and sets b = wᵀAw, which leaves the kernel as it is and
-    lowers its variance on data (dense exponential random features, Likhosherstov et al. 2023, theorem 4).
+    lowers its variance on data (dense-exponential random features, Likhosherstov et al. 2023).
     """
 
     softmax_kernel = True

@@ -22,12 +22,11 @@ from hf_rfa.finetune.data import Blocks, PairCollator, Pairs
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.distillation import (
     LogitDistillationTrainer,
-    is_rfa_parameter,
     layer_divergence,
-    parameter_groups,
     set_dropout,
     transfer_losses,
 )
+from hf_rfa.finetune.groups import is_rfa_parameter, parameter_groups
 from hf_rfa.finetune.recipe import Recipe
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
@@ -146,11 +145,13 @@ def test_logit_loss_is_the_kl_and_the_loss_on_the_text(tmp_path):
 
 def test_parameter_groups_and_frozen_ones():
     model = RFAGPT2LMHeadModel(RFAGPT2Config.from_parent(tiny_parent_config(), gate=True))
-    groups = parameter_groups(model, rfa_rate=0.1, rate=0.01)
-    rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
+    rates = {"feature_maps": 0.1, "sigma": 0.1, "gates": 0.1, "projections": 0.01, "rest": 0.01}
+    groups = parameter_groups(model, rates)
+    given = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
-        assert rates[id(parameter)] == (0.1 if is_rfa_parameter(name) else 0.01), name
-    assert len(parameter_groups(model, rfa_rate=0.1, rate=0.0)) == 1
+        assert given[id(parameter)] == (0.1 if is_rfa_parameter(name) else 0.01), name
+    only = parameter_groups(model, {**rates, "projections": 0.0, "rest": 0.0})
+    assert {group["lr"] for group in only} == {0.1}
 
 
 def test_transfer_trains_feature_maps_and_gates_and_nothing_else(material, tmp_path):

@@ -1,0 +1,254 @@
+"""Fine-tuning: data in any form, packing, parameter groups, and that an interrupted run goes on to the same result."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hf_rfa.convert import InputError, convert
+from hf_rfa.finetune.corpora import load_data, packed_blocks
+from hf_rfa.finetune.finetune import FinetuneArguments, finetune
+from hf_rfa.finetune.groups import KINDS, kind_of_parameter, parameter_groups
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BartForConditionalGeneration,
+    GPT2LMHeadModel,
+    Seq2SeqTrainingArguments,
+)
+
+from hf_rfa import cli
+from hf_rfa.inference import load_model
+
+from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
+from .test_convert import leftovers
+
+
+def words(count: int, start: int = 0) -> str:
+    return " ".join(f"w{4 + (start + n * n) % 57}" for n in range(count))
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    """Checkpoints, and the same data in every form."""
+    folder = tmp_path_factory.mktemp("finetune")
+    torch.manual_seed(1)
+    GPT2LMHeadModel(tiny_parent_config(eos_token_id=2)).save_pretrained(folder / "gpt2")
+    BartForConditionalGeneration(tiny_seq2seq_config("bart")).save_pretrained(folder / "bart")
+    for name in ("gpt2", "bart"):
+        save_tiny_tokenizer(folder / name)
+        convert(folder / name, folder / f"{name}-rfa", num_features=8)
+    rows = [
+        {"text": words(5 + n % 9, n), "label": "ab"[n % 2], "source": words(4, n), "target": words(3, n)}
+        for n in range(60)
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "rows.jsonl").write_text(lines)
+    with gzip.open(folder / "rows.jsonl.gz", "wt") as file:
+        file.write(lines)
+    with (folder / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    load_data(str(folder / "rows.jsonl")).to_parquet(folder / "rows.parquet")
+    (folder / "text.txt").write_text(words(400))
+    return folder
+
+
+def run(material, tmp_path, model="gpt2-rfa", task="clm", train="rows.jsonl", steps=6, evaluate=None, **options):
+    own = {name: options.pop(name) for name in list(options) if name in FinetuneArguments.__dataclass_fields__}
+    arguments = Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        **{
+            "max_steps": steps,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-3,
+            "report_to": "none",
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "logging_steps": 1,
+            **options,
+        },
+    )
+    described = {
+        "model": str(material / model),
+        "task": task,
+        "train": str(material / train),
+        "block_length": 16,
+        **own,
+    }
+    if evaluate is not None:
+        described["evaluate"] = str(material / evaluate)
+    return finetune(FinetuneArguments(**described), arguments)
+
+
+@pytest.mark.parametrize("file", ["rows.jsonl", "rows.jsonl.gz", "rows.csv", "rows.parquet", "text.txt"])
+def test_every_kind_of_file_trains(file, material, tmp_path):
+    metrics = run(material, tmp_path, train=file, evaluate=file, steps=3)
+    assert metrics["eval_perplexity"] == pytest.approx(torch.tensor(metrics["eval_loss"]).exp().item(), rel=1e-4)
+    assert leftovers(tmp_path) == ["out"]
+    saved = json.loads((tmp_path / "out" / "finetuning.json").read_text())
+    assert saved["metrics"] == metrics
+    assert (tmp_path / "out" / "finetuning.png").read_bytes().startswith(b"\x89PNG")
+    load_model(str(tmp_path / "out"))
+
+
+def test_packing_leaks_nothing_across_documents(material):
+    """The loss of packed blocks is that of every piece alone."""
+    for name in ("gpt2-rfa", "gpt2"):
+        model, tokenizer = load_model(str(material / name))
+        data = packed_blocks(load_data(str(material / "rows.jsonl")), tokenizer, text_column="text", length=16)
+        total, counted, losses = 0.0, 0, []
+        for row in data:
+            ids, positions, labels = (torch.tensor([row[name]]) for name in ("input_ids", "position_ids", "labels"))
+            assert ids.shape == (1, 16)
+            losses.append(model(ids, position_ids=positions, labels=labels, use_cache=False).loss.detach())
+            starts = [*(positions[0] == 0).nonzero()[:, 0].tolist(), 16]
+            row_total, row_counted = 0.0, 0
+            for start, stop in pairwise(starts):
+                piece = ids[:, start:stop]
+                if piece.shape[1] > 1:
+                    logits = model(piece, use_cache=False).logits[0, :-1].detach()
+                    row_total += float(torch.nn.functional.cross_entropy(logits, piece[0, 1:], reduction="sum"))
+                    row_counted += piece.shape[1] - 1
+            assert float(losses[-1]) == pytest.approx(row_total / row_counted, rel=1e-4)
+            total, counted = total + row_total, counted + row_counted
+        tokens = [token for row in data for token in row["input_ids"]]
+        texts = [json.loads(line)["text"] for line in (material / "rows.jsonl").read_text().splitlines()]
+        expected = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+        assert tokens == expected[: len(tokens)]
+        assert len(expected) - len(tokens) < 16
+
+
+def test_sequences_and_labels_train(material, tmp_path):
+    metrics = run(material, tmp_path / "s", "bart-rfa", "seq2seq", evaluate="rows.jsonl", steps=3)
+    assert metrics["eval_loss"] > 0
+    assert load_model(str(tmp_path / "s" / "out"), kind="seq2seq")
+    metrics = run(material, tmp_path / "c", task="classify", evaluate="rows.csv", steps=3)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "c" / "out")
+    assert model.config.id2label == {0: "a", 1: "b"}
+    data = [json.loads(line) for line in (material / "rows.jsonl").read_text().splitlines()]
+    tokenizer = load_model(str(material / "gpt2-rfa"))[1]
+    right = 0
+    for row in data:
+        logits = model(**tokenizer(row["text"], return_tensors="pt", truncation=True, max_length=16)).logits
+        right += model.config.id2label[int(logits.argmax())] == row["label"]
+    assert metrics["eval_accuracy"] == pytest.approx(right / len(data))
+
+
+def test_bytes_from_scratch(material, tmp_path):
+    folder = tmp_path / "config"
+    AutoModelForCausalLM.from_pretrained(material / "gpt2-rfa").config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 259, "eos_token_id": 1}))
+    run(material, tmp_path, task="classify", model=str(folder), byte_tokenizer=True, from_scratch=True, steps=2)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert model.config.model_type == "rfa_gpt2"
+
+
+def test_kinds_have_their_own_rates_and_0_freezes(material, tmp_path):
+    kinds = {kind: 10.0**-n for n, kind in enumerate(KINDS)}
+    for name in ("gpt2-rfa", "bart-rfa"):
+        model, _ = load_model(str(material / name))
+        names = {id(parameter): each for each, parameter in model.named_parameters()}
+        groups = parameter_groups(model, kinds, weight_decay=0.1)
+        for group in groups:
+            for parameter in group["params"]:
+                kind = kind_of_parameter(names[id(parameter)])
+                assert group["lr"] == kinds[kind]
+                assert group["weight_decay"] == (0.0 if kind in ("feature_maps", "sigma", "gates") else 0.1)
+        assert sum(len(group["params"]) for group in groups) == len(names)
+    run(material, tmp_path, projection_rate=0.0, sigma_rate=0.0, steps=2)
+    before, after = (load_file(folder / "model.safetensors") for folder in (material / "gpt2-rfa", tmp_path / "out"))
+    changed = {kind_of_parameter(name) for name in after if not torch.equal(before[name], after[name])}
+    assert changed == {"rest"}
+
+
+@pytest.mark.parametrize("stop_at", [2, 5])
+def test_an_interrupted_run_goes_on_to_the_same_weights(stop_at, material, tmp_path, monkeypatch):
+    options = {"steps": 8, "save_steps": 2, "gradient_accumulation_steps": 2}
+    (tmp_path / "whole").mkdir()
+    run(material, tmp_path / "whole", **options)
+    from hf_rfa.finetune.groups import GroupedTrainer
+
+    real, calls = GroupedTrainer.training_step, []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) > 2 * stop_at:
+            raise KeyboardInterrupt
+        return real(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GroupedTrainer, "training_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(material, tmp_path, **options)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match="holds an interrupted run"):
+        run(material, tmp_path, **options)
+    run(material, tmp_path, resume=True, **options)
+    whole, resumed = (load_file(folder / "out" / "model.safetensors") for folder in (tmp_path / "whole", tmp_path))
+    for name, tensor in whole.items():
+        torch.testing.assert_close(resumed[name], tensor, atol=1e-7, rtol=1e-6, msg=name)
+
+
+def test_the_command_reads_settings_and_training_arguments(material, tmp_path, monkeypatch, capsys):
+    (tmp_path / "settings.yaml").write_text(
+        f"task: clm\ntrain: {material / 'rows.jsonl'}\nblock_length: 16\nmax_steps: 9\nuse_cpu: true\nreport_to: none\n"
+    )
+    command = [
+        "hf-rfa",
+        "finetune",
+        "--model",
+        str(material / "gpt2-rfa"),
+        "--settings",
+        str(tmp_path / "settings.yaml"),
+    ]
+    command += ["--max-steps", "2", "--output", str(tmp_path / "out"), "--learning_rate", "0.5"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 0
+    log = json.loads((tmp_path / "out" / "finetuning.json").read_text())["log"]
+    assert log[-1]["step"] == 2
+    assert "train_loss" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*command, "--no_such_option", "1"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    assert "no option --no_such_option" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"task": "translate"}, "task must be one of clm, seq2seq, classify, got 'translate'"),
+        ({"train": "none.jsonl"}, "there is no file .*none.jsonl"),
+        ({"train": "empty.jsonl"}, "empty.jsonl is empty"),
+        ({"train": "broken.jsonl"}, "broken.jsonl, line 2: not a JSON object"),
+        ({"text_column": "body"}, "has no column 'body'. It has: text, label, source, target"),
+        ({"block_length": 97}, "block_length must be from 2 to the model's 96 positions, got 97"),
+        ({"task": "classify", "evaluate": "other.csv"}, "label 'c' is not among those of the training data: a, b"),
+        ({"model": "nothing"}, "cannot read the configuration"),
+        ({"task": "seq2seq"}, "cannot load a model for seq2seq"),
+        ({"gate_rate": -1.0}, "learning rate of gates must be a number of at least 0, got -1.0"),
+        ({"streaming": True, "steps": -1}, "--streaming needs --max_steps"),
+        ({"train": "short.txt"}, "does not fill a single block of 16 tokens"),
+        ({"resume": True}, "there is no interrupted run to resume"),
+    ],
+)
+def test_bad_input(options, match, material, tmp_path):
+    (material / "empty.jsonl").write_text("")
+    (material / "broken.jsonl").write_text('{"text": "w5"}\n{"text": \n')
+    (material / "other.csv").write_text("text,label\nw5 w6,c\n")
+    (material / "short.txt").write_text("w5 w6")
+    with pytest.raises(InputError, match=match):
+        run(material, tmp_path, **options)
+    assert leftovers(tmp_path) == []
