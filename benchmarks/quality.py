@@ -31,9 +31,10 @@ from hf_rfa.convert.inputs import tokenize
 from hf_rfa.convert.texts import read_documents
 from hf_rfa.convert.writer import new_folder
 from hf_rfa.finetune.data import Blocks
-from hf_rfa.finetune.distill import distill, training_arguments, training_folder
+from hf_rfa.finetune.distill import distill, training_arguments
 from hf_rfa.finetune.distillation import distill_logits
 from hf_rfa.finetune.evaluation import perplexity
+from hf_rfa.finetune.folders import training_folder
 from hf_rfa.finetune.recipe import Recipe
 from rich.console import Console
 from rich.table import Table
@@ -129,7 +130,7 @@ class Settings:
         model, tokenizer = load_model(self.model, dtype="float32")
         stage = recipe.end_to_end.resolve(model.config, model.config.max_position_embeddings)
         data = Blocks(tokenizer, read_documents(self.train), cast(int, stage.block_length))
-        work = training_folder(folder, resume=_interrupted(folder))
+        work = training_folder(folder)
         resume = any(work.glob("checkpoint-*"))
         arguments = training_arguments(stage, work, seed=recipe.seed)
         distill_logits(model, None, data, arguments, rfa_rate=0.0, kl_weight=0.0, dropout=stage.dropout, resume=resume)
@@ -140,7 +141,7 @@ class Settings:
 
 
 def _interrupted(folder: Path) -> bool:
-    return (folder.parent / f".{folder.name}.training").exists()
+    return training_folder(folder).exists()
 
 
 def _write(path: Path, values: Any) -> None:

@@ -28,6 +28,7 @@ from hf_rfa.inference import kind_of, load_model
 
 from .data import Blocks, PairCollator, Pairs
 from .distillation import distill_logits, transfer_attention, transfer_losses
+from .folders import check_settings, check_training_folder, training_folder
 from .recipe import Recipe, Stage
 from .report import HELD_OUT, DistillationReport
 
@@ -128,7 +129,8 @@ def distill(
     if not any(stage.steps for stage in stages.values()):
         raise InputError("no stage of the recipe has any steps: there is nothing to train.")
     check_destination(destination, overwrite=overwrite, sources=(Path(checkpoint), Path(teacher)))
-    work = training_folder(destination, resume=resume)
+    work = training_folder(destination)
+    check_training_folder(work, resume=resume)
 
     model, tokenizer = load_model(str(checkpoint), dtype="float32")
     parent, _ = load_model(str(teacher), kind=kind_of(model.config), dtype="float32", need_tokenizer=False)
@@ -150,40 +152,6 @@ def distill(
         _write(model, tokenizer, report, Path(checkpoint), folder)
     shutil.rmtree(work, ignore_errors=True)
     return report
-
-
-def training_folder(destination: Path, *, resume: bool) -> Path:
-    """Return the folder beside ``destination`` that holds the Trainer's checkpoints.
-
-    Raises:
-        InputError: if it holds an interrupted run that is not to be resumed, or if there is none to resume.
-    """
-    work = destination.resolve().parent / f".{destination.name}.training"
-    if work.exists() and not resume:
-        raise InputError(f"{work} holds an interrupted run. Pass --resume to go on with it, or remove it.")
-    if resume and not work.exists():
-        raise InputError(f"there is no interrupted run to resume: {work} is not there.")
-    return work
-
-
-def check_settings(work: Path, settings: dict[str, Any], *, resume: bool) -> None:
-    """Write down what a run is made with, or compare it with what an interrupted one was made with.
-
-    Raises:
-        InputError: if a run is to be resumed with other settings: it would be neither the one nor the other.
-    """
-    path = work / "settings.json"
-    if not resume:
-        work.mkdir(parents=True)
-        path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
-        return
-    before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(settings))
-    changed = [name for name in now if now[name] != before.get(name)]
-    if changed:
-        raise InputError(
-            f"the interrupted run in {work} had other settings: {', '.join(changed)} "
-            f"({before.get(changed[0])} there, {now[changed[0]]} here). Resume it with the same, or remove that folder."
-        )
 
 
 def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArguments:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
-from hf_rfa.convert.converter import MAX_SHARD_SIZE
 from hf_rfa.convert.writer import check_destination, new_folder
 from huggingface_hub import ModelCard
 from matplotlib.figure import Figure
@@ -33,8 +32,8 @@ from hf_rfa.errors import InputError
 from hf_rfa.inference import check_vocabulary, load_tokenizer
 
 from .corpora import check_columns, labelled_texts, load_data, packed_blocks, token_pairs
-from .distill import check_settings, training_folder
 from .distillation import StopAtNaN
+from .folders import check_settings, check_training_folder, training_folder
 from .groups import KINDS, GroupedTrainer, ParameterKind, freeze
 from .metrics import AccuracyMetric
 
@@ -111,8 +110,11 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     if options.streaming and arguments.max_steps <= 0:
         raise InputError("--streaming needs --max_steps: the length of what is streamed is not known.")
     destination = Path(cast(str, arguments.output_dir))
-    check_destination(destination, overwrite=options.overwrite, sources=(Path(options.model),))
-    work = training_folder(destination, resume=options.resume)
+    work = training_folder(destination)
+    first = arguments.process_index == 0
+    if first:
+        check_destination(destination, overwrite=options.overwrite, sources=(Path(options.model),))
+        check_training_folder(work, resume=options.resume)
 
     config = _config(options)
     tokenizer = _tokenizer(options, config)
@@ -122,13 +124,15 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
         for name, source, split in (("train", options.train, "train"), ("evaluate", options.evaluate, "validation"))
         if source is not None
     }
-    prepared = _prepare(options, data, tokenizer, config, length)
+    with arguments.main_process_first(desc="preparing the data"):  # the others find it in the cache
+        prepared = _prepare(options, data, tokenizer, config, length)
     set_seed(arguments.seed)
     model = _model(options, config, tokenizer)
     freeze(model, options.rates())
 
     settings = {name: value for name, value in vars(options).items() if name not in ("resume", "overwrite")}
-    check_settings(work, settings, resume=options.resume)
+    if first:
+        check_settings(work, settings, resume=options.resume)
     arguments.output_dir = str(work)
     arguments.logging_nan_inf_filter = False
     going_on = options.resume and any(work.glob("checkpoint-*"))
@@ -146,10 +150,10 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
         if options.task == "clm":
             metrics["eval_perplexity"] = math.exp(min(700.0, metrics["eval_loss"]))
     model.config.use_cache = cache
-    if trainer.is_world_process_zero():
+    trainer.save_model(str(work / "final"))  # gathers what several processes hold
+    if first:
         with new_folder(destination) as folder:
-            model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
-            tokenizer.save_pretrained(folder)
+            shutil.copytree(work / "final", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.bin"))
             _write_figures(folder, options, metrics, trainer.state.log_history)
         shutil.rmtree(work, ignore_errors=True)
     return metrics

@@ -120,10 +120,11 @@ def convert_command(
         _convert(source, destination, overwrite=overwrite, **options)
         return
     from .convert.writer import check_destination
-    from .finetune.distill import distill, training_folder
+    from .finetune.distill import distill
+    from .finetune.folders import check_training_folder, training_folder
 
     check_destination(destination, overwrite=overwrite, sources=(Path(source),))
-    training_folder(destination, resume=resume)
+    check_training_folder(training_folder(destination), resume=resume)
     destination.resolve().parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.resolve().parent) as folder:
         converted = Path(folder) / destination.name

@@ -77,9 +77,11 @@ def finetune_command(context: typer.Context) -> None:
     )
     if unknown:
         refuse(f"there is no option {unknown[0]}")
-    for name, value in finetune(options, arguments).items():
-        console.print(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
-    console.print(f"written to {words[words.index('--output_dir') + 1]}")
+    metrics = finetune(options, arguments)
+    if arguments.process_index == 0:
+        for name, value in metrics.items():
+            console.print(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
+        console.print(f"written to {words[words.index('--output_dir') + 1]}")
 
 
 def _with_settings(words: list[str]) -> list[str]:

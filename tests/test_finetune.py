@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -252,3 +253,36 @@ def test_bad_input(options, match, material, tmp_path):
     with pytest.raises(InputError, match=match):
         run(material, tmp_path, **options)
     assert leftovers(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_processes_give_the_losses_of_one(sharded, material, tmp_path):
+    """At the same global batch: data parallel, and with parameters sharded (FSDP)."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
+    shared = ["-m", "hf_rfa.cli", "finetune", "--model", str(material / "gpt2-rfa"), "--task", "clm", "--use_cpu"]
+    shared += [
+        "--train",
+        str(material / "rows.jsonl"),
+        "--block_length",
+        "16",
+        "--max_steps",
+        "6",
+        "--logging_steps",
+        "1",
+    ]
+    shared += ["--report_to", "none", "--learning_rate", "0.01", "--ddp_backend", "gloo"]
+    losses, weights = {}, {}
+    for processes, batch in ((1, 4), (2, 2)):
+        folder = tmp_path / str(processes)
+        own = ["--per_device_train_batch_size", str(batch), "--output", str(folder)]
+        parallel = ["--fsdp", "full_shard", "--fsdp_config", '{"version": 2}'] if sharded and processes == 2 else []
+        command = [*launcher, str(processes), *shared, *own, *parallel]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        log = json.loads((folder / "finetuning.json").read_text())["log"]
+        losses[processes] = [entry["loss"] for entry in log if "loss" in entry]
+        weights[processes] = load_file(folder / "model.safetensors")
+    assert losses[2] == pytest.approx(losses[1], rel=1e-4)
+    for name, tensor in weights[1].items():
+        torch.testing.assert_close(weights[2][name], tensor, atol=2e-4, rtol=1e-3, msg=name)

@@ -1,0 +1,46 @@
+"""The folder of a training that is under way: where it lies, and what it was started with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_rfa.errors import InputError
+
+
+def training_folder(destination: Path) -> Path:
+    """Return the folder beside ``destination`` that holds the Trainer's checkpoints until training is finished."""
+    return destination.resolve().parent / f".{destination.name}.training"
+
+
+def check_training_folder(work: Path, *, resume: bool) -> None:
+    """Check that a training folder is there if, and only if, its run is to be resumed.
+
+    Raises:
+        InputError: if it holds an interrupted run that is not to be resumed, or if there is none to resume.
+    """
+    if work.exists() and not resume:
+        raise InputError(f"{work} holds an interrupted run. Pass --resume to go on with it, or remove it.")
+    if resume and not work.exists():
+        raise InputError(f"there is no interrupted run to resume: {work} is not there.")
+
+
+def check_settings(work: Path, settings: dict[str, Any], *, resume: bool) -> None:
+    """Write down what a run is made with, or compare it with what an interrupted one was made with.
+
+    Raises:
+        InputError: if a run is to be resumed with other settings: it would be neither the one nor the other.
+    """
+    path = work / "settings.json"
+    if not resume:
+        work.mkdir(parents=True)
+        path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        return
+    before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(settings))
+    changed = [name for name in now if now[name] != before.get(name)]
+    if changed:
+        raise InputError(
+            f"the interrupted run in {work} had other settings: {', '.join(changed)} "
+            f"({before.get(changed[0])} there, {now[changed[0]]} here). Resume it with the same, or remove that folder."
+        )
