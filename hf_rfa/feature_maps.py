@@ -23,10 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+#: With gradients, the least exponent of a key's feature, likewise: what is divided by is then never so small that a gradient
+#: overflows. Without gradients features may vanish.
+MIN_EXPONENT = -75.0
 #: Largest exponent of a key's feature relative to the head's constant: e^25 ≈ 7e10 leaves float32 room to sum over.
 MAX_EXPONENT = 25.0
 #: A query's largest feature is e^40, so that products with the features of light keys do not underflow.
 QUERY_EXPONENT = 40.0
+#: With gradients, how far below its largest feature's exponent those of a query's other features may lie.
+QUERY_RANGE = 110.0
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {}
 
@@ -184,9 +189,18 @@ class FeatureMap(nn.Module, ABC):
         raise NotImplementedError(f"feature_map={self.name!r} has no exponents.")
 
     def exponentiate_keys(self, exponent: Tensor, log_scale: Tensor | None = None) -> Tensor:
-        """Return exp(min(exponent − c, 25)), c being ``log_scale`` or the head's own."""
+        """Return exp(exponent − c), kept under e^25 and with gradients over e^−75; c is ``log_scale`` or the head's own."""
         log_scale = self.log_scale if log_scale is None else log_scale
-        return (exponent - log_scale[:, None, None]).clamp(max=MAX_EXPONENT).exp()
+        least = MIN_EXPONENT if torch.is_grad_enabled() else None
+        return (exponent - log_scale[:, None, None]).clamp(min=least, max=MAX_EXPONENT).exp()
+
+    @staticmethod
+    def exponentiate_queries(exponent: Tensor) -> Tensor:
+        """Return exp(exponent) times a factor per query: its largest feature is e^40, with gradients none is under e^−70."""
+        relative = exponent - exponent.detach().amax(dim=-1, keepdim=True)
+        if torch.is_grad_enabled():
+            relative = relative.clamp(min=-QUERY_RANGE)
+        return (relative + QUERY_EXPONENT).exp()
 
     @abstractmethod
     def query(self, query: Tensor) -> Tensor:

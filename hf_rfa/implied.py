@@ -14,15 +14,15 @@ from .kernels import denominator, divide, noncausal, parallel, parallel_weights
 
 #: Logarithm of the weight of a key that a query does not see; finite, so that no gradient is NaN.
 UNSEEN = -1e30
-#: With gradients, products of features and normalisers beside an exact window that are below this are taken for it: the
-#: gradient of their logarithm times the largest features (e^40 of a query, e^25 of a key) then stays within float32.
+#: With gradients, products of features and normalisers beside an exact window that are below this are taken for it, so that
+#: no gradient of their logarithm overflows; exponential features stay above it by themselves then.
 SMALLEST_PRODUCT = 1e-17
 #: Implied weights of signed features are raised to this before a logarithm is taken.
 SMALLEST_WEIGHT = 1e-9
 
 
 def smallest_product(dtype: torch.dtype) -> float:
-    """Return the least product of features that a logarithm is taken of: `SMALLEST_PRODUCT`, lower without gradients."""
+    """Return the least product of features that a logarithm is taken of."""
     return SMALLEST_PRODUCT if torch.is_grad_enabled() else torch.finfo(dtype).tiny
 
 

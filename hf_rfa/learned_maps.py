@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .feature_maps import QUERY_EXPONENT, ProjectedFeatureMap, register_feature_map
+from .feature_maps import ProjectedFeatureMap, register_feature_map
 from .random_maps import PositiveMap, RandomFeatureMap, draw_projection
 
 
@@ -138,8 +138,7 @@ class HedgehogMap(LearnedFeatureMap):
     def query(self, query: Tensor) -> Tensor:
         """Return [exp(Wq̂ + b), exp(−Wq̂ − b)], the largest made e^40."""
         exponent = self.affine(self.query_input(query))
-        maximum = exponent.detach().abs().amax(dim=-1, keepdim=True)
-        return (torch.cat([exponent, -exponent], dim=-1) - maximum + QUERY_EXPONENT).exp()
+        return self.exponentiate_queries(torch.cat([exponent, -exponent], dim=-1))
 
     def key(self, key: Tensor) -> Tensor:
         """Return exp(min(±(Wk̂ + b) − c, 25))."""

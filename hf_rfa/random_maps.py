@@ -231,8 +231,7 @@ class PositiveMap(RandomFeatureMap):
 
     def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
         """Return exp(Wq̂ + b), its largest entry made e^40."""
-        exponent = self.query_exponent(query, matrix)
-        return (exponent - exponent.detach().amax(dim=-1, keepdim=True) + QUERY_EXPONENT).exp()
+        return self.exponentiate_queries(self.query_exponent(query, matrix))
 
     def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
         """Return exp(min(Wk̂ + b − ‖k̂‖²/2 − c, 25))."""
