@@ -286,7 +286,8 @@ def _write_figures(
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats")
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.tight_layout()
     figure.savefig(folder / "finetuning.png", dpi=150)
     old = Path(options.model) / "README.md"
