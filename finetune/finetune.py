@@ -45,6 +45,18 @@ TASKS: dict[str, Any] = {
 }
 
 
+#: Training arguments that a run has to be resumed with; others, such as how often to log, may change.
+DECISIVE = (
+    "learning_rate",
+    "max_steps",
+    "num_train_epochs",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "weight_decay",
+    "seed",
+)
+
+
 @dataclass
 class FinetuneArguments:
     """What is trained, and on what; the rest are transformers' training arguments."""
@@ -131,6 +143,7 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     freeze(model, options.rates())
 
     settings = {name: value for name, value in vars(options).items() if name not in ("resume", "overwrite")}
+    settings |= {name: getattr(arguments, name) for name in DECISIVE}
     if first:
         check_settings(work, settings, resume=options.resume)
     arguments.output_dir = str(work)

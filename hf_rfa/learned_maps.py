@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .feature_maps import ProjectedFeatureMap, register_feature_map
-from .random_maps import PositiveMap, RandomFeatureMap, draw_projection
+from .random_maps import PositiveMap, RandomFeatureMap, draw_for
 
 
 @register_feature_map("exponential")
@@ -101,14 +101,7 @@ class T2RMap(LearnedFeatureMap):
 
     def initial_projection(self) -> Tensor:
         """Return independent N(0, 1) entries from the map's seed."""
-        return draw_projection(
-            num_heads=self.num_heads,
-            num_features=self.num_features,
-            head_dim=self.head_dim,
-            seed=self.seed,
-            layer_idx=self.layer_idx,
-            orthogonal=False,
-        )
+        return draw_for(self, orthogonal=False)
 
     def query(self, query: Tensor) -> Tensor:
         """Return ReLU(Wq̂ + b)."""

@@ -50,6 +50,19 @@ def draw_projection(
     return gaussian[:, :num_features].float()
 
 
+def draw_for(feature_map: ProjectedFeatureMap, *, draw: int = 0, orthogonal: bool) -> Tensor:
+    """Return the random matrix of a map's layer, by its seed (`draw_projection`)."""
+    return draw_projection(
+        num_heads=feature_map.num_heads,
+        num_features=feature_map.num_features,
+        head_dim=feature_map.head_dim,
+        seed=feature_map.seed,
+        layer_idx=feature_map.layer_idx,
+        draw=draw,
+        orthogonal=orthogonal,
+    )
+
+
 class RandomFeatureMap(ProjectedFeatureMap):
     """A map with a random matrix, fixed, redrawn in training, or trained from its random start."""
 
@@ -57,15 +70,7 @@ class RandomFeatureMap(ProjectedFeatureMap):
 
     def draw(self, number: int) -> Tensor:
         """Return draw ``number`` of this layer's matrix."""
-        return draw_projection(
-            num_heads=self.num_heads,
-            num_features=self.num_features,
-            head_dim=self.head_dim,
-            seed=self.seed,
-            layer_idx=self.layer_idx,
-            draw=number,
-            orthogonal=self.orthogonal,
-        )
+        return draw_for(self, draw=number, orthogonal=self.orthogonal)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
+from hf_rfa.convert.calibration import _set_log_scale
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_rfa.feature_maps import FEATURE_MAPS, EluMap
+from hf_rfa.implied import implied_log_weights
+from hf_rfa.kernels import rfa_attention
 from hf_rfa.random_maps import RandomFeatureMap, draw_projection
 
 H, D_HEAD = 2, 8
@@ -241,3 +244,19 @@ def test_maps_without_a_softmax_kernel_say_so():
     with pytest.raises(NotImplementedError, match="arccos"):
         build("arccos").log_normaliser(torch.zeros(1, H, 1, D_HEAD))
     assert not issubclass(EluMap, RandomFeatureMap)
+
+
+@pytest.mark.parametrize("name", ["exponential", "hedgehog", "positive"])
+def test_gradients_of_log_weights_are_finite_where_features_are_far_apart(name):
+    """What attention transfer and division by the normaliser differentiate, for queries that no key fits."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, H, 40, D_HEAD, generator=generator) * 12 for _ in range(2))
+    value = torch.randn(2, H, 40, 3, generator=generator)
+    feature_map = build(name, scaling=1.0, trainable=name == "positive").float()
+    with torch.no_grad():
+        _set_log_scale(feature_map, key.transpose(0, 1).flatten(1, 2))
+    features = feature_map(query.requires_grad_(), key.requires_grad_())
+    logs = implied_log_weights(*features, rows=slice(0, 40))
+    (logs.clamp_min(-1e9).sum() + rfa_attention(*features, value)[0].sum()).backward()
+    for tensor in (query, key, *(each for each in feature_map.parameters() if each.grad is not None)):
+        assert torch.isfinite(tensor.grad).all()

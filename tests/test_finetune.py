@@ -194,6 +194,8 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(stop_at, material, tmp_p
     assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="holds an interrupted run"):
         run(material, tmp_path, **options)
+    with pytest.raises(InputError, match="had other settings: learning_rate"):
+        run(material, tmp_path, resume=True, learning_rate=0.5, **options)
     run(material, tmp_path, resume=True, **options)
     whole, resumed = (load_file(folder / "out" / "model.safetensors") for folder in (tmp_path / "whole", tmp_path))
     for name, tensor in whole.items():
