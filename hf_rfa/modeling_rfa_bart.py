@@ -20,6 +20,7 @@ from transformers.models.bart.modeling_bart import (
 
 from .attention import RFAPreTrainedMixin
 from .configuration_rfa import RFABartConfig
+from .peers import register_by_name
 from .seq2seq import (
     RFABodyMixin,
     RFADecoderMixin,
@@ -88,3 +89,6 @@ class RFABartForCausalLM(RFAHeadMixin, RFABartPreTrainedModel, BartForCausalLM):
     """RFA-BART's decoder as a language model."""
 
     body_class = RFABartDecoderWrapper
+
+
+register_by_name("rfa_bart", causal=RFABartForCausalLM, seq2seq=RFABartForConditionalGeneration)

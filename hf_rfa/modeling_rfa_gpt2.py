@@ -26,6 +26,7 @@ from .attention import RFAAttentionMixin, RFAPreTrainedMixin
 from .cache import self_attention_cache
 from .configuration_rfa import AttentionKind, RFAGPT2Config
 from .masks import check_positions, document_starts, local_padding, padding_of_mask
+from .peers import register_by_name
 
 
 class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
@@ -237,3 +238,7 @@ class RFAGPT2ForTokenClassification(_RFAGPT2Head, GPT2ForTokenClassification):  
 
 class RFAGPT2ForQuestionAnswering(_RFAGPT2Head, GPT2ForQuestionAnswering):  # type: ignore[misc]
     """RFA-GPT-2 that marks the span of an answer."""
+
+
+# Here rather than where the Auto classes are registered, so that it holds for the code in a checkpoint too.
+register_by_name("rfa_gpt2", causal=RFAGPT2LMHeadModel)

@@ -18,6 +18,7 @@ from transformers.models.marian.modeling_marian import (
 
 from .attention import RFAPreTrainedMixin
 from .configuration_rfa import RFAMarianConfig
+from .peers import register_by_name
 from .seq2seq import (
     RFABodyMixin,
     RFADecoderMixin,
@@ -74,3 +75,6 @@ class RFAMarianForCausalLM(RFAHeadMixin, RFAMarianPreTrainedModel, MarianForCaus
     """RFA-Marian's decoder as a language model."""
 
     body_class = RFAMarianDecoderWrapper
+
+
+register_by_name("rfa_marian", causal=RFAMarianForCausalLM, seq2seq=RFAMarianMTModel)

@@ -18,7 +18,13 @@ import torch
 from hf_rfa.convert import convert
 from hf_rfa.finetune.folders import last_checkpoint
 from safetensors.torch import load_file
-from transformers import GPT2LMHeadModel, Seq2SeqTrainingArguments
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from hf_rfa import RFABartConfig, RFAGPT2Config, RFAMarianConfig
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config
 from .test_convert import leftovers
@@ -150,3 +156,30 @@ def test_the_launch_files_are_what_their_readers_take(tmp_path):
     sharded = Seq2SeqTrainingArguments(fsdp="full_shard", fsdp_config=str(folder / "fsdp.json"), **options)
     assert sharded.fsdp_plugin_args["fsdp_version"] == 2
     json.loads((folder / "deepspeed.json").read_text())
+
+
+def test_label_smoothing_learns_the_next_token(material):
+    """The Trainer shifts labels for the classes that transformers' table of causal models names, and for no others."""
+    model = AutoModelForCausalLM.from_pretrained(material / "gpt2-rfa").eval()
+    ids = torch.randint(3, 50, (2, 12))
+    labels = ids.masked_fill(torch.rand(2, 12) < 0.2, -100)
+    arguments = TrainingArguments(str(material / "unused"), label_smoothing_factor=0.1, use_cpu=True, report_to="none")
+    trainer = Trainer(model, arguments)
+    with torch.no_grad():
+        found = trainer.compute_loss(model, {"input_ids": ids, "labels": labels.clone()})
+        log_probs = model(ids).logits[:, :-1].double().log_softmax(-1)
+    counted = labels[:, 1:] != -100
+    picked = log_probs.gather(-1, labels[:, 1:].clamp_min(0)[..., None])[..., 0]
+    expected = -(0.9 * picked + 0.1 * log_probs.mean(-1))[counted].mean()
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("config_class", [RFAGPT2Config, RFABartConfig, RFAMarianConfig])
+def test_language_models_stand_in_the_tables_of_names(config_class):
+    heads = config_class.AUTO_MAP
+    for table, auto_class in (
+        (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM"),
+        (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "AutoModelForSeq2SeqLM"),
+    ):
+        expected = heads[auto_class].rpartition(".")[2] if auto_class in heads else None
+        assert table.get(config_class.model_type) == expected
