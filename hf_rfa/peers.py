@@ -1,7 +1,8 @@
 """What transformers' own tools and its peers need to know of the RFA model types.
 
-Some tools tell a language model by the name of its class, or of its type, in transformers' tables of names: the Trainer shifts
-labels for label smoothing only there, `transformers serve` and lm-eval look there. `AutoModel.register` does not reach them.
+Some tools tell a language model by the name of its class, or of its type, in transformers' tables of names: the Trainer
+shifts labels for label smoothing only there, `transformers serve` and lm-eval look there. `AutoModel.register` does not reach
+them.
 
 peft keeps, per method, the modules that it adapts unless told otherwise, by model type, in dictionaries of
 ``peft.utils.constants``; it has no function to add to them. It asks for a model's configuration as a dictionary before it
