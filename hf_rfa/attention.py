@@ -19,10 +19,11 @@ from .cache import layer_of, source_layer_of
 from .configuration_rfa import AttentionKind
 from .errors import InputError
 from .feature_maps import FEATURE_MAPS, FeatureMap, compute_dtype
+from .fla_backend import fla_available, fla_chunked
 from .fused import available, fused_attention, fused_step
 from .gate import Gate
 from .implied import UNSEEN, implied_weights
-from .kernels import attend_with_state, mask_padding, rfa_attention, source_state
+from .kernels import Form, attend_with_state, chunked, mask_padding, rfa_attention, source_state
 from .masks import rows_in_runs
 from .window import windowed_attention
 
@@ -33,7 +34,7 @@ DRAW_OFFSET: dict[AttentionKind, int] = {"causal": 0, "cross": 100_000, "encoder
 #: The parts of attention with an exact window (`use_branch`).
 Branch = Literal["both", "linear", "window"]
 #: What computes causal attention without a window (`use_backend`).
-Backend = Literal["torch", "fused"]
+Backend = Literal["torch", "fused", "fla"]
 
 
 def build_feature_map(config: Any, *, kind: AttentionKind, scaling: float, layer_idx: int) -> FeatureMap:
@@ -153,10 +154,15 @@ class RFAAttentionMixin(nn.Module):
 
     def _uses_kernels(self, query: Tensor) -> bool:
         """Return whether the fused kernels compute this: where they were asked for, and fit."""
-        if self.backend == "torch" or torch.compiler.is_compiling():
+        if self.backend != "fused" or torch.compiler.is_compiling():
             return False
         written = self.feature_map.affine_form.__func__ is not FeatureMap.affine_form  # type: ignore[attr-defined]
         return written and self.state_dtype == torch.float32 and compute_dtype(query.dtype) == torch.float32
+
+    def _form(self, query: Tensor, starts: Tensor | None) -> Form:
+        """Return what computes several tokens of the recurrence."""
+        fits = starts is None and self._as_state(query[:0]).dtype == torch.float32
+        return fla_chunked if self.backend == "fla" and fits and not torch.compiler.is_compiling() else chunked
 
     def _attend_fused(
         self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], state: Tensor | None
@@ -268,10 +274,11 @@ class RFAAttentionMixin(nn.Module):
         ) -> tuple[Tensor, Tensor]:
             features = self._features(query, key)
             given: dict[str, Any] = {"log_gate": log_gate, "weights": weights, "state": state, **self._signs()}
-            return rfa_attention(*features, value, chunk_size=self.chunk_size, **given)
+            return rfa_attention(*features, value, chunk_size=self.chunk_size, form=form, **given)
 
+        form = self._form(query, starts)
         redrawn = self.training and self.feature_map.redraw_pool > 0  # a second look would see other features
-        if redrawn or not in_blocks(query.shape[-2]):
+        if redrawn or form is not chunked or not in_blocks(query.shape[-2]):
             return *run(query, key, value, log_gate, weights, state), None, implied
         parameters = list(self.feature_map.parameters())
         return *blockwise(run, query, key, value, log_gate, weights, state, parameters), None, implied
@@ -359,17 +366,23 @@ def use_backend(model: nn.Module, backend: Backend) -> None:
 
     Args:
         model: the RFA model, changed in place.
-        backend: "torch", as it is from the start, or "fused" for the Triton kernels (`hf_rfa.fused`); maps without
-            `FeatureMap.affine_form`, float64 and compiled graphs stay in torch.
+        backend: "torch", as it is from the start; "fused" for the Triton kernels (`hf_rfa.fused`); or "fla" for features in
+            torch and the recurrence of several tokens by flash-linear-attention (`hf_rfa.fla_backend`). Float64, compiled
+            graphs, maps without `FeatureMap.affine_form` ("fused") and packed documents ("fla") stay in torch.
 
     Raises:
-        InputError: if the kernels are asked for and do not run on the model's device.
+        InputError: if a backend is asked for that does not run on the model's device.
     """
     device = next(model.parameters()).device
     if backend not in get_args(Backend):
         raise InputError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}.")
     if backend == "fused" and not available(device):
         raise InputError(f"the fused kernels need Triton and a CUDA device, and this model is on {device}.")
+    if backend == "fla" and not fla_available(device):
+        raise InputError(
+            f"backend 'fla' needs flash-linear-attention (pip install flash-linear-attention) and a CUDA device, and this "
+            f"model is on {device}."
+        )
     for module in model.modules():
         if isinstance(module, RFAAttentionMixin):
             module.backend = backend

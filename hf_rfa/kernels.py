@@ -20,7 +20,7 @@ dtype of the features: float32, or float64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,6 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 DEFAULT_CHUNK_SIZE = 64
+
+#: Computes the recurrence of several tokens, as `chunked` does.
+Form = Callable[..., tuple[Tensor, Tensor]]
 
 
 def mask_padding(padding: Tensor | None, log_gate: Tensor | None, weights: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -270,11 +273,12 @@ def _run(
     weights: Tensor | None,
     state: Tensor | None,
     chunk_size: int,
+    form: Form = chunked,
 ) -> tuple[Tensor, Tensor]:
-    """Run the causal form that fits: recurrent for one token on a state, else chunked."""
+    """Run the causal form that fits: recurrent for one token on a state, else ``form``."""
     if state is not None and query.shape[-2] == 1:
         return recurrent(query, key, value, log_gate=log_gate, weights=weights, state=state)
-    return chunked(query, key, value, log_gate=log_gate, weights=weights, state=state, chunk_size=chunk_size)
+    return form(query, key, value, log_gate=log_gate, weights=weights, state=state, chunk_size=chunk_size)
 
 
 def _with_ones(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -322,6 +326,7 @@ def rfa_sums(
     signed: bool = False,
     floor: float = 0.0,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    form: Form = chunked,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the recurrence on values and ones, and leave the division to the caller.
 
@@ -335,17 +340,18 @@ def rfa_sums(
         signed: see there.
         floor: see there.
         chunk_size: see there.
+        form: see there.
 
     Returns:
         The numerators [B, H, T, d], what they are to be divided by [B, H, T, 1] (`denominator`), and the new state.
     """
     value = _with_ones(value, key.dtype)
     if not signed:
-        output, state = _run(query, key, value, log_gate, weights, state, chunk_size)
+        output, state = _run(query, key, value, log_gate, weights, state, chunk_size, form)
         return output[..., :-1], output[..., -1:], state
 
     rows, mass_row = (None, None) if state is None else (state[..., :-1, :], state[..., -1:, -1:])
-    output, rows = _run(query, key, value, log_gate, weights, rows, chunk_size)
+    output, rows = _run(query, key, value, log_gate, weights, rows, chunk_size, form)
     norm = key.norm(dim=-1, keepdim=True)
     mass, mass_row = masses(norm, log_gate=log_gate, weights=weights, mass=mass_row, chunk_size=chunk_size)
     divisor = denominator(output[..., -1:], query, mass, floor)
@@ -364,7 +370,8 @@ def rfa_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> 
         **options: ``log_gate`` [B, H, T], ≤ 0, or None for no gate; ``weights`` [B, H or 1, T], 0 for padding, or None for
             ones; ``state``, the state so far (`state_shape`), or None at the start, updated in place for one token without
             gradients; ``signed``, whether the features have negative entries, so that their normaliser needs a floor;
-            ``floor``, see `denominator`; ``chunk_size``, tokens handled at once in the quadratic form.
+            ``floor``, see `denominator`; ``chunk_size``, tokens handled at once in the quadratic form; ``form``, which
+            computes several tokens, `chunked` unless told otherwise.
 
     Returns:
         The outputs [B, H, T, d] in the dtype of the features, and the new state.

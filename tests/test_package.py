@@ -25,6 +25,7 @@ MODEL_MODULES = [
     "kernels",
     "learned_maps",
     "masks",
+    "fla_backend",
     "peers",
     "random_maps",
 ]
@@ -64,13 +65,13 @@ def test_arrows_run_one_way():
 
 
 def test_import_adds_little_to_transformers():
-    """`import hf_rfa` takes at most 0.2 s beyond importing transformers' GPT-2 model."""
+    """`import hf_rfa` takes at most a twentieth of the time that importing transformers' GPT-2 model takes before it."""
     code = (
-        "import time; from transformers import GPT2LMHeadModel; start = time.perf_counter(); import hf_rfa; "
-        "print(time.perf_counter() - start)"
+        "import time; start = time.perf_counter(); from transformers import GPT2LMHeadModel; "
+        "middle = time.perf_counter(); import hf_rfa; print((time.perf_counter() - middle) / (middle - start))"
     )
-    times = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(5)]
-    assert statistics.median(times) <= 0.2
+    ratios = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(5)]
+    assert statistics.median(ratios) <= 0.05, ratios
 
 
 def test_a_family_with_an_encoder_is_a_short_file():
