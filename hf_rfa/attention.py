@@ -88,10 +88,20 @@ class _Tokens(NamedTuple):
 
 
 class RFAPreTrainedMixin:
-    """What every RFA model has of its base class: how φ and gates start, and that they stay in float32."""
+    """What every RFA model has of its base class: how φ and gates start, and that they stay in float32.
+
+    Raises:
+        ValueError: for a configuration that is not valid; ``from_pretrained(…, window=8)`` sets fields after a configuration
+            was checked.
+    """
 
     # φ and the gates cost few bytes, and rounding them to 16 bits costs accuracy.
     _keep_in_fp32_modules_strict: Any = ["feature_map", "gate"]
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        config.validate_layer_type()
+        config.validate_rfa()
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

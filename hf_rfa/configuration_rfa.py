@@ -1,13 +1,18 @@
-"""The fields that random feature attention adds to a family's configuration, and their validation."""
+"""The fields that random feature attention adds to a family's configuration, and their validation.
 
-from __future__ import annotations
+This module has no ``from __future__ import annotations``: huggingface_hub's strict dataclasses check a field's type only
+where the annotation is a type, and not its name.
+"""
 
 import copy
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers import BartConfig, GPT2Config, MarianConfig
+from transformers.activations import ACT2FN
 
 from .cache import RFA_LAYER_TYPE
 from .feature_maps import FEATURE_MAPS
@@ -16,6 +21,10 @@ from .peers import register_with_peft
 from .random_maps import RandomFeatureMap
 
 STATE_DTYPES = ("float32", "float64")
+#: Seeds from 0 to this draw different matrices: torch's generator for the CPU reads 32 bits of a seed.
+MAX_SEED = 2**32 - 1
+#: The largest pool: the draws after it are those of the next layer (`hf_rfa.random_maps.draw_projection`).
+MAX_REDRAW_POOL = 1_000_000
 
 #: What an attention layer attends to: the tokens before it, an encoder's output, or all tokens of an encoder's input.
 AttentionKind = Literal["causal", "cross", "encoder"]
@@ -33,11 +42,11 @@ class RFAConfigMixin:
         trainable_projection: make the random W a parameter instead of a fixed buffer.
         redraw_pool: size of the pool from which training draws a fresh W at every forward pass; 0 keeps W fixed.
             Evaluation always uses the saved W.
-        feature_seed: seed of all random matrices.
+        feature_seed: seed of all random matrices, from 0 to 2³² − 1.
         gate: multiply the state by a learned gate per head and token (RFA-Gate).
         window: W, the number of last tokens (the query's own included) that causal attention sees exactly, by softmax under
-            one normaliser with the features of all tokens before them; 0 for features alone. The cache holds their keys and
-            values beside the state.
+            one normaliser with the features of all tokens before them; 0 for features alone, at most the model's positions.
+            The cache holds their keys and values beside the state.
         softmax_layers: indices of layers that stay softmax attention; their cache grows with the text.
         chunk_size: tokens that prefill and training handle at once in the quadratic form.
         state_dtype: dtype of the recurrent state, "float32" or "float64" (at least the model's own precision is kept).
@@ -52,7 +61,9 @@ class RFAConfigMixin:
     feature_seed: int = 0
     gate: bool = False
     window: int = 0
-    softmax_layers: list[int] = field(default_factory=list)
+    softmax_layers: list[Any] = field(
+        default_factory=list
+    )  # `validate_layer_type` says more of a wrong entry than its type
     chunk_size: int = 64
     state_dtype: str = "float32"
 
@@ -60,7 +71,7 @@ class RFAConfigMixin:
         """Fill in the map's default for ``num_features``, so that a checkpoint states its own shape."""
         super().__post_init__(**kwargs)  # type: ignore[misc]
         feature_map = FEATURE_MAPS.get(self.feature_map)
-        if feature_map is None:  # `validate_rfa` says so
+        if feature_map is None or self._unusable_size() is not None:  # `validate_rfa` says so
             return
         for name, kind in self.FEATURE_COUNTS.items():
             if getattr(self, name) is None:
@@ -74,17 +85,26 @@ class RFAConfigMixin:
     #: The fields that list layers which stay softmax attention, and the attention that each is for.
     SOFTMAX_LAYERS: ClassVar[dict[str, AttentionKind]] = {"softmax_layers": "causal"}
 
+    #: The parent's fields that attention is built from, and the least that each may be.
+    SIZES: ClassVar[dict[str, int]] = dict.fromkeys(
+        ("vocab_size", "hidden_size", "max_position_embeddings", "num_hidden_layers", "num_attention_heads"), 1
+    )
+
     def num_layers_for(self, kind: AttentionKind) -> int:
         """Return the number of layers that have attention of a kind."""
         return self.num_hidden_layers  # type: ignore[attr-defined]
 
+    def heads_field(self, kind: AttentionKind) -> str:
+        """Return the name of the field that counts the heads of attention of a kind."""
+        return "num_attention_heads"
+
     def num_heads_for(self, kind: AttentionKind) -> int:
         """Return the number of heads that attention of a kind has."""
-        return self.num_attention_heads  # type: ignore[attr-defined]
+        return getattr(self, self.heads_field(kind))
 
     def head_dim_for(self, kind: AttentionKind) -> int:
         """Return the width of a head, d."""
-        return self.hidden_size // max(1, self.num_heads_for(kind))  # type: ignore[attr-defined]
+        return self.hidden_size // self.num_heads_for(kind)  # type: ignore[attr-defined]
 
     def num_features_for(self, kind: AttentionKind) -> int:
         """Return D for attention of a kind."""
@@ -116,12 +136,50 @@ class RFAConfigMixin:
             for index in range(self.num_layers_for("causal"))
         ]
 
+    def _parents_name(self, name: str) -> str:
+        """Return what the family calls a field."""
+        return self.attribute_map.get(name, name)  # type: ignore[attr-defined]
+
+    def _unusable_size(self) -> str | None:
+        """Return what is wrong with the parent's sizes, or None."""
+        for name, least in self.SIZES.items():
+            value = getattr(self, name)
+            if value is None or value < least:
+                return f"{self._parents_name(name)} must be at least {least}, got {value}."
+        return None
+
+    def _check_parent(self) -> None:
+        """Check the parent's fields that a model cannot be built or run without."""
+        problem = self._unusable_size()
+        if problem is not None:
+            raise ValueError(problem)
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            chance = name.endswith(("dropout", "pdrop", "layerdrop")) and name != "classifier_dropout"  # one head's own
+            if chance and not (value is not None and 0 <= value <= 1):
+                raise ValueError(f"{name} must be a probability from 0 to 1, got {value}.")
+            if name in ("initializer_range", "init_std") and not (value is not None and 0 <= value < math.inf):
+                raise ValueError(f"{name} must be a standard deviation, 0 or larger, got {value}.")
+        activation = self.activation_function  # type: ignore[attr-defined]
+        if activation not in ACT2FN:
+            raise ValueError(f"activation_function={activation!r} is unknown. Known: {', '.join(sorted(ACT2FN))}.")
+        width = self.hidden_size  # type: ignore[attr-defined]
+        for kind in self.FEATURE_COUNTS.values():
+            heads = self.num_heads_for(kind)
+            if width % heads:
+                names = self._parents_name(self.heads_field(kind)), self._parents_name("hidden_size")
+                raise ValueError(f"{names[0]} must divide {names[1]}={width}, got {heads}.")
+
     def validate_layer_type(self) -> None:
         """Check the lists of softmax layers; the layer types themselves are derived and always valid."""
+        self._check_parent()
         for name, kind in self.SOFTMAX_LAYERS.items():
             count, layers = self.num_layers_for(kind), getattr(self, name)
-            if len(set(layers)) != len(layers) or any(not 0 <= index < count for index in layers):
-                raise ValueError(f"{name} must be distinct layer indices from 0 to {count - 1}, got {layers}.")
+            if any(type(index) is not int or not 0 <= index < count for index in layers) or len(set(layers)) < len(
+                layers
+            ):
+                allowed = f"distinct layer indices from 0 to {count - 1}" if count else "empty, for there are no layers"
+                raise ValueError(f"{name} must be {allowed}, got {layers}.")
 
     def validate_rfa(self) -> None:
         """Check the fields of random feature attention, alone and together.
@@ -129,23 +187,24 @@ class RFAConfigMixin:
         Raises:
             ValueError: naming the field, its value, and what is allowed.
         """
+        self._check_parent()
         if self.feature_map not in FEATURE_MAPS:
             raise ValueError(f"feature_map={self.feature_map!r} is unknown. Known: {', '.join(sorted(FEATURE_MAPS))}.")
         feature_map = FEATURE_MAPS[self.feature_map]
-        width = self.hidden_size  # type: ignore[attr-defined]
         for name, kind in self.FEATURE_COUNTS.items():
-            heads = self.num_heads_for(kind)
-            if heads < 1 or width % heads:
-                raise ValueError(f"{heads} attention heads do not divide the hidden size {width}.")
             feature_map.resolve_num_features(getattr(self, name), self.head_dim_for(kind), name=name)
-        if self.chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}.")
         if self.state_dtype not in STATE_DTYPES:
             raise ValueError(f"state_dtype must be one of {', '.join(STATE_DTYPES)}, got {self.state_dtype!r}.")
-        if self.window < 0:
-            raise ValueError(f"window must be 0 (none) or the number of tokens seen exactly, got {self.window}.")
-        if self.redraw_pool < 0:
-            raise ValueError(f"redraw_pool must be 0 (fixed) or the size of the pool, got {self.redraw_pool}.")
+        positions = self.max_position_embeddings  # type: ignore[attr-defined]
+        for name, least, most, meaning in (
+            ("chunk_size", 1, torch.iinfo(torch.int64).max, "tokens handled at once"),
+            ("window", 0, positions, "tokens seen exactly, no more than the model has positions"),
+            ("redraw_pool", 0, MAX_REDRAW_POOL, "the size of the pool, or 0 for a fixed matrix"),
+            ("feature_seed", 0, MAX_SEED, "other seeds draw the same as one of these"),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(f"{name} must be from {least} to {most} ({meaning}), got {value}.")
         if not issubclass(feature_map, RandomFeatureMap) or issubclass(feature_map, ExponentialMap):
             for name in ("redraw_pool", "trainable_projection"):
                 if getattr(self, name):
@@ -154,10 +213,14 @@ class RFAConfigMixin:
                         f"random matrix that stays. Leave it out."
                     )
         if self.redraw_pool and self.trainable_projection:
-            raise ValueError("redraw_pool and trainable_projection exclude each other: a matrix is redrawn or trained.")
+            raise ValueError(
+                f"redraw_pool={self.redraw_pool} and trainable_projection=True exclude each other: a matrix is redrawn or "
+                "trained. Leave one of them out."
+            )
         if self.unit_norm and issubclass(feature_map, LearnedFeatureMap):
             raise ValueError(
-                f"unit_norm does not apply to feature_map={self.feature_map!r}, which learns from raw q and k."
+                f"unit_norm=True does not apply to feature_map={self.feature_map!r}, which learns from raw q and k. Leave "
+                "it out."
             )
 
     #: Where transformers finds the classes of this family in a checkpoint that holds their code, by auto class.
@@ -207,8 +270,8 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
 
     num_cross_features: int | None = None
     num_encoder_features: int | None = None
-    softmax_cross_layers: list[int] = field(default_factory=list)
-    softmax_encoder_layers: list[int] | None = None
+    softmax_cross_layers: list[Any] = field(default_factory=list)
+    softmax_encoder_layers: list[Any] | None = None
 
     FEATURE_COUNTS = {"num_features": "causal", "num_cross_features": "cross", "num_encoder_features": "encoder"}
     SOFTMAX_LAYERS = {
@@ -216,25 +279,36 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
         "softmax_cross_layers": "cross",
         "softmax_encoder_layers": "encoder",
     }
+    SIZES = dict.fromkeys(
+        (
+            "vocab_size",
+            "d_model",
+            "max_position_embeddings",
+            "decoder_layers",
+            "encoder_attention_heads",
+            "decoder_attention_heads",
+        ),
+        1,
+    ) | {"encoder_layers": 0}  # a decoder that stands alone may come without any
 
     def __post_init__(self, **kwargs: Any) -> None:
         """State every default, so that a checkpoint says which of its layers are RFA."""
         super().__post_init__(**kwargs)
-        if self.softmax_encoder_layers is None:
+        if self.softmax_encoder_layers is None and self._unusable_size() is None:
             self.softmax_encoder_layers = list(range(self.num_layers_for("encoder")))
 
     def num_layers_for(self, kind: AttentionKind) -> int:
         """Return the number of layers that have attention of a kind."""
         if kind == "encoder":
-            return int(self.encoder_layers)  # type: ignore[attr-defined]
+            return self.encoder_layers or 0  # type: ignore[attr-defined]
         # The copy that `get_text_config(decoder=True)` makes for caches has the decoder's count as num_hidden_layers only.
         known = "decoder_layers" in vars(self)
-        return int(self.decoder_layers if known else self.num_hidden_layers)  # type: ignore[attr-defined]
+        count = self.decoder_layers if known else self.num_hidden_layers  # type: ignore[attr-defined]
+        return count or 0  # None is refused, but transformers asks before that
 
-    def num_heads_for(self, kind: AttentionKind) -> int:
-        """Return the number of heads that attention of a kind has."""
-        name = "encoder_attention_heads" if kind == "encoder" else "decoder_attention_heads"
-        return getattr(self, name)
+    def heads_field(self, kind: AttentionKind) -> str:
+        """Return the name of the field that counts the heads of attention of a kind."""
+        return "encoder_attention_heads" if kind == "encoder" else "decoder_attention_heads"
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """Return the configuration of one side, as `PreTrainedConfig.get_text_config` does.

@@ -103,7 +103,8 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
                 dropout=self.attn_dropout.p,
                 output_weights=output_implied_weights,
             )
-        output = output.transpose(1, 2).reshape(*hidden_states.shape[:2], -1)
+        # Heads of width 1 are merged without a copy, and GPT-2's projection views what it gets.
+        output = output.transpose(1, 2).reshape(*hidden_states.shape[:2], -1).contiguous()
         return self.resid_dropout(self.c_proj(output)), weights
 
 

@@ -40,7 +40,8 @@ def draw_projection(
     Returns:
         [H, D, d] in float32; every row is distributed as N(0, I).
     """
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + layer_idx) * 1_000_003 + draw)
+    # torch's generator for the CPU reads the lowest 32 bits of a seed, and refuses one of more than 64.
+    generator = torch.Generator().manual_seed(((seed * 1_000_003 + layer_idx) * 1_000_003 + draw) % 2**32)
     rows = math.ceil(num_features / head_dim) * head_dim if orthogonal else num_features
     gaussian = torch.randn(num_heads, rows, head_dim, generator=generator, dtype=torch.float64)
     if orthogonal:
