@@ -257,6 +257,22 @@ def layer_of(cache: Cache, layer_idx: int) -> RFALayer:
     return cast(RFALayer, layer)
 
 
+def past_length(cache: Cache | None) -> int:
+    """Return the number of tokens that a cache has seen.
+
+    Raises:
+        TypeError: if it is not a cache: tuples of keys and values, say, as transformers 4 had them.
+    """
+    if cache is None:
+        return 0
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"past_key_values is a {type(cache).__name__}, and has to be a cache. Build it with "
+            "DynamicCache(config=model.config), or let the model build it (use_cache=True)."
+        )
+    return cache.get_seq_length()
+
+
 def self_attention_cache(cache: Cache | None) -> Cache | None:
     """Return the part of a cache that self-attention uses."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import GPT2Model, GPT2PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.models.gpt2.modeling_gpt2 import (
+    GPT2MLP,
     GPT2Attention,
     GPT2DoubleHeadsModel,
     GPT2ForQuestionAnswering,
@@ -23,7 +24,7 @@ from transformers.models.gpt2.modeling_gpt2 import (
 )
 
 from .attention import RFAAttentionMixin, RFAPreTrainedMixin
-from .cache import self_attention_cache
+from .cache import past_length, self_attention_cache
 from .configuration_rfa import AttentionKind, RFAGPT2Config
 from .masks import check_positions, document_starts, local_padding, padding_of_mask
 from .peers import register_by_name
@@ -127,6 +128,11 @@ class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
                 if config.add_cross_attention:
                     block.crossattention = RFAGPT2Attention(config, is_cross_attention=True, layer_idx=index)
         self.post_init()
+        # GPT-2 starts what is added to the residual stream smaller. In classes that are not its own, transformers leaves out
+        # modules without parameters of their own, by which it does so.
+        for module in self.modules():
+            if isinstance(module, (GPT2Attention, GPT2MLP)):
+                self._init_weights(module)
 
     def forward(
         self,
@@ -156,7 +162,7 @@ class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
         if inputs is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("pass either input_ids or inputs_embeds, and not both.")
         length = inputs.shape[-1] if input_ids is not None else inputs.shape[-2]
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        past = past_length(past_key_values)
         last = past + length - 1
         if last >= self.config.n_positions and position_ids is not None:
             last = int(position_ids.max())  # left padding makes positions smaller than the number of tokens

@@ -38,6 +38,7 @@ class RFAMarianPreTrainedModel(RFAPreTrainedMixin, MarianPreTrainedModel):
 
     config: RFAMarianConfig
     config_class = RFAMarianConfig
+    _no_split_modules = ["MarianEncoderLayer", "MarianDecoderLayer"]  # Marian itself names none
 
 
 class RFAMarianEncoder(RFAEncoderMixin, RFAMarianPreTrainedModel, MarianEncoder):

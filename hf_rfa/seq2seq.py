@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from .attention import RFAAttentionMixin
-from .cache import keep_keys_and_values, self_attention_cache
+from .cache import keep_keys_and_values, past_length, self_attention_cache
 from .configuration_rfa import AttentionKind
 from .masks import check_positions, local_padding
 
@@ -207,7 +207,7 @@ class RFADecoderMixin(_RFAStack):
             ValueError: for a mask per query, or for positions past the model's.
         """
         length, device = self._length(input_ids, inputs_embeds)
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        past = past_length(past_key_values)
         check_positions(past + length - 1, self.config.max_position_embeddings)
         kwargs["output_implied_weights"] = self._wants_weights(kwargs)
         if isinstance(attention_mask, dict):  # `generate` makes masks by layer type if none of the layers is RFA
