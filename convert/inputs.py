@@ -24,15 +24,15 @@ Inputs = dict[str, Tensor]
 
 
 def random_inputs(config: Any, *, seed: int, tokens: int = RANDOM_TOKENS) -> Inputs:
-    """Return uniformly random token ids to calibrate on where there is no text."""
+    """Return uniformly random token ids to calibrate on where there is no text, none of them padding."""
     length = min(BLOCK_LENGTH, config.max_position_embeddings)
     generator = torch.Generator().manual_seed(seed)
     shape = (math.ceil(tokens / length), length)
-    inputs = {"input_ids": torch.randint(config.vocab_size, shape, generator=generator)}
+    ids = torch.randint(config.vocab_size, shape, generator=generator)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if config.is_encoder_decoder:
         # One end-of-text token per row, as the last: classifiers read their answer there.
         end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
-        ids = inputs["input_ids"]
         ids[ids == end] = (end + 1) % config.vocab_size
         ids[:, -1] = end
         inputs["decoder_input_ids"] = shift_right(torch.randint(config.vocab_size, shape, generator=generator), config)
@@ -75,7 +75,8 @@ def text_blocks(tokenizer: Any, documents: Iterable[str], max_length: int, *, to
     blocks = len(ids) // length
     if blocks == 0:
         raise InputError(f"the text to calibrate on has {len(ids)} tokens; at least {length} are needed.")
-    return {"input_ids": ids[: blocks * length].view(blocks, length)}
+    ids = ids[: blocks * length].view(blocks, length)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def text_sources(tokenizer: Any, documents: Iterable[str], max_length: int, *, tokens: int = TEXT_TOKENS) -> Inputs:

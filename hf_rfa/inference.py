@@ -80,6 +80,10 @@ def load_model(
         raise
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(f"cannot load a model that generates text from {name}: {error}") from error
+    if (
+        found == "causal" and model.loss_type is None
+    ):  # transformers takes it from the class's name, GPT2LMHeadModel has none
+        model.loss_type = "ForCausalLM"
     tokenizer, problem = load_tokenizer(source)
     if tokenizer is None and need_tokenizer:
         raise InputError(f"{name}: {problem}. Put the tokenizer's files beside the weights.")

@@ -1,0 +1,147 @@
+"""On ordinary paths nobody is warned: converting, loading, generating, fine-tuning, distilling."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hf_rfa.convert import convert
+from hf_rfa.finetune.arguments import FinetuneArguments
+from hf_rfa.finetune.distill import distill
+from hf_rfa.finetune.finetune import finetune
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BartForConditionalGeneration,
+    GPT2LMHeadModel,
+    MarianMTModel,
+    Seq2SeqTrainingArguments,
+)
+from transformers.utils import logging as transformers_logging
+
+from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
+
+RECIPE = """
+transfer: {steps: 3, batch_size: 4, block_length: 16, learning_rate: 0.02}
+end_to_end: {steps: 3, batch_size: 4, block_length: 16, learning_rate: 0.001, rfa_learning_rate: 0.001, kl_weight: 0.5}
+seed: 3
+"""
+FAMILIES = {
+    "gpt2": (AutoModelForCausalLM, "clm"),
+    "bart": (AutoModelForSeq2SeqLM, "seq2seq"),
+    "marian": (AutoModelForSeq2SeqLM, "seq2seq"),
+}
+
+
+#: What transformers' Trainer says of the machine: checkpoints a few milliseconds apart have the same time on some disks.
+OF_THE_MACHINE = "mtime may not be reliable on this filesystem"
+
+
+class Collected(logging.Handler):
+    """Keeps what is logged as a warning or worse."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not record.getMessage().startswith(OF_THE_MACHINE):
+            self.messages.append(record.getMessage())
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What transformers' and our loggers, and Python's warnings, have said so far."""
+    transformers_logging.warning_once.cache_clear()  # what another test has heard
+    handler = Collected()
+    loggers = [logging.getLogger(name) for name in ("transformers", "hf_rfa", "accelerate")]
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_warning()
+    for logger in loggers:
+        logger.addHandler(handler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, category, file, line, *rest: handler.messages.append(
+            f"{category.__name__}: {message} ({file}:{line})"
+        )
+        yield handler.messages
+    for logger in loggers:
+        logger.removeHandler(handler)
+    transformers_logging.set_verbosity(level)
+
+
+def words(count: int, start: int = 0) -> str:
+    return " ".join(f"w{4 + (start + n * n) % 57}" for n in range(count))
+
+
+@pytest.fixture(scope="module")
+def parents(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("quiet")
+    torch.manual_seed(1)
+    GPT2LMHeadModel(tiny_parent_config(eos_token_id=2, pad_token_id=1)).save_pretrained(folder / "gpt2")
+    BartForConditionalGeneration(tiny_seq2seq_config("bart")).save_pretrained(folder / "bart")
+    MarianMTModel(tiny_seq2seq_config("marian")).save_pretrained(folder / "marian")
+    for name in FAMILIES:
+        save_tiny_tokenizer(folder / name)
+    (folder / "text.txt").write_text("".join(words(9 + n % 5, n) + "\n" for n in range(60)))
+    rows = [f'{{"text": "{words(9, n)}", "source": "{words(4, n)}", "target": "{words(3, n)}"}}\n' for n in range(40)]
+    (folder / "rows.jsonl").write_text("".join(rows))
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def test_the_collector_hears(said):
+    transformers_logging.get_logger("transformers.any").warning("one")
+    warnings.warn("two", UserWarning, stacklevel=1)
+    assert said[0] == "one"
+    assert "two" in said[1]
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_nothing_is_said(family, parents, tmp_path, said):
+    auto, task = FAMILIES[family]
+    convert(parents / family, tmp_path / "rfa", num_features=8, gate=True, window=3, calibrate_on=parents / "text.txt")
+    assert said == []
+
+    model = auto.from_pretrained(tmp_path / "rfa").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "rfa")
+    inputs = tokenizer([words(5), words(3)], return_tensors="pt", padding=True, padding_side="left")
+    for options in ({"do_sample": False}, {"do_sample": True, "top_k": 5}, {"num_beams": 2}, {"use_cache": False}):
+        model.generate(**inputs, max_new_tokens=5, **options)
+    assert said == []
+
+    model.save_pretrained(tmp_path / "again")
+    type(model).from_pretrained(tmp_path / "again", dtype=torch.bfloat16)
+    assert said == []
+
+    arguments = Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path / "tuned"),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    described = {"model": str(tmp_path / "rfa"), "task": task, "block_length": 16}
+    finetune(FinetuneArguments(train=str(parents / "rows.jsonl"), **described), arguments)
+    assert said == []
+
+    data = parents / ("text.txt" if family == "gpt2" else "rows.jsonl")
+    options = {"recipe": parents / "recipe.yaml", "teacher": parents / family}
+    distill(tmp_path / "rfa", tmp_path / "distilled", data=data, **options)
+    assert said == []
+
+
+def test_a_new_head_is_told_of(parents, tmp_path, said):
+    """The one thing that transformers says, it should: a head that no checkpoint holds was started anew."""
+    convert(parents / "gpt2", tmp_path / "rfa", num_features=8)  # on random tokens, among them the one that pads
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "rfa")
+    assert len(said) == 1
+    assert "score.weight" in said[0]
+    assert "feature_map" not in said[0]
