@@ -250,7 +250,7 @@ def model_card(
     }
     if hub_name is not None:
         data["base_model"] = hub_name
-    for field in ("license", "language", "pipeline_tag"):
+    for field in ("license", "license_name", "license_link", "language", "pipeline_tag"):
         if parent is not None and parent.get(field) is not None:
             data[field] = parent.get(field)
     source = report.source if hub_name is not None else report.source.rstrip("/").rsplit("/", 1)[-1]
