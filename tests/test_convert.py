@@ -392,7 +392,7 @@ def test_destinations(tiny_parent, tmp_path):
         ({"calibrate_on": "no/such/text.txt"}, "no text file no/such/text.txt"),
         ({"calibrate_on": DEMO_TEXT}, "there is no tokenizer in it"),
         ({"keep_softmax": 2}, "keep_softmax=2 must leave at least one of the 2 layers"),
-        ({"window": -1}, "window must be 0"),
+        ({"window": -1}, "window must be from 0"),
         ({"redraw_pool": 3, "trainable_projection": True}, "exclude each other"),
     ],
 )
