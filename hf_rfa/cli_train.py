@@ -55,13 +55,11 @@ def distill_command(
     console.print(f"written to {destination}")
 
 
-def finetune_command(context: typer.Context) -> None:
-    """Fine-tune a checkpoint, RFA or softmax, with transformers' Trainer (--help lists all of its options)."""
+def finetune_parser() -> Any:
+    """Return the parser of `finetune_command`'s options, which raises an `InputError` for those it cannot read."""
     from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
     from .finetune.arguments import FinetuneArguments
-    from .finetune.finetune import finetune
-    from .finetune.settings import with_recipe
 
     parser: Any = HfArgumentParser(
         [FinetuneArguments, Seq2SeqTrainingArguments],  # type: ignore[list-item]
@@ -69,21 +67,36 @@ def finetune_command(context: typer.Context) -> None:
         description="Options may also come from a recipe, --recipe NAME or a YAML file, in its --small variant if that is "
         "passed too; those on the command line win.",
     )
+    parser.error = _refuse
+    return parser
 
-    def refuse(message: str) -> NoReturn:
-        raise InputError(f"hf-rfa finetune: {message}. --help lists the options.")
 
-    parser.error = refuse
-    words = with_recipe(["--output_dir" if word == "--output" else word for word in context.args])
+def _refuse(message: str) -> NoReturn:
+    raise InputError(f"hf-rfa finetune: {message}. --help lists the options.")
+
+
+def finetune_words(words: list[str]) -> list[str]:
+    """Return the words of a command line as `finetune_parser` takes them: its recipe's options among them, and an output."""
+    from .finetune.settings import with_recipe
+
+    words = with_recipe(["--output_dir" if word == "--output" else word for word in words])
     if "--output_dir" not in words and "--model" in words[:-1]:
         words += ["--output_dir", words[words.index("--model") + 1].rstrip("/") + "-finetuned"]
-    if "--output_dir" not in words:
-        refuse("--output is missing")
-    options, arguments, unknown = parser.parse_args_into_dataclasses(
+    if "--output_dir" not in words and not {"-h", "--help"} & set(words):
+        _refuse("--output is missing")
+    return words
+
+
+def finetune_command(context: typer.Context) -> None:
+    """Fine-tune a checkpoint, RFA or softmax, with transformers' Trainer (--help lists all of its options)."""
+    from .finetune.finetune import finetune
+
+    words = finetune_words(context.args)
+    options, arguments, unknown = finetune_parser().parse_args_into_dataclasses(
         words, look_for_args_file=False, return_remaining_strings=True
     )
     if unknown:
-        refuse(f"there is no option {unknown[0]}")
+        _refuse(f"there is no option {unknown[0]}")
     metrics = finetune(options, arguments)
     if arguments.process_index == 0:
         for name, value in metrics.items():

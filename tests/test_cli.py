@@ -80,6 +80,17 @@ def test_bad_input_is_one_line_and_status_1(arguments, words, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_finetune_lists_its_options(monkeypatch, capsys):
+    """transformers' parser prints them, not typer's."""
+    monkeypatch.setattr(sys, "argv", ["hf-rfa", "finetune", "--help"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 0
+    options = capsys.readouterr().out
+    for name in ("--block_length", "--feature_map_rate", "--learning_rate", "--recipe"):
+        assert name in options
+
+
 def test_layers_are_read_as_indices_and_ranges():
     assert cli_convert._layers("--layers", "0,2,4-7") == [0, 2, 4, 5, 6, 7]
     assert [cli_convert._layers("--layers", text) for text in (None, "all", "none")] == [None, "all", []]
