@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # One process per core; each runs one thread (tests/conftest.py).
 JOBS ?= $(shell nproc)
 
-.PHONY: demo test test-all style quality clean
+.PHONY: demo test test-all docs style quality clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,9 @@ test: $(VENV)/installed
 test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
 	$(BIN)/python -m pytest -m slow
+
+docs: $(VENV)/installed
+	$(BIN)/python docs/make_api.py
 
 style: $(VENV)/installed
 	$(BIN)/ruff check --fix .

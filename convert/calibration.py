@@ -6,7 +6,7 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
    moment of positive features, exp(‖q̂ + k̂‖²) (Choromanski et al. 2021, lemma 2), falls with ‖q̂ + k̂‖.
 2. balance: (q∘a, k/a) with a = (var k / var q)^¼, which minimises the mean of ‖q̂ + k̂‖² and leaves q·k as it is.
 3. shape: W ← BW with a bias, A and B by the second moment of q̂ + k̂, which lowers the variance and keeps the kernel
-   (`hf_rfa.feature_maps.PositiveMap.shape_projection`).
+   (`hf_rfa.random_maps.PositiveMap.shape_projection`).
 4. temperature: σ = τ per head, the τ of a grid whose implied weights have the least cross-entropy to the softmax weights.
 5. scale: the constant c of a head's exponents, so that the features of its median key have mass 1.
 6. window: the shift between exact and implied weights, where there is a window, with the least cross-entropy.

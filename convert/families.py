@@ -42,7 +42,7 @@ def continue_sinusoids(embedding: Any, count: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How the checkpoints of one softmax family become RFA checkpoints.
+    """How the checkpoints of one softmax family become RFA checkpoints; `hf_rfa.convert.FAMILIES` has one by ``model_type``.
 
     Attributes:
         rfa_config: configuration class of the RFA models, a `RFAConfigMixin`.

@@ -69,6 +69,9 @@ def perplexity(
         batch_size: windows at a time.
         on_batch: called with (windows done, windows in all) after each batch.
 
+    Returns:
+        The perplexity, with its protocol.
+
     Raises:
         InputError: for windows that the model or the text cannot have.
     """

@@ -100,6 +100,9 @@ def evaluate_generation(
         bleu_tokenizer: sacreBLEU's tokenizer.
         on_batch: called with (sources done, sources in all) after each batch.
 
+    Returns:
+        The scores, their protocol and the answers.
+
     Raises:
         InputError: for sources that cannot be used, before anything is generated.
     """

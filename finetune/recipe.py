@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -114,10 +114,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of a distillation: see ``recipes/distill/default.yaml``."""
+    """The settings of a distillation; ``finetune/recipes/distill`` holds those that come with the package, as YAML.
 
-    transfer: Stage = field(default_factory=Stage)
-    end_to_end: Stage = field(default_factory=lambda: Stage(learning_rate=3e-4))
+    Attributes:
+        transfer: attention transfer, layer by layer.
+        end_to_end: training of the whole model on the parent's logits.
+        seed: of the training.
+    """
+
+    transfer: Stage = Stage()
+    end_to_end: Stage = Stage(learning_rate=3e-4)
     seed: int = 0
 
     @classmethod
@@ -126,6 +132,9 @@ class Recipe:
 
         Args:
             name: of a recipe that comes with the package, or the path of a YAML file.
+
+        Returns:
+            The recipe, its settings checked.
 
         Raises:
             InputError: if there is none, or if it says something that no recipe says.

@@ -62,6 +62,9 @@ def load_cache(path: str | Path, model: Any) -> Cache:
         path: the file.
         model: the model that goes on from it, the one that made it; the cache comes to its device.
 
+    Returns:
+        The cache, to be passed as ``past_key_values`` with the tokens that follow.
+
     Raises:
         InputError: if the file is not such a file, or was written of another model.
     """

@@ -91,24 +91,24 @@ class FeatureMap(nn.Module, ABC):
     estimates exp(q·k·s) without bias when the norm is carried.
 
     Args:
-        num_heads: H.
-        head_dim: d.
+        num_heads: H, heads.
+        head_dim: d, width of a head.
         num_features: D, the number of rows of W; see ``feature_dim`` for F.
-        scaling: s.
+        scaling: s, the model's scaling of q·k.
         unit_norm: ℓ2-normalise queries and keys per head (Peng et al. 2021, section 3.1) instead of multiplying by √s.
-        orthogonal: see `draw_projection`.
+        orthogonal: draw W in orthogonal blocks (`hf_rfa.random_maps.draw_projection`).
         trainable: whether W is a parameter instead of a buffer.
         redraw_pool: number of matrices to draw from, anew at every forward pass in training; 0 keeps W fixed.
         windowed: whether an exact window stands beside the features (`hf_rfa.window`).
-        seed: see `draw_projection`.
-        layer_idx: see `draw_projection`.
+        seed: of the random matrices.
+        layer_idx: the layer, so that layers draw different matrices.
 
     Attributes:
         sigma: learned scale σ of W per head and dimension, [H, d], where the map has one (Peng et al. 2021, W = σ∘W̃).
         balance: a of (q̂∘a, k̂/a), [H, d]: softmax attention does not see it, the variance of random features does.
         key_shift: μ of k − μ, [H, d]: likewise.
         log_scale: c, [H]: subtracted from the exponents of a head's keys.
-        window_shift: learned part of `window_offset`, [H], where there is a window.
+        window_shift: what is learned of the offset of an exact window, [H], where there is one (`forward`).
     """
 
     name: ClassVar[str]

@@ -52,6 +52,9 @@ def load_model(
         dtype: "auto" for the checkpoint's own, or one of `DTYPES`.
         need_tokenizer: whether a missing tokenizer is an error; otherwise it is returned as None.
 
+    Returns:
+        The model, in evaluation mode, and its tokenizer.
+
     Raises:
         InputError: if the checkpoint or its tokenizer cannot be loaded, is of the other kind, or do not belong together.
     """
@@ -168,6 +171,9 @@ def generate_text(
         seed: seed of the sampling.
         ignore_eos: go on to ``max_new_tokens`` whatever the model says.
         **options: further arguments of ``model.generate`` (``do_sample``, ``num_beams``, ``temperature``, …).
+
+    Returns:
+        The new text and its figures.
 
     Raises:
         InputError: for an empty prompt, or a length past the model's positions.

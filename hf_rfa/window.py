@@ -4,7 +4,7 @@
 
 A token's key and value are kept as they are for W steps, and then join the recurrent state: the state lags W tokens behind,
 and what is kept does not grow.  The offset o_t makes both kinds of weights commensurate: it takes out of exp(q·k·s) the
-factor that φ leaves out (`hf_rfa.feature_maps.FeatureMap.window_offset`).
+factor that φ leaves out (`hf_rfa.feature_maps.FeatureMap.forward`).
 
 A window [B, H, W, 2d + 1] holds keys, values and log-weights (log c, `UNSEEN` for empty places and padding).  Followed by
 the new tokens it is the stream: query t, at place W + t of it, sees places t + 1 to W + t exactly, and place t joins the

@@ -1,0 +1,184 @@
+"""Writes docs/api.md from the docstrings: python docs/make_api.py (make docs).
+
+griffe2md renders each object; here stand the order, what is a table instead, and the folder layout of the installed package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import shutil
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import griffe
+import griffe2md
+from hf_rfa.finetune.arguments import FinetuneArguments
+
+import hf_rfa
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "api.md"
+WIDTH = 120
+
+#: Headings, what stands under each, and which methods are shown (None: all that have a docstring).
+SECTIONS: dict[str, dict[str, list[str] | None]] = {
+    "Converting": {
+        "hf_rfa.convert.convert": None,
+        "hf_rfa.convert.ConversionReport": None,
+        "hf_rfa.convert.Family": [],
+    },
+    "Loading and generating": {
+        "hf_rfa.inference.load_model": None,
+        "hf_rfa.inference.generate_text": None,
+        "hf_rfa.inference.Generation": [],
+    },
+    "Caches": {
+        "hf_rfa.save_cache": None,
+        "hf_rfa.load_cache": None,
+        "hf_rfa.cache_num_bytes": None,
+        "hf_rfa.RFALayer": ["activate_past_recording", "crop", "get_seq_length", "get_max_length"],
+        "hf_rfa.RFASourceLayer": [],
+    },
+    "Measuring": {
+        "hf_rfa.finetune.tokenize": None,
+        "hf_rfa.finetune.perplexity": None,
+        "hf_rfa.finetune.Perplexity": None,
+        "hf_rfa.finetune.evaluate_generation": None,
+        "hf_rfa.finetune.GenerationScores": [],
+    },
+    "Training": {
+        "hf_rfa.finetune.distill.distill": None,
+        "hf_rfa.finetune.recipe.Recipe": None,
+        "hf_rfa.finetune.recipe.Stage": [],
+        "hf_rfa.finetune.report.DistillationReport": None,
+        "hf_rfa.finetune.finetune.finetune": None,
+        "hf_rfa.finetune.arguments.FinetuneArguments": [],
+        "hf_rfa.finetune.groups.GroupedTrainer": [],
+    },
+    "Models": {},
+    "Configuration": {
+        "hf_rfa.RFAConfigMixin": ["from_parent", "validate_rfa", "is_rfa"],
+        "hf_rfa.RFASeq2SeqConfigMixin": [],
+        "hf_rfa.RFAGPT2Config": [],
+        "hf_rfa.RFABartConfig": [],
+        "hf_rfa.RFAMarianConfig": [],
+    },
+    "Attention": {
+        "hf_rfa.attention.use_branch": None,
+        "hf_rfa.attention.use_backend": None,
+    },
+    "Feature maps": {
+        "hf_rfa.register_feature_map": None,
+        "hf_rfa.FeatureMap": ["query_input", "key_input", "query", "key", "feature_dim", "log_factor", "affine_form"],
+    },
+    "Errors": {"hf_rfa.InputError": []},
+}
+
+OPTIONS: dict[str, Any] = {
+    "heading_level": 3,
+    "show_submodules": False,
+    "inherited_members": False,
+    "docstring_section_style": "table",
+    "summary": False,
+    "members_order": "source",
+    "show_bases": False,
+    "show_if_no_docstring": False,
+    "line_length": 100_000,  # lines are broken here, whether or not black is installed
+}
+
+HEAD = """# API
+
+Made from the docstrings by `make docs`; what is not listed here may change. `import hf_rfa` registers the models with
+transformers' Auto classes. Shapes: B batch, H heads, T tokens, d width of a head, F features; the rest of the notation is
+that of [method.md](method.md). Commands: `hf-rfa --help`.
+"""
+
+
+def load_package() -> Any:
+    """Return what griffe reads of the package, laid out as it is installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        for source, place in (("hf_rfa", ""), ("convert", "convert"), ("finetune", "finetune")):
+            shutil.copytree(
+                ROOT / source, Path(folder) / "hf_rfa" / place, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        loader = griffe.GriffeLoader(search_paths=[folder], docstring_parser="google")
+        package = loader.load("hf_rfa", try_relative_path=False)
+        loader.resolve_aliases()
+    return package
+
+
+def break_line(line: str) -> str:
+    """Return a signature on several lines, if it is a long one."""
+    return "\n".join(
+        textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    )
+
+
+def render(package: Any, name: str, members: list[str] | None) -> str:
+    """Return the section of one object, in Markdown without HTML and without links into nothing."""
+    text = griffe2md.render_object_docs(package[name.removeprefix("hf_rfa.")], {**OPTIONS, "members": members})
+    text = re.sub(r"\[([^\]\n]*)\]\(#[^)\n]*\)", r"\1", text)
+    text = re.sub(r"</?code>|(?<!`)``(?!`)", "`", text)
+    text = re.sub(r"```python\n(.*)\n```", lambda found: f"```python\n{break_line(found[1])}\n```", text)
+    return text.strip()
+
+
+def describe(cls: type) -> str:
+    """Return a class's docstring as one line for a table."""
+    return " ".join((inspect.getdoc(cls) or "").split()).replace("|", "\\|").replace("``", "`")
+
+
+def models() -> str:
+    """Return a table of the model classes."""
+    rows = []
+    for name in hf_rfa.__all__:
+        cls = getattr(hf_rfa, name)
+        config: Any = getattr(cls, "config_class", None)
+        if config is not None:  # a model
+            loaders = [auto for auto, place in config.AUTO_MAP.items() if place.endswith(f".{name}")]
+            rows.append(f"| `{name}` | {describe(cls)} | {', '.join(f'`{auto}`' for auto in loaders)} |")
+    return "\n".join(["| class | what it is | Auto class |", "|---|---|---|", *rows])
+
+
+def feature_maps() -> str:
+    """Return a table of the registry."""
+    rows = [f"| `{name}` | `{cls.__name__}` | {describe(cls)} |" for name, cls in hf_rfa.FEATURE_MAPS.items()]
+    return "\n".join(["`hf_rfa.FEATURE_MAPS`, by name:", "", "| name | class | what it is |", "|---|---|---|", *rows])
+
+
+def finetune_options() -> str:
+    """Return a table of the fields of `FinetuneArguments`."""
+    rows = []
+    for field in dataclasses.fields(FinetuneArguments):
+        default = "*required*" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
+        rows.append(f"| `{field.name}` | {field.metadata['help']} | {default} |")
+    return "\n".join(["| field | what it is | default |", "|---|---|---|", *rows])
+
+
+#: Tables, by the heading or the object that they stand under.
+TABLES = {
+    "Models": models,
+    "Feature maps": feature_maps,
+    "hf_rfa.finetune.arguments.FinetuneArguments": finetune_options,
+}
+
+
+def make_page() -> str:
+    """Return the page."""
+    package = load_package()
+    parts = [HEAD.rstrip()]
+    for heading, objects in SECTIONS.items():
+        parts.append(f"## {heading}")
+        parts += [TABLES[heading]()] if heading in TABLES else []
+        for name, members in objects.items():
+            parts.append(render(package, name, members))
+            parts += [TABLES[name]()] if name in TABLES else []
+    return "\n\n".join(re.sub(r"\n{3,}", "\n\n", part) for part in parts) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(make_page(), encoding="utf-8")
