@@ -1,0 +1,103 @@
+"""The examples, run as a user runs them, on a tiny model and text."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+
+import hf_rfa
+
+from .conftest import ROOT, save_tiny_tokenizer, tiny_parent_config
+
+FIGURE = r"perplexity ([\d.]+)"
+
+
+def run(name: str, folder: Path, *arguments: object) -> str:
+    """Return what an example prints when it is run in ``folder``."""
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *map(str, arguments)]
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"})
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """A folder with a softmax model that has a tokenizer, and a text."""
+    folder = tmp_path_factory.mktemp("examples")
+    torch.manual_seed(0)
+    GPT2LMHeadModel(tiny_parent_config(eos_token_id=2)).save_pretrained(folder / "parent")
+    save_tiny_tokenizer(folder / "parent")
+    words = torch.randint(4, 61, (900,), generator=torch.Generator().manual_seed(0))
+    (folder / "text.txt").write_text(" ".join(f"w{number}" for number in words))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(tiny) -> str:
+    """What the first example prints; its checkpoint is in ``converted``."""
+    texts = ("--calibrate", "text.txt", "--evaluate", "text.txt")
+    options = ("--tokens", 90, "--new-tokens", 5, "--prompt", "w5 w6 w7")
+    return run("convert_and_generate", tiny, "parent", *texts, *options)
+
+
+def test_convert_and_generate(tiny, converted):
+    softmax, rfa = (float(each) for each in re.findall(rf"(?m)^\w+: {FIGURE}", converted))
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "parent")
+    ids = tokenizer((tiny / "text.txt").read_text(), return_tensors="pt")["input_ids"][:, :90]
+    for figure, name in ((softmax, "parent"), (rfa, "converted")):
+        loss = AutoModelForCausalLM.from_pretrained(tiny / name)(ids, labels=ids).loss
+        assert figure == pytest.approx(float(loss.detach().exp()), abs=0.006)
+    # 2 layers of 3 heads, 128 features, 8 values and the normaliser, 4 bytes
+    assert f"cache {2 * 3 * 128 * 9 * 4:,} bytes" in converted
+    assert converted.count("w5 w6 w7") == 2
+
+
+def test_long_prompt(tiny, converted):
+    options = ("--text", "text.txt", "--tokens", 60, "--new-tokens", 6, "--output", "prompt", "--ask", "w9", "w10 w11")
+    printed = run("long_prompt", tiny, "converted", *options)
+    assert (tiny / "prompt" / "prompt.safetensors").stat().st_size > 2 * 3 * 128 * 9 * 4
+    model = AutoModelForCausalLM.from_pretrained(tiny / "converted").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "converted")
+    words = (tiny / "text.txt").read_text().split()[:60]
+    for beginning in ("w9", "w10 w11"):
+        ids = tokenizer(" ".join(words), return_tensors="pt")["input_ids"][:, :60]
+        ids = torch.cat([ids, tokenizer(beginning, return_tensors="pt")["input_ids"]], dim=1)
+        whole = model.generate(
+            ids, use_cache=False, do_sample=False, max_new_tokens=6, repetition_penalty=1.3, pad_token_id=1
+        )
+        assert f"…{tokenizer.decode(whole[0, 60:], skip_special_tokens=True)}\n" in printed
+
+
+@pytest.mark.parametrize("lora_rank", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_distil_and_finetune(lora_rank, tiny):
+    texts = ("--train", "text.txt", "--evaluate", "text.txt", "--output", f"trained-{lora_rank}")
+    options = ("--steps", 6, "--block-length", 48, "--tokens", 90, "--lora-rank", lora_rank)
+    printed = run("distil_and_finetune", tiny, "parent", *texts, *options)
+    figures = dict(re.findall(rf"(?m)^(\w+): {FIGURE}", printed))
+    assert list(figures) == ["parent", "converted", "distilled", "tuned"]
+    assert float(figures["tuned"]) < float(figures["distilled"])
+    folder = tiny / f"trained-{lora_rank}"
+    assert json.loads((folder / "distilled" / "distillation.json").read_text())["recipe"]["transfer"]["steps"] == 6
+    before, after = (load_file(folder / name / "model.safetensors") for name in ("distilled", "tuned"))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any(name.endswith("c_attn.weight") for name in changed)
+    if lora_rank:
+        assert all(name.endswith("c_attn.weight") for name in changed)
+    assert type(AutoModelForCausalLM.from_pretrained(folder / "tuned")) is hf_rfa.RFAGPT2LMHeadModel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["convert_and_generate", "long_prompt", "distil_and_finetune"])
+def test_without_arguments_on_the_demo(name, tmp_path):
+    assert run(name, tmp_path)
+    assert list(tmp_path.rglob("config.json"))
