@@ -43,7 +43,13 @@ def test_round_trip(name, tmp_path):
     assert again.to_dict() == config.to_dict()
     assert again.layer_types == ["rfa", "full_attention"]
     assert again.n_embd == 24
-    assert again.num_features == (8 if name in ("elu", "hedgehog") else 64 if name == "gaussian" else 128)
+    count = FEATURE_MAPS[name].default_num_features
+    assert again.num_features == (8 if count is None else count)
+
+
+@pytest.mark.parametrize(("name", "count"), [("elu", 8), ("hedgehog", 8), ("gaussian", 64), ("positive", 128)])
+def test_numbers_of_features_unless_told_otherwise(name, count):
+    assert RFAGPT2Config.from_parent(tiny_parent_config(), feature_map=name).num_features == count
 
 
 def test_parent_fields_are_kept():
