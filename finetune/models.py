@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from hf_rfa.errors import InputError
-from hf_rfa.inference import check_vocabulary, load_tokenizer
+from hf_rfa.inference import check_vocabulary, load_tokenizer, name_loss
 
 from .arguments import FinetuneArguments
 
@@ -104,8 +104,12 @@ def load_model_to_train(options: FinetuneArguments, config: Any) -> Any:
     auto_class = AUTO_CLASSES[options.task]
     try:
         if options.from_scratch or options.model_type is not None:
-            return auto_class.from_config(config)
-        return auto_class.from_pretrained(options.model, config=config, dtype="float32", use_safetensors=True)
+            model = auto_class.from_config(config)
+        else:
+            model = auto_class.from_pretrained(options.model, config=config, dtype="float32", use_safetensors=True)
     except (OSError, ValueError, RuntimeError) as error:
         name = options.model or options.model_type
         raise InputError(f"cannot load a model for {options.task} from {name}: {error}") from error
+    if options.task == "clm":
+        name_loss(model)
+    return model

@@ -41,6 +41,12 @@ TOKENIZER_VOCABULARIES = (
 )
 
 
+def name_loss(model: Any) -> None:
+    """Tell a causal model that its loss is the next token's, where its class's name does not tell transformers (GPT-2)."""
+    if model.loss_type is None:
+        model.loss_type = "ForCausalLM"
+
+
 def load_model(
     name: str, *, kind: ModelKind | None = None, dtype: str = "auto", need_tokenizer: bool = True
 ) -> tuple[PreTrainedModel, Any]:
@@ -83,10 +89,8 @@ def load_model(
         raise
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(f"cannot load a model that generates text from {name}: {error}") from error
-    if (
-        found == "causal" and model.loss_type is None
-    ):  # transformers takes it from the class's name, GPT2LMHeadModel has none
-        model.loss_type = "ForCausalLM"
+    if found == "causal":
+        name_loss(model)
     tokenizer, problem = load_tokenizer(source)
     if tokenizer is None and need_tokenizer:
         raise InputError(f"{name}: {problem}. Put the tokenizer's files beside the weights.")

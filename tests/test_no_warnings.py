@@ -128,9 +128,11 @@ def test_nothing_is_said(family, parents, tmp_path, said):
         use_cpu=True,
         disable_tqdm=True,
     )
-    described = {"model": str(tmp_path / "rfa"), "task": task, "block_length": 16}
-    finetune(FinetuneArguments(train=str(parents / "rows.jsonl"), **described), arguments)
-    assert said == []
+    described = {"task": task, "block_length": 16, "train": str(parents / "rows.jsonl")}
+    for trained in (tmp_path / "rfa", parents / family):
+        finetune(FinetuneArguments(model=str(trained), **described), arguments)
+        assert said == [], trained
+        arguments.output_dir += "-parent"
 
     data = parents / ("text.txt" if family == "gpt2" else "rows.jsonl")
     options = {"recipe": parents / "recipe.yaml", "teacher": parents / family}
