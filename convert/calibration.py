@@ -30,14 +30,16 @@ from hf_rfa.feature_maps import FeatureMap
 from hf_rfa.random_maps import PositiveMap
 
 from .families import rfa_layers
+from .memory import give_back_memory
 from .samples import (
+    Recorded,
     Sample,
     compare_weights,
     layer_divergence,
     model_masks,
-    record_inputs,
     sample_layer,
     softmax_targets,
+    watch_inputs,
 )
 
 #: σ that step 4 tries; the first one, σ as it is, wins ties.
@@ -73,29 +75,37 @@ def calibrate(
         model: the RFA model.
         softmax_model: its softmax parent, with modules of the same names.
         inputs: what the model is called with (`hf_rfa.convert.inputs`).
-        on_layer: called with a layer's name when it is done.
+        on_layer: called with a layer's name when it is calibrated.
 
     Returns:
         The gain of every layer that these inputs reach: a decoder with cross attention that no encoder feeds is not reached.
     """
-    layers = rfa_layers(model)
-    with record_inputs({name: softmax_model.get_submodule(name) for name in layers}) as recorded:
+    layers, masks = rfa_layers(model), model_masks(inputs)
+    gains: list[LayerGain] = []
+
+    def visit(name: str, recorded: Recorded) -> None:
+        """Calibrate a layer when the softmax model comes to it, so that the inputs of one layer are held at a time."""
+        gains.append(_calibrate_recorded(name, layers[name], recorded, masks))
+        give_back_memory()
+        if on_layer is not None:
+            on_layer(name)
+
+    with watch_inputs({name: softmax_model.get_submodule(name) for name in layers}, visit):
         body: Any = softmax_model.base_model
         device = softmax_model.device
         body(**{name: tensor.to(device) for name, tensor in inputs.items() if name != "labels"}, use_cache=False)
-    masks = model_masks(inputs)
-    gains = []
-    for name, layer in layers.items():
-        if name in recorded:
-            hidden_states = recorded[name][0]
-            sample = sample_layer(layer, recorded.pop(name), masks)
-            comparison = _Comparison(layer, sample, hidden_states)
-            before = comparison.divergence()
-            calibrate_layer(layer, sample, hidden_states, comparison)
-            gains.append(LayerGain(name, tuple(before.tolist()), tuple(comparison.divergence().tolist())))
-        if on_layer is not None:
-            on_layer(name)
     return gains
+
+
+def _calibrate_recorded(
+    name: str, layer: RFAAttentionMixin, recorded: Recorded, masks: dict[str, Tensor | None]
+) -> LayerGain:
+    """Calibrate one layer on what entered its parent (`hf_rfa.convert.samples.watch_inputs`)."""
+    sample = sample_layer(layer, recorded, masks)
+    comparison = _Comparison(layer, sample, recorded[0])
+    before = comparison.divergence()
+    calibrate_layer(layer, sample, recorded[0], comparison)
+    return LayerGain(name, tuple(before.tolist()), tuple(comparison.divergence().tolist()))
 
 
 class _Comparison:
@@ -109,7 +119,9 @@ class _Comparison:
 
     def divergence(self) -> Tensor:
         """Return KL(softmax ‖ implied) as the layer is, [H]."""
-        return layer_divergence(self.layer, self.sample, self.hidden_states, self.targets)
+        divergence = layer_divergence(self.layer, self.sample, self.hidden_states, self.targets)
+        give_back_memory()
+        return divergence
 
     def best_shift(self) -> tuple[Tensor, Tensor]:
         """Return the window's best shift, relative to the one it has, and KL(softmax ‖ implied) with it, each [H].

@@ -172,29 +172,38 @@ def _tokens(x: Tensor, mask: Tensor | None) -> Tensor:
     return (rows.flatten(0, 1) if mask is None else rows[mask]).transpose(0, 1)
 
 
+#: What entered an attention module: hidden states, and what cross attention attends to.
+Recorded = tuple[Tensor, Tensor | None]
+
+
 @contextmanager
-def record_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, tuple[Tensor, Tensor | None]]]:
-    """Record what enters some attention modules: hidden states, and what cross attention attends to."""
-    inputs: dict[str, tuple[Tensor, Tensor | None]] = {}
+def watch_inputs(modules: dict[str, nn.Module], visit: Callable[[str, Recorded], None]) -> Iterator[None]:
+    """Call ``visit`` with a module's name and what enters it, whenever something enters one of some attention modules."""
 
     def hook(name: str) -> Callable[..., None]:
-        def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        def tell(module: nn.Module, args: tuple, kwargs: dict) -> None:
             hidden_states = args[0] if args else kwargs["hidden_states"]
-            inputs[name] = hidden_states, kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
+            visit(name, (hidden_states, kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))))
 
-        return record
+        return tell
 
     handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in modules.items()]
     try:
-        yield inputs
+        yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def sample_layer(
-    layer: RFAAttentionMixin, recorded: tuple[Tensor, Tensor | None], masks: dict[str, Tensor | None]
-) -> Sample:
+@contextmanager
+def record_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, Recorded]]:
+    """Record what enters some attention modules."""
+    inputs: dict[str, Recorded] = {}
+    with watch_inputs(modules, inputs.__setitem__):
+        yield inputs
+
+
+def sample_layer(layer: RFAAttentionMixin, recorded: Recorded, masks: dict[str, Tensor | None]) -> Sample:
     """Return the queries and keys of a layer.
 
     Args:
