@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +15,9 @@ from pathlib import Path
 from typing import IO
 
 from hf_rfa.errors import InputError
+
+#: How the names of folders and files end that are being written.
+PARTIAL = ".partial"
 
 
 def check_destination(destination: Path, *, overwrite: bool, sources: tuple[Path, ...] = ()) -> None:
@@ -54,13 +60,15 @@ def check_space(destination: Path, num_bytes: int) -> None:
 
 @contextmanager
 def new_folder(destination: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``destination``, and rename it to ``destination`` at the end.
+    """Yield an empty folder beside ``destination``, and put it there at the end.
 
-    On any error or interrupt the folder is removed, and what was at ``destination`` before is still there.
+    On any error or interrupt the folder is removed, and what was at ``destination`` before is still there. A process that is
+    killed leaves its folder behind, ``.NAME.PID.….partial``; the next one that writes to ``destination`` removes it.
     """
     destination = destination.resolve()
     destination.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=destination.parent))
+    remove_leftovers(destination)
+    work = Path(tempfile.mkdtemp(prefix=f".{destination.name}.{os.getpid()}.", suffix=PARTIAL, dir=destination.parent))
     try:
         yield work
         work.chmod(0o755)
@@ -73,6 +81,30 @@ def new_folder(destination: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
+def remove_leftovers(destination: Path) -> None:
+    """Remove the folders of processes that were killed while they wrote to ``destination``."""
+    name = re.compile(rf"\.{re.escape(destination.name)}\.(\d{{1,9}})\.\w+{re.escape(PARTIAL)}")
+    for path in destination.parent.glob(".*"):
+        found = name.fullmatch(path.name)
+        if found is not None and path.is_dir() and not _is_running(int(found[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether another process has this number; where that cannot be told, it may have."""
+    if pid == os.getpid():  # in a container every run may have the same one
+        return False
+    if os.name != "posix":
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 @contextmanager
 def new_file(destination: Path) -> Iterator[IO[str]]:
     """Open a text file (UTF-8) beside ``destination``, and rename it to ``destination`` at the end.
@@ -80,7 +112,7 @@ def new_file(destination: Path) -> Iterator[IO[str]]:
     On any error or interrupt the file is removed.
     """
     destination = destination.resolve()
-    handle, name = tempfile.mkstemp(prefix=f".{destination.name}.", suffix=".partial", dir=destination.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{destination.name}.", suffix=PARTIAL, dir=destination.parent)
     try:
         with open(handle, "w", encoding="utf-8") as file:
             yield file
@@ -100,9 +132,15 @@ def check_new_file(destination: Path) -> None:
 
 
 def _replace(work: Path, destination: Path) -> None:
-    """Rename ``work`` to ``destination``, and put an old folder there back if that fails."""
+    """Put ``work`` at ``destination``; an old folder that is there is at ``work`` afterwards, or gone.
+
+    On Linux the two change places in one step. Elsewhere there is nothing at ``destination`` between two renames: a process
+    that is killed there leaves the old folder as ``folder`` in one whose name ends in ``.old``.
+    """
     if not destination.exists():
         work.rename(destination)
+        return
+    if _exchange(work, destination):
         return
     old = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".old", dir=destination.parent))
     destination.rename(old / "folder")
@@ -113,3 +151,12 @@ def _replace(work: Path, destination: Path) -> None:
         raise
     finally:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two paths change places in one step; return whether the system could (Linux, on most file systems)."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    if rename is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0

@@ -1,0 +1,166 @@
+"""Conversions killed at any point: there is the old checkpoint, the new one, or none, and the next run succeeds."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hf_rfa.convert import convert
+from hf_rfa.convert import writer as writer_module
+from hf_rfa.convert.writer import new_folder
+from transformers import AutoModelForCausalLM
+
+from hf_rfa.cli import main
+
+#: Processes that start from one in which everything has been imported.
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["hf_rfa.cli", "hf_rfa.convert", "tests.test_killed"])
+
+FILES = {"config.json": 1, "model.safetensors": 2, "sub/README.md": 3}
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def write_whole(destination: Path, mark: str) -> None:
+    with new_folder(destination) as folder:
+        (folder / "sub").mkdir()
+        for name, size in FILES.items():
+            (folder / name).write_text(mark * size)
+
+
+def write(destination: Path, mark: str, steps: int | None, exchange: bool) -> None:
+    """Write a small folder, and kill the process at the given one of the steps that change a disk or call the C library."""
+    if not exchange:
+        writer_module._exchange = lambda one, other: False
+    changing = ("open", "os.", "shutil.", "tempfile.", "ctypes.")
+    left = steps
+
+    def audit(event: str, arguments: tuple) -> None:
+        nonlocal left
+        if left is not None and event.startswith(changing):
+            left -= 1
+            if left < 0:
+                left = None
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(audit)
+    write_whole(destination, mark)
+    left = None
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {name: (folder / name).read_text() for name in FILES}
+
+
+def in_a_process(function, *args) -> int:
+    process = processes.Process(target=function, args=args)
+    process.start()
+    process.join(60)
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("old", [True, False])
+def test_a_writer_killed_at_every_step(old, exchange, tmp_path):
+    """Without an exchange in one step the old folder may be put aside, whole; with it there is always one."""
+    whole = {mark: {name: mark * size for name, size in FILES.items()} for mark in "on"}
+    found = set()
+    for steps in range(200):
+        parent = tmp_path / str(steps)
+        destination = parent / "out"
+        if old:
+            write_whole(destination, "o")
+        status = in_a_process(write, destination, "n", steps, exchange)
+        assert status in (0, -signal.SIGKILL)
+        if destination.exists():
+            (mark,) = (mark for mark, files in whole.items() if content(destination) == files)
+            found.add(mark)
+        else:
+            found.add("absent")
+            aside = list(parent.glob(".out.*.old/folder"))
+            assert not old or (not exchange and content(aside[0]) == whole["o"])
+        write_whole(destination, "n")
+        assert content(destination) == whole["n"]
+        assert [name for name in leftovers(parent) if name.endswith(".partial")] == []
+        if status == 0:
+            break
+    assert status == 0
+    assert found == {"n", *(["o"] if old else ["absent"]), *(["absent"] if old and not exchange else [])}
+
+
+def test_leftovers_of_others_stay(tmp_path):
+    """Of a process that still runs, of other destinations, and of other names."""
+    gone = processes.Process(target=time.sleep, args=(0,))
+    gone.start()
+    gone.join()
+    mine = tmp_path / f".out.{gone.pid}.abc.partial"
+    others = [f".out.{os.getppid()}.abc.partial", f".out.b.{gone.pid}.abc.partial", ".out.partial", f"out.{gone.pid}"]
+    for name in (mine.name, *others):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    write_whole(tmp_path / "out", "n")
+    assert leftovers(tmp_path) == sorted(["out", *others])
+
+
+def run_command(*arguments: str) -> None:
+    sys.argv = ["hf-rfa", *arguments]
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (to the end of the process)
+    main()
+
+
+def kill_conversions(parent: Path, tmp_path: Path, *, times: int) -> dict[str, int]:
+    """Kill conversions at random points, with and without an old result; return how often what was found."""
+    options = ["convert", str(parent)]
+    start = time.perf_counter()
+    assert in_a_process(run_command, *options, str(tmp_path / "first"), "--seed", "1") == 0
+    takes = time.perf_counter() - start
+    chance = random.Random(0)
+    found = {"old": 0, "new": 0, "absent": 0}
+    for number in range(times):
+        folder = tmp_path / str(number)
+        destination, with_old = folder / "out", number % 2 == 0
+        if with_old:
+            convert(parent, destination, seed=1)
+        process = processes.Process(
+            target=run_command, args=(*options, str(destination), "--seed", "2", "--gate", "--overwrite")
+        )
+        process.start()
+        time.sleep(chance.uniform(0, 1.1 * takes))
+        process.kill()
+        process.join()
+        if destination.exists():
+            fields = json.loads((destination / "config.json").read_text())
+            state = {1: "old", 2: "new"}[fields["feature_seed"]]
+            assert fields["gate"] == (state == "new")
+            assert (destination / "conversion.json").is_file()
+            _, info = AutoModelForCausalLM.from_pretrained(destination, output_loading_info=True)
+            assert not any(info.values())
+        else:
+            state = "absent"
+        assert state in (("old", "new") if with_old else ("new", "absent"))
+        found[state] += 1
+        convert(parent, destination, seed=3, overwrite=True)
+        assert leftovers(folder) == ["out"]
+    return found
+
+
+def test_conversions_killed_at_random_points(tiny_parent, tmp_path):
+    found = kill_conversions(tiny_parent, tmp_path, times=2)
+    assert sum(found.values()) == 2
+
+
+@pytest.mark.slow
+def test_many_conversions_killed_at_random_points(tiny_parent, tmp_path):
+    found = kill_conversions(tiny_parent, tmp_path, times=60)
+    print(found)  # noqa: T201
+    assert all(found.values())
