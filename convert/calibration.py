@@ -182,7 +182,6 @@ def _shape_projection(feature_map: PositiveMap, query: Tensor, key: Tensor) -> N
     second = sum(x.transpose(-1, -2) @ x / x.shape[1] for x in (query, key))
     means = query.mean(1)[:, :, None] * key.mean(1)[:, None, :]
     feature_map.shape_projection(second + means + means.transpose(-1, -2))
-    _set_log_scale(feature_map, key.float())
 
 
 def _set_temperature(feature_map: FeatureMap, keys: Tensor, comparison: _Comparison) -> None:
