@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +13,6 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from hf_rfa.configuration_rfa import AttentionKind
 from hf_rfa.errors import InputError
@@ -24,6 +22,8 @@ from .calibration import calibrate
 from .families import extend_positions, rfa_layers, softmax_twin
 from .hybrid import Damage, leave_softmax, measure_damage, num_parts
 from .inputs import Inputs, add_outputs, random_inputs, text_blocks, text_sources, trim
+from .loading import load_result, load_source, new_keys, quiet
+from .memory import give_back_memory
 from .options import Layers, command_of, rfa_config
 from .pictures import compare_attention, draw_attention
 from .report import (
@@ -34,13 +34,13 @@ from .report import (
     model_card,
     state_bytes_per_sequence,
 )
-from .source import Source, check_finite, open_source
+from .source import Source, open_source
 from .texts import read_documents
-from .writer import check_destination, check_space, new_folder
+from .writer import check_destination, check_space, new_folder, remove_leftovers
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-#: Shards of the result; one shard at a time is held in memory twice while it is written.
-MAX_SHARD_SIZE = "2GB"
+#: Most bytes of a shard of the result, which is held in memory while it is written.
+MAX_SHARD_SIZE = 2_000_000_000
 
 #: Tokens whose logits are held at once to measure a perplexity.
 SCORED_TOKENS = 1024
@@ -82,6 +82,8 @@ def convert(
     The parent's weights are reused untouched. Feature maps (and gates) are added and calibrated, layer by layer, on the
     softmax model's own queries and keys (`hf_rfa.convert.calibration`). The result is reloaded and compared before it is
     moved to ``destination``; on any error nothing is left there.
+
+    Blocks stay in their files, and a matrix is read when it is needed (`hf_rfa.convert.offload`); a pickle is loaded whole.
 
     Args:
         source: folder of the softmax checkpoint, or its name on the hub.
@@ -126,6 +128,7 @@ def convert(
     check_destination(destination, overwrite=overwrite, sources=(found.folder,))
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    remove_leftovers(destination.resolve())  # which may be what fills the disk
     check_space(destination, found.num_bytes if dtype in ("auto", "float32") else found.num_bytes // 2)
     config = rfa_config(
         found,
@@ -154,7 +157,7 @@ def convert(
         inputs = prepare(tokenizer, documents, found.config.max_position_embeddings)
 
     report_progress("loading the weights", 1)
-    model = _load(found, config, dtype)
+    model = load_source(found, config, dtype)
     count = len(rfa_layers(model))
     if not 0 <= keep_softmax < count:
         raise InputError(f"keep_softmax={keep_softmax} must leave at least one of the {count} layers to convert.")
@@ -185,6 +188,8 @@ def convert(
         )
     comparison = compare_attention(model, twin, inputs)
     del twin
+    gc.collect()
+    give_back_memory()
     if max_positions is not None:
         extend_positions(found.family, model, max_positions)
 
@@ -193,15 +198,15 @@ def convert(
     with new_folder(destination) as folder:
         expected = _logits(model, probe)
         figures = _figures(model, found)
-        with _quiet():
-            model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
+        with quiet():
+            model.save_pretrained(folder, max_shard_size=min(MAX_SHARD_SIZE, found.shard_size or MAX_SHARD_SIZE))
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         model_class = type(model)
         del model
         gc.collect()
         report_progress("checking the result", 1)
-        difference = _reload_difference(model_class, folder, probe, expected)
+        difference = _reload_difference(model_class, folder, probe, expected, config)
         report = ConversionReport(
             source=str(source),
             destination=str(destination),
@@ -222,75 +227,6 @@ def convert(
             stages["calibration"] = {gain.name: gain.after for gain in gains}
             draw_attention(folder / "attention.png", stages, comparison)
     return report
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers from reporting, as a problem, that φ and the gates are not in a softmax checkpoint."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def _load(source: Source, config: Any, dtype: str) -> PreTrainedModel:
-    """Load the softmax weights into the RFA model, and check that nothing but φ and gates is missing."""
-    model_class: Any = source.family.architectures[source.architecture][1]
-    with _quiet():
-        model, info = model_class.from_pretrained(
-            source.folder,
-            config=config,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            use_safetensors=not source.uses_pickle,
-            weights_only=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    if info["mismatched_keys"]:
-        key, found, expected = sorted(info["mismatched_keys"])[0]
-        raise InputError(
-            f"{source.name}: tensor {key} has shape {tuple(found)}, but config.json asks for {tuple(expected)} "
-            f"({len(info['mismatched_keys'])} tensors of the wrong shape). The weights and the configuration do not belong "
-            "together."
-        )
-    missing = sorted(set(info["missing_keys"]) - set(_new_keys(model)))
-    if missing:
-        raise InputError(
-            f"{source.name}: the weights lack {len(missing)} tensors that its config.json asks for: "
-            f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}."
-        )
-    _reset_in_float32(model)
-    if source.uses_pickle:
-        for key, tensor in model.state_dict().items():
-            check_finite(key, tensor, source.weight_files[0])
-    return model.eval()
-
-
-def _reset_in_float32(model: PreTrainedModel) -> None:
-    """Start feature maps and gates in float32: as tensors missing from a 16-bit checkpoint they were started in 16 bits."""
-    for layer in rfa_layers(model).values():
-        for module in (layer.feature_map, layer.gate):
-            if module is not None:
-                module.float()
-                for tensor in module.state_dict(keep_vars=True).values():
-                    tensor._is_hf_initialized = False
-                module.reset_parameters()
-
-
-def _new_keys(model: PreTrainedModel) -> list[str]:
-    """Return the state dict's keys that a softmax parent does not have."""
-    keys = []
-    for name, layer in rfa_layers(model).items():
-        for child in ("feature_map", "gate"):
-            module = getattr(layer, child)
-            if module is not None:
-                keys += [f"{name}.{child}.{key}" for key in module.state_dict()]
-    return keys
 
 
 def _counted(labels: Tensor, model: PreTrainedModel) -> int:
@@ -317,16 +253,10 @@ def _logits(model: PreTrainedModel, probe: Inputs) -> Tensor:
     return model(**inputs, use_cache=False)[0].float().cpu()
 
 
-def _reload_difference(model_class: Any, folder: Path, probe: Inputs, expected: Tensor) -> float:
+def _reload_difference(model_class: Any, folder: Path, probe: Inputs, expected: Tensor, config: Any) -> float:
     """Load the written checkpoint, and return how far its logits are from those of the model it was written from."""
-    with _quiet():
-        model, info = model_class.from_pretrained(folder, dtype="auto", use_safetensors=True, output_loading_info=True)
-    problems = {
-        name: sorted(info[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[name]
-    }
-    if problems:
-        raise InputError(f"the written checkpoint does not load as it should: {problems}")
-    found = _logits(model.eval(), probe)
+    model = load_result(model_class, folder, config)
+    found = _logits(model, probe)
     difference = float((found - expected).abs().max())
     if not torch.isfinite(found).all() or difference > 1e-5 * float(expected.abs().max()):
         raise InputError(
@@ -349,7 +279,7 @@ def _figures(model: PreTrainedModel, source: Source) -> dict[str, Any]:
             feature_dims[kind] = found[0].feature_map.feature_dim
     parameters = {name for name, _ in model.named_parameters()}
     sizes = {key: tensor.numel() for key, tensor in model.state_dict().items()}
-    new_keys = _new_keys(model)
+    added = new_keys(model)
     more_positions = config.max_position_embeddings - source.config.max_position_embeddings
     extended = sum(
         more_positions * embedding.embedding_dim
@@ -361,8 +291,8 @@ def _figures(model: PreTrainedModel, source: Source) -> dict[str, Any]:
         "feature_map": config.feature_map,
         "feature_dims": feature_dims,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "added_parameters": extended + sum(sizes[key] for key in new_keys if key in parameters),
-        "added_buffers": sum(sizes[key] for key in new_keys if key not in parameters),
+        "added_parameters": extended + sum(sizes[key] for key in added if key in parameters),
+        "added_buffers": sum(sizes[key] for key in added if key not in parameters),
         "state_bytes": state_bytes_per_sequence(model),
         "cache_bytes": {length: cache_bytes_per_sequence(config, model.dtype, length) for length in CACHE_LENGTHS},
     }

@@ -17,6 +17,8 @@ import hf_rfa
 from hf_rfa.attention import RFAAttentionMixin
 from hf_rfa.configuration_rfa import RFABartConfig, RFAGPT2Config, RFAMarianConfig
 
+from .offload import share_offloaded
+
 
 def interpolate_positions(embedding: nn.Embedding, count: int) -> Tensor:
     """Return learned positions stretched to ``count`` by linear interpolation (position interpolation, Chen et al. 2023).
@@ -148,6 +150,7 @@ def share_weights(model: PreTrainedModel, cls: type[PreTrainedModel], config: Pr
     shared = twin.state_dict().keys()
     twin.load_state_dict({key: value for key, value in model.state_dict().items() if key in shared}, assign=True)
     twin.tie_weights()
+    share_offloaded(model, twin)
     twin.loss_type = model.loss_type
     if model.can_generate():
         twin.generation_config = model.generation_config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,11 @@ class Source:
     def num_bytes(self) -> int:
         """Bytes of the weight files."""
         return sum(path.stat().st_size for path in self.weight_files)
+
+    @property
+    def shard_size(self) -> int | None:
+        """Bytes of the largest weight file, or None if there is one file."""
+        return max(path.stat().st_size for path in self.weight_files) if len(self.weight_files) > 1 else None
 
 
 def open_source(name: str | Path, *, allow_pickle: bool = False) -> Source:
@@ -185,7 +191,7 @@ def _check_tensors(source: Source) -> None:
 
 def check_finite(name: str, tensor: torch.Tensor, where: str | Path) -> None:
     """Raise a `InputError` that names the tensor if it holds NaN or infinity."""
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+    if tensor.is_floating_point() and tensor.numel() and not all(map(math.isfinite, map(float, tensor.aminmax()))):
         count = int((~torch.isfinite(tensor)).sum())
         raise InputError(
             f"{where}: tensor {name} holds {count} values that are NaN or infinite, of {tensor.numel()}. A model with "

@@ -1,0 +1,84 @@
+"""Models whose blocks stay in their checkpoint's files, and are read, a matrix at a time, when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.hooks import add_hook_to_module
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_rfa.attention import RFAAttentionMixin
+
+from .memory import give_back_memory
+
+#: Bytes of a block's output from which on memory is given back after it.
+LARGE_OUTPUT = 1_000_000
+
+
+def blocks_on_disk(cls: Any, config: Any) -> dict[str, str]:
+    """Return the device map that leaves a model's blocks on disk, but for feature maps and gates.
+
+    Embeddings and heads are in memory: they may be tied, or have to be extended.
+
+    Args:
+        cls: class of the model.
+        config: its configuration.
+    """
+    with torch.device("meta"):
+        model = cls(config)
+    modules = dict(model.named_modules())
+    blocks = tuple(f"{name}." for name, module in modules.items() if isinstance(module, nn.ModuleList))
+    layers = (name for name, module in modules.items() if isinstance(module, RFAAttentionMixin))
+    new = tuple(f"{name}.{child}." for name in layers for child in ("feature_map", "gate"))
+    devices = {}
+    for key in model.state_dict():
+        # A module has one device; one that has modules in it, such as the model itself, has one for each of its tensors.
+        owner = key.rpartition(".")[0]
+        name = key if any(modules[owner].children()) else owner
+        devices[name] = "disk" if key.startswith(blocks) and not key.startswith(new) else "cpu"
+    return devices
+
+
+def offloaded_shapes(model: nn.Module) -> Iterator[tuple[str, torch.Size, torch.Size]]:
+    """Yield, of every tensor of a model that is on disk, its name, its shape there, and the shape it has to have."""
+    for name, module in model.named_modules():
+        hook = _disk_hook(module)
+        if hook is not None:
+            for key, tensor in module.named_parameters(recurse=False):
+                yield f"{name}.{key}", hook.weights_map[key].shape, tensor.shape
+
+
+def give_back_after_blocks(model: nn.Module) -> None:
+    """Give memory back after every block that has a large output."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            for block in module:
+                block.register_forward_hook(_after_block)
+
+
+def share_offloaded(model: PreTrainedModel, twin: PreTrainedModel) -> None:
+    """Let a model read from files what another one reads from files; see `hf_rfa.convert.families.share_weights`."""
+    if not hasattr(model, "hf_device_map"):
+        return
+    modules = dict(model.named_modules())
+    for name, module in twin.named_modules():
+        hook = _disk_hook(modules.get(name))
+        if hook is not None:
+            add_hook_to_module(module, hook)
+    twin.hf_device_map = model.hf_device_map  # which `save_pretrained` asks whether weights are on disk
+    give_back_after_blocks(twin)
+
+
+def _disk_hook(module: nn.Module | None) -> Any:
+    """Return the hook of accelerate that brings a module's tensors from disk, or None."""
+    hook = getattr(module, "_hf_hook", None)
+    return hook if hook is not None and hook.offload else None
+
+
+def _after_block(block: nn.Module, args: Any, output: Any) -> None:
+    hidden_states = output[0] if isinstance(output, tuple) else output
+    if hidden_states.nbytes >= LARGE_OUTPUT:
+        give_back_memory()
