@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import warnings
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
 from hf_rfa.convert import convert
 from safetensors.torch import save_file
 from transformers import DynamicCache, GPT2LMHeadModel, pipeline
@@ -146,6 +149,55 @@ def test_pipelines(tmp_path):
     assert {each["label"]: each["score"] for each in scores} == {
         f"LABEL_{n}": pytest.approx(float(p), rel=1e-4) for n, p in enumerate(expected)
     }
+
+
+def offloaded(model, folder, how):
+    """Return the model with weights on disk, or in memory and brought to where they are used, by accelerate."""
+    if how in ("device_map", "auto"):
+        model.save_pretrained(folder / "model", max_shard_size="20KB")
+        tensors = model.state_dict()
+        owners = {key: key.rpartition(".")[0] for key in tensors}
+        # Whatever belongs to a module without modules in it; BART itself has a buffer.
+        places = {name: "disk" for name in owners.values() if not any(model.get_submodule(name).children())}
+        places |= {key: "cpu" for key, owner in owners.items() if owner not in places}
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        options = {"device_map": places, "offload_buffers": True}
+        if how == "auto":
+            options = {"device_map": "auto", "max_memory": {"cpu": size // 2}}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The following device_map keys do not match any submodules")
+            return type(model).from_pretrained(folder / "model", offload_folder=folder / "offload", **options)
+    copied = copy.deepcopy(model)
+    options = {"execution_device": torch.device("cpu"), "offload_buffers": True}
+    if how == "disk_offload":
+        return disk_offload(copied, folder / "offload", **options)
+    return cpu_offload(copied, **options)
+
+
+@pytest.mark.parametrize("how", ["device_map", "auto", "disk_offload", "cpu_offload"])
+@pytest.mark.parametrize(
+    "options", [{"gate": True}, {"window": 3}, {"softmax_layers": [0], "feature_map": "exponential"}]
+)
+@pytest.mark.parametrize("family", ["gpt2", "bart"])
+def test_weights_that_are_not_in_memory(family, options, how, tmp_path):
+    """Every weight and buffer, those of feature maps too, comes when its module is called and goes again."""
+    model = {"gpt2": gpt2, "bart": bart}[family](**options)
+    with torch.no_grad():  # maps are not as they start
+        for name, tensor in model.state_dict().items():
+            if ".feature_map." in name or ".gate." in name:
+                tensor.add_(0.1 * torch.rand_like(tensor))
+    moved = offloaded(model, tmp_path, how)
+    absent = {name for name, tensor in moved.state_dict().items() if tensor.is_meta}
+    assert any(".feature_map." in name for name in absent)
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+    extra = {"decoder_input_ids": ids[:, :4]} if family == "bart" else {}
+    for _ in range(2):  # the second time from what was folded the first time
+        with torch.no_grad():
+            assert torch.equal(moved(ids, **extra).logits, model(ids, **extra).logits)
+    for beams in (1, 3):
+        given = OPTIONS | {"num_beams": beams, "max_new_tokens": 7}
+        assert torch.equal(moved.generate(ids, **given), model.generate(ids, **given))
+    assert {name for name, tensor in moved.state_dict().items() if tensor.is_meta} == absent
 
 
 class Step(torch.nn.Module):
