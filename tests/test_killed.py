@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -118,19 +119,20 @@ def run_command(*arguments: str) -> None:
     main()
 
 
-def kill_conversions(parent: Path, tmp_path: Path, *, times: int) -> dict[str, int]:
-    """Kill conversions at random points, with and without an old result; return how often what was found."""
-    options = ["convert", str(parent)]
+@pytest.mark.slow
+def test_conversions_killed_at_random_points(tiny_parent, tmp_path):
+    """With an old result and without one, each 30 times."""
+    options = ["convert", str(tiny_parent)]
     start = time.perf_counter()
     assert in_a_process(run_command, *options, str(tmp_path / "first"), "--seed", "1") == 0
     takes = time.perf_counter() - start
     chance = random.Random(0)
     found = {"old": 0, "new": 0, "absent": 0}
-    for number in range(times):
+    for number in range(60):
         folder = tmp_path / str(number)
         destination, with_old = folder / "out", number % 2 == 0
         if with_old:
-            convert(parent, destination, seed=1)
+            shutil.copytree(tmp_path / "first", destination)
         process = processes.Process(
             target=run_command, args=(*options, str(destination), "--seed", "2", "--gate", "--overwrite")
         )
@@ -149,18 +151,8 @@ def kill_conversions(parent: Path, tmp_path: Path, *, times: int) -> dict[str, i
             state = "absent"
         assert state in (("old", "new") if with_old else ("new", "absent"))
         found[state] += 1
-        convert(parent, destination, seed=3, overwrite=True)
+        convert(tiny_parent, destination, seed=3, overwrite=True)
+        assert json.loads((destination / "config.json").read_text())["feature_seed"] == 3
         assert leftovers(folder) == ["out"]
-    return found
-
-
-def test_conversions_killed_at_random_points(tiny_parent, tmp_path):
-    found = kill_conversions(tiny_parent, tmp_path, times=2)
-    assert sum(found.values()) == 2
-
-
-@pytest.mark.slow
-def test_many_conversions_killed_at_random_points(tiny_parent, tmp_path):
-    found = kill_conversions(tiny_parent, tmp_path, times=60)
     print(found)  # noqa: T201
     assert all(found.values())
