@@ -171,7 +171,7 @@ def test_a_model_on_the_kernels_is_the_model(options):
 def test_backends_that_cannot_be_had_are_refused(monkeypatch):
     config = RFAGPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=20, num_features=4)
     model = RFAGPT2LMHeadModel(config)
-    with pytest.raises(InputError, match="backend must be one of torch, fused, got 'flash'"):
+    with pytest.raises(InputError, match="backend must be one of torch, fused, fla, got 'flash'"):
         use_backend(model, "flash")  # type: ignore[arg-type]
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not available(torch.device("cpu"))
