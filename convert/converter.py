@@ -83,7 +83,8 @@ def convert(
     softmax model's own queries and keys (`hf_rfa.convert.calibration`). The result is reloaded and compared before it is
     moved to ``destination``; on any error nothing is left there.
 
-    Blocks stay in their files, and a matrix is read when it is needed (`hf_rfa.convert.offload`); a pickle is loaded whole.
+    Of a checkpoint over 1 GB the blocks stay in their files, and a matrix is read when it is needed
+    (`hf_rfa.convert.offload`); smaller ones, and pickles, are loaded whole.
 
     Args:
         source: folder of the softmax checkpoint, or its name on the hub.

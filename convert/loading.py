@@ -1,4 +1,4 @@
-"""Loading what is converted and what was made of it, their blocks left on disk."""
+"""Loading what is converted and what was made of it, the blocks of large ones left on disk."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ from hf_rfa.errors import InputError
 from .families import rfa_layers
 from .offload import blocks_on_disk, give_back_after_blocks, offloaded_shapes
 from .source import Source, check_finite
+
+#: Checkpoints of up to so many bytes are loaded whole: blocks that are read from disk for every token make answers slow.
+WHOLE_UP_TO = 1_000_000_000
+
+
+def _devices(model_class: Any, config: Any, num_bytes: int) -> dict[str, str] | None:
+    """Return where the parts of a model with checkpoints of so many bytes go; None puts all in memory."""
+    return None if num_bytes <= WHOLE_UP_TO else blocks_on_disk(model_class, config)
 
 
 @contextmanager
@@ -45,7 +53,7 @@ def quiet() -> Iterator[None]:
 def load_source(source: Source, config: Any, dtype: str) -> PreTrainedModel:
     """Load softmax weights into an RFA model, and check that they fit and that nothing but φ and gates is missing.
 
-    The blocks stay in the source's files, unless those are pickles.
+    The blocks of a source over `WHOLE_UP_TO` stay in its files, unless those are pickles.
 
     Args:
         source: the softmax checkpoint.
@@ -65,7 +73,7 @@ def load_source(source: Source, config: Any, dtype: str) -> PreTrainedModel:
             weights_only=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            device_map=None if source.uses_pickle else blocks_on_disk(model_class, config),
+            device_map=None if source.uses_pickle else _devices(model_class, config, source.num_bytes),
         )
     mismatched = sorted(info["mismatched_keys"])
     missing = sorted(set(info["missing_keys"]) - set(new_keys(model)) - {key for key, *_ in mismatched})
@@ -100,13 +108,14 @@ def load_result(model_class: Any, folder: Path, config: Any) -> PreTrainedModel:
     Raises:
         InputError: if its tensors are not those of the model.
     """
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     with quiet():
         model, info = model_class.from_pretrained(
             folder,
             dtype="auto",
             use_safetensors=True,
             output_loading_info=True,
-            device_map=blocks_on_disk(model_class, config),
+            device_map=_devices(model_class, config, num_bytes),
         )
     problems = {
         name: sorted(info[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[name]

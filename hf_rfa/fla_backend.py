@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .kernels import apply_weights
+
 
 def fla_available(device: torch.device) -> bool:
     """Return whether flash-linear-attention is installed and can run on a device."""
@@ -35,8 +37,7 @@ def fla_chunked(
     told by a gate of −∞, or nearly.
     """
     operations: Any = importlib.import_module("fla.ops.simple_gla")
-    if weights is not None:
-        value = value * weights[..., None].to(value.dtype)
+    value = apply_weights(value, weights)
     query, key, value = (tensor.transpose(1, 2).contiguous() for tensor in (query, key, value))
     gate = None if log_gate is None else log_gate.to(query.dtype).transpose(1, 2).contiguous()
     output, state = operations.chunk_simple_gla(

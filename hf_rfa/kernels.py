@@ -67,8 +67,9 @@ def segment_sums(log_gate: Tensor) -> Tensor:
     return sums.masked_fill(~(below | torch.eye(length, dtype=torch.bool, device=log_gate.device)), float("-inf"))
 
 
-def _apply_weights(key: Tensor, weights: Tensor | None) -> Tensor:
-    return key if weights is None else key * weights[..., None].to(key.dtype)
+def apply_weights(rows: Tensor, weights: Tensor | None) -> Tensor:
+    """Return rows [B, H, T, …], those of keys or of values, times ``weights`` [B, H or 1, T]."""
+    return rows if weights is None else rows * weights[..., None].to(rows.dtype)
 
 
 def parallel_weights(
@@ -83,7 +84,7 @@ def parallel_weights(
         weights: [B, H or 1, Tk], 0 for padding.
         causal: whether a query sees only the keys up to its own position (then Tq = Tk).
     """
-    scores = query @ _apply_weights(key, weights).transpose(-1, -2)
+    scores = query @ apply_weights(key, weights).transpose(-1, -2)
     if not causal:
         return scores
     if log_gate is not None:
@@ -114,7 +115,7 @@ def parallel(
         The outputs [B, H, T, M] and the state after the last token [B, H, F, M].
     """
     output = parallel_weights(query, key, log_gate=log_gate, weights=weights) @ value
-    key = _apply_weights(key, weights)
+    key = apply_weights(key, weights)
     if log_gate is None:
         new_state = key.transpose(-1, -2) @ value
         return (output, new_state) if state is None else (output + query @ state, new_state + state)
@@ -145,7 +146,7 @@ def chunked(
     if query.shape[-2] == 0:
         raise ValueError(f"the recurrence got no tokens: query has shape {tuple(query.shape)}")
     if log_gate is None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _chunked_in_place(query, _apply_weights(key, weights), value, state, chunk_size)
+        return _chunked_in_place(query, apply_weights(key, weights), value, state, chunk_size)
     count = -(-query.shape[-2] // chunk_size)
 
     def pieces(tensor: Tensor | None, dim: int) -> Sequence[Tensor] | Sequence[None]:
@@ -201,7 +202,7 @@ def recurrent(
     Without gradients ``state`` is updated in place, so that decoding allocates no new state.  Arguments and results are
     those of `parallel`.
     """
-    key = _apply_weights(key, weights)
+    key = apply_weights(key, weights)
     gate = None if log_gate is None else log_gate.to(state.dtype).exp()[..., None]
     if torch.is_grad_enabled():
         state = state if gate is None else state * gate
@@ -221,7 +222,7 @@ def noncausal(
 
     Arguments and results are those of `parallel`; the number of queries need not be that of keys.
     """
-    sums = _apply_weights(key, weights).transpose(-1, -2) @ value
+    sums = apply_weights(key, weights).transpose(-1, -2) @ value
     state = sums if state is None else state + sums
     return query @ state, state
 
@@ -401,7 +402,7 @@ def source_state(
         [B, H, rows, d + 1] (`state_shape`), for `attend_with_state`.
     """
     value = _with_ones(value, key.dtype)
-    key = _apply_weights(key, weights)
+    key = apply_weights(key, weights)
     rows = key.transpose(-1, -2) @ value
     if signed:  # weights are not negative, so that the norm of w φ(k) is w ‖φ(k)‖
         rows = _with_mass(rows, key.norm(dim=-1, keepdim=True).sum(-2, keepdim=True))

@@ -107,6 +107,11 @@ def save_tiny_tokenizer(folder: Path, *, size: int = 61) -> None:
     PreTrainedTokenizerFast(tokenizer_object=core, **names).save_pretrained(folder)
 
 
+def words(count: int, start: int = 0) -> str:
+    """Return a text of so many of that tokenizer's words."""
+    return " ".join(f"w{4 + (start + n * n) % 57}" for n in range(count))
+
+
 @pytest.fixture(scope="session")
 def tiny_seq2seq_parents(tmp_path_factory) -> dict[str, Path]:
     """Folders of tiny softmax checkpoints with an encoder, by family."""

@@ -36,7 +36,7 @@ from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.feature_maps import FEATURE_MAPS, ProjectedFeatureMap
 from hf_rfa.inference import load_model
 
-from .conftest import save_tiny_tokenizer, tiny_parent_config
+from .conftest import save_tiny_tokenizer, tiny_parent_config, words
 from .test_convert import leftovers
 from .test_seq2seq import make as make_seq2seq
 
@@ -45,10 +45,6 @@ transfer: {steps: 30, batch_size: 4, block_length: 16, learning_rate: 0.02}
 end_to_end: {steps: 6, batch_size: 4, block_length: 16, learning_rate: 0.001, rfa_learning_rate: 0.001, kl_weight: 0.5}
 seed: 3
 """
-
-
-def words(count: int, start: int = 0) -> str:
-    return " ".join(f"w{4 + (start + n * n) % 57}" for n in range(count))
 
 
 @pytest.fixture(scope="module")

@@ -30,14 +30,10 @@ from transformers import (
 from hf_rfa import cli
 from hf_rfa.inference import load_model
 
-from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
+from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config, words
 from .test_convert import leftovers
 
 LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
-
-
-def words(count: int, start: int = 0) -> str:
-    return " ".join(f"w{4 + (start + n * n) % 57}" for n in range(count))
 
 
 @pytest.fixture(scope="module")

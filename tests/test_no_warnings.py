@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
+from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config, words
 
 RECIPE = """
 transfer: {steps: 3, batch_size: 4, block_length: 16, learning_rate: 0.02}
@@ -74,10 +74,6 @@ def said() -> Iterator[list[str]]:
     for logger in loggers:
         logger.removeHandler(handler)
     transformers_logging.set_verbosity(level)
-
-
-def words(count: int, start: int = 0) -> str:
-    return " ".join(f"w{4 + (start + n * n) % 57}" for n in range(count))
 
 
 @pytest.fixture(scope="module")
