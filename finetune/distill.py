@@ -171,7 +171,7 @@ def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArgu
         logging_nan_inf_filter=False,  # a loss that is not finite must not be replaced by the mean of those before
         report_to=[],
         remove_unused_columns=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
+        dataloader_pin_memory=torch.accelerator.is_available(),
         seed=seed,
     )
 

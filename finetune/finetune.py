@@ -100,6 +100,7 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
         check_settings(work, settings, resume=options.resume)
     arguments.output_dir = str(work)
     arguments.logging_nan_inf_filter = False
+    arguments.dataloader_pin_memory &= torch.accelerator.is_available()  # torch warns of it where there is none
     checkpoint = last_checkpoint(work) if options.resume else None
     trainer = _trainer(options, model, arguments, prepared, tokenizer)
     cache = model.config.use_cache

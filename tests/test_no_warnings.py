@@ -121,7 +121,6 @@ def test_nothing_is_said(family, parents, tmp_path, said):
         max_steps=3,
         per_device_train_batch_size=4,
         report_to="none",
-        use_cpu=True,
         disable_tqdm=True,
     )
     described = {"task": task, "block_length": 16, "train": str(parents / "rows.jsonl")}
