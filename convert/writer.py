@@ -18,6 +18,8 @@ from hf_rfa.errors import InputError
 
 #: How the names of folders and files end that are being written.
 PARTIAL = ".partial"
+#: Folders that this process is writing.
+_MINE: set[Path] = set()
 
 
 def check_destination(destination: Path, *, overwrite: bool, sources: tuple[Path, ...] = ()) -> None:
@@ -59,26 +61,38 @@ def check_space(destination: Path, num_bytes: int) -> None:
 
 
 @contextmanager
-def new_folder(destination: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``destination``, and put it there at the end.
+def folder_beside(destination: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``destination``, for what leads to it, and remove the folder at the end.
 
-    On any error or interrupt the folder is removed, and what was at ``destination`` before is still there. A process that is
-    killed leaves its folder behind, ``.NAME.PID.….partial``; the next one that writes to ``destination`` removes it.
+    A process that is killed leaves it behind, ``.NAME.PID.….partial``; the next one to write to ``destination`` removes it.
     """
     destination = destination.resolve()
     destination.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(destination)
     work = Path(tempfile.mkdtemp(prefix=f".{destination.name}.{os.getpid()}.", suffix=PARTIAL, dir=destination.parent))
+    _MINE.add(work)
     try:
         yield work
-        work.chmod(0o755)
-        _replace(work, destination)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        _MINE.discard(work)
+
+
+@contextmanager
+def new_folder(destination: Path) -> Iterator[Path]:
+    """Yield a `folder_beside` ``destination``, and put it there at the end.
+
+    On any error or interrupt what was at ``destination`` before is still there.
+    """
+    try:
+        with folder_beside(destination) as work:
+            yield work
+            work.chmod(0o755)
+            _replace(work, destination.resolve())
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise InputError(f"the disk of {destination} is full; nothing was written. Free some space.") from error
         raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def remove_leftovers(destination: Path) -> None:
@@ -86,7 +100,7 @@ def remove_leftovers(destination: Path) -> None:
     name = re.compile(rf"\.{re.escape(destination.name)}\.(\d{{1,9}})\.\w+{re.escape(PARTIAL)}")
     for path in destination.parent.glob(".*"):
         found = name.fullmatch(path.name)
-        if found is not None and path.is_dir() and not _is_running(int(found[1])):
+        if found is not None and path.is_dir() and path not in _MINE and not _is_running(int(found[1])):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -119,15 +118,14 @@ def convert_command(
     if distill_steps is None:
         _convert(source, destination, overwrite=overwrite, **options)
         return
-    from .convert.writer import check_destination
+    from .convert.writer import check_destination, folder_beside
     from .finetune.distill import distill
     from .finetune.folders import check_training_folder, training_folder
 
     check_destination(destination, overwrite=overwrite, sources=(Path(source),))
     check_training_folder(training_folder(destination), resume=resume)
-    destination.resolve().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.resolve().parent) as folder:
-        converted = Path(folder) / destination.name
+    with folder_beside(destination) as folder:
+        converted = folder / destination.name
         command = shlex.join(["hf-rfa", *(word for word in sys.argv[1:] if word != "--resume")])
         _convert(source, converted, overwrite=False, command=command, **options)
         report = distill(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hf_rfa.convert import convert
 from hf_rfa.convert import writer as writer_module
-from hf_rfa.convert.writer import new_folder
+from hf_rfa.convert.writer import folder_beside, new_folder, remove_leftovers
 from transformers import AutoModelForCausalLM
 
 from hf_rfa.cli import main
@@ -111,6 +111,26 @@ def test_leftovers_of_others_stay(tmp_path):
         (tmp_path / name / "file").write_text("x")
     write_whole(tmp_path / "out", "n")
     assert leftovers(tmp_path) == sorted(["out", *others])
+
+
+def convert_and_distill(destination: Path, die: bool) -> None:
+    """As ``hf-rfa convert --distill-steps``: a folder that leads to the result, and in it others that are written whole."""
+    with folder_beside(destination) as folder:
+        write_whole(folder / "out", "o")
+        remove_leftovers(destination)
+        assert content(folder / "out")
+        if die:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_whole(destination, "n")
+        assert content(folder / "out")
+
+
+def test_what_leads_to_a_result_stays_until_it_is_there(tmp_path):
+    destination = tmp_path / "out"
+    assert in_a_process(convert_and_distill, destination, True) == -signal.SIGKILL
+    assert len(leftovers(tmp_path)) == 1
+    assert in_a_process(convert_and_distill, destination, False) == 0
+    assert leftovers(tmp_path) == ["out"]
 
 
 def run_command(*arguments: str) -> None:
