@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -88,6 +89,26 @@ def test_the_command_writes_figures_and_pictures(tmp_path, monkeypatch, capsys):
         assert (tmp_path / f"speed-{task}.png").read_bytes().startswith(b"\x89PNG")
     assert found["bandwidth"] > 0
     assert "speed-up" in capsys.readouterr().out
+
+
+def test_compiled_steps_stay_compiled(monkeypatch):
+    """Past the first steps no graph is made any more, beside each other and at other points."""
+    softmax, rfa = bench.pair(tiny_parent_config(n_layer=1), 96)
+    made = []
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    counts = []
+    for steps in (1, 12):
+        found = bench.decoding(softmax, rfa, lengths=[8, 40], batches=[2], steps=steps, compiled=True)
+        counts.append(len(made))
+        made.clear()
+    assert set(found[0].milliseconds) == {"softmax", "softmax, compiled", "RFA", "RFA, compiled"}
+    assert counts[0] == counts[1]
+    assert 0 < counts[0] <= 2 * 2 * 3, "more than three graphs a model and point"
 
 
 @pytest.mark.parametrize(

@@ -16,35 +16,35 @@ UNITS = {"decoding": "position", "prefill": "tokens", "training": "tokens"}
 
 
 def table(points: Sequence[Point]) -> Table:
-    """Return the points of one task as a table to print."""
-    first = points[0]
-    shown = Table(
-        title={"decoding": "one decoding step", "prefill": "prefill", "training": "step of training"}[first.task]
-    )
-    source = any(point.source for point in points)
-    memory, floor = bool(first.cache_bytes), "RFA" in first.floor
-    columns = [
-        "batch",
-        *(["source"] if source else []),
-        UNITS[first.task],
-        *(f"{name}, ms" for name in first.milliseconds),
-    ]
-    columns += ["speed-up"]
-    if memory:
-        what = "cache" if first.task == "decoding" else "peak"
-        columns += [f"softmax {what}, MiB", f"RFA {what}, MiB"]
-    if floor:
-        columns += ["RFA / floor"]
-    for column in columns:
-        shown.add_column(column, justify="right")
+    """Return the points of one task as a table to print, a row a contestant.
+
+    "speed-up" is the time of the fastest softmax contestant over the row's, "/ floor" the row's over the least possible one.
+    """
+    task = points[0].task
+    shown = Table(title={"decoding": "one decoding step", "prefill": "prefill", "training": "step of training"}[task])
+    columns = {
+        "batch": any(point.batch != points[0].batch for point in points),
+        "source": any(point.source for point in points),
+        UNITS[task]: True,
+        "": True,
+        "ms": True,
+        "tokens/s": True,
+        "speed-up": True,
+        "cache, MiB" if task == "decoding" else "peak, MiB": bool(points[0].cache_bytes),
+        "/ floor": bool(points[0].floor),
+    }
+    for column, wanted in columns.items():
+        if wanted:
+            shown.add_column(column, justify="left" if not column else "right")
     for point in points:
-        cells = [f"{point.batch}", *([f"{point.source:,}"] if source else []), f"{point.length:,}"]
-        cells += [f"{value:,.1f}" for value in point.milliseconds.values()] + [f"{point.speed_up:.2f} ×"]
-        if memory:
-            cells += [f"{point.cache_bytes[name] / 2**20:,.1f}" for name in ("softmax", "RFA")]
-        if floor:
-            cells += [f"{point.milliseconds['RFA'] / point.floor['RFA']:.2f} ×"]
-        shown.add_row(*cells)
+        tokens = point.batch * (1 if task == "decoding" else point.length)
+        for name, taken in point.milliseconds.items():
+            cells = [f"{point.batch}", f"{point.source:,}", f"{point.length:,}", name, f"{taken:,.1f}"]
+            cells += [f"{1000 * tokens / taken:,.0f}", f"{point.milliseconds[point.softmax] / taken:.2f} ×"]
+            cells += [f"{point.cache_bytes[name] / 2**20:,.1f}" if point.cache_bytes else ""]
+            cells += [f"{taken / point.floor[name]:.2f} ×" if point.floor else ""]
+            shown.add_row(*(cell for cell, wanted in zip(cells, columns.values(), strict=True) if wanted))
+        shown.add_section()
     return shown
 
 

@@ -19,6 +19,9 @@ from .roofline import Machine, decoding_floor, synchronise
 
 #: Slots that a static cache has past the position where it is timed.
 ROOM = 64
+#: Steps that do not count, and where models are compiled: a graph is made for the first step, and another one, in which the
+#: number of tokens may vary, for the second or third.
+WARM, WARM_COMPILED = 2, 6
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Point:
 
 
 def interleaved(
-    runs: Mapping[str, Callable[[], object]], steps: int, device: torch.device | None = None, warm: int = 2
+    runs: Mapping[str, Callable[[], object]], steps: int, device: torch.device | None = None, warm: int = WARM
 ) -> dict[str, float]:
     """Return the median milliseconds of some calls, run in turn ``steps`` times after ``warm`` that do not count."""
     device = device or torch.device("cpu")
@@ -101,16 +104,17 @@ def decoding(
         sources: tokens of the source, for models with an encoder; it has been read before.
         steps: steps timed per point and contestant.
         static: let the softmax model run on a `StaticCache` as well.
-        compiled: let both run under ``torch.compile`` as well, the softmax model on a `StaticCache`.
+        compiled: let both run under ``torch.compile`` as well, compiled anew for every point, the softmax model on a
+            `StaticCache`.
         machine: for the floor.
     """
-    contestants: list[tuple[str, Any, Any, bool]] = []  # name, model, what runs it, whether its softmax cache is static
+    contestants: list[tuple[str, Any, bool, bool]] = []  # name, model, whether it is compiled, and on a StaticCache
     for name, model in (("softmax", softmax), ("RFA", rfa)):
-        contestants.append((name, model, model, False))
+        contestants.append((name, model, False, False))
         if static and name == "softmax":
-            contestants.append((f"{name}, static cache", model, model, True))
+            contestants.append((f"{name}, static cache", model, False, True))
         if compiled:
-            contestants.append((f"{name}, compiled", model, torch.compile(model, dynamic=False), True))
+            contestants.append((f"{name}, compiled", model, True, True))
     points = [(source, batch, length) for source in sources for batch in batches for length in lengths]
     results = []
     with progress_bar() as progress:
@@ -119,14 +123,15 @@ def decoding(
             runs: dict[str, Callable[[], object]] = {}
             sizes: dict[str, int] = {}
             floor: dict[str, float] = {}
-            for name, model, run, fixed in contestants:
+            torch.compiler.reset()  # graphs of other points count towards the limit from which on nothing is compiled
+            for name, model, compile_it, fixed in contestants:
                 inputs = step_inputs(model, batch, source)
                 cache = cache_at(model, inputs, length, room=ROOM + steps if fixed else 0)
                 sizes[name] = cache_num_bytes(cache)
-                runs[name] = partial(run, **inputs, past_key_values=cache)
+                runs[name] = partial(torch.compile(model) if compile_it else model, **inputs, past_key_values=cache)
                 if machine is not None:
                     floor[name] = decoding_floor(model, machine, batch=batch, cache_bytes=sizes[name])
-            times = interleaved(runs, steps, rfa.device)
+            times = interleaved(runs, steps, rfa.device, warm=WARM_COMPILED if compiled else WARM)
             results.append(Point("decoding", length, batch, times, sizes, floor, source))
             progress.advance(bar)
     return results
