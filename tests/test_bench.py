@@ -12,6 +12,7 @@ from transformers import DynamicCache, StaticCache
 
 from hf_rfa import bench, cli
 from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
+from hf_rfa.bench.peak import peak_bytes
 from hf_rfa.bench.roofline import decoding_floor, weights
 from hf_rfa.bench.tasks import interleaved
 from hf_rfa.cache import cache_num_bytes
@@ -86,6 +87,7 @@ def test_the_command_writes_figures_and_pictures(tmp_path, monkeypatch, capsys):
         assert [(point["batch"], point["length"]) for point in points] == [(1, 8), (1, 32), (2, 8), (2, 32)]
         names = {"softmax", "RFA"} | ({"softmax, static cache"} if task == "decoding" else set())
         assert all(set(point["milliseconds"]) == names for point in points)
+        assert all(set(point["cache_bytes"]) == names for point in points) or sys.platform != "linux"
         assert (tmp_path / f"speed-{task}.png").read_bytes().startswith(b"\x89PNG")
     assert found["bandwidth"] > 0
     assert "speed-up" in capsys.readouterr().out
@@ -109,6 +111,14 @@ def test_compiled_steps_stay_compiled(monkeypatch):
     assert set(found[0].milliseconds) == {"softmax", "softmax, compiled", "RFA", "RFA, compiled"}
     assert counts[0] == counts[1]
     assert 0 < counts[0] <= 2 * 2 * 3, "more than three graphs a model and point"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+def test_the_peak_of_a_call_is_its_own():
+    """Whatever was taken before, and whatever is given back at its end."""
+    for size in (50, 200, 50, 100):
+        peak = peak_bytes(lambda: torch.ones(size, 2**18).sum(), torch.device("cpu"))  # noqa: B023 (called at once)
+        assert peak == pytest.approx(size * 2**20, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hf_rfa.cache import cache_num_bytes
 from hf_rfa.terminal import progress_bar
 
 from .models import cache_at, step_inputs
+from .peak import peak_bytes
 from .roofline import Machine, decoding_floor, synchronise
 
 #: Slots that a static cache has past the position where it is timed.
@@ -33,7 +34,7 @@ class Point:
         length: the position of the step, or the tokens read at once.
         batch: sequences.
         milliseconds: by contestant.
-        cache_bytes: of a contestant's cache (decoding), or what a contestant allocated at most (on an accelerator).
+        cache_bytes: of a contestant's cache (decoding), or the most that it took beside the weights (`peak_bytes`).
         floor: least milliseconds by contestant (`decoding_floor`).
         source: tokens of the source, 0 without an encoder.
     """
@@ -162,9 +163,12 @@ def _whole_texts(
                 "softmax": partial(run, softmax, ids),
                 "RFA": partial(run, rfa, ids),
             }
-            times = interleaved(runs, steps, rfa.device, warm=1)
-            peaks = {name: _peak(each, rfa.device) for name, each in runs.items()} if rfa.device.type != "cpu" else {}
-            results.append(Point(task, length, batch, times, peaks))
+            peaks = {
+                name: peak_bytes(each, rfa.device) for name, each in runs.items()
+            }  # their first, which does not count
+            times = interleaved(runs, steps, rfa.device, warm=0)
+            known = {name: peak for name, peak in peaks.items() if peak is not None}
+            results.append(Point(task, length, batch, times, known))
             progress.advance(bar)
     return results
 
@@ -177,10 +181,3 @@ def _read(model: Any, ids: torch.Tensor) -> None:
 def _learn(model: Any, ids: torch.Tensor) -> None:
     model(ids, labels=ids, use_cache=False).loss.backward()
     model.zero_grad(set_to_none=True)
-
-
-def _peak(run: Callable[[], object], device: torch.device) -> int:
-    """Return the bytes that an accelerator had allocated at most during a call."""
-    torch.accelerator.reset_peak_memory_stats(device)
-    run()
-    return torch.accelerator.max_memory_allocated(device)
