@@ -114,18 +114,18 @@ def parallel(
     Returns:
         The outputs [B, H, T, M] and the state after the last token [B, H, F, M].
     """
-    output = parallel_weights(query, key, log_gate=log_gate, weights=weights) @ value
-    key = apply_weights(key, weights)
+    value = apply_weights(value, weights)  # scalars go to values and outputs, which are narrower than features
+    output = parallel_weights(query, key, log_gate=log_gate) @ value
     if log_gate is None:
         new_state = key.transpose(-1, -2) @ value
         return (output, new_state) if state is None else (output + query @ state, new_state + state)
     log_gate = log_gate.to(key.dtype)
     to_end = F.pad(log_gate[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
-    new_state = (key * to_end.exp()[..., None]).transpose(-1, -2) @ value
+    new_state = key.transpose(-1, -2) @ (value * to_end.exp()[..., None])
     if state is None:
         return output, new_state
     from_start = log_gate.cumsum(-1).exp()[..., None]
-    return output + (query * from_start) @ state, new_state + from_start[..., -1:, :] * state
+    return output + (query @ state) * from_start, new_state + from_start[..., -1:, :] * state
 
 
 def chunked(
@@ -146,7 +146,7 @@ def chunked(
     if query.shape[-2] == 0:
         raise ValueError(f"the recurrence got no tokens: query has shape {tuple(query.shape)}")
     if log_gate is None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _chunked_in_place(query, apply_weights(key, weights), value, state, chunk_size)
+        return _chunked_in_place(query, key, apply_weights(value, weights), state, chunk_size)
     count = -(-query.shape[-2] // chunk_size)
 
     def pieces(tensor: Tensor | None, dim: int) -> Sequence[Tensor] | Sequence[None]:
@@ -202,7 +202,7 @@ def recurrent(
     Without gradients ``state`` is updated in place, so that decoding allocates no new state.  Arguments and results are
     those of `parallel`.
     """
-    key = apply_weights(key, weights)
+    value = apply_weights(value, weights)
     gate = None if log_gate is None else log_gate.to(state.dtype).exp()[..., None]
     if torch.is_grad_enabled():
         state = state if gate is None else state * gate
@@ -222,7 +222,7 @@ def noncausal(
 
     Arguments and results are those of `parallel`; the number of queries need not be that of keys.
     """
-    sums = apply_weights(key, weights).transpose(-1, -2) @ value
+    sums = key.transpose(-1, -2) @ apply_weights(value, weights)
     state = sums if state is None else state + sums
     return query @ state, state
 
@@ -401,11 +401,10 @@ def source_state(
     Returns:
         [B, H, rows, d + 1] (`state_shape`), for `attend_with_state`.
     """
-    value = _with_ones(value, key.dtype)
-    key = apply_weights(key, weights)
-    rows = key.transpose(-1, -2) @ value
-    if signed:  # weights are not negative, so that the norm of w φ(k) is w ‖φ(k)‖
-        rows = _with_mass(rows, key.norm(dim=-1, keepdim=True).sum(-2, keepdim=True))
+    rows = key.transpose(-1, -2) @ apply_weights(_with_ones(value, key.dtype), weights)
+    if signed:
+        norms = apply_weights(key.norm(dim=-1, keepdim=True), weights)
+        rows = _with_mass(rows, norms.sum(-2, keepdim=True))
     return rows if state is None else state + rows
 
 
