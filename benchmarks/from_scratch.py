@@ -106,9 +106,17 @@ def main() -> None:
     console.print(_table(results))
     if arguments.output is not None:
         with new_file(arguments.output) as file:
-            json.dump({"settings": recipe, "results": results}, file, indent=1)
+            json.dump({"settings": _without_folders(recipe), "results": results}, file, indent=1)
         if arguments.lengths is None:
             _plot(results, arguments.output.with_suffix(".png"))
+
+
+def _without_folders(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with names instead of the paths of files and folders, which are of one machine alone."""
+    return {
+        name: Path(value).name if isinstance(value, str) and Path(value).exists() else value
+        for name, value in settings.items()
+    }
 
 
 def _at_length(settings: dict[str, Any], length: int, work: Path) -> dict[str, Any]:
