@@ -164,6 +164,8 @@ def test_a_form_of_ones_own_is_used():
     assert marked == [2]
 
 
-def test_hf_rfa_does_not_import_fla():
-    code = "import hf_rfa, hf_rfa.fla_backend, sys; sys.exit('fla' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_hf_rfa_does_not_import_fla(tmp_path):
+    """Not even where it could: a package of that name lies on the path, and says that it was imported by failing."""
+    (tmp_path / "fla.py").write_text("raise SystemExit('fla was imported')")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import hf_rfa, hf_rfa.fla_backend"
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)

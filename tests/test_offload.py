@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,6 +42,8 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_the_result_is_that_of_a_conversion_in_memory(name, text, options, tmp_path, monkeypatch):
     """Pickles are loaded into memory, and everything else of the two conversions is the same."""
     monkeypatch.setattr(loading, "WHOLE_UP_TO", 0)
+    offloaded = Mock(wraps=blocks_on_disk)
+    monkeypatch.setattr(loading, "blocks_on_disk", offloaded)
     torch.manual_seed(1)
     parent = PARENTS[name]()
     parent.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
@@ -61,6 +64,7 @@ def test_the_result_is_that_of_a_conversion_in_memory(name, text, options, tmp_p
         assert reports[folder]["gains"]
         for key in ("source", "destination"):
             del reports[folder][key]
+    assert offloaded.call_count == 3, "the shards, and both results"
     assert reports["shards"] == reports["pickle"]
     found, expected = tensors(tmp_path / "shards-rfa"), tensors(tmp_path / "pickle-rfa")
     assert found.keys() == expected.keys()
@@ -69,6 +73,11 @@ def test_the_result_is_that_of_a_conversion_in_memory(name, text, options, tmp_p
     assert len(list((tmp_path / "shards-rfa").glob("model-*.safetensors"))) > 2
     configs = [(tmp_path / f"{folder}-rfa" / "config.json").read_text() for folder in reports]
     assert configs[0] == configs[1]
+
+
+def test_small_checkpoints_are_loaded_whole(tiny_parent, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "blocks_on_disk", Mock(side_effect=AssertionError("left on disk")))
+    convert(tiny_parent, tmp_path / "out")
 
 
 def test_which_modules_stay_on_disk():

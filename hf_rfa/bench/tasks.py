@@ -54,16 +54,6 @@ class Point:
             (name for name in self.milliseconds if name.startswith("softmax")), key=self.milliseconds.__getitem__
         )
 
-    @property
-    def rfa(self) -> str:
-        """The fastest RFA contestant."""
-        return min((name for name in self.milliseconds if name.startswith("RFA")), key=self.milliseconds.__getitem__)
-
-    @property
-    def speed_up(self) -> float:
-        """The time of the fastest softmax contestant over that of the fastest RFA contestant."""
-        return self.milliseconds[self.softmax] / self.milliseconds[self.rfa]
-
 
 def interleaved(
     runs: Mapping[str, Callable[[], object]], steps: int, device: torch.device | None = None, warm: int = WARM
@@ -124,7 +114,8 @@ def decoding(
             runs: dict[str, Callable[[], object]] = {}
             sizes: dict[str, int] = {}
             floor: dict[str, float] = {}
-            torch.compiler.reset()  # graphs of other points count towards the limit from which on nothing is compiled
+            if compiled:
+                torch.compiler.reset()  # graphs of other points count towards the limit from which on nothing is compiled
             for name, model, compile_it, fixed in contestants:
                 inputs = step_inputs(model, batch, source)
                 cache = cache_at(model, inputs, length, room=ROOM + steps if fixed else 0)
