@@ -7,11 +7,12 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
 2. balance: (q∘a, k/a) with a = (var k / var q)^¼, which minimises the mean of ‖q̂ + k̂‖² and leaves q·k as it is.
 3. shape: W ← BW with a bias, A and B by the second moment of q̂ + k̂, which lowers the variance and keeps the kernel
    (`hf_rfa.random_maps.PositiveMap.shape_projection`).
-4. temperature: σ = τ per head, the τ of a grid whose implied weights have the least cross-entropy to the softmax weights.
-5. scale: the constant c of a head's exponents, so that the features of its median key have mass 1.
-6. window: the shift between exact and implied weights, where there is a window, with the least cross-entropy.
+4. gate: the span of each head, of a grid, whose implied weights have the least cross-entropy to the softmax weights.
+5. temperature: σ = τ per head, the τ of a grid whose implied weights have the least cross-entropy to the softmax weights.
+6. scale: the constant c of a head's exponents, so that the features of its median key have mass 1.
+7. window: the shift between exact and implied weights, where there is a window, with the least cross-entropy.
 
-Steps 1 to 3 apply to positive features with the norm carried, step 4 to maps with σ, step 5 to maps with exponents.
+Steps 1 to 3 apply to positive features with the norm carried, step 5 to maps with σ, step 6 to maps with exponents.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from transformers import PreTrainedModel
 
 from hf_rfa.attention import RFAAttentionMixin
 from hf_rfa.feature_maps import FeatureMap
+from hf_rfa.gate import Gate
 from hf_rfa.random_maps import PositiveMap
 
 from .families import rfa_layers
@@ -42,11 +44,14 @@ from .samples import (
     watch_inputs,
 )
 
-#: σ that step 4 tries; the first one, σ as it is, wins ties.
+#: Spans that step 4 tries, by the model's positions; the first one wins ties. Longer ones would hardly be trainable: what
+#: they learn goes with 1 / span.
+SPANS = (16.0, 8.0, 4.0, 2.0, 1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
+#: σ that step 5 tries; the first one, σ as it is, wins ties.
 TEMPERATURES = (1.0, 0.35, 0.5, 0.65, 0.8, 0.9, 1.25)
 #: Largest logarithm of the mass of a calibration key's features: room is left below `MAX_EXPONENT` for heavier ones.
 HEAVIEST = 15.0
-#: Step 6 looks for the shift within ± this, in nats, and narrows the range by 0.618 so many times.
+#: Step 7 looks for the shift within ± this, in nats, and narrows the range by 0.618 so many times.
 WIDEST_SHIFT, SHIFT_STEPS = 6.0, 22
 #: Tokens on which implied and softmax weights are compared.
 TARGET_TOKENS = 1024
@@ -123,6 +128,10 @@ class _Comparison:
         give_back_memory()
         return divergence
 
+    def best_divergence(self) -> Tensor:
+        """Return KL(softmax ‖ implied) as the layer is, but for the shift of its window, which is the best one, [H]."""
+        return self.best_shift()[1] if self.layer.feature_map.windowed else self.divergence()
+
     def best_shift(self) -> tuple[Tensor, Tensor]:
         """Return the window's best shift, relative to the one it has, and KL(softmax ‖ implied) with it, each [H].
 
@@ -152,6 +161,7 @@ class _Comparison:
         return best, self.divergence() + change(best)
 
 
+@torch.no_grad()
 def calibrate_layer(
     layer: RFAAttentionMixin,
     sample: Sample,
@@ -169,6 +179,8 @@ def calibrate_layer(
     comparison = comparison or _Comparison(layer, sample, hidden_states)
     if isinstance(feature_map, PositiveMap) and feature_map.can_be_shaped:
         _shape_projection(feature_map, sample.queries(), keys)
+    if layer.gate is not None and comparison.hidden_states is not None:
+        _set_spans(layer.gate, comparison)
     if feature_map.has_sigma:
         _set_temperature(feature_map, keys, comparison)
     if feature_map.windowed:
@@ -184,14 +196,27 @@ def _shape_projection(feature_map: PositiveMap, query: Tensor, key: Tensor) -> N
     feature_map.shape_projection(second + means + means.transpose(-1, -2))
 
 
+def _set_spans(gate: Gate, comparison: _Comparison) -> None:
+    """Set every head's span to the one that is nearest the softmax weights (step 4)."""
+    best = torch.full_like(gate.bias, math.inf)
+    chosen = torch.ones_like(best)
+    for share in SPANS:
+        span = max(2.0, share * gate.max_positions)
+        gate.set_spans(torch.full_like(best, span))
+        divergence = comparison.best_divergence()
+        better = divergence < best - 1e-6
+        best, chosen = torch.where(better, divergence, best), torch.where(better, span, chosen)
+    gate.set_spans(chosen)
+
+
 def _set_temperature(feature_map: FeatureMap, keys: Tensor, comparison: _Comparison) -> None:
-    """Set σ of every head to the temperature that is nearest the softmax weights (step 4), with its best shift."""
+    """Set σ of every head to the temperature that is nearest the softmax weights (step 5), with its best shift."""
     best = torch.full((feature_map.num_heads,), math.inf, device=keys.device)
     chosen = torch.ones_like(best)
     for temperature in TEMPERATURES:
         feature_map.sigma.fill_(temperature)
         _set_log_scale(feature_map, keys)
-        divergence = comparison.best_shift()[1] if feature_map.windowed else comparison.divergence()
+        divergence = comparison.best_divergence()
         better = divergence < best - 1e-6
         best, chosen = torch.where(better, divergence, best), torch.where(better, temperature, chosen)
     feature_map.sigma.copy_(chosen[:, None].expand_as(feature_map.sigma))
@@ -210,7 +235,7 @@ def _centre_and_balance(feature_map: FeatureMap, query: Tensor, key: Tensor) -> 
 
 
 def _set_log_scale(feature_map: FeatureMap, key: Tensor) -> None:
-    """Set c from a head's keys [H, n, d] (step 5).
+    """Set c from a head's keys [H, n, d] (step 6).
 
     The median key's features then have mass 1, and the heaviest key's at most exp(`HEAVIEST`): a mean would follow a few
     heavy keys, beside which the features of all others underflow.

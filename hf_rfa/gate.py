@@ -37,6 +37,11 @@ class Gate(nn.Linear):
         init.zeros_(self.weight)
         init.copy_(self.bias, (spans - 1.0).log())
 
+    @torch.no_grad()
+    def set_spans(self, spans: Tensor) -> None:
+        """Set the bias so that the heads' spans 1 / (1 − g) are these, [H], in tokens and above 1, where w·x is 0."""
+        self.bias.copy_((spans - 1.0).log())
+
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return (log g, 1 − g) for hidden states [B, T, width], each [B, H, T] in the computing dtype."""
         dtype = compute_dtype(hidden_states.dtype)

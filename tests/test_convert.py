@@ -16,7 +16,6 @@ import torch
 from hf_rfa.convert import InputError, convert
 from hf_rfa.convert import converter as converter_module
 from hf_rfa.convert import writer as writer_module
-from hf_rfa.convert.calibration import _set_log_scale
 from hf_rfa.convert.families import softmax_twin
 from hf_rfa.convert.inputs import random_inputs
 from huggingface_hub import ModelCard
@@ -73,11 +72,6 @@ def test_conversion_is_reproducible_and_the_seed_matters(tiny_parent, tmp_path):
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert a == b
     assert a != c
-
-
-def test_calibration_brings_attention_closer_to_the_parent(tiny_parent, tmp_path):
-    report = convert(tiny_parent, tmp_path / "out")
-    assert all(sum(gain.after) < sum(gain.before) for gain in report.gains)
 
 
 def test_paper_map_has_few_extra_parameters(tmp_path):
@@ -178,20 +172,6 @@ def test_the_report_holds_every_head_and_its_picture(tiny_parent, tmp_path):
     assert [len(gain["after"]) for gain in saved["gains"]] == [3, 3]
     assert (tmp_path / "out" / "attention.png").read_bytes().startswith(b"\x89PNG")
     assert "attention.png" in ModelCard.load(tmp_path / "out" / "README.md").content
-
-
-def test_a_window_is_calibrated_to_the_features(tiny_parent, tmp_path):
-    """Maps whose φ has another scale than the softmax kernel get a shift; it lowers the divergence."""
-    for feature_map in ("hedgehog", "elu", "positive"):
-        report = convert(tiny_parent, tmp_path / feature_map, feature_map=feature_map, window=3)
-        assert all(sum(gain.after) < sum(gain.before) for gain in report.gains)
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / feature_map)
-        assert float(model.transformer.h[0].attn.feature_map.window_shift.detach().abs().max()) > 0
-        assert report.state_bytes == sum(
-            tensor.numel() * 4
-            for layer in model(torch.ones(1, 5, dtype=torch.long)).past_key_values.layers
-            for tensor in layer.tensors()
-        )
 
 
 def test_model_card_states_command_and_figures(tmp_path):
@@ -448,16 +428,3 @@ def test_ctrl_c_at_any_time_leaves_nothing(delay, tmp_path):
     status = process.wait(timeout=60)
     assert status != 0 or (tmp_path / "out" / "model.safetensors").is_file()
     assert leftovers(tmp_path) == (["out"] if status == 0 else [])
-
-
-def test_one_heavy_key_does_not_set_the_scale_of_all_others():
-    """The median key's features have mass 1; under a mean they would have next to none."""
-    torch.manual_seed(0)
-    keys = torch.randn(2, 101, 6)
-    keys[:, 7] *= 4
-    feature_map = FEATURE_MAPS["hedgehog"](num_heads=2, head_dim=6)
-    _set_log_scale(feature_map, keys)
-    with torch.no_grad():
-        masses = feature_map.key(keys[None])[0].sum(-1)
-    torch.testing.assert_close(masses.median(dim=1).values, torch.ones(2))
-    assert (masses.mean(1) > 5).all()

@@ -1,0 +1,84 @@
+"""Calibration: each step finds what it looks for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hf_rfa.convert import convert
+from hf_rfa.convert.calibration import SPANS, _Comparison, _set_log_scale, calibrate_layer
+from hf_rfa.convert.samples import Sample
+from transformers import AutoModelForCausalLM
+
+from hf_rfa import FEATURE_MAPS, RFAGPT2Config, RFAGPT2LMHeadModel
+
+from .conftest import tiny_parent_config
+
+
+def test_calibration_brings_attention_closer_to_the_parent(tiny_parent, tmp_path):
+    report = convert(tiny_parent, tmp_path / "out")
+    assert all(sum(gain.after) < sum(gain.before) for gain in report.gains)
+
+
+def test_a_window_is_calibrated_to_the_features(tiny_parent, tmp_path):
+    """Maps whose φ has another scale than the softmax kernel get a shift; it lowers the divergence."""
+    for feature_map in ("hedgehog", "elu", "positive"):
+        report = convert(tiny_parent, tmp_path / feature_map, feature_map=feature_map, window=3)
+        assert all(sum(gain.after) < sum(gain.before) for gain in report.gains)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / feature_map)
+        assert float(model.transformer.h[0].attn.feature_map.window_shift.detach().abs().max()) > 0
+        assert report.state_bytes == sum(
+            tensor.numel() * 4
+            for layer in model(torch.ones(1, 5, dtype=torch.long)).past_key_values.layers
+            for tensor in layer.tensors()
+        )
+
+
+def test_one_heavy_key_does_not_set_the_scale_of_all_others():
+    """The median key's features have mass 1; under a mean they would have next to none."""
+    torch.manual_seed(0)
+    keys = torch.randn(2, 101, 6)
+    keys[:, 7] *= 4
+    feature_map = FEATURE_MAPS["hedgehog"](num_heads=2, head_dim=6)
+    _set_log_scale(feature_map, keys)
+    with torch.no_grad():
+        masses = feature_map.key(keys[None])[0].sum(-1)
+    torch.testing.assert_close(masses.median(dim=1).values, torch.ones(2))
+    assert (masses.mean(1) > 5).all()
+
+
+def distance_sample(decays: torch.Tensor, length: int) -> Sample:
+    """Return queries and keys with softmax weights g^(i − j), [H], before they are normalised.
+
+    In the one dimension that tells keys apart they are so negative that elu features do not tell them apart; a second one,
+    large and the same for all keys, takes from a query's scores what its position adds.
+    """
+    query, key = torch.zeros(2, 1, len(decays), length, 8)
+    rates = -decays.log()[:, None] * 8**0.5
+    positions, below, large = torch.arange(float(length)), length + 10, 100
+    query[..., 0], key[..., 0] = rates, positions - below
+    query[..., 1], key[..., 1] = rates * (below - positions) / large, large
+    return Sample(query, key, torch.randn_like(key))
+
+
+@pytest.mark.parametrize(("window", "left"), [(0, 1e-5), (5, 1e-2)])  # a window's shift is the same for all queries
+def test_the_gates_find_the_spans_of_softmax_attention(window, left):
+    torch.manual_seed(0)
+    config = RFAGPT2Config.from_parent(tiny_parent_config(n_positions=64), gate=True, feature_map="elu", window=window)
+    layer = RFAGPT2LMHeadModel(config).transformer.h[0].attn
+    spans = torch.tensor([1 / 8, 1.0, max(SPANS)]) * 64
+    sample, hidden = distance_sample(1 - 1 / spans, 64), torch.randn(1, 64, 24)
+    before = _Comparison(layer, sample, hidden).best_divergence()
+    calibrate_layer(layer, sample, hidden)
+    torch.testing.assert_close(layer.gate.bias.detach().exp() + 1, spans)
+    after = _Comparison(layer, sample, hidden).divergence()
+    assert (after < left).all()
+    assert after[0] < before[0] / 5
+    assert not layer.gate.weight.any()
+
+
+def test_a_gate_does_not_make_the_start_worse(tiny_parent, tmp_path):
+    plain = convert(tiny_parent, tmp_path / "plain")
+    gated = convert(tiny_parent, tmp_path / "gated", gate=True)
+    for without, with_gate in zip(plain.gains, gated.gains, strict=True):
+        for old, new in zip(without.after, with_gate.after, strict=True):
+            assert new < old + 2e-3  # the longest span is 16 times the positions, not infinite
