@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
+from hf_rfa.finetune.recipe import Recipe
 
 from benchmarks import quality
 
@@ -38,3 +40,10 @@ def test_the_grid_measures_every_row_after_every_stage_and_goes_on_where_it_stop
     monkeypatch.setattr(quality, "perplexity", pytest.fail)
     quality.main()
     assert json.loads((tmp_path / "quality.json").read_text())["results"] == results
+
+
+@pytest.mark.parametrize("name", ["short", "long"])
+def test_its_recipes_have_both_stages(name):
+    recipe = Recipe.load(Path(quality.__file__).parent / "recipes" / f"{name}.yaml")
+    assert recipe.transfer.steps > 0
+    assert recipe.end_to_end.steps > 0
