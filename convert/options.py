@@ -98,4 +98,9 @@ def rfa_config(
         raise InputError(str(error.__cause__ or error)) from error
     if not any(config.any_rfa(kind) for kind in layer_fields):
         raise InputError("no layer is left to convert. Name at least one in layers, cross_layers or encoder_layers.")
+    for name in ("gate", "window"):
+        if getattr(config, name) and not config.any_rfa("causal"):
+            raise InputError(
+                f"{name}={options[name]} is of causal attention, and none is converted. Leave it out, or name layers."
+            )
     return config

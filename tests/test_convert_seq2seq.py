@@ -235,6 +235,8 @@ def test_a_decoder_alone_calibrates_on_blocks_of_text(tmp_path):
         ({"cross_layers": [3]}, r"cross_layers to convert must be indices from 0 to 2, got \[3\]"),
         ({"encoder_layers": [2]}, r"encoder_layers to convert must be indices from 0 to 1, got \[2\]"),
         ({"layers": [], "cross_layers": []}, "no layer is left to convert"),
+        ({"layers": [], "gate": True}, "gate=True is of causal attention, and none is converted"),
+        ({"layers": [], "window": 4}, "window=4 is of causal attention, and none is converted"),
         ({"num_cross_features": 0}, "num_cross_features must be at least 1, got 0"),
         ({"max_positions": 50}, "max_positions=50 does not extend the 96 positions"),
     ],
