@@ -55,7 +55,7 @@ class Stage:
         block_length: tokens per block; for pairs the most tokens of either side. None takes `BLOCK_LENGTH`, or the models'
             positions if they are fewer.
         learning_rate: of what the stage is about: feature maps and gates in attention transfer (default 1e-2), all else end
-            to end (default 3e-4).
+            to end (default 1e-4).
         rfa_learning_rate: of feature maps and gates, end to end.
         kl_weight: share of the KL in the loss, end to end.
         dropout: whether the model's own dropout acts, end to end.
@@ -123,7 +123,7 @@ class Recipe:
     """
 
     transfer: Stage = Stage()
-    end_to_end: Stage = Stage(learning_rate=3e-4)
+    end_to_end: Stage = Stage(learning_rate=1e-4)
     seed: int = 0
 
     @classmethod

@@ -43,7 +43,10 @@ def convert_command(
         bool, typer.Option("--trainable-projection", help="Make W a parameter, for training.")
     ] = False,
     redraw_pool: Annotated[int, typer.Option(help="Redraw W from a pool of this size at every step of training.")] = 0,
-    gate: Annotated[bool, typer.Option("--gate/--no-gate", help="Add a recency gate per head.")] = False,
+    gate: Annotated[
+        bool | None,
+        typer.Option("--gate/--no-gate", help="Add a recency gate per head. Default: with --distill-steps."),
+    ] = None,
     window: Annotated[
         int, typer.Option(min=0, help="Let causal attention see so many last tokens exactly, beside the features.")
     ] = 0,
@@ -94,6 +97,9 @@ def convert_command(
             raise InputError(f"{option} has no effect without --data. Leave it out.")
     if feature_map is None:
         feature_map = "positive" if distill_steps is None else "exponential"
+    causal = _layers("--layers", layers)
+    if gate is None:  # only training makes it pay, and only causal attention has one
+        gate = distill_steps is not None and causal != []
     options: dict[str, Any] = {
         "feature_map": feature_map,
         "num_features": num_features,
@@ -106,7 +112,7 @@ def convert_command(
         "gate": gate,
         "window": window,
         "seed": seed,
-        "layers": _layers("--layers", layers),
+        "layers": causal,
         "cross_layers": _layers("--cross-layers", cross_layers),
         "encoder_layers": _layers("--encoder-layers", encoder_layers),
         "keep_softmax": keep_softmax,

@@ -94,3 +94,30 @@ def test_finetune_lists_its_options(monkeypatch, capsys):
 def test_layers_are_read_as_indices_and_ranges():
     assert cli_convert._layers("--layers", "0,2,4-7") == [0, 2, 4, 5, 6, 7]
     assert [cli_convert._layers("--layers", text) for text in (None, "all", "none")] == [None, "all", []]
+
+
+@pytest.mark.parametrize(
+    ("options", "feature_map", "gate"),
+    [
+        ([], "positive", False),
+        (["--gate"], "positive", True),
+        (["--distill-steps", "3"], "exponential", True),
+        (["--distill-steps", "3", "--no-gate"], "exponential", False),
+        (["--distill-steps", "3", "--layers", "none"], "exponential", False),
+        (["--distill-steps", "3", "--feature-map", "elu"], "elu", True),
+    ],
+)
+def test_defaults_depend_on_whether_there_is_training(options, feature_map, gate, tmp_path, monkeypatch):
+    """Feature map and gate that docs/quality.md found best without training, and with it."""
+    chosen = {}
+
+    def stop(source, destination, **given):
+        chosen.update(given)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(cli_convert, "_convert", stop)
+    data = ["--data", str(DEMO_TEXT)] if "--distill-steps" in options else []
+    monkeypatch.setattr(sys, "argv", ["hf-rfa", "convert", "parent", str(tmp_path / "out"), *options, *data])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert (chosen["feature_map"], chosen["gate"]) == (feature_map, gate)
