@@ -45,7 +45,9 @@ def convert_command(
     redraw_pool: Annotated[int, typer.Option(help="Redraw W from a pool of this size at every step of training.")] = 0,
     gate: Annotated[
         bool | None,
-        typer.Option("--gate/--no-gate", help="Add a recency gate per head. Default: with --distill-steps."),
+        typer.Option(
+            "--gate/--no-gate", help="Add a recency gate per head. Default: with --distill-steps and no window."
+        ),
     ] = None,
     window: Annotated[
         int, typer.Option(min=0, help="Let causal attention see so many last tokens exactly, beside the features.")
@@ -98,8 +100,8 @@ def convert_command(
     if feature_map is None:
         feature_map = "positive" if distill_steps is None else "exponential"
     causal = _layers("--layers", layers)
-    if gate is None:  # only training makes it pay, and only causal attention has one
-        gate = distill_steps is not None and causal != []
+    if gate is None:  # only training makes it pay, and no window beside it; only causal attention has one
+        gate = distill_steps is not None and window == 0 and causal != []
     options: dict[str, Any] = {
         "feature_map": feature_map,
         "num_features": num_features,

@@ -104,6 +104,8 @@ def test_layers_are_read_as_indices_and_ranges():
         (["--distill-steps", "3"], "exponential", True),
         (["--distill-steps", "3", "--no-gate"], "exponential", False),
         (["--distill-steps", "3", "--layers", "none"], "exponential", False),
+        (["--distill-steps", "3", "--window", "4"], "exponential", False),
+        (["--distill-steps", "3", "--window", "4", "--gate"], "exponential", True),
         (["--distill-steps", "3", "--feature-map", "elu"], "elu", True),
     ],
 )
