@@ -18,7 +18,7 @@ Steps 1 to 3 apply to positive features with the norm carried, step 5 to maps wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,31 +196,31 @@ def _shape_projection(feature_map: PositiveMap, query: Tensor, key: Tensor) -> N
     feature_map.shape_projection(second + means + means.transpose(-1, -2))
 
 
-def _set_spans(gate: Gate, comparison: _Comparison) -> None:
-    """Set every head's span to the one that is nearest the softmax weights (step 4)."""
-    best = torch.full_like(gate.bias, math.inf)
-    chosen = torch.ones_like(best)
-    for share in SPANS:
-        span = max(2.0, share * gate.max_positions)
-        gate.set_spans(torch.full_like(best, span))
+def _nearest(comparison: _Comparison, values: Sequence[float], set_to: Callable[[float], None]) -> Tensor:
+    """Return every head's value, [H], of those tried, that is nearest the softmax weights; the first one wins ties."""
+    best, chosen = torch.tensor(math.inf), torch.tensor(values[0])
+    for value in values:
+        set_to(value)
         divergence = comparison.best_divergence()
         better = divergence < best - 1e-6
-        best, chosen = torch.where(better, divergence, best), torch.where(better, span, chosen)
-    gate.set_spans(chosen)
+        best, chosen = torch.where(better, divergence, best), torch.where(better, value, chosen)
+    return chosen
+
+
+def _set_spans(gate: Gate, comparison: _Comparison) -> None:
+    """Set every head's span to the one that is nearest the softmax weights (step 4)."""
+    spans = [max(2.0, share * gate.max_positions) for share in SPANS]
+    gate.set_spans(_nearest(comparison, spans, lambda span: gate.set_spans(torch.full_like(gate.bias, span))))
 
 
 def _set_temperature(feature_map: FeatureMap, keys: Tensor, comparison: _Comparison) -> None:
     """Set σ of every head to the temperature that is nearest the softmax weights (step 5), with its best shift."""
-    best = torch.full((feature_map.num_heads,), math.inf, device=keys.device)
-    chosen = torch.ones_like(best)
-    for temperature in TEMPERATURES:
-        feature_map.sigma.fill_(temperature)
+
+    def set_to(temperature: Tensor | float) -> None:
+        feature_map.sigma.copy_(torch.as_tensor(temperature).reshape(-1, 1).expand_as(feature_map.sigma))
         _set_log_scale(feature_map, keys)
-        divergence = comparison.best_divergence()
-        better = divergence < best - 1e-6
-        best, chosen = torch.where(better, divergence, best), torch.where(better, temperature, chosen)
-    feature_map.sigma.copy_(chosen[:, None].expand_as(feature_map.sigma))
-    _set_log_scale(feature_map, keys)
+
+    set_to(_nearest(comparison, TEMPERATURES, set_to))
 
 
 def _centre_and_balance(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:

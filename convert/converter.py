@@ -307,9 +307,10 @@ def _notes(
         notes.append(f"The result has no tokenizer, since of the source it holds that {no_tokenizer}.")
     for field, kind in config.SOFTMAX_LAYERS.items():
         if kind != "encoder" and getattr(config, field):
-            kept = ", ".join(map(str, getattr(config, field)))
+            indices = getattr(config, field)
+            kept = ("layer " if len(indices) == 1 else "layers ") + ", ".join(map(str, indices))
             length = "text" if kind == "causal" else "source"
-            notes.append(f"The {kind} attention of layers {kept} is softmax: its cache grows with the {length}.")
+            notes.append(f"The {kind} attention of {kept} is softmax: its cache grows with the {length}.")
     if max_positions is not None:
         notes.append(source.family.more_positions_note.format(max_positions))
     if text is None:
