@@ -36,15 +36,21 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def plain(feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Attend in torch."""
-    query, key = feature_map(query, key)
+    query, key, *_ = feature_map(query, key, least_shift=feature_map.least_shift(None))
     return rfa_attention(query, key, value, **options)[0]
+
+
+def fused(feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend in the kernels."""
+    least, floor = feature_map.least_shift(None), feature_map.floor
+    return fused_attention(feature_map(query, key, affine=True), value, floor=floor, least_shift=least)[0]
 
 
 def contestants(feature_map: FeatureMap) -> dict[str, Attention]:
     """Return what is compared, by name: queries, keys and values [B, H, T, d] in, outputs out."""
     signs: dict[str, Any] = {"signed": feature_map.signed, "floor": feature_map.floor}
     found: dict[str, Attention] = {
-        "fused": lambda q, k, v: fused_attention(feature_map(q, k, affine=True), v, floor=feature_map.floor)[0],
+        "fused": lambda q, k, v: fused(feature_map, q, k, v),
         "torch": lambda q, k, v: plain(feature_map, q, k, v, **signs),
         "softmax": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
@@ -52,7 +58,7 @@ def contestants(feature_map: FeatureMap) -> dict[str, Attention]:
         from fla.ops.simple_gla import chunk_simple_gla
 
         def fla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            query, key = (features.to(q.dtype).transpose(1, 2) for features in feature_map(q, k))
+            query, key = (features.to(q.dtype).transpose(1, 2) for features in feature_map(q, k)[:2])
             value = F.pad(v, (0, 1), value=1.0).transpose(1, 2)
             sums, _ = chunk_simple_gla(query, key, value, scale=1.0)
             sums = sums.transpose(1, 2)

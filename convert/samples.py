@@ -109,11 +109,10 @@ def compare_weights(
     dtype = compute_dtype(sample.query.dtype)
     query, key = sample.query.to(dtype), sample.key.to(dtype)
     window = None
+    least_shift = layer.feature_map.least_shift(None)
+    features = layer.feature_map(query, key, least_shift=least_shift, offset=layer.window > 0)
     if layer.window:
-        query_features, key_features, offset = layer.feature_map(query, key, offset=True)
-        window = ExactWindow(layer.window, query * layer.scaling, key, offset)
-    else:
-        query_features, key_features = layer.feature_map(query, key)
+        window = ExactWindow(layer.window, query * layer.scaling, key, features.offset)
     gated = layer.gate is not None and hidden_states is not None
     log_gate, weights = layer.gate(hidden_states) if gated else (None, None)  # type: ignore[misc]
     log_gate, weights = mask_padding(sample.key_mask, log_gate, weights)
@@ -121,8 +120,8 @@ def compare_weights(
         yield (
             target,
             implied_log_weights(
-                query_features,
-                key_features,
+                features.query,
+                features.key,
                 rows=target.rows,
                 log_gate=log_gate,
                 weights=weights,

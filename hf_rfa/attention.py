@@ -6,7 +6,7 @@ What is the same in every family is in `RFAAttentionMixin`; a family's attention
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
@@ -18,12 +18,12 @@ from .blockwise import blockwise, in_blocks
 from .cache import layer_of, source_layer_of
 from .configuration_rfa import AttentionKind
 from .errors import InputError
-from .feature_maps import FEATURE_MAPS, FeatureMap, compute_dtype
+from .feature_maps import FEATURE_MAPS, FeatureMap, Features, compute_dtype
 from .fla_backend import fla_available, fla_chunked
 from .fused import available, fused_attention, fused_step
 from .gate import Gate
 from .implied import UNSEEN, implied_weights
-from .kernels import Form, attend_with_state, chunked, mask_padding, rfa_attention, source_state
+from .kernels import Form, attend_with_state, chunked, mask_padding, rescale, rfa_attention, source_state
 from .masks import rows_in_runs
 from .window import windowed_attention
 
@@ -149,15 +149,12 @@ class RFAAttentionMixin(nn.Module):
         """Return features in the dtype of the state."""
         return features.to(torch.promote_types(self.state_dtype, features.dtype))
 
-    def _features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (φ(q), φ(k))."""
-        query, key = self.feature_map(query, key)
-        return self._as_state(query), self._as_state(key)
-
-    def _features_and_offset(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (φ(q), φ(k), the offset of the exact window)."""
-        query, key, offset = self.feature_map(query, key, offset=True)
-        return self._as_state(query), self._as_state(key), self._as_state(offset)
+    def _features(
+        self, query: Tensor, key: Tensor | None, least_shift: Tensor | None, *, offset: bool = False
+    ) -> Features:
+        """Return the features of queries and keys in the dtype of the state."""
+        found: Features = self.feature_map(query, key, least_shift=least_shift, offset=offset)
+        return Features._make(None if each is None else self._as_state(each) for each in found)
 
     def _signs(self) -> dict[str, Any]:
         return {"signed": self.feature_map.signed, "floor": self.feature_map.floor}
@@ -183,7 +180,8 @@ class RFAAttentionMixin(nn.Module):
         if one and not self.feature_map.signed and options["starts"] is None:
             given = {name: options[name] for name in ("log_gate", "weights")}
             return fused_step(affine, value, cast(Tensor, state), **given), cast(Tensor, state)
-        return fused_attention(affine, value, state=state, floor=self.feature_map.floor, **options)
+        least = self.feature_map.least_shift(state)
+        return fused_attention(affine, value, state=state, floor=self.feature_map.floor, least_shift=least, **options)
 
     @without_autocast
     def attend(
@@ -252,12 +250,13 @@ class RFAAttentionMixin(nn.Module):
             log_gate = torch.zeros_like(key[..., 0], dtype=compute_dtype(key.dtype)) if log_gate is None else log_gate
             log_gate = log_gate.masked_fill(starts[:, None], UNSEEN)
         shared: dict[str, Any] = {"log_gate": log_gate, "weights": weights, **self._signs()}
+        least_shift = self.feature_map.least_shift(state)
         if self.window and self.branch != "linear":
             return windowed_attention(
                 self._as_state(query),
                 self._as_state(key),
                 value,
-                features=self._features_and_offset,
+                features=partial(self._features, least_shift=least_shift, offset=True),
                 size=self.window,
                 scaling=self.scaling,
                 padding=padding,
@@ -270,9 +269,13 @@ class RFAAttentionMixin(nn.Module):
             )
         implied = None
         if output_weights:
-            implied = implied_weights(*self._features(query, key), state=state, **shared)
+            features = self._features(query, key, least_shift)
+            met = rescale(state, None, features.shift)
+            implied = implied_weights(features.query, features.key, state=met, **shared)
         if self._uses_kernels(query):
             return *self._attend_fused(query, key, value, fused, state), None, implied
+
+        form = self._form(query, starts)
 
         def run(
             query: Tensor,
@@ -281,17 +284,22 @@ class RFAAttentionMixin(nn.Module):
             log_gate: Tensor | None,
             weights: Tensor | None,
             state: Tensor | None,
-        ) -> tuple[Tensor, Tensor]:
-            features = self._features(query, key)
-            given: dict[str, Any] = {"log_gate": log_gate, "weights": weights, "state": state, **self._signs()}
-            return rfa_attention(*features, value, chunk_size=self.chunk_size, form=form, **given)
+            shift: Tensor | None,
+        ) -> tuple[Tensor, Tensor, Tensor | None]:
+            features = self._features(query, key, self.feature_map.least_shift(state) if shift is None else shift)
+            given: dict[str, Any] = {"log_gate": log_gate, "weights": weights, **self._signs()}
+            state = rescale(state, shift, features.shift)
+            output, state = rfa_attention(
+                features.query, features.key, value, state=state, chunk_size=self.chunk_size, form=form, **given
+            )
+            return output, state, features.shift
 
-        form = self._form(query, starts)
         redrawn = self.training and self.feature_map.redraw_pool > 0  # a second look would see other features
-        if redrawn or form is not chunked or not in_blocks(query.shape[-2]):
-            return *run(query, key, value, log_gate, weights, state), None, implied
-        parameters = list(self.feature_map.parameters())
-        return *blockwise(run, query, key, value, log_gate, weights, state, parameters), None, implied
+        at_once = redrawn or form is not chunked or not in_blocks(query.shape[-2])
+        output, state, shift = (run if at_once else partial(blockwise, run))(
+            query, key, value, log_gate, weights, state, None
+        )
+        return output, cast(Tensor, rescale(state, shift, None)), None, implied
 
     @without_autocast
     def _attend_all(
@@ -307,11 +315,12 @@ class RFAAttentionMixin(nn.Module):
 
         One row of keys may serve several rows of queries, as in `attend_with_state`.
         """
-        query_features, key_features = self._features(query, key)
+        query_features, key_features, _, shift = self._features(query, key, self.feature_map.least_shift(None))
         weights = mask_padding(padding, None, None)[1]
         values = F.dropout(value, dropout, self.training)
         state = source_state(key_features, values, weights=weights, signed=self.feature_map.signed)
         output = attend_with_state(query_features, state, **self._signs()).to(value.dtype)
+        state = cast(Tensor, rescale(state, shift, None))
         if not output_weights:
             return output, state, None
         rows = query.shape[0] // key.shape[0]
@@ -323,8 +332,10 @@ class RFAAttentionMixin(nn.Module):
     @without_autocast
     def _read(self, query: Tensor, state: Tensor) -> Tensor:
         """Return what queries [B, H, T, d] read from a finished state."""
-        features = self._as_state(self.feature_map(query)[0])
-        return attend_with_state(features, state.to(features.device), **self._signs()).to(query.dtype)
+        state = state.to(query.device)
+        features = self._features(query, None, self.feature_map.least_shift(state))
+        met = cast(Tensor, rescale(state, None, features.shift))
+        return attend_with_state(features.query, met, **self._signs()).to(query.dtype)
 
     def attend_to_source(
         self,

@@ -8,6 +8,10 @@ Factors that a query, or all keys of a head, share cancel between numerator and 
 leave them out, or choose them so that nothing overflows: a query's largest feature is made e^40, and a key's features are
 divided by one calibrated constant per head.  No running maximum has to live in the recurrent state.
 
+Gradients need more room than values: where all keys that a query has seen are light, the gradient of their features is as
+large as their features are small.  With gradients the maps therefore move a factor e^r per feature from the queries to the
+keys, such that the largest key at hand has a feature of e^24 (`Features.shift`).  φ(q)·φ(k) stays what it is.
+
 Random matrices are drawn per layer and head from a seed, and saved with the model.
 """
 
@@ -18,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,15 +31,14 @@ from transformers import initialization as init
 
 from .folded import Folded, stamp
 
-#: With gradients, the least exponent of a key's feature, likewise: what is divided by is then never so small that a gradient
-#: overflows. Without gradients features may vanish.
-MIN_EXPONENT = -75.0
 #: Largest exponent of a key's feature relative to the head's constant: e^25 ≈ 7e10 leaves float32 room to sum over.
 MAX_EXPONENT = 25.0
 #: A query's largest feature is e^40, so that products with the features of light keys do not underflow.
 QUERY_EXPONENT = 40.0
-#: With gradients, how far below its largest feature's exponent those of a query's other features may lie.
-QUERY_RANGE = 110.0
+#: Least `Features.shift`: half of it can be exponentiated in float32.
+MIN_SHIFT = -150.0
+#: No gradient flows to key features below e^−60, whose gradients could overflow.
+MIN_DIFFERENTIABLE_EXPONENT = -60.0
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {}
 
@@ -61,7 +64,7 @@ class Affine:
     """Features as f(A q + a) and w f(A'k + a' − n), for kernels that compute them where they are used.
 
     Attributes:
-        kind: f, "exp" (with the bounds of `FeatureMap.exponentiate_keys` and `exponentiate_queries`), "sin", "relu", or
+        kind: f, "exp" (as `FeatureMap.exponentiate_keys` and `exponentiate_queries`), "sin", "relu", or
             "elu", to which 1 is added.
         query: prepared queries, [B, H, T, d].
         key: prepared keys, [B, H, T, d].
@@ -70,7 +73,7 @@ class Affine:
         key_weight: A', [H, F, d].
         key_bias: a', [H, F].
         key_norm: n, [B, H, T], or None for 0.
-        key_scale: w, [B, H, T], or None for 1.
+        key_log_scale: log w, [B, H, T], to be kept under 25, or None for 0.
     """
 
     kind: str
@@ -81,7 +84,30 @@ class Affine:
     key_weight: Tensor
     key_bias: Tensor
     key_norm: Tensor | None = None
-    key_scale: Tensor | None = None
+    key_log_scale: Tensor | None = None
+
+
+def least_shift_above(largest: Tensor, least: Tensor) -> Tensor:
+    """Return the least `Features.shift`, not below ``least``, at which exponents of up to ``largest`` do not overflow."""
+    # One below the bound, so that rounding takes no key to it, where it would lose its gradient.
+    return torch.maximum(largest - (MAX_EXPONENT - 1.0), least).clamp(max=0.0)
+
+
+class Features(NamedTuple):
+    """Features of some queries and keys of one layer.
+
+    Attributes:
+        query: φ(q), [B, H, T, F].
+        key: φ(k), [B, H, T', F]; empty without keys.
+        offset: o, [B, H, T, 1], which makes exp(q·k·s + o) commensurate with φ(q)·φ(k); None unless asked for.
+        shift: r ≤ 0, [H, 1, F], or [H, 1, 1] where a head's features share one: the key features are e^−r times those that
+            a state holds. None for r = 0, always so without gradients.
+    """
+
+    query: Tensor
+    key: Tensor
+    offset: Tensor | None
+    shift: Tensor | None
 
 
 class FeatureMap(nn.Module, ABC):
@@ -108,7 +134,7 @@ class FeatureMap(nn.Module, ABC):
         balance: a of (q̂∘a, k̂/a), [H, d]: softmax attention does not see it, the variance of random features does.
         key_shift: μ of k − μ, [H, d]: likewise.
         log_scale: c, [H]: subtracted from the exponents of a head's keys.
-        window_shift: what is learned of the offset of an exact window, [H], where there is one (`forward`).
+        window_shift: what is learned of the offset of an exact window, [H], where there is one (`Features.offset`).
     """
 
     name: ClassVar[str]
@@ -221,11 +247,36 @@ class FeatureMap(nn.Module, ABC):
         """Return the exponents, before c, of prepared keys (`key_input`): for maps with ``has_exponent``."""
         raise NotImplementedError(f"feature_map={self.name!r} has no exponents.")
 
-    def exponentiate_keys(self, exponent: Tensor, log_scale: Tensor | None = None) -> Tensor:
-        """Return exp(exponent − c), kept under e^25 and with gradients over e^−75; c is ``log_scale`` or the head's own."""
-        log_scale = self.log_scale if log_scale is None else log_scale
-        least = MIN_EXPONENT if torch.is_grad_enabled() else None
-        return (exponent - log_scale[:, None, None]).clamp(min=least, max=MAX_EXPONENT).exp()
+    def query_exponent(self, query: Tensor) -> Tensor:
+        """Return the exponents of queries, [B, H, T, F]: for maps whose query features are exponentials."""
+        raise NotImplementedError(f"feature_map={self.name!r} has no exponents of queries.")
+
+    def exponentiate_keys(self, exponent: Tensor, shift: Tensor | None = None) -> Tensor:
+        """Return exp(min(exponent − c, 25) − r) of exponents [B, H, T, F or 1]; r is ``shift``, None for 0."""
+        constant = self.log_scale[:, None, None]
+        if shift is None:
+            return (exponent - constant).clamp(max=MAX_EXPONENT).exp()
+        exponent = (exponent - (constant + shift)).clamp(max=MAX_EXPONENT)  # where r < 0 none reaches it
+        return torch.where(exponent < MIN_DIFFERENTIABLE_EXPONENT, exponent.detach(), exponent).exp()
+
+    def raise_shift(self, exponent: Tensor, least: Tensor) -> Tensor:
+        """Return the least `Features.shift` at which no key of some exponents overflows, and which is at least ``least``."""
+        largest = exponent.detach().amax(dim=(0, 2)) - self.log_scale[:, None]
+        return least_shift_above(largest[:, None], least)
+
+    def least_shift(self, state: Tensor | None) -> Tensor | None:
+        """Return the least `Features.shift` at which a state does not overflow, or None where nothing is to be shifted.
+
+        Args:
+            state: the state that the features meet (`hf_rfa.kernels.state_shape`), or None at the start.
+        """
+        if not (self.has_exponent and torch.is_grad_enabled()):
+            return None
+        if state is None:
+            return torch.tensor(MIN_SHIFT)
+        mass = state[..., -1:, -1:] if self.signed else state[..., -1:]
+        largest = mass.detach().amax(dim=0).log().transpose(-1, -2)
+        return least_shift_above(largest, torch.tensor(MIN_SHIFT))
 
     def fold(self, dtype: torch.dtype) -> Folded | None:
         """Return the map's matrices with all that is linear folded into them, in ``dtype``; None for a map that has none."""
@@ -257,11 +308,8 @@ class FeatureMap(nn.Module, ABC):
 
     @staticmethod
     def exponentiate_queries(exponent: Tensor) -> Tensor:
-        """Return exp(exponent) times a factor per query: its largest feature is e^40, with gradients none is under e^−70."""
-        relative = exponent - exponent.detach().amax(dim=-1, keepdim=True)
-        if torch.is_grad_enabled():
-            relative = relative.clamp(min=-QUERY_RANGE)
-        return (relative + QUERY_EXPONENT).exp()
+        """Return exp(exponent) times a factor per query, which makes its largest feature e^40."""
+        return (exponent - exponent.detach().amax(dim=-1, keepdim=True) + QUERY_EXPONENT).exp()
 
     @abstractmethod
     def query(self, query: Tensor) -> Tensor:
@@ -279,22 +327,61 @@ class FeatureMap(nn.Module, ABC):
         """Return the logarithm of the factor by which exp(q·k·s) exceeds φ(q)·φ(k), as far as it is known, [B, H, T, 1]."""
         return query.new_zeros(*query.shape[:-1], 1, dtype=compute_dtype(query.dtype))
 
-    def forward(self, query: Tensor, key: Tensor | None = None, *, offset: bool = False, affine: bool = False) -> Any:
-        """Return (φ(q), φ(k)); without keys the second is empty.
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        *,
+        least_shift: Tensor | None = None,
+        offset: bool = False,
+        affine: bool = False,
+    ) -> Any:
+        """Return the `Features` of queries and keys.
 
         Models come in here and nowhere else: the hooks that bring offloaded weights act on calls of a module.
 
         Args:
             query: [B, H, T, d].
             key: [B, H, T', d], or None.
-            offset: also return o = ``window_shift`` − `log_factor`, [B, H, T, 1], which makes exp(q·k·s + o) commensurate
-                with φ(q)·φ(k); for a map with an exact window beside it.
+            least_shift: what `least_shift` returns of the state that the features meet. None for features without a shift,
+                whose gradients may overflow.
+            offset: also return the offset, for a map with an exact window beside it.
             affine: return `affine_form` instead.
         """
         if affine:
             return self.affine_form(query, cast(Tensor, key))
-        features = self.query(query), query.new_empty(0) if key is None else self.key(key)
-        return (*features, self.window_shift[:, None, None] - self.log_factor(query)) if offset else features
+        return self.compute(query, key, least_shift, offset)
+
+    def compute(
+        self, query: Tensor, key: Tensor | None, shift: Tensor | None, offset: bool, **given: Tensor
+    ) -> Features:
+        """Return `forward`'s features; ``given`` is what `query` and `key` take besides."""
+        keys = query.new_empty(0)
+        if key is not None:
+            keys, shift = self.shifted_keys(key, shift, **given)
+        queries, change = self.shifted_queries(query, shift, **given)
+        if not offset:
+            return Features(queries, keys, None, shift)
+        return Features(
+            queries, keys, self.window_shift[:, None, None] - self.log_factor(query, **given) + change, shift
+        )
+
+    def shifted_keys(self, key: Tensor, least: Tensor | None, **given: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return φ(k) and its shift, at least ``least``."""
+        if least is None:
+            return self.key(key, **given), None
+        exponent = self.key_exponent(self.key_input(key), **given)
+        shift = self.raise_shift(exponent, least)
+        return self.exponentiate_keys(exponent, shift), shift
+
+    def shifted_queries(self, query: Tensor, shift: Tensor | None, **given: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return φ(q), and the logarithm of the factor by which the shift changes φ(q)·φ(k), [B, H, T, 1]."""
+        if shift is None:
+            return self.query(query, **given), 0.0
+        exponent = self.query_exponent(query, **given)
+        shifted = exponent + shift
+        change = exponent.detach().amax(-1, keepdim=True) - shifted.detach().amax(-1, keepdim=True)
+        return self.exponentiate_queries(shifted), change
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -8,21 +8,28 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .feature_maps import MAX_EXPONENT, MIN_EXPONENT, QUERY_EXPONENT, QUERY_RANGE, Affine
+from .blockwise import BLOCK_LENGTH
+from .feature_maps import (
+    MAX_EXPONENT,
+    MIN_DIFFERENTIABLE_EXPONENT,
+    QUERY_EXPONENT,
+    Affine,
+    least_shift_above,
+)
 from .implied import UNSEEN
-from .kernels import denominator, divide, masses
+from .kernels import denominator, divide, masses, rescale
 
 #: Kinds of features by name, as the kernels number them.
 KINDS = {"exp": 0, "sin": 1, "relu": 2, "elu": 3}
 #: Tokens of a chunk.
 CHUNK = 64
-NONE = 1e30
 
 
 def available(device: torch.device) -> bool:
@@ -37,14 +44,8 @@ def _power(count: int) -> int:
     return max(16, 1 << (count - 1).bit_length())
 
 
-def _limits(gradients: bool) -> dict[str, float]:
-    """Return the bounds of exponents (`hf_rfa.feature_maps`)."""
-    return {
-        "RANGE": QUERY_RANGE if gradients else NONE,
-        "TOP": QUERY_EXPONENT,
-        "LEAST": MIN_EXPONENT if gradients else -NONE,
-        "MOST": MAX_EXPONENT,
-    }
+#: Bounds of exponents (`hf_rfa.feature_maps`).
+LIMITS = {"TOP": QUERY_EXPONENT, "LEAST": MIN_DIFFERENTIABLE_EXPONENT, "MOST": MAX_EXPONENT}
 
 
 def _shape(d: int, features: int, columns: int, chunk: int) -> dict[str, int]:
@@ -69,9 +70,8 @@ class _LinearAttention(torch.autograd.Function):
         batch, heads, length, d = query.shape
         features, columns = query_weight.shape[1], value.shape[-1]
         rows, chunks = batch * heads, -(-length // chunk)
-        gradients = any(ctx.needs_input_grad)
         sizes = (length, d, features, columns, heads, chunks)
-        options = {**_limits(gradients), "KIND": KINDS[kind], "PRECISION": _precision(query.dtype)}
+        options = {**LIMITS, "KIND": KINDS[kind], "PRECISION": _precision(query.dtype)}
         shape = _shape(d, features, columns, chunk)
         states = torch.empty(rows, chunks + 1, features, columns, device=query.device, dtype=torch.float32)
         block = min(64, shape["BM"])
@@ -153,6 +153,7 @@ def fused_attention(
     state: Tensor | None = None,
     floor: float = 0.0,
     chunk: int = CHUNK,
+    least_shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend causally: what `hf_rfa.kernels.rfa_attention` computes of the features.
 
@@ -165,14 +166,16 @@ def fused_attention(
         state: the state so far (`hf_rfa.kernels.state_shape`), or None at the start.
         floor: see `hf_rfa.kernels.denominator`; for features with signs.
         chunk: tokens of a chunk, a power of 2 from 16 on.
+        least_shift: see `hf_rfa.feature_maps.FeatureMap.forward`.
 
     Returns:
         The outputs [B, H, T, d] in float32, and the new state.
     """
+    shift = None if least_shift is None else _shift(affine, least_shift)
+    if shift is not None:
+        affine, state = _shifted(affine, shift), rescale(state, None, shift)
     query, key = affine.query.contiguous(), affine.key.contiguous()
-    scale = _rows(weights, query, 1.0)
-    if affine.key_scale is not None:
-        scale = scale * affine.key_scale
+    scale = _scale(affine, weights)
     gate, norm = _rows(log_gate, query, 0.0), _rows(affine.key_norm, query, 0.0)
     numbers = torch.zeros_like(gate[:, 0], dtype=torch.int32) if starts is None else starts.cumsum(-1).to(torch.int32)
     documents = numbers[:, None].expand(gate.shape).contiguous()
@@ -185,11 +188,41 @@ def fused_attention(
         documents, affine.kind, chunk,
     )  # fmt: skip
     if not signed:
-        return divide(sums[..., :-1], sums[..., -1:]), end
+        return divide(sums[..., :-1], sums[..., -1:]), cast(Tensor, rescale(end, shift, None))
     if starts is not None:
         gate = gate.masked_fill(starts[:, None], UNSEEN)
     length, mass, end = _with_masses(affine, scale, gate, None if state is None else state[..., -1:, -1:].clone(), end)
-    return divide(sums[..., :-1], denominator(sums[..., -1:], length, mass, floor)), end
+    output = divide(sums[..., :-1], denominator(sums[..., -1:], length, mass, floor))
+    return output, cast(Tensor, rescale(end, shift, None))
+
+
+def _scale(affine: Affine, weights: Tensor | None) -> Tensor:
+    """Return what keys are multiplied by, [B, H, T]."""
+    scale = _rows(weights, affine.query, 1.0)
+    return scale if affine.key_log_scale is None else scale * affine.key_log_scale.clamp(max=MAX_EXPONENT).exp()
+
+
+@torch.no_grad()
+def _shift(affine: Affine, least: Tensor) -> Tensor | None:
+    """Return the shift of the features (`hf_rfa.feature_maps.Features`), at least ``least``."""
+    if affine.key_log_scale is not None:
+        return least_shift_above(affine.key_log_scale.amax(dim=(0, 2))[:, None, None], least)
+    if affine.kind != "exp":
+        return None
+    largest = []
+    for start in range(0, affine.key.shape[-2], BLOCK_LENGTH):
+        exponent = torch.einsum("bhtd,hfd->bhtf", affine.key[:, :, start : start + BLOCK_LENGTH], affine.key_weight)
+        if affine.key_norm is not None:
+            exponent = exponent - affine.key_norm[:, :, start : start + BLOCK_LENGTH, None]
+        largest.append((exponent + affine.key_bias[:, None]).amax(dim=(0, 2)))
+    return least_shift_above(torch.stack(largest).amax(0)[:, None], least)
+
+
+def _shifted(affine: Affine, shift: Tensor) -> Affine:
+    """Return the map to features with a shift."""
+    if affine.key_log_scale is not None:
+        return replace(affine, key_log_scale=affine.key_log_scale.clamp(max=MAX_EXPONENT) - shift[..., 0])
+    return replace(affine, query_bias=affine.query_bias + shift[:, 0], key_bias=affine.key_bias - shift[:, 0])
 
 
 def _with_masses(
@@ -218,14 +251,12 @@ def fused_step(
     query, key = affine.query.contiguous(), affine.key.contiguous()
     batch, heads, _, d = query.shape
     features = affine.query_weight.shape[1]
-    scale = _rows(weights, query, 1.0)
-    if affine.key_scale is not None:
-        scale = scale * affine.key_scale
+    scale = _scale(affine, weights)
     sums = torch.empty(batch, heads, 1, d + 1, device=query.device, dtype=torch.float32)
     step_kernel[(batch * heads,)](
         query, key, affine.query_weight.contiguous(), affine.query_bias.contiguous(), affine.key_weight.contiguous(),
         affine.key_bias.contiguous(), _rows(affine.key_norm, query, 0.0), value.contiguous(),
         _rows(log_gate, query, 0.0), scale, state, sums, d, features, heads,
-        KIND=KINDS[affine.kind], **_limits(False), BK=_power(d), BF=_power(features),
+        KIND=KINDS[affine.kind], **LIMITS, BK=_power(d), BF=_power(features),
     )  # fmt: skip
     return divide(sums[..., :-1], sums[..., -1:])

@@ -27,14 +27,12 @@ def exponents(x, weight, bias, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def query_features(exponent, used, KIND: tl.constexpr, RANGE: tl.constexpr, TOP: tl.constexpr):
+def query_features(exponent, used, KIND: tl.constexpr, TOP: tl.constexpr):
     """Return (φ(q), its derivative by the exponent) of [C, F]; ``used`` [F] marks the features that are there."""
     if KIND == 0:
         shown = tl.where(used[None, :], exponent, float("-inf"))
-        relative = shown - tl.max(shown, axis=1)[:, None]
-        inside = relative >= -RANGE
-        feature = tl.exp(tl.maximum(relative, -RANGE) + TOP)
-        slope = tl.where(inside, feature, 0.0)
+        feature = tl.exp(shown - tl.max(shown, axis=1)[:, None] + TOP)
+        slope = feature
     elif KIND == 1:
         feature = tl.sin(exponent)
         slope = tl.cos(exponent)
@@ -50,9 +48,9 @@ def query_features(exponent, used, KIND: tl.constexpr, RANGE: tl.constexpr, TOP:
 
 @triton.jit
 def key_features(exponent, used, KIND: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """Return (φ(k), its derivative by the exponent), likewise."""
+    """Return (φ(k), its derivative by the exponent), likewise; below LEAST the derivative is left out."""
     if KIND == 0:
-        feature = tl.exp(tl.minimum(tl.maximum(exponent, LEAST), MOST))
+        feature = tl.exp(tl.minimum(exponent, MOST))
         slope = tl.where((exponent >= LEAST) & (exponent <= MOST), feature, 0.0)
     elif KIND == 1:
         feature = tl.sin(exponent)
@@ -81,7 +79,7 @@ def states_kernel(
     x_ptr, weight_ptr, bias_ptr, norm_ptr, value_ptr, gate_ptr, scale_ptr, document_ptr, start_ptr, states_ptr,
     T, d, F, M, H, N,
     KIND: tl.constexpr, REVERSE: tl.constexpr, HAS_START: tl.constexpr,
-    RANGE: tl.constexpr, TOP: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    TOP: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the state before every chunk and after the last, [B·H, N + 1, F, M].
@@ -108,7 +106,7 @@ def states_kernel(
         x = tl.load(x_ptr + (row * T + t)[:, None] * d + k[None, :], mask=there[:, None] & (k[None, :] < d), other=0.0)
         exponent = exponents(x.to(tl.float32), weight, bias, PRECISION)
         if REVERSE:
-            feature, _ = query_features(exponent, f < F, KIND, RANGE, TOP)
+            feature, _ = query_features(exponent, f < F, KIND, TOP)
         else:
             exponent -= tl.load(norm_ptr + row * T + t, mask=there, other=0.0)[:, None]
             feature, _ = key_features(exponent, f < F, KIND, LEAST, MOST)
@@ -138,7 +136,7 @@ def outputs_kernel(
     output_ptr,
     T, d, F, M, H, N,
     KIND: tl.constexpr,
-    RANGE: tl.constexpr, TOP: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    TOP: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the numerators and normalisers of one chunk, [B·H, T, M]."""
@@ -151,7 +149,7 @@ def outputs_kernel(
     inside = there[:, None] & (k[None, :] < d)
     weight, bias = load_weights(qw_ptr, qb_ptr, head, k, f, d, F)
     exponent = exponents(tl.load(q_ptr + place, mask=inside, other=0.0).to(tl.float32), weight, bias, PRECISION)
-    query, _ = query_features(exponent, f < F, KIND, RANGE, TOP)
+    query, _ = query_features(exponent, f < F, KIND, TOP)
     weight, bias = load_weights(kw_ptr, kb_ptr, head, k, f, d, F)
     exponent = exponents(tl.load(k_ptr + place, mask=inside, other=0.0).to(tl.float32), weight, bias, PRECISION)
     exponent -= tl.load(norm_ptr + row * T + t, mask=there, other=0.0)[:, None]
@@ -182,7 +180,7 @@ def gradients_kernel(
     states_ptr, later_ptr, doutput_ptr, dquery_ptr, dkey_ptr, dvalue_ptr, dtotal_ptr, dscale_ptr,
     T, d, F, M, H, N,
     KIND: tl.constexpr,
-    RANGE: tl.constexpr, TOP: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    TOP: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write one chunk's gradients: of the exponents of queries and keys [B·H, T, F], values, summed log-gates and scales."""
@@ -195,7 +193,7 @@ def gradients_kernel(
     inside = there[:, None] & (k[None, :] < d)
     weight, bias = load_weights(qw_ptr, qb_ptr, head, k, f, d, F)
     exponent = exponents(tl.load(q_ptr + place, mask=inside, other=0.0).to(tl.float32), weight, bias, PRECISION)
-    query, query_slope = query_features(exponent, f < F, KIND, RANGE, TOP)
+    query, query_slope = query_features(exponent, f < F, KIND, TOP)
     weight, bias = load_weights(kw_ptr, kb_ptr, head, k, f, d, F)
     exponent = exponents(tl.load(k_ptr + place, mask=inside, other=0.0).to(tl.float32), weight, bias, PRECISION)
     exponent -= tl.load(norm_ptr + row * T + t, mask=there, other=0.0)[:, None]
@@ -247,7 +245,7 @@ def step_kernel(
     q_ptr, k_ptr, qw_ptr, qb_ptr, kw_ptr, kb_ptr, norm_ptr, value_ptr, gate_ptr, scale_ptr, state_ptr, output_ptr,
     d, F, H,
     KIND: tl.constexpr,
-    RANGE: tl.constexpr, TOP: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    TOP: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
     BK: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """Advance one head by one token: state [B·H, F, d + 1] updated in place, numerator and normaliser [B·H, d + 1] out."""
@@ -259,7 +257,7 @@ def step_kernel(
     weight, bias = load_weights(qw_ptr, qb_ptr, head, k, f, d, F)
     x = tl.load(q_ptr + row * d + k, mask=k < d, other=0.0).to(tl.float32)
     exponent = (tl.sum(weight * x[:, None], axis=0) + bias)[None, :] + one[:, None]
-    query, _ = query_features(exponent, used, KIND, RANGE, TOP)
+    query, _ = query_features(exponent, used, KIND, TOP)
     weight, bias = load_weights(kw_ptr, kb_ptr, head, k, f, d, F)
     x = tl.load(k_ptr + row * d + k, mask=k < d, other=0.0).to(tl.float32)
     exponent = (tl.sum(weight * x[:, None], axis=0) + bias - tl.load(norm_ptr + row))[None, :] + one[:, None]

@@ -10,20 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels import denominator, divide, noncausal, parallel, parallel_weights
+from .kernels import denominator, differentiable, divide, noncausal, parallel, parallel_weights
 
 #: Logarithm of the weight of a key that a query does not see; finite, so that no gradient is NaN.
 UNSEEN = -1e30
-#: With gradients, products of features and normalisers beside an exact window that are below this are taken for it, so that
-#: no gradient of their logarithm overflows; exponential features stay above it by themselves then.
-SMALLEST_PRODUCT = 1e-17
 #: Implied weights of signed features are raised to this before a logarithm is taken.
 SMALLEST_WEIGHT = 1e-9
-
-
-def smallest_product(dtype: torch.dtype) -> float:
-    """Return the least product of features that a logarithm is taken of."""
-    return SMALLEST_PRODUCT if torch.is_grad_enabled() else torch.finfo(dtype).tiny
 
 
 def implied_weights(
@@ -131,7 +123,7 @@ def implied_log_weights(
         log_total = torch.where(divisor > 0, divisor, tiny).log()
         logits = divide(scores, divisor).clamp_min(SMALLEST_WEIGHT).log() + log_total
     else:
-        logits = scores.clamp_min(smallest_product(scores.dtype)).log() + factor
+        logits = differentiable(scores, scores).clamp_min(tiny).log() + factor
     if window is not None:
         exact = window.query[..., rows, :] @ window.key[..., columns, :].transpose(-1, -2) + window.offset[..., rows, :]
         exact = exact + factor

@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 DEFAULT_CHUNK_SIZE = 64
+#: Least divisor that gradients flow through, e^−45.
+SMALLEST_DIVISOR = 3e-20
 
 #: Computes the recurrence of several tokens, as `chunked` does.
 Form = Callable[..., tuple[Tensor, Tensor]]
@@ -249,11 +251,34 @@ def denominator(normaliser: Tensor, query: Tensor, mass: Tensor | None, floor: f
 
 
 def divide(numerator: Tensor, divisor: Tensor) -> Tensor:
-    """Return numerator [B, H, T, d] over divisor [B, H, T, 1], and 0 where nothing has been seen yet."""
+    """Return numerator [B, H, T, d] over divisor [B, H, T, 1], and 0 where nothing has been seen yet.
+
+    No gradient flows where the divisor is below `SMALLEST_DIVISOR`.
+    """
+    if torch.is_grad_enabled():
+        numerator, divisor = (differentiable(each, divisor) for each in (numerator, divisor))
     unseen = divisor <= 0  # not where it is NaN, which has to go on
-    if not torch.is_grad_enabled():
-        return (numerator / divisor).masked_fill_(unseen, 0.0)
-    return torch.where(unseen, 0.0, numerator) / torch.where(unseen, 1.0, divisor)
+    return (numerator / divisor).masked_fill_(unseen, 0.0)
+
+
+def differentiable(x: Tensor, divisor: Tensor) -> Tensor:
+    """Return ``x`` itself, detached where ``divisor`` is so small that its gradient would overflow."""
+    return torch.where(divisor < SMALLEST_DIVISOR, x.detach(), x)
+
+
+def rescale(state: Tensor | None, before: Tensor | None, after: Tensor | None) -> Tensor | None:
+    """Return a state of features with the shift ``before`` as one of features with the shift ``after``.
+
+    Args:
+        state: [B, H, rows, d + 1], or None at the start.
+        before: [H, 1, rows or 1] (`hf_rfa.feature_maps.Features.shift`), or None for 0.
+        after: likewise.
+    """
+    if state is None or (before is None and after is None):
+        return state
+    log_factor = (0.0 if before is None else before) - (0.0 if after is None else after)
+    half = (cast(Tensor, log_factor).transpose(-1, -2) / 2).exp()  # all of it may overflow where the product does not
+    return state * half * half
 
 
 def normalise(output: Tensor, query: Tensor, mass: Tensor | None, floor: float) -> Tensor:

@@ -149,8 +149,11 @@ class HedgehogMap(LearnedFeatureMap):
 
     def query(self, query: Tensor) -> Tensor:
         """Return [exp(Wq̂ + b), exp(−Wq̂ − b)], the largest made e^40."""
-        exponent = self.affine(self.query_input(query))
-        return self.exponentiate_queries(torch.cat([exponent, -exponent], dim=-1))
+        return self.exponentiate_queries(self.query_exponent(query))
+
+    def query_exponent(self, query: Tensor) -> Tensor:
+        """Return ±(Wq̂ + b) of queries, [B, H, T, 2d]."""
+        return self.key_exponent(self.query_input(query))
 
     def key(self, key: Tensor) -> Tensor:
         """Return exp(min(±(Wk̂ + b) − c, 25))."""

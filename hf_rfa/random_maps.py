@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import initialization as init
 
-from .feature_maps import MAX_EXPONENT, QUERY_EXPONENT, Affine, ProjectedFeatureMap, compute_dtype, register_feature_map
+from .feature_maps import (
+    MAX_EXPONENT,
+    QUERY_EXPONENT,
+    Affine,
+    Features,
+    ProjectedFeatureMap,
+    compute_dtype,
+    register_feature_map,
+)
 from .folded import Folded
 
 
@@ -102,13 +109,11 @@ class RandomFeatureMap(ProjectedFeatureMap):
             return super().log_factor(query)
         return self.log_normaliser(query, matrix)
 
-    def forward(self, query: Tensor, key: Tensor | None = None, *, offset: bool = False, affine: bool = False) -> Any:
-        """Return what `FeatureMap.forward` does, all of it under the same matrix."""
-        if affine:
-            return super().forward(query, key, affine=True)
-        matrix = self.matrix()
-        features = self.query(query, matrix), query.new_empty(0) if key is None else self.key(key, matrix)
-        return (*features, self.window_shift[:, None, None] - self.log_factor(query, matrix)) if offset else features
+    def compute(
+        self, query: Tensor, key: Tensor | None, shift: Tensor | None, offset: bool, **given: Tensor
+    ) -> Features:
+        """Return what `FeatureMap.compute` does, all of it under the same matrix."""
+        return super().compute(query, key, shift, offset, matrix=self.matrix())
 
     def log_normaliser(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
         """Return the logarithm of the factor that φ(q)·φ(k) leaves out because it cancels, [B, H, T, 1].
@@ -147,22 +152,34 @@ class GaussianMap(RandomFeatureMap):
         bias = matrix.new_zeros(self.num_heads, self.feature_dim)
         bias[:, self.num_features :] = math.pi / 2
         weight = torch.cat([matrix, matrix], dim=1)
-        scale = None if self.unit_norm else self.exponentiate_keys(self.key_exponent(key))[..., 0]
-        return Affine("sin", query, key, weight, bias, weight, bias, key_scale=scale)
+        scale = None if self.unit_norm else self.key_exponent(key)[..., 0] - self.log_scale[:, None]
+        return Affine("sin", query, key, weight, bias, weight, bias, key_log_scale=scale)
 
     def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
         """Return [sin(Wq̂), cos(Wq̂)]."""
-        phase = self.project(self.query_input(query), self.matrix() if matrix is None else matrix)
+        return self._waves(self.query_input(query), matrix)
+
+    def _waves(self, x: Tensor, matrix: Tensor | None) -> Tensor:
+        phase = self.project(x, self.matrix() if matrix is None else matrix)
         return torch.cat([phase.sin(), phase.cos()], dim=-1)
 
     def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
         """Return [sin(Wk̂), cos(Wk̂)], times exp(min(‖k̂‖²/2 − c, 25)) where the norm is carried."""
         key = self.key_input(key)
-        phase = self.project(key, self.matrix() if matrix is None else matrix)
-        features = torch.cat([phase.sin(), phase.cos()], dim=-1)
-        if self.unit_norm:
-            return features
-        return features * self.exponentiate_keys(self.key_exponent(key))
+        features = self._waves(key, matrix)
+        return features if self.unit_norm else features * self.exponentiate_keys(self.key_exponent(key))
+
+    def shifted_keys(self, key: Tensor, least: Tensor | None, **given: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `FeatureMap.shifted_keys`: one shift for all features of a head."""
+        if least is None or self.unit_norm:
+            return self.key(key, **given), None
+        key = self.key_input(key)
+        shift = self.raise_shift(self.key_exponent(key), least)
+        return self._waves(key, given["matrix"]) * self.exponentiate_keys(self.key_exponent(key), shift), shift
+
+    def shifted_queries(self, query: Tensor, shift: Tensor | None, **given: Tensor) -> tuple[Tensor, Tensor | float]:
+        """See `FeatureMap.shifted_queries`: queries have no exponents, and stay as they are."""
+        return self.query(query, **given), 0.0 if shift is None else -shift
 
     def key_exponent(self, key: Tensor) -> Tensor:
         """Return ‖k̂‖²/2 of prepared keys, [B, H, T, 1]."""
@@ -301,11 +318,13 @@ class PositiveMap(RandomFeatureMap):
     def _query_bias(self) -> Tensor:
         return self.feature_bias
 
-    def forward(self, query: Tensor, key: Tensor | None = None, *, offset: bool = False, affine: bool = False) -> Any:
-        """Return what `FeatureMap.forward` does."""
-        folded = None if affine else self.folded(query)
+    def compute(
+        self, query: Tensor, key: Tensor | None, shift: Tensor | None, offset: bool, **given: Tensor
+    ) -> Features:
+        """Return what `FeatureMap.compute` does, in fewer operations without gradients."""
+        folded = self.folded(query)
         if folded is None:
-            return super().forward(query, key, offset=offset, affine=affine)
+            return super().compute(query, key, shift, offset, **given)
         dtype = compute_dtype(query.dtype)
         query = query.to(dtype)
         features = folded.query_exponent(query)
@@ -314,7 +333,7 @@ class PositiveMap(RandomFeatureMap):
         keys = query.new_empty(0)
         if key is not None:
             keys = folded.key_exponent(key.to(dtype)).clamp_(max=MAX_EXPONENT).exp_()
-        return (features, keys, folded.offset(query, maximum)) if offset else (features, keys)
+        return Features(features, keys, folded.offset(query, maximum) if offset else None, None)
 
     def query_exponent(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
         """Return Wq̂ + b of queries, [B, H, T, D]."""

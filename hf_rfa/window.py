@@ -14,17 +14,18 @@ state.  Padding is moved to the front of the stream, so that it takes no token's
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .implied import UNSEEN, implied_weights, smallest_product
-from .kernels import DEFAULT_CHUNK_SIZE, divide, rfa_sums, segment_sums
+from .feature_maps import Features
+from .implied import UNSEEN, implied_weights
+from .kernels import DEFAULT_CHUNK_SIZE, differentiable, divide, rescale, rfa_sums, segment_sums
 
-#: (queries, keys) → (φ(q), φ(k), offset [B, H, T, 1]).
-Features = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+#: (queries, keys) → their features, with an offset.
+FeatureFunction = Callable[[Tensor, Tensor], Features]
 
 
 def window_shape(size: int, head_dim: int) -> tuple[int, int]:
@@ -37,7 +38,7 @@ def windowed_attention(
     key: Tensor,
     value: Tensor,
     *,
-    features: Features,
+    features: FeatureFunction,
     size: int,
     scaling: float,
     log_gate: Tensor | None = None,
@@ -82,7 +83,8 @@ def windowed_attention(
         gates = None if gates is None else _take(gates[..., None], stream_places)[..., 0]
 
     leaving = stream[..., :length, :]
-    query_features, key_features, offset = features(query, leaving[..., :width])
+    query_features, key_features, offset, shift = features(query, leaving[..., :width])
+    state = rescale(state, None, shift)
     log_weights = leaving[..., -1]
     if gates is not None:  # a token has decayed W times when it joins the state
         log_weights = log_weights + gates[..., 1:].unfold(-1, size, 1).sum(-1)
@@ -98,13 +100,14 @@ def windowed_attention(
     far, divisor, state = rfa_sums(
         query_features, key_features, leaving[..., width:-1], state=state, chunk_size=chunk_size, **options
     )
-    # Less mass than this cannot be divided by without overflow in the gradient; it is left out, as if nothing had been seen.
-    seen = divisor > smallest_product(divisor.dtype)
-    far = divide(far, torch.where(seen, divisor, 0.0))
+    state = cast(Tensor, rescale(state, shift, None))
+    far = divide(far, divisor)
+    divisor = differentiable(divisor, divisor)
+    seen = divisor > 0
     log_far = torch.where(seen, torch.where(seen, divisor, 1.0).log(), UNSEEN)
 
     chunk = length if output_weights else min(chunk_size, length)
-    near, log_near, near_weights = _near(query * scaling, stream, gates, offset, size, chunk)
+    near, log_near, near_weights = _near(query * scaling, stream, gates, cast(Tensor, offset), size, chunk)
     share = torch.zeros_like(log_near) if window_only else torch.sigmoid(log_far - log_near)
     output = near + share * (far - near)
     if implied is not None:
@@ -140,7 +143,8 @@ def _stream(
         log_weights = weights.clamp_min(torch.finfo(key.dtype).tiny).log().masked_fill(weights == 0, UNSEEN)
     new = torch.cat([key, value.to(key.dtype), log_weights[..., None]], dim=-1)
     if window is None:
-        window = F.pad(new.new_zeros(*new.shape[:2], size, new.shape[-1] - 1), (0, 1), value=UNSEEN)
+        # Empty places hold copies of a token: a key of zeros can have larger features than all keys of a trained head.
+        window = F.pad(new[..., :1, :-1].expand(-1, -1, size, -1), (0, 1), value=UNSEEN)
     gates = None if log_gate is None else F.pad(log_gate.to(key.dtype), (size, 0))
     return torch.cat([window.to(new.dtype), new], dim=-2), gates
 

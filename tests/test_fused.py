@@ -53,7 +53,7 @@ def problem(name: str, length: int, *, gate=True, weights=True, state=True):
         before = [draw(B, H, 6, D, seed=seed) for seed in range(6, 9)]
         signs = {"signed": feature_map.signed, "floor": feature_map.floor}
         with torch.no_grad():
-            options["state"] = rfa_attention(*feature_map(*before[:2]), before[2], **signs)[1]
+            options["state"] = rfa_attention(*feature_map(*before[:2])[:2], before[2], **signs)[1]
         options["state"].requires_grad_()
     return feature_map, query, key, value, options
 
@@ -70,7 +70,7 @@ def assert_close(found, expected, tolerance=2e-5):
 def test_outputs_states_and_gradients_are_those_of_the_plain_form(name, length):
     feature_map, query, key, value, options = problem(name, length)
     signs = {"signed": feature_map.signed, "floor": feature_map.floor}
-    expected = rfa_attention(*feature_map(query, key), value, **options, **signs)
+    expected = rfa_attention(*feature_map(query, key)[:2], value, **options, **signs)
     found = fused_attention(feature_map(query, key, affine=True), value, **options, floor=feature_map.floor, chunk=16)
     leaves = [query, key, value, *options.values(), *feature_map.parameters()]
     weights = [torch.randn_like(each) / each.detach().abs().max() for each in expected]
@@ -91,7 +91,7 @@ def test_what_is_left_out_is_left_out(without):
         "exponential", 21, gate=kept["log_gate"], weights=kept["weights"], state=kept["state"]
     )
     assert {name: each is not None for name, each in options.items()} == kept
-    expected = rfa_attention(*feature_map(query, key), value, **options)
+    expected = rfa_attention(*feature_map(query, key)[:2], value, **options)
     found = fused_attention(feature_map(query, key, affine=True), value, **options, chunk=16)
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other)
@@ -109,7 +109,7 @@ def test_documents_see_nothing_of_each_other(name, gated):
     gate = torch.zeros(B, H, length, device=DEVICE) if options["log_gate"] is None else options["log_gate"]
     signs = {"signed": feature_map.signed, "floor": feature_map.floor}
     plain = {**options, "log_gate": gate.masked_fill(starts[:, None], UNSEEN)}
-    expected = rfa_attention(*feature_map(query, key), value, **plain, **signs)
+    expected = rfa_attention(*feature_map(query, key)[:2], value, **plain, **signs)
     found = fused_attention(
         feature_map(query, key, affine=True), value, **options, starts=starts, floor=feature_map.floor, chunk=16
     )
@@ -128,7 +128,7 @@ def test_a_step_is_the_recurrence_and_works_in_place(name):
     with torch.no_grad():
         mine, theirs = options["state"].detach().clone(), options["state"].detach().clone()
         given = {each: options[each] for each in ("log_gate", "weights")}
-        expected, theirs = rfa_attention(*feature_map(query, key), value, state=theirs, **given)
+        expected, theirs = rfa_attention(*feature_map(query, key)[:2], value, state=theirs, **given)
         found = fused_step(feature_map(query, key, affine=True), value, mine, **given)
     assert_close(found, expected)
     assert_close(mine, theirs)

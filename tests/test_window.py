@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_rfa.feature_maps import FEATURE_MAPS
+from hf_rfa.feature_maps import FEATURE_MAPS, Features
 from hf_rfa.implied import ExactWindow, implied_log_weights
 from hf_rfa.kernels import denominator
 from hf_rfa.window import windowed_attention
@@ -31,12 +31,12 @@ class Case:
     signed: bool
     scaling: float = 0.7
 
-    def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def features(self, query: Tensor, key: Tensor) -> Features:
         of_query, of_key, of_offset = (matrix.to(query.dtype) for matrix in self.maps)
         query_features, key_features = query @ of_query, key @ of_key
         if not self.signed:
             query_features, key_features = query_features.exp(), key_features.exp()
-        return query_features, key_features, query @ of_offset
+        return Features(query_features, key_features, query @ of_offset, None)
 
     def to(self, dtype: torch.dtype) -> Case:
         names = ("query", "key", "value", "log_gate")
@@ -79,7 +79,7 @@ class Case:
     def loop(self) -> tuple[Tensor, Tensor]:
         """Return outputs and weights, token by token: padding is left out of each row before anything else."""
         length, rows = self.query.shape[2], {}
-        phi_q, phi_k, offset = self.features(self.query, self.key)
+        phi_q, phi_k, offset, _ = self.features(self.query, self.key)
         for b in range(self.query.shape[0]):
             places = range(self.query.shape[2])
             tokens = [t for t in places if self.padding is None or self.padding[b, t]]
@@ -194,7 +194,7 @@ def test_log_weights_for_training_are_the_weights(signed, data):
     case = data.draw(cases(signed=signed))
     case.padding = None if case.padding is None else case.padding.sort(dim=1, descending=True)[0]  # see its docstring
     _, expected = case.loop()
-    phi_q, phi_k, offset = case.features(case.query, case.key)
+    phi_q, phi_k, offset, _ = case.features(case.query, case.key)
     weights = None if case.log_gate is None else 1 - case.log_gate.exp()
     if case.padding is not None:
         weights = (1.0 if weights is None else weights) * case.padding[:, None].double()
@@ -257,7 +257,7 @@ def test_large_scores_and_padding_alone_give_finite_outputs_and_gradients(scale)
         query,
         key,
         value,
-        features=lambda q, k: feature_map(q, k, offset=True),
+        features=lambda q, k: feature_map(q, k, least_shift=feature_map.least_shift(None), offset=True),
         size=3,
         scaling=0.5,
         weights=padding[:, None],
