@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +22,11 @@ OPTIONS_OF_A_TASK: dict[str, Task] = {
     "train_references": "seq2seq",
     "evaluate_references": "seq2seq",
 }
+
+
+def processes_started() -> int:
+    """Return how many processes torchrun, accelerate launch or the like started."""
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 @dataclass

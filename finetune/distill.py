@@ -26,6 +26,7 @@ from hf_rfa.configuration_rfa import RFAConfigMixin
 from hf_rfa.errors import InputError
 from hf_rfa.inference import kind_of, load_model
 
+from .arguments import processes_started
 from .data import Blocks, PairCollator, Pairs
 from .distillation import distill_logits, transfer_attention, transfer_losses
 from .folders import check_settings, check_training_folder, training_folder
@@ -120,6 +121,7 @@ def distill(
         InputError: if anything that was passed cannot be used; no training has started then.
     """
     command = command or _command(locals())
+    check_one_process()
     destination = Path(destination)
     settings = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     settings = settings.with_steps(transfer=transfer_steps, end_to_end=end_to_end_steps)
@@ -152,6 +154,15 @@ def distill(
         _write(model, tokenizer, report, Path(checkpoint), folder)
     shutil.rmtree(work, ignore_errors=True)
     return report
+
+
+def check_one_process() -> None:
+    """Raise an `InputError` if several processes were started: each would train alone, and write the same folder."""
+    if processes_started() > 1:
+        raise InputError(
+            f"{processes_started()} processes were started, but distillation runs in one. Start it without torchrun or "
+            "accelerate launch."
+        )
 
 
 def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArguments:

@@ -27,7 +27,7 @@ from transformers import (
 
 from hf_rfa.errors import InputError
 
-from .arguments import FinetuneArguments
+from .arguments import FinetuneArguments, processes_started
 from .corpora import (
     check_columns,
     labelled_texts,
@@ -76,6 +76,11 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
         FloatingPointError: if the loss is not finite.
     """
     options.check(max_steps=arguments.max_steps)
+    if processes_started() > arguments.world_size:
+        raise InputError(
+            f"{processes_started()} processes were started, but the training arguments know of {arguments.world_size}: they "
+            "would train apart and write the same output. Pass --use_cpu to train on CPUs, or start one per accelerator."
+        )
     destination = Path(cast(str, arguments.output_dir))
     work = training_folder(destination)
     first = arguments.process_index == 0

@@ -127,9 +127,10 @@ def convert_command(
         _convert(source, destination, overwrite=overwrite, **options)
         return
     from .convert.writer import check_destination, folder_beside
-    from .finetune.distill import distill
+    from .finetune.distill import check_one_process, distill
     from .finetune.folders import check_training_folder, training_folder
 
+    check_one_process()
     check_destination(destination, overwrite=overwrite, sources=(Path(source),))
     check_training_folder(training_folder(destination), resume=resume)
     with folder_beside(destination) as folder:

@@ -57,6 +57,7 @@ def distill_command(
 
 def finetune_parser() -> Any:
     """Return the parser of `finetune_command`'s options, which raises an `InputError` for those it cannot read."""
+    import torch
     from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
     from .finetune.arguments import FinetuneArguments
@@ -68,6 +69,8 @@ def finetune_parser() -> Any:
         "passed too; those on the command line win.",
     )
     parser.error = _refuse
+    # Only if it is told does the Trainer join several processes on CPUs, or take bf16 there.
+    parser.set_defaults(use_cpu=not torch.accelerator.is_available())
     return parser
 
 

@@ -32,7 +32,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHeadModel, TrainingArguments
 
-from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
+from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel, cli
 from hf_rfa.feature_maps import FEATURE_MAPS, ProjectedFeatureMap
 from hf_rfa.inference import load_model
 
@@ -418,6 +418,20 @@ def test_bad_input(options, match, material, tmp_path):
     assert leftovers(tmp_path) == []
 
 
+def test_several_processes_are_refused(material, tmp_path, monkeypatch):
+    """Each would train alone, and all would write the same folder."""
+    from hf_rfa import cli_convert
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="2 processes were started, but distillation runs in one"):
+        run(material, tmp_path)
+    monkeypatch.setattr(cli_convert, "_convert", lambda *args, **options: pytest.fail("converted first"))
+    command = ["convert", str(material / "gpt2"), str(tmp_path / "out"), "--distill-steps", "4"]
+    with pytest.raises(InputError, match="2 processes were started, but distillation runs in one"):
+        cli.app([*command, "--data", str(material / "text.txt")], standalone_mode=False)
+    assert leftovers(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [
@@ -459,7 +473,7 @@ def test_a_diverging_run_says_so(material, tmp_path, monkeypatch):
 
 
 def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch, capsys):
-    from hf_rfa import cli, cli_convert
+    from hf_rfa import cli_convert
 
     command = ["hf-rfa", "convert", str(material / "bart"), str(tmp_path / "out"), "--distill-steps", "4"]
     with monkeypatch.context() as patch:

@@ -15,7 +15,9 @@ from pathlib import Path
 import hf_rfa.finetune
 import pytest
 import torch
-from hf_rfa.convert import convert
+from hf_rfa.convert import InputError, convert
+from hf_rfa.finetune.arguments import FinetuneArguments
+from hf_rfa.finetune.finetune import finetune
 from hf_rfa.finetune.folders import last_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, Seq2SeqTrainingArguments, Trainer, TrainingArguments
@@ -24,11 +26,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from hf_rfa import RFABartConfig, RFAGPT2Config, RFAMarianConfig
+from hf_rfa import RFABartConfig, RFAGPT2Config, RFAMarianConfig, cli_train
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config
 from .test_convert import leftovers
 from .test_finetune import run, words
+
+LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +153,12 @@ def test_a_run_killed_at_random_goes_on_to_the_same_weights(seed, material, tmp_
 def test_the_launch_files_are_what_their_readers_take(tmp_path):
     from accelerate.commands.config.config_args import load_config_from_file
 
-    folder = Path(hf_rfa.finetune.__file__).parent / "launch"
-    assert sorted(path.name for path in folder.iterdir()) == ["ddp.yaml", "deepspeed.json", "fsdp.json"]
-    assert load_config_from_file(str(folder / "ddp.yaml")).num_processes == 2
+    assert sorted(path.name for path in LAUNCH.iterdir()) == ["ddp.yaml", "deepspeed.json", "fsdp.json"]
+    assert load_config_from_file(str(LAUNCH / "ddp.yaml")).num_processes == 2
     options = {"output_dir": str(tmp_path), "use_cpu": True}
-    sharded = Seq2SeqTrainingArguments(fsdp="full_shard", fsdp_config=str(folder / "fsdp.json"), **options)
+    sharded = Seq2SeqTrainingArguments(fsdp="full_shard", fsdp_config=str(LAUNCH / "fsdp.json"), **options)
     assert sharded.fsdp_plugin_args["fsdp_version"] == 2
-    json.loads((folder / "deepspeed.json").read_text())
+    json.loads((LAUNCH / "deepspeed.json").read_text())
 
 
 def test_label_smoothing_learns_the_next_token(material):
@@ -183,3 +186,62 @@ def test_language_models_stand_in_the_tables_of_names(config_class):
     ):
         expected = heads[auto_class].rpartition(".")[2] if auto_class in heads else None
         assert table.get(config_class.model_type) == expected
+
+
+def test_processes_that_would_train_apart_are_refused(material, tmp_path, monkeypatch):
+    """Several were launched, but the training arguments were made without knowing of the others."""
+    options = FinetuneArguments(task="clm", train=str(material / "rows.jsonl"), model=str(material / "gpt2-rfa"))
+    arguments = Seq2SeqTrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, max_steps=1)
+    assert arguments.world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match=r"2 processes were started.*--use_cpu"):
+        finetune(options, arguments)
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_command_trains_on_the_cpu_where_there_is_nothing_else(there, tmp_path, monkeypatch):
+    """Told so, the Trainer joins processes there, and takes --bf16; it does neither unasked."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: there)
+    words = ["--task", "clm", "--train", "a", "--output_dir", str(tmp_path)]
+    values = vars(cli_train.finetune_parser().parse_args(words))
+    assert values["use_cpu"] is not there
+    assert vars(cli_train.finetune_parser().parse_args([*words, "--use_cpu"]))["use_cpu"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_two_processes_on_a_cpu_train_one_model(launcher, material, tmp_path):
+    """As the docs start them: the weights are those of one process with batches twice as large."""
+    together = {
+        "torchrun": ["torch.distributed.run", "--nproc_per_node", "2"],
+        "accelerate": ["accelerate.commands.launch", "--config_file", str(LAUNCH / "ddp.yaml")],
+    }[launcher]
+    shared = ["hf_rfa.cli", "finetune", "--model", str(material / "gpt2-rfa"), "--task", "clm", "--max_steps", "6"]
+    shared += [
+        "--train",
+        str(material / "rows.jsonl"),
+        "--block_length",
+        "16",
+        "--learning_rate",
+        "0.01",
+        "--overwrite",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for name, launch, batch in (("one", [], "4"), ("two", [*together, "-m"], "2"), ("two", [*together, "-m"], "2")):
+        output = tmp_path / name / "out"
+        command = [
+            sys.executable,
+            "-m",
+            *launch,
+            *shared,
+            "--per_device_train_batch_size",
+            batch,
+            "--output",
+            str(output),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("written to") == 1
+        assert (output / "config.json").is_file()
+    assert_same(weights(tmp_path / "two"), weights(tmp_path / "one"), atol=2e-4, rtol=1e-3)
