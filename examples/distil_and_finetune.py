@@ -61,6 +61,7 @@ def main() -> None:
     blocks = Blocks(tokenizer, read_documents(args.train), args.block_length)
     Trainer(model=model, args=arguments, train_dataset=blocks).train()
     model = model.merge_and_unload() if args.lora_rank else model
+    model.config.use_cache = True  # the Trainer turned it off
     model.save_pretrained(tuned)
     tokenizer.save_pretrained(tuned)
 

@@ -206,6 +206,7 @@ def transfer_attention(
     """
     groups = parameter_groups(model, _rates(arguments.learning_rate, 0.0))
     trained = {id(parameter) for group in groups for parameter in group["params"]}
+    use_cache = model.config.use_cache  # which a Trainer sets to its own argument as soon as it is made
     required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained)
@@ -224,6 +225,7 @@ def transfer_attention(
     finally:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(required[name])
+        model.config.use_cache = use_cache
         model.eval()
 
 
@@ -265,6 +267,7 @@ def distill_logits(
             parameter.requires_grad_("lora_" in name or is_rfa_parameter(name))
     groups = parameter_groups(model, _rates(rfa_rate, arguments.learning_rate), weight_decay=arguments.weight_decay)
     rates = {} if dropout else set_dropout(model, {})
+    use_cache = model.config.use_cache
     trainer = LogitDistillationTrainer(
         model=model,
         args=arguments,
@@ -282,4 +285,5 @@ def distill_logits(
             merge_lora(model)
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(required[name])
+        model.config.use_cache = use_cache
         model.eval()

@@ -173,6 +173,20 @@ def test_transfer_trains_feature_maps_and_gates_and_nothing_else(material, tmp_p
     assert leftovers(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize("configured", [True, False])
+def test_the_checkpoint_keeps_its_cache(configured, material, tmp_path):
+    """The Trainer turns it off, in either stage."""
+    shutil.copytree(material / "gpt2-rfa", tmp_path / "rfa")
+    config = json.loads((tmp_path / "rfa" / "config.json").read_text())
+    (tmp_path / "rfa" / "config.json").write_text(json.dumps({**config, "use_cache": configured}))
+    for stages in ((1, 0), (0, 1)):
+        steps = dict(zip(("transfer_steps", "end_to_end_steps"), stages, strict=True))
+        run(material, tmp_path, checkpoint=tmp_path / "rfa", overwrite=True, **steps)
+        trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert trained.config.use_cache is configured
+        assert (trained(torch.ones(1, 4, dtype=torch.long)).past_key_values is not None) is configured
+
+
 def test_all_layers_learn_alone(material):
     """The loss of one layer has no gradient in another's feature map."""
     model, _ = load_model(str(material / "gpt2-rfa"))

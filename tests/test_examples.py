@@ -93,7 +93,9 @@ def test_distil_and_finetune(lora_rank, tiny):
     assert any(name.endswith("c_attn.weight") for name in changed)
     if lora_rank:
         assert all(name.endswith("c_attn.weight") for name in changed)
-    assert type(AutoModelForCausalLM.from_pretrained(folder / "tuned")) is hf_rfa.RFAGPT2LMHeadModel
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "tuned")
+    assert type(loaded) is hf_rfa.RFAGPT2LMHeadModel
+    assert loaded.config.use_cache
 
 
 @pytest.mark.slow
