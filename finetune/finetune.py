@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -26,6 +27,7 @@ from transformers import (
 )
 
 from hf_rfa.errors import InputError
+from hf_rfa.inference import check_length
 
 from .arguments import FinetuneArguments, processes_started
 from .corpora import (
@@ -39,6 +41,7 @@ from .corpora import (
 )
 from .distillation import StopAtNaN
 from .folders import check_settings, check_training_folder, last_checkpoint, training_folder
+from .generation import answer_length
 from .groups import GroupedTrainer, freeze
 from .metrics import AccuracyMetric, BleuMetric
 from .models import load_config_and_tokenizer, load_model_to_train, resolve_block_length
@@ -56,7 +59,18 @@ DECISIVE = (
 
 
 class GroupedSeq2SeqTrainer(GroupedTrainer, Seq2SeqTrainer):
-    """`Seq2SeqTrainer` with the groups of `GroupedTrainer`."""
+    """`Seq2SeqTrainer` with the groups of `GroupedTrainer`, which leaves the generation configuration as it is."""
+
+    def prediction_step(self, model: Any, *args: Any, **options: Any) -> Any:
+        """Take a step with a copy of the generation configuration: the step fills it in with transformers' defaults."""
+        trained: Any = self.model
+        kept = trained.generation_config
+        trained.generation_config = copy.deepcopy(kept)
+        trained.generation_config.max_new_tokens = None  # it would win over generation_max_length
+        try:
+            return super().prediction_step(model, *args, **options)
+        finally:
+            trained.generation_config = kept
 
 
 def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) -> dict[str, float]:
@@ -81,6 +95,10 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
             f"{processes_started()} processes were started, but the training arguments know of {arguments.world_size}: they "
             "would train apart and write the same output. Pass --use_cpu to train on CPUs, or start one per accelerator."
         )
+    if arguments.fp16 and arguments.device.type == "cpu":
+        raise InputError("--fp16 needs an accelerator. Pass --bf16, which CPUs can do, or neither.")
+    if arguments.eval_strategy != "no" and options.evaluate is None:
+        raise InputError("--eval_strategy needs --evaluate, the data to evaluate on.")
     destination = Path(cast(str, arguments.output_dir))
     work = training_folder(destination)
     first = arguments.process_index == 0
@@ -97,6 +115,8 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
         prepared = _prepare(options, data, tokenizer, config, length)
     set_seed(arguments.seed)
     model = load_model_to_train(options, config)
+    if arguments.predict_with_generate:
+        check_length(model, arguments.generation_max_length or 0, what="--generation_max_length is")
     freeze(model, options.rates())
 
     settings = {name: value for name, value in vars(options).items() if name not in ("resume", "overwrite")}
@@ -107,8 +127,10 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     arguments.logging_nan_inf_filter = False
     arguments.dataloader_pin_memory &= torch.accelerator.is_available()  # torch warns of it where there is none
     checkpoint = last_checkpoint(work) if options.resume else None
+    use_cache = model.config.use_cache  # which a Trainer sets to its own argument as soon as it is made
     trainer = _trainer(options, model, arguments, prepared, tokenizer)
-    cache = model.config.use_cache
+    if arguments.predict_with_generate and arguments.generation_max_length is None:
+        arguments.generation_max_length = answer_length(model, length + 1)
     model.config.use_cache = False  # softmax models keep packed documents apart only without a cache
     found = trainer.train(resume_from_checkpoint=checkpoint)
     if not math.isfinite(found.training_loss):
@@ -123,7 +145,7 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
         metrics |= trainer.evaluate()
         if options.task == "clm":
             metrics["eval_perplexity"] = math.exp(min(700.0, metrics["eval_loss"]))
-    model.config.use_cache = cache
+    model.config.use_cache = use_cache
     trainer.save_model(str(work / "final"))  # gathers what several processes hold
     if first:
         with new_folder(destination) as folder:

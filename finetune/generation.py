@@ -16,8 +16,6 @@ from hf_rfa.inference import check_length
 from .metrics import BleuMetric, RougeMetric
 
 GenerationTask = Literal["translation", "summarization"]
-#: Most tokens of an answer, unless told otherwise or the model has fewer positions.
-MAX_NEW_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,18 @@ def encode_sources(model: PreTrainedModel, tokenizer: Any, sources: list[str], *
     return encoded
 
 
+def answer_length(model: Any, default: int) -> int:
+    """Return the most tokens of an answer, its start token among them.
+
+    Args:
+        model: a model with an encoder.
+        default: taken where the model's generation configuration sets none; either is cut to the positions.
+    """
+    config = model.generation_config
+    found = config.max_length if config.max_new_tokens is None else config.max_new_tokens + 1
+    return min(found or default, int(model.config.max_position_embeddings))
+
+
 @torch.no_grad()
 def evaluate_generation(
     model: PreTrainedModel,
@@ -94,7 +104,8 @@ def evaluate_generation(
         task: "translation" (sacreBLEU) or "summarization" (ROUGE).
         num_beams: 1 for greedy search. What else the checkpoint's generation configuration sets (length penalty, forced
             tokens, …) holds.
-        max_new_tokens: most tokens of an answer; None takes `MAX_NEW_TOKENS`, or what the positions allow.
+        max_new_tokens: most tokens of an answer; None takes what the generation configuration sets, or else what the
+            positions allow.
         batch_size: sources at a time, those of like length together.
         truncate: cut sources that are longer than the encoder's positions, instead of refusing them.
         bleu_tokenizer: sacreBLEU's tokenizer.
@@ -114,8 +125,8 @@ def evaluate_generation(
         raise InputError("there is no source to start from.")
     if bleu_tokenizer not in BLEU.TOKENIZERS:
         raise InputError(f"bleu_tokenizer must be one of {', '.join(sorted(BLEU.TOKENIZERS))}, got {bleu_tokenizer!r}.")
-    limit = int(model.config.max_position_embeddings) - 1
-    max_new_tokens = min(MAX_NEW_TOKENS, limit) if max_new_tokens is None else max_new_tokens
+    if max_new_tokens is None:
+        max_new_tokens = answer_length(model, model.config.max_position_embeddings) - 1
     check_length(model, max_new_tokens + 1, what="the start token and the new tokens are")
     encoded = encode_sources(model, tokenizer, sources, truncate=truncate)
 

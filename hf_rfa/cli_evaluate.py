@@ -68,7 +68,8 @@ def evaluate_command(
     target_field: Annotated[str, typer.Option(help="Generation: the references' name in it.")] = "target",
     num_beams: Annotated[int, typer.Option(min=1, help="Generation: beams; 1 is greedy search.")] = 1,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Generation: most tokens of an answer. Default: 128.")
+        int | None,
+        typer.Option(min=1, help="Generation: most tokens of an answer. Default: the checkpoint's, or the positions."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Generation: read only so many sources.")] = None,
     truncate: Annotated[

@@ -75,7 +75,7 @@ def finetune_parser() -> Any:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise InputError(f"hf-rfa finetune: {message}. --help lists the options.")
+    raise InputError(f"hf-rfa finetune: {message.rstrip('.')}. --help lists the options.")
 
 
 def finetune_words(words: list[str]) -> list[str]:
@@ -95,9 +95,12 @@ def finetune_command(context: typer.Context) -> None:
     from .finetune.finetune import finetune
 
     words = finetune_words(context.args)
-    options, arguments, unknown = finetune_parser().parse_args_into_dataclasses(
-        words, look_for_args_file=False, return_remaining_strings=True
-    )
+    try:
+        options, arguments, unknown = finetune_parser().parse_args_into_dataclasses(
+            words, look_for_args_file=False, return_remaining_strings=True
+        )
+    except ValueError as error:  # training arguments check each other as they are made
+        _refuse(str(error))
     if unknown:
         _refuse(f"there is no option {unknown[0]}")
     metrics = finetune(options, arguments)

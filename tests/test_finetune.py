@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -17,6 +18,7 @@ from hf_rfa.convert import InputError, convert
 from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.corpora import load_data, packed_blocks
 from hf_rfa.finetune.finetune import finetune
+from hf_rfa.finetune.generation import evaluate_generation
 from hf_rfa.finetune.groups import KINDS, kind_of_parameter, parameter_groups
 from safetensors.torch import load_file
 from transformers import (
@@ -203,6 +205,110 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(stop_at, material, tmp_p
         torch.testing.assert_close(resumed[name], tensor, atol=1e-7, rtol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("configured", [True, False])
+def test_the_checkpoint_keeps_its_cache_and_its_way_to_generate(configured, material, tmp_path):
+    """The Trainer turns the cache off, and fills generation's settings in with defaults when it scores answers."""
+    model, tokenizer = load_model(str(material / "bart-rfa"))
+    model.config.use_cache = configured
+    model.generation_config.num_beams = 3
+    for folder in (tmp_path / "model", tmp_path / "kept"):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    options = {"evaluate": "rows.jsonl", "predict_with_generate": True, "generation_num_beams": 1}
+    run(material, tmp_path, tmp_path / "model", "seq2seq", steps=1, **options)
+    before, after = (json.loads((tmp_path / name / "generation_config.json").read_text()) for name in ("kept", "out"))
+    assert after == before
+    trained = load_model(str(tmp_path / "out"))[0]
+    assert trained.config.use_cache is configured
+    ids = torch.full((1, 4), 5)
+    assert (trained(ids, decoder_input_ids=ids).past_key_values is not None) is configured
+
+
+def endless(folder: Path, material: Path, **generation) -> Path:
+    """Save a model that answers w5 for ever."""
+    model, tokenizer = load_model(str(material / "bart-rfa"))
+    with torch.no_grad():
+        model.final_logits_bias[:, 5] = 1e4
+    model.generation_config.update(**generation)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "training", "expected"),
+    [
+        ({}, {}, 40),  # as many as a target may have, though transformers would stop at 20
+        ({}, {"block_length": 96}, 95),  # the positions, one of them the start token's
+        ({"max_length": 31}, {}, 30),  # of the checkpoint, which counts the start token
+        ({"max_new_tokens": 30}, {}, 30),
+        ({"max_new_tokens": 30}, {"generation_max_length": 26}, 25),
+        ({}, {"generation_max_length": 51}, 50),
+    ],
+)
+def test_answers_that_are_scored_are_as_long_as_they_need_to_be(
+    model, training, expected, material, tmp_path, monkeypatch
+):
+    from hf_rfa.finetune import finetune as module
+
+    answers, score = [], module._bleu
+
+    def watched(prediction, *, tokenizer):
+        answers.extend(prediction.predictions)
+        return score(prediction, tokenizer=tokenizer)
+
+    monkeypatch.setattr(module, "_bleu", watched)
+    options = {"steps": 1, "learning_rate": 1e-9, "block_length": 40, **training}
+    few = (material / "rows.jsonl").read_text().splitlines()[:4]
+    (tmp_path / "few.jsonl").write_text("\n".join(few))
+    folder = endless(tmp_path / "model", material, **model)
+    run(material, tmp_path, folder, "seq2seq", evaluate=tmp_path / "few.jsonl", predict_with_generate=True, **options)
+    assert [answer.tolist().count(5) for answer in answers] == [expected] * 4
+
+
+def test_evaluation_takes_the_length_of_an_answer_from_the_checkpoint(material, tmp_path):
+    """What its generation configuration sets, or else the positions."""
+    for number, (generation, expected) in enumerate((({}, 95), ({"max_length": 31}, 30), ({"max_new_tokens": 30}, 30))):
+        model, tokenizer = load_model(str(endless(tmp_path / str(number), material, **generation)))
+        found = evaluate_generation(model, tokenizer, ["w6"], ["w7"], task="translation")
+        assert found.predictions == [" ".join(["w5"] * expected)]
+        assert f"at most {expected} new tokens" in found.protocol
+
+
+def test_the_command_trains_in_bfloat16_as_documented(material, tmp_path, monkeypatch):
+    """The line of docs/finetuning.md, where there is a GPU or none."""
+    (tmp_path / "reviews.csv").write_text("review,stars\nw5 w6,1\nw7,2\nw8 w9,1\n")
+    shutil.copytree(material / "gpt2-rfa", tmp_path / "gpt2-rfa")
+    page = (Path(__file__).parents[1] / "docs" / "finetuning.md").read_text()
+    (line,) = (line for line in page.splitlines() if line.startswith("hf-rfa finetune") and line.endswith("--bf16"))
+    monkeypatch.chdir(tmp_path)
+    cli.app([*line.split()[1:], "--max_steps", "1", "--report_to", "none"], standalone_mode=False)
+    assert AutoModelForSequenceClassification.from_pretrained("gpt2-rfa-finetuned").config.label2id == {"1": 0, "2": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (["--bf16", "--fp16"], "hf-rfa finetune: At most one of fp16 and bf16"),
+        (["--fp16", "--use_cpu"], "--fp16 needs an accelerator.*--bf16"),
+        (["--eval_strategy", "steps", "--eval_steps", "1"], "--eval_strategy needs --evaluate"),
+    ],
+)
+def test_training_arguments_that_cannot_be_used_are_refused(given, match, material, tmp_path):
+    shared = [
+        "finetune",
+        "--model",
+        str(material / "gpt2-rfa"),
+        "--train",
+        str(material / "rows.jsonl"),
+        "--task",
+        "clm",
+    ]
+    with pytest.raises(InputError, match=match):
+        cli.app([*shared, "--output", str(tmp_path / "out"), *given], standalone_mode=False)
+    assert leftovers(tmp_path) == []
+
+
 def test_the_command_reads_settings_and_training_arguments(material, tmp_path, monkeypatch, capsys):
     (tmp_path / "settings.yaml").write_text(
         f"task: clm\ntrain: {material / 'rows.jsonl'}\nblock_length: 16\nmax_steps: 9\nuse_cpu: true\nreport_to: none\n"
@@ -245,6 +351,10 @@ def test_the_command_reads_settings_and_training_arguments(material, tmp_path, m
         ({"gate_rate": -1.0}, "learning rate of gates must be a number of at least 0, got -1.0"),
         ({"streaming": True, "steps": -1}, "--streaming needs --max_steps"),
         ({"train": "short.txt"}, "does not fill a single block of 16 tokens"),
+        (
+            {"task": "seq2seq", "model": "bart-rfa", "predict_with_generate": True, "generation_max_length": 97},
+            "--generation_max_length is 97, but this model has 96 positions",
+        ),
         ({"resume": True}, "there is no interrupted run to resume"),
     ],
 )
