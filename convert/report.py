@@ -175,25 +175,23 @@ def cache_bytes_per_sequence(config: Any, dtype: torch.dtype, length: int) -> in
     return caches * 2 * config.num_layers_for("causal") * config.hidden_size * length * dtype.itemsize
 
 
-#: What the card of a converted model says until it is trained.
-UNTRAINED = "**It was not trained after the conversion**: distil or fine-tune it before you rely on it."
+#: How the paragraph of a card begins that says how the model was trained.
+TRAINING = "**Training**:"
+#: That paragraph, until there is any.
+UNTRAINED = (
+    f"{TRAINING} none after the conversion. The projections of queries, keys, values and outputs are the parent's, "
+    "untouched. Distil or fine-tune it before you rely on it."
+)
 
 CARD = """# {title}
 
 This is [{source}]({link}) with its softmax attention replaced by random feature attention (Peng et al., 2021), converted by
 [hf-rfa](https://pypi.org/project/hf-rfa/) {version}. A recurrent state of fixed size stands in for the cache of keys and
-values, so a token costs the same time and memory at any length. The projections of queries, keys, values and outputs are
-the parent's, untouched. {untrained}
+values, so a token costs the same time and memory at any length.
 
-## Use
+{untrained}
 
-```python
-import hf_rfa  # registers the RFA models with transformers
-from transformers import {auto_class}
-
-model = {auto_class}.from_pretrained("{destination}")
-```
-
+{use}
 ## How it was made
 
 ```bash
@@ -209,6 +207,19 @@ model = {auto_class}.from_pretrained("{destination}")
 - Hao Peng, Nikolaos Pappas, Dani Yogatama, Roy Schwartz, Noah A. Smith, Lingpeng Kong: *Random Feature Attention*. ICLR 2021.
 - Angelos Katharopoulos, Apoorv Vyas, Nikolaos Pappas, François Fleuret: *Transformers are RNNs: Fast Autoregressive
   Transformers with Linear Attention*. ICML 2020.
+"""
+
+USE = """## Use
+
+```python
+import hf_rfa  # registers the RFA models with transformers
+from transformers import {auto_class}
+
+model = {auto_class}.from_pretrained("{name}")
+```
+
+Where hf-rfa is not installed the code beside the weights takes its place:
+`{auto_class}.from_pretrained("{name}", trust_remote_code=True)`.
 """
 
 ATTENTION = """Above: how far every head's weights are from the softmax weights, before and after calibration. Below: weights
@@ -230,6 +241,12 @@ AUTO_CLASSES = {
 }
 
 
+def head_of(architecture: str) -> tuple[str, str]:
+    """Return the Auto class that loads a model class, and the hub's name of its task."""
+    endings = [value for ending, value in AUTO_CLASSES.items() if architecture.endswith(ending)]
+    return endings[0] if endings else ("AutoModel", "feature-extraction")
+
+
 def model_card(
     report: ConversionReport, *, architecture: str, hub_name: str | None, parent: ModelCardData | None
 ) -> ModelCard:
@@ -241,8 +258,7 @@ def model_card(
         hub_name: the parent's name on the hub, or None if it came from a folder.
         parent: what the parent's own card states, or None if it has none.
     """
-    endings = [value for ending, value in AUTO_CLASSES.items() if architecture.endswith(ending)]
-    auto_class, task = endings[0] if endings else ("AutoModel", "feature-extraction")
+    auto_class, task = head_of(architecture)
     data: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": task,
@@ -261,8 +277,7 @@ def model_card(
         link=f"https://huggingface.co/{hub_name}" if hub_name is not None else "#how-it-was-made",
         version=__version__,
         untrained=UNTRAINED,
-        auto_class=auto_class,
-        destination=destination,
+        use=USE.format(auto_class=auto_class, name=destination),
         command=report.command,
         rows="\n".join(f"| {what} | {value} |" for what, value in report.rows()),
         notes="".join(f"{note}\n\n" for note in report.notes),

@@ -86,6 +86,10 @@ class FinetuneArguments:
     resume: bool = field(default=False, metadata={"help": "Go on where an interrupted run stopped."})
     overwrite: bool = field(default=False, metadata={"help": "Replace a checkpoint at the output."})
 
+    def source(self) -> str | None:
+        """Return the checkpoint whose weights are trained; None for a new model."""
+        return None if self.from_scratch else self.model
+
     def rates(self) -> dict[ParameterKind, float]:
         """Return the learning rates that were given, by kind."""
         given = (self.feature_map_rate, self.sigma_rate, self.gate_rate, self.projection_rate, self.rest_rate)

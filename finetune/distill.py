@@ -15,10 +15,8 @@ from hf_rfa.convert.converter import MAX_SHARD_SIZE
 from hf_rfa.convert.families import rfa_layers
 from hf_rfa.convert.inputs import Inputs
 from hf_rfa.convert.pictures import HeadMap, compare_attention, draw_attention
-from hf_rfa.convert.report import UNTRAINED
 from hf_rfa.convert.texts import read_documents, read_pairs
 from hf_rfa.convert.writer import check_destination, new_folder
-from huggingface_hub import ModelCard
 from torch.utils.data import Dataset, Subset
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -27,6 +25,7 @@ from hf_rfa.errors import InputError
 from hf_rfa.inference import kind_of, load_model
 
 from .arguments import processes_started
+from .card import copy_referred, data_name, rows_of, trained_card
 from .data import Blocks, PairCollator, Pairs
 from .distillation import distill_logits, transfer_attention, transfer_losses
 from .folders import check_settings, check_training_folder, training_folder
@@ -149,9 +148,9 @@ def distill(
     sources = {"teacher": teacher, "data": data, "references": references}
     described = {name: None if path is None else str(Path(path).resolve()) for name, path in sources.items()}
     check_settings(work, described | {"recipe": settings.to_dict()}, resume=resume)
-    report = _run(model, parent, datasets, settings, work, resume, command)
+    report = _run(model, parent, datasets, settings, work, resume, command, str(data))
     with new_folder(destination) as folder:
-        _write(model, tokenizer, report, Path(checkpoint), folder)
+        _write(model, tokenizer, report, str(checkpoint), folder, destination.resolve().name)
     shutil.rmtree(work, ignore_errors=True)
     return report
 
@@ -205,6 +204,7 @@ def _run(
     work: Path,
     resume: bool,
     command: str,
+    data: str,
 ) -> DistillationReport:
     """Run the stages."""
     collate = None if kind_of(model.config) == "causal" else PairCollator(model.config)
@@ -253,7 +253,9 @@ def _run(
                 )
             )
         perplexities[results[-1].name] = _perplexity(model, batch)
-    return DistillationReport(command, recipe, before, after, tuple(results), perplexities, tuple(maps))
+    return DistillationReport(
+        command, data_name(data), recipe, before, after, tuple(results), perplexities, tuple(maps)
+    )
 
 
 def _collated(items: list[Any], collate: Any) -> Inputs:
@@ -278,9 +280,12 @@ def _divergences(
     return {name: tuple(loss.tolist()) for name, loss in transfer_losses(model, moved, inputs).items()}
 
 
-def _write(model: PreTrainedModel, tokenizer: Any, report: DistillationReport, checkpoint: Path, folder: Path) -> None:
-    """Write the distilled checkpoint, its report and its card."""
-    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8")) if checkpoint.is_dir() else {}
+def _write(
+    model: PreTrainedModel, tokenizer: Any, report: DistillationReport, checkpoint: str, folder: Path, name: str
+) -> None:
+    """Write the distilled checkpoint, its report and its card, which calls it by ``name``."""
+    source = Path(checkpoint)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8")) if source.is_dir() else {}
     stored = getattr(torch, config.get("dtype") or "float32")
     if stored != torch.float32:
         model.to(stored)
@@ -290,20 +295,14 @@ def _write(model: PreTrainedModel, tokenizer: Any, report: DistillationReport, c
                     module.float()
     model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     tokenizer.save_pretrained(folder)
+    copy_referred(checkpoint, folder)
     (folder / "distillation.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     report.plot(folder / "distillation.png")
     if report.after:
         stages = {"before": report.before, "attention transfer": report.after}
         draw_attention(folder / "attention-distilled.png", stages, list(report.maps))
-    for name in ("conversion.json", "attention.png"):
-        if (checkpoint / name).is_file():
-            shutil.copyfile(checkpoint / name, folder / name)
-    old = checkpoint / "README.md"
-    card = ModelCard.load(old) if old.is_file() else ModelCard("---\nlibrary_name: transformers\n---\n")
-    rows = "\n".join(f"| {what} | {value} |" for what, value in report.rows())
-    card.text = card.text.replace(UNTRAINED, "It was distilled from its parent after the conversion.")
-    card.text += (
-        f"\n## How it was distilled\n\n```bash\n{report.command}\n```\n\n| | |\n|---|---|\n{rows}\n\n"
-        "![loss](distillation.png)\n" + ("\n![attention](attention-distilled.png)\n" if report.after else "")
-    )
+    section = f"## How it was distilled\n\n```bash\n{report.command}\n```\n\n{rows_of(report.rows())}\n\n"
+    section += "![loss](distillation.png)\n"
+    section += "\n![attention](attention-distilled.png)\n" if report.after else ""
+    card = trained_card(model, name=name, source=checkpoint, summary=report.summary(), section=section)
     card.save(folder / "README.md")

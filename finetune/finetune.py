@@ -30,6 +30,7 @@ from hf_rfa.errors import InputError
 from hf_rfa.inference import check_length
 
 from .arguments import FinetuneArguments, processes_started
+from .card import copy_referred, data_name, rows_of, trained_card
 from .corpora import (
     check_columns,
     labelled_texts,
@@ -152,7 +153,9 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
             shutil.copytree(work / "final", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.bin"))
             if (work / "runs").is_dir():  # TensorBoard's
                 shutil.copytree(work / "runs", folder / "runs")
+            copy_referred(options.source(), folder)
             _write_figures(folder, options, metrics, trainer.state.log_history)
+            _card(destination.resolve().name, options, trainer, metrics).save(folder / "README.md")
         shutil.rmtree(work, ignore_errors=True)
     return metrics
 
@@ -278,7 +281,7 @@ def _trainer(
 def _write_figures(
     folder: Path, options: FinetuneArguments, metrics: dict[str, float], log: Sequence[dict[str, Any]]
 ) -> None:
-    """Write metrics, log, curves and card beside the weights."""
+    """Write metrics, log and curves beside the weights."""
     described = {"settings": vars(options), "metrics": metrics, "log": list(log)}
     (folder / "finetuning.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     figure = Figure(figsize=(5.4, 3.4))
@@ -294,10 +297,30 @@ def _write_figures(
         axes.legend()
     figure.tight_layout()
     figure.savefig(folder / "finetuning.png", dpi=150)
-    old = Path(options.model or "") / "README.md"
-    card = (
-        ModelCard.load(old) if options.model and old.is_file() else ModelCard("---\nlibrary_name: transformers\n---\n")
+
+
+def _card(name: str, options: FinetuneArguments, trainer: GroupedTrainer, metrics: dict[str, float]) -> ModelCard:
+    """Return the model card."""
+    arguments: Any = trainer.args
+    steps, data = trainer.state.global_step, data_name(options.train)
+    what = {"clm": "language modelling", "seq2seq": "sequence to sequence", "classify": "classification"}[options.task]
+    rates = [f"{arguments.learning_rate:g}"]
+    rates += [f"{kind.replace('_', ' ')} {f'{rate:g}' if rate else 'frozen'}" for kind, rate in options.rates().items()]
+    rows = [("task", what), ("trained on", data)]
+    rows += [("evaluated on", data_name(options.evaluate))] if options.evaluate is not None else []
+    rows += [
+        ("steps", f"{steps:,}"),
+        (
+            "rows per step",
+            f"{arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size:,}",
+        ),
+        ("learning rate", ", ".join(rates)),
+        *((name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float)),
+    ]
+    return trained_card(
+        trainer.model,
+        name=name,
+        source=options.source(),
+        summary=f"{'fine-tuned' if options.source() else 'trained from scratch'} on {data} ({what}, {steps:,} steps).",
+        section=f"## How it was fine-tuned\n\n{rows_of(rows)}\n\n![loss](finetuning.png)\n",
     )
-    rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in metrics.items() if isinstance(value, float))
-    card.text += f"\n## How it was fine-tuned\n\n| | |\n|---|---|\n{rows}\n\n![loss](finetuning.png)\n"
-    card.save(folder / "README.md")

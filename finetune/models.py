@@ -103,7 +103,7 @@ def load_model_to_train(options: FinetuneArguments, config: Any) -> Any:
     """
     auto_class = AUTO_CLASSES[options.task]
     try:
-        if options.from_scratch or options.model_type is not None:
+        if options.source() is None:
             model = auto_class.from_config(config)
         else:
             model = auto_class.from_pretrained(options.model, config=config, dtype="float32", use_safetensors=True)

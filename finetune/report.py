@@ -24,6 +24,7 @@ class DistillationReport:
 
     Attributes:
         command: the command that does it again.
+        data: name of the text that was learned from.
         recipe: its settings.
         before: KL(softmax ‖ implied) by layer and head on held-out data, in nats per query, before training.
         after: the same after attention transfer; empty if that stage was left out.
@@ -33,12 +34,23 @@ class DistillationReport:
     """
 
     command: str
+    data: str
     recipe: Recipe
     before: dict[str, tuple[float, ...]]
     after: dict[str, tuple[float, ...]]
     stages: tuple[StageResult, ...]
     perplexities: dict[str, float]
     maps: tuple[HeadMap, ...]
+
+    def summary(self) -> str:
+        """Return what was trained, in words."""
+        words = {
+            "attention transfer": "feature maps and gates learned the parent's attention (attention transfer, {} steps)",
+            "end to end": "the whole model learned the parent's outputs (end to end, {} steps)",
+        }
+        stages = ", then ".join(words[stage.name].format(f"{stage.steps:,}") for stage in self.stages)
+        kept = "" if self.stages[-1].name == "end to end" else " All other weights were left as they were."
+        return f"distilled on {self.data}: {stages}.{kept}"
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the figures as (what, value) pairs, for the table and the model card."""
@@ -51,10 +63,22 @@ class DistillationReport:
         for stage in self.stages:
             losses = [entry["loss"] for entry in stage.log if "loss" in entry]
             if losses:
-                rows.append((f"{stage.name}, {stage.steps:,} steps", f"loss {losses[0]:.3f} → {losses[-1]:.3f}"))
+                rows.append(
+                    (
+                        f"{stage.name}, {stage.steps:,} steps",
+                        f"loss {losses[0]:.3f} → {losses[-1]:.3f}, {self._rates(stage)}",
+                    )
+                )
         found = ", ".join(f"{name} {value:.2f}" for name, value in self.perplexities.items())
         rows.append((f"perplexity of the {HELD_OUT} items held out", found))
         return rows
+
+    def _rates(self, stage: StageResult) -> str:
+        """Return the learning rates of a stage in words."""
+        if stage.name == "attention transfer":
+            return f"learning rate {self.recipe.transfer.learning_rate:g}"
+        settings = self.recipe.end_to_end
+        return f"learning rate {settings.learning_rate:g}, of feature maps and gates {settings.rfa_learning_rate:g}"
 
     def table(self) -> Table:
         """Return the figures as a table to print."""
@@ -68,6 +92,7 @@ class DistillationReport:
         stages = [{"name": stage.name, "steps": stage.steps, "log": list(stage.log)} for stage in self.stages]
         return {
             "command": self.command,
+            "data": self.data,
             "recipe": self.recipe.to_dict(),
             "divergence_before": self.before,
             "divergence_after_transfer": self.after,

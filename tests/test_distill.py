@@ -15,6 +15,7 @@ import pytest
 import torch
 from hf_rfa.convert import InputError, convert
 from hf_rfa.convert.families import rfa_layers
+from hf_rfa.convert.report import UNTRAINED
 from hf_rfa.convert.samples import Sample
 from hf_rfa.convert.texts import read_documents
 from hf_rfa.finetune import distillation
@@ -169,7 +170,7 @@ def test_transfer_trains_feature_maps_and_gates_and_nothing_else(material, tmp_p
     assert (tmp_path / "out" / "distillation.png").stat().st_size > 1000
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert report.command in card.content
-    assert "It was not trained" not in card.content
+    assert UNTRAINED not in card.content
     assert leftovers(tmp_path) == ["out"]
 
 

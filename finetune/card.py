@@ -1,0 +1,89 @@
+"""The model card of a checkpoint after training: what it was trained from and how, and how it is loaded now."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hf_rfa.convert.report import TRAINING, UNTRAINED, USE, head_of
+from huggingface_hub import ModelCard, ModelCardData
+
+from hf_rfa.configuration_rfa import RFAConfigMixin
+
+#: Files beside a checkpoint that its card refers to; figures of an evaluation are not among them: they are of other weights.
+REFERRED = (
+    *("conversion.json", "attention.png", "distillation.json", "distillation.png", "attention-distilled.png"),
+    *("finetuning.json", "finetuning.png"),
+)
+#: The hub's tasks of models with an encoder, of which a card may state any.
+SEQ2SEQ_TASKS = ("translation", "summarization", "text2text-generation")
+PICTURE = re.compile(r"(?m)^!\[.*\]\(.*\)\n")
+#: Use of a softmax model.
+PLAIN_USE = re.sub(r"import hf_rfa.*\n|\nWhere hf-rfa is not(?s:.*)", "", USE)
+
+
+def data_name(source: str) -> str:
+    """Return the name of a data set: of a file without its folder."""
+    path = Path(source).expanduser()
+    return path.name if path.exists() else source
+
+
+def rows_of(figures: Iterable[tuple[str, str]]) -> str:
+    """Return (what, value) pairs as a table."""
+    return "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in figures)])
+
+
+def copy_referred(source: str | None, folder: Path) -> None:
+    """Copy the files that the card of a checkpoint, if it is a folder, refers to; a run writes its own over them."""
+    for name in REFERRED if source is not None else ():
+        path = Path(str(source)).expanduser() / name
+        if path.is_file():
+            shutil.copyfile(path, folder / name)
+
+
+def trained_card(model: Any, *, name: str, source: str | None, summary: str, section: str) -> ModelCard:
+    """Return the card of a trained model.
+
+    A card that hf-rfa wrote keeps its text, but for its title, its use and what was measured of other weights. Of any other
+    only what it states for the hub is kept.
+
+    Args:
+        model: the trained model.
+        name: of its folder.
+        source: folder or hub name of the checkpoint that was trained; None for a new model.
+        summary: what was done, a sentence.
+        section: how, under a heading.
+    """
+    folder = Path(source).expanduser() if source is not None else None
+    path = folder / "README.md" if folder is not None else None
+    old = ModelCard.load(path) if path is not None and path.is_file() else None
+    data: Any = old.data if old is not None else ModelCardData(library_name="transformers", tags=["hf-rfa"])
+    if source is not None and folder is not None and not folder.exists():
+        data.base_model = source
+    data.eval_results = data.model_name = None
+    auto_class, task = head_of(type(model).__name__)
+    if auto_class != "AutoModelForSeq2SeqLM" or data.pipeline_tag not in SEQ2SEQ_TASKS:
+        data.pipeline_tag = task
+    use = (USE if isinstance(model.config, RFAConfigMixin) else PLAIN_USE).format(auto_class=auto_class, name=name)
+
+    start, *sections = re.split(r"(?m)^(?=## )", old.text if old is not None else "")
+    if TRAINING in start:
+        paragraphs = start.strip().split("\n\n")
+        paragraphs[0] = f"# {name}"
+        start = "\n\n".join(paragraphs)
+        start = start.replace(UNTRAINED, f"{TRAINING} {summary}") if UNTRAINED in start else f"{start} Then {summary}"
+    else:
+        made = f"This is a model of type {model.config.model_type}"
+        made += "." if source is None else f", made from {data_name(source)}."
+        start, sections = f"# {name}\n\n{made}\n\n{TRAINING} {summary}", []
+    heading = section.partition("\n")[0]
+    kept = [
+        PICTURE.sub("", each) if each.startswith(f"{heading}\n") else each  # the picture is this run's now
+        for each in sections
+        if not each.startswith(("## Use\n", "## Evaluation\n"))
+    ]
+    body = "\n\n".join(part.strip() for part in (start, use, *kept, section))
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
