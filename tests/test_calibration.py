@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hf_rfa.convert import convert
-from hf_rfa.convert.calibration import SPANS, _Comparison, _set_log_scale, calibrate_layer
+from hf_rfa.convert.calibration import SPANS, _Comparison, _set_log_scale, _set_temperature, calibrate_layer
 from hf_rfa.convert.samples import Sample
 from transformers import AutoModelForCausalLM
 
@@ -44,6 +44,46 @@ def test_one_heavy_key_does_not_set_the_scale_of_all_others():
         masses = feature_map.key(keys[None])[0].sum(-1)
     torch.testing.assert_close(masses.median(dim=1).values, torch.ones(2))
     assert (masses.mean(1) > 5).all()
+
+
+def test_the_heaviest_keys_keep_their_proportions():
+    """A few keys far heavier than the others, and new ones heavier still: none is cut off, none drowns another."""
+    feature_map = FEATURE_MAPS["hedgehog"](num_heads=2, head_dim=6)
+    keys = torch.randn(2, 101, 6)
+    keys[:, 7, 0], keys[:, 8, 0] = 140.0, 120.0
+    _set_log_scale(feature_map, keys)
+    heavy = torch.cat([keys[:, 7:9], 1.05 * keys[:, 7:8]], dim=1)[None]
+    with torch.no_grad():
+        exponents = feature_map.key_exponent(feature_map.key_input(heavy)).amax(-1)
+        found = feature_map.key(heavy).amax(-1).log()
+    torch.testing.assert_close(found.diff(), exponents.diff(), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_every_step_brings_attention_closer_to_the_parent():
+    """With one of them undone, and the best temperature for what is left, every head is farther from its softmax weights."""
+    config = RFAGPT2Config.from_parent(tiny_parent_config(n_embd=48, n_head=6), num_features=32)
+    layer = RFAGPT2LMHeadModel(config).transformer.h[0].attn
+    feature_map = layer.feature_map
+    mix, width = torch.randn(6, 8, 8) / 8**0.5, torch.linspace(-0.7, 0.7, 8).exp()
+    # Correlated, of other widths on the two sides, and neither of mean 0.
+    query, key = (torch.randn(1, 6, 64, 8) @ (mix * each) + torch.randn(6, 1, 8) for each in (width, 1 / width))
+    sample = Sample(query, key, torch.randn_like(key))
+    calibrate_layer(layer, sample)
+    comparison = _Comparison(layer, sample, None)
+    calibrated = comparison.divergence()
+    constants = {name: tensor.clone() for name, tensor in feature_map.state_dict().items()}
+    mean_query, mean_key = sample.queries().mean(1), sample.keys().mean(1)
+    undone = {
+        "shape": {"projection": feature_map.draw(0), "feature_bias": torch.zeros(6, 32)},
+        "mean of the queries": {"key_shift": mean_key},
+        "mean of the keys": {"key_shift": constants["balance"].square() * mean_query},
+        "balance": {"balance": torch.ones(6, 8), "key_shift": mean_key + mean_query},
+    }
+    for name, values in undone.items():
+        feature_map.load_state_dict(constants | values)
+        _set_temperature(feature_map, sample.keys(), comparison)
+        assert (comparison.divergence() > calibrated).all(), name
 
 
 def distance_sample(decays: torch.Tensor, length: int) -> Sample:
