@@ -261,3 +261,41 @@ def test_gradients_of_log_weights_are_finite_where_features_are_far_apart(name):
     (logs.clamp_min(-1e9).sum() + rfa_attention(*features, value)[0].sum()).backward()
     for tensor in (query, key, *(each for each in feature_map.parameters() if each.grad is not None)):
         assert torch.isfinite(tensor.grad).all()
+
+
+@pytest.mark.parametrize("name", sorted(name for name, cls in FEATURE_MAPS.items() if cls.has_exponent))
+def test_keys_far_heavier_than_the_calibrated_ones_overflow_nothing(name):
+    """All keys are e^200 times as heavy as c expects: sums over them and the gradients of the outputs stay finite."""
+    feature_map = build(name, trainable=name in ("positive", "gaussian")).float()
+    with torch.no_grad():
+        feature_map.log_scale.fill_(-200.0)
+    query, key, value = (torch.randn(1, H, 300, D_HEAD, requires_grad=True) for _ in range(3))
+    signs = {"signed": feature_map.signed, "floor": feature_map.floor}
+    output, state = rfa_attention(*feature_map(query, key), value, **signs)
+    output.square().sum().backward()
+    with torch.no_grad():
+        without_gradients, _ = rfa_attention(*feature_map.eval()(query, key), value, **signs)
+    for tensor in (output, state, without_gradients, query.grad, key.grad, value.grad):
+        assert torch.isfinite(tensor).all()
+    torch.testing.assert_close(without_gradients, output, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("unit_norm", [False, True])
+def test_the_error_of_signed_features_does_not_explode(unit_norm):
+    """Where D features are too few for sharp attention, the outputs are hardly farther from softmax's than nothing at all."""
+    shape = (2, H, 128, D_HEAD)
+    seen = torch.ones(128, 128, dtype=torch.bool).tril()
+    for sharpness in (1, 2, 3, 6):
+        feature_map = build("gaussian", unit_norm=unit_norm, scaling=1.0)
+        query, key, value = (torch.randn(shape, dtype=torch.float64) for _ in range(3))
+        if unit_norm:  # a learned σ, of which the kernel exp(−‖σ(q̂ − k̂)‖²/2) is the sharper the larger it is
+            feature_map.sigma.fill_(2.0 * sharpness)
+            sharp = [2.0 * sharpness * torch.nn.functional.normalize(x, dim=-1) for x in (query, key)]
+            scores = sharp[0] @ sharp[1].mT
+        else:
+            query *= sharpness
+            scores = query @ key.mT
+        expected = scores.masked_fill(~seen, -math.inf).softmax(-1) @ value
+        found, _ = rfa_attention(*feature_map(query, key), value, signed=True, floor=feature_map.floor)
+        assert (found - expected).square().mean() < 2 * expected.square().mean(), sharpness
