@@ -109,6 +109,9 @@ def test_positions_are_extended(count, tiny_parent, tmp_path):
     convert(tiny_parent, tmp_path / "out", max_positions=count)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.n_positions == count
+    old, new = (each.transformer.wpe.weight.detach() for each in (GPT2LMHeadModel.from_pretrained(tiny_parent), model))
+    stretched = torch.nn.functional.interpolate(old.T[None], size=count, mode="linear", align_corners=True)[0].T
+    torch.testing.assert_close(new, stretched)
     ids = torch.randint(1, 61, (1, count))
     with torch.no_grad():
         assert torch.isfinite(model(ids).logits).all()

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from evaluate import Metric
 from hf_rfa.convert import InputError, convert
 from hf_rfa.convert.families import softmax_twin
+from hf_rfa.convert.hybrid import measure_damage
 from hf_rfa.convert.inputs import add_outputs, text_sources
 from hf_rfa.convert.texts import read_pairs
 from hf_rfa.finetune import evaluate_generation
@@ -27,6 +29,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     BartForCausalLM,
+    BartForConditionalGeneration,
     BartForQuestionAnswering,
     BartForSequenceClassification,
     BartModel,
@@ -170,6 +173,37 @@ def test_padding_does_not_enter_the_calibration(tiny_seq2seq_parents, tmp_path):
             constants.append({name: tensor.clone() for name, tensor in layer.feature_map.state_dict().items()})
         for name in constants[0]:
             torch.testing.assert_close(constants[1][name], constants[0][name], msg=f"{kind} {name}")
+
+
+@torch.no_grad()
+def test_padding_does_not_enter_the_damage_of_a_layer():
+    """Sources and outputs of mixed lengths, padded in one batch: the mean over their tokens, each pair by itself."""
+    parent = BartForConditionalGeneration(tiny_seq2seq_config("bart", encoder_layers=1, decoder_layers=1)).eval()
+    config = hf_rfa.RFABartConfig.from_parent(parent.config, softmax_encoder_layers=[], num_features=8)
+    model = hf_rfa.RFABartForConditionalGeneration(config).eval()
+    model.load_state_dict(parent.state_dict(), strict=False)
+    lengths = [(5, 9), (11, 2), (7, 4)]
+    pairs = [
+        {"input_ids": torch.randint(4, 61, (1, source)), "decoder_input_ids": torch.randint(4, 61, (1, output))}
+        for source, output in lengths
+    ]
+    padded = {
+        name: torch.cat([F.pad(pair[name], (0, 11 - pair[name].shape[1]), value=5) for pair in pairs])
+        for name in pairs[0]
+    }
+    for name, side in (("attention_mask", 0), ("decoder_attention_mask", 1)):
+        padded[name] = torch.tensor([[n < length[side] for n in range(11)] for length in lengths]).long()
+    found = measure_damage(model, parent, padded, on_part=lambda: None)
+    alone = [
+        {(each.kind, each.layer): each.damage for each in measure_damage(model, parent, pair, on_part=lambda: None)}
+        for pair in pairs
+    ]
+    tokens = [output for _, output in lengths]
+    assert len(found) == 3
+    for each in found:
+        damages = [damage[each.kind, each.layer] for damage in alone]
+        expected = sum(damage * count for damage, count in zip(damages, tokens, strict=True)) / sum(tokens)
+        assert each.damage == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
