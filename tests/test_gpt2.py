@@ -468,3 +468,16 @@ def test_documents_packed_into_one_row_see_nothing_of_each_other(model):
     scale = max(float(parameter.grad.abs().max()) for parameter in model.parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5 * scale, msg=name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["positive-gate", "gaussian-gate", "hybrid", "window-gate"])
+def test_a_document_starts_wherever_positions_do_not_go_on(name):
+    """Not at position 0 alone: a row may hold pieces from the middle of documents, or of one document twice."""
+    model = make(name)
+    pieces = [range(7, 12), range(3), range(2, 9), range(30, 34), range(33, 36)]
+    ids = [torch.randint(1, 61, (1, len(piece))) for piece in pieces]
+    positions = [torch.tensor([list(piece)]) for piece in pieces]
+    packed = model(torch.cat(ids, dim=1), position_ids=torch.cat(positions, dim=1)).logits
+    alone = [model(piece, position_ids=place).logits for piece, place in zip(ids, positions, strict=True)]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)

@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 from hf_rfa.convert.families import softmax_twin
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -295,12 +297,12 @@ def test_auto_classes_and_heads(cls, auto, source, target, tmp_path):
 def test_classification_heads_train(source):
     source[:, -1] = 2
     labels = torch.tensor([0, 1, 2])
-    for cls, given in (
+    for cls, wanted in (
         (hf_rfa.RFABartForSequenceClassification, {"labels": labels}),
         (hf_rfa.RFABartForQuestionAnswering, {"start_positions": labels, "end_positions": labels + 2}),
         (hf_rfa.RFABartForCausalLM, {"labels": source}),
     ):
-        loss = make("both", cls=cls)(source, **given).loss
+        loss = make("both", cls=cls)(source, **wanted).loss
         loss.backward()
         assert torch.isfinite(loss)
 
@@ -449,6 +451,28 @@ def test_rows_in_runs():
     other[1, 3:] = 0
     assert rows_in_runs(same, None) == 2
     assert rows_in_runs(same, other) == 1, "equal hidden states under different padding are different sources"
+
+
+@given(runs=st.lists(st.integers(1, 12), min_size=1, max_size=5))
+@settings(max_examples=40)
+def test_rows_in_runs_divide_every_run(runs):
+    """One row of every n stands for all of them, however many times a source was repeated, and no larger n does."""
+    source = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs))[:, None, None].float()
+    count = rows_in_runs(source, None)
+    stand_in = [n for n in range(1, len(source) + 1) if torch.equal(source[::n].repeat_interleave(n, dim=0), source)]
+    assert count == max(stand_in)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_two_layers_draw_the_same_random_matrices(family):
+    """Nor two kinds of attention of one layer: what one gets wrong by chance, the next ones would get wrong too."""
+    options = {"softmax_encoder_layers": [], "num_cross_features": 128, "num_features": 128}
+    model = make(options, family=family, encoder_attention_heads=3)
+    matrices = [layer.feature_map.projection.flatten() for layer in model.modules() if hasattr(layer, "feature_map")]
+    assert len(matrices) == 2 + 2 * 3
+    for index, one in enumerate(matrices):
+        for other in matrices[:index]:
+            assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.2
 
 
 @torch.no_grad()
