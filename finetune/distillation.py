@@ -280,7 +280,8 @@ def distill_logits(
     try:
         return _train(trainer, "end to end", resume)
     finally:
-        set_dropout(model, rates)
+        if not dropout:
+            set_dropout(model, rates)
         if lora_rank:
             merge_lora(model)
             for name, parameter in model.named_parameters():

@@ -268,6 +268,18 @@ def test_dropout_is_off_unless_asked_for_and_back_afterwards(family):
     assert not torch.equal(model(**batch).loss, model(**batch).loss)
 
 
+@pytest.mark.parametrize("dropout", [False, True])
+def test_a_models_dropout_is_what_it_was_after_distillation(dropout, tmp_path):
+    model = RFAGPT2LMHeadModel(RFAGPT2Config.from_parent(tiny_parent_config(resid_pdrop=0.2, attn_pdrop=0.1)))
+    before = {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4, 61, (4, 8))]
+    arguments = TrainingArguments(output_dir=str(tmp_path), max_steps=1, report_to=[], use_cpu=True)
+    distillation.distill_logits(model, None, data, arguments, rfa_rate=1e-3, kl_weight=0.0, dropout=dropout)
+    after = {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
+    assert after == before
+    assert 0.2 in after.values()
+
+
 @pytest.mark.parametrize("family", ["gpt2", "bart"])
 def test_lora_is_trained_merged_and_resumed(family, material, tmp_path, monkeypatch):
     pytest.importorskip("peft")
