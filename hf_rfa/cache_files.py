@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from .cache import RFALayer, RFASourceLayer
+from .configuration_rfa import AttentionKind, RFAConfigMixin
 from .errors import InputError
 
 #: What a file says of itself, so that another kind of file, or a later one, is told apart.
@@ -77,21 +78,29 @@ def load_cache(path: str | Path, model: Any) -> Cache:
     if metadata.get("format") != FORMAT:
         raise InputError(f"{path} holds no cache of hf-rfa ({metadata.get('format')!r} instead of {FORMAT!r}).")
     about = json.loads(metadata["layers"])
-    own = DynamicCache(config=model.config)
-    cache: Cache = (
-        EncoderDecoderCache(own, DynamicCache(config=model.config))
-        if any(name.startswith("cross") for name in about)
-        else own
-    )
-    for part, layers in _parts(cache).items():
+    caches = {"self": DynamicCache(config=model.config)}
+    if any(name.startswith("cross.") for name in about):
+        caches["cross"] = DynamicCache(config=model.config)
+    for part, cache in caches.items():
         count = sum(name.startswith(f"{part}.") for name in about)
-        if count != len(layers):
-            raise InputError(f"{path} holds {count} layers of {part} attention, and the model has {len(layers)}.")
+        if count != len(cache.layers):
+            raise InputError(f"{path} holds {count} layers of {part} attention, and the model has {len(cache.layers)}.")
         for index in range(count):
             facts = about[f"{part}.{index}"]
             held = {name: tensors.get(f"{part}.{index}.{name}") for name in TENSORS[facts["kind"]]}
-            layers[index] = _restore(layers[index], facts, held, f"{path}, layer {index} of {part} attention")
-    return cache
+            if any(tensor is not None for tensor in held.values()):  # or the model has not used this layer yet
+                kind = _kind(model.config, part, index)
+                cache.layers[index] = _restore(kind, facts, held, f"{path}, layer {index} of {part} attention")
+    # Only now: it looks at what its caches hold.
+    return EncoderDecoderCache(*caches.values()) if "cross" in caches else caches["self"]
+
+
+def _kind(config: Any, part: str, index: int) -> str:
+    """Return the kind of cache layer that a model's attention uses."""
+    kinds: dict[str, tuple[AttentionKind, str]] = {"self": ("causal", "state"), "cross": ("cross", "source state")}
+    attention, kind = kinds[part]
+    rfa = isinstance(config, RFAConfigMixin) and config.is_rfa(attention, index)
+    return kind if rfa else "keys and values"
 
 
 def _parts(cache: Cache) -> dict[str, list[Any]]:
@@ -112,20 +121,19 @@ def _describe(layer: Any) -> tuple[str, dict[str, Any]]:
     raise InputError(f"a cache with a {type(layer).__name__} cannot be saved; one with a DynamicCache can.")
 
 
-def _restore(layer: Any, facts: dict[str, Any], held: dict[str, Tensor | None], where: str) -> Any:
-    """Return a layer with what a file holds of it."""
-    if facts["kind"] == "source state":
-        layer = RFASourceLayer()
-        layer.fill(held["state"], length=facts["length"], rows_per_state=facts["rows"])
-        return layer
-    kind = "state" if getattr(layer, "holds", None) == RFALayer.holds else "keys and values"
+def _restore(kind: str, facts: dict[str, Any], held: dict[str, Tensor | None], where: str) -> Any:
+    """Return a layer with what a file holds of it; ``kind`` is the one that the model uses."""
     if kind != facts["kind"]:
         raise InputError(f"{where}: the file has {facts['kind']}, and the model {kind}: it is another model's.")
+    first = cast(Tensor, next(iter(held.values())))
+    if kind == "source state":
+        source = RFASourceLayer()
+        source.fill(first, length=facts["length"], rows_per_state=facts["rows"])
+        return source
+    layer: Any = RFALayer() if kind == "state" else DynamicLayer()
     for name, tensor in held.items():
         setattr(layer, name, tensor)
-    first = next(iter(held.values()))
-    if first is not None:
-        layer.dtype, layer.device, layer.is_initialized = first.dtype, first.device, True
+    layer.dtype, layer.device, layer.is_initialized = first.dtype, first.device, True
     if kind == "state":
         layer.cumulative_length = facts["length"]
     return layer

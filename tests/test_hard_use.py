@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import threading
 import warnings
 
@@ -20,6 +21,8 @@ from hf_rfa import (
     RFAGPT2Config,
     RFAGPT2ForSequenceClassification,
     RFAGPT2LMHeadModel,
+    cache_files,
+    cache_num_bytes,
     load_cache,
     save_cache,
 )
@@ -93,7 +96,9 @@ def test_a_cache_goes_on_from_disk(options, tmp_path):
     assert torch.equal(again, model.generate(prompt, max_new_tokens=6, **OPTIONS))
 
 
-@pytest.mark.parametrize("options", [{}, {"softmax_layers": [0], "cross_softmax_layers": [1]}])
+@pytest.mark.parametrize(
+    "options", [{}, {"softmax_layers": [0], "softmax_cross_layers": [1]}, {"softmax_cross_layers": [0, 1, 2]}]
+)
 def test_a_cache_with_a_source_goes_on_from_disk(options, tmp_path):
     model = bart(**options)
     source = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -107,7 +112,56 @@ def test_a_cache_with_a_source_goes_on_from_disk(options, tmp_path):
             "encoder_outputs": (outputs.encoder_last_hidden_state,),
         }
         expected = model(**given, past_key_values=outputs.past_key_values).logits
-        assert torch.equal(model(**given, past_key_values=loaded).logits, expected)
+        torch.testing.assert_close(model(**given, past_key_values=loaded).logits, expected)
+        assert cache_num_bytes(loaded) == cache_num_bytes(outputs.past_key_values)
+    with pytest.raises(InputError, match=r"of cross attention: the file has .*, and the model "):
+        load_cache(tmp_path / "c", bart(**options | {"softmax_cross_layers": [2] if options else [0]}))
+
+
+def test_a_cache_whose_cross_attention_saw_no_source_goes_on_from_disk(tmp_path):
+    model = gpt2(add_cross_attention=True)
+    with torch.no_grad():
+        cache = model(torch.tensor([[5, 6, 7]])).past_key_values
+        save_cache(cache, tmp_path / "c")
+        loaded = load_cache(tmp_path / "c", model)
+        expected, found = (model(torch.tensor([[8]]), past_key_values=each).logits for each in (cache, loaded))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"softmax_cross_layers": [1]}])
+def test_a_cache_of_beams_goes_on_from_disk(options, tmp_path):
+    """The beams of a source share its state; they do in the file, and after it."""
+    model = bart(**options)
+    source = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(0))
+    found = model.generate(
+        source, num_beams=3, max_new_tokens=5, eos_token_id=None, pad_token_id=1, return_dict_in_generate=True
+    )
+    save_cache(found.past_key_values, tmp_path / "c")
+    loaded = load_cache(tmp_path / "c", model)
+    assert cache_num_bytes(loaded) == cache_num_bytes(found.past_key_values)
+    with torch.no_grad():
+        encoded = model.get_encoder()(source).last_hidden_state.repeat_interleave(3, dim=0)
+        given = {"decoder_input_ids": torch.arange(5, 11)[:, None], "encoder_outputs": (encoded,)}
+        expected, again = (model(**given, past_key_values=each).logits for each in (found.past_key_values, loaded))
+    torch.testing.assert_close(again, expected)
+
+
+def test_a_cache_that_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
+    model = gpt2()
+    with torch.no_grad():
+        cache = model(torch.tensor([[5, 6]])).past_key_values
+    save_cache(cache, tmp_path / "prompt")
+    before = (tmp_path / "prompt").read_bytes()
+
+    def full_disk(tensors, path, metadata):
+        path.write_bytes(before[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache_files, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save_cache(cache, tmp_path / "prompt")
+    assert [path.name for path in tmp_path.iterdir()] == ["prompt"]
+    assert (tmp_path / "prompt").read_bytes() == before
 
 
 def test_what_is_no_cache_of_this_model_is_refused(tmp_path):
