@@ -224,6 +224,11 @@ def test_the_window_and_what_it_leaves_learn_together(material, tmp_path):
 
 def test_own_inputs_and_the_outputs_error_enter_the_loss(material):
     model, _ = load_model(str(material / "gpt2-rfa"))
+    old, new = (load_file(folder / "model.safetensors") for folder in (tmp_path / "rfa", tmp_path / "out"))
+    still = [name for name in old if "feature_map" not in name and torch.equal(old[name], new[name])]
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("rfa", "out"))
+    assert after == before
+    assert not still, "after the first stage, which leaves the parent's weights alone, the second trains them"
     teacher, _ = load_model(str(material / "gpt2"))
     inputs = {"input_ids": torch.randint(4, 61, (2, 12))}
     names = list(rfa_layers(model))

@@ -100,7 +100,25 @@ def test_every_kind_of_file_trains(file, material, tmp_path):
     saved = json.loads((tmp_path / "out" / "finetuning.json").read_text())
     assert saved["metrics"] == metrics
     assert (tmp_path / "out" / "finetuning.png").read_bytes().startswith(b"\x89PNG")
-    load_model(str(tmp_path / "out"))
+    model, _ = load_model(str(tmp_path / "out"))
+    assert model.config.use_cache, "what training turns off is on again"
+
+
+def test_the_accuracy_of_a_language_model_is_that_of_the_next_tokens(material, tmp_path):
+    metrics = run(material, tmp_path, evaluate="rows.jsonl", learning_rate=0.01, steps=10)
+    model, tokenizer = load_model(str(tmp_path / "out"))
+    right = counted = 0
+    for row in packed_blocks(load_data(str(material / "rows.jsonl")), tokenizer, text_column="text", length=16):
+        positions = torch.tensor([row["position_ids"]])
+        likeliest = (
+            model(torch.tensor([row["input_ids"]]), position_ids=positions, use_cache=False).logits[0].argmax(-1)
+        )
+        for place, label in enumerate(row["labels"]):
+            if label != -100:
+                counted += 1
+                right += int(likeliest[place - 1]) == label
+    assert metrics["eval_accuracy"] == pytest.approx(right / counted)
+    assert 0.05 < right / counted < 1
 
 
 def test_packing_leaks_nothing_across_documents(material):
