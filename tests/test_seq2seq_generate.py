@@ -195,6 +195,11 @@ def test_operations_on_the_state_of_a_source(source):
     repeated.batch_repeat_interleave(2)
     assert repeated.cross_attention_cache.layers[0].rows_per_state == 2
     torch.testing.assert_close(step(copy.deepcopy(repeated), rows, tokens), expected)
+    twice = copy.deepcopy(repeated)
+    twice.batch_repeat_interleave(2)
+    order = torch.tensor([6, 0, 3, 2, 5, 4, 1, 7])
+    twice.reorder_cache(order)
+    torch.testing.assert_close(step(twice, rows[order // 2], tokens[order // 2]), expected[order // 2])
     within = copy.deepcopy(repeated)
     within.reorder_cache(torch.tensor([1, 1, 3, 2]))
     assert within.cross_attention_cache.layers[0].rows_per_state == 2
