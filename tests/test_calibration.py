@@ -70,6 +70,9 @@ def test_every_step_brings_attention_closer_to_the_parent():
     query, key = (torch.randn(1, 6, 64, 8) @ (mix * each) + torch.randn(6, 1, 8) for each in (width, 1 / width))
     sample = Sample(query, key, torch.randn_like(key))
     calibrate_layer(layer, sample)
+    assert (feature_map.sigma != 1).any()
+    masses = feature_map.key(key)[0].sum(-1)
+    torch.testing.assert_close(masses.median(dim=1).values, torch.ones(6), msg="of the keys at the temperature chosen")
     comparison = _Comparison(layer, sample, None)
     calibrated = comparison.divergence()
     constants = {name: tensor.clone() for name, tensor in feature_map.state_dict().items()}

@@ -74,6 +74,20 @@ def test_conversion_is_reproducible_and_the_seed_matters(tiny_parent, tmp_path):
     assert a != c
 
 
+def test_the_parents_dropout_does_not_act(tiny_parent, tmp_path):
+    """Neither in its own answers nor in the queries and keys that calibration sees."""
+    parent = GPT2LMHeadModel.from_pretrained(tiny_parent)
+    for rate in (0.0, 0.4):
+        parent.config.update({"resid_pdrop": rate, "embd_pdrop": rate, "attn_pdrop": rate})
+        parent.save_pretrained(tmp_path / f"parent-{rate}")
+        convert(tmp_path / f"parent-{rate}", tmp_path / f"out-{rate}", keep_softmax=1)
+    without, dropping = (json.loads((tmp_path / f"out-{rate}" / "conversion.json").read_text()) for rate in (0.0, 0.4))
+    assert dropping["gains"] == without["gains"]
+    assert dropping["damages"] == without["damages"]
+    without, dropping = ((tmp_path / f"out-{rate}" / "model.safetensors").read_bytes() for rate in (0.0, 0.4))
+    assert dropping == without
+
+
 def test_paper_map_has_few_extra_parameters(tmp_path):
     """σ: one number per head and dimension (Peng et al. 2021 report less than 0.1 %)."""
     config = tiny_parent_config(vocab_size=5000, n_embd=192)
@@ -317,11 +331,21 @@ def test_broken_weights(tiny_parent, tmp_path):
     refused(rf"{key} has shape \(24, 95\).*\(24, 96\)", source, tmp_path)
     save_file({name: tensor for name, tensor in tensors.items() if name != key}, weights, metadata={"format": "pt"})
     refused(f"lack 1 tensors.*{key}", source, tmp_path)
-    for value in (float("nan"), float("inf")):
+    for value in (float("nan"), float("inf"), -float("inf")):
         bad = tensors[key].clone()
         bad[3, 4] = value
         save_file({**tensors, key: bad}, weights, metadata={"format": "pt"})
         refused(f"tensor {key} holds 1 values that are NaN or infinite", source, tmp_path)
+
+
+def test_every_shard_is_checked(tiny_parent, tmp_path):
+    GPT2LMHeadModel.from_pretrained(tiny_parent).save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    for shard in sorted((tmp_path / "source").glob("model-*.safetensors")):
+        tensors, whole = load_file(shard), shard.read_bytes()
+        name = next(iter(tensors))
+        save_file({**tensors, name: torch.full_like(tensors[name], torch.nan)}, shard, metadata={"format": "pt"})
+        refused(f"{shard.name}: tensor {name} holds", tmp_path / "source", tmp_path)
+        shard.write_bytes(whole)
 
 
 def test_missing_shards(tiny_parent, tmp_path):

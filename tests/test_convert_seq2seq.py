@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -13,12 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from evaluate import Metric
-from hf_rfa.convert import InputError, convert
+from hf_rfa.convert import InputError, convert, converter
 from hf_rfa.convert.families import softmax_twin
 from hf_rfa.convert.hybrid import measure_damage
 from hf_rfa.convert.inputs import add_outputs, text_sources
 from hf_rfa.convert.texts import read_pairs
 from hf_rfa.finetune import evaluate_generation
+from hf_rfa.finetune.data import PairCollator
 from hf_rfa.finetune.metrics import BleuMetric, RougeMetric
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
@@ -173,6 +175,17 @@ def test_padding_does_not_enter_the_calibration(tiny_seq2seq_parents, tmp_path):
             constants.append({name: tensor.clone() for name, tensor in layer.feature_map.state_dict().items()})
         for name in constants[0]:
             torch.testing.assert_close(constants[1][name], constants[0][name], msg=f"{kind} {name}")
+
+
+@torch.no_grad()
+def test_a_perplexity_is_the_mean_over_tokens_and_not_over_batches(tiny_seq2seq_parents, monkeypatch):
+    monkeypatch.setattr(converter, "SCORED_TOKENS", 12)  # two rows at a time
+    model, _ = load_model(str(tiny_seq2seq_parents["bart"]))
+    pairs = [{"input_ids": [5, 6 + n, 2], "labels": [*range(7, 7 + n), 2]} for n in (5, 0, 3, 1, 4)]
+    collate = PairCollator(model.config)
+    losses = [float(model(**collate([pair])).loss) * len(pair["labels"]) for pair in pairs]
+    expected = math.exp(sum(losses) / sum(len(pair["labels"]) for pair in pairs))
+    assert converter._perplexity(model, collate(pairs)) == pytest.approx(expected, rel=1e-5)
 
 
 @torch.no_grad()
