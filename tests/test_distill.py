@@ -13,12 +13,14 @@ from statistics import fmean
 
 import pytest
 import torch
-from hf_rfa.convert import InputError, convert
+from datasets import Dataset
+from hf_rfa.convert import InputError, convert, samples
 from hf_rfa.convert.families import rfa_layers
 from hf_rfa.convert.report import UNTRAINED
 from hf_rfa.convert.samples import Sample
 from hf_rfa.convert.texts import read_documents
 from hf_rfa.finetune import distillation
+from hf_rfa.finetune.corpora import token_pairs
 from hf_rfa.finetune.data import Blocks, PairCollator, Pairs
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.distillation import (
@@ -29,6 +31,7 @@ from hf_rfa.finetune.distillation import (
 )
 from hf_rfa.finetune.groups import is_rfa_parameter, parameter_groups
 from hf_rfa.finetune.recipe import Recipe
+from hf_rfa.finetune.report import HELD_OUT
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHeadModel, TrainingArguments
@@ -88,8 +91,9 @@ def test_before_training_the_exponential_map_is_the_positive_one():
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_divergence_is_the_kl_of_the_weights(gated):
-    """Against a loop in float64 over heads and queries."""
+def test_divergence_is_the_kl_of_the_weights(gated, monkeypatch):
+    """Against a loop in float64 over heads and queries, which are compared a few at a time."""
+    monkeypatch.setattr(samples, "QUERIES_AT_ONCE", 4)
     config = RFAGPT2Config.from_parent(tiny_parent_config(), gate=gated, num_features=16)
     layer = RFAGPT2LMHeadModel(config).double().transformer.h[0].attn
     hidden = torch.randn(2, 9, 24, dtype=torch.float64)
@@ -220,15 +224,15 @@ def test_the_window_and_what_it_leaves_learn_together(material, tmp_path):
     held_out = Blocks(tokenizer, read_documents(material / "text.txt"), report.recipe.transfer.block_length)[-8:]
     loss = model(**held_out).loss.detach()
     assert math.log(report.perplexities["end to end"]) == pytest.approx(float(loss), rel=1e-5)
-
-
-def test_own_inputs_and_the_outputs_error_enter_the_loss(material):
-    model, _ = load_model(str(material / "gpt2-rfa"))
     old, new = (load_file(folder / "model.safetensors") for folder in (tmp_path / "rfa", tmp_path / "out"))
     still = [name for name in old if "feature_map" not in name and torch.equal(old[name], new[name])]
     before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("rfa", "out"))
     assert after == before
     assert not still, "after the first stage, which leaves the parent's weights alone, the second trains them"
+
+
+def test_own_inputs_and_the_outputs_error_enter_the_loss(material):
+    model, _ = load_model(str(material / "gpt2-rfa"))
     teacher, _ = load_model(str(material / "gpt2"))
     inputs = {"input_ids": torch.randint(4, 61, (2, 12))}
     names = list(rfa_layers(model))
@@ -244,6 +248,29 @@ def test_own_inputs_and_the_outputs_error_enter_the_loss(material):
     found = layer.attend(query, key, value, hidden_states=hidden)[0]
     error = (found - expected).square().sum((0, 2, 3)) / expected.square().sum((0, 2, 3))
     torch.testing.assert_close(weighted[names[0]], theirs[names[0]] + 2.0 * error, rtol=1e-4, atol=1e-5)
+
+
+def test_the_seed_sets_the_order_and_what_is_held_out_is_not_learned(material, tmp_path, monkeypatch):
+    seen: dict[int, list] = {3: [], 4: []}
+    real = distillation.transfer_losses
+    for seed, blocks in seen.items():
+
+        def watched(model, source, inputs, blocks=blocks, **options):
+            if len(blocks) >= 36:  # an epoch is all it takes
+                raise KeyboardInterrupt
+            blocks += [tuple(row) for row in inputs["input_ids"].tolist()]
+            return real(model, source, inputs, **options)
+
+        monkeypatch.setattr(distillation, "transfer_losses", watched)
+        recipe = Recipe.load(material / "recipe.yaml").with_steps(transfer=30, end_to_end=0)
+        (tmp_path / str(seed)).mkdir()
+        with pytest.raises(KeyboardInterrupt):
+            run(material, tmp_path / str(seed), recipe=replace(recipe, seed=seed))
+    assert seen[3] != seen[4]
+    _, tokenizer = load_model(str(material / "gpt2"))
+    blocks = [tuple(row) for row in Blocks(tokenizer, read_documents(material / "text.txt"), 16).blocks.tolist()]
+    assert set(seen[3]) == set(seen[4]) == set(blocks[:-HELD_OUT])
+    assert set(seen[3]).isdisjoint(blocks[-HELD_OUT:])
 
 
 def test_own_inputs_come_last(material, tmp_path, monkeypatch):
@@ -419,6 +446,30 @@ def test_pairs_are_padded_and_shifted(material):
         loss = model(**batch).loss
         alone = [model(**PairCollator(model.config)([pairs[row]])).loss for row in (0, 1)]
     torch.testing.assert_close(loss, (2 * alone[0] + 3 * alone[1]) / 5)
+
+
+def test_padding_does_not_enter_the_outputs_error(material):
+    """A pair in a row by itself, and padded on both sides: the same losses, the error of the outputs among them."""
+    model, _ = load_model(str(material / "bart-rfa"))
+    teacher, _ = load_model(str(material / "bart"))
+    pairs = [{"input_ids": [5, 6, 7, 2], "labels": [8, 9, 2]}, {"input_ids": [9] * 9 + [2], "labels": [5] * 7 + [2]}]
+    collate = PairCollator(model.config)
+    alone, padded = collate(pairs[:1]), {name: rows[:1] for name, rows in collate(pairs).items()}
+    expected, found = (transfer_losses(model, teacher, inputs, output_weight=2.0) for inputs in (alone, padded))
+    for name, losses in expected.items():
+        torch.testing.assert_close(found[name], losses, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_targets_are_read_as_targets():
+    """As tokenizers with a vocabulary per language need it."""
+
+    def sides(text=None, text_target=None, **options):
+        return {"input_ids": [[4] if text_target is None else [5] for _ in text or text_target]}
+
+    assert Pairs(sides, ["a"], ["b"], 3)[0] == {"input_ids": [4], "labels": [5]}
+    data = Dataset.from_dict({"source": ["a"], "target": ["b"]})
+    rows = token_pairs(data, sides, source_column="source", target_column="target", length=3)
+    assert list(rows) == [{"input_ids": [4], "labels": [5]}]
 
 
 def test_blocks_join_documents(material):

@@ -213,6 +213,25 @@ def test_a_new_model_takes_its_ids_from_the_tokenizer(model_type, material, tmp_
     model.generate(**tokenizer("w5 w6", return_tensors="pt"), max_new_tokens=3)
 
 
+def test_the_seed_sets_the_weights_of_a_new_model(material, tmp_path):
+    options = FinetuneArguments(
+        task="clm",
+        train=str(material / "rows.jsonl"),
+        model_type="rfa_gpt2",
+        tokenizer=str(material / "tokenizer"),
+        config_overrides=json.dumps(TINY["gpt2"]),
+        block_length=16,
+    )
+    for number, name in enumerate(("a", "b")):
+        torch.manual_seed(number)
+        arguments = Seq2SeqTrainingArguments(
+            output_dir=str(tmp_path / name), use_cpu=True, max_steps=1, seed=3, report_to="none"
+        )
+        finetune(options, arguments)
+    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert a == b
+
+
 def by_hand(text: str) -> int:
     """The value of a ListOps expression through Python's own parser of nested lists."""
     spaced = "".join(f"['{symbol}'," if symbol in OPERATORS else f"{symbol}," for symbol in text)
