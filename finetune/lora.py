@@ -10,8 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_rfa.errors import InputError
 
-#: Names of modules that LoRA leaves alone: they are trained themselves, or are the vocabulary's.
-LEFT_OUT = ("gate", "lm_head", "score", "classifier")
+#: Names of linear layers that LoRA leaves alone: heads, which are trained themselves, or are the vocabulary's.
+LEFT_OUT = ("lm_head", "score", "classifier")
 
 
 def add_lora(model: nn.Module, rank: int) -> None:

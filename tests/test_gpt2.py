@@ -402,6 +402,18 @@ def test_gates_start_with_spans_spread_over_heads():
     torch.testing.assert_close(log_gate.exp() + weight, torch.ones_like(weight))
 
 
+def test_a_gate_has_the_weights_of_a_linear_layer_and_is_none():
+    """What adapts or quantises linear layers expects one tensor of them."""
+    gate = make("positive-gate").transformer.h[0].attn.gate
+    linear = torch.nn.Linear(24, 3)
+    gate.load_state_dict(linear.state_dict())
+    x = torch.randn(2, 5, 24)
+    log_gate, weight = gate(x)
+    torch.testing.assert_close(log_gate, linear(x).sigmoid().log().transpose(1, 2))
+    torch.testing.assert_close(weight, 1 - linear(x).sigmoid().transpose(1, 2))
+    assert not isinstance(gate, torch.nn.Linear)
+
+
 @pytest.mark.parametrize("name", ["positive-gate", "gaussian-paper", "arccos"])
 def test_autocast_leaves_phases_features_and_states_in_float32(name, ids):
     """Mixed precision rounds the projections, as it does the parent's, and nothing between them."""

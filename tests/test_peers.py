@@ -38,6 +38,28 @@ def checkpoints(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def gated(checkpoints):
+    """Return what loads a converted model with gates, as `convert --distill-steps` makes them, one that start nowhere."""
+
+    def load(name: str):
+        model, _ = load_model(str(checkpoints / f"{name}-gated"))
+        return model
+
+    for name in ("gpt2", "bart"):
+        folder = checkpoints / f"{name}-gated"
+        if folder.exists():
+            continue
+        convert(checkpoints / name, folder, feature_map="exponential", num_features=8, gate=True)
+        model = load(name)
+        with torch.no_grad():
+            for key, tensor in model.named_parameters():
+                if ".gate.weight" in key:
+                    tensor.normal_(0.0, 0.5)
+        model.save_pretrained(folder)
+    return load
+
+
 def batch_for(model) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(4, 60, (2, 9), generator=generator)
@@ -78,6 +100,46 @@ def test_lora_by_peft_with_its_default_targets(name, checkpoints, tmp_path):
         torch.testing.assert_close(merged(**data).logits, expected, atol=1e-4, rtol=1e-3)
 
 
+def train(model, data, steps: int = 6) -> list[float]:
+    """Train what has a gradient, and return the losses."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(trained, 0.02)
+    losses = []
+    for _ in range(steps):
+        loss = model(**data).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("how", [{"use_dora": True}, {"modules_to_save": ["gate"]}, {"target_modules": None}])
+@pytest.mark.parametrize("name", ["gpt2", "bart"])
+def test_adapters_of_all_linear_layers_of_a_gated_model(name, how, gated, tmp_path):
+    """Gates stay what they are, or are trained whole; adapters are saved, loaded and merged to the same outputs."""
+    model = gated(name)
+    before = {key: value.clone() for key, value in model.state_dict().items() if ".gate." in key}
+    assert before
+    options = {"r": 2, "fan_in_fan_out": name == "gpt2", "target_modules": "all-linear"} | how
+    adapted = get_peft_model(model, LoraConfig(**options))
+    data = batch_for(model)
+    losses = train(adapted, data)
+    assert losses[-1] < losses[0] - 0.05
+    adapted.eval()
+    with torch.no_grad():
+        expected = adapted(**data).logits
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(gated(name), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**data).logits, expected, atol=1e-5, rtol=1e-4)
+        merged = loaded.merge_and_unload()
+        torch.testing.assert_close(merged(**data).logits, expected, atol=1e-4, rtol=1e-3)
+    after = merged.state_dict()
+    same = [torch.equal(after[key], value) for key, value in before.items()]
+    assert not any(same) if "modules_to_save" in how else all(same)
+
+
 def test_adapters_of_an_rfa_model_generate_with_a_constant_cache(checkpoints):
     model, tokenizer = load_model(str(checkpoints / "gpt2-rfa"))
     adapted = get_peft_model(model, LoraConfig(r=2, fan_in_fan_out=True, init_lora_weights=False)).eval()
@@ -111,11 +173,12 @@ def test_feature_maps_train_beside_an_adapter(checkpoints, tmp_path):
 
 
 @pytest.mark.slow
-def test_trl_trains_an_rfa_model(checkpoints, tmp_path):
+@pytest.mark.parametrize("targets", [None, "all-linear"])
+def test_trl_trains_an_rfa_model(targets, gated, checkpoints, tmp_path):
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     from datasets import Dataset
 
-    model, tokenizer = load_model(str(checkpoints / "gpt2-rfa"))
+    model, (_, tokenizer) = gated("gpt2"), load_model(str(checkpoints / "gpt2-rfa"))
     tokenizer.pad_token = tokenizer.eos_token
     rows = [{"prompt": "w5 w6 ", "completion": f"w{7 + n % 3} w9"} for n in range(16)]
     arguments = trl.SFTConfig(
@@ -135,11 +198,12 @@ def test_trl_trains_an_rfa_model(checkpoints, tmp_path):
         args=arguments,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
-        peft_config=LoraConfig(r=2, fan_in_fan_out=True),
+        peft_config=LoraConfig(r=2, fan_in_fan_out=True, target_modules=targets),
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]
     trainer.save_model(str(tmp_path / "saved"))
     config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
-    assert config["target_modules"] == ["c_attn"]
+    expected = {"c_attn"} if targets is None else {"c_attn", "c_proj", "c_fc"}
+    assert {name.rsplit(".", 1)[-1] for name in config["target_modules"]} == expected
