@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from .blockwise import blockwise, in_blocks
-from .cache import layer_of, source_layer_of
+from .cache import keys_and_values_in, source_layer_of
 from .configuration_rfa import AttentionKind
 from .errors import InputError
 from .feature_maps import FEATURE_MAPS, FeatureMap, Features, compute_dtype
@@ -208,7 +208,8 @@ class RFAAttentionMixin(nn.Module):
             value: [B, H, T, d].
             hidden_states: the layer's input, [B, T, width], which the gate reads.
             cache: the cache whose layer is read and updated, or None.
-            padding: [B, T], 0 for padding, or None.
+            padding: [B, T], 0 for padding, or None; with the tokens before these of which the cache holds keys and values
+                (`unread_length`).
             starts: [B, T], True where a document starts that sees nothing before it (`document_starts`), or None; only
                 with causal attention.
             dropout: probability of dropping a value in training.
@@ -220,6 +221,12 @@ class RFAAttentionMixin(nn.Module):
         if self.rfa_kind != "causal":
             output, _, implied = self._attend_all(query, key, value, padding, dropout, output_weights)
             return output, implied
+        length = query.shape[-2]
+        prefix = None if cache is None else keys_and_values_in(cache, self.rfa_layer_idx)
+        if prefix is not None:  # tokens of which no more is known: a gate reads zeros, and nobody asks for their output
+            old = (prefix[0], *prefix)
+            query, key, value = (torch.cat(each, dim=-2) for each in zip(old, (query, key, value), strict=True))
+            hidden_states = F.pad(hidden_states, (0, 0, key.shape[-2] - length, 0))
         values = F.dropout(value, dropout, self.training)
         log_gate, weights = (None, None) if self.gate is None else self.gate(hidden_states)
         log_gate, weights = mask_padding(padding, log_gate, weights)
@@ -236,9 +243,9 @@ class RFAAttentionMixin(nn.Module):
         if cache is None:
             output = step(None, None)[0]
         else:
-            layer_of(cache, self.rfa_layer_idx)
             output, _ = cache.update(key, values, self.rfa_layer_idx, step=step)
-        return output.to(value.dtype), None if implied is None else implied.to(value.dtype)
+        implied = None if implied is None else implied[..., -length:, -length:].to(value.dtype)
+        return output[..., -length:, :].to(value.dtype), implied
 
     def _attend_causally(
         self, tokens: _Tokens, state: Tensor | None, window: Tensor | None, output_weights: bool

@@ -241,20 +241,34 @@ class RFASourceLayer(RFALayer):
 STATIC_LAYER_TYPE_MAPPING[RFA_LAYER_TYPE] = RFALayer
 
 
-def layer_of(cache: Cache, layer_idx: int) -> RFALayer:
-    """Return the RFA layer ``layer_idx`` of ``cache``.
+def keys_and_values_in(cache: Cache, layer_idx: int) -> tuple[Tensor, Tensor] | None:
+    """Make layer ``layer_idx`` of ``cache`` an `RFALayer`, and return the keys and values that it held until then.
+
+    A cache built without a configuration, or with a softmax model's, has layers for keys and values; peft's prefix tuning
+    fills them with those of virtual tokens.
 
     Raises:
-        TypeError: if the cache was not built for an RFA model.
+        TypeError: if the layer is of a kind that cannot be replaced.
     """
-    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    if getattr(layer, "holds", None) != RFALayer.holds:
+    _grow(cache, layer_idx)
+    layer = cache.layers[layer_idx]
+    if getattr(layer, "holds", None) == RFALayer.holds:
+        return None
+    if type(layer) is not DynamicLayer:
         raise TypeError(
-            f"layer {layer_idx} of this {type(cache).__name__} is "
-            f"{'missing' if layer is None else 'a ' + type(layer).__name__}, but the model's attention needs an RFALayer "
-            "there. Build the cache with DynamicCache(config=model.config), or let the model build it."
+            f"layer {layer_idx} of this {type(cache).__name__} is a {type(layer).__name__}, but the model's attention needs "
+            "an RFALayer there. Build the cache with DynamicCache(config=model.config), or let the model build it."
         )
-    return cast(RFALayer, layer)
+    cache.layers[layer_idx] = RFALayer()
+    return (cast(Tensor, layer.keys), cast(Tensor, layer.values)) if layer.get_seq_length() else None
+
+
+def unread_length(cache: Cache | None, config: Any) -> int:
+    """Return the number of tokens of which RFA layers have yet to read the keys and values (`keys_and_values_in`)."""
+    own = self_attention_cache(cache)
+    layers = enumerate([] if own is None else own.layers)
+    unread = (layer for index, layer in layers if type(layer) is DynamicLayer and config.is_rfa("causal", index))
+    return max((layer.get_seq_length() for layer in unread), default=0)
 
 
 def past_length(cache: Cache | None) -> int:
@@ -278,14 +292,19 @@ def self_attention_cache(cache: Cache | None) -> Cache | None:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
+def _grow(cache: Cache, layer_idx: int) -> None:
+    """Give a cache that was built without a configuration the layers up to ``layer_idx``."""
+    while len(cache.layers) <= layer_idx:
+        cache.layers.append(DynamicLayer())
+
+
 def _replace_unused(cache: Cache, layer_idx: int, new: CacheLayerMixin) -> None:
     """Put ``new`` in the place of a cache layer that holds nothing yet.
 
     Both caches of an `EncoderDecoderCache` are built from one list of layer types, that of self-attention; cross attention
     puts its own kind in place before its first use.
     """
-    while len(cache.layers) <= layer_idx:  # a cache built without a configuration grows layer by layer
-        cache.layers.append(DynamicLayer())
+    _grow(cache, layer_idx)
     old = cache.layers[layer_idx]
     if getattr(old, "is_initialized", False):
         raise TypeError(

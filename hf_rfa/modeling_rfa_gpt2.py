@@ -24,7 +24,7 @@ from transformers.models.gpt2.modeling_gpt2 import (
 )
 
 from .attention import RFAAttentionMixin, RFAPreTrainedMixin
-from .cache import past_length, self_attention_cache
+from .cache import past_length, self_attention_cache, unread_length
 from .configuration_rfa import AttentionKind, RFAGPT2Config
 from .masks import check_positions, document_starts, local_padding, padding_of_mask
 from .peers import register_by_name
@@ -170,7 +170,7 @@ class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
 
         if attention_mask is not None and attention_mask.ndim == 3:  # (batch, choices, tokens) of multiple choice
             attention_mask = attention_mask.view(-1, attention_mask.shape[-1])
-        padding_mask = local_padding(attention_mask, length)
+        padding_mask = local_padding(attention_mask, length + unread_length(past_key_values, self.config))
         starts = document_starts(position_ids) if attention_mask is None and past_key_values is None else None
         if starts is not None:
             use_cache = False  # rows of several documents are for training; softmax layers keep them apart only so

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from .attention import RFAAttentionMixin
-from .cache import keep_keys_and_values, past_length, self_attention_cache
+from .cache import keep_keys_and_values, past_length, self_attention_cache, source_layer_of, unread_length
 from .configuration_rfa import AttentionKind
 from .masks import check_positions, local_padding
 
@@ -184,8 +184,9 @@ class RFADecoderMixin(_RFAStack):
             cache = DynamicCache(config=self.config)
         if not isinstance(cache, EncoderDecoderCache):
             cache = EncoderDecoderCache(cache, DynamicCache(config=self.config))
-        for index in softmax_layers:
-            keep_keys_and_values(cache.cross_attention_cache, index)
+        for index in range(self.config.decoder_layers):  # before self-attention changes a cache that is refused
+            put = keep_keys_and_values if index in softmax_layers else source_layer_of
+            put(cache.cross_attention_cache, index)
         return cache
 
     def forward(
@@ -213,7 +214,7 @@ class RFADecoderMixin(_RFAStack):
         if isinstance(attention_mask, dict):  # `generate` makes masks by layer type if none of the layers is RFA
             attention_mask = attention_mask["full_attention"]
         if self.config.any_rfa("causal"):
-            kwargs["padding_mask"] = local_padding(attention_mask, length)
+            kwargs["padding_mask"] = local_padding(attention_mask, length + unread_length(past_key_values, self.config))
         if self.config.all_rfa("causal"):
             attention_mask = _no_mask(device)
         if encoder_hidden_states is not None:

@@ -16,7 +16,7 @@ import torch
 from hf_rfa.convert.families import FAMILIES, rfa_layers
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from .conftest import tiny_parent_config, tiny_seq2seq_config
 
@@ -554,8 +554,6 @@ def test_past_key_values_of_a_wrong_kind_are_refused(family, name):
     for wrong in (((keys, keys),) * 3, [], "a cache", {"keys": keys}):
         with pytest.raises(TypeError, match=r"past_key_values.*DynamicCache\(config=model.config\)"):
             model(**inputs, past_key_values=wrong)
-    with pytest.raises(TypeError, match=r"DynamicCache\(config=model.config\)"):
-        model(**inputs, past_key_values=DynamicCache())
 
 
 @pytest.mark.parametrize(("family", "name"), [("gpt2", "GPT2LMHeadModel"), ("bart", "BartForConditionalGeneration")])

@@ -21,6 +21,7 @@ from transformers import (
     DynamicCache,
     EncoderDecoderCache,
 )
+from transformers.cache_utils import DynamicLayer
 
 import hf_rfa
 from hf_rfa import (
@@ -376,8 +377,11 @@ def test_inputs_that_cannot_be_honoured_are_refused(source, target):
 def test_a_cache_of_another_model_is_refused(source, target):
     parent = BartForConditionalGeneration(tiny_seq2seq_config("bart")).eval()
     used = parent(source, decoder_input_ids=target).past_key_values
-    with pytest.raises(TypeError, match="cache"):
+    with pytest.raises(TypeError, match="filled by another model"):
         make()(source, decoder_input_ids=target, past_key_values=used)
+    assert all(type(layer) is DynamicLayer for layer in used.self_attention_cache.layers), (
+        "refused before it is changed"
+    )
     with pytest.raises(TypeError, match="filled by another model"):
         make("cross-only")(source, decoder_input_ids=target, past_key_values=used)
     ours = make()(source, decoder_input_ids=target).past_key_values
