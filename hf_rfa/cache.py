@@ -267,8 +267,8 @@ def unread_length(cache: Cache | None, config: Any) -> int:
     """Return the number of tokens of which RFA layers have yet to read the keys and values (`keys_and_values_in`)."""
     own = self_attention_cache(cache)
     layers = enumerate([] if own is None else own.layers)
-    unread = (layer for index, layer in layers if type(layer) is DynamicLayer and config.is_rfa("causal", index))
-    return max((layer.get_seq_length() for layer in unread), default=0)
+    unread = [layer for index, layer in layers if type(layer) is DynamicLayer and config.is_rfa("causal", index)]
+    return max([0, *[layer.get_seq_length() for layer in unread]])
 
 
 def past_length(cache: Cache | None) -> int:

@@ -84,6 +84,17 @@ def test_caches_without_a_configuration_serve_an_encoder_and_a_decoder(family, o
         assert torch.equal(found, model.generate(ids, num_beams=beams, **GENERATE))
 
 
+@torch.no_grad()
+def test_a_step_on_such_a_cache_is_one_graph():
+    model, ids = build(softmax_layers=[0]), some_ids()
+    cache, expected_cache = DynamicCache(), DynamicCache()
+    model(ids, past_key_values=cache)
+    model(ids, past_key_values=expected_cache)
+    torch._dynamo.reset()
+    found = torch.compile(model, fullgraph=True, backend="eager")(ids[:, :1], past_key_values=cache).logits
+    torch.testing.assert_close(found, model(ids[:, :1], past_key_values=expected_cache).logits)
+
+
 def keys_and_values(model, ids, count, **inputs) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return what self-attention computes of the first tokens in every layer, RFA or softmax."""
     cache = DynamicCache()
