@@ -147,6 +147,8 @@ def chunked(
     """
     if query.shape[-2] == 0:
         raise ValueError(f"the recurrence got no tokens: query has shape {tuple(query.shape)}")
+    if isinstance(query.shape[-2], torch.SymInt):
+        return _chunked_at_once(query, key, apply_weights(value, weights), log_gate, state, chunk_size)
     if log_gate is None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _chunked_in_place(query, key, apply_weights(value, weights), state, chunk_size)
     count = -(-query.shape[-2] // chunk_size)
@@ -167,6 +169,35 @@ def chunked(
         output, state = parallel(q, k, v, log_gate=g, weights=w, state=state)
         outputs.append(output)
     return torch.cat(outputs, dim=-2), cast(Tensor, state)
+
+
+def _chunked_at_once(
+    query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor | None, state: Tensor | None, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Compute `chunked` for a length that is left open: all chunks side by side, so that one graph serves any number.
+
+    The last chunks are filled with tokens that add nothing. There are two at least, since a graph is not the same for one.
+    """
+    length = query.shape[-2]
+    count = length // chunk_size + 2
+
+    def split(x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, 0, count * chunk_size - length)).unfold(2, chunk_size, chunk_size).transpose(-1, -2)
+
+    query, key, value = (split(x) for x in (query, key, value))
+    log_gate = None if log_gate is None else split(log_gate.to(key.dtype)[..., None])[..., 0]
+    output, sums = parallel(query, key, value, log_gate=log_gate)
+    first = torch.zeros_like(sums[:, :, :1]) if state is None else state[:, :, None]
+    sums = torch.cat([first, sums], dim=2).flatten(-2)
+    if log_gate is None:
+        sums, read = sums.cumsum(dim=2), query
+    else:  # the recurrence once more, of chunks instead of tokens
+        sums = segment_sums(F.pad(log_gate.sum(-1), (1, 0))).exp() @ sums
+        read = query * log_gate.cumsum(-1).exp()[..., None]
+    sums = sums.unflatten(-1, (key.shape[-1], value.shape[-1]))
+    output = output + read @ sums[:, :, :-1]
+    # Taken by their places: that there are as many is more than a tracer can tell of a slice.
+    return output.flatten(2, 3).index_select(2, torch.arange(length, device=output.device)), sums[:, :, -1]
 
 
 def _chunked_in_place(

@@ -286,6 +286,47 @@ def test_a_decoding_step_is_exported_once_for_all_positions(options):
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, {"gate": True, "feature_map": "gaussian"}, {"softmax_layers": [0]}])
+@torch.no_grad()
+def test_a_forward_pass_is_exported_once_for_all_lengths(options):
+    """Lengths below a chunk of the recurrence, of one, and of several."""
+    model = gpt2(**options, chunk_size=16)
+    tokens = torch.randint(3, 60, (2, 90), generator=torch.Generator().manual_seed(0))
+    length = {"input_ids": {1: torch.export.Dim("length", min=2, max=96)}, "use_cache": None}
+    exported = torch.export.export(
+        model, (tokens[:, :20].clone(),), {"use_cache": False}, dynamic_shapes=length
+    ).module()
+    for count in (2, 15, 16, 17, 90):
+        expected = model(tokens[:, :count], use_cache=False).logits
+        found = exported(tokens[:, :count].clone(), use_cache=False).logits
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"gate": True}])
+def test_a_decoding_step_in_onnx(options, tmp_path):
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    model = gpt2(**options)
+    tokens = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own
+        for name, parameter in model.named_parameters():
+            if ".gate.weight" in name:  # not as they start, which reads nothing
+                parameter.normal_(0.0, 0.5)
+        cache = model(tokens[:, :4]).past_key_values
+        states = [layer.state.clone() for layer in cache.layers]
+        position = torch.full((2, 1), 4)
+        torch.onnx.export(Step(model), (tokens[:, 4:5], states, position), dynamo=True).save(tmp_path / "step.onnx")
+        session = onnxruntime.InferenceSession(tmp_path / "step.onnx")
+        names = [each.name for each in session.get_inputs()]
+        for at in range(4, 8):
+            values = [tokens[:, at : at + 1], *states, torch.full((2, 1), at)]
+            found = session.run(None, {name: value.numpy() for name, value in zip(names, values, strict=True)})
+            logits, *states = map(torch.from_numpy, found)
+            expected = model(tokens[:, at : at + 1], past_key_values=cache).logits
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-3)
+
+
 def test_linear_layers_in_8_bits():
     """torch's dynamic quantisation of the projections; features and states stay in float32."""
     model = bart()

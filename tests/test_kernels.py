@@ -14,6 +14,8 @@ from torch import Tensor
 
 from hf_rfa.implied import implied_weights
 from hf_rfa.kernels import (
+    _chunked_at_once,
+    apply_weights,
     attend_with_state,
     chunked,
     mask_padding,
@@ -134,6 +136,14 @@ def test_forms_agree(dtype, case, chunk_size):
         "parallel": parallel(*given_case.piece(slice(None)), **given_case.options(), state=given_case.state),
         "chunked": chunked(
             *given_case.piece(slice(None)), **given_case.options(), state=given_case.state, chunk_size=chunk_size
+        ),
+        "all chunks at once": _chunked_at_once(
+            given_case.query,
+            given_case.key,
+            apply_weights(given_case.value, given_case.weights),
+            given_case.log_gate,
+            given_case.state,
+            chunk_size,
         ),
         "recurrent": token_by_token(given_case),
     }
