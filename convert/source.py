@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    StrictDataclassError,
+)
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
@@ -146,6 +151,8 @@ def _read_config(folder: Path, name: str) -> PreTrainedConfig:
         raise InputError(f"{path} names no model_type. Supported: {', '.join(sorted(FAMILIES))}.")
     try:
         return AutoConfig.from_pretrained(folder)
+    except StrictDataclassError as error:
+        raise InputError(f"cannot use {path}: {error.__cause__}") from error
     except (ValueError, OSError, KeyError) as error:
         raise InputError(
             f"{name} has model_type {model_type!r}, which transformers cannot read. Supported: "

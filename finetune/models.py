@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_rfa.convert.inputs import BLOCK_LENGTH
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,7 +15,7 @@ from transformers import (
 )
 
 from hf_rfa.errors import InputError
-from hf_rfa.inference import check_vocabulary, load_tokenizer, name_loss
+from hf_rfa.inference import CONFIG_ERRORS, WEIGHT_ERRORS, check_vocabulary, load_tokenizer, name_loss, read_config
 
 from .arguments import FinetuneArguments
 
@@ -39,10 +38,7 @@ def load_config_and_tokenizer(options: FinetuneArguments) -> tuple[Any, Any]:
         tokenizer = _tokenizer(options)
         return _new_config(options.model_type, options.overrides(), tokenizer), tokenizer
     name = str(options.model)
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read the configuration of {name}: {error}") from error
+    config = read_config(name)
     tokenizer = _tokenizer(options)
     check_vocabulary(tokenizer, config, name)
     return config, tokenizer
@@ -63,7 +59,7 @@ def _new_config(model_type: str, overrides: dict[str, Any], tokenizer: Any) -> A
         config = AutoConfig.for_model(model_type, **values)
     except InputError:
         raise
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+    except CONFIG_ERRORS as error:
         raise InputError(f"cannot make a configuration of type {model_type}: {error}") from error
     check_vocabulary(tokenizer, config, f"config_overrides for {model_type}")
     return config
@@ -107,7 +103,7 @@ def load_model_to_train(options: FinetuneArguments, config: Any) -> Any:
             model = auto_class.from_config(config)
         else:
             model = auto_class.from_pretrained(options.model, config=config, dtype="float32", use_safetensors=True)
-    except (OSError, ValueError, RuntimeError) as error:
+    except WEIGHT_ERRORS as error:
         name = options.model or options.model_type
         raise InputError(f"cannot load a model for {options.task} from {name}: {error}") from error
     if options.task == "clm":

@@ -52,12 +52,11 @@ def bench_command(
     """Time RFA against its softmax parent (SDPA), same weights, in one process, in turn: medians and ratios."""
     import torch
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     from . import bench
     from .bench.models import SHAPES
     from .convert.writer import new_file
-    from .inference import DTYPES
+    from .inference import DTYPES, read_config
 
     tasks = task or [Task.decoding]
     counts = {"--batches": _numbers("--batches", batches), "--sources": _numbers("--sources", sources)}
@@ -66,10 +65,7 @@ def bench_command(
         raise InputError(f"--dtype must be one of {', '.join(DTYPES[1:])}, got {dtype!r}.")
     if (static or compiled) and Task.decoding not in tasks:
         raise InputError("--static and --compile are about decoding: pass --task decoding with them.")
-    try:
-        config: Any = SHAPES[model] if model in SHAPES else AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read the configuration of {model}: {error}") from error
+    config: Any = SHAPES[model] if model in SHAPES else read_config(model)
     if config.is_encoder_decoder and set(tasks) != {Task.decoding}:
         raise InputError("models with an encoder are timed at decoding: pass --task decoding.")
     longest = max(max(each) for each in chosen.values())
@@ -77,9 +73,10 @@ def bench_command(
         longest = max(longest, *counts["--sources"])
     options = {"feature_map": feature_map, "num_features": num_features, "window": window, "gate": gate}
     try:
+        torch.empty(0, device=device)  # before models are made for one that is not there
         softmax, rfa = bench.pair(config, longest + steps + 16, **options)
         softmax, rfa = (each.to(device, getattr(torch, dtype)) for each in (softmax, rfa))
-    except (ValueError, RuntimeError, StrictDataclassError) as error:
+    except (ValueError, RuntimeError, AssertionError, StrictDataclassError) as error:
         raise InputError(f"cannot make the models: {error}") from error
     about: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "threads": torch.get_num_threads()}
     about |= {"torch": torch.__version__, "options": options}

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -41,6 +43,24 @@ TOKENIZER_VOCABULARIES = (
 )
 
 
+#: What transformers raises for a configuration, or for weights, that it cannot take.
+CONFIG_ERRORS = (OSError, ValueError, KeyError, TypeError, StrictDataclassError)
+WEIGHT_ERRORS = (*CONFIG_ERRORS, RuntimeError, SafetensorError)
+
+
+def read_config(source: str | Path) -> PreTrainedConfig:
+    """Return the configuration of a checkpoint, a folder or a name on the hub.
+
+    Raises:
+        InputError: if there is none, or if it cannot be used.
+    """
+    try:
+        return AutoConfig.from_pretrained(source)
+    except CONFIG_ERRORS as error:
+        reason = error.__cause__ if isinstance(error, StrictDataclassError) else error
+        raise InputError(f"cannot read the configuration of {source}: {reason}") from error
+
+
 def name_loss(model: Any) -> None:
     """Tell a causal model that its loss is the next token's, where its class's name does not tell transformers (GPT-2)."""
     if model.loss_type is None:
@@ -70,24 +90,22 @@ def load_model(
     if path.exists() and not (path / "config.json").is_file():
         raise InputError(f"{name} has no config.json: it is not a transformers checkpoint.")
     source = path if path.exists() else name
+    config = read_config(source)
+    found = kind_of(config)
+    if kind not in (None, found):
+        raise InputError(
+            f"{name} is a {config.model_type} model, {KINDS[found]}, but this needs {KINDS[cast(ModelKind, kind)]}. Pass "
+            "such a checkpoint, or choose another task."
+        )
+    auto_class: Any = AutoModelForSeq2SeqLM if found == "seq2seq" else AutoModelForCausalLM
     try:
-        config = AutoConfig.from_pretrained(source)
-        found = kind_of(config)
-        if kind not in (None, found):
-            raise InputError(
-                f"{name} is a {config.model_type} model, {KINDS[found]}, but this needs {KINDS[cast(ModelKind, kind)]}. Pass "
-                "such a checkpoint, or choose another task."
-            )
-        auto_class: Any = AutoModelForSeq2SeqLM if found == "seq2seq" else AutoModelForCausalLM
         model = auto_class.from_pretrained(
             source,
             config=config,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             use_safetensors=True,
         )
-    except InputError:
-        raise
-    except (OSError, ValueError, RuntimeError) as error:
+    except WEIGHT_ERRORS as error:
         raise InputError(f"cannot load a model that generates text from {name}: {error}") from error
     if found == "causal":
         name_loss(model)

@@ -131,6 +131,8 @@ def test_the_peak_of_a_call_is_its_own():
         (["--model", "bart-base", "--task", "training"], "timed at decoding"),
         (["--model", "./nowhere"], "cannot read the configuration"),
         (["--feature-map", "none"], "cannot make the models"),
+        (["--device", "nonsense"], "cannot make the models"),
+        (["--device", "cuda:99"], "cannot make the models"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(options, match, tmp_path, monkeypatch, capsys):

@@ -8,11 +8,14 @@ import math
 
 import pytest
 import torch
+from hf_rfa.convert.source import open_source
 from hf_rfa.convert.texts import read_documents
 from hf_rfa.finetune import perplexity, tokenize
+from hf_rfa.finetune.arguments import FinetuneArguments
+from hf_rfa.finetune.models import load_config_and_tokenizer, load_model_to_train
 from transformers import GPT2LMHeadModel
 
-from hf_rfa import InputError
+from hf_rfa import InputError, cli_bench
 from hf_rfa.inference import generate_text, load_model
 
 from .conftest import DEMO_MODEL, DEMO_TEXT, shared, tiny_parent_config
@@ -125,7 +128,7 @@ def test_generation_reports_what_it_did():
 
 
 def test_checkpoints_that_cannot_be_loaded(tmp_path):
-    for name, match in ((str(tmp_path), "no config.json"), ("no-such-model", "cannot load")):
+    for name, match in ((str(tmp_path), "no config.json"), ("no-such-model", "cannot read the configuration")):
         with pytest.raises(InputError, match=match):
             load_model(name)
     with pytest.raises(InputError, match="dtype must be"):
@@ -134,6 +137,47 @@ def test_checkpoints_that_cannot_be_loaded(tmp_path):
     with pytest.raises(InputError, match="there is no tokenizer in it"):
         load_model(str(tmp_path))
     assert load_model(str(tmp_path), need_tokenizer=False)[1] is None
+
+
+BROKEN_CONFIGS = {
+    "feature_map": ({"model_type": "rfa_gpt2", "feature_map": "nope"}, "feature_map='nope' is unknown"),
+    "type": ({"n_layer": "four"}, "'n_layer' expected int"),
+    "model_type": ({"model_type": "nope"}, "nope"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_CONFIGS)
+@pytest.mark.parametrize("reader", ["load_model", "open_source", "finetune", "bench"])
+def test_a_configuration_that_cannot_be_used_is_told_in_one_line(name, reader, tmp_path, monkeypatch, capsys):
+    changed, match = BROKEN_CONFIGS[name]
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changed))
+    arguments = FinetuneArguments(task="clm", train="a.txt", model=str(tmp_path))
+    readers = {
+        "load_model": lambda: load_model(str(tmp_path)),
+        "open_source": lambda: open_source(tmp_path),
+        "finetune": lambda: load_config_and_tokenizer(arguments),
+        "bench": lambda: cli_bench.bench_command(model=str(tmp_path), batches="1", sources="1"),
+    }
+    with pytest.raises(InputError) as found:
+        readers[reader]()
+    assert match in str(found.value)
+    assert str(tmp_path) in str(found.value)
+    assert name == "model_type" or "\n" not in str(found.value)  # transformers' own words there
+
+
+@pytest.mark.parametrize("reader", ["load_model", "finetune"])
+def test_weights_that_are_cut_short_are_told_in_one_line(reader, tmp_path):
+    for file in DEMO_MODEL.iterdir():
+        content = file.read_bytes()
+        (tmp_path / file.name).write_bytes(content[:5000] if file.suffix == ".safetensors" else content)
+    arguments = FinetuneArguments(task="clm", train="a.txt", model=str(tmp_path))
+    readers = {
+        "load_model": lambda: load_model(str(tmp_path)),
+        "finetune": lambda: load_model_to_train(arguments, load_config_and_tokenizer(arguments)[0]),
+    }
+    with pytest.raises(InputError, match=rf"cannot load .*{tmp_path}"):
+        readers[reader]()
 
 
 def test_demo_model_is_small_and_trained():
