@@ -69,7 +69,7 @@ def read_pairs(
             records = list(_read_json_lines(file, path, (source_field, target_field)))
         sources, targets = ([record[name] for record in records] for name in (source_field, target_field))
     else:
-        sources, targets = (_read_lines(Path(each)) for each in (path, references))
+        sources, targets = (read_lines(Path(each)) for each in (path, references))
         if len(sources) != len(targets):
             raise InputError(
                 f"{path} has {len(sources)} lines, but {references} has {len(targets)}: line N of one belongs to line N "
@@ -100,7 +100,8 @@ def _is_json_lines(path: Path) -> bool:
     return [suffix for suffix in path.suffixes if suffix != ".gz"][-1:] == [".jsonl"]
 
 
-def _read_lines(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a text file, plain or gzipped (UTF-8)."""
     # Not str.splitlines, which also splits at characters that are part of a line, such as U+2028.
     with open_text(path) as file:
         return [line.rstrip("\n") for line in file]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -10,6 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -147,18 +149,25 @@ class Generation:
     """What one call of `generate_text` did.
 
     Attributes:
-        text: the new text.
-        prompt_tokens: tokens of the prompt, or of the source for a model with an encoder.
+        texts: the new text for each prompt.
+        whole_texts: each prompt with its new text; with an encoder, the new text alone.
+        prompt_tokens: tokens of the prompts, or of the sources for a model with an encoder.
         new_tokens: tokens generated.
-        seconds: time for them, the prompt included.
+        seconds: time for them, the prompts included.
         cache_bytes: bytes of the cache at the end.
     """
 
-    text: str
+    texts: tuple[str, ...]
+    whole_texts: tuple[str, ...]
     prompt_tokens: int
     new_tokens: int
     seconds: float
     cache_bytes: int
+
+    @property
+    def text(self) -> str:
+        """The new text for the first prompt."""
+        return self.texts[0]
 
 
 def check_length(model: PreTrainedModel, tokens: int, *, what: str = "prompt and new tokens together are") -> None:
@@ -174,7 +183,7 @@ def check_length(model: PreTrainedModel, tokens: int, *, what: str = "prompt and
 def generate_text(
     model: PreTrainedModel,
     tokenizer: Any,
-    prompt: str,
+    prompt: str | Sequence[str],
     *,
     max_new_tokens: int,
     streamer: TextStreamer | None = None,
@@ -187,23 +196,33 @@ def generate_text(
     Args:
         model: a causal language model, or one with an encoder.
         tokenizer: its tokenizer.
-        prompt: text to continue, or the source to translate or summarise.
+        prompt: text to continue, or the source to translate or summarise; several are generated as one batch.
         max_new_tokens: most tokens to generate.
-        streamer: receives the text as it comes, or None.
+        streamer: receives the text of a single prompt as it comes, or None.
         seed: seed of the sampling.
         ignore_eos: go on to ``max_new_tokens`` whatever the model says.
         **options: further arguments of ``model.generate`` (``do_sample``, ``num_beams``, ``temperature``, …).
 
     Returns:
-        The new text and its figures.
+        The new texts and their figures.
 
     Raises:
         InputError: for an empty prompt, or a length past the model's positions.
     """
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    rows = [torch.tensor(row, dtype=torch.long) for row in tokenizer(prompts, verbose=False)["input_ids"]]
     seq2seq = kind_of(model.config) == "seq2seq"
-    if ids.shape[1] == 0 or (seq2seq and not prompt.strip()):
-        raise InputError(f"the {'source' if seq2seq else 'prompt'} is empty: there is nothing to start from.")
+    for number, (each, row) in enumerate(zip(prompts, rows, strict=True), start=1):
+        if len(row) == 0 or (seq2seq and not each.strip()):
+            which = f" {number} of {len(rows)}" if len(rows) > 1 else ""
+            raise InputError(
+                f"the {'source' if seq2seq else 'prompt'}{which} is empty: there is nothing to start from."
+            )
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    # New tokens follow the last one of a prompt; an encoder's positions start with the first one of a source.
+    shared: dict[str, Any] = {"batch_first": True, "padding_side": "right" if seq2seq else "left"}
+    ids = pad_sequence(rows, padding_value=pad or 0, **shared).to(model.device)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], **shared).to(model.device)
     if seq2seq:
         check_length(model, ids.shape[1], what="the source's tokens are")
         check_length(model, max_new_tokens + 1, what="the start token and the new tokens are")
@@ -212,23 +231,28 @@ def generate_text(
     if ignore_eos:
         options["min_new_tokens"] = max_new_tokens
     if tokenizer.pad_token_id is None:
-        options["pad_token_id"] = tokenizer.eos_token_id
+        options["pad_token_id"] = pad
     set_seed(seed)
     start = time.perf_counter()
     output: Any = model.generate(  # type: ignore[operator]
         ids,
-        attention_mask=torch.ones_like(ids),
+        attention_mask=mask,
         max_new_tokens=max_new_tokens,
         streamer=streamer,
         return_dict_in_generate=True,
         **options,
     )
     seconds = time.perf_counter() - start
-    new = output.sequences[0, 1 if seq2seq else ids.shape[1] :]
+    new = output.sequences[:, 1 if seq2seq else ids.shape[1] :]
+    end: Any = model.generation_config.eos_token_id
+    ends = torch.tensor([] if end is None else end, dtype=torch.long, device=new.device)
+    ended = torch.isin(new, ends).cumsum(-1)[:, :-1]  # of a text that ended before others, the rest is padding
+    texts, whole = (tuple(tokenizer.batch_decode(each, skip_special_tokens=True)) for each in (new, output.sequences))
     return Generation(
-        text=tokenizer.decode(new, skip_special_tokens=True),
-        prompt_tokens=ids.shape[1],
-        new_tokens=len(new),
+        texts=texts,
+        whole_texts=whole,
+        prompt_tokens=int(mask.sum()),
+        new_tokens=len(new) + int((ended == 0).sum()),
         seconds=seconds,
         cache_bytes=cache_num_bytes(output.past_key_values),
     )

@@ -126,7 +126,7 @@ def test_the_peak_of_a_call_is_its_own():
     [
         (["--lengths", "8,a"], "--lengths must be whole numbers"),
         (["--batches", "0"], "--batches must be whole numbers"),
-        (["--dtype", "int8"], "--dtype must be one of"),
+        (["--dtype", "int8"], "Invalid value for '--dtype'"),
         (["--task", "prefill", "--static"], "are about decoding"),
         (["--model", "bart-base", "--task", "training"], "timed at decoding"),
         (["--model", "./nowhere"], "cannot read the configuration"),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
-from hf_rfa import cli, cli_convert
+import hf_rfa
+from hf_rfa import cli
+from hf_rfa_cli import convert as cli_convert
 
 from .conftest import DEMO_MODEL, DEMO_TEXT
 
@@ -49,11 +53,35 @@ def test_generate_streams_and_reports(converted):
     result = run("generate", converted[0], "--prompt", "Call me", "--max-new-tokens", "12", "--ignore-eos")
     assert result.stdout.startswith("Call me")
     assert re.search(r"12 tokens in [\d.]+ s \([\d.]+ tokens/s\), cache [\d,]+ bytes", result.stderr)
+    beams = run("generate", converted[0], "--prompt", "Call me", "--max-new-tokens", "12", "--num-beams", "2")
+    assert beams.stdout.startswith("Call me")
     sampled = [
         run("generate", converted[0], "--prompt", "Call", "--max-new-tokens", "9", "--sample", "--seed", seed).stdout
         for seed in ("1", "1", "2")
     ]
     assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_prompts_come_from_options_a_file_and_stdin(tmp_path, monkeypatch, capsys):
+    lines = ["The whale", "It was the ship"]
+    (tmp_path / "prompts.txt").write_text("\n".join(lines) + "\n")
+    command = ["hf-rfa", "generate", str(DEMO_MODEL), "--max-new-tokens", "5", "--batch-size", "2"]
+    shown = []
+    for options in (
+        ["--prompt", lines[0], "--prompt", lines[1]],
+        ["--prompt-file", "prompts.txt"],
+        ["--prompt-file", "-"],
+    ):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+        monkeypatch.setattr(sys, "argv", [*command, "--prompt", "He said", *options])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 0
+        shown.append(capsys.readouterr().out)
+    places = [shown[0].index(text) for text in ("He said", *lines)]
+    assert places == sorted(places)
+    assert shown[0] == shown[1] == shown[2]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +92,35 @@ def test_generate_streams_and_reports(converted):
         (["convert", DEMO_MODEL, "out", "--layers", "9"], "indices from 0 to 3"),
         (["convert", DEMO_MODEL, "out", "--feature-map", "nope"], "feature_map='nope' is unknown"),
         (["evaluate", DEMO_MODEL, "missing.txt"], "there is no text file missing.txt"),
+        (["evaluate", DEMO_MODEL, "."], "there is no text file ."),
+        (["evaluate", DEMO_MODEL, DEMO_TEXT, "--context", "0"], "'--context': it must be at least 2, got 0"),
+        (["evaluate", DEMO_MODEL, DEMO_TEXT, "--stride", "-1"], "'--stride': it must be at least 1, got -1"),
+        (["evaluate", DEMO_MODEL, DEMO_TEXT, "--references", "."], "there is no text file ."),
+        (["evaluate", DEMO_MODEL, DEMO_TEXT, "--task", "translation", "--save-predictions", "a/b"], "cannot write to"),
+        (["distill", "a", "--teacher", "b", "--data", "."], "there is no text file ."),
+        (["distill", "a", "--teacher", "b", "--data", DEMO_TEXT, "--transfer-steps", "-1"], "it must be at least 0"),
+        (["convert", DEMO_MODEL, "out", "--seed", "-1"], "'--seed': it must be at least 0"),
+        (["convert", DEMO_MODEL, "out", "--window", "-1"], "'--window': it must be at least 0"),
+        (["convert", DEMO_MODEL, "out", "--calibrate", "."], "there is no text file ."),
+        (["make-data", "copy", "out", "--rows", "0"], "'--rows': it must be at least 1, got 0"),
+        (["bench", "--steps", "0"], "'--steps': it must be at least 1, got 0"),
+        (["bench", "--output", "no/where"], "cannot write to"),
+        (["convrt"], "No such command 'convrt'. Did you mean 'convert'? See hf-rfa --help."),
+        (["convert", DEMO_MODEL, "out", "--nothing"], "No such option: --nothing See hf-rfa convert --help."),
+        (["convert", DEMO_MODEL], "Missing"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "0"], "it must be above 0, got 0.0"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "-1"], "it must be above 0, got -1.0"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "nan"], "it must be above 0, got nan"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "inf"], "it must be above 0, got inf"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--top-k", "-1"], "it must be at least 0, got -1"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--top-p", "2"], "above 0 and at most 1, got 2.0"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--top-p", "nan"], "above 0 and at most 1, got nan"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--seed", "-1"], "at least 0 and at most 4294967295, got -1"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--seed", 2**32], "at least 0 and at most 4294967295"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--dtype", "int4"], "'--dtype'"),
+        (["generate", DEMO_MODEL], "pass --prompt or --prompt-file"),
+        (["generate", DEMO_MODEL, "--prompt", ""], "prompt 1 of 1 is empty"),
+        (["generate", DEMO_MODEL, "--prompt-file", "missing.txt"], "there is no text file missing.txt"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--temperature", "0.5"], "pass --sample"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--max-new-tokens", "5000"], "--max-positions"),
     ],
@@ -76,8 +133,45 @@ def test_bad_input_is_one_line_and_status_1(arguments, words, tmp_path, monkeypa
     error = capsys.readouterr().err
     assert end.value.code == 1
     assert words in error
-    assert "Traceback" not in error
+    assert error.count("error:") == 1
+    assert error.endswith("\n")
+    assert error.partition("error:")[2].count("\n") == 1
+    assert "Loading weights" not in error or "--max-positions" in words  # how long a prompt is, its tokenizer knows
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["-h"], [], ["convert", "-h"], ["generate", "m", "--top-k", "-1"], ["--version"], ["convrt"]],
+)
+def test_what_runs_nothing_loads_nothing(arguments):
+    """A command imports torch and transformers, which take seconds, once it has something to do."""
+    code = (
+        "import sys\nfrom hf_rfa_cli.main import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'hf_rfa'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_installed_command_is_the_light_one():
+    (found,) = entry_points(group="console_scripts", name="hf-rfa")
+    assert found.value == "hf_rfa_cli.main:main"
+    assert "from hf_rfa_cli.main import main" in SCRIPT.read_text()
+
+
+def test_version_and_help():
+    assert run("--version").stdout.split() == ["hf-rfa", hf_rfa.__version__]
+    assert run("-h").stdout == run("--help").stdout == run().stdout
+    for command in ("convert", "distill", "evaluate", "generate", "make-data", "bench"):
+        shown = run(command, "-h").stdout
+        assert "--help" in shown
+        assert "bool" not in shown
+
+
+def test_importing_the_package_registers_its_models():
+    code = "import hf_rfa, transformers; print(transformers.AutoConfig.for_model('rfa_gpt2').feature_map)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "positive"
 
 
 def test_finetune_lists_its_options(monkeypatch, capsys):

@@ -556,7 +556,8 @@ def test_a_diverging_run_says_so(material, tmp_path, monkeypatch):
 
 
 def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch, capsys):
-    from hf_rfa import cli_convert
+    from hf_rfa import cli
+    from hf_rfa_cli import convert as cli_convert
 
     command = ["hf-rfa", "convert", str(material / "bart"), str(tmp_path / "out"), "--distill-steps", "4"]
     with monkeypatch.context() as patch:

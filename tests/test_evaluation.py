@@ -15,10 +15,11 @@ from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.models import load_config_and_tokenizer, load_model_to_train
 from transformers import GPT2LMHeadModel
 
-from hf_rfa import InputError, cli_bench
+from hf_rfa import InputError
 from hf_rfa.inference import generate_text, load_model
+from hf_rfa_cli.bench import bench_command
 
-from .conftest import DEMO_MODEL, DEMO_TEXT, shared, tiny_parent_config
+from .conftest import DEMO_MODEL, DEMO_TEXT, shared, tiny_parent_config, words
 
 
 def test_texts_are_read_plain_and_gzipped(tmp_path):
@@ -127,6 +128,24 @@ def test_generation_reports_what_it_did():
         generate_text(model, tokenizer, "The whale", max_new_tokens=1024)
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_batch_of_prompts_gives_what_each_gives_alone(beams, tiny_seq2seq_parents):
+    """Padding to the left of a decoder's prompts, and to the right of an encoder's sources, changes nothing."""
+    prompts = {str(DEMO_MODEL): ["The whale", "It was the ship of all that", "He"]}
+    prompts[str(tiny_seq2seq_parents["bart"])] = [words(9), words(2), words(5, start=3)]
+    for name, texts in prompts.items():
+        model, tokenizer = load_model(name)
+        options = {"max_new_tokens": 12, "num_beams": beams, "do_sample": False}
+        alone = [generate_text(model, tokenizer, text, **options) for text in texts]
+        together = generate_text(model, tokenizer, texts, **options)
+        assert list(together.texts) == [each.text for each in alone]
+        assert list(together.whole_texts) == [each.whole_texts[0] for each in alone]
+        assert together.prompt_tokens == sum(each.prompt_tokens for each in alone)
+        assert together.new_tokens == sum(each.new_tokens for each in alone)
+        if name == str(DEMO_MODEL):
+            assert all(whole.startswith(text) for whole, text in zip(together.whole_texts, texts, strict=True))
+
+
 def test_checkpoints_that_cannot_be_loaded(tmp_path):
     for name, match in ((str(tmp_path), "no config.json"), ("no-such-model", "cannot read the configuration")):
         with pytest.raises(InputError, match=match):
@@ -157,7 +176,7 @@ def test_a_configuration_that_cannot_be_used_is_told_in_one_line(name, reader, t
         "load_model": lambda: load_model(str(tmp_path)),
         "open_source": lambda: open_source(tmp_path),
         "finetune": lambda: load_config_and_tokenizer(arguments),
-        "bench": lambda: cli_bench.bench_command(model=str(tmp_path), batches="1", sources="1"),
+        "bench": lambda: bench_command(model=str(tmp_path), batches="1", sources="1"),
     }
     with pytest.raises(InputError) as found:
         readers[reader]()

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .errors import InputError
-from .terminal import console
+from .options import Dtype, UsageError, in_a_folder, number
 
 
 class Task(StrEnum):
@@ -28,7 +27,7 @@ LENGTHS = {Task.decoding: [128, 512, 2048, 8192], Task.prefill: [1024, 4096], Ta
 
 def bench_command(
     model: Annotated[
-        str, typer.Option(help="gpt2 or bart-base for their shapes, or a softmax checkpoint whose shape is taken.")
+        str, typer.Option(help="gpt2 or bart-base for their shapes, or a checkpoint, softmax or RFA, for its own.")
     ] = "gpt2",
     task: Annotated[list[Task] | None, typer.Option(help="What to time; may be repeated. Default: decoding.")] = None,
     lengths: Annotated[
@@ -36,42 +35,45 @@ def bench_command(
     ] = None,
     batches: Annotated[str, typer.Option(help="Sequences at once: 1,8,32.")] = "8",
     sources: Annotated[str, typer.Option(help="Tokens of the source, for models with an encoder.")] = "512",
-    feature_map: Annotated[str, typer.Option(help="The RFA model's feature map.")] = "positive",
-    num_features: Annotated[int | None, typer.Option(help="D. Default: the map's.")] = None,
-    window: Annotated[int, typer.Option(min=0, help="W, tokens seen exactly.")] = 0,
+    feature_map: Annotated[str | None, typer.Option(help="The RFA model's feature map. Default: positive.")] = None,
+    num_features: Annotated[int | None, number("D. Default: the map's.", 1)] = None,
+    window: Annotated[int, number("W, tokens seen exactly.", 0)] = 0,
     gate: Annotated[bool, typer.Option("--gate", help="With gates.")] = False,
     static: Annotated[bool, typer.Option("--static", help="Softmax on a StaticCache as well.")] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="Both under torch.compile as well.")] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Steps timed per point; medians are reported.")] = 11,
+    steps: Annotated[int, number("Steps timed per point; medians are reported.", 1)] = 11,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[Dtype, typer.Option(help="Precision of both.")] = Dtype.float32,
     output: Annotated[
-        Path | None, typer.Option(help="Write OUTPUT.json, and one picture a task, OUTPUT-TASK.png.")
+        Path | None,
+        typer.Option(callback=in_a_folder, help="Write OUTPUT.json, and one picture a task, OUTPUT-TASK.png."),
     ] = None,
 ) -> None:
     """Time RFA against its softmax parent (SDPA), same weights, in one process, in turn: medians and ratios."""
-    import torch
-    from huggingface_hub.errors import StrictDataclassError
-
-    from . import bench
-    from .bench.models import SHAPES
-    from .convert.writer import new_file
-    from .inference import DTYPES, read_config
-
     tasks = task or [Task.decoding]
     counts = {"--batches": _numbers("--batches", batches), "--sources": _numbers("--sources", sources)}
     chosen = {each: LENGTHS[each] if lengths is None else _numbers("--lengths", lengths) for each in tasks}
-    if dtype not in DTYPES[1:]:
-        raise InputError(f"--dtype must be one of {', '.join(DTYPES[1:])}, got {dtype!r}.")
     if (static or compiled) and Task.decoding not in tasks:
-        raise InputError("--static and --compile are about decoding: pass --task decoding with them.")
+        raise UsageError("--static and --compile are about decoding: pass --task decoding with them.")
+
+    import torch
+    from hf_rfa.convert.writer import new_file
+    from huggingface_hub.errors import StrictDataclassError
+
+    from hf_rfa import bench
+    from hf_rfa.bench.models import SHAPES
+    from hf_rfa.errors import InputError
+    from hf_rfa.inference import read_config
+    from hf_rfa.terminal import console
+
     config: Any = SHAPES[model] if model in SHAPES else read_config(model)
     if config.is_encoder_decoder and set(tasks) != {Task.decoding}:
         raise InputError("models with an encoder are timed at decoding: pass --task decoding.")
     longest = max(max(each) for each in chosen.values())
     if config.is_encoder_decoder:
         longest = max(longest, *counts["--sources"])
-    options = {"feature_map": feature_map, "num_features": num_features, "window": window, "gate": gate}
+    given = {"feature_map": feature_map, "num_features": num_features, "window": window, "gate": gate}
+    options = {name: value for name, value in given.items() if value}
     try:
         torch.empty(0, device=device)  # before models are made for one that is not there
         softmax, rfa = bench.pair(config, longest + steps + 16, **options)
@@ -79,7 +81,7 @@ def bench_command(
     except (ValueError, RuntimeError, AssertionError, StrictDataclassError) as error:
         raise InputError(f"cannot make the models: {error}") from error
     about: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "threads": torch.get_num_threads()}
-    about |= {"torch": torch.__version__, "options": options}
+    about |= {"torch": torch.__version__, "options": {name: getattr(rfa.config, name) for name in given}}
     machine = bench.measure_machine(device, getattr(torch, dtype))
     about |= {"bandwidth": machine.bandwidth, "peak": machine.peak}
     console.print(f"{machine.bandwidth / 1e9:.1f} GB/s read, {machine.peak / 1e9:.0f} GFLOP/s")
@@ -109,5 +111,5 @@ def _numbers(option: str, text: str) -> list[int]:
     except ValueError:
         found = []
     if not found or min(found) < 1:
-        raise InputError(f"{option} must be whole numbers of at least 1, such as 128,2048, got {text!r}.")
+        raise UsageError(f"{option} must be whole numbers of at least 1, such as 128,2048, got {text!r}.")
     return found

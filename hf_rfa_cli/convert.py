@@ -9,8 +9,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from .errors import InputError
-from .terminal import console, progress_bar
+from .options import LoadedDtype, ModelDtype, Overwrite, References, Resume, Seed, UsageError, number, text_file
 
 
 def _layers(option: str, text: str | None) -> Any:
@@ -23,7 +22,7 @@ def _layers(option: str, text: str | None) -> Any:
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         if not first.isdigit() or (last and not last.isdigit()):
-            raise InputError(f"{option} takes all, none, or indices and ranges such as 0,2,4-7, got {text!r}.")
+            raise UsageError(f"{option} takes all, none, or indices and ranges such as 0,2,4-7, got {text!r}.")
         indices += range(int(first), int(last or first) + 1)
     return indices
 
@@ -34,15 +33,15 @@ def convert_command(
     feature_map: Annotated[
         str | None, typer.Option(help="Feature map. Default: positive; exponential with --distill-steps.")
     ] = None,
-    num_features: Annotated[int | None, typer.Option(help="D, rows of W per head. Default: the map's own.")] = None,
-    num_cross_features: Annotated[int | None, typer.Option(help="D of cross attention.")] = None,
-    num_encoder_features: Annotated[int | None, typer.Option(help="D of an encoder's attention.")] = None,
+    num_features: Annotated[int | None, number("D, rows of W per head. Default: the map's own.", 1)] = None,
+    num_cross_features: Annotated[int | None, number("D of cross attention.", 1)] = None,
+    num_encoder_features: Annotated[int | None, number("D of an encoder's attention.", 1)] = None,
     unit_norm: Annotated[bool, typer.Option("--unit-norm", help="Normalise q and k (the paper's RFA).")] = False,
     iid: Annotated[bool, typer.Option("--iid", help="Draw W independently, not in orthogonal blocks.")] = False,
     trainable_projection: Annotated[
         bool, typer.Option("--trainable-projection", help="Make W a parameter, for training.")
     ] = False,
-    redraw_pool: Annotated[int, typer.Option(help="Redraw W from a pool of this size at every step of training.")] = 0,
+    redraw_pool: Annotated[int, number("Redraw W from a pool of this size at every step of training.", 0)] = 0,
     gate: Annotated[
         bool | None,
         typer.Option(
@@ -50,9 +49,10 @@ def convert_command(
         ),
     ] = None,
     window: Annotated[
-        int, typer.Option(min=0, help="Let causal attention see so many last tokens exactly, beside the features.")
+        int,
+        number("Let causal attention see so many last tokens exactly, beside the features.", 0),
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the random features.")] = 0,
+    seed: Seed = 0,
     layers: Annotated[
         str, typer.Option(help="Layers whose causal attention to convert: all, none, or 0,2,4-7. Others stay softmax.")
     ] = "all",
@@ -62,41 +62,41 @@ def convert_command(
     encoder_layers: Annotated[str | None, typer.Option(help="Encoder layers to convert. Default: none.")] = None,
     keep_softmax: Annotated[
         int,
-        typer.Option(min=0, help="Leave so many layers softmax after all: those whose conversion does most damage."),
+        number("Leave so many layers softmax after all: those whose conversion does most damage.", 0),
     ] = 0,
-    max_positions: Annotated[int | None, typer.Option(help="Extend the positions to this number.")] = None,
+    max_positions: Annotated[int | None, number("Extend the positions to this number.", 1)] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
+            callback=text_file,
             help="Text to calibrate on (.txt, .jsonl, plain or .gz; for an encoder one source a line). Default: random "
-            "tokens."
+            "tokens.",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at the destination.")] = False,
+    dtype: ModelDtype = LoadedDtype.auto,
+    overwrite: Overwrite = False,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Load weights that exist only as a pickle. Only if you trust them.")
     ] = False,
     distill_steps: Annotated[
-        int | None, typer.Option(min=1, help="Then learn the parent's attention from --data for so many steps.")
+        int | None,
+        number("Then learn the parent's attention from --data for so many steps.", 1),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Text to learn from (see distill); calibration reads it too, but for --calibrate."),
+        typer.Option(
+            callback=text_file, help="Text to learn from (see distill); calibration reads it too, but for --calibrate."
+        ),
     ] = None,
-    references: Annotated[
-        Path | None, typer.Option(help="Outputs for the sources in --data, one a line, for a model with an encoder.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="With --distill-steps: go on where an interrupted training stopped.")
-    ] = False,
+    references: References = None,
+    resume: Resume = False,
 ) -> None:
     """Convert a softmax checkpoint into an RFA checkpoint."""
     if (distill_steps is None) != (data is None):
-        raise InputError("--distill-steps and --data belong together: pass both, or neither.")
+        raise UsageError("--distill-steps and --data belong together: pass both, or neither.")
     for option, given in (("--references", references is not None), ("--resume", resume)):
         if given and data is None:
-            raise InputError(f"{option} has no effect without --data. Leave it out.")
+            raise UsageError(f"{option} has no effect without --data. Leave it out.")
     if feature_map is None:
         feature_map = "positive" if distill_steps is None else "exponential"
     causal = _layers("--layers", layers)
@@ -120,15 +120,18 @@ def convert_command(
         "keep_softmax": keep_softmax,
         "max_positions": max_positions,
         "calibrate_on": calibrate or data,
-        "dtype": dtype,
+        "dtype": dtype.value,
         "allow_pickle": allow_pickle,
     }
     if distill_steps is None:
         _convert(source, destination, overwrite=overwrite, **options)
         return
-    from .convert.writer import check_destination, folder_beside
-    from .finetune.distill import check_one_process, distill
-    from .finetune.folders import check_training_folder, training_folder
+
+    from hf_rfa.convert.writer import check_destination, folder_beside
+    from hf_rfa.finetune.distill import check_one_process, distill
+    from hf_rfa.finetune.folders import check_training_folder, training_folder
+
+    from hf_rfa.terminal import console
 
     check_one_process()
     check_destination(destination, overwrite=overwrite, sources=(Path(source),))
@@ -154,7 +157,9 @@ def convert_command(
 
 def _convert(source: str, destination: Path, **options: Any) -> None:
     """Convert with a progress bar, and print the report."""
-    from .convert import convert
+    from hf_rfa.convert import convert
+
+    from hf_rfa.terminal import console, progress_bar
 
     with progress_bar() as progress:
         task: Any = None

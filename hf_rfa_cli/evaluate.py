@@ -9,8 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
-from .errors import InputError
-from .terminal import console, progress_bar
+from .options import (
+    BatchSize,
+    Beams,
+    LoadedDtype,
+    Model,
+    ModelDtype,
+    References,
+    UsageError,
+    in_a_folder,
+    number,
+    text_file,
+)
 
 
 class Task(StrEnum):
@@ -46,38 +56,42 @@ GENERATION_OPTIONS = {
 
 def evaluate_command(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the hub.")],
+    model: Model,
     text: Annotated[
-        Path, typer.Argument(help="Text (.txt, or .jsonl with a 'text' field; plain or .gz), or sources, one a line.")
+        Path,
+        typer.Argument(
+            callback=text_file, help="Text (.txt, or .jsonl with a 'text' field; plain or .gz), or sources, one a line."
+        ),
     ],
     task: Annotated[
         Task, typer.Option(help="Perplexity, or BLEU or ROUGE of what the model generates.")
     ] = Task.perplexity,
     window: Annotated[
         int | None,
-        typer.Option("--context", help="Perplexity: tokens per window. Default: the positions, at most 1024."),
+        number("Perplexity: tokens per window. Default: the positions, at most 1024.", 2, name="--context"),
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(help="Perplexity: tokens from window to window. Default: disjoint windows.")
+        int | None,
+        number("Perplexity: tokens from window to window. Default: disjoint windows.", 1),
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Perplexity: read only so many tokens of the text.")
-    ] = None,
-    references: Annotated[Path | None, typer.Option(help="Generation: references, one a line.")] = None,
+    max_tokens: Annotated[int | None, number("Perplexity: read only so many tokens of the text.", 2)] = None,
+    references: References = None,
     source_field: Annotated[str, typer.Option(help="Generation: the sources' name in a .jsonl file.")] = "source",
     target_field: Annotated[str, typer.Option(help="Generation: the references' name in it.")] = "target",
-    num_beams: Annotated[int, typer.Option(min=1, help="Generation: beams; 1 is greedy search.")] = 1,
+    num_beams: Beams = 1,
     max_new_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Generation: most tokens of an answer. Default: the checkpoint's, or the positions."),
+        int | None, number("Generation: most tokens of an answer. Default: the checkpoint's, or the positions.", 1)
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Generation: read only so many sources.")] = None,
+    limit: Annotated[int | None, number("Generation: read only so many sources.", 1)] = None,
     truncate: Annotated[
         bool, typer.Option("--truncate", help="Generation: cut sources longer than the encoder's positions.")
     ] = False,
     bleu_tokenizer: Annotated[str, typer.Option(help="Translation: sacreBLEU's tokenizer.")] = "13a",
     save_predictions: Annotated[
-        Path | None, typer.Option(help="Generation: write sources, references and answers to this .jsonl file.")
+        Path | None,
+        typer.Option(
+            callback=in_a_folder, help="Generation: write sources, references and answers to this .jsonl file."
+        ),
     ] = None,
     branch: Annotated[
         Branch, typer.Option(help="Of attention with an exact window: both parts, or one alone.")
@@ -85,20 +99,20 @@ def evaluate_command(
     record: Annotated[
         bool, typer.Option("--record", help="Add the result to evaluation.json and the model card of the checkpoint.")
     ] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows or sources at a time.")] = 8,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    batch_size: BatchSize = 8,
+    dtype: ModelDtype = LoadedDtype.auto,
 ) -> None:
     """Measure the perplexity of a text, or how well a model translates or summarises."""
     others = GENERATION_OPTIONS if task == Task.perplexity else PERPLEXITY_OPTIONS
     given = {"context" if name == "window" else name: value for name, value in context.params.items()}
     for name, default in others.items():
         if given[name] != default:
-            raise InputError(f"--{name.replace('_', '-')} has no effect with --task {task.value}. Leave it out.")
-    from .convert.texts import read_pairs
-    from .finetune import results
+            raise UsageError(f"--{name.replace('_', '-')} has no effect with --task {task.value}. Leave it out.")
+    from hf_rfa.convert.texts import read_pairs
+    from hf_rfa.finetune import results
 
     folder = results.check_recordable(model) if record else None
-    shared: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "branch": branch.value}
+    shared: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype.value, "branch": branch.value}
     if task == Task.perplexity:
         scores, protocol = _evaluate_perplexity(model, text, window, stride, max_tokens, **shared)
     else:
@@ -134,11 +148,13 @@ def _evaluate_perplexity(
     dtype: str,
     branch: Any,
 ) -> tuple[dict[str, float], str]:
-    from .attention import use_branch
-    from .convert.inputs import tokenize
-    from .convert.texts import read_documents
-    from .finetune.evaluation import perplexity
-    from .inference import load_model
+    from hf_rfa.convert.inputs import tokenize
+    from hf_rfa.convert.texts import read_documents
+    from hf_rfa.finetune.evaluation import perplexity
+
+    from hf_rfa.attention import use_branch
+    from hf_rfa.inference import load_model
+    from hf_rfa.terminal import console, progress_bar
 
     documents = list(read_documents(text))
     loaded, tokenizer = load_model(model, kind="causal", dtype=dtype)
@@ -169,10 +185,12 @@ def _evaluate_generation(
     branch: Any,
     **options: Any,
 ) -> tuple[dict[str, float], str]:
-    from .attention import use_branch
-    from .convert.writer import check_new_file, new_file
-    from .finetune.generation import evaluate_generation
-    from .inference import load_model
+    from hf_rfa.convert.writer import check_new_file, new_file
+    from hf_rfa.finetune.generation import evaluate_generation
+
+    from hf_rfa.attention import use_branch
+    from hf_rfa.inference import load_model
+    from hf_rfa.terminal import console, progress_bar
 
     if save_predictions is not None:
         check_new_file(save_predictions)

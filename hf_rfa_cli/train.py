@@ -9,8 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from .errors import InputError
-from .terminal import console
+from .options import Overwrite, References, Resume, Seed, UsageError, number, text_file
 
 
 def distill_command(
@@ -19,24 +18,23 @@ def distill_command(
     data: Annotated[
         Path,
         typer.Option(
+            callback=text_file,
             help="Text to learn from (.txt or .jsonl, plain or .gz); with an encoder sources, one a line, or a .jsonl file "
-            "with source and target."
+            "with source and target.",
         ),
     ],
     output: Annotated[Path | None, typer.Option(help="Folder to write. Default: CHECKPOINT-distilled.")] = None,
-    references: Annotated[Path | None, typer.Option(help="Outputs for the sources, one a line.")] = None,
+    references: References = None,
     recipe: Annotated[str, typer.Option(help="A recipe that comes with hf-rfa, or a YAML file.")] = "default",
-    transfer_steps: Annotated[
-        int | None, typer.Option(min=0, help="Steps of attention transfer, instead of the recipe's.")
-    ] = None,
-    end_to_end_steps: Annotated[
-        int | None, typer.Option(min=0, help="Steps of training end to end, instead of the recipe's.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at the output.")] = False,
+    transfer_steps: Annotated[int | None, number("Steps of attention transfer, instead of the recipe's.", 0)] = None,
+    end_to_end_steps: Annotated[int | None, number("Steps of training end to end, instead of the recipe's.", 0)] = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Let a converted checkpoint learn from its softmax parent: attention first, then the whole model."""
-    from .finetune.distill import distill
+    from hf_rfa.finetune.distill import distill
+
+    from hf_rfa.terminal import console
 
     destination = Path(f"{checkpoint.rstrip('/')}-distilled") if output is None else output
     report = distill(
@@ -58,9 +56,8 @@ def distill_command(
 def finetune_parser() -> Any:
     """Return the parser of `finetune_command`'s options, which raises an `InputError` for those it cannot read."""
     import torch
+    from hf_rfa.finetune.arguments import FinetuneArguments
     from transformers import HfArgumentParser, Seq2SeqTrainingArguments
-
-    from .finetune.arguments import FinetuneArguments
 
     parser: Any = HfArgumentParser(
         [FinetuneArguments, Seq2SeqTrainingArguments],  # type: ignore[list-item]
@@ -75,12 +72,12 @@ def finetune_parser() -> Any:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise InputError(f"hf-rfa finetune: {message.rstrip('.')}. --help lists the options.")
+    raise UsageError(f"hf-rfa finetune: {message.rstrip('.')}. --help lists the options.")
 
 
 def finetune_words(words: list[str]) -> list[str]:
     """Return the words of a command line as `finetune_parser` takes them: its recipe's options among them, and an output."""
-    from .finetune.settings import with_recipe
+    from hf_rfa.finetune.settings import with_recipe
 
     words = with_recipe(["--output_dir" if word == "--output" else word for word in words])
     if "--output_dir" not in words and "--model" in words[:-1]:
@@ -92,7 +89,9 @@ def finetune_words(words: list[str]) -> list[str]:
 
 def finetune_command(context: typer.Context) -> None:
     """Fine-tune a checkpoint, RFA or softmax, with transformers' Trainer (--help lists all of its options)."""
-    from .finetune.finetune import finetune
+    from hf_rfa.finetune.finetune import finetune
+
+    from hf_rfa.terminal import console
 
     words = finetune_words(context.args)
     try:
@@ -120,16 +119,16 @@ class DataSet(StrEnum):
 def make_data_command(
     name: Annotated[DataSet, typer.Argument(help="The data set.")],
     output: Annotated[Path, typer.Argument(help="File to write, .jsonl.")],
-    rows: Annotated[int, typer.Option(min=1, help="Rows to write.")] = 10_000,
-    min_length: Annotated[int | None, typer.Option(help="Least symbols. Default: 500 for listops, 1 for copy.")] = None,
-    max_length: Annotated[
-        int | None, typer.Option(help="Most symbols. Default: 2000 for listops, 63 for copy.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draws; take another for held-out data.")] = 0,
+    rows: Annotated[int, number("Rows to write.", 1)] = 10_000,
+    min_length: Annotated[int | None, number("Least symbols. Default: 500 for listops, 1 for copy.", 1)] = None,
+    max_length: Annotated[int | None, number("Most symbols. Default: 2000 for listops, 63 for copy.", 1)] = None,
+    seed: Seed = 0,
 ) -> None:
     """Write a data set that a program makes: ListOps expressions with their values, or sequences to be copied."""
-    from .convert.writer import check_new_file, new_file
-    from .finetune.synthetic import DATA_SETS
+    from hf_rfa.convert.writer import check_new_file, new_file
+    from hf_rfa.finetune.synthetic import DATA_SETS
+
+    from hf_rfa.terminal import console
 
     make, least, most = DATA_SETS[name.value]
     drawn = make(

@@ -1,0 +1,99 @@
+"""``hf-rfa generate``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .options import BatchSize, Beams, LoadedDtype, Model, ModelDtype, Seed, UsageError, number, text_file
+
+
+def _file_or_stdin(path: Path | None) -> Path | None:
+    """Check that an option names a file, or ``-`` for stdin."""
+    return path if path == Path("-") else text_file(path)
+
+
+def generate_command(
+    model: Model,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to continue; for a model with an encoder, the source. May be repeated."),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(callback=_file_or_stdin, help="More of them, one a line; - for stdin.")
+    ] = None,
+    max_new_tokens: Annotated[int, number("Most tokens to generate for each.", 1)] = 100,
+    num_beams: Beams = 1,
+    sample: Annotated[bool, typer.Option("--sample/--greedy", help="Sample, or take the likeliest token.")] = False,
+    temperature: Annotated[float, number("Of the sampling.", above=0)] = 1.0,
+    top_k: Annotated[int, number("Sample from so many likeliest tokens; 0 for all.", 0)] = 50,
+    top_p: Annotated[
+        float,
+        number("Sample from the likeliest tokens of this total probability.", most=1, above=0),
+    ] = 1.0,
+    seed: Seed = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
+    batch_size: BatchSize = 8,
+    dtype: ModelDtype = LoadedDtype.auto,
+) -> None:
+    """Continue prompts, or translate or summarise sources, and report speed and memory.
+
+    A decoder that stands alone shows each prompt with what follows it, a model with an encoder its answers alone.
+
+    A single prompt is streamed, but for beams, which choose at the end.
+    """
+    options: dict[str, Any] = {"do_sample": sample, "num_beams": num_beams}
+    if sample:
+        options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    elif (temperature, top_k, top_p) != (1.0, 50, 1.0):
+        raise UsageError("--temperature, --top-k and --top-p act on sampling: pass --sample with them.")
+    prompts = [*(prompt or []), *(_lines(prompt_file) if prompt_file else [])]
+    if "" in prompts:
+        raise UsageError(f"prompt {prompts.index('') + 1} of {len(prompts)} is empty: there is nothing to start from.")
+    if not prompts:
+        raise UsageError("there is nothing to start from: pass --prompt or --prompt-file.")
+
+    from transformers import TextStreamer
+
+    from hf_rfa.inference import generate_text, load_model
+    from hf_rfa.terminal import console, errors
+
+    loaded, tokenizer = load_model(model, dtype=dtype.value)
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if len(prompts) == num_beams == 1 else None
+    results = []
+    for start in range(0, len(prompts), batch_size):
+        result = generate_text(
+            loaded,
+            tokenizer,
+            prompts[start : start + batch_size],
+            max_new_tokens=max_new_tokens,
+            streamer=streamer,
+            seed=(seed + start) % 2**32,
+            ignore_eos=ignore_eos,
+            **options,
+        )
+        results.append(result)
+        for text in result.whole_texts if streamer is None else ():
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+    tokens, seconds = sum(result.new_tokens for result in results), sum(result.seconds for result in results)
+    read = sum(result.prompt_tokens for result in results)
+    size = max(result.cache_bytes for result in results)
+    after = (
+        f"after {read + tokens} tokens" if len(prompts) == 1 else f"for {min(batch_size, len(prompts))} texts at a time"
+    )
+    errors.print(f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s), cache {size:,} bytes {after}")
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a file, or of stdin."""
+    if path != Path("-"):
+        from hf_rfa.convert.texts import read_lines
+
+        return read_lines(path)
+    try:
+        return [line.rstrip("\n") for line in sys.stdin]
+    except UnicodeDecodeError as error:
+        raise UsageError(f"cannot read the prompts in stdin as UTF-8 text: {error}") from error
