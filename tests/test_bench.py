@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from hf_rfa import bench, cli
-from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
+from hf_rfa import InputError, RFAGPT2Config, bench, cli
+from hf_rfa.bench.models import RFA_CONFIGS, SHAPES, cache_at, step_inputs
 from hf_rfa.bench.peak import peak_bytes
 from hf_rfa.bench.roofline import decoding_floor, weights
 from hf_rfa.bench.tasks import interleaved
@@ -44,6 +44,32 @@ def test_the_models_have_the_same_weights_and_caches_at_the_same_position(family
             assert cache.get_seq_length() == position + 1
     assert sizes[softmax, 30] > sizes[softmax, 5]
     assert sizes[rfa, 30] == sizes[rfa, 5]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bart", "marian"])
+def test_a_converted_checkpoint_is_timed_as_it_is(family):
+    """Beside its softmax parent, whose weights it shares; layers that stayed softmax have their own keys and values."""
+    parent = tiny_parent_config() if family == "gpt2" else tiny_seq2seq_config(family)
+    options = {"feature_map": "elu", "gate": True, "window": 5, "softmax_layers": [1]}
+    config = RFA_CONFIGS[family].from_parent(parent, **options)
+    softmax, rfa = bench.pair(config, 40)
+    expected = bench.pair(parent, 40, **options)
+    for model, other in zip((softmax, rfa), expected, strict=True):
+        assert type(model) is type(other)
+        theirs = {name: value for name, value in other.config.to_dict().items() if name != "architectures"}
+        assert {name: model.config.to_dict().get(name) for name in theirs} == theirs
+    others = dict(rfa.named_parameters())
+    assert all(torch.equal(parameter, others[name]) for name, parameter in softmax.named_parameters())
+    inputs = step_inputs(rfa, 2, 7)
+    cache = cache_at(rfa, inputs, 30)
+    own = getattr(cache, "self_attention_cache", cache)
+    assert [layer.get_seq_length() for layer in own.layers[: config.num_layers_for("causal")]] == [30] * len(
+        config.layer_types
+    )
+    assert own.layers[1].keys.shape[-2] == 30
+    rfa(**inputs, past_key_values=cache)
+    with pytest.raises(InputError, match="has its own gate"):
+        bench.pair(config, 40, gate=True)
 
 
 def test_a_static_cache_is_as_long_as_it_says():
@@ -90,6 +116,9 @@ def test_the_command_writes_figures_and_pictures(tmp_path, monkeypatch, capsys):
         assert all(set(point["cache_bytes"]) == names for point in points) or sys.platform != "linux"
         assert (tmp_path / f"speed-{task}.png").read_bytes().startswith(b"\x89PNG")
     assert found["bandwidth"] > 0
+    RFAGPT2Config.from_parent(tiny_parent_config(), feature_map="elu").save_pretrained(tmp_path)
+    assert hf_rfa(monkeypatch, "bench", "--model", tmp_path, "--lengths", "8", "--steps", 1, *options[-2:]) == 0
+    assert json.loads((tmp_path / "speed.json").read_text())["options"]["feature_map"] == "elu"
     assert "speed-up" in capsys.readouterr().out
 
 

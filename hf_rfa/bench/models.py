@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
 from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BartConfig,
@@ -17,7 +19,14 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_rfa.configuration_rfa import RFABartConfig, RFAConfigMixin, RFAGPT2Config, RFAMarianConfig
+from hf_rfa.cache import RFALayer
+from hf_rfa.configuration_rfa import (
+    RFABartConfig,
+    RFAConfigMixin,
+    RFAGPT2Config,
+    RFAMarianConfig,
+    RFASeq2SeqConfigMixin,
+)
 from hf_rfa.errors import InputError
 
 #: The shapes of published models that need no download.
@@ -40,26 +49,41 @@ def pair(config: Any, positions: int, **options: Any) -> tuple[Any, Any]:
     """Return a softmax model of random weights with ``positions`` positions, and an RFA model with the same weights.
 
     Args:
-        config: the softmax model's configuration.
+        config: the configuration of either.
         positions: how many tokens both take.
-        **options: fields of `RFAConfigMixin` for the RFA model.
+        **options: fields of `RFAConfigMixin` for the RFA model of a softmax configuration.
 
     Raises:
-        InputError: for a configuration of a model that has no RFA form.
+        InputError: for a configuration of a model that has no RFA form, or for options beside those of an RFA model.
     """
-    if config.model_type not in RFA_CONFIGS:
+    known = {each.model_type: each for each in RFA_CONFIGS.values()}
+    if isinstance(config, RFAConfigMixin) and options:
+        raise InputError(
+            f"an RFA checkpoint has its own {', '.join(options)}. Leave them out, or pass its softmax parent."
+        )
+    if config.model_type not in RFA_CONFIGS | known:
         raise InputError(
             f"there is no RFA form of a {config.model_type} model. There is one of: {', '.join(RFA_CONFIGS)}."
         )
-    field = "n_positions" if config.model_type == "gpt2" else "max_position_embeddings"
     stretched = copy.deepcopy(config)
-    setattr(stretched, field, positions)
+    setattr(stretched, config.attribute_map.get("max_position_embeddings", "max_position_embeddings"), positions)
     stretched._attn_implementation = "sdpa"
+    if isinstance(config, RFAConfigMixin):
+        parent, wanted = _parent(stretched), stretched
+    else:
+        parent, wanted = stretched, RFA_CONFIGS[config.model_type].from_parent(stretched, **options)
     auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    softmax = auto_class.from_config(stretched).eval()
-    rfa = auto_class.from_config(RFA_CONFIGS[config.model_type].from_parent(stretched, **options)).eval()
+    softmax, rfa = (auto_class.from_config(each).eval() for each in (parent, wanted))
     rfa.load_state_dict(softmax.state_dict(), strict=False)
     return softmax, rfa
+
+
+def _parent(config: Any) -> Any:
+    """Return the configuration of the softmax model that an RFA configuration is of."""
+    own = {each.name for each in fields(RFASeq2SeqConfigMixin)}
+    own |= {"model_type", "architectures", "transformers_version", "auto_map", "layer_types"}
+    values = {name: value for name, value in config.to_dict().items() if name not in own}
+    return AutoConfig.for_model(config.model_type.removeprefix("rfa_"), **values, attn_implementation="sdpa")
 
 
 def step_inputs(model: Any, batch: int, source: int) -> dict[str, Any]:
@@ -76,7 +100,8 @@ def step_inputs(model: Any, batch: int, source: int) -> dict[str, Any]:
 def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0) -> Any:
     """Return a cache as after ``position`` tokens.
 
-    What a step costs does not depend on what a cache holds: softmax layers get random keys and values instead of a prefill.
+    What a step costs does not depend on what a cache holds: softmax layers, also those of a hybrid, get random keys and
+    values instead of a prefill.
 
     Args:
         model: the model.
@@ -94,16 +119,15 @@ def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0
         cache = EncoderDecoderCache(own, DynamicCache(config=config))
     model(**inputs, past_key_values=cache)
     seen = own.get_seq_length()
-    if rfa:
-        for layer in own.layers:
-            layer.cumulative_length += position - int(seen)
-        return cache
     heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
     layers = getattr(config, "decoder_layers", None) or config.num_hidden_layers
     batch = next(iter(inputs.values()))
     rows = batch.shape[0] if isinstance(batch, torch.Tensor) else batch.last_hidden_state.shape[0]
     shape = (rows, heads, position - int(seen), config.hidden_size // heads)
     for index in range(layers):
+        if isinstance(own.layers[index], RFALayer):
+            own.layers[index].cumulative_length += position - int(seen)
+            continue
         keys, values = (torch.randn(shape, device=model.device, dtype=model.dtype) for _ in range(2))
         own.update(keys, values, index)
     return cache
