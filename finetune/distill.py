@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from hf_rfa.convert.converter import MAX_SHARD_SIZE
+from hf_rfa.convert.converter import MAX_SHARD_SIZE, Progress
 from hf_rfa.convert.families import rfa_layers
 from hf_rfa.convert.inputs import Inputs
 from hf_rfa.convert.pictures import HeadMap, compare_attention, draw_attention
@@ -94,6 +94,7 @@ def distill(
     resume: bool = False,
     overwrite: bool = False,
     command: str | None = None,
+    progress: Progress | None = None,
 ) -> DistillationReport:
     """Distil a converted checkpoint from its softmax parent.
 
@@ -112,6 +113,7 @@ def distill(
         resume: go on where an interrupted run stopped.
         overwrite: replace a checkpoint that is at ``destination``.
         command: what the model card says made it; None stands for these arguments.
+        progress: told of the stages: (name, number of steps) at the start of one, (None, 1) when a step is done.
 
     Returns:
         The figures of the distillation.
@@ -148,7 +150,7 @@ def distill(
     sources = {"teacher": teacher, "data": data, "references": references}
     described = {name: None if path is None else str(Path(path).resolve()) for name, path in sources.items()}
     check_settings(work, described | {"recipe": settings.to_dict()}, resume=resume)
-    report = _run(model, parent, datasets, settings, work, resume, command, str(data))
+    report = _run(model, parent, datasets, settings, work, resume, command, str(data), progress)
     with new_folder(destination) as folder:
         _write(model, tokenizer, report, str(checkpoint), folder, destination.resolve().name)
     shutil.rmtree(work, ignore_errors=True)
@@ -178,6 +180,7 @@ def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArgu
         save_strategy="steps",
         save_steps=max(1, stage.steps // 5),
         save_total_limit=1,
+        disable_tqdm=True,  # `distill` is asked for progress, or silent
         logging_nan_inf_filter=False,  # a loss that is not finite must not be replaced by the mean of those before
         report_to=[],
         remove_unused_columns=False,
@@ -205,6 +208,7 @@ def _run(
     resume: bool,
     command: str,
     data: str,
+    progress: Progress | None,
 ) -> DistillationReport:
     """Run the stages."""
     collate = None if kind_of(model.config) == "causal" else PairCollator(model.config)
@@ -233,6 +237,7 @@ def _run(
                     output_weight=stage.output_weight,
                     collate=collate,
                     resume=resume,
+                    progress=progress,
                 )
             )
             after = _divergences(model, teacher, held_out, collate)
@@ -250,6 +255,7 @@ def _run(
                     lora_rank=stage.lora_rank,
                     collate=collate,
                     resume=resume,
+                    progress=progress,
                 )
             )
         perplexities[results[-1].name] = _perplexity(model, batch)

@@ -18,12 +18,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hf_rfa.convert.converter import Progress
 from hf_rfa.convert.families import rfa_layers
 from hf_rfa.convert.inputs import Inputs
 from hf_rfa.convert.samples import layer_divergence, model_masks, record_inputs, sample_layer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainingArguments, set_seed
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainingArguments,
+    set_seed,
+)
 
 from .folders import last_checkpoint
 from .groups import ParameterKind, is_rfa_parameter, parameter_groups
@@ -164,8 +173,26 @@ class StopAtNaN(TrainerCallback):
             control.should_training_stop = True
 
 
-def _train(trainer: Trainer, name: str, resume: bool) -> StageResult:
+class TellSteps(TrainerCallback):
+    """Tells a `Progress` of a training's steps: of one that is resumed, of those that are left."""
+
+    def __init__(self, name: str, progress: Progress) -> None:
+        self.name, self.progress = name, progress
+
+    def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """Tell how many there are."""
+        self.progress(self.name, state.max_steps - state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """Tell that one is done."""
+        self.progress(None, 1)
+
+
+def _train(trainer: Trainer, name: str, resume: bool, progress: Progress | None) -> StageResult:
     trainer.add_callback(StopAtNaN())
+    trainer.remove_callback(PrinterCallback)  # a line for every loss; they are in the result
+    if progress is not None:
+        trainer.add_callback(TellSteps(name, progress))
     found = trainer.train(
         resume_from_checkpoint=last_checkpoint(Path(str(trainer.args.output_dir))) if resume else None
     )
@@ -188,6 +215,7 @@ def transfer_attention(
     output_weight: float = 0.0,
     collate: Callable[[Any], Inputs] | None = None,
     resume: bool = False,
+    progress: Progress | None = None,
 ) -> StageResult:
     """Train feature maps and gates on the teacher's attention, in place (stage 1).
 
@@ -200,6 +228,7 @@ def transfer_attention(
         output_weight: see `transfer_losses`.
         collate: makes a batch of items of ``data``.
         resume: go on from the last whole checkpoint in ``arguments.output_dir``, if there is one.
+        progress: told of the steps, as by `hf_rfa.convert.convert`.
 
     Raises:
         FloatingPointError: if the loss is not finite.
@@ -221,7 +250,7 @@ def transfer_attention(
             output_weight=output_weight,
             optimizers=(torch.optim.Adam(groups), None),
         )
-        return _train(trainer, "attention transfer", resume)
+        return _train(trainer, "attention transfer", resume, progress)
     finally:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(required[name])
@@ -241,6 +270,7 @@ def distill_logits(
     lora_rank: int = 0,
     collate: Callable[[Any], Inputs] | None = None,
     resume: bool = False,
+    progress: Progress | None = None,
 ) -> StageResult:
     """Train a whole model on the teacher's logits and on the text, in place (stage 2).
 
@@ -255,6 +285,7 @@ def distill_logits(
         lora_rank: rank of LoRA matrices to train instead of the weights, and to merge into them; 0 trains the weights.
         collate: see `transfer_attention`.
         resume: see `transfer_attention`.
+        progress: see `transfer_attention`.
 
     Raises:
         FloatingPointError: if the loss is not finite.
@@ -278,7 +309,7 @@ def distill_logits(
         optimizers=(torch.optim.AdamW(groups), None),
     )
     try:
-        return _train(trainer, "end to end", resume)
+        return _train(trainer, "end to end", resume, progress)
     finally:
         if not dropout:
             set_dropout(model, rates)

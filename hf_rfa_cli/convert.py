@@ -131,7 +131,7 @@ def convert_command(
     from hf_rfa.finetune.distill import check_one_process, distill
     from hf_rfa.finetune.folders import check_training_folder, training_folder
 
-    from hf_rfa.terminal import console
+    from hf_rfa.terminal import console, shown_steps
 
     check_one_process()
     check_destination(destination, overwrite=overwrite, sources=(Path(source),))
@@ -140,18 +140,20 @@ def convert_command(
         converted = folder / destination.name
         command = shlex.join(["hf-rfa", *(word for word in sys.argv[1:] if word != "--resume")])
         _convert(source, converted, overwrite=False, command=command, **options)
-        report = distill(
-            converted,
-            destination,
-            teacher=source,
-            data=cast(Path, data),
-            references=references,
-            transfer_steps=distill_steps,
-            end_to_end_steps=0,
-            resume=resume,
-            overwrite=overwrite,
-            command=command,
-        )
+        with shown_steps() as progress:
+            report = distill(
+                converted,
+                destination,
+                teacher=source,
+                data=cast(Path, data),
+                references=references,
+                transfer_steps=distill_steps,
+                end_to_end_steps=0,
+                resume=resume,
+                overwrite=overwrite,
+                command=command,
+                progress=progress,
+            )
     console.print(report.table())
 
 
@@ -159,22 +161,10 @@ def _convert(source: str, destination: Path, **options: Any) -> None:
     """Convert with a progress bar, and print the report."""
     from hf_rfa.convert import convert
 
-    from hf_rfa.terminal import console, progress_bar
+    from hf_rfa.terminal import console, shown_steps
 
-    with progress_bar() as progress:
-        task: Any = None
-
-        def on_progress(step: str | None, total: int) -> None:
-            nonlocal task
-            if step is None:
-                progress.advance(task)
-                return
-            if task is not None:
-                progress.update(task, completed=progress.tasks[task].total)
-            task = progress.add_task(step, total=total)
-
-        report = convert(source, destination, progress=on_progress, **options)
-        progress.update(task, completed=progress.tasks[task].total)
+    with shown_steps() as progress:
+        report = convert(source, destination, progress=progress, **options)
     console.print(report.table())
     for note in report.notes:
         console.print(note)

@@ -71,6 +71,8 @@ def main() -> None:
         status = app(sys.argv[1:] or ["--help"], prog_name="hf-rfa", standalone_mode=False)
     except UsageError as error:
         _fail(error.format_message() + (f" See {error.ctx.command_path} --help." if error.ctx else ""))
+    except FloatingPointError as error:  # a training whose loss is not finite says what to do
+        _fail(str(error))
     except ValueError as error:
         from hf_rfa.errors import InputError
 

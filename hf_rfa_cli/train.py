@@ -34,21 +34,23 @@ def distill_command(
     """Let a converted checkpoint learn from its softmax parent: attention first, then the whole model."""
     from hf_rfa.finetune.distill import distill
 
-    from hf_rfa.terminal import console
+    from hf_rfa.terminal import console, shown_steps
 
     destination = Path(f"{checkpoint.rstrip('/')}-distilled") if output is None else output
-    report = distill(
-        checkpoint,
-        destination,
-        teacher=teacher,
-        data=data,
-        references=references,
-        recipe=recipe,
-        transfer_steps=transfer_steps,
-        end_to_end_steps=end_to_end_steps,
-        resume=resume,
-        overwrite=overwrite,
-    )
+    with shown_steps() as progress:
+        report = distill(
+            checkpoint,
+            destination,
+            teacher=teacher,
+            data=data,
+            references=references,
+            recipe=recipe,
+            transfer_steps=transfer_steps,
+            end_to_end_steps=end_to_end_steps,
+            resume=resume,
+            overwrite=overwrite,
+            progress=progress,
+        )
     console.print(report.table())
     console.print(f"written to {destination}")
 

@@ -19,6 +19,7 @@ from hf_rfa.convert.families import rfa_layers
 from hf_rfa.convert.report import UNTRAINED
 from hf_rfa.convert.samples import Sample
 from hf_rfa.convert.texts import read_documents
+from hf_rfa.finetune import distill as distill_module
 from hf_rfa.finetune import distillation
 from hf_rfa.finetune.corpora import token_pairs
 from hf_rfa.finetune.data import Blocks, PairCollator, Pairs
@@ -553,6 +554,44 @@ def test_a_diverging_run_says_so(material, tmp_path, monkeypatch):
     with pytest.raises(FloatingPointError, match=r"the loss is nan\. Lower the learning rate"):
         run(material, tmp_path, end_to_end_steps=0)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_tells_its_steps_and_prints_nothing(material, tmp_path, monkeypatch, capfd):
+    """Also one that is resumed: of it the steps that are left."""
+    told: list[tuple[str | None, int]] = []
+
+    def tell(step, total):
+        told.append((step, total))
+        if told.count((None, 1)) == 6 and len(told) == 7:
+            raise KeyboardInterrupt
+
+    options = {"transfer_steps": 8, "end_to_end_steps": 3}
+    with pytest.raises(KeyboardInterrupt):
+        run(material, tmp_path, progress=tell, **options)
+    saved = json.loads(max(tmp_path.glob(".out.training/transfer/*/trainer_state.json")).read_text())["global_step"]
+    run(material, tmp_path, resume=True, progress=lambda *step: told.append(step), **options)
+    left = 8 - saved
+    assert 0 < left < 8
+    expected = [("attention transfer", 8), *[(None, 1)] * 6, ("attention transfer", left), *[(None, 1)] * left]
+    assert told == [*expected, ("end to end", 3), *[(None, 1)] * 3]
+    shown = capfd.readouterr()
+    assert "loss" not in shown.out + shown.err
+
+
+def test_a_diverging_command_is_one_line(material, tmp_path, monkeypatch, capsys):
+    from hf_rfa import cli
+
+    def diverge(*args, **kwargs):
+        raise FloatingPointError("attention transfer: the loss is nan. Lower the learning rate.")
+
+    monkeypatch.setattr(distill_module, "transfer_attention", diverge)
+    words = ["distill", material / "gpt2-rfa", "--teacher", material / "gpt2", "--data", material / "text.txt"]
+    options = ["--recipe", material / "recipe.yaml", "--output", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", ["hf-rfa", *map(str, words + options)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    assert "error: attention transfer: the loss is nan. Lower" in capsys.readouterr().err
 
 
 def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch, capsys):
