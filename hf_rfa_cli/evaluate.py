@@ -22,6 +22,9 @@ from .options import (
     text_file,
 )
 
+#: A thousand tokens of a text and another thousand of it differ by a seventh in perplexity (the demo's model on its text).
+FEW_TOKENS = 1000
+
 
 class Task(StrEnum):
     """What `evaluate_command` measures."""
@@ -102,7 +105,10 @@ def evaluate_command(
     batch_size: BatchSize = 8,
     dtype: ModelDtype = LoadedDtype.auto,
 ) -> None:
-    """Measure the perplexity of a text, or how well a model translates or summarises."""
+    """Measure the perplexity of a text, or how well a model translates or summarises.
+
+    Below 1,000 tokens a perplexity says little, and a warning says so.
+    """
     others = GENERATION_OPTIONS if task == Task.perplexity else PERPLEXITY_OPTIONS
     given = {"context" if name == "window" else name: value for name, value in context.params.items()}
     for name, default in others.items():
@@ -154,7 +160,7 @@ def _evaluate_perplexity(
 
     from hf_rfa.attention import use_branch
     from hf_rfa.inference import load_model
-    from hf_rfa.terminal import console, progress_bar
+    from hf_rfa.terminal import console, errors, progress_bar
 
     documents = list(read_documents(text))
     loaded, tokenizer = load_model(model, kind="causal", dtype=dtype)
@@ -172,6 +178,14 @@ def _evaluate_perplexity(
         )
     console.print(f"perplexity {result.perplexity:.2f} ({result.nats:.4f} nats per token)")
     console.print(f"protocol: {result.protocol}")
+    if result.tokens_counted < FEW_TOKENS:
+        errors.print(
+            f"warning: {result.tokens_counted} tokens were scored; below {FEW_TOKENS:,} a perplexity is a matter of "
+            "chance, by a seventh and more. Pass a longer text.",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
     return {"perplexity": result.perplexity}, result.protocol
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from argparse import SUPPRESS, ArgumentParser
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -10,6 +12,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from .options import Overwrite, References, Resume, Seed, UsageError, number, text_file
+
+#: Where a command writes to; transformers has another name for it, which finetune takes too.
+OUTPUT = "--output"
 
 
 def distill_command(
@@ -56,7 +61,7 @@ def distill_command(
 
 
 def finetune_parser() -> Any:
-    """Return the parser of `finetune_command`'s options, which raises an `InputError` for those it cannot read."""
+    """Return the parser of `finetune_command`'s options, which raises a `UsageError` for those it cannot read."""
     import torch
     from hf_rfa.finetune.arguments import FinetuneArguments
     from transformers import HfArgumentParser, Seq2SeqTrainingArguments
@@ -64,29 +69,51 @@ def finetune_parser() -> Any:
     parser: Any = HfArgumentParser(
         [FinetuneArguments, Seq2SeqTrainingArguments],  # type: ignore[list-item]
         prog="hf-rfa finetune",
+        usage="hf-rfa finetune --model MODEL --task TASK --train DATA [--recipe NAME [--small]] [options]",
         description="Options may also come from a recipe, --recipe NAME or a YAML file, in its --small variant if that is "
         "passed too; those on the command line win.",
+    )
+    parser.add_argument(
+        OUTPUT, dest="output_dir", default=SUPPRESS, help="Folder to write, as --output_dir. Default: MODEL-finetuned."
     )
     parser.error = _refuse
     # Only if it is told does the Trainer join several processes on CPUs, or take bf16 there.
     parser.set_defaults(use_cpu=not torch.accelerator.is_available())
+    shown = parser.format_help
+    # A flag may have a value, which recipes give it.
+    parser.format_help = lambda: re.sub(
+        r"(--[\w-]+)(\s\[[A-Z0-9_]+\])(?=( )?)", lambda found: found[1] + " " * len(found[2]) * bool(found[3]), shown()
+    )
     return parser
 
 
 def _refuse(message: str) -> NoReturn:
-    raise UsageError(f"hf-rfa finetune: {message.rstrip('.')}. --help lists the options.")
+    raise UsageError(f"{message.rstrip('.')}. See hf-rfa finetune --help.")
 
 
 def finetune_words(words: list[str]) -> list[str]:
     """Return the words of a command line as `finetune_parser` takes them: its recipe's options among them, and an output."""
     from hf_rfa.finetune.settings import with_recipe
 
-    words = with_recipe(["--output_dir" if word == "--output" else word for word in words])
-    if "--output_dir" not in words and "--model" in words[:-1]:
-        words += ["--output_dir", words[words.index("--model") + 1].rstrip("/") + "-finetuned"]
-    if "--output_dir" not in words and not {"-h", "--help"} & set(words):
+    words = with_recipe([part for word in words for part in _parts(word)])
+    names: Any = ArgumentParser(add_help=False, allow_abbrev=False)
+    names.error = _refuse
+    names.add_argument("--model")
+    names.add_argument(OUTPUT, "--output_dir", "--output-dir")
+    given, _ = names.parse_known_args(words)
+    if given.output is None and given.model is not None:
+        words += ["--output", given.model.rstrip("/") + "-finetuned"]
+    elif given.output is None and not {"-h", "--help"} & set(words):
         _refuse("--output is missing")
     return words
+
+
+def _parts(word: str) -> list[str]:
+    """Return the words that recipes are told by apart from their values, and any other as it is."""
+    name, equals, value = word.partition("=")
+    if name not in ("--recipe", "--config_overrides", "--config-overrides"):
+        return [word]
+    return [name.replace("-overrides", "_overrides"), *([value] if equals else [])]
 
 
 def finetune_command(context: typer.Context) -> None:
@@ -104,11 +131,12 @@ def finetune_command(context: typer.Context) -> None:
         _refuse(str(error))
     if unknown:
         _refuse(f"there is no option {unknown[0]}")
+    destination = arguments.output_dir
     metrics = finetune(options, arguments)
     if arguments.process_index == 0:
         for name, value in metrics.items():
             console.print(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
-        console.print(f"written to {words[words.index('--output_dir') + 1]}")
+        console.print(f"written to {destination}")
 
 
 class DataSet(StrEnum):

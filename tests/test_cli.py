@@ -15,6 +15,7 @@ import pytest
 import hf_rfa
 from hf_rfa import cli
 from hf_rfa_cli import convert as cli_convert
+from hf_rfa_cli import train
 
 from .conftest import DEMO_MODEL, DEMO_TEXT
 
@@ -181,8 +182,41 @@ def test_finetune_lists_its_options(monkeypatch, capsys):
         cli.main()
     assert end.value.code == 0
     options = capsys.readouterr().out
-    for name in ("--block_length", "--feature_map_rate", "--learning_rate", "--recipe"):
+    for name in (
+        "--block_length",
+        "--feature_map_rate",
+        "--learning_rate",
+        "--recipe",
+        "--output OUTPUT",
+        "-h, --help",
+    ):
         assert name in options
+    assert "--bf16 " in options
+    assert "[BF16" not in options, "a flag is shown as one"
+
+
+@pytest.mark.parametrize(
+    "words", [["--output", "new"], ["--output=new"], ["--output_dir", "new"], ["--output-dir=new"]]
+)
+def test_the_output_has_one_name_and_transformers_own(words):
+    given = ["--model", "old/", "--task", "clm", "--train", "t.txt", "--bf16", "false", "--resume"]
+    arguments = train.finetune_parser().parse_args_into_dataclasses(train.finetune_words([*given, *words]))
+    assert arguments[1].output_dir == "new"
+    assert arguments[0].resume
+    default = train.finetune_parser().parse_args_into_dataclasses(train.finetune_words(given))
+    assert default[1].output_dir == "old-finetuned"
+
+
+def test_a_few_tokens_are_scored_with_a_warning(tmp_path, monkeypatch, capsys):
+    (tmp_path / "few.txt").write_text("He said")
+    for text, few in ((tmp_path / "few.txt", True), (DEMO_TEXT, False)):
+        monkeypatch.setattr(sys, "argv", ["hf-rfa", "evaluate", str(DEMO_MODEL), str(text), "--max-tokens", "1100"])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 0
+        shown = capsys.readouterr()
+        counted = re.search(r"([\d,]+) of [\d,]+ tokens counted", " ".join(shown.out.split()))[1]
+        assert (f"warning: {counted} tokens were scored" in " ".join(shown.err.split())) == few
 
 
 def test_layers_are_read_as_indices_and_ranges():
