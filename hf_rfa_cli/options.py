@@ -54,7 +54,7 @@ def text_file(path: Path | None) -> Path | None:
 def in_a_folder(path: Path | None) -> Path | None:
     """Check that an option names something in a folder that can be written to."""
     if path is not None and not (path.resolve().parent.is_dir() and os.access(path.resolve().parent, os.W_OK)):
-        raise typer.BadParameter(f"cannot write to {path.resolve().parent}. Choose a folder that is there.")
+        raise typer.BadParameter(f"cannot write to {path.parent}, where {path} is to be. Choose a folder.")
     return path
 
 
