@@ -30,10 +30,12 @@ def check_destination(destination: Path, *, overwrite: bool, sources: tuple[Path
         overwrite: whether a folder that is there may be replaced.
         sources: folders that are read from, and so may not be replaced.
     """
-    if any(destination.resolve() == source.resolve() for source in sources):
-        raise InputError(f"{destination} is the source itself. Choose another destination.")
-    if destination.is_symlink() or destination.is_file():
-        raise InputError(f"{destination} is {'a link' if destination.is_symlink() else 'a file'}, not a folder.")
+    for source in sources:
+        if destination.resolve() == source.resolve():
+            raise InputError(f"{destination} is the source itself. Choose another destination.")
+        if source.resolve().is_relative_to(destination.resolve()):
+            raise InputError(f"the source, {source}, lies in {destination}. Choose another destination.")
+    _check_folder(destination)
     if destination.is_dir() and any(destination.iterdir()):
         if not overwrite:
             raise InputError(f"{destination} exists and is kept. Choose another folder, or pass --overwrite.")
@@ -46,6 +48,14 @@ def check_destination(destination: Path, *, overwrite: bool, sources: tuple[Path
     existing = next(path for path in (parent, *parent.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise InputError(f"cannot write to {existing}, where {destination} is to be.")
+
+
+def _check_folder(destination: Path) -> None:
+    """Raise an `InputError` if what is at ``destination`` is no folder: a file, a link, a device, a pipe, a socket."""
+    if destination.is_symlink():
+        raise InputError(f"{destination} is a link, and is kept. Choose another folder, or the one that it leads to.")
+    if destination.exists() and not destination.is_dir():
+        raise InputError(f"{destination} exists and is not a folder; it is kept. Choose another name.")
 
 
 def check_space(destination: Path, num_bytes: int) -> None:
@@ -88,6 +98,7 @@ def new_folder(destination: Path) -> Iterator[Path]:
         with folder_beside(destination) as work:
             yield work
             work.chmod(0o755)
+            _check_folder(destination)  # again: the work may have taken hours
             _replace(work, destination.resolve())
     except OSError as error:
         if error.errno == errno.ENOSPC:
@@ -123,8 +134,12 @@ def _is_running(pid: int) -> bool:
 def new_file(destination: Path) -> Iterator[IO[str]]:
     """Open a text file (UTF-8) beside ``destination``, and rename it to ``destination`` at the end.
 
-    On any error or interrupt the file is removed.
+    On any error or interrupt the file is removed. Where ``destination`` is a link, the file that it leads to is written.
+
+    Raises:
+        InputError: see `check_file`.
     """
+    check_file(destination)
     destination = destination.resolve()
     handle, name = tempfile.mkstemp(prefix=f".{destination.name}.", suffix=PARTIAL, dir=destination.parent)
     try:
@@ -140,6 +155,13 @@ def check_new_file(destination: Path) -> None:
     """Raise an `InputError` if a new file cannot be written to ``destination``."""
     if destination.exists() or destination.is_symlink():
         raise InputError(f"{destination} exists and is kept. Choose another name, or remove it.")
+    check_file(destination)
+
+
+def check_file(destination: Path) -> None:
+    """Raise an `InputError` if a file cannot be written to ``destination``; a file that is there will be replaced."""
+    if destination.exists() and not destination.is_file():
+        raise InputError(f"{destination} exists and is not a file; it is kept. Choose another name.")
     parent = destination.resolve().parent
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise InputError(f"cannot write to {parent}, where {destination} is to be. Choose a folder that is there.")

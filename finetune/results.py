@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_rfa.convert.writer import new_file
+from hf_rfa.convert.writer import check_file, new_file
 from huggingface_hub import EvalResult, ModelCard
 
 from hf_rfa.errors import InputError
@@ -22,11 +22,13 @@ def check_recordable(checkpoint: str) -> Path:
     """Return the folder of a checkpoint whose results are to be recorded.
 
     Raises:
-        InputError: if it is not a folder.
+        InputError: if it is not a folder, or its results cannot be written.
     """
     folder = Path(checkpoint).expanduser()
     if not (folder / "config.json").is_file():
         raise InputError(f"--record writes beside the weights, but {checkpoint} is not a folder with a checkpoint.")
+    for name in (FILE, "README.md"):
+        check_file(folder / name)
     return folder
 
 

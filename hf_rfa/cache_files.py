@@ -30,11 +30,16 @@ def save_cache(cache: Cache, path: str | Path) -> None:
 
     Args:
         cache: as a model or `generate` returns it.
-        path: the file; replaced if it is there.
+        path: the file; replaced if it is there. Of a link the file that it leads to is.
 
     Raises:
-        InputError: if the cache has a layer of another kind, or holds nothing yet.
+        InputError: if the cache has a layer of another kind, or holds nothing yet; if something that is no file is at the
+            path, such as a folder or a device.
     """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} exists and is not a file; it is kept. Choose another name.")
+    path = path.resolve()
     tensors: dict[str, Tensor] = {}
     about: dict[str, Any] = {}
     for part, layers in _parts(cache).items():
@@ -47,7 +52,6 @@ def save_cache(cache: Cache, path: str | Path) -> None:
                     tensors[f"{part}.{index}.{name}"] = tensor.detach().cpu().contiguous()
     if not tensors:
         raise InputError("this cache holds nothing yet.")
-    path = Path(path)
     beside = path.with_name(f".{path.name}.partial")
     try:
         save_file(tensors, beside, {"format": FORMAT, "layers": json.dumps(about)})

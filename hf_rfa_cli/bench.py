@@ -57,7 +57,7 @@ def bench_command(
         raise UsageError("--static and --compile are about decoding: pass --task decoding with them.")
 
     import torch
-    from hf_rfa.convert.writer import new_file
+    from hf_rfa.convert.writer import check_file, new_file
     from huggingface_hub.errors import StrictDataclassError
 
     from hf_rfa import bench
@@ -66,6 +66,9 @@ def bench_command(
     from hf_rfa.inference import read_config
     from hf_rfa.terminal import console
 
+    if output is not None:
+        for end in (".json", *(f"-{each.value}.png" for each in tasks)):
+            check_file(output.parent / f"{output.name}{end}")
     config: Any = SHAPES[model] if model in SHAPES else read_config(model)
     if config.is_encoder_decoder and set(tasks) != {Task.decoding}:
         raise InputError("models with an encoder are timed at decoding: pass --task decoding.")

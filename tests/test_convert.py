@@ -378,7 +378,7 @@ def test_destinations(tiny_parent, tmp_path):
     refused("holds no checkpoint", source, tmp_path, destination=tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "precious.txt").read_text() == "keep me"
     (tmp_path / "file").write_text("x")
-    refused("is a file", source, tmp_path, destination=tmp_path / "file", overwrite=True)
+    refused("is not a folder", source, tmp_path, destination=tmp_path / "file", overwrite=True)
     refused("cannot write to", source, tmp_path, destination=tmp_path / "file" / "out")
     convert(source, tmp_path / "result")
     first = (tmp_path / "result" / "model.safetensors").read_bytes()
