@@ -27,12 +27,11 @@ from .memory import give_back_memory
 from .options import Layers, command_of, rfa_config
 from .pictures import compare_attention, draw_attention
 from .report import (
-    CACHE_LENGTHS,
     ConversionReport,
     Perplexities,
-    cache_bytes_per_sequence,
+    cache_bytes,
+    cache_lengths,
     model_card,
-    state_bytes_per_sequence,
 )
 from .source import Source, open_source
 from .texts import read_documents
@@ -281,6 +280,7 @@ def _figures(model: PreTrainedModel, source: Source) -> dict[str, Any]:
     parameters = {name for name, _ in model.named_parameters()}
     sizes = {key: tensor.numel() for key, tensor in model.state_dict().items()}
     added = new_keys(model)
+    lengths = cache_lengths(config.max_position_embeddings)
     more_positions = config.max_position_embeddings - source.config.max_position_embeddings
     extended = sum(
         more_positions * embedding.embedding_dim
@@ -294,8 +294,9 @@ def _figures(model: PreTrainedModel, source: Source) -> dict[str, Any]:
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "added_parameters": extended + sum(sizes[key] for key in added if key in parameters),
         "added_buffers": sum(sizes[key] for key in added if key not in parameters),
-        "state_bytes": state_bytes_per_sequence(model),
-        "cache_bytes": {length: cache_bytes_per_sequence(config, model.dtype, length) for length in CACHE_LENGTHS},
+        "state_bytes": cache_bytes(model, 0),
+        "own_cache_bytes": {length: cache_bytes(model, length) for length in lengths},
+        "cache_bytes": {length: cache_bytes(model, length, softmax=True) for length in lengths},
     }
 
 

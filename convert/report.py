@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
@@ -19,7 +20,7 @@ from .calibration import LayerGain
 from .families import rfa_layers
 from .hybrid import Damage
 
-#: Lengths at which the state is compared with a softmax model's cache of keys and values.
+#: Lengths at which caches are compared with a softmax model's, and beside them the longest that the model takes.
 CACHE_LENGTHS = (1024, 2048, 8192)
 
 
@@ -52,7 +53,9 @@ class ConversionReport:
         added_parameters: parameters that the parent does not have, the extended positions among them.
         added_buffers: numbers in buffers that the parent does not have (random matrices and calibrated constants).
         state_bytes: bytes of the states per sequence, all layers.
-        cache_bytes: bytes of the parent's cache per sequence, by length (of the source too, if there is one).
+        own_cache_bytes: bytes of the whole cache per sequence, by length (of the source too, if there is one): states, and
+            the keys and values of layers that are softmax. No length is over the model's positions.
+        cache_bytes: bytes that it would be if all layers were softmax, as the parent's are.
         gains: what calibration gained per layer.
         damages: what converting each layer alone does, if layers were left softmax by that, the worst first.
         perplexities: on the calibration text, if there was one.
@@ -70,6 +73,7 @@ class ConversionReport:
     added_parameters: int
     added_buffers: int
     state_bytes: int
+    own_cache_bytes: dict[int, int]
     cache_bytes: dict[int, int]
     gains: tuple[LayerGain, ...]
     damages: tuple[Damage, ...]
@@ -77,12 +81,16 @@ class ConversionReport:
     max_logit_difference: float
     notes: tuple[str, ...]
 
+    @property
+    def grows(self) -> bool:
+        """Whether the cache grows with the text or the source: whether any layer that has one is softmax."""
+        return any(rfa < count for kind, (rfa, count) in self.layers.items() if kind != "encoder")
+
     def rows(self) -> list[tuple[str, str]]:
         """Return the figures as (what, value) pairs, for the table and the model card."""
         share = self.added_parameters / self.num_parameters
         converted = {kind: f"{rfa} of {count}" for kind, (rfa, count) in self.layers.items()}
         features = {kind: str(count) for kind, count in self.feature_dims.items()}
-        kept = any(rfa < count for kind, (rfa, count) in self.layers.items() if kind != "encoder")
         rows = [
             ("attention layers converted", _by_kind(converted)),
             ("feature map", f"{self.feature_map}, features per head: {_by_kind(features)}"),
@@ -90,13 +98,15 @@ class ConversionReport:
             ("numbers in buffers added", f"{self.added_buffers:,}"),
             (
                 "state per sequence",
-                f"{_size(self.state_bytes)}, " + ("and the softmax layers' growing cache" if kept else "at any length"),
+                f"{_size(self.state_bytes)}, "
+                + ("and the softmax layers' growing cache" if self.grows else "at any length"),
             ),
         ]
         of = " of source and output" if "cross" in self.layers else ""
-        for length, size in self.cache_bytes.items():
-            ratio = f" ({size / self.state_bytes:.1f} ×)" if self.state_bytes else ""
-            rows.append((f"softmax cache at {length:,} tokens{of}", f"{_size(size)}{ratio}"))
+        for length, softmax in self.cache_bytes.items():
+            own = self.own_cache_bytes[length]
+            said = f"{_size(own)}, all softmax {_size(softmax)} ({_compared(own, softmax)})"
+            rows.append((f"cache at {length:,} tokens{of}", said))
         if self.gains:
             before, after = (
                 fmean(value for gain in self.gains for value in getattr(gain, name)) for name in ("before", "after")
@@ -148,31 +158,44 @@ def _size(num_bytes: int) -> str:
     return f"{size:.1f} GiB"
 
 
-def state_bytes_per_sequence(model: PreTrainedModel) -> int:
-    """Return the bytes of all states that a cache holds for one sequence; an encoder's attention keeps none."""
-    total = 0
-    for layer in rfa_layers(model).values():
-        if layer.rfa_kind != "encoder":
-            feature_map = layer.feature_map
-            rows, columns = state_shape(feature_map.feature_dim, feature_map.head_dim, signed=feature_map.signed)
-            size = rows * columns
-            if layer.window:
-                rows, columns = window_shape(layer.window, feature_map.head_dim)
-                size += rows * columns
-            total += feature_map.num_heads * size * layer.state_dtype.itemsize
-    return total
-
-
-def cache_bytes_per_sequence(config: Any, dtype: torch.dtype, length: int) -> int:
-    """Return the bytes of a softmax parent's keys and values for one sequence of ``length`` tokens, and as long a source.
+def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -> int:
+    """Return the bytes that a cache holds for one sequence; an encoder's attention keeps none.
 
     Args:
-        config: the RFA configuration.
-        dtype: of the keys and values.
-        length: number of tokens.
+        model: the RFA model; its layers that are softmax keep keys and values.
+        length: tokens of the text, and of its source where there is one; 0 counts the states alone.
+        softmax: count what the model would hold if all of its layers were softmax, as its parent's are.
     """
-    caches = 2 if config.is_encoder_decoder else 1
-    return caches * 2 * config.num_layers_for("causal") * config.hidden_size * length * dtype.itemsize
+    config: Any = model.config
+    states = {
+        (layer.rfa_kind, layer.rfa_layer_idx): _state_bytes(layer, model.dtype) for layer in rfa_layers(model).values()
+    }
+    keys_and_values = 2 * config.hidden_size * length * model.dtype.itemsize
+    return sum(
+        keys_and_values if softmax else states.get((kind, index), keys_and_values)
+        for kind in (("causal", "cross") if config.is_encoder_decoder else ("causal",))
+        for index in range(config.num_layers_for(kind))
+    )
+
+
+def _state_bytes(layer: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of an RFA layer's state, and of its window."""
+    feature_map = layer.feature_map
+    shapes = [state_shape(feature_map.feature_dim, feature_map.head_dim, signed=feature_map.signed)]
+    if layer.window:
+        shapes.append(window_shape(layer.window, feature_map.head_dim))
+    return feature_map.num_heads * sum(map(math.prod, shapes)) * torch.promote_types(layer.state_dtype, dtype).itemsize
+
+
+def cache_lengths(positions: int) -> list[int]:
+    """Return the lengths to compare caches at, none of them longer than a model's texts can be."""
+    return [*(length for length in CACHE_LENGTHS if length < positions), positions]
+
+
+def _compared(own: int, softmax: int) -> str:
+    """Return how much less or more memory a cache takes than a softmax model's."""
+    times = f"{max(softmax / own, own / softmax):.1f}"
+    return "as much" if times == "1.0" else f"{times} × {'less' if own < softmax else 'more'}"
 
 
 #: How the paragraph of a card begins that says how the model was trained.
@@ -183,11 +206,16 @@ UNTRAINED = (
     "untouched. Distil or fine-tune it before you rely on it."
 )
 
+CONSTANT = """A recurrent state of fixed size stands in for the cache of keys and values, so a token costs the same time
+and memory at any length."""
+
+GROWING = """Layers that were left softmax keep their cache of keys and values, so a token costs more the longer the text or
+its source is; in the others a recurrent state of fixed size stands in for it."""
+
 CARD = """# {title}
 
 This is [{source}]({link}) with its softmax attention replaced by random feature attention (Peng et al., 2021), converted by
-[hf-rfa](https://pypi.org/project/hf-rfa/) {version}. A recurrent state of fixed size stands in for the cache of keys and
-values, so a token costs the same time and memory at any length.
+[hf-rfa](https://pypi.org/project/hf-rfa/) {version}. {costs}
 
 {untrained}
 
@@ -276,6 +304,7 @@ def model_card(
         source=source,
         link=f"https://huggingface.co/{hub_name}" if hub_name is not None else "#how-it-was-made",
         version=__version__,
+        costs=GROWING if report.grows else CONSTANT,
         untrained=UNTRAINED,
         use=USE.format(auto_class=auto_class, name=destination),
         command=report.command,

@@ -37,7 +37,7 @@ def converted(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
 def test_convert_prints_its_table(converted):
     folder, result = converted
     assert (folder / "README.md").is_file()
-    for words in ("attention layers converted", "4 of 4", "state per sequence", "softmax cache at 8,192 tokens"):
+    for words in ("attention layers converted", "4 of 4", "state per sequence", "cache at 2,048 tokens"):
         assert words in result.stdout
     assert "Traceback" not in result.stderr
     assert "Warning" not in result.stderr

@@ -62,7 +62,7 @@ def test_every_feature_map_converts_and_keeps_every_weight(name, tiny_parent, tm
     assert report.num_parameters == sum(p.numel() for p in model.parameters())
     cache = model(torch.ones(1, 3, dtype=torch.long)).past_key_values
     assert report.state_bytes == sum(layer.state.numel() * 4 for layer in cache.layers)
-    assert report.cache_bytes[1024] == 2 * 2 * 24 * 1024 * 4
+    assert report.cache_bytes == {96: 2 * 2 * 24 * 96 * 4}
     assert leftovers(tmp_path) == ["out"]
 
 

@@ -19,7 +19,6 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_rfa.cache import RFALayer
 from hf_rfa.configuration_rfa import (
     RFABartConfig,
     RFAConfigMixin,
@@ -110,24 +109,18 @@ def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0
         room: for so many tokens a `StaticCache` has slots besides; 0 for a `DynamicCache`.
     """
     config = model.config
-    rfa = isinstance(config, RFAConfigMixin)
     own: Any = DynamicCache(config=config)
-    if room and not rfa:
+    if room and not isinstance(config, RFAConfigMixin):
         own = StaticCache(config=config, max_cache_len=position + room)
     cache: Any = own
     if config.is_encoder_decoder:
         cache = EncoderDecoderCache(own, DynamicCache(config=config))
     model(**inputs, past_key_values=cache)
-    seen = own.get_seq_length()
-    heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
-    layers = getattr(config, "decoder_layers", None) or config.num_hidden_layers
-    batch = next(iter(inputs.values()))
-    rows = batch.shape[0] if isinstance(batch, torch.Tensor) else batch.last_hidden_state.shape[0]
-    shape = (rows, heads, position - int(seen), config.hidden_size // heads)
-    for index in range(layers):
-        if isinstance(own.layers[index], RFALayer):
-            own.layers[index].cumulative_length += position - int(seen)
-            continue
-        keys, values = (torch.randn(shape, device=model.device, dtype=model.dtype) for _ in range(2))
-        own.update(keys, values, index)
+    for layer in own.layers:
+        missing = position - int(layer.get_seq_length())
+        if hasattr(layer, "holds"):
+            layer.cumulative_length += missing
+        else:
+            rows, heads, _, width = layer.keys.shape
+            layer.update(*torch.randn(2, rows, heads, missing, width, device=model.device, dtype=model.dtype))
     return cache

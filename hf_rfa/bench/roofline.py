@@ -93,12 +93,10 @@ def decoding_floor(model: Any, machine: Machine, *, batch: int, cache_bytes: int
     config, count = model.config, weights(model)
     size = next(model.parameters()).element_size()
     linear = machine.milliseconds(count * size, 2.0 * count * batch)
-    if not isinstance(config, RFAConfigMixin):
+    if not isinstance(config, RFAConfigMixin) or not config.any_rfa("causal"):
         return linear + machine.milliseconds(cache_bytes, cache_bytes / size)
     heads, width = config.num_heads_for("causal"), config.head_dim_for("causal")
     layers = config.num_layers_for("causal") - len(config.softmax_layers_for("causal"))
-    if layers == 0:  # of a hybrid whose cross attention alone is RFA
-        return linear + machine.milliseconds(cache_bytes, cache_bytes / size)
     features = feature_dim(model, "causal")
     rows, columns = state_shape(features, width, signed=False)
     state = 4.0 * batch * heads * layers * rows * columns
