@@ -24,7 +24,7 @@ from .hybrid import Damage, leave_softmax, measure_damage, num_parts
 from .inputs import Inputs, add_outputs, random_inputs, text_blocks, text_sources, trim
 from .loading import load_result, load_source, new_keys, quiet
 from .memory import give_back_memory
-from .options import Layers, command_of, rfa_config
+from .options import Layers, command_of, outside_module, rfa_config
 from .pictures import compare_attention, draw_attention
 from .report import (
     ConversionReport,
@@ -304,6 +304,18 @@ def _notes(
     source: Source, config: Any, no_tokenizer: str | None, max_positions: int | None, text: Any
 ) -> tuple[str, ...]:
     notes = []
+    module = outside_module(config.feature_map)
+    if module is not None:
+        notes.append(
+            f"The feature map {config.feature_map} is not hf-rfa's own, and the checkpoint does not hold its code. "
+            + (
+                "It was defined in a script or a session. Put its class into a module, and import that before the checkpoint "
+                "is loaded."
+                if module == "__main__"
+                else f"Import its module {module} before the checkpoint is loaded: in Python, or with --import on the "
+                "command line."
+            )
+        )
     if no_tokenizer is not None:
         notes.append(f"The result has no tokenizer, since of the source it holds that {no_tokenizer}.")
     for field, kind in config.SOFTMAX_LAYERS.items():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
+from importlib.machinery import PathFinder
 from typing import Any, Literal
 
 from huggingface_hub.errors import StrictDataclassError
 
 from hf_rfa.configuration_rfa import AttentionKind
 from hf_rfa.errors import InputError
+from hf_rfa.feature_maps import FEATURE_MAPS, FeatureMap
 
 from .source import Source
 
@@ -48,7 +52,24 @@ def command_of(options: dict[str, Any]) -> str:
         words.append(flag)
         if not isinstance(value, bool):
             words.append((",".join(map(str, value)) or "none") if isinstance(value, list) else str(value))
-    return shlex.join(words)
+    return shlex.join(words + import_words(options["feature_map"]))
+
+
+def outside_module(feature_map: str) -> str | None:
+    """Return the module that registered a feature map, or None for one of hf-rfa's own (and for one that is unknown)."""
+    module = getattr(FEATURE_MAPS.get(feature_map), "__module__", FeatureMap.__module__)
+    own = FeatureMap.__module__.rpartition(".")[0]
+    return None if module.startswith(f"{own}.") else module
+
+
+def import_words(feature_map: str) -> list[str]:
+    """Return the words of a command line that import a feature map from outside hf-rfa, if a command can."""
+    module = outside_module(feature_map)
+    if module is None or module == "__main__":
+        return []
+    if PathFinder.find_spec(module.partition(".")[0]) is not None:
+        return ["--import", module]
+    return ["--import", os.path.relpath(str(sys.modules[module].__file__))]
 
 
 def rfa_config(

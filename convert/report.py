@@ -19,6 +19,7 @@ from hf_rfa.window import window_shape
 from .calibration import LayerGain
 from .families import rfa_layers
 from .hybrid import Damage
+from .options import outside_module
 
 #: Lengths at which caches are compared with a softmax model's, and beside them the longest that the model takes.
 CACHE_LENGTHS = (1024, 2048, 8192)
@@ -241,7 +242,7 @@ USE = """## Use
 
 ```python
 import hf_rfa  # registers the RFA models with transformers
-from transformers import {auto_class}
+{own_map}from transformers import {auto_class}
 
 model = {auto_class}.from_pretrained("{name}")
 ```
@@ -275,6 +276,14 @@ def head_of(architecture: str) -> tuple[str, str]:
     return endings[0] if endings else ("AutoModel", "feature-extraction")
 
 
+def use_section(auto_class: str, name: str, feature_map: str) -> str:
+    """Return the section of a card that says how an RFA model is loaded."""
+    module = outside_module(feature_map)
+    nameless = module in (None, "__main__")
+    own_map = "" if nameless else f"import {module}  # registers the feature map {feature_map}\n"
+    return USE.format(auto_class=auto_class, name=name, own_map=own_map)
+
+
 def model_card(
     report: ConversionReport, *, architecture: str, hub_name: str | None, parent: ModelCardData | None
 ) -> ModelCard:
@@ -306,7 +315,7 @@ def model_card(
         version=__version__,
         costs=GROWING if report.grows else CONSTANT,
         untrained=UNTRAINED,
-        use=USE.format(auto_class=auto_class, name=destination),
+        use=use_section(auto_class, destination, report.feature_map),
         command=report.command,
         rows="\n".join(f"| {what} | {value} |" for what, value in report.rows()),
         notes="".join(f"{note}\n\n" for note in report.notes),

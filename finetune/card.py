@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hf_rfa.convert.report import TRAINING, UNTRAINED, USE, head_of
+from hf_rfa.convert.report import TRAINING, UNTRAINED, USE, head_of, use_section
 from huggingface_hub import ModelCard, ModelCardData
 
 from hf_rfa.configuration_rfa import RFAConfigMixin
@@ -22,7 +22,7 @@ REFERRED = (
 SEQ2SEQ_TASKS = ("translation", "summarization", "text2text-generation")
 PICTURE = re.compile(r"(?m)^!\[.*\]\(.*\)\n")
 #: Use of a softmax model.
-PLAIN_USE = re.sub(r"import hf_rfa.*\n|\nWhere hf-rfa is not(?s:.*)", "", USE)
+PLAIN_USE = re.sub(r"import hf_rfa.*\n|{own_map}|\nWhere hf-rfa is not(?s:.*)", "", USE)
 
 
 def data_name(source: str) -> str:
@@ -67,7 +67,10 @@ def trained_card(model: Any, *, name: str, source: str | None, summary: str, sec
     auto_class, task = head_of(type(model).__name__)
     if auto_class != "AutoModelForSeq2SeqLM" or data.pipeline_tag not in SEQ2SEQ_TASKS:
         data.pipeline_tag = task
-    use = (USE if isinstance(model.config, RFAConfigMixin) else PLAIN_USE).format(auto_class=auto_class, name=name)
+    if isinstance(model.config, RFAConfigMixin):
+        use = use_section(auto_class, name, model.config.feature_map)
+    else:
+        use = PLAIN_USE.format(auto_class=auto_class, name=name)
 
     start, *sections = re.split(r"(?m)^(?=## )", old.text if old is not None else "")
     if TRAINING in start:

@@ -14,6 +14,7 @@ import torch
 from hf_rfa.convert.converter import MAX_SHARD_SIZE, Progress
 from hf_rfa.convert.families import rfa_layers
 from hf_rfa.convert.inputs import Inputs
+from hf_rfa.convert.options import import_words
 from hf_rfa.convert.pictures import HeadMap, compare_attention, draw_attention
 from hf_rfa.convert.texts import read_documents, read_pairs
 from hf_rfa.convert.writer import check_destination, new_folder
@@ -121,7 +122,7 @@ def distill(
     Raises:
         InputError: if anything that was passed cannot be used; no training has started then.
     """
-    command = command or _command(locals())
+    arguments = locals()
     check_one_process()
     destination = Path(destination)
     settings = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
@@ -138,6 +139,7 @@ def distill(
     model, tokenizer = load_model(str(checkpoint), dtype="float32")
     parent, _ = load_model(str(teacher), kind=kind_of(model.config), dtype="float32", need_tokenizer=False)
     settings = _check_pair(model, parent, (str(checkpoint), str(teacher)), settings)
+    command = command or _command(arguments, model.config.feature_map)
     stages = {"transfer": settings.transfer, "end_to_end": settings.end_to_end}
     datasets = {
         name: _data(model, tokenizer, Path(data), None if references is None else Path(references), stage)
@@ -189,14 +191,14 @@ def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArgu
     )
 
 
-def _command(options: dict[str, Any]) -> str:
-    """Return the command line that stands for the arguments of `distill`."""
+def _command(options: dict[str, Any], feature_map: str) -> str:
+    """Return the command line that stands for the arguments of `distill`, of a model with such a feature map."""
     words = ["hf-rfa", "distill", str(options["checkpoint"]), "--output", str(options["destination"])]
     for name in ("teacher", "data", "references", "recipe", "transfer_steps", "end_to_end_steps"):
         value = options[name]
         if value is not None and not isinstance(value, Recipe):
             words += ["--" + name.replace("_", "-"), str(value)]
-    return shlex.join(words)
+    return shlex.join(words + import_words(feature_map))
 
 
 def _run(

@@ -189,7 +189,10 @@ class RFAConfigMixin:
         """
         self._check_parent()
         if self.feature_map not in FEATURE_MAPS:
-            raise ValueError(f"feature_map={self.feature_map!r} is unknown. Known: {', '.join(sorted(FEATURE_MAPS))}.")
+            raise ValueError(
+                f"feature_map={self.feature_map!r} is unknown. Known: {', '.join(sorted(FEATURE_MAPS))}. For a map of your "
+                "own, import its module first: in Python, or with --import MODULE on the command line."
+            )
         feature_map = FEATURE_MAPS[self.feature_map]
         for name, kind in self.FEATURE_COUNTS.items():
             feature_map.resolve_num_features(getattr(self, name), self.head_dim_for(kind), name=name)

@@ -14,6 +14,7 @@ from .bench import bench_command
 from .convert import convert_command
 from .evaluate import evaluate_command
 from .generate import generate_command
+from .imports import importing
 from .options import UsageError
 from .train import distill_command, finetune_command, make_data_command
 
@@ -41,13 +42,13 @@ HELP = {"help_option_names": ["-h", "--help"]}
 # transformers' own parser reads the options of finetune.
 RAW = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app = typer.Typer(cls=_Group, pretty_exceptions_enable=False, context_settings=HELP)
-app.command("convert", cls=_Command)(convert_command)
-app.command("distill", cls=_Command)(distill_command)
-app.command("evaluate", cls=_Command)(evaluate_command)
-app.command("bench", cls=_Command)(bench_command)
-app.command("finetune", cls=_Command, context_settings=RAW)(finetune_command)
+app.command("convert", cls=_Command)(importing(convert_command))
+app.command("distill", cls=_Command)(importing(distill_command))
+app.command("evaluate", cls=_Command)(importing(evaluate_command))
+app.command("bench", cls=_Command)(importing(bench_command))
+app.command("finetune", cls=_Command, context_settings=RAW)(importing(finetune_command))
 app.command("make-data", cls=_Command)(make_data_command)
-app.command("generate", cls=_Command)(generate_command)
+app.command("generate", cls=_Command)(importing(generate_command))
 
 
 def _print_version(wanted: bool) -> None:

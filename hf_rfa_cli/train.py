@@ -71,7 +71,7 @@ def finetune_parser() -> Any:
         prog="hf-rfa finetune",
         usage="hf-rfa finetune --model MODEL --task TASK --train DATA [--recipe NAME [--small]] [options]",
         description="Options may also come from a recipe, --recipe NAME or a YAML file, in its --small variant if that is "
-        "passed too; those on the command line win.",
+        "passed too; those on the command line win. --import MODULE, a name or a .py file, imports a feature map first.",
     )
     parser.add_argument(
         OUTPUT, dest="output_dir", default=SUPPRESS, help="Folder to write, as --output_dir. Default: MODEL-finetuned."
