@@ -64,7 +64,7 @@ def bench_command(
     from hf_rfa.bench.models import SHAPES
     from hf_rfa.errors import InputError
     from hf_rfa.inference import read_config
-    from hf_rfa.terminal import console
+    from hf_rfa.terminal import console, errors
 
     if output is not None:
         for end in (".json", *(f"-{each.value}.png" for each in tasks)):
@@ -72,6 +72,9 @@ def bench_command(
     config: Any = SHAPES[model] if model in SHAPES else read_config(model)
     if config.is_encoder_decoder and set(tasks) != {Task.decoding}:
         raise InputError("models with an encoder are timed at decoding: pass --task decoding.")
+    load = bench.Load.now()
+    if device == "cpu" and (warning := load.warning()):
+        errors.print(warning, style="yellow", markup=False, highlight=False, soft_wrap=True)
     longest = max(max(each) for each in chosen.values())
     if config.is_encoder_decoder:
         longest = max(longest, *counts["--sources"])
@@ -83,7 +86,7 @@ def bench_command(
         softmax, rfa = (each.to(device, getattr(torch, dtype)) for each in (softmax, rfa))
     except (ValueError, RuntimeError, AssertionError, StrictDataclassError) as error:
         raise InputError(f"cannot make the models: {error}") from error
-    about: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "threads": torch.get_num_threads()}
+    about: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, **asdict(load)}
     about |= {"torch": torch.__version__, "options": {name: getattr(rfa.config, name) for name in given}}
     machine = bench.measure_machine(device, getattr(torch, dtype))
     about |= {"bandwidth": machine.bandwidth, "peak": machine.peak}
@@ -97,10 +100,10 @@ def bench_command(
             results[each.value] = bench.decoding(softmax, rfa, **shared)
         else:
             results[each.value] = (bench.prefill if each == Task.prefill else bench.training)(softmax, rfa, **shared)
-        console.print(bench.table(results[each.value]))
+        caption = f"{model}, {dtype}, {device}, {load}"
+        console.print(bench.table(results[each.value], caption))
         if output is not None:
-            title = f"{each.value}, {model}, {dtype}, {device}"
-            title += f", {torch.get_num_threads()} threads" if device == "cpu" else ""
+            title = f"{each.value}, {caption}"
             bench.plot(results[each.value], output.parent / f"{output.name}-{each.value}.png", title)
     if output is not None:
         with new_file(output.parent / f"{output.name}.json") as file:

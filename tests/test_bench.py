@@ -122,6 +122,40 @@ def test_the_command_writes_figures_and_pictures(tmp_path, monkeypatch, capsys):
     assert "speed-up" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("load", "cores", "threads", "warned"),
+    [
+        (0.2, 2, 2, False),
+        (1.0, 2, 2, True),
+        (1.0, 2, 1, False),
+        (2.0, 2, 1, True),
+        (6.0, 16, 8, False),
+        (9, 16, 8, True),
+    ],
+)
+def test_figures_say_on_how_many_threads_and_beside_what_they_were_measured(
+    load, cores, threads, warned, tmp_path, monkeypatch, capsys
+):
+    """Threads that find no core of their own wait for others' work, and at every operation for each other."""
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    monkeypatch.setattr(bench, "measure_machine", lambda *args: bench.Machine(1e9, 1e9))
+    monkeypatch.setenv("COLUMNS", "150")
+    titles = []
+    monkeypatch.setattr(bench, "plot", lambda points, path, title: titles.append(title))
+    tiny_parent_config(n_layer=1).save_pretrained(tmp_path)
+    options = ["--lengths", "8", "--batches", "1", "--steps", 1, "--output", tmp_path / "speed"]
+    assert hf_rfa(monkeypatch, "bench", "--model", tmp_path, *options) == 0
+    said = capsys.readouterr()
+    assert ("OMP_NUM_THREADS" in said.err) == warned
+    words = f"{threads} thread{'s' if threads > 1 else ''} on {cores} cores, load {load:.1f}"
+    assert words in " ".join(said.out.split())
+    assert words in titles[0]
+    found = json.loads((tmp_path / "speed.json").read_text())
+    assert (found["threads"], found["cores"], found["load"]) == (threads, cores, load)
+
+
 def test_compiled_steps_stay_compiled(monkeypatch):
     """Past the first steps no graph is made any more, beside each other and at other points."""
     softmax, rfa = bench.pair(tiny_parent_config(n_layer=1), 96)

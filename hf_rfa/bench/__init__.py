@@ -2,7 +2,7 @@
 
 from .models import pair
 from .report import plot, table
-from .roofline import Machine, measure_machine
+from .roofline import Load, Machine, measure_machine
 from .tasks import Point, decoding, prefill, training
 
-__all__ = ["Machine", "Point", "decoding", "measure_machine", "pair", "plot", "prefill", "table", "training"]
+__all__ = ["Load", "Machine", "Point", "decoding", "measure_machine", "pair", "plot", "prefill", "table", "training"]

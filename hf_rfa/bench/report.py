@@ -15,13 +15,16 @@ STYLES = {"": "-", ", static cache": ":", ", compiled": "--"}
 UNITS = {"decoding": "position", "prefill": "tokens", "training": "tokens"}
 
 
-def table(points: Sequence[Point]) -> Table:
-    """Return the points of one task as a table to print, a row a contestant.
+def table(points: Sequence[Point], caption: str | None = None) -> Table:
+    """Return the points of one task as a table to print, a row a contestant; the caption says how they were measured.
 
     "speed-up" is the time of the fastest softmax contestant over the row's, "/ floor" the row's over the least possible one.
     """
     task = points[0].task
-    shown = Table(title={"decoding": "one decoding step", "prefill": "prefill", "training": "step of training"}[task])
+    shown = Table(
+        title={"decoding": "one decoding step", "prefill": "prefill", "training": "step of training"}[task],
+        caption=caption,
+    )
     columns = {
         "batch": any(point.batch != points[0].batch for point in points),
         "source": any(point.source for point in points),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -29,6 +30,40 @@ class Machine:
     def milliseconds(self, num_bytes: float, operations: float) -> float:
         """Return the least time for so many bytes and operations."""
         return 1000.0 * max(num_bytes / self.bandwidth, operations / self.peak)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What else ran on a machine when figures were measured.
+
+    Attributes:
+        threads: that torch computes with on a CPU.
+        cores: that the machine has.
+        load: how many threads of all processes ran or waited for a core, the mean of the minute before.
+    """
+
+    threads: int
+    cores: int
+    load: float
+
+    @classmethod
+    def now(cls) -> Load:
+        """Return what it is now; called before the work, which is a load itself."""
+        return cls(torch.get_num_threads(), os.cpu_count() or 1, os.getloadavg()[0])
+
+    def __str__(self) -> str:
+        """Say it in a caption."""
+        return f"{self.threads} thread{'s' if self.threads > 1 else ''} on {self.cores} cores, load {self.load:.1f}"
+
+    def warning(self) -> str | None:
+        """Return what to say where threads will not find a core each, or None."""
+        if self.load <= self.cores - self.threads + 0.5:  # starting takes a part of the minute too
+            return None
+        return (
+            f"warning: {self}: other processes take cores that this needs. Threads then wait for each other at every "
+            "operation, which slows a step of many small ones most, RFA's more than softmax's: no figure holds, and no "
+            "ratio. Wait until the machine is idle, or time fewer threads, say with OMP_NUM_THREADS=1."
+        )
 
 
 def synchronise(device: torch.device) -> None:
