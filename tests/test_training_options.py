@@ -26,7 +26,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from hf_rfa import RFABartConfig, RFAGPT2Config, RFAMarianConfig, cli_train
+from hf_rfa import RFABartConfig, RFAGPT2Config, RFAMarianConfig
+from hf_rfa_cli import train as cli_train
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config
 from .test_convert import leftovers
