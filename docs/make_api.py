@@ -42,6 +42,7 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
         "hf_rfa.cache_num_bytes": None,
         "hf_rfa.RFALayer": ["activate_past_recording", "crop", "get_seq_length", "get_max_length"],
         "hf_rfa.RFASourceLayer": [],
+        "hf_rfa.export.DecodingStep": ["states", "forward"],
     },
     "Measuring": {
         "hf_rfa.finetune.tokenize": None,

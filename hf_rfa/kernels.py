@@ -221,6 +221,14 @@ def _chunked_in_place(
     return outputs.view(batch, heads, length, columns), sums.view(batch, heads, features, columns)
 
 
+def steps_in_place() -> bool:
+    """Return whether a step may update its state where it lies: not with gradients, nor in torch's old tracer.
+
+    That tracer, which ``torch.onnx.export(…, dynamo=False)`` uses, loses such updates.
+    """
+    return not (torch.is_grad_enabled() or torch.jit.is_tracing())
+
+
 def recurrent(
     query: Tensor,
     key: Tensor,
@@ -237,7 +245,7 @@ def recurrent(
     """
     value = apply_weights(value, weights)
     gate = None if log_gate is None else log_gate.to(state.dtype).exp()[..., None]
-    if torch.is_grad_enabled():
+    if not steps_in_place():
         state = state if gate is None else state * gate
         state = state + key.transpose(-1, -2) * value
     else:
@@ -412,7 +420,7 @@ def rfa_sums(
     norm = key.norm(dim=-1, keepdim=True)
     mass, mass_row = masses(norm, log_gate=log_gate, weights=weights, mass=mass_row, chunk_size=chunk_size)
     divisor = denominator(output[..., -1:], query, mass, floor)
-    in_place = state is not None and query.shape[-2] == 1 and not torch.is_grad_enabled()
+    in_place = state is not None and query.shape[-2] == 1 and steps_in_place()
     # `recurrent` updates its rows in place.
     return output[..., :-1], divisor, cast(Tensor, state) if in_place else _with_mass(rows, mass_row)
 

@@ -1,0 +1,66 @@
+"""One decoding step as a function of tensors, for exporters such as `torch.export` and `torch.onnx.export`."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+
+from .cache import RFALayer
+from .configuration_rfa import RFAConfigMixin
+from .errors import InputError
+
+
+class DecodingStep(nn.Module):
+    """Token, position and states in, logits and states out: a graph with one shape for every position.
+
+        step = DecodingStep(model)
+        states = step.states(model(prompt).past_key_values)
+        exported = torch.export.export(step, (token, position, states))
+
+    Args:
+        model: a decoder with a language-model head, all of whose layers are RFA.
+
+    Raises:
+        InputError: for a model with an encoder, or with softmax layers, whose caches grow.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        config: Any = model.config
+        if not isinstance(config, RFAConfigMixin) or config.is_encoder_decoder or config.softmax_layers_for("causal"):
+            raise InputError(
+                f"a decoding step of fixed shape needs a decoder whose layers are all RFA, and this is a {config.model_type} "
+                "model with an encoder or with softmax layers. Convert all layers of a decoder."
+            )
+        self.model = model
+
+    @staticmethod
+    def states(cache: Cache) -> list[Tensor]:
+        """Return copies of the tensors that a cache holds, layer by layer.
+
+        That is a layer's state [B, H, rows, d + 1] and, where the model has an exact window, its window [B, H, W, 2d + 1].
+        """
+        return [tensor.clone() for layer in cache.layers for tensor in cast(RFALayer, layer).tensors()]
+
+    def forward(self, token: Tensor, position: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Return the next token's logits and the states after this one; the states passed in stay as they are.
+
+        Args:
+            token: [B, 1].
+            position: the token's position in its text, [B, 1].
+            states: see `states`.
+
+        Returns:
+            The logits [B, 1, vocabulary], and the new states.
+        """
+        cache = DynamicCache(config=self.model.config)
+        per_layer = len(states) // len(cache.layers)
+        for index, layer in enumerate(cast(list[RFALayer], cache.layers)):
+            state, *window = states[index * per_layer : (index + 1) * per_layer]
+            layer.lazy_initialization(state, state)
+            layer.state = state.clone()  # a step updates it where it lies
+            layer.window = window[0] if window else None
+        logits = self.model(token, position_ids=position, past_key_values=cache, use_cache=True).logits
+        return logits, [tensor for layer in cache.layers for tensor in cast(RFALayer, layer).tensors()]
