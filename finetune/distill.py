@@ -30,6 +30,7 @@ from .card import copy_referred, data_name, rows_of, trained_card
 from .data import Blocks, PairCollator, Pairs
 from .distillation import distill_logits, transfer_attention, transfer_losses
 from .folders import check_settings, check_training_folder, training_folder
+from .groups import is_rfa_parameter
 from .recipe import Recipe, Stage
 from .report import HELD_OUT, DistillationReport
 
@@ -44,6 +45,11 @@ def _check_pair(model: PreTrainedModel, teacher: PreTrainedModel, names: tuple[s
     if isinstance(teacher.config, RFAConfigMixin):
         raise InputError(
             f"the teacher {names[1]} is an RFA checkpoint. Pass the softmax model that {names[0]} was made from."
+        )
+    if recipe.transfer.steps and not any(is_rfa_parameter(name) for name, _ in model.named_parameters()):
+        raise InputError(
+            f"{names[0]} has nothing that attention transfer could train: feature_map={config.feature_map!r} has no "
+            "parameters, and there is no gate. Pass --transfer-steps 0, or convert it with another map or with --gate."
         )
     theirs = dict(teacher.named_parameters())
     for name, parameter in model.named_parameters():

@@ -502,6 +502,12 @@ def test_bad_input(options, match, material, tmp_path):
     assert leftovers(tmp_path) == []
 
 
+def test_a_map_that_learns_nothing_is_refused_for_transfer(material, tmp_path):
+    convert(material / "gpt2", tmp_path / "elu", feature_map="elu")
+    with pytest.raises(InputError, match="nothing that attention transfer could train: feature_map='elu'"):
+        run(material, tmp_path, checkpoint=tmp_path / "elu")
+
+
 def test_several_processes_are_refused(material, tmp_path, monkeypatch):
     """Each would train alone, and all would write the same folder."""
     from hf_rfa import cli_convert
