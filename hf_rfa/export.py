@@ -29,7 +29,8 @@ class DecodingStep(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         config: Any = model.config
-        if not isinstance(config, RFAConfigMixin) or config.is_encoder_decoder or config.softmax_layers_for("causal"):
+        fits = isinstance(config, RFAConfigMixin) and not config.softmax_layers_for("causal")
+        if not fits or model.config.is_encoder_decoder:
             raise InputError(
                 f"a decoding step of fixed shape needs a decoder whose layers are all RFA, and this is a {config.model_type} "
                 "model with an encoder or with softmax layers. Convert all layers of a decoder."

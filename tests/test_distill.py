@@ -510,7 +510,7 @@ def test_a_map_that_learns_nothing_is_refused_for_transfer(material, tmp_path):
 
 def test_several_processes_are_refused(material, tmp_path, monkeypatch):
     """Each would train alone, and all would write the same folder."""
-    from hf_rfa import cli_convert
+    from hf_rfa_cli import convert as cli_convert
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="2 processes were started, but distillation runs in one"):
