@@ -106,7 +106,7 @@ def windowed_attention(
     seen = divisor > 0
     log_far = torch.where(seen, torch.where(seen, divisor, 1.0).log(), UNSEEN)
 
-    chunk = length if output_weights else min(chunk_size, length)
+    chunk = length if output_weights else chunk_size
     near, log_near, near_weights = _near(query * scaling, stream, gates, cast(Tensor, offset), size, chunk)
     share = torch.zeros_like(log_near) if window_only else torch.sigmoid(log_far - log_near)
     output = near + share * (far - near)
@@ -169,10 +169,14 @@ def _near(
         [B, H, chunk, size + chunk].
     """
     length, width = query.shape[-2:]
-    short = -length % chunk
-    query, offset, stream = (F.pad(x, (0, 0, 0, short)) for x in (query, offset, stream))
-    query, offset = (x.unflatten(2, (-1, chunk)) for x in (query, offset))
-    blocks = stream.unfold(2, size + chunk, chunk)  # [B, H, chunks, 2d + 1, size + chunk]
+    if isinstance(length, torch.SymInt):  # left open: chunks and places as `hf_rfa.kernels._chunked_at_once` takes them
+        short, places = (length // chunk + 2) * chunk - length, torch.arange(length, device=query.device)
+        query, offset = (F.pad(x, (0, 0, 0, short)).unfold(2, chunk, chunk).mT for x in (query, offset))
+    else:
+        chunk = min(chunk, length)
+        short, places = -length % chunk, slice(length)
+        query, offset = (F.pad(x, (0, 0, 0, short)).unflatten(2, (-1, chunk)) for x in (query, offset))
+    blocks = F.pad(stream, (0, 0, 0, short)).unfold(2, size + chunk, chunk)  # [B, H, chunks, 2d + 1, size + chunk]
     logits = query @ blocks[..., :width, :] + blocks[..., -1:, :] + offset
     if gates is not None:
         logits = logits + segment_sums(F.pad(gates, (0, short)).unfold(2, size + chunk, chunk))[..., size:, :]
@@ -181,5 +185,5 @@ def _near(
     log_total = logits.logsumexp(-1, keepdim=True)
     weights = (logits - log_total).exp() * (log_total > UNSEEN / 2)  # padding may see nothing at all
     output = weights @ blocks[..., width:-1, :].transpose(-1, -2)
-    output, log_total = (x.flatten(2, 3)[..., :length, :] for x in (output, log_total))
+    output, log_total = (x.flatten(2, 3)[:, :, places] for x in (output, log_total))
     return output, log_total, weights[:, :, 0]

@@ -284,10 +284,19 @@ def test_a_step_whose_cache_grows_is_refused(model):
         DecodingStep(model())
 
 
-@pytest.mark.parametrize("options", [{}, {"gate": True, "feature_map": "gaussian"}, {"softmax_layers": [0]}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gate": True, "feature_map": "gaussian"},
+        {"softmax_layers": [0]},
+        {"window": 7},
+        pytest.param({"window": 7, "gate": True}, marks=pytest.mark.slow),
+    ],
+)
 @torch.no_grad()
 def test_a_forward_pass_is_exported_once_for_all_lengths(options):
-    """Lengths below a chunk of the recurrence, of one, and of several."""
+    """Lengths below a window, below a chunk of the recurrence, of one, and of several."""
     model = gpt2(**options, chunk_size=16)
     tokens = torch.randint(3, 60, (2, 90), generator=torch.Generator().manual_seed(0))
     length = {"input_ids": {1: torch.export.Dim("length", min=2, max=96)}, "use_cache": None}
