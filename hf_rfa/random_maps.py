@@ -174,8 +174,9 @@ class GaussianMap(RandomFeatureMap):
         if least is None or self.unit_norm:
             return self.key(key, **given), None
         key = self.key_input(key)
-        shift = self.raise_shift(self.key_exponent(key), least)
-        return self._waves(key, given["matrix"]) * self.exponentiate_keys(self.key_exponent(key), shift), shift
+        exponent = self.key_exponent(key)
+        shift = self.raise_shift(exponent, least)
+        return self._waves(key, given["matrix"]) * self.exponentiate_keys(exponent, shift), shift
 
     def shifted_queries(self, query: Tensor, shift: Tensor | None, **given: Tensor) -> tuple[Tensor, Tensor | float]:
         """See `FeatureMap.shifted_queries`: queries have no exponents, and stay as they are."""
