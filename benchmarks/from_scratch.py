@@ -18,14 +18,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hf_rfa.convert.writer import new_file
-from hf_rfa.finetune.settings import load_settings, merge, to_words
-from hf_rfa.finetune.synthetic import listops
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from hf_rfa.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
+from hf_rfa.convert.atomic_io import new_file
+from hf_rfa.finetune.settings import load_settings, merge, to_words
+from hf_rfa.finetune.synthetic import listops
+from hf_rfa.models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
 
 RFA_FIELDS = {field.name for mixin in (RFAConfigMixin, RFASeq2SeqConfigMixin) for field in fields(mixin)}
 #: What a row changes in the recipe's configuration; None for softmax attention.

@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hf_rfa.convert.writer import new_file
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from hf_rfa.backends.triton_attention import fused_attention, fused_step
 from hf_rfa.bench.tasks import interleaved
-from hf_rfa.feature_maps import FEATURE_MAPS, FeatureMap
-from hf_rfa.fused import fused_attention, fused_step
-from hf_rfa.kernels import divide, rfa_attention
+from hf_rfa.convert.atomic_io import new_file
+from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
+from hf_rfa.models.linear_attention import divide, rfa_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -16,20 +16,20 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from hf_rfa.convert.calibration import calibrate_layer
-from hf_rfa.convert.families import rfa_layers, softmax_twin
-from hf_rfa.convert.inputs import text_blocks
-from hf_rfa.convert.samples import model_masks, record_inputs, sample_layer
-from hf_rfa.convert.texts import read_documents
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
-from hf_rfa.attention import RFAAttentionMixin
-from hf_rfa.implied import implied_weights
+from hf_rfa.convert.activations import model_masks, record_inputs, sample_layer
+from hf_rfa.convert.calibration import calibrate_layer
+from hf_rfa.convert.calibration_data import text_blocks
+from hf_rfa.convert.text_io import read_documents
+from hf_rfa.convert.twin import rfa_layers, softmax_twin
 from hf_rfa.inference import load_model
+from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.attention_weights import implied_weights
 
 COUNTS = (64, 256, 1024, 4096)
 VARIANTS = (("positive", False), ("positive", True), ("gaussian", False))

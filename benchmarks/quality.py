@@ -26,22 +26,22 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-from hf_rfa.convert import convert
-from hf_rfa.convert.inputs import tokenize
-from hf_rfa.convert.texts import read_documents
-from hf_rfa.convert.writer import new_folder
-from hf_rfa.finetune.data import Blocks
-from hf_rfa.finetune.distill import distill, training_arguments
-from hf_rfa.finetune.distillation import distill_logits
-from hf_rfa.finetune.evaluation import perplexity
-from hf_rfa.finetune.folders import training_folder
-from hf_rfa.finetune.recipe import Recipe
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
-from hf_rfa.attention import Branch, use_branch
-from hf_rfa.inference import load_model
+from hf_rfa.convert import convert
+from hf_rfa.convert.atomic_io import new_folder
+from hf_rfa.convert.calibration_data import tokenize
+from hf_rfa.convert.text_io import read_documents
+from hf_rfa.finetune.data import Blocks
+from hf_rfa.finetune.distill import distill, training_arguments
+from hf_rfa.finetune.distillation import distill_logits
+from hf_rfa.finetune.evaluation import perplexity
+from hf_rfa.finetune.recipe import Recipe
+from hf_rfa.finetune.run_folder import training_folder
+from hf_rfa.inference import load_model, use_attention_component
+from hf_rfa.models.attention import AttentionComponent
 
 SOFTMAX = "softmax"
 STAGES = ("start", "transfer", "end to end")
@@ -62,7 +62,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "exponential, W = 64": {"feature_map": "exponential", "window": 64},
 }
 #: Rows with a window are measured three times: as they are, and each part alone.
-BRANCHES: tuple[Branch, ...] = ("both", "linear", "window")
+BRANCHES: tuple[AttentionComponent, ...] = ("both", "linear", "window")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Settings:
     work: Path
     texts: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def measure(self, checkpoint: str | Path, branch: Branch = "both") -> dict[str, float]:
+    def measure(self, checkpoint: str | Path, branch: AttentionComponent = "both") -> dict[str, float]:
         """Return the perplexities of a checkpoint by text and context; measured once."""
         name = "both" if branch == "both" else f"{branch} alone"
         stored = self.work / f"{Path(checkpoint).name}, {name}.json"
@@ -90,7 +90,7 @@ class Settings:
                 continue
             if model is None:
                 model, tokenizer = load_model(str(checkpoint), dtype="float32")
-                use_branch(model, branch)
+                use_attention_component(model, branch)
             if text not in self.texts:
                 self.texts[text] = tokenize(tokenizer, read_documents(path))[: self.max_tokens]
             found[key] = perplexity(model, self.texts[text], context=context).perplexity
@@ -115,7 +115,11 @@ class Settings:
             convert(self.model, base, calibrate_on=self.train, seed=seed, **ROWS[row])
         yield "start", base
         last = base
-        for stage, other in (("transfer", {"end_to_end_steps": 0}), ("end to end", {"transfer_steps": 0})):
+        others: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("transfer", {"end_to_end_steps": 0}),
+            ("end to end", {"transfer_steps": 0}),
+        )
+        for stage, other in others:
             if stage not in stages or (row == "elu" and stage == "transfer"):  # elu has nothing to learn in the first
                 continue
             folder = Path(f"{base}, {stage}")
@@ -223,7 +227,7 @@ def main() -> None:
     rows = list(dict.fromkeys([SOFTMAX, *(arguments.row or ROWS)]))
     for row, seed in product(rows, arguments.seed):
         for stage, folder in settings.stages(row, seed, stages):
-            branches: tuple[Branch, ...] = BRANCHES if ROWS.get(row, {}).get("window") else ("both",)
+            branches: tuple[AttentionComponent, ...] = BRANCHES if ROWS.get(row, {}).get("window") else ("both",)
             if stage not in stages:
                 continue
             for branch in branches:

@@ -1,9 +1,9 @@
 """Conversion of softmax checkpoints into RFA checkpoints."""
 
 from hf_rfa.errors import InputError
+from hf_rfa.families import FAMILIES, Family
 
-from .converter import convert
-from .families import FAMILIES, Family
+from .pipeline import convert
 from .report import ConversionReport
 
 __all__ = ["FAMILIES", "ConversionReport", "Family", "InputError", "convert"]

@@ -6,7 +6,7 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
    moment of positive features, exp(‖q̂ + k̂‖²) (Choromanski et al. 2021, lemma 2), falls with ‖q̂ + k̂‖.
 2. balance: (q∘a, k/a) with a = (var k / var q)^¼, which minimises the mean of ‖q̂ + k̂‖² and leaves q·k as it is.
 3. shape: W ← BW with a bias, A and B by the second moment of q̂ + k̂, which lowers the variance and keeps the kernel
-   (`hf_rfa.random_maps.PositiveMap.shape_projection`).
+   (`hf_rfa.models.random_feature_maps.PositiveMap.shape_projection`).
 4. gate: the span of each head, of a grid, whose implied weights have the least cross-entropy to the softmax weights.
 5. temperature: σ = τ per head, the τ of a grid whose implied weights have the least cross-entropy to the softmax weights.
 6. scale: the constant c of a head's exponents, so that the features of its median key have mass 1.
@@ -26,14 +26,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_rfa.attention import RFAAttentionMixin
-from hf_rfa.feature_maps import FeatureMap
-from hf_rfa.gate import Gate
-from hf_rfa.random_maps import PositiveMap
+from hf_rfa.memory import give_back_memory
+from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.feature_maps import FeatureMap
+from hf_rfa.models.gate import Gate
+from hf_rfa.models.random_feature_maps import PositiveMap
 
-from .families import rfa_layers
-from .memory import give_back_memory
-from .samples import (
+from .activations import (
     Recorded,
     Sample,
     compare_weights,
@@ -43,6 +42,7 @@ from .samples import (
     softmax_targets,
     watch_inputs,
 )
+from .twin import rfa_layers
 
 #: Spans that step 4 tries, by the model's positions; the first one wins ties. Longer ones would hardly be trainable: what
 #: they learn goes with 1 / span.
@@ -79,7 +79,7 @@ def calibrate(
     Args:
         model: the RFA model.
         softmax_model: its softmax parent, with modules of the same names.
-        inputs: what the model is called with (`hf_rfa.convert.inputs`).
+        inputs: what the model is called with (`hf_rfa.convert.calibration_data`).
         on_layer: called with a layer's name when it is calibrated.
 
     Returns:
@@ -105,7 +105,7 @@ def calibrate(
 def _calibrate_recorded(
     name: str, layer: RFAAttentionMixin, recorded: Recorded, masks: dict[str, Tensor | None]
 ) -> LayerGain:
-    """Calibrate one layer on what entered its parent (`hf_rfa.convert.samples.watch_inputs`)."""
+    """Calibrate one layer on what entered its parent (`hf_rfa.convert.activations.watch_inputs`)."""
     sample = sample_layer(layer, recorded, masks)
     comparison = _Comparison(layer, sample, recorded[0])
     before = comparison.divergence()

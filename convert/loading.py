@@ -15,9 +15,9 @@ from transformers.utils import logging
 
 from hf_rfa.errors import InputError
 
-from .families import rfa_layers
 from .offload import blocks_on_disk, give_back_after_blocks, offloaded_shapes
 from .source import Source, check_finite
+from .twin import rfa_layers
 
 #: Checkpoints of up to so many bytes are loaded whole: blocks that are read from disk for every token make answers slow.
 WHOLE_UP_TO = 1_000_000_000

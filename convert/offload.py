@@ -10,9 +10,8 @@ from accelerate.hooks import add_hook_to_module
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_rfa.attention import RFAAttentionMixin
-
-from .memory import give_back_memory
+from hf_rfa.memory import give_back_memory
+from hf_rfa.models.attention import RFAAttentionMixin
 
 #: Bytes of a block's output from which on memory is given back after it.
 LARGE_OUTPUT = 1_000_000
@@ -60,7 +59,7 @@ def give_back_after_blocks(model: nn.Module) -> None:
 
 
 def share_offloaded(model: PreTrainedModel, twin: PreTrainedModel) -> None:
-    """Let a model read from files what another one reads from files; see `hf_rfa.convert.families.share_weights`."""
+    """Let a model read from files what another one reads from files; see `hf_rfa.convert.twin.share_weights`."""
     if not hasattr(model, "hf_device_map"):
         return
     modules = dict(model.named_modules())

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from huggingface_hub.errors import StrictDataclassError
 
-from hf_rfa.configuration_rfa import AttentionKind
 from hf_rfa.errors import InputError
-from hf_rfa.feature_maps import FEATURE_MAPS, FeatureMap
+from hf_rfa.models.configuration_rfa import AttentionKind
+from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
 
 from .source import Source
 

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .families import rfa_layers
-from .inputs import Inputs
-from .samples import compare_weights, layer_divergence, model_masks, record_inputs, sample_layer
+from .activations import compare_weights, layer_divergence, model_masks, record_inputs, sample_layer
+from .calibration_data import Inputs
+from .twin import rfa_layers
 
 #: Queries and keys that a map shows.
 SHOWN = 64

@@ -12,14 +12,14 @@ from huggingface_hub import ModelCard, ModelCardData
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from hf_rfa.kernels import state_shape
+from hf_rfa.models.linear_attention import state_shape
+from hf_rfa.models.sliding_window import window_shape
 from hf_rfa.version import __version__
-from hf_rfa.window import window_shape
 
 from .calibration import LayerGain
-from .families import rfa_layers
-from .hybrid import Damage
 from .options import outside_module
+from .sensitivity import Damage
+from .twin import rfa_layers
 
 #: Lengths at which caches are compared with a softmax model's, and beside them the longest that the model takes.
 CACHE_LENGTHS = (1024, 2048, 8192)

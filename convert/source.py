@@ -21,8 +21,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from hf_rfa.errors import InputError
-
-from .families import FAMILIES, Family
+from hf_rfa.families import FAMILIES, Family
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -89,7 +88,7 @@ def open_source(name: str | Path, *, allow_pickle: bool = False) -> Source:
     folder = _locate(str(name), allow_pickle=allow_pickle)
     config = _read_config(folder, str(name))
     if config.model_type not in FAMILIES:
-        if config.model_type in {family.rfa_model_type for family in FAMILIES.values()}:
+        if config.model_type in {family.rfa_config.model_type for family in FAMILIES.values()}:
             raise InputError(
                 f"{name} is an RFA checkpoint already (model_type {config.model_type!r}). Convert its softmax parent."
             )

@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from functools import partial
 from pathlib import Path
 
-from hf_rfa.convert import convert
-from hf_rfa.convert.families import FAMILIES, extend_positions
-from hf_rfa.convert.texts import read_documents
-from hf_rfa.finetune import perplexity, tokenize
 from rich.console import Console
+from rich.progress import Progress, TaskID
 from rich.table import Table
 from transformers.utils import logging
 
 from hf_rfa import bench
+from hf_rfa.console import progress_bar
+from hf_rfa.convert import convert
+from hf_rfa.convert.text_io import read_documents
+from hf_rfa.convert.twin import FAMILIES, extend_positions
+from hf_rfa.finetune import perplexity, tokenize
 from hf_rfa.inference import generate_text, load_model
-from hf_rfa.terminal import progress_bar
 
 HERE = Path(__file__).resolve().parent
 LENGTHS = (128, 1024, 4096, 8192)
 PROMPT = "The captain came on deck, and"
 NEW_TOKENS = 60
+
+
+def _show(progress: Progress, task: TaskID, done: int, total: int) -> None:
+    progress.update(task, completed=done, total=total)
 
 
 def main() -> None:
@@ -52,9 +58,7 @@ def main() -> None:
     with progress_bar() as progress:
         for name, model in (("softmax", softmax), ("RFA, not trained", rfa)):
             task = progress.add_task(name, total=None)
-            result = perplexity(
-                model, ids, on_batch=lambda done, total, task=task: progress.update(task, completed=done, total=total)
-            )
+            result = perplexity(model, ids, on_batch=partial(_show, progress, task))
             figures.add_row(name, f"{result.perplexity:.2f}")
     console.print(figures)
     console.print(f"protocol: {result.protocol}")

@@ -16,9 +16,9 @@ from typing import Any
 
 import griffe
 import griffe2md
-from hf_rfa.finetune.arguments import FinetuneArguments
 
 import hf_rfa
+from hf_rfa.finetune.arguments import FinetuneArguments
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
@@ -58,7 +58,7 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
         "hf_rfa.finetune.report.DistillationReport": None,
         "hf_rfa.finetune.finetune.finetune": None,
         "hf_rfa.finetune.arguments.FinetuneArguments": [],
-        "hf_rfa.finetune.groups.GroupedTrainer": [],
+        "hf_rfa.finetune.param_groups.GroupedTrainer": [],
     },
     "Models": {},
     "Configuration": {
@@ -69,8 +69,8 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
         "hf_rfa.RFAMarianConfig": [],
     },
     "Attention": {
-        "hf_rfa.attention.use_branch": None,
-        "hf_rfa.attention.use_backend": None,
+        "hf_rfa.inference.use_attention_component": None,
+        "hf_rfa.backends.use_backend": None,
     },
     "Feature maps": {
         "hf_rfa.register_feature_map": None,

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hf_rfa.convert import convert
-from hf_rfa.convert.texts import read_documents
-from hf_rfa.finetune import perplexity, tokenize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_rfa import cache_num_bytes  # importing hf_rfa registers the RFA models with transformers
+from hf_rfa.convert import convert
+from hf_rfa.convert.text_io import read_documents
+from hf_rfa.finetune import perplexity, tokenize
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
 from hf_rfa.convert import convert
-from hf_rfa.convert.texts import read_documents
+from hf_rfa.convert.text_io import read_documents
 from hf_rfa.finetune import perplexity, tokenize
 from hf_rfa.finetune.data import Blocks
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 

@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 import torch
-from hf_rfa.convert import convert
-from hf_rfa.convert.texts import read_documents
-from hf_rfa.finetune import tokenize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_rfa import load_cache, save_cache
+from hf_rfa.convert import convert
+from hf_rfa.convert.text_io import read_documents
+from hf_rfa.finetune import tokenize
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 

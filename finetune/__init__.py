@@ -3,7 +3,7 @@
 Distillation (`hf_rfa.finetune.distill`) is imported by itself: it needs transformers' Trainer, which takes a while to load.
 """
 
-from hf_rfa.convert.inputs import tokenize
+from hf_rfa.convert.calibration_data import tokenize
 
 from .evaluation import Perplexity, perplexity
 from .generation import GenerationScores, evaluate_generation

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from hf_rfa.errors import InputError
 
-from .groups import KINDS, ParameterKind
+from .param_groups import KINDS, ParameterKind
 
 Task = Literal["clm", "seq2seq", "classify"]
 TASKS: tuple[Task, ...] = ("clm", "seq2seq", "classify")

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hf_rfa.convert.report import TRAINING, UNTRAINED, USE, head_of, use_section
 from huggingface_hub import ModelCard, ModelCardData
 
-from hf_rfa.configuration_rfa import RFAConfigMixin
+from hf_rfa.convert.report import TRAINING, UNTRAINED, USE, head_of, use_section
+from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 #: Files beside a checkpoint that its card refers to; figures of an evaluation are not among them: they are of other weights.
 REFERRED = (

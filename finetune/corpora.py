@@ -9,8 +9,8 @@ from typing import Any
 
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from hf_rfa.convert.texts import open_text, read_pairs
 
+from hf_rfa.convert.text_io import open_text, read_pairs
 from hf_rfa.errors import InputError
 
 #: The `datasets` builder of a file, by its ending without ``.gz``.

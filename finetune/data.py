@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from hf_rfa.convert.inputs import Inputs, shift_right, tokenize
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from hf_rfa.convert.calibration_data import Inputs, shift_right, tokenize
 from hf_rfa.errors import InputError
 
 

@@ -11,28 +11,28 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from hf_rfa.convert.converter import MAX_SHARD_SIZE, Progress
-from hf_rfa.convert.families import rfa_layers
-from hf_rfa.convert.inputs import Inputs
-from hf_rfa.convert.options import import_words
-from hf_rfa.convert.pictures import HeadMap, compare_attention, draw_attention
-from hf_rfa.convert.texts import read_documents, read_pairs
-from hf_rfa.convert.writer import check_destination, new_folder
 from torch.utils.data import Dataset, Subset
 from transformers import PreTrainedModel, TrainingArguments
 
-from hf_rfa.configuration_rfa import RFAConfigMixin
+from hf_rfa.convert.atomic_io import check_destination, new_folder
+from hf_rfa.convert.calibration_data import Inputs
+from hf_rfa.convert.options import import_words
+from hf_rfa.convert.pictures import HeadMap, compare_attention, draw_attention
+from hf_rfa.convert.pipeline import MAX_SHARD_SIZE, Progress
+from hf_rfa.convert.text_io import read_documents, read_pairs
+from hf_rfa.convert.twin import rfa_layers
 from hf_rfa.errors import InputError
 from hf_rfa.inference import kind_of, load_model
+from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 from .arguments import processes_started
 from .card import copy_referred, data_name, rows_of, trained_card
 from .data import Blocks, PairCollator, Pairs
 from .distillation import distill_logits, transfer_attention, transfer_losses
-from .folders import check_settings, check_training_folder, training_folder
-from .groups import is_rfa_parameter
+from .param_groups import is_rfa_parameter
 from .recipe import Recipe, Stage
 from .report import HELD_OUT, DistillationReport
+from .run_folder import check_settings, check_training_folder, training_folder
 
 
 def _check_pair(model: PreTrainedModel, teacher: PreTrainedModel, names: tuple[str, str], recipe: Recipe) -> Recipe:

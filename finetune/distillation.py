@@ -18,10 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hf_rfa.convert.converter import Progress
-from hf_rfa.convert.families import rfa_layers
-from hf_rfa.convert.inputs import Inputs
-from hf_rfa.convert.samples import layer_divergence, model_masks, record_inputs, sample_layer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -34,9 +30,14 @@ from transformers import (
     set_seed,
 )
 
-from .folders import last_checkpoint
-from .groups import ParameterKind, is_rfa_parameter, parameter_groups
+from hf_rfa.convert.activations import layer_divergence, model_masks, record_inputs, sample_layer
+from hf_rfa.convert.calibration_data import Inputs
+from hf_rfa.convert.pipeline import Progress
+from hf_rfa.convert.twin import rfa_layers
+
 from .lora import add_lora, merge_lora
+from .param_groups import ParameterKind, is_rfa_parameter, parameter_groups
+from .run_folder import last_checkpoint
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from hf_rfa.convert.writer import check_destination, new_folder
 from huggingface_hub import ModelCard
 from matplotlib.figure import Figure
 from transformers import (
@@ -26,6 +25,7 @@ from transformers import (
     set_seed,
 )
 
+from hf_rfa.convert.atomic_io import check_destination, new_folder
 from hf_rfa.errors import InputError
 from hf_rfa.inference import check_length
 
@@ -41,11 +41,11 @@ from .corpora import (
     token_pairs,
 )
 from .distillation import StopAtNaN
-from .folders import check_settings, check_training_folder, last_checkpoint, training_folder
 from .generation import answer_length
-from .groups import GroupedTrainer, freeze
 from .metrics import AccuracyMetric, BleuMetric
 from .models import load_config_and_tokenizer, load_model_to_train, resolve_block_length
+from .param_groups import GroupedTrainer, freeze
+from .run_folder import check_settings, check_training_folder, last_checkpoint, training_folder
 
 #: Training arguments that a run has to be resumed with; others, such as how often to log, may change.
 DECISIVE = (

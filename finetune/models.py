@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_rfa.convert.inputs import BLOCK_LENGTH
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -14,6 +13,7 @@ from transformers import (
     ByT5Tokenizer,
 )
 
+from hf_rfa.convert.calibration_data import BLOCK_LENGTH
 from hf_rfa.errors import InputError
 from hf_rfa.inference import CONFIG_ERRORS, WEIGHT_ERRORS, check_vocabulary, load_tokenizer, name_loss, read_config
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from hf_rfa.convert.inputs import BLOCK_LENGTH
 
+from hf_rfa.convert.calibration_data import BLOCK_LENGTH
 from hf_rfa.errors import InputError
 
 #: Tokens per step where a recipe does not say how many blocks, and pairs per step.

@@ -7,9 +7,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hf_rfa.convert.pictures import HeadMap
 from matplotlib.figure import Figure
 from rich.table import Table
+
+from hf_rfa.convert.pictures import HeadMap
 
 from .distillation import StageResult
 from .recipe import Recipe

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_rfa.convert.writer import check_file, new_file
 from huggingface_hub import EvalResult, ModelCard
 
+from hf_rfa.convert.atomic_io import check_file, new_file
 from hf_rfa.errors import InputError
 
 FILE = "evaluation.json"

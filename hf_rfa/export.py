@@ -7,9 +7,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from .cache import RFALayer
-from .configuration_rfa import RFAConfigMixin
 from .errors import InputError
+from .models.cache_rfa import RFALayer
+from .models.configuration_rfa import RFAConfigMixin
 
 
 class DecodingStep(nn.Module):

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
@@ -23,8 +24,9 @@ from transformers import (
     set_seed,
 )
 
-from .cache import cache_num_bytes
 from .errors import InputError
+from .models.attention import AttentionComponent, RFAAttentionMixin
+from .models.cache_rfa import cache_num_bytes
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -256,3 +258,20 @@ def generate_text(
         seconds=seconds,
         cache_bytes=cache_num_bytes(output.past_key_values),
     )
+
+
+def use_attention_component(model: nn.Module, component: AttentionComponent) -> None:
+    """Let the attention of a model with a sliding window use one component alone, to see what each does.
+
+    Args:
+        model: the RFA model, changed in place; caches made before must not be used again.
+        component: "linear" for random features of all tokens, "window" for the window alone, or "both", the default.
+
+    Raises:
+        InputError: if the model has no sliding window, for any component but "both".
+    """
+    layers = [module for module in model.modules() if isinstance(module, RFAAttentionMixin) and module.window]
+    if not layers and component != "both":
+        raise InputError(f"attention_component={component} needs attention with a window, and this model has none.")
+    for layer in layers:
+        layer.attention_component = component

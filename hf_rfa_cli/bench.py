@@ -57,14 +57,14 @@ def bench_command(
         raise UsageError("--static and --compile are about decoding: pass --task decoding with them.")
 
     import torch
-    from hf_rfa.convert.writer import check_file, new_file
     from huggingface_hub.errors import StrictDataclassError
 
     from hf_rfa import bench
     from hf_rfa.bench.models import SHAPES
+    from hf_rfa.console import console, errors
+    from hf_rfa.convert.atomic_io import check_file, new_file
     from hf_rfa.errors import InputError
     from hf_rfa.inference import read_config
-    from hf_rfa.terminal import console, errors
 
     if output is not None:
         for end in (".json", *(f"-{each.value}.png" for each in tasks)):

@@ -127,11 +127,10 @@ def convert_command(
         _convert(source, destination, overwrite=overwrite, **options)
         return
 
-    from hf_rfa.convert.writer import check_destination, folder_beside
+    from hf_rfa.console import console, shown_steps
+    from hf_rfa.convert.atomic_io import check_destination, folder_beside
     from hf_rfa.finetune.distill import check_one_process, distill
-    from hf_rfa.finetune.folders import check_training_folder, training_folder
-
-    from hf_rfa.terminal import console, shown_steps
+    from hf_rfa.finetune.run_folder import check_training_folder, training_folder
 
     check_one_process()
     check_destination(destination, overwrite=overwrite, sources=(Path(source),))
@@ -159,9 +158,8 @@ def convert_command(
 
 def _convert(source: str, destination: Path, **options: Any) -> None:
     """Convert with a progress bar, and print the report."""
+    from hf_rfa.console import console, shown_steps
     from hf_rfa.convert import convert
-
-    from hf_rfa.terminal import console, shown_steps
 
     with shown_steps() as progress:
         report = convert(source, destination, progress=progress, **options)

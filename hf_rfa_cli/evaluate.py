@@ -114,7 +114,7 @@ def evaluate_command(
     for name, default in others.items():
         if given[name] != default:
             raise UsageError(f"--{name.replace('_', '-')} has no effect with --task {task.value}. Leave it out.")
-    from hf_rfa.convert.texts import read_pairs
+    from hf_rfa.convert.text_io import read_pairs
     from hf_rfa.finetune import results
 
     folder = results.check_recordable(model) if record else None
@@ -154,17 +154,15 @@ def _evaluate_perplexity(
     dtype: str,
     branch: Any,
 ) -> tuple[dict[str, float], str]:
-    from hf_rfa.convert.inputs import tokenize
-    from hf_rfa.convert.texts import read_documents
+    from hf_rfa.console import console, errors, progress_bar
+    from hf_rfa.convert.calibration_data import tokenize
+    from hf_rfa.convert.text_io import read_documents
     from hf_rfa.finetune.evaluation import perplexity
-
-    from hf_rfa.attention import use_branch
-    from hf_rfa.inference import load_model
-    from hf_rfa.terminal import console, errors, progress_bar
+    from hf_rfa.inference import load_model, use_attention_component
 
     documents = list(read_documents(text))
     loaded, tokenizer = load_model(model, kind="causal", dtype=dtype)
-    use_branch(loaded, branch)
+    use_attention_component(loaded, branch)
     ids = tokenize(tokenizer, documents)[:max_tokens]
     with progress_bar() as progress:
         task = progress.add_task("evaluating", total=None)
@@ -199,17 +197,15 @@ def _evaluate_generation(
     branch: Any,
     **options: Any,
 ) -> tuple[dict[str, float], str]:
-    from hf_rfa.convert.writer import check_new_file, new_file
+    from hf_rfa.console import console, progress_bar
+    from hf_rfa.convert.atomic_io import check_new_file, new_file
     from hf_rfa.finetune.generation import evaluate_generation
-
-    from hf_rfa.attention import use_branch
-    from hf_rfa.inference import load_model
-    from hf_rfa.terminal import console, progress_bar
+    from hf_rfa.inference import load_model, use_attention_component
 
     if save_predictions is not None:
         check_new_file(save_predictions)
     loaded, tokenizer = load_model(model, kind="seq2seq", dtype=dtype)
-    use_branch(loaded, branch)
+    use_attention_component(loaded, branch)
     with progress_bar() as progress:
         task = progress.add_task("generating", total=len(sources))
         result = evaluate_generation(

@@ -58,8 +58,8 @@ def generate_command(
 
     from transformers import TextStreamer
 
+    from hf_rfa.console import console, errors
     from hf_rfa.inference import generate_text, load_model
-    from hf_rfa.terminal import console, errors
 
     loaded, tokenizer = load_model(model, dtype=dtype.value)
     streamer = TextStreamer(tokenizer, skip_special_tokens=True) if len(prompts) == num_beams == 1 else None
@@ -90,7 +90,7 @@ def generate_command(
 def _lines(path: Path) -> list[str]:
     """Return the lines of a file, or of stdin."""
     if path != Path("-"):
-        from hf_rfa.convert.texts import read_lines
+        from hf_rfa.convert.text_io import read_lines
 
         return read_lines(path)
     try:

@@ -37,9 +37,8 @@ def distill_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Let a converted checkpoint learn from its softmax parent: attention first, then the whole model."""
+    from hf_rfa.console import console, shown_steps
     from hf_rfa.finetune.distill import distill
-
-    from hf_rfa.terminal import console, shown_steps
 
     destination = Path(f"{checkpoint.rstrip('/')}-distilled") if output is None else output
     with shown_steps() as progress:
@@ -63,8 +62,9 @@ def distill_command(
 def finetune_parser() -> Any:
     """Return the parser of `finetune_command`'s options, which raises a `UsageError` for those it cannot read."""
     import torch
-    from hf_rfa.finetune.arguments import FinetuneArguments
     from transformers import HfArgumentParser, Seq2SeqTrainingArguments
+
+    from hf_rfa.finetune.arguments import FinetuneArguments
 
     parser: Any = HfArgumentParser(
         [FinetuneArguments, Seq2SeqTrainingArguments],  # type: ignore[list-item]
@@ -118,9 +118,8 @@ def _parts(word: str) -> list[str]:
 
 def finetune_command(context: typer.Context) -> None:
     """Fine-tune a checkpoint, RFA or softmax, with transformers' Trainer (--help lists all of its options)."""
+    from hf_rfa.console import console
     from hf_rfa.finetune.finetune import finetune
-
-    from hf_rfa.terminal import console
 
     words = finetune_words(context.args)
     try:
@@ -155,10 +154,9 @@ def make_data_command(
     seed: Seed = 0,
 ) -> None:
     """Write a data set that a program makes: ListOps expressions with their values, or sequences to be copied."""
-    from hf_rfa.convert.writer import check_new_file, new_file
+    from hf_rfa.console import console
+    from hf_rfa.convert.atomic_io import check_new_file, new_file
     from hf_rfa.finetune.synthetic import DATA_SETS
-
-    from hf_rfa.terminal import console
 
     make, least, most = DATA_SETS[name.value]
     drawn = make(

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.state import AcceleratorState, DistributedType, PartialState
-from hf_rfa.finetune.groups import GroupedTrainer
 from torch.distributed.tensor import DTensor
 
 from hf_rfa.cli import main
+from hf_rfa.finetune.param_groups import GroupedTrainer
 
 _init = AcceleratorState.__init__
 _training_step = GroupedTrainer.training_step

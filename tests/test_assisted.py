@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from hf_rfa import RFABartConfig, RFABartForConditionalGeneration, RFAGPT2Config, RFAGPT2LMHeadModel
-from hf_rfa.cache import MAX_RECORDED_STEPS
+from hf_rfa.models.cache_rfa import MAX_RECORDED_STEPS
 
 from .conftest import tiny_seq2seq_config
 

@@ -15,7 +15,7 @@ from hf_rfa.bench.models import RFA_CONFIGS, SHAPES, cache_at, step_inputs
 from hf_rfa.bench.peak import peak_bytes
 from hf_rfa.bench.roofline import decoding_floor, weights
 from hf_rfa.bench.tasks import interleaved
-from hf_rfa.cache import cache_num_bytes
+from hf_rfa.models.cache_rfa import cache_num_bytes
 
 from .conftest import tiny_parent_config, tiny_seq2seq_config
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_rfa.convert import convert
-from hf_rfa.convert.calibration import SPANS, _Comparison, _set_log_scale, _set_temperature, calibrate_layer
-from hf_rfa.convert.samples import Sample
 from transformers import AutoModelForCausalLM
 
 from hf_rfa import FEATURE_MAPS, RFAGPT2Config, RFAGPT2LMHeadModel
+from hf_rfa.convert import convert
+from hf_rfa.convert.activations import Sample
+from hf_rfa.convert.calibration import SPANS, _Comparison, _set_log_scale, _set_temperature, calibrate_layer
 
 from .conftest import tiny_parent_config
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
+from transformers import BartForConditionalGeneration, GPT2ForSequenceClassification, GPT2LMHeadModel
+
+from hf_rfa import RFABartForConditionalGeneration, RFAGPT2ForSequenceClassification, RFAGPT2LMHeadModel
 from hf_rfa.convert import convert
 from hf_rfa.convert.report import UNTRAINED
 from hf_rfa.finetune import results
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
-from huggingface_hub import ModelCard
-from transformers import BartForConditionalGeneration, GPT2ForSequenceClassification, GPT2LMHeadModel
-
-from hf_rfa import RFABartForConditionalGeneration, RFAGPT2ForSequenceClassification, RFAGPT2LMHeadModel
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config, words
 from .test_finetune import run

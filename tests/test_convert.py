@@ -13,11 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_rfa.convert import InputError, convert
-from hf_rfa.convert import converter as converter_module
-from hf_rfa.convert import writer as writer_module
-from hf_rfa.convert.families import softmax_twin
-from hf_rfa.convert.inputs import random_inputs
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -31,6 +26,11 @@ from transformers import (
 )
 
 from hf_rfa import FEATURE_MAPS, RFAGPT2ForSequenceClassification, RFAGPT2Model
+from hf_rfa.convert import InputError, convert
+from hf_rfa.convert import converter as converter_module
+from hf_rfa.convert import writer as writer_module
+from hf_rfa.convert.calibration_data import random_inputs
+from hf_rfa.convert.twin import softmax_twin
 
 from .conftest import DEMO_MODEL, DEMO_TEXT, shared, tiny_parent_config
 

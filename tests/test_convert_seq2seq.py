@@ -14,14 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from evaluate import Metric
-from hf_rfa.convert import InputError, convert, converter
-from hf_rfa.convert.families import softmax_twin
-from hf_rfa.convert.hybrid import measure_damage
-from hf_rfa.convert.inputs import add_outputs, text_sources
-from hf_rfa.convert.texts import read_pairs
-from hf_rfa.finetune import evaluate_generation
-from hf_rfa.finetune.data import PairCollator
-from hf_rfa.finetune.metrics import BleuMetric, RougeMetric
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import (
@@ -40,6 +32,14 @@ from transformers import (
 
 import hf_rfa
 from hf_rfa import cache_num_bytes
+from hf_rfa.convert import InputError, convert, converter
+from hf_rfa.convert.calibration_data import add_outputs, text_sources
+from hf_rfa.convert.sensitivity import measure_damage
+from hf_rfa.convert.text_io import read_pairs
+from hf_rfa.convert.twin import softmax_twin
+from hf_rfa.finetune import evaluate_generation
+from hf_rfa.finetune.data import PairCollator
+from hf_rfa.finetune.metrics import BleuMetric, RougeMetric
 from hf_rfa.inference import generate_text, load_model
 
 from .conftest import DEMO_MODEL, save_tiny_tokenizer, shared, tiny_seq2seq_config
@@ -154,8 +154,8 @@ def test_answers_of_the_parent_are_masked_after_their_end(text, tiny_seq2seq_par
 @torch.no_grad()
 def test_padding_does_not_enter_the_calibration(tiny_seq2seq_parents, tmp_path):
     """The same sources, once with a long one beside them that pads them, once without: the same constants."""
+    from hf_rfa.convert.activations import Sample
     from hf_rfa.convert.calibration import calibrate_layer
-    from hf_rfa.convert.samples import Sample
 
     model = hf_rfa.RFABartForConditionalGeneration(
         hf_rfa.RFABartConfig.from_parent(tiny_seq2seq_config("bart"), softmax_encoder_layers=[])

@@ -14,11 +14,16 @@ from statistics import fmean
 import pytest
 import torch
 from datasets import Dataset
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHeadModel, TrainingArguments
+
+from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel, cli
 from hf_rfa.convert import InputError, convert, samples
-from hf_rfa.convert.families import rfa_layers
+from hf_rfa.convert.activations import Sample
 from hf_rfa.convert.report import UNTRAINED
-from hf_rfa.convert.samples import Sample
-from hf_rfa.convert.texts import read_documents
+from hf_rfa.convert.text_io import read_documents
+from hf_rfa.convert.twin import rfa_layers
 from hf_rfa.finetune import distill as distill_module
 from hf_rfa.finetune import distillation
 from hf_rfa.finetune.corpora import token_pairs
@@ -30,16 +35,11 @@ from hf_rfa.finetune.distillation import (
     set_dropout,
     transfer_losses,
 )
-from hf_rfa.finetune.groups import is_rfa_parameter, parameter_groups
+from hf_rfa.finetune.param_groups import is_rfa_parameter, parameter_groups
 from hf_rfa.finetune.recipe import Recipe
 from hf_rfa.finetune.report import HELD_OUT
-from huggingface_hub import ModelCard
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHeadModel, TrainingArguments
-
-from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel, cli
-from hf_rfa.feature_maps import FEATURE_MAPS, ProjectedFeatureMap
 from hf_rfa.inference import load_model
+from hf_rfa.models.feature_maps import FEATURE_MAPS, ProjectedFeatureMap
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config, words
 from .test_convert import leftovers

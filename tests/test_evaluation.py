@@ -8,14 +8,14 @@ import math
 
 import pytest
 import torch
-from hf_rfa.convert.source import open_source
-from hf_rfa.convert.texts import read_documents
-from hf_rfa.finetune import perplexity, tokenize
-from hf_rfa.finetune.arguments import FinetuneArguments
-from hf_rfa.finetune.models import load_config_and_tokenizer, load_model_to_train
 from transformers import GPT2LMHeadModel
 
 from hf_rfa import InputError
+from hf_rfa.convert.source import open_source
+from hf_rfa.convert.text_io import read_documents
+from hf_rfa.finetune import perplexity, tokenize
+from hf_rfa.finetune.arguments import FinetuneArguments
+from hf_rfa.finetune.models import load_config_and_tokenizer, load_model_to_train
 from hf_rfa.inference import generate_text, load_model
 from hf_rfa_cli.bench import bench_command
 

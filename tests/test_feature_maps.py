@@ -6,14 +6,14 @@ import math
 
 import pytest
 import torch
-from hf_rfa.convert.calibration import _set_log_scale
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_rfa.feature_maps import FEATURE_MAPS, EluMap
-from hf_rfa.implied import implied_log_weights
-from hf_rfa.kernels import rfa_attention
-from hf_rfa.random_maps import RandomFeatureMap, draw_projection
+from hf_rfa.convert.calibration import _set_log_scale
+from hf_rfa.models.attention_weights import implied_log_weights
+from hf_rfa.models.feature_maps import FEATURE_MAPS, EluMap
+from hf_rfa.models.linear_attention import rfa_attention
+from hf_rfa.models.random_feature_maps import RandomFeatureMap, draw_projection
 
 H, D_HEAD = 2, 8
 KERNEL_MAPS = [("positive", False), ("gaussian", False), ("gaussian", True), ("positive", True)]

@@ -11,15 +11,8 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import hf_rfa.finetune
 import pytest
 import torch
-from hf_rfa.convert import InputError, convert
-from hf_rfa.finetune.arguments import FinetuneArguments
-from hf_rfa.finetune.corpora import load_data, packed_blocks
-from hf_rfa.finetune.finetune import finetune
-from hf_rfa.finetune.generation import evaluate_generation
-from hf_rfa.finetune.groups import KINDS, kind_of_parameter, parameter_groups
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -29,7 +22,14 @@ from transformers import (
     Seq2SeqTrainingArguments,
 )
 
+import hf_rfa.finetune
 from hf_rfa import cli
+from hf_rfa.convert import InputError, convert
+from hf_rfa.finetune.arguments import FinetuneArguments
+from hf_rfa.finetune.corpora import load_data, packed_blocks
+from hf_rfa.finetune.finetune import finetune
+from hf_rfa.finetune.generation import evaluate_generation
+from hf_rfa.finetune.param_groups import KINDS, kind_of_parameter, parameter_groups
 from hf_rfa.inference import load_model
 from hf_rfa_cli.options import UsageError
 
@@ -201,7 +201,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(stop_at, material, tmp_p
     options = {"steps": 8, "save_steps": 2, "gradient_accumulation_steps": 2}
     (tmp_path / "whole").mkdir()
     run(material, tmp_path / "whole", **options)
-    from hf_rfa.finetune.groups import GroupedTrainer
+    from hf_rfa.finetune.param_groups import GroupedTrainer
 
     real, calls = GroupedTrainer.training_step, []
 

@@ -15,16 +15,15 @@ import types
 import pytest
 import torch
 
-from hf_rfa import attention
-from hf_rfa.attention import use_backend
-from hf_rfa.fla_backend import fla_available, fla_chunked
-from hf_rfa.kernels import chunked, rfa_attention
+from hf_rfa.backends import fla_attention, use_backend
+from hf_rfa.backends.fla_attention import fla_chunked
+from hf_rfa.models.linear_attention import chunked, rfa_attention
 
 from .test_fused import DEVICE, draw
 from .test_gpt2 import make
 
 B, H, F, M = 2, 3, 16, 9
-REAL = fla_available(DEVICE)
+REAL = fla_attention.available(DEVICE)
 KINDS = ["kernels"] if REAL else ["loop", "reference"]
 TOLERANCE = 1e-2 if REAL else 2e-5
 
@@ -73,7 +72,7 @@ def simple_gla(request, monkeypatch):
     module.chunk_simple_gla = {"loop": loop, "reference": reference}[request.param]
     original = importlib.import_module
     monkeypatch.setattr(importlib, "import_module", lambda name: module if name == module.__name__ else original(name))
-    monkeypatch.setattr(attention, "fla_available", lambda device: True)
+    monkeypatch.setattr(fla_attention, "available", lambda device: True)
 
 
 @pytest.mark.parametrize("without", [(), ("log_gate",), ("weights",), ("state",), ("log_gate", "weights", "state")])
@@ -127,7 +126,7 @@ def test_the_recurrence_is_handed_over_and_documents_are_not(simple_gla, monkeyp
         calls.append(options)
         return fla_chunked(*args, **options)
 
-    monkeypatch.setattr(attention, "fla_chunked", counted)
+    monkeypatch.setattr(fla_attention, "fla_chunked", counted)
     model = make("positive").to(DEVICE)
     use_backend(model, "fla")
     ids = torch.randint(1, 61, (1, 12), device=DEVICE)
@@ -167,5 +166,5 @@ def test_a_form_of_ones_own_is_used():
 def test_hf_rfa_does_not_import_fla(tmp_path):
     """Not even where it could: a package of that name lies on the path, and says that it was imported by failing."""
     (tmp_path / "fla.py").write_text("raise SystemExit('fla was imported')")
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import hf_rfa, hf_rfa.fla_backend"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import hf_rfa, hf_rfa.backends.fla_attention"
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True)

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hf_rfa.blockwise
+import hf_rfa.models.blockwise
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
-from hf_rfa.blockwise import BLOCK_LENGTH, in_blocks
-from hf_rfa.feature_maps import FEATURE_MAPS
-from hf_rfa.kernels import chunked, parallel
-from hf_rfa.random_maps import PositiveMap
+from hf_rfa.models.blockwise import BLOCK_LENGTH, in_blocks
+from hf_rfa.models.feature_maps import FEATURE_MAPS
+from hf_rfa.models.linear_attention import chunked, parallel
+from hf_rfa.models.random_feature_maps import PositiveMap
 
 FOLDED = [name for name, cls in FEATURE_MAPS.items() if issubclass(cls, PositiveMap)]
 
@@ -151,7 +151,7 @@ def test_long_texts_in_blocks_are_what_they_are_whole(options, monkeypatch):
     losses, gradients = [], []
     for limit in (length, BLOCK_LENGTH):
         with monkeypatch.context() as patch:
-            patch.setattr(hf_rfa.blockwise, "WHOLE_WITH_GRADIENTS", limit)
+            patch.setattr(hf_rfa.models.blockwise, "WHOLE_WITH_GRADIENTS", limit)
             assert in_blocks(length) == (limit == BLOCK_LENGTH)
             model.zero_grad()
             outputs = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), use_cache=False)

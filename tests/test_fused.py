@@ -8,11 +8,12 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from hf_rfa import InputError, RFAGPT2Config, RFAGPT2LMHeadModel
-from hf_rfa.attention import RFAAttentionMixin, use_backend
-from hf_rfa.feature_maps import FEATURE_MAPS, FeatureMap
-from hf_rfa.fused import available, fused_attention, fused_step
-from hf_rfa.implied import UNSEEN
-from hf_rfa.kernels import rfa_attention
+from hf_rfa.backends import use_backend
+from hf_rfa.backends.triton_attention import available, fused_attention, fused_step
+from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.attention_weights import UNSEEN
+from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
+from hf_rfa.models.linear_attention import rfa_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 B, H, D = 2, 2, 8
@@ -172,9 +173,9 @@ def test_backends_that_cannot_be_had_are_refused(monkeypatch):
     config = RFAGPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=20, num_features=4)
     model = RFAGPT2LMHeadModel(config)
     with pytest.raises(InputError, match="backend must be one of torch, fused, fla, got 'flash'"):
-        use_backend(model, "flash")  # type: ignore[arg-type]
+        use_backend(model, "flash")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not available(torch.device("cpu"))
-    with pytest.raises(InputError, match="need Triton and a CUDA device, and this model is on cpu"):
+    with pytest.raises(InputError, match=r"needs Triton .* and a CUDA device, and this model is on cpu"):
         use_backend(model, "fused")
     assert {module.backend for module in model.modules() if isinstance(module, RFAAttentionMixin)} == {"torch"}

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from hf_rfa.convert.families import softmax_twin
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -22,8 +21,9 @@ from transformers import (
 
 import hf_rfa
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel, RFAGPT2Model, cache_num_bytes
-from hf_rfa.attention import use_branch
+from hf_rfa.convert.twin import softmax_twin
 from hf_rfa.errors import InputError
+from hf_rfa.inference import use_attention_component
 
 from .conftest import tiny_parent_config
 
@@ -445,11 +445,11 @@ def test_each_part_of_windowed_attention_alone(ids):
     """The window alone ignores what has left it; the features alone are the model without a window."""
     model = make("window")
     both = logits(model, ids)
-    use_branch(model, "linear")
+    use_attention_component(model, "linear")
     plain = make({})
     plain.load_state_dict({key: value for key, value in model.state_dict().items() if "window_shift" not in key})
     torch.testing.assert_close(logits(model, ids), logits(plain, ids))
-    use_branch(model, "window")
+    use_attention_component(model, "window")
     alone = logits(model, ids)
     assert not torch.allclose(alone, both, atol=1e-3)
     assert torch.allclose(alone[:, :5], both[:, :5], atol=1e-5), "before the window is full nothing has left it"
@@ -457,10 +457,10 @@ def test_each_part_of_windowed_attention_alone(ids):
     changed[:, 0] = 60 - changed[:, 0]
     reach = 2 * (5 - 1)  # two layers
     assert torch.equal(logits(model, changed)[:, reach + 1 :], alone[:, reach + 1 :])
-    use_branch(model, "both")
+    use_attention_component(model, "both")
     assert torch.equal(logits(model, ids), both)
     with pytest.raises(InputError, match="has none"):
-        use_branch(plain, "linear")
+        use_attention_component(plain, "linear")
 
 
 def test_documents_packed_into_one_row_see_nothing_of_each_other(model):

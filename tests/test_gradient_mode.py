@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_rfa.convert import convert
 from transformers import AutoModelForCausalLM
 
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
-from hf_rfa.feature_maps import FEATURE_MAPS
-from hf_rfa.kernels import rfa_attention
+from hf_rfa.convert import convert
+from hf_rfa.models.feature_maps import FEATURE_MAPS
+from hf_rfa.models.linear_attention import rfa_attention
 
 from .conftest import tiny_parent_config
 
@@ -156,8 +156,8 @@ def test_blocks_of_a_long_text_have_the_gradients_of_the_whole(name, monkeypatch
     ids = torch.arange(LENGTH)[None]
     gradients = []
     for length in (100, 4):
-        monkeypatch.setattr("hf_rfa.blockwise.WHOLE_WITH_GRADIENTS", length)
-        monkeypatch.setattr("hf_rfa.blockwise.BLOCK_LENGTH", length)
+        monkeypatch.setattr("hf_rfa.models.blockwise.WHOLE_WITH_GRADIENTS", length)
+        monkeypatch.setattr("hf_rfa.models.blockwise.BLOCK_LENGTH", length)
         model.zero_grad()
         run(model, ids).square().sum().backward()
         gradients.append([each.grad.clone() for each in model.parameters() if each.grad is not None])

@@ -10,7 +10,6 @@ import warnings
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
-from hf_rfa.convert import convert
 from safetensors.torch import save_file
 from transformers import DynamicCache, GPT2LMHeadModel, pipeline
 
@@ -26,6 +25,7 @@ from hf_rfa import (
     load_cache,
     save_cache,
 )
+from hf_rfa.convert import convert
 from hf_rfa.export import DecodingStep
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_rfa.implied import implied_weights
-from hf_rfa.kernels import (
+from hf_rfa.models.attention_weights import implied_weights
+from hf_rfa.models.linear_attention import (
     _chunked_at_once,
     apply_weights,
     attend_with_state,

@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from hf_rfa.convert import convert
-from hf_rfa.convert import writer as writer_module
-from hf_rfa.convert.writer import folder_beside, new_folder, remove_leftovers
 from transformers import AutoModelForCausalLM
 
 from hf_rfa.cli import main
+from hf_rfa.convert import convert
+from hf_rfa.convert import writer as writer_module
+from hf_rfa.convert.atomic_io import folder_beside, new_folder, remove_leftovers
 
 #: Processes that start from one in which everything has been imported.
 processes = multiprocessing.get_context("forkserver")

@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_rfa.convert import convert
-from hf_rfa.finetune.arguments import FinetuneArguments
-from hf_rfa.finetune.distill import distill
-from hf_rfa.finetune.finetune import finetune
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -24,6 +20,11 @@ from transformers import (
     Seq2SeqTrainingArguments,
 )
 from transformers.utils import logging as transformers_logging
+
+from hf_rfa.convert import convert
+from hf_rfa.finetune.arguments import FinetuneArguments
+from hf_rfa.finetune.distill import distill
+from hf_rfa.finetune.finetune import finetune
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config, words
 

@@ -9,12 +9,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hf_rfa.convert import convert, loading
-from hf_rfa.convert.offload import blocks_on_disk
 from safetensors.torch import load_file
 from transformers import BartForConditionalGeneration, GPT2LMHeadModel, GPT2Model
 
 from hf_rfa import RFABartConfig, RFABartForConditionalGeneration
+from hf_rfa.convert import convert, loading
+from hf_rfa.convert.offload import blocks_on_disk
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_rfa.convert import convert
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from hf_rfa import FEATURE_MAPS, cli
+from hf_rfa.convert import convert
 
 from .conftest import DEMO_MODEL, DEMO_TEXT, tiny_parent_config
 

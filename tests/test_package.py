@@ -3,65 +3,97 @@
 from __future__ import annotations
 
 import ast
+import graphlib
+import importlib.util
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from .conftest import ROOT
 
-FAMILIES = ["bart", "gpt2", "marian"]
-MODEL_MODULES = [
-    "attention",
-    "cache",
-    "configuration_rfa",
-    "errors",
-    "feature_maps",
-    "folded",
-    "fused",
-    "gate",
-    "implied",
-    "kernels",
-    "learned_maps",
-    "masks",
-    "fla_backend",
-    "peers",
-    "random_maps",
+#: The tree from the bottom up: a module imports those of its own entry and of the entries before it.
+LAYERS = [
+    ["hf_rfa.models"],
+    ["hf_rfa.errors", "hf_rfa.version", "hf_rfa.memory", "hf_rfa.console"],
+    ["hf_rfa.backends"],
+    ["hf_rfa.families"],
+    ["hf_rfa.integrations", "hf_rfa.cache_files", "hf_rfa.export", "hf_rfa.inference"],
+    ["hf_rfa"],
+    ["hf_rfa.convert"],
+    ["hf_rfa.finetune"],
+    ["hf_rfa.bench"],
+    ["hf_rfa_cli"],
+    ["hf_rfa.cli"],
 ]
-MODEL_MODULES += ["blockwise", "seq2seq", "window"]
-MODEL_MODULES += [f"modeling_rfa_{family}" for family in FAMILIES]
+#: All that a checkpoint's code may need besides its own files.
+CHECKPOINT_MAY_IMPORT = {"torch", "transformers", "huggingface_hub"} | set(sys.stdlib_module_names)
 
 
-def imported(path) -> set[str]:
-    """Return the modules that a file imports, relative ones with their dot."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add("." * node.level + (node.module or "").split(".")[0])
+def modules() -> dict[str, Path]:
+    """Return the package's modules by their names."""
+    paths = [
+        path for folder in ("hf_rfa", "convert", "finetune", "hf_rfa_cli") for path in (ROOT / folder).rglob("*.py")
+    ]
+    found = {}
+    for path in paths:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        found[".".join(("hf_rfa", *parts) if parts[0] in ("convert", "finetune") else parts)] = path
     return found
 
 
-@pytest.mark.parametrize("name", MODEL_MODULES)
-def test_modules_that_a_model_needs_stand_alone(name):
-    """A checkpoint's code is copied into one folder: these files may import torch, transformers and each other."""
-    allowed = (
-        {f".{other}" for other in MODEL_MODULES}
-        | {"torch", "transformers", "huggingface_hub", ".fused_kernels"}  # the last only where it is used
-        | sys.stdlib_module_names
-    )
-    assert imported(ROOT / "hf_rfa" / f"{name}.py") <= allowed
+def imports_of(name: str, path: Path) -> set[str]:
+    """Return the absolute names of all modules that one imports, in functions too."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            known = {f"{module}.{alias.name}" for alias in node.names} & modules().keys()
+            found |= known or {module}
+    return found
 
 
-def test_arrows_run_one_way():
-    for path in (ROOT / "convert").glob("*.py"):
-        assert "finetune" not in path.read_text()
-    for name in MODEL_MODULES:
-        text = (ROOT / "hf_rfa" / f"{name}.py").read_text()
-        assert "finetune" not in text
-        assert "from .convert" not in text
+def layer_of(name: str) -> int:
+    entries = {entry: number for number, layer in enumerate(LAYERS) for entry in layer}
+    while name not in entries:
+        name = name.rpartition(".")[0]
+    return entries[name]
+
+
+def test_imports_run_one_way():
+    """No module imports one of a later layer, and none imports another in a circle: function-level imports count."""
+    tree = {name: imports_of(name, path) & modules().keys() for name, path in modules().items()}
+    assert len(tree) > 70
+    against = [(name, used) for name, uses in tree.items() for used in uses if layer_of(used) > layer_of(name)]
+    assert against == []
+    assert len(list(graphlib.TopologicalSorter(tree).static_order())) == len(tree)  # raises CycleError
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "hf_rfa" / "models").glob("*.py")), ids=lambda path: path.stem)
+def test_what_a_checkpoint_carries_stands_alone(path):
+    """Checkpoints hold copies of these files, flattened into one folder."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert node.level == 1
+            assert (path.parent / f"{node.module}.py").is_file()
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            named = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert {each.split(".")[0] for each in named} <= CHECKPOINT_MAY_IMPORT
+
+
+def test_the_tree_that_tools_see_is_the_tree():
+    """`convert/` and `finetune/` stand at the top, and are what is found as `hf_rfa.convert` and `hf_rfa.finetune`."""
+    for name in ("convert", "finetune"):
+        assert (ROOT / "hf_rfa" / name).resolve() == ROOT / name
+        spec = importlib.util.find_spec(f"hf_rfa.{name}")
+        assert Path(spec.origin).is_file()
 
 
 def test_import_adds_little_to_transformers():
@@ -77,6 +109,6 @@ def test_import_adds_little_to_transformers():
 def test_a_family_with_an_encoder_is_a_short_file():
     """What Marian shares with BART is written once: its file holds class lines and docstrings."""
     for family in ("bart", "marian"):
-        tree = ast.parse((ROOT / "hf_rfa" / f"modeling_rfa_{family}.py").read_text())
+        tree = ast.parse((ROOT / "hf_rfa" / "models" / f"modeling_rfa_{family}.py").read_text())
         functions = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         assert functions == []

@@ -6,8 +6,6 @@ import json
 
 import pytest
 import torch
-from hf_rfa.convert import convert
-from hf_rfa.finetune.groups import is_rfa_parameter
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     BartForConditionalGeneration,
@@ -17,6 +15,8 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_rfa.convert import convert
+from hf_rfa.finetune.param_groups import is_rfa_parameter
 from hf_rfa.inference import load_model
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config

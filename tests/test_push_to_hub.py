@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hf_rfa.convert import convert
-from hf_rfa.convert.report import UNTRAINED, model_card
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+
+from hf_rfa.convert import convert
+from hf_rfa.convert.report import UNTRAINED, model_card
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config
 

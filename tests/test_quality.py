@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from hf_rfa.finetune.recipe import Recipe
 
 from benchmarks import quality
+from hf_rfa.finetune.recipe import Recipe
 
 from .conftest import DEMO_MODEL, DEMO_TEXT
 

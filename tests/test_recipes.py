@@ -9,12 +9,6 @@ import sys
 import pytest
 import torch
 import yaml
-from hf_rfa.convert import InputError
-from hf_rfa.finetune.arguments import FinetuneArguments
-from hf_rfa.finetune.corpora import load_data, load_lines, packed_blocks, single_documents, token_pairs
-from hf_rfa.finetune.finetune import finetune
-from hf_rfa.finetune.settings import FOLDER, load_settings, with_recipe
-from hf_rfa.finetune.synthetic import CLOSE, OPERATORS, copy_task, evaluate_listops, listops
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -25,6 +19,12 @@ from transformers import (
 )
 
 from hf_rfa import cli
+from hf_rfa.convert import InputError
+from hf_rfa.finetune.arguments import FinetuneArguments
+from hf_rfa.finetune.corpora import load_data, load_lines, packed_blocks, single_documents, token_pairs
+from hf_rfa.finetune.finetune import finetune
+from hf_rfa.finetune.settings import FOLDER, load_settings, with_recipe
+from hf_rfa.finetune.synthetic import CLOSE, OPERATORS, copy_task, evaluate_listops, listops
 
 from .conftest import save_tiny_tokenizer
 from .test_convert import leftovers

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
-from hf_rfa.convert import convert
 from huggingface_hub import ModelCard
 from transformers import BartForConditionalGeneration, GPT2LMHeadModel
 
 from hf_rfa import cli
+from hf_rfa.convert import convert
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
 

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from hf_rfa.convert import convert
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -20,6 +19,7 @@ from transformers import (
 )
 
 import hf_rfa
+from hf_rfa.convert import convert
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
 
@@ -100,7 +100,7 @@ def test_with_the_package_its_own_classes_are_taken_and_nothing_is_asked(checkpo
         config = json.loads((checkpoints / name / "config.json").read_text())
         for place in config["auto_map"].values():
             module, _, cls = place.partition(".")
-            assert hasattr(getattr(hf_rfa, module), cls)
+            assert hasattr(getattr(hf_rfa.models, module), cls)
             assert (checkpoints / name / f"{module}.py").is_file()
 
 

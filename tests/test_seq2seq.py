@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from hf_rfa.convert.families import softmax_twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -32,8 +31,9 @@ from hf_rfa import (
     RFAMarianMTModel,
     RFASourceLayer,
 )
-from hf_rfa.attention import RFAAttentionMixin
-from hf_rfa.masks import rows_in_runs
+from hf_rfa.convert.twin import softmax_twin
+from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.masking import rows_in_runs
 
 from .conftest import tiny_seq2seq_config
 

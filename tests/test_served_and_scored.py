@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hf_rfa.convert import convert
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_rfa.convert import convert
 
 from .conftest import DEMO_MODEL, ROOT
 

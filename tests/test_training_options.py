@@ -12,13 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-import hf_rfa.finetune
 import pytest
 import torch
-from hf_rfa.convert import InputError, convert
-from hf_rfa.finetune.arguments import FinetuneArguments
-from hf_rfa.finetune.finetune import finetune
-from hf_rfa.finetune.folders import last_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import (
@@ -26,7 +21,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
+import hf_rfa.finetune
 from hf_rfa import RFABartConfig, RFAGPT2Config, RFAMarianConfig
+from hf_rfa.convert import InputError, convert
+from hf_rfa.finetune.arguments import FinetuneArguments
+from hf_rfa.finetune.finetune import finetune
+from hf_rfa.finetune.run_folder import last_checkpoint
 from hf_rfa_cli import train as cli_train
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config

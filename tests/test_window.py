@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_rfa.feature_maps import FEATURE_MAPS, Features
-from hf_rfa.implied import ExactWindow, implied_log_weights
-from hf_rfa.kernels import denominator
-from hf_rfa.window import windowed_attention
+from hf_rfa.models.attention_weights import ExactWindow, implied_log_weights
+from hf_rfa.models.feature_maps import FEATURE_MAPS, Features
+from hf_rfa.models.linear_attention import denominator
+from hf_rfa.models.sliding_window import windowed_attention
 
 
 @dataclass

@@ -19,14 +19,9 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_rfa.configuration_rfa import (
-    RFABartConfig,
-    RFAConfigMixin,
-    RFAGPT2Config,
-    RFAMarianConfig,
-    RFASeq2SeqConfigMixin,
-)
 from hf_rfa.errors import InputError
+from hf_rfa.families import FAMILIES
+from hf_rfa.models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
 
 #: The shapes of published models that need no download.
 SHAPES: dict[str, Any] = {
@@ -41,7 +36,6 @@ SHAPES: dict[str, Any] = {
         decoder_attention_heads=12,
     ),
 }
-RFA_CONFIGS: dict[str, Any] = {"gpt2": RFAGPT2Config, "bart": RFABartConfig, "marian": RFAMarianConfig}
 
 
 def pair(config: Any, positions: int, **options: Any) -> tuple[Any, Any]:
@@ -55,14 +49,14 @@ def pair(config: Any, positions: int, **options: Any) -> tuple[Any, Any]:
     Raises:
         InputError: for a configuration of a model that has no RFA form, or for options beside those of an RFA model.
     """
-    known = {each.model_type: each for each in RFA_CONFIGS.values()}
+    known = {family.rfa_config.model_type for family in FAMILIES.values()}
     if isinstance(config, RFAConfigMixin) and options:
         raise InputError(
             f"an RFA checkpoint has its own {', '.join(options)}. Leave them out, or pass its softmax parent."
         )
-    if config.model_type not in RFA_CONFIGS | known:
+    if config.model_type not in FAMILIES.keys() | known:
         raise InputError(
-            f"there is no RFA form of a {config.model_type} model. There is one of: {', '.join(RFA_CONFIGS)}."
+            f"there is no RFA form of a {config.model_type} model. There is one of: {', '.join(FAMILIES)}."
         )
     stretched = copy.deepcopy(config)
     setattr(stretched, config.attribute_map.get("max_position_embeddings", "max_position_embeddings"), positions)
@@ -70,7 +64,7 @@ def pair(config: Any, positions: int, **options: Any) -> tuple[Any, Any]:
     if isinstance(config, RFAConfigMixin):
         parent, wanted = _parent(stretched), stretched
     else:
-        parent, wanted = stretched, RFA_CONFIGS[config.model_type].from_parent(stretched, **options)
+        parent, wanted = stretched, FAMILIES[config.model_type].rfa_config.from_parent(stretched, **options)
     auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     softmax, rfa = (auto_class.from_config(each).eval() for each in (parent, wanted))
     rfa.load_state_dict(softmax.state_dict(), strict=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hf_rfa.convert.memory import give_back_memory
+from hf_rfa.memory import give_back_memory
 
 #: Writing 5 to it sets the peak of a process's memory back (Linux, ``man proc_pid_clear_refs``).
 RESET = Path("/proc/self/clear_refs")

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hf_rfa.configuration_rfa import RFAConfigMixin
-from hf_rfa.kernels import state_shape
+from hf_rfa.models.configuration_rfa import RFAConfigMixin
+from hf_rfa.models.linear_attention import state_shape
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hf_rfa.cache import cache_num_bytes
-from hf_rfa.terminal import progress_bar
+from hf_rfa.console import progress_bar
+from hf_rfa.models.cache_rfa import cache_num_bytes
 
 from .models import cache_at, step_inputs
 from .peak import peak_bytes

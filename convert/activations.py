@@ -10,10 +10,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from hf_rfa.attention import RFAAttentionMixin
-from hf_rfa.feature_maps import compute_dtype
-from hf_rfa.implied import UNSEEN, ExactWindow, implied_log_weights
-from hf_rfa.kernels import mask_padding
+from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.attention_weights import UNSEEN, ExactWindow, implied_log_weights
+from hf_rfa.models.feature_maps import compute_dtype
+from hf_rfa.models.linear_attention import mask_padding
 
 #: Queries whose weights are held at once.
 QUERIES_AT_ONCE = 128

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_rfa.convert.writer import new_file
-
+from hf_rfa.convert.atomic_io import new_file
 from hf_rfa.errors import InputError
 
 

@@ -29,8 +29,8 @@ Step = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 class RFALayer(CacheLayerMixin):
     """Holds the state [B, H, F, d + 1] (S and, as its last column, z) of one attention layer, and counts its tokens.
 
-    Beside an exact window it also holds the last tokens' keys and values (`hf_rfa.window`), [B, H, W, 2d + 1]. Both take the
-    same memory after ten tokens and after a million.
+    Beside an exact window it also holds the last tokens' keys and values (`hf_rfa.models.sliding_window`),
+    [B, H, W, 2d + 1]. Both take the same memory after ten tokens and after a million.
 
     Earlier states are gone, so that nothing can be cropped, unless the layer records: after `activate_past_recording` it
     keeps a copy of the state as it was, and the tokens since, until `crop` says how many of these stay. Assisted decoding
@@ -202,7 +202,7 @@ class RFASourceLayer(RFALayer):
         """Store the state.
 
         Args:
-            state: [N, H, rows, d + 1], from `hf_rfa.kernels.source_state`.
+            state: [N, H, rows, d + 1], from `hf_rfa.models.linear_attention.source_state`.
             length: number of source tokens, padding included.
             rows_per_state: rows of the batch that read one row of the state.
         """

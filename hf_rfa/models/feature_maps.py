@@ -122,10 +122,10 @@ class FeatureMap(nn.Module, ABC):
         num_features: D, the number of rows of W; see ``feature_dim`` for F.
         scaling: s, the model's scaling of q·k.
         unit_norm: ℓ2-normalise queries and keys per head (Peng et al. 2021, section 3.1) instead of multiplying by √s.
-        orthogonal: draw W in orthogonal blocks (`hf_rfa.random_maps.draw_projection`).
+        orthogonal: draw W in orthogonal blocks (`hf_rfa.models.random_feature_maps.draw_projection`).
         trainable: whether W is a parameter instead of a buffer.
         redraw_pool: number of matrices to draw from, anew at every forward pass in training; 0 keeps W fixed.
-        windowed: whether an exact window stands beside the features (`hf_rfa.window`).
+        windowed: whether an exact window stands beside the features (`hf_rfa.models.sliding_window`).
         seed: of the random matrices.
         layer_idx: the layer, so that layers draw different matrices.
 
@@ -143,7 +143,7 @@ class FeatureMap(nn.Module, ABC):
     has_sigma: ClassVar[bool] = False
     has_exponent: ClassVar[bool] = False
     uses_scaling: ClassVar[bool] = True
-    #: Smallest cosine of φ(q) and z that signed features divide by (`hf_rfa.kernels.denominator`).
+    #: Smallest cosine of φ(q) and z that signed features divide by (`hf_rfa.models.linear_attention.denominator`).
     floor: ClassVar[float] = 0.0
     #: None where D follows from the head's width.
     default_num_features: ClassVar[int | None] = None
@@ -268,7 +268,7 @@ class FeatureMap(nn.Module, ABC):
         """Return the least `Features.shift` at which a state does not overflow, or None where nothing is to be shifted.
 
         Args:
-            state: the state that the features meet (`hf_rfa.kernels.state_shape`), or None at the start.
+            state: the state that the features meet (`hf_rfa.models.linear_attention.state_shape`), or None at the start.
         """
         if not (self.has_exponent and torch.is_grad_enabled()):
             return None

@@ -1,7 +1,8 @@
 """The recurrence by flash-linear-attention's ``chunk_simple_gla``, where that package and a CUDA device are.
 
-Its recurrence is ours, with features for queries and keys, w [v, 1] for values, and scale 1 (`hf_rfa.kernels`). Tensors lie
-there as [B, T, H, dim], states as [B, H, F, d + 1] in float32. Its kernels do not run under Triton's interpreter.
+Its recurrence is ours (`hf_rfa.models.linear_attention`), with features for queries and keys, w [v, 1] for values, and scale
+1. Tensors have the shape [B, T, H, dim] there, states [B, H, F, d + 1] in float32. Its kernels do not run under Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import apply_weights
+from hf_rfa.models.linear_attention import apply_weights
+
+#: What it needs, for messages.
+NEEDS = "flash-linear-attention (pip install flash-linear-attention)"
 
 
-def fla_available(device: torch.device) -> bool:
+def available(device: torch.device) -> bool:
     """Return whether flash-linear-attention is installed and can run on a device."""
     return device.type == "cuda" and importlib.util.find_spec("fla") is not None
 
@@ -31,7 +35,7 @@ def fla_chunked(
     state: Tensor | None = None,
     chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `hf_rfa.kernels.chunked` computes; ``chunk_size`` is flash-linear-attention's own.
+    """Compute what `hf_rfa.models.linear_attention.chunked` computes; ``chunk_size`` is flash-linear-attention's own.
 
     Log-gates have to be finite and small: it takes differences of their cumulative sums, so that a document's start cannot be
     told by a gate of −∞, or nearly.

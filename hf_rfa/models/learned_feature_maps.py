@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .feature_maps import Affine, ProjectedFeatureMap, register_feature_map
-from .random_maps import PositiveMap, RandomFeatureMap, draw_for
+from .random_feature_maps import PositiveMap, RandomFeatureMap, draw_for
 
 
 @register_feature_map("exponential")

@@ -5,6 +5,7 @@ Every class subclasses transformers' own; every parameter keeps its name and sha
 
 from __future__ import annotations
 
+from transformers.models.auto import modeling_auto
 from transformers.models.bart.modeling_bart import (
     BartAttention,
     BartDecoder,
@@ -20,8 +21,7 @@ from transformers.models.bart.modeling_bart import (
 
 from .attention import RFAPreTrainedMixin
 from .configuration_rfa import RFABartConfig
-from .peers import register_by_name
-from .seq2seq import (
+from .modeling_rfa_seq2seq import (
     RFABodyMixin,
     RFADecoderMixin,
     RFADecoderWrapperMixin,
@@ -91,4 +91,6 @@ class RFABartForCausalLM(RFAHeadMixin, RFABartPreTrainedModel, BartForCausalLM):
     body_class = RFABartDecoderWrapper
 
 
-register_by_name("rfa_bart", causal=RFABartForCausalLM, seq2seq=RFABartForConditionalGeneration)
+# Trainer, transformers serve and lm-eval tell language models by these tables of names.
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["rfa_bart"] = "RFABartForCausalLM"
+modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES["rfa_bart"] = "RFABartForConditionalGeneration"

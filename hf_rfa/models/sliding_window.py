@@ -4,7 +4,7 @@
 
 A token's key and value are kept as they are for W steps, and then join the recurrent state: the state lags W tokens behind,
 and what is kept does not grow.  The offset o_t makes both kinds of weights commensurate: it takes out of exp(q·k·s) the
-factor that φ leaves out (`hf_rfa.feature_maps.FeatureMap.forward`).
+factor that φ leaves out (`hf_rfa.models.feature_maps.FeatureMap.forward`).
 
 A window [B, H, W, 2d + 1] holds keys, values and log-weights (log c, `UNSEEN` for empty places and padding).  Followed by
 the new tokens it is the stream: query t, at place W + t of it, sees places t + 1 to W + t exactly, and place t joins the
@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .attention_weights import UNSEEN, implied_weights
 from .feature_maps import Features
-from .implied import UNSEEN, implied_weights
-from .kernels import DEFAULT_CHUNK_SIZE, differentiable, divide, rescale, rfa_sums, segment_sums
+from .linear_attention import DEFAULT_CHUNK_SIZE, differentiable, divide, rescale, rfa_sums, segment_sums
 
 #: (queries, keys) → their features, with an offset.
 FeatureFunction = Callable[[Tensor, Tensor], Features]
@@ -64,9 +64,9 @@ def windowed_attention(
         log_gate: [B, H, T], ≤ 0 and 0 for padding, or None for no gate.
         weights: [B, H or 1, T], 0 for padding, or None for ones.
         padding: [B, T], 0 for padding, or None where nothing is padded.
-        state: sums over all tokens that have left the window (`hf_rfa.kernels.state_shape`), or None at the start.
+        state: sums over the tokens that have left the window (`hf_rfa.models.linear_attention.state_shape`), or None.
         window: the last W tokens before these, [B, H, W, 2d + 1], or None at the start.
-        signed: see `hf_rfa.kernels.rfa_attention`.
+        signed: see `hf_rfa.models.linear_attention.rfa_attention`.
         floor: likewise.
         chunk_size: queries handled at once.
         output_weights: whether to return the implied weights, at quadratic cost.
@@ -169,7 +169,7 @@ def _near(
         [B, H, chunk, size + chunk].
     """
     length, width = query.shape[-2:]
-    if isinstance(length, torch.SymInt):  # left open: chunks and places as `hf_rfa.kernels._chunked_at_once` takes them
+    if isinstance(length, torch.SymInt):  # left open: as in `hf_rfa.models.linear_attention._chunked_at_once`
         short, places = (length // chunk + 2) * chunk - length, torch.arange(length, device=query.device)
         query, offset = (F.pad(x, (0, 0, 0, short)).unfold(2, chunk, chunk).mT for x in (query, offset))
     else:

@@ -51,7 +51,7 @@ def blockwise(
         log_gate: [B, H, T] or None.
         weights: [B, H or 1, T] or None.
         state: the state so far, or None.
-        shift: that of the state's features (`hf_rfa.feature_maps.Features`), or None.
+        shift: that of the state's features (`hf_rfa.models.feature_maps.Features`), or None.
     """
     count = -(-query.shape[-2] // BLOCK_LENGTH)
 

@@ -14,16 +14,15 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_rfa.configuration_rfa import AttentionKind
 from hf_rfa.errors import InputError
 from hf_rfa.inference import check_vocabulary, load_tokenizer
+from hf_rfa.memory import give_back_memory
+from hf_rfa.models.configuration_rfa import AttentionKind
 
+from .atomic_io import check_destination, check_space, new_folder, remove_leftovers
 from .calibration import calibrate
-from .families import extend_positions, rfa_layers, softmax_twin
-from .hybrid import Damage, leave_softmax, measure_damage, num_parts
-from .inputs import Inputs, add_outputs, random_inputs, text_blocks, text_sources, trim
+from .calibration_data import Inputs, add_outputs, random_inputs, text_blocks, text_sources, trim
 from .loading import load_result, load_source, new_keys, quiet
-from .memory import give_back_memory
 from .options import Layers, command_of, outside_module, rfa_config
 from .pictures import compare_attention, draw_attention
 from .report import (
@@ -33,9 +32,10 @@ from .report import (
     cache_lengths,
     model_card,
 )
+from .sensitivity import Damage, leave_softmax, measure_damage, num_parts
 from .source import Source, open_source
-from .texts import read_documents
-from .writer import check_destination, check_space, new_folder, remove_leftovers
+from .text_io import read_documents
+from .twin import extend_positions, rfa_layers, softmax_twin
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 #: Most bytes of a shard of the result, which is held in memory while it is written.
@@ -103,7 +103,7 @@ def convert(
         cross_layers: the decoder layers whose cross attention is converted; None converts all.
         encoder_layers: the encoder layers that are converted; None converts none.
         keep_softmax: leave so many of the layers named above softmax after all: those whose conversion does most damage to
-            the outputs, each measured alone after calibration (`hf_rfa.convert.hybrid`).
+            the outputs, each measured alone after calibration (`hf_rfa.convert.sensitivity`).
         max_positions: extend the positions to this number; None keeps them.
         calibrate_on: text file to calibrate on (.txt or .jsonl, plain or .gz); None calibrates on random tokens. For a model
             with an encoder each line is one source, and the softmax model answers it.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Model, GPT2PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.models.auto import modeling_auto
 from transformers.models.gpt2.modeling_gpt2 import (
     GPT2MLP,
     GPT2Attention,
@@ -24,10 +25,9 @@ from transformers.models.gpt2.modeling_gpt2 import (
 )
 
 from .attention import RFAAttentionMixin, RFAPreTrainedMixin
-from .cache import past_length, self_attention_cache, unread_length
+from .cache_rfa import past_length, self_attention_cache, unread_length
 from .configuration_rfa import AttentionKind, RFAGPT2Config
-from .masks import check_positions, document_starts, local_padding, padding_of_mask
-from .peers import register_by_name
+from .masking import check_positions, document_starts, local_padding, padding_of_mask
 
 
 class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
@@ -247,5 +247,5 @@ class RFAGPT2ForQuestionAnswering(_RFAGPT2Head, GPT2ForQuestionAnswering):  # ty
     """RFA-GPT-2 that marks the span of an answer."""
 
 
-# Here rather than where the Auto classes are registered, so that it holds for the code in a checkpoint too.
-register_by_name("rfa_gpt2", causal=RFAGPT2LMHeadModel)
+# Trainer, transformers serve and lm-eval tell language models by these tables of names.
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["rfa_gpt2"] = "RFAGPT2LMHeadModel"

@@ -1,6 +1,6 @@
 """Attention in a few kernels: features, recurrence and normaliser without writing features to memory (Triton).
 
-The kernels themselves are in `hf_rfa.fused_kernels`; here they become functions of tensors, with gradients.
+The kernels themselves are in `hf_rfa.backends.triton_kernels`; here they become functions of tensors, with gradients.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blockwise import BLOCK_LENGTH
-from .feature_maps import (
+from hf_rfa.models.attention_weights import UNSEEN
+from hf_rfa.models.blockwise import BLOCK_LENGTH
+from hf_rfa.models.feature_maps import (
     MAX_EXPONENT,
     MIN_DIFFERENTIABLE_EXPONENT,
     QUERY_EXPONENT,
     Affine,
     least_shift_above,
 )
-from .implied import UNSEEN
-from .kernels import denominator, divide, masses, rescale
+from hf_rfa.models.linear_attention import denominator, divide, masses, rescale
 
 #: Kinds of features by name, as the kernels number them.
 KINDS = {"exp": 0, "sin": 1, "relu": 2, "elu": 3}
 #: Tokens of a chunk.
 CHUNK = 64
+
+
+#: What the kernels need, for messages.
+NEEDS = "Triton (pip install triton)"
 
 
 def available(device: torch.device) -> bool:
@@ -44,7 +48,7 @@ def _power(count: int) -> int:
     return max(16, 1 << (count - 1).bit_length())
 
 
-#: Bounds of exponents (`hf_rfa.feature_maps`).
+#: Bounds of exponents (`hf_rfa.models.feature_maps`).
 LIMITS = {"TOP": QUERY_EXPONENT, "LEAST": MIN_DIFFERENTIABLE_EXPONENT, "MOST": MAX_EXPONENT}
 
 
@@ -63,7 +67,7 @@ class _LinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         """Run the two forward kernels."""
-        from .fused_kernels import outputs_kernel, states_kernel
+        from .triton_kernels import outputs_kernel, states_kernel
 
         *tensors, state, documents, kind, chunk = inputs
         query, key, query_weight, query_bias, key_weight, key_bias, norm, value, gate, scale = tensors
@@ -93,7 +97,7 @@ class _LinearAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         """Run the two backward kernels, and multiply the exponents' gradients with what they came from."""
-        from .fused_kernels import gradients_kernel, states_kernel
+        from .triton_kernels import gradients_kernel, states_kernel
 
         doutput, dstate = (gradient.contiguous().float() for gradient in gradients)
         *inputs, documents, states = ctx.saved_tensors
@@ -155,18 +159,18 @@ def fused_attention(
     chunk: int = CHUNK,
     least_shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend causally: what `hf_rfa.kernels.rfa_attention` computes of the features.
+    """Attend causally: what `hf_rfa.models.linear_attention.rfa_attention` computes of the features.
 
     Args:
-        affine: queries, keys and the map between them and their features (`hf_rfa.feature_maps.FeatureMap.affine_form`).
+        affine: queries, keys and the map to their features (`hf_rfa.models.feature_maps.FeatureMap.affine_form`).
         value: [B, H, T, d].
         log_gate: [B, H, T], ≤ 0, or None for no gate.
         weights: [B, H or 1, T], 0 for padding, or None for ones.
         starts: [B, T], True where a document starts, or None.
-        state: the state so far (`hf_rfa.kernels.state_shape`), or None at the start.
-        floor: see `hf_rfa.kernels.denominator`; for features with signs.
+        state: the state so far (`hf_rfa.models.linear_attention.state_shape`), or None at the start.
+        floor: see `hf_rfa.models.linear_attention.denominator`; for features with signs.
         chunk: tokens of a chunk, a power of 2 from 16 on.
-        least_shift: see `hf_rfa.feature_maps.FeatureMap.forward`.
+        least_shift: see `hf_rfa.models.feature_maps.FeatureMap.forward`.
 
     Returns:
         The outputs [B, H, T, d] in float32, and the new state.
@@ -204,7 +208,7 @@ def _scale(affine: Affine, weights: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def _shift(affine: Affine, least: Tensor) -> Tensor | None:
-    """Return the shift of the features (`hf_rfa.feature_maps.Features`), at least ``least``."""
+    """Return the shift of the features (`hf_rfa.models.feature_maps.Features`), at least ``least``."""
     if affine.key_log_scale is not None:
         return least_shift_above(affine.key_log_scale.amax(dim=(0, 2))[:, None, None], least)
     if affine.kind != "exp":
@@ -246,7 +250,7 @@ def fused_step(
 
     Arguments as for `fused_attention`, with T = 1. Returns the outputs [B, H, 1, d] in float32.
     """
-    from .fused_kernels import step_kernel
+    from .triton_kernels import step_kernel
 
     query, key = affine.query.contiguous(), affine.key.contiguous()
     batch, heads, _, d = query.shape

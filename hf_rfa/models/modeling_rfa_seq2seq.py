@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from .attention import RFAAttentionMixin
-from .cache import keep_keys_and_values, past_length, self_attention_cache, source_layer_of, unread_length
+from .cache_rfa import keep_keys_and_values, past_length, self_attention_cache, source_layer_of, unread_length
 from .configuration_rfa import AttentionKind
-from .masks import check_positions, local_padding
+from .masking import check_positions, local_padding
 
 
 class RFASeq2SeqAttention(RFAAttentionMixin):

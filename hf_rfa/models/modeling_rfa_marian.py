@@ -5,6 +5,7 @@ Every class subclasses transformers' own; every parameter keeps its name and sha
 
 from __future__ import annotations
 
+from transformers.models.auto import modeling_auto
 from transformers.models.marian.modeling_marian import (
     MarianAttention,
     MarianDecoder,
@@ -18,8 +19,7 @@ from transformers.models.marian.modeling_marian import (
 
 from .attention import RFAPreTrainedMixin
 from .configuration_rfa import RFAMarianConfig
-from .peers import register_by_name
-from .seq2seq import (
+from .modeling_rfa_seq2seq import (
     RFABodyMixin,
     RFADecoderMixin,
     RFADecoderWrapperMixin,
@@ -78,4 +78,6 @@ class RFAMarianForCausalLM(RFAHeadMixin, RFAMarianPreTrainedModel, MarianForCaus
     body_class = RFAMarianDecoderWrapper
 
 
-register_by_name("rfa_marian", causal=RFAMarianForCausalLM, seq2seq=RFAMarianMTModel)
+# Trainer, transformers serve and lm-eval tell language models by these tables of names.
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["rfa_marian"] = "RFAMarianForCausalLM"
+modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES["rfa_marian"] = "RFAMarianMTModel"

@@ -310,7 +310,7 @@ def rescale(state: Tensor | None, before: Tensor | None, after: Tensor | None) -
 
     Args:
         state: [B, H, rows, d + 1], or None at the start.
-        before: [H, 1, rows or 1] (`hf_rfa.feature_maps.Features.shift`), or None for 0.
+        before: [H, 1, rows or 1] (`hf_rfa.models.feature_maps.Features.shift`), or None for 0.
         after: likewise.
     """
     if state is None or (before is None and after is None):

@@ -7,34 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from .attention_weights import UNSEEN, implied_weights
 from .blockwise import blockwise, in_blocks
-from .cache import keys_and_values_in, source_layer_of
+from .cache_rfa import keys_and_values_in, source_layer_of
 from .configuration_rfa import AttentionKind
-from .errors import InputError
 from .feature_maps import FEATURE_MAPS, FeatureMap, Features, compute_dtype
-from .fla_backend import fla_available, fla_chunked
-from .fused import available, fused_attention, fused_step
 from .gate import Gate
-from .implied import UNSEEN, implied_weights
-from .kernels import Form, attend_with_state, chunked, mask_padding, rescale, rfa_attention, source_state
-from .masks import rows_in_runs
-from .window import windowed_attention
+from .linear_attention import Form, attend_with_state, chunked, mask_padding, rescale, rfa_attention, source_state
+from .masking import rows_in_runs
+from .sliding_window import windowed_attention
 
 #: Added to a layer's index where its random matrices are drawn, so that cross attention has others than causal attention.
 DRAW_OFFSET: dict[AttentionKind, int] = {"causal": 0, "cross": 100_000, "encoder": 200_000}
 
 
-#: The parts of attention with an exact window (`use_branch`).
-Branch = Literal["both", "linear", "window"]
-#: What computes causal attention without a window (`use_backend`).
-Backend = Literal["torch", "fused", "fla"]
+#: The parts of attention with an exact window (`hf_rfa.inference.use_attention_component`).
+AttentionComponent = Literal["both", "linear", "window"]
+#: Modules that compute causal attention without a window in place of torch, by name; `hf_rfa.backends` registers its own.
+BACKENDS: dict[str, Any] = {}
 
 
 def build_feature_map(config: Any, *, kind: AttentionKind, scaling: float, layer_idx: int) -> FeatureMap:
@@ -140,8 +137,8 @@ class RFAAttentionMixin(nn.Module):
         self.rfa_kind = kind
         self.rfa_layer_idx = layer_idx
         self.window = config.window if kind == "causal" else 0
-        self.branch: Branch = "both"
-        self.backend: Backend = "torch"
+        self.attention_component: AttentionComponent = "both"
+        self.backend = "torch"
         self.chunk_size = config.chunk_size
         self.state_dtype = getattr(torch, config.state_dtype)
 
@@ -169,7 +166,11 @@ class RFAAttentionMixin(nn.Module):
     def _form(self, query: Tensor, starts: Tensor | None) -> Form:
         """Return what computes several tokens of the recurrence."""
         fits = starts is None and self._as_state(query[:0]).dtype == torch.float32
-        return fla_chunked if self.backend == "fla" and fits and not torch.compiler.is_compiling() else chunked
+        return (
+            BACKENDS["fla"].fla_chunked
+            if self.backend == "fla" and fits and not torch.compiler.is_compiling()
+            else chunked
+        )
 
     def _attend_fused(
         self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], state: Tensor | None
@@ -179,9 +180,11 @@ class RFAAttentionMixin(nn.Module):
         one = state is not None and query.shape[-2] == 1 and not torch.is_grad_enabled()
         if one and not self.feature_map.signed and options["starts"] is None:
             given = {name: options[name] for name in ("log_gate", "weights")}
-            return fused_step(affine, value, cast(Tensor, state), **given), cast(Tensor, state)
+            return BACKENDS["fused"].fused_step(affine, value, cast(Tensor, state), **given), cast(Tensor, state)
         least = self.feature_map.least_shift(state)
-        return fused_attention(affine, value, state=state, floor=self.feature_map.floor, least_shift=least, **options)
+        return BACKENDS["fused"].fused_attention(
+            affine, value, state=state, floor=self.feature_map.floor, least_shift=least, **options
+        )
 
     @without_autocast
     def attend(
@@ -258,7 +261,7 @@ class RFAAttentionMixin(nn.Module):
             log_gate = log_gate.masked_fill(starts[:, None], UNSEEN)
         shared: dict[str, Any] = {"log_gate": log_gate, "weights": weights, **self._signs()}
         least_shift = self.feature_map.least_shift(state)
-        if self.window and self.branch != "linear":
+        if self.window and self.attention_component != "linear":
             return windowed_attention(
                 self._as_state(query),
                 self._as_state(key),
@@ -271,7 +274,7 @@ class RFAAttentionMixin(nn.Module):
                 window=window,
                 chunk_size=self.chunk_size,
                 output_weights=output_weights,
-                window_only=self.branch == "window",
+                window_only=self.attention_component == "window",
                 **shared,
             )
         implied = None
@@ -387,47 +390,3 @@ class RFAAttentionMixin(nn.Module):
             layer.fill(state, length=source.shape[1], rows_per_state=runs)
             past_key_values.is_updated[self.rfa_layer_idx] = True
         return output, implied
-
-
-def use_backend(model: nn.Module, backend: Backend) -> None:
-    """Choose what computes causal attention without a window.
-
-    Args:
-        model: the RFA model, changed in place.
-        backend: "torch", as it is from the start; "fused" for the Triton kernels (`hf_rfa.fused`); or "fla" for features in
-            torch and the recurrence of several tokens by flash-linear-attention (`hf_rfa.fla_backend`). Float64, compiled
-            graphs, maps without `FeatureMap.affine_form` ("fused") and packed documents ("fla") stay in torch.
-
-    Raises:
-        InputError: if a backend is asked for that does not run on the model's device.
-    """
-    device = next(model.parameters()).device
-    if backend not in get_args(Backend):
-        raise InputError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}.")
-    if backend == "fused" and not available(device):
-        raise InputError(f"the fused kernels need Triton and a CUDA device, and this model is on {device}.")
-    if backend == "fla" and not fla_available(device):
-        raise InputError(
-            f"backend 'fla' needs flash-linear-attention (pip install flash-linear-attention) and a CUDA device, and this "
-            f"model is on {device}."
-        )
-    for module in model.modules():
-        if isinstance(module, RFAAttentionMixin):
-            module.backend = backend
-
-
-def use_branch(model: nn.Module, branch: Branch) -> None:
-    """Let the attention of a model with an exact window use one part alone, to see what each part does.
-
-    Args:
-        model: the RFA model, changed in place; caches made before must not be used again.
-        branch: "linear" for random features of all tokens, "window" for the exact window and nothing else, or "both".
-
-    Raises:
-        InputError: if the model has no exact window, for any branch but "both".
-    """
-    layers = [module for module in model.modules() if isinstance(module, RFAAttentionMixin) and module.window]
-    if not layers and branch != "both":
-        raise InputError(f"branch={branch} needs attention with an exact window, and this model has none.")
-    for layer in layers:
-        layer.branch = branch

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_rfa.configuration_rfa import AttentionKind
+from hf_rfa.models.configuration_rfa import AttentionKind
 
-from .families import rfa_layers, share_weights
-from .inputs import Inputs, trim
+from .calibration_data import Inputs, trim
+from .twin import rfa_layers, share_weights
 
 #: Tokens whose outputs are held at once.
 SCORED_TOKENS = 1024

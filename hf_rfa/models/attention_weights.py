@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels import denominator, differentiable, divide, noncausal, parallel, parallel_weights
+from .linear_attention import denominator, differentiable, divide, noncausal, parallel, parallel_weights
 
 #: Logarithm of the weight of a key that a query does not see; finite, so that no gradient is NaN.
 UNSEEN = -1e30
@@ -31,7 +31,8 @@ def implied_weights(
 ) -> Tensor:
     """Return the attention weights that the features imply, [B, H, Tq, Tk].
 
-    Multiplied with the values they give the output of `hf_rfa.kernels.rfa_attention`.  With a ``state`` from earlier tokens
+    Multiplied with the values they give the output of `hf_rfa.models.linear_attention.rfa_attention`. With a
+    ``state`` from earlier tokens
     the columns are those of the tokens at hand, and a row sums to the share of the weight that falls on them.
     ``causal=False`` is for cross and bidirectional attention.
     """
@@ -53,7 +54,7 @@ def implied_weights(
 
 
 class ExactWindow(NamedTuple):
-    """What the weights of the last ``size`` keys are made of, where they are exact (`hf_rfa.window`).
+    """What the weights of the last ``size`` keys are made of, where they are exact (`hf_rfa.models.sliding_window`).
 
     Attributes:
         size: W, the query's own position included.
@@ -92,7 +93,7 @@ def implied_log_weights(
         log_gate: [B, H, Tk] or None; only with ``causal=True``.
         weights: [B, H or 1, Tk], 0 for padding, or None.
         causal: whether a query sees only the keys up to its own position.
-        signed: see `hf_rfa.kernels.rfa_attention`; weights below `SMALLEST_WEIGHT` are raised to it.
+        signed: see `hf_rfa.models.linear_attention.rfa_attention`; weights below `SMALLEST_WEIGHT` are raised to it.
         floor: likewise.
         window: the exact window, or None; padding must not stand between tokens then.
     """

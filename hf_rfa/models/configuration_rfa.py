@@ -14,16 +14,15 @@ from huggingface_hub.dataclasses import strict
 from transformers import BartConfig, GPT2Config, MarianConfig
 from transformers.activations import ACT2FN
 
-from .cache import RFA_LAYER_TYPE
+from .cache_rfa import RFA_LAYER_TYPE
 from .feature_maps import FEATURE_MAPS
-from .learned_maps import ExponentialMap, LearnedFeatureMap
-from .peers import register_with_peft
-from .random_maps import RandomFeatureMap
+from .learned_feature_maps import ExponentialMap, LearnedFeatureMap
+from .random_feature_maps import RandomFeatureMap
 
 STATE_DTYPES = ("float32", "float64")
 #: Seeds from 0 to this draw different matrices: torch's generator for the CPU reads 32 bits of a seed.
 MAX_SEED = 2**32 - 1
-#: The largest pool: the draws after it are those of the next layer (`hf_rfa.random_maps.draw_projection`).
+#: The largest pool: the draws after it are those of the next layer (`hf_rfa.models.random_feature_maps.draw_projection`).
 MAX_REDRAW_POOL = 1_000_000
 
 #: What an attention layer attends to: the tokens before it, an encoder's output, or all tokens of an encoder's input.
@@ -35,7 +34,7 @@ class RFAConfigMixin:
     """Fields of random feature attention, mixed into a family's configuration class.
 
     Args:
-        feature_map: name of the feature map, one of `hf_rfa.feature_maps.FEATURE_MAPS`. Default ``"positive"``.
+        feature_map: name of the feature map, one of `hf_rfa.models.feature_maps.FEATURE_MAPS`. Default ``"positive"``.
         num_features: D, rows of W per head (F is D, 2D for ``gaussian`` and ``hedgehog``); None takes the map's default.
         unit_norm: ℓ2-normalise queries and keys, as in Peng et al. 2021, instead of carrying their norm.
         orthogonal: draw W in orthogonal blocks instead of independently.
@@ -228,11 +227,6 @@ class RFAConfigMixin:
 
     #: Where transformers finds the classes of this family in a checkpoint that holds their code, by auto class.
     AUTO_MAP: ClassVar[dict[str, str]] = {}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields; peft, which asks for them, gets to know the model's type."""
-        register_with_peft()
-        return super().to_dict()  # type: ignore[misc]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Save the configuration, and with it the code of its class; arguments as for `PreTrainedConfig.save_pretrained`."""

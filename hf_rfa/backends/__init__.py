@@ -1,0 +1,36 @@
+"""Implementations of causal attention that need a GPU; `hf_rfa.models.attention` computes in torch without them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hf_rfa.errors import InputError
+from hf_rfa.models.attention import BACKENDS, RFAAttentionMixin
+
+from . import fla_attention, triton_attention
+
+BACKENDS["fused"] = triton_attention
+BACKENDS["fla"] = fla_attention
+
+
+def use_backend(model: nn.Module, backend: str) -> None:
+    """Choose what computes causal attention without a window.
+
+    Args:
+        model: the RFA model, changed in place.
+        backend: "torch", the default; "fused" for the Triton kernels; or "fla" for features in torch and the recurrence of
+            several tokens by flash-linear-attention. Float64, compiled graphs, maps without `FeatureMap.affine_form`
+            ("fused") and packed documents ("fla") stay in torch.
+
+    Raises:
+        InputError: if a backend is asked for that does not run on the model's device.
+    """
+    device = next(model.parameters()).device
+    if backend not in ("torch", *BACKENDS):
+        raise InputError(f"backend must be one of torch, {', '.join(BACKENDS)}, got {backend!r}.")
+    if backend != "torch" and not BACKENDS[backend].available(device):
+        needs = BACKENDS[backend].NEEDS
+        raise InputError(f"backend {backend!r} needs {needs} and a CUDA device, and this model is on {device}.")
+    for module in model.modules():
+        if isinstance(module, RFAAttentionMixin):
+            module.backend = backend

@@ -1,0 +1,36 @@
+"""Registration with PEFT, which keeps the modules that each of its methods adapts by default by model type.
+
+PEFT has no function to add to them: they are dictionaries of ``peft.utils.constants``. Tested with peft 0.21.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from .families import FAMILIES
+from .models.configuration_rfa import RFAConfigMixin
+
+#: Where PEFT knows nothing of a family, one with the same names of modules.
+SAME_MODULES = {"marian": "bart"}
+_PREFIX = "TRANSFORMERS_MODELS_TO_"
+
+
+def register_with_peft() -> None:
+    """Let PEFT's methods adapt, in RFA models, the modules that they adapt in the base models, once PEFT is imported."""
+    constants: Any = sys.modules.get("peft.utils.constants")
+    for name, modules in ({} if constants is None else vars(constants)).items():
+        if name.startswith(_PREFIX) and isinstance(modules, dict):
+            for base_type, family in FAMILIES.items():
+                known = modules.get(base_type, modules.get(SAME_MODULES.get(base_type, base_type)))
+                if known is not None:
+                    modules.setdefault(family.rfa_config.model_type, known)
+
+
+def _to_dict(self: Any) -> dict[str, Any]:
+    register_with_peft()
+    return super(RFAConfigMixin, self).to_dict()
+
+
+# PEFT asks for a model's configuration before it looks the model type up. Importing PEFT here would take longer.
+RFAConfigMixin.to_dict = _to_dict  # type: ignore[attr-defined]
