@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hf_rfa.backends.triton_attention import fused_attention, fused_step
+from hf_rfa.backends.triton_attention import KernelInputs, fused_attention, fused_step, kernel_inputs
 from hf_rfa.bench.tasks import interleaved
 from hf_rfa.convert.atomic_io import new_file
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
-from hf_rfa.models.linear_attention import divide, rfa_attention
+from hf_rfa.models.linear_attention import divide, linear_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -37,21 +37,21 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def plain(feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Attend in torch."""
     query, key, *_ = feature_map(query, key, least_shift=feature_map.least_shift(None))
-    return rfa_attention(query, key, value, **options)[0]
+    return linear_attention(query, key, value, **options)[0]
 
 
 def fused(feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attend in the kernels."""
-    least, floor = feature_map.least_shift(None), feature_map.floor
-    return fused_attention(feature_map(query, key, affine=True), value, floor=floor, least_shift=least)[0]
+    inputs = cast(KernelInputs, kernel_inputs(feature_map, query, key))  # of a map of this package
+    least, floor = feature_map.least_shift(None), feature_map.denominator_floor
+    return fused_attention(inputs, value, denominator_floor=floor, least_shift=least)[0]
 
 
 def contestants(feature_map: FeatureMap) -> dict[str, Attention]:
     """Return what is compared, by name: queries, keys and values [B, H, T, d] in, outputs out."""
-    signs: dict[str, Any] = {"signed": feature_map.signed, "floor": feature_map.floor}
     found: dict[str, Attention] = {
         "fused": lambda q, k, v: fused(feature_map, q, k, v),
-        "torch": lambda q, k, v: plain(feature_map, q, k, v, **signs),
+        "torch": lambda q, k, v: plain(feature_map, q, k, v, denominator_floor=feature_map.denominator_floor),
         "softmax": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
     if importlib.util.find_spec("fla") is not None and not feature_map.signed:
@@ -135,8 +135,8 @@ def _step(feature_map: FeatureMap, device: torch.device, dtype: torch.dtype, ste
     state = torch.rand(*shape[:2], feature_map.feature_dim, feature_map.head_dim + 1, device=device)
     feature_map.eval()
     runs: dict[str, Callable[[], object]] = {
-        "fused": lambda: fused_step(feature_map(query, key, affine=True), value, state),
-        "torch": lambda: plain(feature_map, query, key, value, state=state),
+        "fused": lambda: fused_step(cast(KernelInputs, kernel_inputs(feature_map, query, key)), value, state),
+        "torch": lambda: plain(feature_map, query, key, value, initial_state=state),
     }
     return interleaved(runs, steps, device)
 

@@ -29,7 +29,7 @@ from hf_rfa.convert.text_io import read_documents
 from hf_rfa.convert.twin import rfa_layers, softmax_twin
 from hf_rfa.inference import load_model
 from hf_rfa.models.attention import RFAAttentionMixin
-from hf_rfa.models.attention_weights import implied_weights
+from hf_rfa.models.linear_attention import linear_attention
 
 COUNTS = (64, 256, 1024, 4096)
 VARIANTS = (("positive", False), ("positive", True), ("gaussian", False))
@@ -42,11 +42,14 @@ def errors(layer: RFAAttentionMixin, query: Tensor, key: Tensor) -> tuple[float,
     visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
     exact = (query @ key.transpose(-1, -2)) * layer.scaling
     features = feature_map(query, key)
-    estimate = feature_map.log_normaliser(query).exp() * (features[0] @ features[1].transpose(-1, -2))  # type: ignore[operator]
+    estimate = feature_map.log_normalizer(query).exp() * (features[0] @ features[1].transpose(-1, -2))  # type: ignore[operator]
     kernel = float((estimate / exact.exp() - 1).abs()[..., visible].median())
     softmax = exact.masked_fill(~visible, -math.inf).softmax(-1)
-    implied = implied_weights(*features, signed=feature_map.signed, floor=feature_map.floor)
-    return kernel, float((softmax - implied).abs().sum(-1).mean() / 2)
+    one_hot = torch.eye(key.shape[2]).expand(*key.shape[:2], -1, -1)  # whose outputs are the weights
+    weights, _ = linear_attention(
+        features.query, features.key, one_hot, denominator_floor=feature_map.denominator_floor
+    )
+    return kernel, float((softmax - weights).abs().sum(-1).mean() / 2)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_rfa.models.attention import RFAAttentionMixin
-from hf_rfa.models.attention_weights import UNSEEN, ExactWindow, implied_log_weights
+from hf_rfa.models.attention_weights import MASKED_LOGIT, ExactWindow, log_attention_weights
 from hf_rfa.models.feature_maps import compute_dtype
 from hf_rfa.models.linear_attention import mask_padding
 
@@ -87,7 +87,7 @@ def softmax_targets(layer: RFAAttentionMixin, sample: Sample) -> Iterator[Target
         if sample.key_mask is not None:
             seen = seen & sample.key_mask[:, None, None, keys]
         # A query that sees nothing, among padding, gets weights that nobody counts instead of NaN.
-        log_softmax = scores.masked_fill(~seen, UNSEEN).log_softmax(-1)
+        log_softmax = scores.masked_fill(~seen, MASKED_LOGIT).log_softmax(-1)
         softmax = log_softmax.exp()
         yield Target(rows, softmax, (softmax * log_softmax.masked_fill(~seen, 0.0)).sum(-1))
 
@@ -110,24 +110,23 @@ def compare_weights(
     query, key = sample.query.to(dtype), sample.key.to(dtype)
     window = None
     least_shift = layer.feature_map.least_shift(None)
-    features = layer.feature_map(query, key, least_shift=least_shift, offset=layer.window > 0)
-    if layer.window:
-        window = ExactWindow(layer.window, query * layer.scaling, key, features.offset)
+    features = layer.feature_map(query, key, least_shift=least_shift, offset=layer.window_size > 0)
+    if layer.window_size:
+        window = ExactWindow(layer.window_size, query * layer.scaling, key, features.offset)
     gated = layer.gate is not None and hidden_states is not None
     log_gate, weights = layer.gate(hidden_states) if gated else (None, None)  # type: ignore[misc]
     log_gate, weights = mask_padding(sample.key_mask, log_gate, weights)
     for target in softmax_targets(layer, sample) if targets is None else targets:
         yield (
             target,
-            implied_log_weights(
+            log_attention_weights(
                 features.query,
                 features.key,
                 rows=target.rows,
-                log_gate=log_gate,
-                weights=weights,
+                log_decay=log_gate,
+                input_scale=weights,
                 causal=layer.rfa_kind == "causal",
-                signed=layer.feature_map.signed,
-                floor=layer.feature_map.floor,
+                denominator_floor=layer.feature_map.denominator_floor,
                 window=window,
             ),
         )
@@ -153,7 +152,7 @@ def layer_divergence(
     divergences = []
     error = norm = torch.zeros((), device=sample.key.device)
     for target, log_weights in compare_weights(layer, sample, hidden_states, targets):
-        # 0 · UNSEEN is 0: keys that nobody sees count nothing.
+        # 0 · MASKED_LOGIT is 0: keys that nobody sees count nothing.
         divergences.append(target.negative_entropy - (target.softmax * log_weights).sum(-1))
         if output_weight:
             value = sample.value[:, :, : log_weights.shape[-1]].to(log_weights.dtype)

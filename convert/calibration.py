@@ -6,7 +6,7 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
    moment of positive features, exp(‖q̂ + k̂‖²) (Choromanski et al. 2021, lemma 2), falls with ‖q̂ + k̂‖.
 2. balance: (q∘a, k/a) with a = (var k / var q)^¼, which minimises the mean of ‖q̂ + k̂‖² and leaves q·k as it is.
 3. shape: W ← BW with a bias, A and B by the second moment of q̂ + k̂, which lowers the variance and keeps the kernel
-   (`hf_rfa.models.random_feature_maps.PositiveMap.shape_projection`).
+   (`hf_rfa.models.random_feature_maps.PositiveMap.fit_projection`).
 4. gate: the span of each head, of a grid, whose implied weights have the least cross-entropy to the softmax weights.
 5. temperature: σ = τ per head, the τ of a grid whose implied weights have the least cross-entropy to the softmax weights.
 6. scale: the constant c of a head's exponents, so that the features of its median key have mass 1.
@@ -27,9 +27,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.memory import give_back_memory
-from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.attention import Gate, RFAAttentionMixin
 from hf_rfa.models.feature_maps import FeatureMap
-from hf_rfa.models.gate import Gate
 from hf_rfa.models.random_feature_maps import PositiveMap
 
 from .activations import (
@@ -138,7 +137,7 @@ class _Comparison:
         With p and m the shares of the softmax and of the implied weights that fall in the window, a shift by δ changes the
         divergence by E[log(1 + m (e^δ − 1))] − E[p] δ, which is convex: golden sections find its least.
         """
-        window, shares, implied = self.layer.window, [], []
+        window, shares, implied = self.layer.window_size, [], []
         for target, log_weights in compare_weights(self.layer, self.sample, self.hidden_states, self.targets):
             near = torch.ones(log_weights.shape[-2:], dtype=torch.bool, device=log_weights.device)
             near = near.triu(target.rows.start - window + 1)
@@ -173,11 +172,11 @@ def calibrate_layer(
     keys = sample.keys()
     if feature_map.has_sigma:
         feature_map.sigma.fill_(1.0)
-    if feature_map.invariant:
+    if feature_map.reparametrizable:
         _centre_and_balance(feature_map, sample.queries(), keys)
     _set_log_scale(feature_map, keys)
     comparison = comparison or _Comparison(layer, sample, hidden_states)
-    if isinstance(feature_map, PositiveMap) and feature_map.can_be_shaped:
+    if isinstance(feature_map, PositiveMap) and feature_map.supports_derf:
         _shape_projection(feature_map, sample.queries(), keys)
     if layer.gate is not None and comparison.hidden_states is not None:
         _set_spans(layer.gate, comparison)
@@ -193,7 +192,7 @@ def _shape_projection(feature_map: PositiveMap, query: Tensor, key: Tensor) -> N
     query, key = feature_map.query_input(query[None])[0].double(), feature_map.key_input(key[None])[0].double()
     second = sum(x.transpose(-1, -2) @ x / x.shape[1] for x in (query, key))
     means = query.mean(1)[:, :, None] * key.mean(1)[:, None, :]
-    feature_map.shape_projection(second + means + means.transpose(-1, -2))
+    feature_map.fit_projection(second + means + means.transpose(-1, -2))
 
 
 def _nearest(comparison: _Comparison, values: Sequence[float], set_to: Callable[[float], None]) -> Tensor:
@@ -210,7 +209,9 @@ def _nearest(comparison: _Comparison, values: Sequence[float], set_to: Callable[
 def _set_spans(gate: Gate, comparison: _Comparison) -> None:
     """Set every head's span to the one that is nearest the softmax weights (step 4)."""
     spans = [max(2.0, share * gate.max_positions) for share in SPANS]
-    gate.set_spans(_nearest(comparison, spans, lambda span: gate.set_spans(torch.full_like(gate.bias, span))))
+    gate.set_time_scales(
+        _nearest(comparison, spans, lambda span: gate.set_time_scales(torch.full_like(gate.bias, span)))
+    )
 
 
 def _set_temperature(feature_map: FeatureMap, keys: Tensor, comparison: _Comparison) -> None:
@@ -242,5 +243,5 @@ def _set_log_scale(feature_map: FeatureMap, key: Tensor) -> None:
     """
     if not feature_map.has_exponent:
         return
-    mass = feature_map.key_exponent(feature_map.key_input(key[None]))[0].logsumexp(-1)
+    mass = feature_map.key_exponent(key[None])[0].logsumexp(-1)
     feature_map.log_scale.copy_(torch.maximum(mass.median(dim=1).values, mass.amax(1) - HEAVIEST))

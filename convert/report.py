@@ -183,8 +183,8 @@ def _state_bytes(layer: Any, dtype: torch.dtype) -> int:
     """Return the bytes of an RFA layer's state, and of its window."""
     feature_map = layer.feature_map
     shapes = [state_shape(feature_map.feature_dim, feature_map.head_dim, signed=feature_map.signed)]
-    if layer.window:
-        shapes.append(window_shape(layer.window, feature_map.head_dim))
+    if layer.window_size:
+        shapes.append(window_shape(layer.window_size, feature_map.head_dim))
     return feature_map.num_heads * sum(map(math.prod, shapes)) * torch.promote_types(layer.state_dtype, dtype).itemsize
 
 

@@ -270,7 +270,7 @@ def use_attention_component(model: nn.Module, component: AttentionComponent) -> 
     Raises:
         InputError: if the model has no sliding window, for any component but "both".
     """
-    layers = [module for module in model.modules() if isinstance(module, RFAAttentionMixin) and module.window]
+    layers = [module for module in model.modules() if isinstance(module, RFAAttentionMixin) and module.window_size]
     if not layers and component != "both":
         raise InputError(f"attention_component={component} needs attention with a window, and this model has none.")
     for layer in layers:

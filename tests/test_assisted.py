@@ -101,7 +101,7 @@ def test_a_recording_that_nobody_crops_stays_small():
         cache.activate_past_recording()
         for _ in range(MAX_RECORDED_STEPS + 5):
             model(torch.tensor([[3]]), past_key_values=cache)
-    assert len(cache.layers[0]._since) == 5
+    assert len(cache.layers[0]._steps) == 5
 
 
 @pytest.mark.parametrize("assistant", ["itself", "other", "softmax", "prompt"])

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_rfa.convert.calibration import _set_log_scale
-from hf_rfa.models.attention_weights import implied_log_weights
+from hf_rfa.models.attention_weights import log_attention_weights
 from hf_rfa.models.feature_maps import FEATURE_MAPS, EluMap
-from hf_rfa.models.linear_attention import rfa_attention
+from hf_rfa.models.linear_attention import linear_attention
 from hf_rfa.models.random_feature_maps import RandomFeatureMap, draw_projection
 
 H, D_HEAD = 2, 8
@@ -31,7 +31,7 @@ def moderate_queries_and_keys(tokens: int = 6):
 @torch.no_grad()
 def kernel(feature_map, query, key):
     features = feature_map(query, key)
-    return feature_map.log_normaliser(query).exp() * (features[0] @ features[1].transpose(-1, -2))
+    return feature_map.log_normalizer(query).exp() * (features[0] @ features[1].transpose(-1, -2))
 
 
 def exact_kernel(feature_map, query, key):
@@ -75,7 +75,7 @@ def test_kernel_stays_unbiased_with_calibrated_constants(name, unit_norm):
     for seed in range(400):
         feature_map = build(name, num_features=64, unit_norm=unit_norm, seed=seed)
         feature_map.log_scale.fill_(1.7)
-        if feature_map.invariant:
+        if feature_map.reparametrizable:
             feature_map.key_shift.copy_(torch.linspace(-0.4, 0.4, H * D_HEAD).view(H, D_HEAD))
             feature_map.balance.copy_(torch.linspace(0.8, 1.2, H * D_HEAD).view(H, D_HEAD))
         draws.append(kernel(feature_map, query, key))
@@ -97,7 +97,7 @@ def test_a_shaped_projection_leaves_the_kernel_unbiased_and_lowers_its_variance(
                 1, 2
             )
             if shaped:
-                feature_map.shape_projection(sums.transpose(-1, -2) @ sums / sums.shape[1])
+                feature_map.fit_projection(sums.transpose(-1, -2) @ sums / sums.shape[1])
             draws[shaped].append(kernel(feature_map, query, key))
     exact = exact_kernel(feature_map, query, key)
     found = {shaped: torch.stack(kernels) for shaped, kernels in draws.items()}
@@ -242,7 +242,7 @@ def test_impossible_feature_counts_are_refused(name, count):
 
 def test_maps_without_a_softmax_kernel_say_so():
     with pytest.raises(NotImplementedError, match="arccos"):
-        build("arccos").log_normaliser(torch.zeros(1, H, 1, D_HEAD))
+        build("arccos").log_normalizer(torch.zeros(1, H, 1, D_HEAD))
     assert not issubclass(EluMap, RandomFeatureMap)
 
 
@@ -257,8 +257,8 @@ def test_gradients_of_log_weights_are_finite_where_features_are_far_apart(name):
         _set_log_scale(feature_map, key.transpose(0, 1).flatten(1, 2))
     least_shift = feature_map.least_shift(None)
     features = feature_map(query.requires_grad_(), key.requires_grad_(), least_shift=least_shift)[:2]
-    logs = implied_log_weights(*features, rows=slice(0, 40))
-    (logs.clamp_min(-1e9).sum() + rfa_attention(*features, value)[0].sum()).backward()
+    logs = log_attention_weights(*features, rows=slice(0, 40))
+    (logs.clamp_min(-1e9).sum() + linear_attention(*features, value)[0].sum()).backward()
     for tensor in (query, key, *(each for each in feature_map.parameters() if each.grad is not None)):
         assert torch.isfinite(tensor.grad).all()
 
@@ -270,11 +270,11 @@ def test_keys_far_heavier_than_the_calibrated_ones_overflow_nothing(name):
     with torch.no_grad():
         feature_map.log_scale.fill_(-200.0)
     query, key, value = (torch.randn(1, H, 300, D_HEAD, requires_grad=True) for _ in range(3))
-    signs = {"signed": feature_map.signed, "floor": feature_map.floor}
-    output, state = rfa_attention(*feature_map(query, key)[:2], value, **signs)
+    signs = {"denominator_floor": feature_map.denominator_floor}
+    output, state = linear_attention(*feature_map(query, key)[:2], value, **signs)
     output.square().sum().backward()
     with torch.no_grad():
-        without_gradients, _ = rfa_attention(*feature_map.eval()(query, key)[:2], value, **signs)
+        without_gradients, _ = linear_attention(*feature_map.eval()(query, key)[:2], value, **signs)
     for tensor in (output, state, without_gradients, query.grad, key.grad, value.grad):
         assert torch.isfinite(tensor).all()
     torch.testing.assert_close(without_gradients, output, rtol=1e-4, atol=1e-4)
@@ -297,5 +297,7 @@ def test_the_error_of_signed_features_does_not_explode(unit_norm):
             query *= sharpness
             scores = query @ key.mT
         expected = scores.masked_fill(~seen, -math.inf).softmax(-1) @ value
-        found, _ = rfa_attention(*feature_map(query, key)[:2], value, signed=True, floor=feature_map.floor)
+        found, _ = linear_attention(
+            *feature_map(query, key)[:2], value, denominator_floor=feature_map.denominator_floor
+        )
         assert (found - expected).square().mean() < 2 * expected.square().mean(), sharpness

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import subprocess
-import sys
 import types
 
 import pytest
@@ -17,7 +15,8 @@ import torch
 
 from hf_rfa.backends import fla_attention, use_backend
 from hf_rfa.backends.fla_attention import fla_chunked
-from hf_rfa.models.linear_attention import chunked, rfa_attention
+from hf_rfa.models.attention import BACKENDS
+from hf_rfa.models.linear_attention import chunked
 
 from .test_fused import DEVICE, draw
 from .test_gpt2 import make
@@ -75,15 +74,17 @@ def simple_gla(request, monkeypatch):
     monkeypatch.setattr(fla_attention, "available", lambda device: True)
 
 
-@pytest.mark.parametrize("without", [(), ("log_gate",), ("weights",), ("state",), ("log_gate", "weights", "state")])
+@pytest.mark.parametrize(
+    "without", [(), ("log_decay",), ("input_scale",), ("initial_state",), ("log_decay", "input_scale", "initial_state")]
+)
 @pytest.mark.parametrize("length", [1, 37])
 def test_outputs_state_and_gradients_are_those_of_our_form(simple_gla, without, length):
     query, key = (draw(B, H, length, F, seed=seed).abs().requires_grad_() for seed in range(2))
     value = draw(B, H, length, M, seed=2).requires_grad_()
     options = {
-        "log_gate": (-draw(B, H, length, seed=3).abs()).requires_grad_(),
-        "weights": draw(B, 1, length, seed=4).abs().requires_grad_(),
-        "state": draw(B, H, F, M, seed=5).requires_grad_(),
+        "log_decay": (-draw(B, H, length, seed=3).abs()).requires_grad_(),
+        "input_scale": draw(B, 1, length, seed=4).abs().requires_grad_(),
+        "initial_state": draw(B, H, F, M, seed=5).requires_grad_(),
     }
     options = {name: None if name in without else tensor for name, tensor in options.items()}
     found, expected = (form(query, key, value, **options) for form in (fla_chunked, chunked))
@@ -149,22 +150,28 @@ def test_without_it_the_error_says_what_to_do():
         use_backend(make("positive"), "fla")
 
 
-def test_a_form_of_ones_own_is_used():
-    query, key, value = (draw(B, H, 5, F, seed=seed).abs() for seed in range(3))
-    marked = []
+@torch.no_grad()
+def test_a_backend_of_ones_own_is_used_where_it_fits(monkeypatch):
+    """It is asked once a layer; where it returns None, torch computes; a window and recorded tokens stay in torch."""
+    asked = []
 
-    def form(*args, **options):
-        marked.append(options["chunk_size"])
-        return chunked(*args, **options)
+    class Half:
+        @staticmethod
+        def attend(layer, query, key, value, log_decay, input_scale, document_starts, state):
+            asked.append(layer.rfa_layer_idx)
+            return None if layer.rfa_layer_idx else (torch.zeros_like(value), torch.ones(1))
 
-    assert torch.equal(
-        rfa_attention(query, key, value, form=form, chunk_size=2)[0], rfa_attention(query, key, value, chunk_size=2)[0]
-    )
-    assert marked == [2]
+        @staticmethod
+        def available(device):
+            return True
 
-
-def test_hf_rfa_does_not_import_fla(tmp_path):
-    """Not even where it could: a package of that name lies on the path, and says that it was imported by failing."""
-    (tmp_path / "fla.py").write_text("raise SystemExit('fla was imported')")
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import hf_rfa, hf_rfa.backends.fla_attention"
-    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
+    monkeypatch.setitem(BACKENDS, "half", Half)
+    model, ids = make("positive"), torch.arange(1, 9)[None]
+    expected = model(ids, use_cache=False).logits
+    use_backend(model, "half")
+    assert not torch.allclose(model(ids, use_cache=False).logits, expected)
+    assert asked == list(range(model.config.n_layer))
+    windowed = make("window")
+    use_backend(windowed, "half")
+    windowed(ids)
+    assert len(asked) == model.config.n_layer

@@ -10,19 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hf_rfa.models.blockwise
+import hf_rfa.models.attention
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
-from hf_rfa.models.blockwise import BLOCK_LENGTH, in_blocks
-from hf_rfa.models.feature_maps import FEATURE_MAPS
+from hf_rfa.models.attention import SEGMENT_LENGTH
+from hf_rfa.models.feature_maps import FEATURE_MAPS, ProjectedFeatureMap
 from hf_rfa.models.linear_attention import chunked, parallel
-from hf_rfa.models.random_feature_maps import PositiveMap
 
-FOLDED = [name for name, cls in FEATURE_MAPS.items() if issubclass(cls, PositiveMap)]
+PROJECTED = [name for name, cls in FEATURE_MAPS.items() if issubclass(cls, ProjectedFeatureMap)]
 
 
 def random_map(name, dtype=torch.float64, **options):
     torch.manual_seed(0)
-    made = FEATURE_MAPS[name](num_heads=3, head_dim=5, num_features=7, scaling=0.4, windowed=True, **options)
+    made = FEATURE_MAPS[name](
+        num_heads=3, head_dim=5, num_features=None if name == "hedgehog" else 7, scaling=0.4, windowed=True, **options
+    )
     with torch.no_grad():
         for tensor in made.state_dict().values():
             tensor.copy_(0.5 + torch.rand_like(tensor) if tensor.numel() < 16 else 0.7 * torch.randn_like(tensor))
@@ -32,15 +33,15 @@ def random_map(name, dtype=torch.float64, **options):
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 1, 5), (4, 3, 1, 5), (2, 3, 9, 5)])
-@pytest.mark.parametrize("name", FOLDED)
-def test_folded_features_are_the_features(name, shape):
+@pytest.mark.parametrize("name", PROJECTED)
+def test_features_of_a_kept_specification_are_the_features(name, shape):
     feature_map = random_map(name)
     query, key = torch.randn(2, *shape, dtype=torch.float64) * 2
     expected = feature_map(query, key, offset=True)  # with gradients nothing is folded
-    assert feature_map._fold is None
+    assert feature_map._cached_spec is None
     with torch.no_grad():
         found = feature_map(query, key, offset=True)
-        assert feature_map._fold is not None
+        assert feature_map._cached_spec is not None
         alone = feature_map(query)
     for one, other in zip(found[:3], expected[:3], strict=True):
         torch.testing.assert_close(one, other.detach(), rtol=1e-10, atol=0)
@@ -48,8 +49,8 @@ def test_folded_features_are_the_features(name, shape):
     assert alone[1].numel() == 0
 
 
-@pytest.mark.parametrize("name", FOLDED)
-def test_what_was_folded_follows_every_change(name):
+@pytest.mark.parametrize("name", PROJECTED)
+def test_a_kept_specification_follows_every_change(name):
     feature_map = random_map(name, torch.float32)
     query, key = torch.randn(2, 2, 3, 4, 5)
 
@@ -58,7 +59,7 @@ def test_what_was_folded_follows_every_change(name):
         with torch.no_grad():
             found = feature_map(query, key)
         for one, other in zip(found[:2], expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=0)
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=0 if feature_map.has_exponent else 1e-6)
         return found[0]
 
     seen = [check()]
@@ -77,9 +78,10 @@ def test_what_was_folded_follows_every_change(name):
     feature_map.double().float()
     check()
     copied = copy.deepcopy(feature_map)
-    with torch.no_grad():
-        copied.log_scale.add_(1.0)
-        torch.testing.assert_close(copied(query, key)[1], feature_map(query, key)[1] * torch.tensor(-1.0).exp())
+    if feature_map.has_exponent:
+        with torch.no_grad():
+            copied.log_scale.add_(1.0)
+            torch.testing.assert_close(copied(query, key)[1], feature_map(query, key)[1] * torch.tensor(-1.0).exp())
     for before, after in pairwise(seen):
         assert not torch.allclose(before, after)
 
@@ -90,13 +92,13 @@ def test_nothing_is_folded_where_it_cannot_be_told_whether_it_changed():
     with torch.inference_mode():
         made_there = random_map("exponential", torch.float32)
         found = made_there(query, key)
-        assert made_there._fold is None
+        assert made_there._cached_spec is None
         torch.testing.assert_close(found[0], feature_map(query, key)[0], rtol=1e-4, atol=0)
-        assert feature_map._fold is not None
+        assert feature_map._cached_spec is not None
     feature_map.train()
     with torch.no_grad():
         feature_map(query, key)
-    assert feature_map._fold is None
+    assert feature_map._cached_spec is None
 
 
 @settings(deadline=None, max_examples=60)
@@ -117,9 +119,9 @@ def test_sums_in_place_are_the_sums(length, chunk_size, weighted, started, seed)
     weights = (draw(2, 1, length) > 0).double() if weighted else None
     state = draw(2, 3, 4, 5) if started else None
     kept = None if state is None else state.clone()
-    expected, end = parallel(query, key, value, weights=weights, state=state)
+    expected, end = parallel(query, key, value, input_scale=weights, initial_state=state)
     with torch.no_grad():
-        found, found_end = chunked(query, key, value, weights=weights, state=state, chunk_size=chunk_size)
+        found, found_end = chunked(query, key, value, input_scale=weights, initial_state=state, chunk_size=chunk_size)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(found_end, end)
     if state is not None:
@@ -133,13 +135,13 @@ def test_sums_in_place_are_the_sums(length, chunk_size, weighted, started, seed)
         {"gate": True},
         {"feature_map": "exponential", "gate": True},
         {"feature_map": "gaussian", "unit_norm": True},
-        {"window": 5},
+        {"window_size": 5},
     ],
 )
 def test_long_texts_in_blocks_are_what_they_are_whole(options, monkeypatch):
     """Values and gradients, with padding on both sides, against a model that computes everything at once."""
     torch.manual_seed(0)
-    length = 2 * BLOCK_LENGTH + 37
+    length = 2 * SEGMENT_LENGTH + 37
     config = RFAGPT2Config(
         n_layer=2, n_embd=16, n_head=2, n_positions=length, vocab_size=50, num_features=8, chunk_size=48, **options
     )
@@ -147,12 +149,11 @@ def test_long_texts_in_blocks_are_what_they_are_whole(options, monkeypatch):
     ids = torch.randint(0, 50, (2, length))
     mask = torch.ones_like(ids)
     mask[0, :9], mask[1, -600:] = 0, 0
-    assert 2 * BLOCK_LENGTH < length <= 3 * BLOCK_LENGTH
+    assert 2 * SEGMENT_LENGTH < length <= 3 * SEGMENT_LENGTH
     losses, gradients = [], []
-    for limit in (length, BLOCK_LENGTH):
+    for limit in (length, SEGMENT_LENGTH):
         with monkeypatch.context() as patch:
-            patch.setattr(hf_rfa.models.blockwise, "WHOLE_WITH_GRADIENTS", limit)
-            assert in_blocks(length) == (limit == BLOCK_LENGTH)
+            patch.setattr(hf_rfa.models.attention, "MAX_LENGTH_WITHOUT_SEGMENTS", limit)
             model.zero_grad()
             outputs = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), use_cache=False)
             outputs.loss.backward()

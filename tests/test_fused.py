@@ -9,16 +9,16 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from hf_rfa import InputError, RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.backends import use_backend
-from hf_rfa.backends.triton_attention import available, fused_attention, fused_step
+from hf_rfa.backends.triton_attention import available, fused_attention, fused_step, kernel_inputs
 from hf_rfa.models.attention import RFAAttentionMixin
-from hf_rfa.models.attention_weights import UNSEEN
-from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
-from hf_rfa.models.linear_attention import rfa_attention
+from hf_rfa.models.attention_weights import MASKED_LOGIT
+from hf_rfa.models.feature_maps import FEATURE_MAPS
+from hf_rfa.models.linear_attention import linear_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 B, H, D = 2, 2, 8
 MAPS = {
-    **{name: {} for name, cls in FEATURE_MAPS.items() if cls.affine_form is not FeatureMap.affine_form},
+    **{name: {} for name in FEATURE_MAPS},
     "gaussian, norm carried": {"feature_map": "gaussian"},
     "gaussian": {"unit_norm": True},
 }
@@ -46,16 +46,16 @@ def problem(name: str, length: int, *, gate=True, weights=True, state=True):
     feature_map = make_map(name)
     query, key, value = (draw(B, H, length, D, seed=seed).requires_grad_() for seed in range(3))
     options = {
-        "log_gate": (-draw(B, H, length, seed=4).abs()).requires_grad_() if gate else None,
-        "weights": draw(B, H, length, seed=5).abs().requires_grad_() if weights else None,
-        "state": None,
+        "log_decay": (-draw(B, H, length, seed=4).abs()).requires_grad_() if gate else None,
+        "input_scale": draw(B, H, length, seed=5).abs().requires_grad_() if weights else None,
+        "initial_state": None,
     }
     if state:  # of other tokens, so that what a state promises of itself holds
         before = [draw(B, H, 6, D, seed=seed) for seed in range(6, 9)]
-        signs = {"signed": feature_map.signed, "floor": feature_map.floor}
+        signs = {"denominator_floor": feature_map.denominator_floor}
         with torch.no_grad():
-            options["state"] = rfa_attention(*feature_map(*before[:2])[:2], before[2], **signs)[1]
-        options["state"].requires_grad_()
+            options["initial_state"] = linear_attention(*feature_map(*before[:2])[:2], before[2], **signs)[1]
+        options["initial_state"].requires_grad_()
     return feature_map, query, key, value, options
 
 
@@ -70,9 +70,15 @@ def assert_close(found, expected, tolerance=2e-5):
 @pytest.mark.parametrize("name", list(MAPS))
 def test_outputs_states_and_gradients_are_those_of_the_plain_form(name, length):
     feature_map, query, key, value, options = problem(name, length)
-    signs = {"signed": feature_map.signed, "floor": feature_map.floor}
-    expected = rfa_attention(*feature_map(query, key)[:2], value, **options, **signs)
-    found = fused_attention(feature_map(query, key, affine=True), value, **options, floor=feature_map.floor, chunk=16)
+    signs = {"denominator_floor": feature_map.denominator_floor}
+    expected = linear_attention(*feature_map(query, key)[:2], value, **options, **signs)
+    found = fused_attention(
+        kernel_inputs(feature_map, query, key),
+        value,
+        **options,
+        denominator_floor=feature_map.denominator_floor,
+        chunk=16,
+    )
     leaves = [query, key, value, *options.values(), *feature_map.parameters()]
     weights = [torch.randn_like(each) / each.detach().abs().max() for each in expected]
     gradients = [
@@ -85,15 +91,15 @@ def test_outputs_states_and_gradients_are_those_of_the_plain_form(name, length):
         assert_close(one, other, 2e-4)
 
 
-@pytest.mark.parametrize("without", ["log_gate", "weights", "state", "everything"])
+@pytest.mark.parametrize("without", ["log_decay", "input_scale", "initial_state", "everything"])
 def test_what_is_left_out_is_left_out(without):
-    kept = {name: without not in (name, "everything") for name in ("log_gate", "weights", "state")}
+    kept = {name: without not in (name, "everything") for name in ("log_decay", "input_scale", "initial_state")}
     feature_map, query, key, value, options = problem(
-        "exponential", 21, gate=kept["log_gate"], weights=kept["weights"], state=kept["state"]
+        "exponential", 21, gate=kept["log_decay"], weights=kept["input_scale"], state=kept["initial_state"]
     )
     assert {name: each is not None for name, each in options.items()} == kept
-    expected = rfa_attention(*feature_map(query, key)[:2], value, **options)
-    found = fused_attention(feature_map(query, key, affine=True), value, **options, chunk=16)
+    expected = linear_attention(*feature_map(query, key)[:2], value, **options)
+    found = fused_attention(kernel_inputs(feature_map, query, key), value, **options, chunk=16)
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other)
 
@@ -107,12 +113,17 @@ def test_documents_see_nothing_of_each_other(name, gated):
     starts = torch.zeros(B, length, dtype=torch.bool, device=DEVICE)
     starts[0, [0, 7, 8, 16, 40]] = True
     starts[1, 33] = True
-    gate = torch.zeros(B, H, length, device=DEVICE) if options["log_gate"] is None else options["log_gate"]
-    signs = {"signed": feature_map.signed, "floor": feature_map.floor}
-    plain = {**options, "log_gate": gate.masked_fill(starts[:, None], UNSEEN)}
-    expected = rfa_attention(*feature_map(query, key)[:2], value, **plain, **signs)
+    gate = torch.zeros(B, H, length, device=DEVICE) if options["log_decay"] is None else options["log_decay"]
+    signs = {"denominator_floor": feature_map.denominator_floor}
+    plain = {**options, "log_decay": gate.masked_fill(starts[:, None], MASKED_LOGIT)}
+    expected = linear_attention(*feature_map(query, key)[:2], value, **plain, **signs)
     found = fused_attention(
-        feature_map(query, key, affine=True), value, **options, starts=starts, floor=feature_map.floor, chunk=16
+        kernel_inputs(feature_map, query, key),
+        value,
+        **options,
+        document_starts=starts,
+        denominator_floor=feature_map.denominator_floor,
+        chunk=16,
     )
     leaves = [query, key, value, *(each for each in options.values() if each is not None)]
     gradients = []
@@ -127,10 +138,10 @@ def test_documents_see_nothing_of_each_other(name, gated):
 def test_a_step_is_the_recurrence_and_works_in_place(name):
     feature_map, query, key, value, options = problem(name, 1)
     with torch.no_grad():
-        mine, theirs = options["state"].detach().clone(), options["state"].detach().clone()
-        given = {each: options[each] for each in ("log_gate", "weights")}
-        expected, theirs = rfa_attention(*feature_map(query, key)[:2], value, state=theirs, **given)
-        found = fused_step(feature_map(query, key, affine=True), value, mine, **given)
+        mine, theirs = options["initial_state"].detach().clone(), options["initial_state"].detach().clone()
+        given = {each: options[each] for each in ("log_decay", "input_scale")}
+        expected, theirs = linear_attention(*feature_map(query, key)[:2], value, initial_state=theirs, **given)
+        found = fused_step(kernel_inputs(feature_map, query, key), value, mine, **given)
     assert_close(found, expected)
     assert_close(mine, theirs)
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.convert import convert
 from hf_rfa.models.feature_maps import FEATURE_MAPS
-from hf_rfa.models.linear_attention import rfa_attention
+from hf_rfa.models.linear_attention import linear_attention
 
 from .conftest import tiny_parent_config
 
@@ -54,7 +54,7 @@ def demanding_model(**options) -> RFAGPT2LMHeadModel:
 
 def set_log_scale(feature_map, args):
     """Make a head's largest key feature e^0, as calibration does."""
-    feature_map.log_scale.copy_(feature_map.key_exponent(feature_map.key_input(args[1])).amax((0, 2, 3)))
+    feature_map.log_scale.copy_(feature_map.key_exponent(args[1]).amax((0, 2, 3)))
 
 
 def smallest_products(model, ids):
@@ -156,8 +156,8 @@ def test_blocks_of_a_long_text_have_the_gradients_of_the_whole(name, monkeypatch
     ids = torch.arange(LENGTH)[None]
     gradients = []
     for length in (100, 4):
-        monkeypatch.setattr("hf_rfa.models.blockwise.WHOLE_WITH_GRADIENTS", length)
-        monkeypatch.setattr("hf_rfa.models.blockwise.BLOCK_LENGTH", length)
+        monkeypatch.setattr("hf_rfa.models.attention.MAX_LENGTH_WITHOUT_SEGMENTS", length)
+        monkeypatch.setattr("hf_rfa.models.attention.SEGMENT_LENGTH", length)
         model.zero_grad()
         run(model, ids).square().sum().backward()
         gradients.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
@@ -171,7 +171,7 @@ def test_features_that_overflow_nothing_in_float32_cannot_make_a_gradient_infini
     for scale in (1.0, 10.0, 30.0, 100.0):
         query, key, value = (torch.randn(1, 1, 40, 4).mul(scale).requires_grad_() for _ in range(3))
         query_features, key_features, _, _ = feature_map(query, key, least_shift=feature_map.least_shift(None))
-        output, _ = rfa_attention(query_features, key_features, value)
+        output, _ = linear_attention(query_features, key_features, value)
         output.square().sum().backward()
         assert all(torch.isfinite(each.grad).all() for each in (query, key, value))
         assert all(torch.isfinite(each.grad).all() for each in feature_map.parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,20 +11,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_rfa.models.attention_weights import implied_weights
 from hf_rfa.models.linear_attention import (
     _chunked_at_once,
-    apply_weights,
     attend_with_state,
     chunked,
+    denominator,
+    divide,
+    final_state,
+    linear_attention,
     mask_padding,
-    noncausal,
-    normalise,
     parallel,
-    parallel_weights,
     recurrent,
-    rfa_attention,
-    source_state,
+    scale_rows,
     state_shape,
 )
 
@@ -53,8 +50,8 @@ class Case:
 
     def options(self, piece: slice = slice(None)) -> dict:
         return {
-            "log_gate": None if self.log_gate is None else self.log_gate[..., piece],
-            "weights": None if self.weights is None else self.weights[..., piece],
+            "log_decay": None if self.log_gate is None else self.log_gate[..., piece],
+            "input_scale": None if self.weights is None else self.weights[..., piece],
         }
 
     def piece(self, piece: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +80,7 @@ def token_by_token(case: Case) -> tuple[Tensor, Tensor]:
     outputs = []
     for t in range(case.query.shape[2]):
         piece = slice(t, t + 1)
-        output, state = recurrent(*case.piece(piece), **case.options(piece), state=state)
+        output, state = recurrent(*case.piece(piece), **case.options(piece), initial_state=state)
         outputs.append(output)
     return torch.cat(outputs, dim=2), state
 
@@ -133,14 +130,17 @@ def test_forms_agree(dtype, case, chunk_size):
     expected = loop(case)
     given_case = case.to(dtype)
     forms = {
-        "parallel": parallel(*given_case.piece(slice(None)), **given_case.options(), state=given_case.state),
+        "parallel": parallel(*given_case.piece(slice(None)), **given_case.options(), initial_state=given_case.state),
         "chunked": chunked(
-            *given_case.piece(slice(None)), **given_case.options(), state=given_case.state, chunk_size=chunk_size
+            *given_case.piece(slice(None)),
+            **given_case.options(),
+            initial_state=given_case.state,
+            chunk_size=chunk_size,
         ),
         "all chunks at once": _chunked_at_once(
             given_case.query,
             given_case.key,
-            apply_weights(given_case.value, given_case.weights),
+            scale_rows(given_case.value, given_case.weights),
             given_case.log_gate,
             given_case.state,
             chunk_size,
@@ -169,10 +169,10 @@ def test_gradients_agree(dtype, case, chunk_size):
     expected = gradients(case.to(torch.float64, grad=True), loop)
 
     def run_parallel(case):
-        return parallel(*case.piece(slice(None)), **case.options(), state=case.state)
+        return parallel(*case.piece(slice(None)), **case.options(), initial_state=case.state)
 
     def run_chunked(case):
-        return chunked(*case.piece(slice(None)), **case.options(), state=case.state, chunk_size=chunk_size)
+        return chunked(*case.piece(slice(None)), **case.options(), initial_state=case.state, chunk_size=chunk_size)
 
     for run in (run_parallel, run_chunked, token_by_token):
         for found, wanted in zip(gradients(case.to(dtype, grad=True), run), expected, strict=True):
@@ -190,81 +190,71 @@ def test_any_split_gives_the_same(case, data):
     for start, stop in pairwise(cuts):
         piece = slice(start, stop)
         form = recurrent if stop - start == 1 and state is not None and data.draw(st.booleans()) else chunked
-        output, state = form(*case.piece(piece), **case.options(piece), state=state)
+        output, state = form(*case.piece(piece), **case.options(piece), initial_state=state)
         outputs.append(output)
     expected = loop(case)
     assert relative_error(torch.cat(outputs, dim=2), expected[0]) <= 1e-10
     assert relative_error(state, expected[1]) <= 1e-10
 
 
-def loop_over_all(case: Case) -> tuple[Tensor, Tensor]:
-    """Cross and bidirectional attention by definition: sum every key, then let every query read the sum."""
-    state = case.state
-    for t in range(case.key.shape[2]):
-        weight = 1.0 if case.weights is None else case.weights[:, :, t][..., None, None]
-        term = weight * case.key[:, :, t, :, None] * case.value[:, :, t, None, :]
-        state = term if state is None else state + term
-    return torch.stack([(q[:, :, None] @ state)[:, :, 0] for q in case.query.unbind(2)], dim=2), state
-
-
-def quadratic_over_all(case: Case) -> tuple[Tensor, Tensor]:
-    """The same from the matrix of weights."""
-    output = parallel_weights(case.query, case.key, weights=case.weights, causal=False) @ case.value
-    state = noncausal(case.query, case.key, case.value, weights=case.weights, state=case.state)[1]
-    return (output if case.state is None else output + case.query @ case.state), state
-
-
-def in_pieces(cuts: list[int]):
-    """The same, the keys summed piece by piece onto the state."""
-
-    def run(case: Case) -> tuple[Tensor, Tensor]:
-        state, weights = case.state, case.weights
-        for start, stop in pairwise(cuts):
-            piece = slice(start, stop)
-            weights = None if case.weights is None else case.weights[..., piece]
-            output, state = noncausal(
-                case.query, case.key[:, :, piece], case.value[:, :, piece], weights=weights, state=state
-            )
-        return output, state
-
-    return run
-
-
+@pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(data=st.data())
 @settings(max_examples=60)
-def test_noncausal_forms_agree_in_values_and_gradients(dtype, data):
-    case = data.draw(cases())
-    case.log_gate = None
+def test_a_final_state_is_that_of_the_loop_in_values_and_gradients(signed, dtype, data):
+    """Of cross and encoder attention, and of replayed tokens: with gates, in pieces, and with the row of signed features."""
+    case = data.draw(cases(signed=signed))
     length = case.key.shape[2]
-    case.query = case.query[:, :, : data.draw(st.integers(1, length))]  # as many queries as there happen to be
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, length - 1)), max_size=4)) | {0, length})
-    forms = {
-        "quadratic": quadratic_over_all,
-        "whole": in_pieces([0, length]),
-        "pieces": in_pieces(cuts),
-        "token by token": in_pieces(list(range(length + 1))),
-    }
+    case.state = None
+
+    def with_loop(case: Case) -> Tensor:
+        ones = torch.nn.functional.pad(case.value, (0, 1), value=1.0)
+        rows = loop(Case(case.query, case.key, ones, case.log_gate, case.weights, None))[1]
+        if not signed:
+            return rows
+        norm = case.key.norm(dim=-1, keepdim=True)
+        last = loop(Case(norm, norm, torch.ones_like(norm), case.log_gate, case.weights, None))[1]
+        return torch.cat([rows, torch.nn.functional.pad(last, (rows.shape[-1] - 1, 0))], dim=-2)
+
+    def in_pieces(case: Case) -> Tensor:
+        state = None
+        for start, stop in pairwise(cuts):
+            piece = slice(start, stop)
+            _, key, value = case.piece(piece)
+            floor = 0.1 if signed else None
+            state = final_state(key, value, **case.options(piece), initial_state=state, denominator_floor=floor)
+        return state
 
     def values_and_gradients(case: Case, run) -> list[Tensor]:
-        output, state = run(case)
-        generator = torch.Generator().manual_seed(3)
-        loss = sum((x * torch.randn(x.shape, generator=generator).to(x)).sum() for x in (output, state))
-        inputs = [x for x in vars(case).values() if x is not None]
-        return [
-            output.detach(),
-            state.detach(),
-            *torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True),
-        ]
+        state = run(case)
+        direction = torch.randn(state.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        inputs = [x for x in (case.key, case.value, case.log_gate, case.weights) if x is not None]
+        loss = (state * direction.to(state)).sum()
+        return [state.detach(), *torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)]
 
-    expected = values_and_gradients(case.to(torch.float64, grad=True), loop_over_all)
-    scale = max(float(x.abs().max()) for x in expected[2:])
-    for name, run in forms.items():
-        found = values_and_gradients(case.to(dtype, grad=True), run)
-        for index, (a, b) in enumerate(zip(found, expected, strict=True)):
-            least = 1e-30 if index < 2 else 1e-3 * scale
-            error = float((a.double() - b).abs().max()) / max(float(b.abs().max()), least)
-            assert error <= TOLERANCE[dtype], (name, index)
+    expected = values_and_gradients(case.to(torch.float64, grad=True), with_loop)
+    found = values_and_gradients(case.to(dtype, grad=True), in_pieces)
+    scale = max(float(x.abs().max()) for x in expected[1:])
+    for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+        least = 1e-30 if index == 0 else 1e-3 * scale
+        assert float((a.double() - b).abs().max()) / max(float(b.abs().max()), least) <= TOLERANCE[dtype], index
+
+
+def attention_weights(case: Case, floor: float | None, *, causal: bool = True) -> Tensor:
+    """The weights by definition, [B, H, Tq, Tk]: φ(q)·φ(k) w Π g over their sum, or over what the floor makes of it."""
+    scores = case.query @ case.key.mT
+    factor = torch.ones_like(scores)
+    if causal:
+        if case.log_gate is not None:
+            total = case.log_gate.cumsum(-1)
+            factor = (total[..., :, None] - total[..., None, :]).exp()
+        factor = factor.tril()
+    if case.weights is not None:
+        factor = factor * case.weights[..., None, :]
+    scores = scores * factor
+    norms = None if floor is None else (factor * case.key.norm(dim=-1)[..., None, :]).sum(-1, keepdim=True)
+    return divide(scores, denominator(scores.sum(-1, keepdim=True), case.query, norms, floor))
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -272,11 +262,11 @@ def test_noncausal_forms_agree_in_values_and_gradients(dtype, data):
 @settings(max_examples=40)
 def test_attention_is_the_same_in_any_form_and_is_what_the_weights_say(signed, data):
     case = data.draw(cases(signed=signed))
-    options = {"signed": signed, "floor": 0.1 if signed else 0.0}
+    options = {"denominator_floor": 0.1 if signed else None}
     run = {**case.options(), **options}
-    whole, state = rfa_attention(case.query, case.key, case.value, chunk_size=1000, **run)
-    pieces, other_state = rfa_attention(case.query, case.key, case.value, chunk_size=7, **run)
-    weights = implied_weights(case.query, case.key, **run)
+    whole, state = linear_attention(case.query, case.key, case.value, chunk_size=1000, **run)
+    pieces, other_state = linear_attention(case.query, case.key, case.value, chunk_size=7, **run)
+    weights = attention_weights(case, options["denominator_floor"])
     assert relative_error(pieces, whole) <= 1e-9
     assert relative_error(other_state, state) <= 1e-10
     assert float((weights @ case.value - whole).abs().max()) <= 1e-9 * max(1.0, float(whole.abs().max()))
@@ -286,8 +276,8 @@ def test_attention_is_the_same_in_any_form_and_is_what_the_weights_say(signed, d
             for t in range(case.query.shape[2]):
                 piece = slice(t, t + 1)
                 before = step_state
-                output, step_state = rfa_attention(
-                    *case.piece(piece), **case.options(piece), **options, state=step_state
+                output, step_state = linear_attention(
+                    *case.piece(piece), **case.options(piece), **options, initial_state=step_state
                 )
                 assert not no_grad or before is None or step_state is before, "decoding must reuse the state"
                 outputs.append(output)
@@ -302,15 +292,15 @@ def test_attention_to_a_source_is_what_the_weights_say(signed, data):
     """Normalised, with padding, the source summed in two pieces, and each state read by several rows of queries."""
     case = data.draw(cases(signed=signed))
     length, rows = case.key.shape[2], data.draw(st.integers(1, 3))
-    cut, options = data.draw(st.integers(0, length)), {"signed": signed, "floor": 0.1 if signed else 0.0}
+    cut, options = data.draw(st.integers(0, length)), {"denominator_floor": 0.1 if signed else None}
     state = None
     for piece in (slice(0, cut), slice(cut, length)):
         weights = None if case.weights is None else case.weights[..., piece]
-        state = source_state(
-            case.key[:, :, piece], case.value[:, :, piece], weights=weights, state=state, signed=signed
+        state = final_state(
+            case.key[:, :, piece], case.value[:, :, piece], input_scale=weights, initial_state=state, **options
         )
     assert state.shape[-2:] == state_shape(case.key.shape[-1], case.value.shape[-1], signed=signed)
-    implied = implied_weights(case.query, case.key, weights=case.weights, causal=False, **options)
+    implied = attention_weights(case, options["denominator_floor"], causal=False)
     expected = implied @ case.value
     tolerance = 1e-9 * max(1.0, float(expected.abs().max()))
     assert float((attend_with_state(case.query, state, **options) - expected).abs().max()) <= tolerance
@@ -324,8 +314,9 @@ def test_attention_to_a_source_is_what_the_weights_say(signed, data):
 @pytest.mark.parametrize("signed", [False, True])
 def test_a_source_of_nothing_but_padding_gives_zero(signed):
     key, value = torch.rand(1, 2, 5, 4), torch.randn(1, 2, 5, 3)
-    state = source_state(key, value, weights=torch.zeros(1, 1, 5), signed=signed)
-    output = attend_with_state(torch.rand(1, 2, 3, 4), state, signed=signed, floor=0.1)
+    floor = 0.1 if signed else None
+    state = final_state(key, value, input_scale=torch.zeros(1, 1, 5), denominator_floor=floor)
+    output = attend_with_state(torch.rand(1, 2, 3, 4), state, denominator_floor=floor)
     assert torch.equal(output, torch.zeros(1, 2, 3, 3))
 
 
@@ -335,27 +326,28 @@ def test_denominator_rule_is_scale_free(signed):
     query, key, value = (torch.randn(1, 2, 40, n, dtype=torch.float64) for n in (8, 8, 4))
     if not signed:
         query, key = query.abs(), key.abs()
-    options = {"signed": signed, "floor": 0.1}
-    expected, _ = rfa_attention(query, key, value, **options)
+    options = {"denominator_floor": 0.1 if signed else None}
+    expected, _ = linear_attention(query, key, value, **options)
     for factor in (1e-12, 1e12):
         weights = torch.full((1, 2, 40), factor, dtype=torch.float64)
-        torch.testing.assert_close(rfa_attention(query * factor, key, value, **options)[0], expected)
-        torch.testing.assert_close(rfa_attention(query, key * factor, value, **options)[0], expected)
-        torch.testing.assert_close(rfa_attention(query, key, value, weights=weights, **options)[0], expected)
+        torch.testing.assert_close(linear_attention(query * factor, key, value, **options)[0], expected)
+        torch.testing.assert_close(linear_attention(query, key * factor, value, **options)[0], expected)
+        torch.testing.assert_close(linear_attention(query, key, value, input_scale=weights, **options)[0], expected)
 
 
 def test_signed_features_are_never_divided_by_less_than_the_floor():
     """Denominators near or under zero stay finite and bounded: |output| ≤ max |v| / floor."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 2, 300, n, generator=generator) for n in (6, 6, 3))
-    output, _ = rfa_attention(query, key, value, signed=True, floor=0.1)
+    output, _ = linear_attention(query, key, value, denominator_floor=0.1)
     assert torch.isfinite(output).all()
     assert float(output.abs().max()) <= float(value.abs().max()) / 0.1 * 1.001
 
 
 def test_nothing_seen_gives_zero_and_finite_gradients():
     output = torch.zeros(1, 1, 3, 5, requires_grad=True)
-    result = normalise(output, torch.ones(1, 1, 3, 2), None, 0.0)
+    divisor = denominator(output[..., -1:], torch.ones(1, 1, 3, 2), None, None)
+    result = divide(output[..., :-1], divisor)
     result.sum().backward()
     assert (result == 0).all()
     assert torch.isfinite(output.grad).all()
@@ -368,28 +360,8 @@ def test_gates_near_one_do_not_collapse(strength):
     """w = 1 − g → 0 scales numerator and normaliser alike: the output stays an average of the values."""
     log_gate = torch.full((1, 1, 50), -strength)
     key = torch.rand(1, 1, 50, 4) + 0.1
-    output, _ = rfa_attention(key, key, torch.ones(1, 1, 50, 3), log_gate=log_gate, weights=-log_gate.expm1())
+    output, _ = linear_attention(key, key, torch.ones(1, 1, 50, 3), log_decay=log_gate, input_scale=-log_gate.expm1())
     torch.testing.assert_close(output, torch.ones_like(output))
-
-
-def test_training_time_is_linear_in_length():
-    """Eight times the length takes about eight times as long, backward pass included."""
-
-    def seconds(length: int) -> float:
-        best = float("inf")
-        for _ in range(3):
-            inputs = [torch.rand(1, 8, length, 64, requires_grad=True) for _ in range(3)]
-            start = time.perf_counter()
-            chunked(*inputs, chunk_size=16)[0].sum().backward()
-            best = min(best, time.perf_counter() - start)
-        return best
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert seconds(8192) < 20 * seconds(1024)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_empty_sequences_are_refused():

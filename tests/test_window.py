@@ -11,10 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_rfa.models.attention_weights import ExactWindow, implied_log_weights
+from hf_rfa.models.attention_weights import ExactWindow, log_attention_weights
 from hf_rfa.models.feature_maps import FEATURE_MAPS, Features
 from hf_rfa.models.linear_attention import denominator
-from hf_rfa.models.sliding_window import windowed_attention
+from hf_rfa.models.sliding_window import in_stream_order, sliding_window_attention, stream_of, window_inputs
+
+
+def attend(query, key, value, features, size, scaling, *, state=None, window=None, denominator_floor=None, **options):
+    """Attend to some tokens as the attention layer does; return outputs, state and window."""
+    chunk_size = options.pop("chunk_size", 5)
+    stream = stream_of(window_inputs(key, value, size=size, **options), window)
+    query = in_stream_order(query, stream)
+    output, state = sliding_window_attention(
+        query,
+        stream,
+        features(query, stream.leaving_keys),
+        scaling=scaling,
+        initial_state=state,
+        denominator_floor=denominator_floor,
+        chunk_size=chunk_size,
+    )
+    return output, state, stream.window()
 
 
 @dataclass
@@ -44,9 +61,9 @@ class Case:
         moved = {name: None if x is None else x.detach().to(dtype).requires_grad_() for name, x in moved.items()}
         return Case(**{**vars(self), **moved})
 
-    def run(self, cuts=(), chunk_size=5, output_weights=False):
-        """Run piece by piece; return outputs [B, H, T, d], state, window and the last piece's weights."""
-        outputs, state, window, weights = [], None, None, None
+    def run(self, cuts=(), chunk_size=5):
+        """Run piece by piece; return outputs [B, H, T, d], state and window."""
+        outputs, state, window = [], None, None
         for start, stop in pairwise((0, *cuts, self.query.shape[2])):
             padding = None if self.padding is None else self.padding[:, start:stop]
             log_gate, kept = None, None
@@ -58,23 +75,24 @@ class Case:
                 kept = kept * padding[:, None].to(kept.dtype)
                 log_gate = None if log_gate is None else log_gate * padding[:, None].to(kept.dtype)
                 padding = None if bool((padding != 0).all()) else padding
-            output, state, window, weights = windowed_attention(
-                *(x[:, :, start:stop] for x in (self.query, self.key, self.value)),
-                features=self.features,
-                size=self.size,
-                scaling=self.scaling,
-                log_gate=log_gate,
-                weights=kept,
-                padding=padding,
+            query, key, value = (x[:, :, start:stop] for x in (self.query, self.key, self.value))
+            output, state, window = attend(
+                query,
+                key,
+                value,
+                self.features,
+                self.size,
+                self.scaling,
+                log_decay=log_gate,
+                input_scale=kept,
+                padding_mask=padding,
                 state=state,
                 window=window,
-                signed=self.signed,
-                floor=0.1 if self.signed else 0.0,
+                denominator_floor=0.1 if self.signed else None,
                 chunk_size=chunk_size,
-                output_weights=output_weights,
             )
             outputs.append(output)
-        return torch.cat(outputs, dim=2), state, window, weights
+        return torch.cat(outputs, dim=2), state, window
 
     def loop(self) -> tuple[Tensor, Tensor]:
         """Return outputs and weights, token by token: padding is left out of each row before anything else."""
@@ -151,10 +169,12 @@ def pieces(data, case: Case) -> list[int]:
 def test_window_is_what_a_loop_over_tokens_gives_however_it_is_cut(signed, data):
     case = data.draw(cases(signed=signed))
     expected, weights = case.loop()
-    found, *_, implied = case.run(output_weights=True)
+    found, *_ = case.run()
+    one_hot = torch.eye(case.value.shape[2], dtype=torch.float64).expand(*case.value.shape[:3], -1)
+    implied, *_ = Case(**{**vars(case), "value": one_hot}).run()
     torch.testing.assert_close(tokens_of(case, found), tokens_of(case, expected), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(tokens_of(case, implied), tokens_of(case, weights), rtol=1e-9, atol=1e-9)
-    cut, state, window, _ = case.run(pieces(data, case), chunk_size=data.draw(st.integers(1, 20)))
+    cut, state, window = case.run(pieces(data, case), chunk_size=data.draw(st.integers(1, 20)))
     torch.testing.assert_close(tokens_of(case, cut), tokens_of(case, expected), rtol=1e-9, atol=1e-9)
     whole = case.run()
     torch.testing.assert_close(state, whole[1], rtol=1e-9, atol=1e-12)
@@ -204,14 +224,13 @@ def test_log_weights_for_training_are_the_weights(signed, data):
     length, step = case.query.shape[2], data.draw(st.integers(1, 20))
     for start in range(0, length, step):
         rows = slice(start, min(length, start + step))
-        logs = implied_log_weights(
+        logs = log_attention_weights(
             phi_q,
             phi_k,
             rows=rows,
-            log_gate=log_gate,
-            weights=weights,
-            signed=signed,
-            floor=0.1,
+            log_decay=log_gate,
+            input_scale=weights,
+            denominator_floor=0.1 if signed else None,
             window=ExactWindow(case.size, case.query * case.scaling, case.key, offset),
         )
         wanted = expected[:, :, rows, : rows.stop]
@@ -233,13 +252,12 @@ def test_a_window_as_long_as_the_text_is_softmax_attention_and_the_kernels_agree
         return feature_map(q, k, offset=True)
 
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.35)
-    options = {"features": features, "scaling": 0.35}
-    exact = windowed_attention(query, key, value, size=40, **options)[0]
+    exact = attend(query, key, value, features, 40, 0.35)[0]
     torch.testing.assert_close(exact, expected, rtol=1e-9, atol=1e-9)
 
     def error(shift: float) -> float:
         feature_map.window_shift.fill_(shift)
-        near = windowed_attention(query * 0.6, key, value, size=10, **options)[0]
+        near = attend(query * 0.6, key, value, features, 10, 0.35)[0]
         target = torch.nn.functional.scaled_dot_product_attention(query * 0.6, key, value, is_causal=True, scale=0.35)
         return float((near - target).norm() / target.norm())
 
@@ -253,15 +271,15 @@ def test_large_scores_and_padding_alone_give_finite_outputs_and_gradients(scale)
     query, key, value = (torch.randn(2, 1, 12, 4, generator=generator).mul(scale).requires_grad_() for _ in range(3))
     feature_map = FEATURE_MAPS["positive"](num_heads=1, head_dim=4, num_features=8, scaling=0.5, windowed=True)
     padding = torch.ones(2, 12).index_fill_(0, torch.tensor([1]), 0)
-    output, *_ = windowed_attention(
+    output, *_ = attend(
         query,
         key,
         value,
-        features=lambda q, k: feature_map(q, k, least_shift=feature_map.least_shift(None), offset=True),
-        size=3,
-        scaling=0.5,
-        weights=padding[:, None],
-        padding=padding,
+        lambda q, k: feature_map(q, k, least_shift=feature_map.least_shift(None), offset=True),
+        3,
+        0.5,
+        input_scale=padding[:, None],
+        padding_mask=padding,
     )
     output.square().sum().backward()
     assert torch.isfinite(output).all()

@@ -19,8 +19,8 @@ def use_backend(model: nn.Module, backend: str) -> None:
     Args:
         model: the RFA model, changed in place.
         backend: "torch", the default; "fused" for the Triton kernels; or "fla" for features in torch and the recurrence of
-            several tokens by flash-linear-attention. Float64, compiled graphs, maps without `FeatureMap.affine_form`
-            ("fused") and packed documents ("fla") stay in torch.
+            several tokens by flash-linear-attention. Float64, compiled graphs, maps from outside this
+            package ("fused") and packed documents ("fla") stay in torch.
 
     Raises:
         InputError: if a backend is asked for that does not run on the model's device.

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from hf_rfa.models.linear_attention import apply_weights
+from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.linear_attention import (
+    denominator,
+    divide,
+    key_norm_sums,
+    rescale,
+    scale_rows,
+    with_norm_row,
+    with_ones,
+)
 
 #: What it needs, for messages.
 NEEDS = "flash-linear-attention (pip install flash-linear-attention)"
@@ -30,21 +39,57 @@ def fla_chunked(
     key: Tensor,
     value: Tensor,
     *,
-    log_gate: Tensor | None = None,
-    weights: Tensor | None = None,
-    state: Tensor | None = None,
-    chunk_size: int = 0,
+    log_decay: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `hf_rfa.models.linear_attention.chunked` computes; ``chunk_size`` is flash-linear-attention's own.
+    """Compute what `hf_rfa.models.linear_attention.chunked` computes.
 
-    Log-gates have to be finite and small: it takes differences of their cumulative sums, so that a document's start cannot be
-    told by a gate of −∞, or nearly.
+    Log-decays have to be finite and small: it takes differences of their cumulative sums, so that a decay of −∞, or nearly,
+    cannot mark a document's start.
     """
     operations: Any = importlib.import_module("fla.ops.simple_gla")
-    value = apply_weights(value, weights)
+    value = scale_rows(value, input_scale)
     query, key, value = (tensor.transpose(1, 2).contiguous() for tensor in (query, key, value))
-    gate = None if log_gate is None else log_gate.to(query.dtype).transpose(1, 2).contiguous()
+    gate = None if log_decay is None else log_decay.to(query.dtype).transpose(1, 2).contiguous()
     output, state = operations.chunk_simple_gla(
-        query, key, value, g=gate, scale=1.0, initial_state=state, output_final_state=True
+        query, key, value, g=gate, scale=1.0, initial_state=initial_state, output_final_state=True
     )
     return output.transpose(1, 2), state
+
+
+def attend(
+    layer: RFAAttentionMixin,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor | None,
+    input_scale: Tensor | None,
+    document_starts: Tensor | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    """Attend causally; arguments as for `RFAAttentionMixin.attend`.
+
+    Returns:
+        The output and the new state; None for what torch does better: one token, packed documents, float64.
+    """
+    feature_map = layer.feature_map
+    one = state is not None and query.shape[-2] == 1
+    dtype = torch.promote_types(layer.state_dtype, torch.promote_types(query.dtype, torch.float32))
+    if one or document_starts is not None or dtype != torch.float32:
+        return None
+    features = feature_map(query, key, least_shift=feature_map.least_shift(state))
+    state = rescale(state, None, features.shift)
+    floor = feature_map.denominator_floor
+    decays: dict[str, Any] = {"log_decay": log_decay, "input_scale": input_scale}
+    rows = state if state is None or floor is None else state[..., :-1, :]
+    sums, rows = fla_chunked(
+        features.query, features.key, with_ones(value, torch.float32), **decays, initial_state=rows
+    )
+    norms = None
+    if floor is not None:
+        before = None if state is None else state[..., -1:, -1:].clone()
+        norms, last = key_norm_sums(features.key.norm(dim=-1, keepdim=True), **decays, initial=before)
+        rows = with_norm_row(rows, last)
+    output = divide(sums[..., :-1], denominator(sums[..., -1:], features.query, norms, floor))
+    return output, cast(Tensor, rescale(rows, features.shift, None))

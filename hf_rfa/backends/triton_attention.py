@@ -8,23 +8,36 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from hf_rfa.models.attention_weights import UNSEEN
-from hf_rfa.models.blockwise import BLOCK_LENGTH
+from hf_rfa.models.attention import SEGMENT_LENGTH, RFAAttentionMixin
+from hf_rfa.models.attention_weights import MASKED_LOGIT
 from hf_rfa.models.feature_maps import (
     MAX_EXPONENT,
     MIN_DIFFERENTIABLE_EXPONENT,
     QUERY_EXPONENT,
-    Affine,
+    EluMap,
+    FeatureMap,
+    ProjectedFeatureMap,
+    compute_dtype,
+    from_heads,
     least_shift_above,
+    to_heads,
 )
-from hf_rfa.models.linear_attention import denominator, divide, masses, rescale
+from hf_rfa.models.learned_feature_maps import HedgehogMap, T2RMap
+from hf_rfa.models.linear_attention import (
+    denominator,
+    divide,
+    key_norm_sums,
+    rescale,
+    with_norm_row,
+    with_ones,
+)
+from hf_rfa.models.random_feature_maps import ArcCosMap, GaussianMap, PositiveMap
 
 #: Kinds of features by name, as the kernels number them.
 KINDS = {"exp": 0, "sin": 1, "relu": 2, "elu": 3}
@@ -41,6 +54,111 @@ def available(device: torch.device) -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True)
+class KernelInputs:
+    """Features as f(A q + a) and w f(A'k + a' − n), for kernels that compute them where they are used.
+
+    Attributes:
+        kind: f, "exp" (as `hf_rfa.models.feature_maps.exponentiate_keys` and `exponentiate_queries`), "sin", "relu", or
+            "elu", to which 1 is added.
+        query: prepared queries, [B, H, T, d].
+        key: prepared keys, [B, H, T, d].
+        query_weight: A, [H, F, d].
+        query_bias: a, [H, F].
+        key_weight: A', [H, F, d].
+        key_bias: a', [H, F].
+        key_norm: n, [B, H, T], or None for 0.
+        key_log_scale: log w, [B, H, T], to be kept under 25, or None for 0.
+    """
+
+    kind: str
+    query: Tensor
+    key: Tensor
+    query_weight: Tensor
+    query_bias: Tensor
+    key_weight: Tensor
+    key_bias: Tensor
+    key_norm: Tensor | None = None
+    key_log_scale: Tensor | None = None
+
+
+def kernel_inputs(feature_map: FeatureMap, query: Tensor, key: Tensor) -> KernelInputs | None:
+    """Return the features of queries and keys [B, H, T, d] as the kernels compute them, or None if they cannot."""
+    dtype = compute_dtype(query.dtype)
+    if isinstance(feature_map, EluMap):
+        unit = torch.eye(feature_map.head_dim, dtype=dtype, device=query.device)
+        unit = unit.expand(feature_map.num_heads, -1, -1)
+        zeros = unit.new_zeros(unit.shape[:2])
+        return KernelInputs("elu", feature_map.query_input(query), feature_map.key_input(key), unit, zeros, unit, zeros)
+    if not isinstance(feature_map, ProjectedFeatureMap) or feature_map.projection.is_meta:
+        return None
+    spec = feature_map.current_spec(dtype)
+    flat_key = spec.key_input(to_heads(key.to(dtype)))
+    parts = {
+        "query": from_heads(spec.query_input(to_heads(query.to(dtype))), query),
+        "key": from_heads(flat_key, key),
+        "query_weight": spec.query_weight.mT,
+        "query_bias": spec.query_bias[:, 0],
+        "key_weight": spec.key_weight.mT,
+        "key_bias": spec.key_bias[:, 0],
+    }
+    matrices = ("query_weight", "query_bias", "key_weight", "key_bias")
+    if isinstance(feature_map, PositiveMap) and spec.key_norm is not None:
+        norm = torch.bmm(flat_key.square(), spec.key_norm)
+        return KernelInputs("exp", **parts, key_norm=from_heads(norm, key)[..., 0])
+    if isinstance(feature_map, HedgehogMap):
+        parts |= {name: torch.cat([parts[name], -parts[name]], dim=1) for name in matrices}
+        parts["key_bias"] = parts["key_bias"] - feature_map.log_scale[:, None]
+        return KernelInputs("exp", **parts)
+    if isinstance(feature_map, GaussianMap):  # cos x = sin(x + π/2)
+        parts |= {name: torch.cat([parts[name], parts[name]], dim=1) for name in matrices}
+        bias = torch.zeros_like(parts["query_bias"])
+        bias[:, feature_map.num_features :] = math.pi / 2
+        scale = None
+        if not feature_map.unit_norm:
+            scale = from_heads(flat_key.square().sum(-1, keepdim=True) / 2, key)[..., 0]
+            scale = scale - feature_map.log_scale[:, None]
+        return KernelInputs("sin", **(parts | {"query_bias": bias, "key_bias": bias}), key_log_scale=scale)
+    return KernelInputs("relu", **parts) if isinstance(feature_map, (ArcCosMap, T2RMap)) else None
+
+
+def attend(
+    layer: RFAAttentionMixin,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor | None,
+    input_scale: Tensor | None,
+    document_starts: Tensor | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    """Attend causally; arguments as for `RFAAttentionMixin.attend`.
+
+    Returns:
+        The output and the new state, which one token without gradients updates in place; None for what the kernels cannot
+        compute: float64, and maps of other kinds.
+    """
+    feature_map = layer.feature_map
+    if layer.state_dtype != torch.float32 or compute_dtype(query.dtype) != torch.float32:
+        return None
+    inputs = kernel_inputs(feature_map, query, key)
+    if inputs is None:
+        return None
+    one = query.shape[-2] == 1 and not torch.is_grad_enabled()
+    if state is not None and one and not feature_map.signed and document_starts is None:
+        return fused_step(inputs, value, state, log_decay=log_decay, input_scale=input_scale), state
+    return fused_attention(
+        inputs,
+        value,
+        log_decay=log_decay,
+        input_scale=input_scale,
+        document_starts=document_starts,
+        initial_state=state,
+        denominator_floor=feature_map.denominator_floor,
+        least_shift=feature_map.least_shift(state),
+    )
 
 
 def _power(count: int) -> int:
@@ -148,103 +266,100 @@ def _rows(tensor: Tensor | None, like: Tensor, default: float) -> Tensor:
 
 
 def fused_attention(
-    affine: Affine,
+    inputs: KernelInputs,
     value: Tensor,
     *,
-    log_gate: Tensor | None = None,
-    weights: Tensor | None = None,
-    starts: Tensor | None = None,
-    state: Tensor | None = None,
-    floor: float = 0.0,
+    log_decay: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    document_starts: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    denominator_floor: float | None = None,
     chunk: int = CHUNK,
     least_shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend causally: what `hf_rfa.models.linear_attention.rfa_attention` computes of the features.
+    """Attend causally: what `hf_rfa.models.linear_attention.linear_attention` computes of the features.
 
     Args:
-        affine: queries, keys and the map to their features (`hf_rfa.models.feature_maps.FeatureMap.affine_form`).
+        inputs: queries, keys and the map to their features.
         value: [B, H, T, d].
-        log_gate: [B, H, T], ≤ 0, or None for no gate.
-        weights: [B, H or 1, T], 0 for padding, or None for ones.
-        starts: [B, T], True where a document starts, or None.
-        state: the state so far (`hf_rfa.models.linear_attention.state_shape`), or None at the start.
-        floor: see `hf_rfa.models.linear_attention.denominator`; for features with signs.
+        log_decay: [B, H, T], ≤ 0, or None for g = 1.
+        input_scale: [B, H or 1, T], 0 for padding, or None for ones.
+        document_starts: [B, T], True where a document starts, or None.
+        initial_state: the state so far (`hf_rfa.models.linear_attention.state_shape`), or None at the start.
+        denominator_floor: see `hf_rfa.models.linear_attention.denominator`.
         chunk: tokens of a chunk, a power of 2 from 16 on.
         least_shift: see `hf_rfa.models.feature_maps.FeatureMap.forward`.
 
     Returns:
         The outputs [B, H, T, d] in float32, and the new state.
     """
-    shift = None if least_shift is None else _shift(affine, least_shift)
-    if shift is not None:
-        affine, state = _shifted(affine, shift), rescale(state, None, shift)
-    query, key = affine.query.contiguous(), affine.key.contiguous()
-    scale = _scale(affine, weights)
-    gate, norm = _rows(log_gate, query, 0.0), _rows(affine.key_norm, query, 0.0)
-    numbers = torch.zeros_like(gate[:, 0], dtype=torch.int32) if starts is None else starts.cumsum(-1).to(torch.int32)
-    documents = numbers[:, None].expand(gate.shape).contiguous()
-    values = F.pad(value.float(), (0, 1), value=1.0)
-    signed = affine.kind == "sin"
+    shift = None if least_shift is None else _shift(inputs, least_shift)
+    inputs = inputs if shift is None else _shifted(inputs, shift)
+    state = rescale(initial_state, None, shift)
+    query, key = inputs.query.contiguous(), inputs.key.contiguous()
+    scale = _scale(inputs, input_scale)
+    decay, norm = _rows(log_decay, query, 0.0), _rows(inputs.key_norm, query, 0.0)
+    numbers = torch.zeros_like(decay[:, 0], dtype=torch.int32)
+    if document_starts is not None:
+        numbers = document_starts.cumsum(-1).to(torch.int32)
+    documents = numbers[:, None].expand(decay.shape).contiguous()
+    signed = denominator_floor is not None
     rows = state[..., :-1, :] if signed and state is not None else state
     sums, end = _LinearAttention.apply(
-        query, key, affine.query_weight.contiguous(), affine.query_bias.contiguous(), affine.key_weight.contiguous(),
-        affine.key_bias.contiguous(), norm, values, gate, scale, None if rows is None else rows.float().contiguous(),
-        documents, affine.kind, chunk,
+        query, key, inputs.query_weight.contiguous(), inputs.query_bias.contiguous(), inputs.key_weight.contiguous(),
+        inputs.key_bias.contiguous(), norm, with_ones(value, torch.float32), decay, scale,
+        None if rows is None else rows.float().contiguous(), documents, inputs.kind, chunk,
     )  # fmt: skip
     if not signed:
         return divide(sums[..., :-1], sums[..., -1:]), cast(Tensor, rescale(end, shift, None))
-    if starts is not None:
-        gate = gate.masked_fill(starts[:, None], UNSEEN)
-    length, mass, end = _with_masses(affine, scale, gate, None if state is None else state[..., -1:, -1:].clone(), end)
-    output = divide(sums[..., :-1], denominator(sums[..., -1:], length, mass, floor))
-    return output, cast(Tensor, rescale(end, shift, None))
+    if document_starts is not None:
+        decay = decay.masked_fill(document_starts[:, None], MASKED_LOGIT)
+    # sin² + cos² = 1, so that the norm of D pairs of features is √D.
+    query_norm = torch.full_like(scale, math.sqrt(inputs.query_weight.shape[1] / 2))[..., None]
+    before = None if state is None else state[..., -1:, -1:].clone()
+    norms, last = key_norm_sums(query_norm * scale[..., None], log_decay=decay, initial=before)
+    output = divide(sums[..., :-1], denominator(sums[..., -1:], query_norm, norms, denominator_floor))
+    return output, cast(Tensor, rescale(with_norm_row(end, last), shift, None))
 
 
-def _scale(affine: Affine, weights: Tensor | None) -> Tensor:
+def _scale(inputs: KernelInputs, input_scale: Tensor | None) -> Tensor:
     """Return what keys are multiplied by, [B, H, T]."""
-    scale = _rows(weights, affine.query, 1.0)
-    return scale if affine.key_log_scale is None else scale * affine.key_log_scale.clamp(max=MAX_EXPONENT).exp()
+    scale = _rows(input_scale, inputs.query, 1.0)
+    return scale if inputs.key_log_scale is None else scale * inputs.key_log_scale.clamp(max=MAX_EXPONENT).exp()
 
 
 @torch.no_grad()
-def _shift(affine: Affine, least: Tensor) -> Tensor | None:
+def _shift(inputs: KernelInputs, least: Tensor) -> Tensor | None:
     """Return the shift of the features (`hf_rfa.models.feature_maps.Features`), at least ``least``."""
-    if affine.key_log_scale is not None:
-        return least_shift_above(affine.key_log_scale.amax(dim=(0, 2))[:, None, None], least)
-    if affine.kind != "exp":
+    if inputs.key_log_scale is not None:
+        return least_shift_above(inputs.key_log_scale.amax(dim=(0, 2))[:, None, None], least)
+    if inputs.kind != "exp":
         return None
     largest = []
-    for start in range(0, affine.key.shape[-2], BLOCK_LENGTH):
-        exponent = torch.einsum("bhtd,hfd->bhtf", affine.key[:, :, start : start + BLOCK_LENGTH], affine.key_weight)
-        if affine.key_norm is not None:
-            exponent = exponent - affine.key_norm[:, :, start : start + BLOCK_LENGTH, None]
-        largest.append((exponent + affine.key_bias[:, None]).amax(dim=(0, 2)))
+    for start in range(0, inputs.key.shape[-2], SEGMENT_LENGTH):
+        here = slice(start, start + SEGMENT_LENGTH)
+        exponent = torch.einsum("bhtd,hfd->bhtf", inputs.key[:, :, here], inputs.key_weight)
+        if inputs.key_norm is not None:
+            exponent = exponent - inputs.key_norm[:, :, here, None]
+        largest.append((exponent + inputs.key_bias[:, None]).amax(dim=(0, 2)))
     return least_shift_above(torch.stack(largest).amax(0)[:, None], least)
 
 
-def _shifted(affine: Affine, shift: Tensor) -> Affine:
-    """Return the map to features with a shift."""
-    if affine.key_log_scale is not None:
-        return replace(affine, key_log_scale=affine.key_log_scale.clamp(max=MAX_EXPONENT) - shift[..., 0])
-    return replace(affine, query_bias=affine.query_bias + shift[:, 0], key_bias=affine.key_bias - shift[:, 0])
-
-
-def _with_masses(
-    affine: Affine, scale: Tensor, gate: Tensor, mass: Tensor | None, rows: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ‖φ(q)‖, the masses n of `denominator`, and the state with its row for n.
-
-    sin² + cos² = 1, so that the norm of D pairs of features is √D.
-    """
-    norm = math.sqrt(affine.query_weight.shape[1] / 2)
-    ones = torch.full_like(scale, norm)[..., None]
-    found, last = masses(ones * scale[..., None], log_gate=gate, mass=mass)
-    return ones, found, torch.cat([rows, F.pad(last, (rows.shape[-1] - 1, 0))], dim=-2)
+def _shifted(inputs: KernelInputs, shift: Tensor) -> KernelInputs:
+    """Return the inputs of features with a shift."""
+    if inputs.key_log_scale is not None:
+        return replace(inputs, key_log_scale=inputs.key_log_scale.clamp(max=MAX_EXPONENT) - shift[..., 0])
+    return replace(inputs, query_bias=inputs.query_bias + shift[:, 0], key_bias=inputs.key_bias - shift[:, 0])
 
 
 @torch.no_grad()
 def fused_step(
-    affine: Affine, value: Tensor, state: Tensor, *, log_gate: Tensor | None = None, weights: Tensor | None = None
+    inputs: KernelInputs,
+    value: Tensor,
+    state: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    input_scale: Tensor | None = None,
 ) -> Tensor:
     """Advance by one token in one launch; ``state`` [B, H, F, d + 1], float32, is updated in place (features without signs).
 
@@ -252,15 +367,15 @@ def fused_step(
     """
     from .triton_kernels import step_kernel
 
-    query, key = affine.query.contiguous(), affine.key.contiguous()
+    query, key = inputs.query.contiguous(), inputs.key.contiguous()
     batch, heads, _, d = query.shape
-    features = affine.query_weight.shape[1]
-    scale = _scale(affine, weights)
+    features = inputs.query_weight.shape[1]
+    scale = _scale(inputs, input_scale)
     sums = torch.empty(batch, heads, 1, d + 1, device=query.device, dtype=torch.float32)
     step_kernel[(batch * heads,)](
-        query, key, affine.query_weight.contiguous(), affine.query_bias.contiguous(), affine.key_weight.contiguous(),
-        affine.key_bias.contiguous(), _rows(affine.key_norm, query, 0.0), value.contiguous(),
-        _rows(log_gate, query, 0.0), scale, state, sums, d, features, heads,
-        KIND=KINDS[affine.kind], **LIMITS, BK=_power(d), BF=_power(features),
+        query, key, inputs.query_weight.contiguous(), inputs.query_bias.contiguous(), inputs.key_weight.contiguous(),
+        inputs.key_bias.contiguous(), _rows(inputs.key_norm, query, 0.0), value.contiguous(),
+        _rows(log_decay, query, 0.0), scale, state, sums, d, features, heads,
+        KIND=KINDS[inputs.kind], **LIMITS, BK=_power(d), BF=_power(features),
     )  # fmt: skip
     return divide(sums[..., :-1], sums[..., -1:])

@@ -1,58 +1,46 @@
-"""The attention module: projections in, φ, gate, recurrence, cache, projections out.
+"""Random feature attention for every family: features, gate, recurrence and cache between a family's own projections.
 
-What is the same in every family is in `RFAAttentionMixin`; a family's attention class brings its projections.
+A family's attention class projects queries, keys and values; `RFAAttentionMixin` does the rest.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import initialization as init
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from .attention_weights import UNSEEN, implied_weights
-from .blockwise import blockwise, in_blocks
-from .cache_rfa import keys_and_values_in, source_layer_of
+from .attention_weights import MASKED_LOGIT
+from .cache_rfa import RecordedStep, rfa_layer_of, source_layer_of
 from .configuration_rfa import AttentionKind
 from .feature_maps import FEATURE_MAPS, FeatureMap, Features, compute_dtype
-from .gate import Gate
-from .linear_attention import Form, attend_with_state, chunked, mask_padding, rescale, rfa_attention, source_state
-from .masking import rows_in_runs
-from .sliding_window import windowed_attention
+from .linear_attention import attend_with_state, final_state, linear_attention, mask_padding, rescale, split_tokens
+from .masking import beams_per_source
+from .sliding_window import WindowInputs, in_stream_order, sliding_window_attention, stream_of, window_inputs
 
 #: Added to a layer's index where its random matrices are drawn, so that cross attention has others than causal attention.
 DRAW_OFFSET: dict[AttentionKind, int] = {"causal": 0, "cross": 100_000, "encoder": 200_000}
+#: Tokens of a segment, a multiple of the usual chunk size: their features fit into a CPU's caches. Features of a long
+#: sequence fill more memory than all else, and fresh memory costs more time than computing them.
+SEGMENT_LENGTH = 512
+#: With gradients sequences up to this length are one segment: that takes more memory, and a fifth less time.
+MAX_LENGTH_WITHOUT_SEGMENTS = 2048
 
-
-#: The parts of attention with an exact window (`hf_rfa.inference.use_attention_component`).
+#: The components of attention with a sliding window (`hf_rfa.inference.use_attention_component`).
 AttentionComponent = Literal["both", "linear", "window"]
 #: Modules that compute causal attention without a window in place of torch, by name; `hf_rfa.backends` registers its own.
 BACKENDS: dict[str, Any] = {}
 
 
-def build_feature_map(config: Any, *, kind: AttentionKind, scaling: float, layer_idx: int) -> FeatureMap:
-    """Build the feature map of one attention layer from a configuration with the fields of `RFAConfigMixin`."""
-    return FEATURE_MAPS[config.feature_map](
-        num_heads=config.num_heads_for(kind),
-        head_dim=config.head_dim_for(kind),
-        num_features=config.num_features_for(kind),
-        scaling=scaling,
-        unit_norm=config.unit_norm,
-        orthogonal=config.orthogonal,
-        trainable=config.trainable_projection,
-        redraw_pool=config.redraw_pool,
-        windowed=kind == "causal" and config.window > 0,
-        seed=config.feature_seed,
-        layer_idx=layer_idx + DRAW_OFFSET[kind],
-    )
-
-
 def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method of (query, …) so that mixed precision rounds nothing in it: phases, features, gates and states."""
+    """Decorate a method of (query, …): run it with autocast disabled."""
 
     @wraps(function)
     def run(self: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -65,34 +53,58 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class _Tokens(NamedTuple):
-    """What causal attention reads of some tokens; see `RFAAttentionMixin.attend`."""
+class Gate(nn.Module):
+    """The recency gate g = sigmoid(w·x + b), one per head and token (Peng et al. 2021, eq. 6).
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    log_gate: Tensor | None
-    weights: Tensor | None
-    padding: Tensor | None
-    starts: Tensor | None
+    Not a linear layer: it returns two things, in float32, and what adapts or quantizes linear layers has to pass it by.
 
-    def first(self, count: int | None) -> _Tokens:
-        """Return the first ``count`` of the tokens, or all of them."""
-        if count is None:
-            return self
-        rows = (each[..., :count, :] for each in self[:3])
-        return _Tokens(*rows, *(None if each is None else each[..., :count] for each in self[3:]))
+    Its initial value does not depend on x, and spreads the heads' time scales 1 / (1 − g) evenly on a logarithmic scale
+    from a quarter of the model's positions to four times their number (chrono initialization).
+
+    Args:
+        hidden_size: width of x.
+        num_heads: H.
+        max_positions: the model's positions.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, max_positions: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.max_positions = max_positions
+        self.weight = nn.Parameter(torch.empty(num_heads, hidden_size))
+        self.bias = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to 0 and the bias by the time scales, where no checkpoint has set them."""
+        longest, shortest = math.log(4.0 * self.max_positions), math.log(max(2.0, self.max_positions / 4.0))
+        time_scales = torch.linspace(shortest, longest, self.num_heads).exp()
+        if self.weight.is_meta:
+            return
+        init.zeros_(self.weight)
+        init.copy_(self.bias, (time_scales - 1.0).log())
+
+    @torch.no_grad()
+    def set_time_scales(self, time_scales: Tensor) -> None:
+        """Set the bias such that the heads' time scales 1 / (1 − g) are these, [H], in tokens and above 1, where w·x is 0."""
+        self.bias.copy_((time_scales - 1.0).log())
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (log g, 1 − g) for hidden states [B, T, width], each [B, H, T] in the computing dtype."""
+        dtype = compute_dtype(hidden_states.dtype)
+        logits = F.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype)).transpose(1, 2)
+        return F.logsigmoid(logits), torch.sigmoid(-logits)
 
 
 class RFAPreTrainedMixin:
-    """What every RFA model has of its base class: how φ and gates start, and that they stay in float32.
+    """The part of every RFA model's base class: initial values of feature maps and gates, which stay in float32.
 
     Raises:
-        ValueError: for a configuration that is not valid; ``from_pretrained(…, window=8)`` sets fields after a configuration
-            was checked.
+        ValueError: for a configuration that is not valid; ``from_pretrained(…, window_size=8)`` sets fields after a
+            configuration was checked.
     """
 
-    # φ and the gates cost few bytes, and rounding them to 16 bits costs accuracy.
+    # Feature maps and gates cost few bytes, and rounding them to 16 bits costs accuracy.
     _keep_in_fp32_modules_strict: Any = ["feature_map", "gate"]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -106,6 +118,18 @@ class RFAPreTrainedMixin:
             module.reset_parameters()
         else:
             super()._init_weights(module)  # type: ignore[misc]
+
+
+class CausalState(NamedTuple):
+    """What causal attention keeps between tokens.
+
+    Attributes:
+        state: the recurrent state (`hf_rfa.models.linear_attention.state_shape`), or None at the start.
+        window: the sliding window [B, H, W, 2d + 1], or None at the start and without a window.
+    """
+
+    state: Tensor | None
+    window: Tensor | None
 
 
 class RFAAttentionMixin(nn.Module):
@@ -130,61 +154,29 @@ class RFAAttentionMixin(nn.Module):
 
     def init_rfa(self, config: Any, *, kind: AttentionKind, scaling: float, layer_idx: int) -> None:
         """Add the feature map, and the gate where the configuration asks for one (causal attention only)."""
-        self.feature_map = build_feature_map(config, kind=kind, scaling=scaling, layer_idx=layer_idx)
+        heads = config.num_heads_for(kind)
+        self.window_size = config.window_size if kind == "causal" else 0
+        self.feature_map = FEATURE_MAPS[config.feature_map](
+            num_heads=heads,
+            head_dim=config.head_dim_for(kind),
+            num_features=config.num_features_for(kind),
+            scaling=scaling,
+            unit_norm=config.unit_norm,
+            orthogonal=config.orthogonal,
+            trainable=config.trainable_projection,
+            redraw_pool=config.redraw_pool,
+            windowed=self.window_size > 0,
+            seed=config.feature_seed,
+            layer_idx=layer_idx + DRAW_OFFSET[kind],
+        )
         gated = config.gate and kind == "causal"
-        heads, positions = config.num_heads_for(kind), config.max_position_embeddings
-        self.gate = Gate(config.hidden_size, heads, positions) if gated else None
+        self.gate = Gate(config.hidden_size, heads, config.max_position_embeddings) if gated else None
         self.rfa_kind = kind
         self.rfa_layer_idx = layer_idx
-        self.window = config.window if kind == "causal" else 0
         self.attention_component: AttentionComponent = "both"
         self.backend = "torch"
         self.chunk_size = config.chunk_size
         self.state_dtype = getattr(torch, config.state_dtype)
-
-    def _as_state(self, features: Tensor) -> Tensor:
-        """Return features in the dtype of the state."""
-        return features.to(torch.promote_types(self.state_dtype, features.dtype))
-
-    def _features(
-        self, query: Tensor, key: Tensor | None, least_shift: Tensor | None, *, offset: bool = False
-    ) -> Features:
-        """Return the features of queries and keys in the dtype of the state."""
-        found: Features = self.feature_map(query, key, least_shift=least_shift, offset=offset)
-        return Features._make(None if each is None else self._as_state(each) for each in found)
-
-    def _signs(self) -> dict[str, Any]:
-        return {"signed": self.feature_map.signed, "floor": self.feature_map.floor}
-
-    def _uses_kernels(self, query: Tensor) -> bool:
-        """Return whether the fused kernels compute this: where they were asked for, and fit."""
-        if self.backend != "fused" or torch.compiler.is_compiling():
-            return False
-        written = self.feature_map.affine_form.__func__ is not FeatureMap.affine_form  # type: ignore[attr-defined]
-        return written and self.state_dtype == torch.float32 and compute_dtype(query.dtype) == torch.float32
-
-    def _form(self, query: Tensor, starts: Tensor | None) -> Form:
-        """Return what computes several tokens of the recurrence."""
-        fits = starts is None and self._as_state(query[:0]).dtype == torch.float32
-        return (
-            BACKENDS["fla"].fla_chunked
-            if self.backend == "fla" and fits and not torch.compiler.is_compiling()
-            else chunked
-        )
-
-    def _attend_fused(
-        self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], state: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Attend by the fused kernels; a state is updated in place by one token without gradients."""
-        affine = self.feature_map(query, key, affine=True)
-        one = state is not None and query.shape[-2] == 1 and not torch.is_grad_enabled()
-        if one and not self.feature_map.signed and options["starts"] is None:
-            given = {name: options[name] for name in ("log_gate", "weights")}
-            return BACKENDS["fused"].fused_step(affine, value, cast(Tensor, state), **given), cast(Tensor, state)
-        least = self.feature_map.least_shift(state)
-        return BACKENDS["fused"].fused_attention(
-            affine, value, state=state, floor=self.feature_map.floor, least_shift=least, **options
-        )
 
     @without_autocast
     def attend(
@@ -195,15 +187,15 @@ class RFAAttentionMixin(nn.Module):
         *,
         hidden_states: Tensor,
         cache: Cache | None = None,
-        padding: Tensor | None = None,
-        starts: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        document_starts: Tensor | None = None,
         dropout: float = 0.0,
-        output_weights: bool = False,
+        output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Self-attention: attend to keys and values, and if causal to those that the cache has seen before.
 
         Dropout cannot act on single attention weights, which never exist: in training it drops a token's value for all
-        queries of a head, and leaves the token in the normaliser, as dropout on softmax weights does.
+        queries of a head, and leaves the token in the normalizer, as dropout on softmax weights does.
 
         Args:
             query: [B, H, T, d].
@@ -211,182 +203,254 @@ class RFAAttentionMixin(nn.Module):
             value: [B, H, T, d].
             hidden_states: the layer's input, [B, T, width], which the gate reads.
             cache: the cache whose layer is read and updated, or None.
-            padding: [B, T], 0 for padding, or None; with the tokens before these of which the cache holds keys and values
-                (`unread_length`).
-            starts: [B, T], True where a document starts that sees nothing before it (`document_starts`), or None; only
-                with causal attention.
+            padding_mask: [B, T], 0 for padding, or None; it includes tokens before these of which the cache holds keys and
+                values (`hf_rfa.models.cache_rfa.unread_length`).
+            document_starts: [B, T], True where a document starts that sees nothing before it, or None; only with causal
+                attention.
             dropout: probability of dropping a value in training.
-            output_weights: whether to return the implied attention weights, at quadratic cost.
+            output_attentions: whether to return the attention weights, at quadratic cost.
 
         Returns:
             The output [B, H, T, d] in the dtype of ``value``, and the weights [B, H, T, T] or None.
         """
         if self.rfa_kind != "causal":
-            output, _, implied = self._attend_all(query, key, value, padding, dropout, output_weights)
-            return output, implied
+            output, _, attn_weights = self._attend_to_all(query, key, value, padding_mask, dropout, output_attentions)
+            return output, attn_weights
         length = query.shape[-2]
-        prefix = None if cache is None else keys_and_values_in(cache, self.rfa_layer_idx)
-        if prefix is not None:  # tokens of which no more is known: a gate reads zeros, and nobody asks for their output
-            old = (prefix[0], *prefix)
-            query, key, value = (torch.cat(each, dim=-2) for each in zip(old, (query, key, value), strict=True))
+        layer, prefix = (None, None) if cache is None else rfa_layer_of(cache, self.rfa_layer_idx)
+        if prefix is not None:  # tokens of which nothing but key and value is known: no output, and a gate of zeros
+            key, value = (torch.cat(each, dim=-2) for each in zip(prefix, (key, value), strict=True))
+            query = F.pad(query, (0, 0, key.shape[-2] - length, 0))
             hidden_states = F.pad(hidden_states, (0, 0, key.shape[-2] - length, 0))
-        values = F.dropout(value, dropout, self.training)
-        log_gate, weights = (None, None) if self.gate is None else self.gate(hidden_states)
-        log_gate, weights = mask_padding(padding, log_gate, weights)
-        tokens = _Tokens(query, key, values, log_gate, weights, padding, starts)
-        implied = None
+        before = CausalState(None, None) if layer is None else CausalState(*layer.read(query.device))
 
-        def step(
-            state: Tensor | None, window: Tensor | None, count: int | None = None
-        ) -> tuple[Tensor, Tensor, Tensor | None]:
-            nonlocal implied
-            output, state, window, implied = self._attend_causally(tokens.first(count), state, window, output_weights)
-            return output, state, window
+        log_decay, input_scale = (None, None) if self.gate is None else self.gate(hidden_states)  # [B, H, T]
+        log_decay, input_scale = mask_padding(padding_mask, log_decay, input_scale)
+        decay = (log_decay, input_scale, padding_mask, document_starts)
+        attn_weights = None
+        if output_attentions:  # the outputs of one-hot values are the weights
+            one_hot = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
+            attn_weights, _, _ = self._attend(query, key, one_hot, *decay, self._without_values(before, one_hot))
+            attn_weights = attn_weights[..., -length:, -length:].to(value.dtype)
+        dropped = F.dropout(value, dropout, self.training)
+        recording = layer is not None and layer.record_past
+        output, after, recorded = self._attend(query, key, dropped, *decay, before, recording=recording)
+        if cache is not None:
+            num_tokens = key.shape[-2]
+            cache.update(*after, self.rfa_layer_idx, num_tokens=num_tokens, recorded=recorded)  # type: ignore[arg-type]
+        return output[..., -length:, :].to(value.dtype), attn_weights
 
-        if cache is None:
-            output = step(None, None)[0]
-        else:
-            output, _ = cache.update(key, values, self.rfa_layer_idx, step=step)
-        implied = None if implied is None else implied[..., -length:, -length:].to(value.dtype)
-        return output[..., -length:, :].to(value.dtype), implied
-
-    def _attend_causally(
-        self, tokens: _Tokens, state: Tensor | None, window: Tensor | None, output_weights: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return the output, the new state and window, and the implied weights."""
-        query, key, value, log_gate, weights, padding, starts = tokens
-        fused = {"log_gate": log_gate, "weights": weights, "starts": starts}
-        if starts is not None:  # a gate that lets nothing through
-            log_gate = torch.zeros_like(key[..., 0], dtype=compute_dtype(key.dtype)) if log_gate is None else log_gate
-            log_gate = log_gate.masked_fill(starts[:, None], UNSEEN)
-        shared: dict[str, Any] = {"log_gate": log_gate, "weights": weights, **self._signs()}
-        least_shift = self.feature_map.least_shift(state)
-        if self.window and self.attention_component != "linear":
-            return windowed_attention(
-                self._as_state(query),
-                self._as_state(key),
-                value,
-                features=partial(self._features, least_shift=least_shift, offset=True),
-                size=self.window,
-                scaling=self.scaling,
-                padding=padding,
-                state=state,
-                window=window,
-                chunk_size=self.chunk_size,
-                output_weights=output_weights,
-                window_only=self.attention_component == "window",
-                **shared,
-            )
-        implied = None
-        if output_weights:
-            features = self._features(query, key, least_shift)
-            met = rescale(state, None, features.shift)
-            implied = implied_weights(features.query, features.key, state=met, **shared)
-        if self._uses_kernels(query):
-            return *self._attend_fused(query, key, value, fused, state), None, implied
-
-        form = self._form(query, starts)
-
-        def run(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            log_gate: Tensor | None,
-            weights: Tensor | None,
-            state: Tensor | None,
-            shift: Tensor | None,
-        ) -> tuple[Tensor, Tensor, Tensor | None]:
-            features = self._features(query, key, self.feature_map.least_shift(state) if shift is None else shift)
-            given: dict[str, Any] = {"log_gate": log_gate, "weights": weights, **self._signs()}
-            state = rescale(state, shift, features.shift)
-            output, state = rfa_attention(
-                features.query, features.key, value, state=state, chunk_size=self.chunk_size, form=form, **given
-            )
-            return output, state, features.shift
-
-        redrawn = self.training and self.feature_map.redraw_pool > 0  # a second look would see other features
-        at_once = redrawn or form is not chunked or not in_blocks(query.shape[-2])
-        output, state, shift = (run if at_once else partial(blockwise, run))(
-            query, key, value, log_gate, weights, state, None
-        )
-        return output, cast(Tensor, rescale(state, shift, None)), None, implied
-
-    @without_autocast
-    def _attend_all(
+    def _attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        padding: Tensor | None,
+        log_decay: Tensor | None,
+        input_scale: Tensor | None,
+        padding_mask: Tensor | None,
+        document_starts: Tensor | None,
+        before: CausalState,
+        *,
+        recording: bool = False,
+    ) -> tuple[Tensor, CausalState, RecordedStep | None]:
+        """Attend causally: the output [B, H, T, M] of values [B, H, T, M], what is kept, and what joined it."""
+        floor = self.feature_map.denominator_floor
+        plain = not self.window_size and not recording and value.shape[-1] == key.shape[-1]
+        if self.backend != "torch" and plain and not torch.compiler.is_compiling():
+            found = BACKENDS[self.backend].attend(
+                self, query, key, value, log_decay, input_scale, document_starts, before.state
+            )
+            if found is not None:
+                return found[0], CausalState(found[1], None), None
+        if document_starts is not None:  # a gate that lets nothing through
+            log_decay = (
+                key.new_zeros(key.shape[:-1], dtype=compute_dtype(key.dtype)) if log_decay is None else log_decay
+            )
+            log_decay = log_decay.masked_fill(document_starts[:, None], MASKED_LOGIT)
+        if self.window_size and self.attention_component != "linear":
+            inputs = window_inputs(
+                self._as_state(key),
+                value,
+                size=self.window_size,
+                log_decay=log_decay,
+                input_scale=input_scale,
+                padding_mask=padding_mask,
+            )
+            return self._attend_with_window(self._as_state(query), inputs, before, recording=recording)
+
+        state, shift, outputs, key_features = before.state, None, [], []
+        for segment in split_tokens(self._segment_length(query), query, key, value, log_decay, input_scale):
+            if torch.is_grad_enabled() and segment[0].shape[-2] < query.shape[-2]:
+                found = checkpoint(self._attend_segment, *segment, state, shift, use_reentrant=False)
+            else:
+                found = self._attend_segment(*segment, state, shift)
+            output, state, features = found
+            shift = features.shift
+            outputs.append(output)
+            if recording:
+                key_features.append(features.unshifted_key())
+        state = rescale(state, shift, None)
+        recorded = None
+        if recording:
+            recorded = RecordedStep(torch.cat(key_features, dim=-2), value, log_decay, input_scale, floor, None)
+        return torch.cat(outputs, dim=-2), CausalState(state, None), recorded
+
+    def _attend_segment(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor | None,
+        input_scale: Tensor | None,
+        state: Tensor | None,
+        shift: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Features]:
+        """Attend causally to some tokens in succession: output, state, whose shift is that of the features, and features."""
+        features = self._features(query, key, self.feature_map.least_shift(state) if shift is None else shift)
+        output, state = linear_attention(
+            features.query,
+            features.key,
+            value,
+            log_decay=log_decay,
+            input_scale=input_scale,
+            initial_state=rescale(state, shift, features.shift),
+            denominator_floor=self.feature_map.denominator_floor,
+            chunk_size=self.chunk_size,
+        )
+        return output, state, features
+
+    def _attend_with_window(
+        self, query: Tensor, inputs: WindowInputs, before: CausalState, *, recording: bool
+    ) -> tuple[Tensor, CausalState, RecordedStep | None]:
+        """Attend causally to the window, and through features to what has left it; see `_attend`."""
+        stream = stream_of(inputs, before.window)  # [B, H, W + T, d + M + 1]
+        query = in_stream_order(query, stream)
+        features = self._features(query, stream.leaving_keys, self.feature_map.least_shift(before.state), offset=True)
+        floor = self.feature_map.denominator_floor
+        output, state = sliding_window_attention(
+            query,
+            stream,
+            features,
+            scaling=self.scaling,
+            initial_state=before.state,
+            denominator_floor=floor,
+            chunk_size=self.chunk_size,
+            window_only=self.attention_component == "window",
+        )
+        recorded = RecordedStep(features.unshifted_key(), None, None, None, floor, inputs) if recording else None
+        return output, CausalState(state, stream.window()), recorded
+
+    def _segment_length(self, query: Tensor) -> int:
+        """Return how many tokens have features at a time: all of them, unless the sequence is long."""
+        length = query.shape[-2]
+        most = MAX_LENGTH_WITHOUT_SEGMENTS if torch.is_grad_enabled() else SEGMENT_LENGTH
+        redrawn = self.training and self.feature_map.redraw_pool > 0  # recomputed features would be others
+        whole = torch.compiler.is_compiling() or redrawn or length <= most
+        return length if whole else SEGMENT_LENGTH
+
+    def _without_values(self, before: CausalState, value: Tensor) -> CausalState:
+        """Return a state and a window for values of another width, [B, H, T, M], with zeros in place of their own values."""
+        state, window = before
+        width, d = value.shape[-1], self.feature_map.head_dim
+        if state is not None:
+            state = torch.cat([state.new_zeros(*state.shape[:-1], width), state[..., -1:]], dim=-1)
+        if window is not None:
+            zeros = window.new_zeros(*window.shape[:-1], width)
+            window = torch.cat([window[..., :d], zeros, window[..., -1:]], dim=-1)
+        return CausalState(state, window)
+
+    def _as_state(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in the dtype of the state."""
+        return tensor.to(torch.promote_types(self.state_dtype, tensor.dtype))
+
+    def _features(
+        self, query: Tensor, key: Tensor | None, least_shift: Tensor | None, *, offset: bool = False
+    ) -> Features:
+        """Return the features of queries and keys in the dtype of the state."""
+        found: Features = self.feature_map(query, key, least_shift=least_shift, offset=offset)
+        return Features._make(None if each is None else self._as_state(each) for each in found)
+
+    @without_autocast
+    def _attend_to_all(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        padding_mask: Tensor | None,
         dropout: float,
-        output_weights: bool,
+        output_attentions: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Let every query see every key: queries, keys and values in; output, state and implied weights out.
+        """Let every query see every key: queries, keys and values in; output, state and attention weights out.
 
         One row of keys may serve several rows of queries, as in `attend_with_state`.
         """
-        query_features, key_features, _, shift = self._features(query, key, self.feature_map.least_shift(None))
-        weights = mask_padding(padding, None, None)[1]
-        values = F.dropout(value, dropout, self.training)
-        state = source_state(key_features, values, weights=weights, signed=self.feature_map.signed)
-        output = attend_with_state(query_features, state, **self._signs()).to(value.dtype)
-        state = cast(Tensor, rescale(state, shift, None))
-        if not output_weights:
-            return output, state, None
-        rows = query.shape[0] // key.shape[0]
-        key_features = key_features.repeat_interleave(rows, dim=0)
-        weights = None if weights is None else weights.repeat_interleave(rows, dim=0)
-        implied = implied_weights(query_features, key_features, weights=weights, causal=False, **self._signs())
-        return output, state, implied.to(value.dtype)
+        features = self._features(query, key, self.feature_map.least_shift(None))
+        _, input_scale = mask_padding(padding_mask, None, None)
+        floor = self.feature_map.denominator_floor
+        attn_weights = None
+        if output_attentions:  # the outputs of one-hot values are the weights
+            one_hot = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
+            sums = final_state(features.key, one_hot, input_scale=input_scale, denominator_floor=floor)
+            attn_weights = attend_with_state(features.query, sums, denominator_floor=floor).to(value.dtype)
+        dropped = F.dropout(value, dropout, self.training)
+        state = final_state(features.key, dropped, input_scale=input_scale, denominator_floor=floor)
+        output = attend_with_state(features.query, state, denominator_floor=floor).to(value.dtype)
+        return output, cast(Tensor, rescale(state, features.shift, None)), attn_weights
 
     @without_autocast
     def _read(self, query: Tensor, state: Tensor) -> Tensor:
         """Return what queries [B, H, T, d] read from a finished state."""
         state = state.to(query.device)
         features = self._features(query, None, self.feature_map.least_shift(state))
-        met = cast(Tensor, rescale(state, None, features.shift))
-        return attend_with_state(features.query, met, **self._signs()).to(query.dtype)
+        state = cast(Tensor, rescale(state, None, features.shift))
+        floor = self.feature_map.denominator_floor
+        return attend_with_state(features.query, state, denominator_floor=floor).to(query.dtype)
 
     def attend_to_source(
         self,
         hidden_states: Tensor,
-        source: Tensor | None,
+        encoder_hidden_states: Tensor | None,
         *,
         past_key_values: Cache | None = None,
-        padding: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         dropout: float = 0.0,
-        output_weights: bool = False,
+        output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Cross attention: attend to an encoder's output, summed once per sequence and kept in the cache.
 
         Args:
             hidden_states: the layer's input, [B, T, width].
-            source: the encoder's output, [B, S, width]; not read again once the cache holds its sums.
+            encoder_hidden_states: the encoder's output, [B, S, width]; not read again once the cache holds its sums.
             past_key_values: the `EncoderDecoderCache`, or None.
-            padding: [B, S], 0 for padding, or None.
+            padding_mask: [B, S], 0 for padding, or None.
             dropout: probability of dropping a value in training, see `attend`.
-            output_weights: whether to return the implied attention weights.
+            output_attentions: whether to return the attention weights.
 
         Returns:
             The output [B, H, T, d] in the dtype of the queries, and the weights [B, H, T, S] or None.
 
         Raises:
-            ValueError: if there is neither a source nor a state.
+            ValueError: if there is neither an encoder's output nor a state.
         """
         query = self.project_query(hidden_states)
         layer: Any = None
         if isinstance(past_key_values, EncoderDecoderCache):
             layer = source_layer_of(past_key_values.cross_attention_cache, self.rfa_layer_idx)
-        if layer is not None and layer.state is not None and not output_weights:
+        if layer is not None and layer.state is not None and not output_attentions:
             return self._read(query, layer.state), None
-        if source is None:
+        if encoder_hidden_states is None:
             raise ValueError("cross attention needs encoder_hidden_states, or a cache that has seen them.")
         fills = layer is not None and layer.state is None
-        runs = rows_in_runs(source, padding) if fills else 1
-        kept = None if padding is None else padding[::runs]
-        key, value = self.project_source(source[::runs])
-        output, state, implied = self._attend_all(query, key, value, kept, dropout, output_weights)
+        beams = beams_per_source(encoder_hidden_states, padding_mask) if fills else 1
+        mask = None if padding_mask is None else padding_mask[::beams]
+        key, value = self.project_source(encoder_hidden_states[::beams])
+        output, state, attn_weights = self._attend_to_all(query, key, value, mask, dropout, output_attentions)
         if isinstance(past_key_values, EncoderDecoderCache) and fills:
-            layer.fill(state, length=source.shape[1], rows_per_state=runs)
+            layer.fill(state, length=encoder_hidden_states.shape[1], rows_per_state=beams)
             past_key_values.is_updated[self.rfa_layer_idx] = True
-        return output, implied
+        return output, attn_weights
+
+
+def rfa_layers(model: nn.Module) -> dict[str, RFAAttentionMixin]:
+    """Return a model's RFA attention modules by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, RFAAttentionMixin)}

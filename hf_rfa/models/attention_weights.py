@@ -1,6 +1,6 @@
-"""The attention weights that features imply: for looking at them, and for learning from a softmax teacher's.
+"""Logarithms of the attention weights that features stand for: what distillation compares with a softmax teacher's.
 
-Every function here takes quadratic time; no model needs them to run.
+They take quadratic time; no model needs them to run.
 """
 
 from __future__ import annotations
@@ -10,47 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .linear_attention import denominator, differentiable, divide, noncausal, parallel, parallel_weights
+from .linear_attention import denominator, differentiable, divide
 
-#: Logarithm of the weight of a key that a query does not see; finite, so that no gradient is NaN.
-UNSEEN = -1e30
-#: Implied weights of signed features are raised to this before a logarithm is taken.
-SMALLEST_WEIGHT = 1e-9
-
-
-def implied_weights(
-    query: Tensor,
-    key: Tensor,
-    *,
-    log_gate: Tensor | None = None,
-    weights: Tensor | None = None,
-    state: Tensor | None = None,
-    causal: bool = True,
-    signed: bool = False,
-    floor: float = 0.0,
-) -> Tensor:
-    """Return the attention weights that the features imply, [B, H, Tq, Tk].
-
-    Multiplied with the values they give the output of `hf_rfa.models.linear_attention.rfa_attention`. With a
-    ``state`` from earlier tokens
-    the columns are those of the tokens at hand, and a row sums to the share of the weight that falls on them.
-    ``causal=False`` is for cross and bidirectional attention.
-    """
-    scores = parallel_weights(query, key, log_gate=log_gate, weights=weights, causal=causal)
-    # The normaliser and the mass are the recurrence on the ones column alone: d = 0.
-    ones = torch.ones_like(key[..., :1])
-
-    def sums(query: Tensor, key: Tensor, rows: Tensor | None) -> Tensor:
-        if not causal:
-            return noncausal(query, key, ones, weights=weights, state=rows)[0]
-        return parallel(query, key, ones, log_gate=log_gate, weights=weights, state=rows)[0]
-
-    normaliser = sums(query, key, None if state is None else state[..., : query.shape[-1], -1:])
-    mass = None
-    if signed:
-        unit, norm = torch.ones_like(query[..., :1]), key.norm(dim=-1, keepdim=True)
-        mass = sums(unit, norm, None if state is None else state[..., -1:, -1:])
-    return divide(scores, denominator(normaliser, query, mass, floor))
+#: Logit of a key that a query does not see; finite, so that no gradient is NaN.
+MASKED_LOGIT = -1e30
+#: Attention weights of signed features are raised to this before a logarithm is taken.
+MIN_SIGNED_WEIGHT = 1e-9
 
 
 class ExactWindow(NamedTuple):
@@ -69,32 +34,31 @@ class ExactWindow(NamedTuple):
     offset: Tensor
 
 
-def implied_log_weights(
+def log_attention_weights(
     query: Tensor,
     key: Tensor,
     *,
     rows: slice,
-    log_gate: Tensor | None = None,
-    weights: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    input_scale: Tensor | None = None,
     causal: bool = True,
-    signed: bool = False,
-    floor: float = 0.0,
+    denominator_floor: float | None = None,
     window: ExactWindow | None = None,
 ) -> Tensor:
-    """Return logarithms of the weights implied for some queries of a whole sequence, [B, H, rows, keys].
+    """Return logarithms of the attention weights of some queries of a whole sequence, [B, H, rows, keys].
 
     A few rows at a time take memory linear in the length, and causal ones skip the keys that they do not see: the columns
-    are the keys before ``rows.stop``.  A key that a query does not see has `UNSEEN`.
+    are the keys before ``rows.stop``. A key that a query does not see has `MASKED_LOGIT`.
 
     Args:
         query: features of all queries, [B, H, Tq, F].
         key: features of all keys, [B, H, Tk, F].
         rows: the queries that are asked for.
-        log_gate: [B, H, Tk] or None; only with ``causal=True``.
-        weights: [B, H or 1, Tk], 0 for padding, or None.
+        log_decay: [B, H, Tk] or None; only with ``causal=True``.
+        input_scale: [B, H or 1, Tk], 0 for padding, or None.
         causal: whether a query sees only the keys up to its own position.
-        signed: see `hf_rfa.models.linear_attention.rfa_attention`; weights below `SMALLEST_WEIGHT` are raised to it.
-        floor: likewise.
+        denominator_floor: see `hf_rfa.models.linear_attention.denominator`; weights of signed features below
+            `MIN_SIGNED_WEIGHT` are raised to it.
         window: the exact window, or None; padding must not stand between tokens then.
     """
     columns = slice(0, rows.stop) if causal else slice(0, key.shape[-2])
@@ -107,31 +71,31 @@ def implied_log_weights(
         seen = seen.tril(rows.start)
     if window is not None:
         near = seen.triu(rows.start - window.size + 1)
-    factor: Tensor | float = 0.0  # logarithm of what a key's weight is multiplied by
-    if weights is not None:
-        weights = weights[..., None, columns].to(scores.dtype)
-        seen = seen & (weights > 0)
-        factor = weights.clamp_min(tiny).log()
-    if log_gate is not None:
-        total = log_gate[..., columns].double().cumsum(-1)
-        factor = factor + (total[..., rows, None] - total[..., None, :]).to(scores.dtype)
+    log_factor: Tensor | float = 0.0  # of decay and input scale
+    if input_scale is not None:
+        input_scale = input_scale[..., None, columns].to(scores.dtype)
+        seen = seen & (input_scale > 0)
+        log_factor = input_scale.clamp_min(tiny).log()
+    if log_decay is not None:
+        total = log_decay[..., columns].double().cumsum(-1)
+        log_factor = log_factor + (total[..., rows, None] - total[..., None, :]).to(scores.dtype)
 
-    if signed:
-        scale = torch.where(seen & ~near, torch.as_tensor(factor, dtype=scores.dtype), UNSEEN).exp()
-        scores = scores * scale
-        mass = (key.norm(dim=-1)[..., None, :] * scale).sum(-1, keepdim=True)
-        divisor = denominator(scores.sum(-1, keepdim=True), query, mass, floor)
-        log_total = torch.where(divisor > 0, divisor, tiny).log()
-        logits = divide(scores, divisor).clamp_min(SMALLEST_WEIGHT).log() + log_total
+    log_total = None
+    if denominator_floor is None:
+        logits = differentiable(scores, scores).clamp_min(tiny).log() + log_factor
     else:
-        logits = differentiable(scores, scores).clamp_min(tiny).log() + factor
+        scale = torch.where(seen & ~near, torch.as_tensor(log_factor, dtype=scores.dtype), MASKED_LOGIT).exp()
+        scores = scores * scale
+        key_norm_sum = (key.norm(dim=-1)[..., None, :] * scale).sum(-1, keepdim=True)
+        divisor = denominator(scores.sum(-1, keepdim=True), query, key_norm_sum, denominator_floor)
+        log_total = torch.where(divisor > 0, divisor, tiny).log()
+        logits = divide(scores, divisor).clamp_min(MIN_SIGNED_WEIGHT).log() + log_total
     if window is not None:
         exact = window.query[..., rows, :] @ window.key[..., columns, :].transpose(-1, -2) + window.offset[..., rows, :]
-        exact = exact + factor
+        exact = exact + log_factor
         logits = torch.where(near, exact, logits)
-        if signed:
-            log_total = torch.logaddexp(
-                log_total, exact.masked_fill(~(near & seen), UNSEEN).logsumexp(-1, keepdim=True)
-            )
-    logits = logits.masked_fill(~seen, UNSEEN)
-    return logits - log_total if signed else logits.log_softmax(-1)
+        if log_total is not None:
+            in_window = exact.masked_fill(~(near & seen), MASKED_LOGIT).logsumexp(-1, keepdim=True)
+            log_total = torch.logaddexp(log_total, in_window)
+    logits = logits.masked_fill(~seen, MASKED_LOGIT)
+    return logits.log_softmax(-1) if log_total is None else logits - log_total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,35 +15,54 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
+from .linear_attention import final_state
+from .sliding_window import WindowInputs, advance_window
+
 #: Name of the layer type in ``config.layer_types``; `DynamicCache` makes one `RFALayer` for each entry of that name.
 RFA_LAYER_TYPE = "rfa"
 
-#: Steps that are recorded at most: a recording that nobody crops does not grow for ever. No assistant drafts as many tokens.
+#: Most steps that are recorded, so that a recording that nobody crops stays small. No assistant drafts as many tokens.
 MAX_RECORDED_STEPS = 512
 
-#: What an attention layer hands to `RFALayer.update`: the old state and window in (None at the start), the output and the
-#: new ones out; the window is None where attention has none. A third argument limits it to the first so many of its tokens.
-Step = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+
+class RecordedStep(NamedTuple):
+    """What a step added to a layer's tensors, so that `RFALayer.crop` can add a part of it again.
+
+    Attributes:
+        key_features: φ(k) of the tokens that joined the state, [B, H, T, F].
+        value: [B, H, T, d], or None where a window holds the values.
+        log_decay: [B, H, T], or None.
+        input_scale: [B, H or 1, T], or None.
+        denominator_floor: that of the feature map.
+        window: what entered the window, or None for attention without one.
+    """
+
+    key_features: Tensor
+    value: Tensor | None
+    log_decay: Tensor | None
+    input_scale: Tensor | None
+    denominator_floor: float | None
+    window: WindowInputs | None
 
 
 class RFALayer(CacheLayerMixin):
     """Holds the state [B, H, F, d + 1] (S and, as its last column, z) of one attention layer, and counts its tokens.
 
-    Beside an exact window it also holds the last tokens' keys and values (`hf_rfa.models.sliding_window`),
-    [B, H, W, 2d + 1]. Both take the same memory after ten tokens and after a million.
+    With a sliding window it also holds the last tokens' keys and values (`hf_rfa.models.sliding_window`), [B, H, W, 2d + 1].
+    Both take the same memory after ten tokens and after a million.
 
     Earlier states are gone, so that nothing can be cropped, unless the layer records: after `activate_past_recording` it
-    keeps a copy of the state as it was, and the tokens since, until `crop` says how many of these stay. Assisted decoding
-    does so at every round.
+    keeps a copy of the state and what each step added to it, until `crop` says how many tokens stay. Assisted decoding does
+    so in every round.
     """
 
     _layer_type = RFA_LAYER_TYPE
-    #: What the layer holds. A checkpoint may bring its own copy of this class: layers are told by this, not by their class.
+    #: What the layer holds. Compare this tag instead of the class: a checkpoint may bring its own copy of the class.
     holds = "RFA state"
-    # Like a sliding window's, its size does not follow the text: masks for softmax layers beside it are not made by it.
+    # Like a sliding window's, its size does not follow the sequence: masks for softmax layers next to it are not made by it.
     is_sliding = True
-    # After the first tokens a step updates the state where it lies, so that a compiled step may be run again and again. In a
-    # static cache this is also what makes transformers mask the slots of softmax layers that hold nothing yet.
+    # After the first tokens a step updates the state in place, so that a compiled step may be run again and again. In a
+    # static cache this also makes transformers mask the slots of softmax layers that hold nothing yet.
     is_compileable = True
     supports_early_init = False
 
@@ -58,7 +77,7 @@ class RFALayer(CacheLayerMixin):
     def _forget(self) -> None:
         """Drop what was recorded."""
         self._before: tuple[Tensor | None, Tensor | None] = (None, None)
-        self._since: list[tuple[Step, int]] = []
+        self._steps: list[tuple[RecordedStep, int]] = []
 
     def activate_past_recording(self) -> None:
         """Keep what `crop` needs to remove tokens that come from now on."""
@@ -78,41 +97,52 @@ class RFALayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, step: Step | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Run one step of the recurrence on the state.
+    def read(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Return the state and the window on a device, each None at the start. A step may change them in place."""
+        self._change(lambda tensor: tensor.to(device))
+        if len(self._steps) == MAX_RECORDED_STEPS:
+            self._forget()
+        if self.record_past and not self._steps:
+            self._before = tuple(None if each is None else each.clone() for each in (self.state, self.window))  # type: ignore[assignment]
+        return self.state, self.window
+
+    def update(  # type: ignore[override]
+        self,
+        state: Tensor,
+        window: Tensor | None,
+        *args: Any,
+        num_tokens: int | None = None,
+        recorded: RecordedStep | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Store the state and the window after some tokens.
 
         Args:
-            key_states: the new keys, [B, H, T, d] (their count, dtype and device are used here).
-            value_states: the new values; the step has them already.
+            state: the new state.
+            window: the new window, or None for attention without one.
             *args: not used.
-            step: takes the state and the window so far and returns the output and the new ones.
+            num_tokens: tokens since `read`, padding included.
+            recorded: what they added, needed while the layer records.
             **kwargs: not used.
 
         Returns:
-            (the step's output, the new state).
+            The state and the window.
 
         Raises:
             TypeError: if an attention layer that is not RFA writes keys and values to this layer.
         """
-        if step is None:
+        if num_tokens is None:
             raise TypeError(
                 "a softmax attention layer wrote to an RFA cache layer. Build the cache with "
                 "DynamicCache(config=model.config) of the model that uses it."
             )
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if self.record_past:
-            if len(self._since) == MAX_RECORDED_STEPS:
-                self._forget()
-            if not self._since:  # a step may change the state where it lies
-                state, window = (None if each is None else each.clone() for each in (self.state, self.window))
-                self._before = state, window
-            self._since.append((step, key_states.shape[-2]))
-        output, self.state, self.window = step(self.state, self.window)
-        self.cumulative_length += key_states.shape[-2]
-        return output, self.state
+            self.lazy_initialization(state, state)
+        if recorded is not None:
+            self._steps.append((recorded, num_tokens))
+        self.state, self.window = state, window
+        self.cumulative_length += num_tokens
+        return state, window
 
     def get_seq_length(self) -> int:
         """Return the number of tokens seen, padding included."""
@@ -167,7 +197,7 @@ class RFALayer(CacheLayerMixin):
             ValueError: if that many tokens were not recorded, since a recurrent state does not hold its past.
         """
         count = -tokens_to_remove
-        recorded = sum(length for _, length in self._since)
+        recorded = sum(length for _, length in self._steps)
         if not 0 <= count <= recorded:
             raise ValueError(
                 f"cannot crop an RFA state by {tokens_to_remove}: it keeps no past states, and {recorded} tokens were "
@@ -176,12 +206,31 @@ class RFALayer(CacheLayerMixin):
             )
         if count:
             (self.state, self.window), kept = self._before, recorded - count
-            for step, length in self._since:
+            for step, length in self._steps:
                 if kept > 0:
-                    _, self.state, self.window = step(self.state, self.window, min(length, kept))
+                    self.state, self.window = _replay(step, min(length, kept), self.state, self.window)
                 kept -= length
             self.cumulative_length -= count
         self._forget()
+
+
+def _replay(
+    step: RecordedStep, count: int, state: Tensor | None, window: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the state and the window after the first ``count`` tokens of a step."""
+    log_decay, input_scale = (None if each is None else each[..., :count] for each in step[2:4])
+    key_features, value = step.key_features, step.value
+    if step.window is not None:
+        key_features, value, log_decay, input_scale, window = advance_window(step.window, key_features, count, window)
+    state = final_state(
+        key_features[..., :count, :],
+        cast(Tensor, value)[..., :count, :],
+        log_decay=log_decay,
+        input_scale=input_scale,
+        initial_state=state,
+        denominator_floor=step.denominator_floor,
+    )
+    return state, window
 
 
 class RFASourceLayer(RFALayer):
@@ -202,16 +251,14 @@ class RFASourceLayer(RFALayer):
         """Store the state.
 
         Args:
-            state: [N, H, rows, d + 1], from `hf_rfa.models.linear_attention.source_state`.
+            state: [N, H, rows, d + 1], from `hf_rfa.models.linear_attention.final_state`.
             length: number of source tokens, padding included.
             rows_per_state: rows of the batch that read one row of the state.
         """
         self.lazy_initialization(state, state)
         self.state, self.cumulative_length, self.rows_per_state = state, length, rows_per_state
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, step: Step | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, *args: Any, **kwargs: Any) -> Any:
         """Raise a TypeError: the state is filled once."""
         raise TypeError("a self-attention layer wrote to the cache layer of RFA cross attention.")
 
@@ -241,30 +288,32 @@ class RFASourceLayer(RFALayer):
 STATIC_LAYER_TYPE_MAPPING[RFA_LAYER_TYPE] = RFALayer
 
 
-def keys_and_values_in(cache: Cache, layer_idx: int) -> tuple[Tensor, Tensor] | None:
-    """Make layer ``layer_idx`` of ``cache`` an `RFALayer`, and return the keys and values that it held until then.
+def rfa_layer_of(cache: Cache, layer_idx: int) -> tuple[RFALayer, tuple[Tensor, Tensor] | None]:
+    """Return layer ``layer_idx`` of a cache, made an `RFALayer` if need be, and the keys and values that it held until then.
 
-    A cache built without a configuration, or with a softmax model's, has layers for keys and values; peft's prefix tuning
+    A cache built without a configuration, or with a softmax model's, has layers for keys and values; PEFT's prefix tuning
     fills them with those of virtual tokens.
 
     Raises:
         TypeError: if the layer is of a kind that cannot be replaced.
     """
     _grow(cache, layer_idx)
-    layer = cache.layers[layer_idx]
+    if cache.offloading:  # what was fetched may be on its way
+        torch.accelerator.current_stream().wait_stream(cache.prefetch_stream)
+    layer: Any = cache.layers[layer_idx]
     if getattr(layer, "holds", None) == RFALayer.holds:
-        return None
+        return layer, None
     if type(layer) is not DynamicLayer:
         raise TypeError(
             f"layer {layer_idx} of this {type(cache).__name__} is a {type(layer).__name__}, but the model's attention needs "
             "an RFALayer there. Build the cache with DynamicCache(config=model.config), or let the model build it."
         )
-    cache.layers[layer_idx] = RFALayer()
-    return (cast(Tensor, layer.keys), cast(Tensor, layer.values)) if layer.get_seq_length() else None
+    cache.layers[layer_idx] = new = RFALayer()
+    return new, (cast(Tensor, layer.keys), cast(Tensor, layer.values)) if layer.get_seq_length() else None
 
 
 def unread_length(cache: Cache | None, config: Any) -> int:
-    """Return the number of tokens of which RFA layers have yet to read the keys and values (`keys_and_values_in`)."""
+    """Return the number of tokens of which RFA layers have yet to read the keys and values (`rfa_layer_of`)."""
     own = self_attention_cache(cache)
     layers = enumerate([] if own is None else own.layers)
     unread = [layer for index, layer in layers if type(layer) is DynamicLayer and config.is_rfa("causal", index)]

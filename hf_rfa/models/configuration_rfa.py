@@ -25,6 +25,9 @@ MAX_SEED = 2**32 - 1
 #: The largest pool: the draws after it are those of the next layer (`hf_rfa.models.random_feature_maps.draw_projection`).
 MAX_REDRAW_POOL = 1_000_000
 
+#: Fields that had another name: checkpoints, and code, may still use it. transformers maps it wherever a field is named.
+RENAMED_FIELDS = {"window": "window_size"}
+
 #: What an attention layer attends to: the tokens before it, an encoder's output, or all tokens of an encoder's input.
 AttentionKind = Literal["causal", "cross", "encoder"]
 
@@ -43,9 +46,9 @@ class RFAConfigMixin:
             Evaluation always uses the saved W.
         feature_seed: seed of all random matrices, from 0 to 2³² − 1.
         gate: multiply the state by a learned gate per head and token (RFA-Gate).
-        window: W, the number of last tokens (the query's own included) that causal attention sees exactly, by softmax under
-            one normaliser with the features of all tokens before them; 0 for features alone, at most the model's positions.
-            The cache holds their keys and values beside the state.
+        window_size: W, the number of last tokens (the query's own included) that causal attention sees exactly, by softmax
+            under one normaliser with the features of all tokens before them; 0 for features alone, at most the model's
+            positions. The cache holds their keys and values beside the state.
         softmax_layers: indices of layers that stay softmax attention; their cache grows with the text.
         chunk_size: tokens that prefill and training handle at once in the quadratic form.
         state_dtype: dtype of the recurrent state, "float32" or "float64" (at least the model's own precision is kept).
@@ -59,12 +62,18 @@ class RFAConfigMixin:
     redraw_pool: int = 0
     feature_seed: int = 0
     gate: bool = False
-    window: int = 0
+    window_size: int = 0
     softmax_layers: list[Any] = field(
         default_factory=list
     )  # `validate_layer_type` says more of a wrong entry than its type
     chunk_size: int = 64
     state_dtype: str = "float32"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let the family's configuration know the old names of fields."""
+        super().__init_subclass__(**kwargs)
+        maps = [vars(base).get("attribute_map", {}) for base in reversed(cls.__mro__)]
+        cls.attribute_map = {old: new for each in (*maps, RENAMED_FIELDS) for old, new in each.items()}  # type: ignore[attr-defined]
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill in the map's default for ``num_features``, so that a checkpoint states its own shape."""
@@ -200,7 +209,7 @@ class RFAConfigMixin:
         positions = self.max_position_embeddings  # type: ignore[attr-defined]
         for name, least, most, meaning in (
             ("chunk_size", 1, torch.iinfo(torch.int64).max, "tokens handled at once"),
-            ("window", 0, positions, "tokens seen exactly, no more than the model has positions"),
+            ("window_size", 0, positions, "tokens seen exactly, no more than the model has positions"),
             ("redraw_pool", 0, MAX_REDRAW_POOL, "the size of the pool, or 0 for a fixed matrix"),
             ("feature_seed", 0, MAX_SEED, "other seeds draw the same as one of these"),
         ):

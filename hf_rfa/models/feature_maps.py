@@ -1,18 +1,16 @@
-"""Feature maps φ with exp(q·k·s) ≈ φ(q)·φ(k), one class each, behind one registry.
+"""Feature maps φ with exp(q·k·s) ≈ φ(q)·φ(k): the base classes and the registry.
 
-A map sees the queries and keys of one attention layer, [B, H, T, d], and returns features [B, H, T, F] in float32
-(float64 for float64 input).  Both sides are multiplied by √s first, s being the model's scaling, so that q̂·k̂ = q·k·s; or
-they are ℓ2-normalised, as in Peng et al. 2021, and then s plays no part.  Only ``elu`` sees them as they are.
+A map sees the queries and keys of one attention layer, [B, H, T, d], and returns features [B, H, T, F] in float32 (float64
+for float64 input). Both sides are multiplied by √s first, s being the model's scaling, so that q̂·k̂ = q·k·s; or they are
+ℓ2-normalized, as in Peng et al. 2021, and then s plays no part. Only ``elu`` sees them as they are.
 
-Factors that a query, or all keys of a head, share cancel between numerator and normaliser of the attention.  The maps
-leave them out, or choose them so that nothing overflows: a query's largest feature is made e^40, and a key's features are
-divided by one calibrated constant per head.  No running maximum has to live in the recurrent state.
+Factors that a query, or all keys of a head, share cancel between numerator and normalizer of the attention. The maps leave
+them out, or choose them so that nothing overflows: a query's largest feature is made e^40, and a key's features are divided
+by one calibrated constant per head. No running maximum has to be part of the recurrent state.
 
 Gradients need more room than values: where all keys that a query has seen are light, the gradient of their features is as
-large as their features are small.  With gradients the maps therefore move a factor e^r per feature from the queries to the
-keys, such that the largest key at hand has a feature of e^24 (`Features.shift`).  φ(q)·φ(k) stays what it is.
-
-Random matrices are drawn per layer and head from a seed, and saved with the model.
+large as their features are small. With gradients the maps therefore move a factor e^r per feature from the queries to the
+keys, such that the largest key at hand has a feature of e^24 (`Features.shift`). φ(q)·φ(k) stays what it is.
 """
 
 from __future__ import annotations
@@ -20,16 +18,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
-
-from .folded import Folded, stamp
 
 #: Largest exponent of a key's feature relative to the head's constant: e^25 ≈ 7e10 leaves float32 room to sum over.
 MAX_EXPONENT = 25.0
@@ -59,34 +55,6 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-@dataclass(frozen=True)
-class Affine:
-    """Features as f(A q + a) and w f(A'k + a' − n), for kernels that compute them where they are used.
-
-    Attributes:
-        kind: f, "exp" (as `FeatureMap.exponentiate_keys` and `exponentiate_queries`), "sin", "relu", or
-            "elu", to which 1 is added.
-        query: prepared queries, [B, H, T, d].
-        key: prepared keys, [B, H, T, d].
-        query_weight: A, [H, F, d].
-        query_bias: a, [H, F].
-        key_weight: A', [H, F, d].
-        key_bias: a', [H, F].
-        key_norm: n, [B, H, T], or None for 0.
-        key_log_scale: log w, [B, H, T], to be kept under 25, or None for 0.
-    """
-
-    kind: str
-    query: Tensor
-    key: Tensor
-    query_weight: Tensor
-    query_bias: Tensor
-    key_weight: Tensor
-    key_bias: Tensor
-    key_norm: Tensor | None = None
-    key_log_scale: Tensor | None = None
-
-
 def least_shift_above(largest: Tensor, least: Tensor) -> Tensor:
     """Return the least `Features.shift`, not below ``least``, at which exponents of up to ``largest`` do not overflow."""
     # One below the bound, so that rounding takes no key to it, where it would lose its gradient.
@@ -109,42 +77,50 @@ class Features(NamedTuple):
     offset: Tensor | None
     shift: Tensor | None
 
+    def unshifted_key(self) -> Tensor:
+        """Return φ(k) as states hold it, [B, H, T', F]."""
+        return self.key if self.shift is None else self.key * self.shift.exp()
+
+
+#: Features of queries and keys by heads, [H, N, d]: φ(q) [H, N, F], φ(k) or None without keys, the shift or None
+#: (`Features.shift`), and the logarithm of the factor by which exp(q·k·s) exceeds φ(q)·φ(k), [H, N, 1]: computed for windowed
+#: maps only, None where nothing is known of it.
+HeadFeatures = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
 
 class FeatureMap(nn.Module, ABC):
-    """Base class: prepares queries and keys, and leaves φ to the subclass.
-
-    Class attributes say what a map is: ``signed`` whether features can be negative, ``softmax_kernel`` whether φ(q)·φ(k)
-    estimates exp(q·k·s) without bias when the norm is carried.
+    """Base class of feature maps: prepares queries and keys, and leaves φ to the subclass.
 
     Args:
         num_heads: H, heads.
         head_dim: d, width of a head.
         num_features: D, the number of rows of W; see ``feature_dim`` for F.
         scaling: s, the model's scaling of q·k.
-        unit_norm: ℓ2-normalise queries and keys per head (Peng et al. 2021, section 3.1) instead of multiplying by √s.
+        unit_norm: ℓ2-normalize queries and keys per head (Peng et al. 2021, section 3.1) instead of multiplying by √s.
         orthogonal: draw W in orthogonal blocks (`hf_rfa.models.random_feature_maps.draw_projection`).
         trainable: whether W is a parameter instead of a buffer.
         redraw_pool: number of matrices to draw from, anew at every forward pass in training; 0 keeps W fixed.
-        windowed: whether an exact window stands beside the features (`hf_rfa.models.sliding_window`).
+        windowed: whether a sliding window comes with the features (`hf_rfa.models.sliding_window`).
         seed: of the random matrices.
         layer_idx: the layer, so that layers draw different matrices.
 
     Attributes:
         sigma: learned scale σ of W per head and dimension, [H, d], where the map has one (Peng et al. 2021, W = σ∘W̃).
         balance: a of (q̂∘a, k̂/a), [H, d]: softmax attention does not see it, the variance of random features does.
-        key_shift: μ of k − μ, [H, d]: likewise.
+        key_shift: μ of k − μ, [H, d]: softmax attention does not see it either.
         log_scale: c, [H]: subtracted from the exponents of a head's keys.
-        window_shift: what is learned of the offset of an exact window, [H], where there is one (`Features.offset`).
+        window_shift: what is learned of the offset of a window, [H], where there is one (`Features.offset`).
     """
 
     name: ClassVar[str]
-    signed: ClassVar[bool] = False
+    #: Smallest cosine of φ(q) and z that is divided by (`hf_rfa.models.linear_attention.denominator`), for maps whose
+    #: features have negative entries; None for all others.
+    denominator_floor: ClassVar[float | None] = None
+    #: Whether φ(q)·φ(k) estimates exp(q·k·s) without bias when the norm is carried.
     softmax_kernel: ClassVar[bool] = False
     has_sigma: ClassVar[bool] = False
     has_exponent: ClassVar[bool] = False
     uses_scaling: ClassVar[bool] = True
-    #: Smallest cosine of φ(q) and z that signed features divide by (`hf_rfa.models.linear_attention.denominator`).
-    floor: ClassVar[float] = 0.0
     #: None where D follows from the head's width.
     default_num_features: ClassVar[int | None] = None
 
@@ -175,7 +151,6 @@ class FeatureMap(nn.Module, ABC):
         self.num_features = self.resolve_num_features(num_features, head_dim)
         self.orthogonal, self.trainable, self.redraw_pool = orthogonal, trainable, redraw_pool
         self.windowed, self.seed, self.layer_idx = windowed, seed, layer_idx
-        self._fold: tuple[Any, Folded | None] | None = None
         self.build()
         if not any(tensor.is_meta for tensor in self.state_dict().values()):
             self.reset_parameters()
@@ -185,13 +160,26 @@ class FeatureMap(nn.Module, ABC):
         shape = (self.num_heads, self.head_dim)
         if self.has_sigma:
             self.sigma = nn.Parameter(torch.empty(shape))
-        if self.invariant:
+        if self.reparametrizable:
             self.register_buffer("balance", torch.empty(shape))
             self.register_buffer("key_shift", torch.empty(shape))
         if self.has_exponent:
             self.register_buffer("log_scale", torch.empty(self.num_heads))
         if self.windowed:
             self.window_shift = nn.Parameter(torch.empty(self.num_heads))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialize every parameter and buffer that no checkpoint has set."""
+        if self.has_sigma:
+            init.ones_(self.sigma)
+        if self.reparametrizable:
+            init.ones_(self.balance)
+            init.zeros_(self.key_shift)
+        if self.has_exponent:
+            init.zeros_(self.log_scale)
+        if self.windowed:
+            init.zeros_(self.window_shift)
 
     @classmethod
     def resolve_num_features(cls, num_features: int | None, head_dim: int, *, name: str = "num_features") -> int:
@@ -215,10 +203,15 @@ class FeatureMap(nn.Module, ABC):
         return num_features
 
     @property
-    def invariant(self) -> bool:
+    def signed(self) -> bool:
+        """Whether features can be negative."""
+        return self.denominator_floor is not None
+
+    @property
+    def reparametrizable(self) -> bool:
         """Whether the map has ``balance`` and ``key_shift``, which change its variance and not its kernel.
 
-        Signed features have neither: their variance does not fall when queries and keys are centred on each other.
+        Signed features have neither: their variance does not fall when queries and keys are centered on each other.
         """
         return self.softmax_kernel and not self.signed and not self.unit_norm
 
@@ -228,41 +221,48 @@ class FeatureMap(nn.Module, ABC):
         return self.num_features
 
     def query_input(self, query: Tensor) -> Tensor:
-        """Return q̂: scaled (or normalised) queries in the computing dtype."""
+        """Return q̂: scaled (or normalized) queries in the computing dtype."""
         query = query.to(compute_dtype(query.dtype))
         query = F.normalize(query, dim=-1) if self.unit_norm else query * math.sqrt(self.scaling)
-        if self.invariant:
+        if self.reparametrizable:
             query = query * self.balance[:, None, :]
         return query * self.sigma[:, None, :] if self.has_sigma else query
 
     def key_input(self, key: Tensor) -> Tensor:
-        """Return k̂: scaled (or normalised) keys in the computing dtype."""
+        """Return k̂: scaled (or normalized) keys in the computing dtype."""
         key = key.to(compute_dtype(key.dtype))
-        if self.invariant:
+        if self.reparametrizable:
             key = (key - self.key_shift[:, None, :]) / self.balance[:, None, :]
         key = F.normalize(key, dim=-1) if self.unit_norm else key * math.sqrt(self.scaling)
         return key * self.sigma[:, None, :] if self.has_sigma else key
 
+    @abstractmethod
+    def query(self, query: Tensor) -> Tensor:
+        """Return the features of queries [B, H, T, d] as [B, H, T, F]."""
+
+    @abstractmethod
+    def key(self, key: Tensor) -> Tensor:
+        """Return the features of keys [B, H, T, d] as [B, H, T, F]."""
+
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, *, least_shift: Tensor | None = None, offset: bool = False
+    ) -> Features:
+        """Return the features of queries and keys.
+
+        Args:
+            query: [B, H, T, d].
+            key: [B, H, T', d], or None.
+            least_shift: what `least_shift` returns of the state that the features meet. None for features without a shift,
+                whose gradients may overflow.
+            offset: also return the offset, for a map that comes with a sliding window.
+        """
+        keys = query.new_empty(0) if key is None else self.key(key)
+        zeros = query.new_zeros(*query.shape[:-1], 1, dtype=compute_dtype(query.dtype))
+        return Features(self.query(query), keys, self.window_shift[:, None, None] - zeros if offset else None, None)
+
     def key_exponent(self, key: Tensor) -> Tensor:
-        """Return the exponents, before c, of prepared keys (`key_input`): for maps with ``has_exponent``."""
+        """Return the exponents of keys [B, H, T, d] without c, [B, H, T, F or 1], for maps with ``has_exponent``."""
         raise NotImplementedError(f"feature_map={self.name!r} has no exponents.")
-
-    def query_exponent(self, query: Tensor) -> Tensor:
-        """Return the exponents of queries, [B, H, T, F]: for maps whose query features are exponentials."""
-        raise NotImplementedError(f"feature_map={self.name!r} has no exponents of queries.")
-
-    def exponentiate_keys(self, exponent: Tensor, shift: Tensor | None = None) -> Tensor:
-        """Return exp(min(exponent − c, 25) − r) of exponents [B, H, T, F or 1]; r is ``shift``, None for 0."""
-        constant = self.log_scale[:, None, None]
-        if shift is None:
-            return (exponent - constant).clamp(max=MAX_EXPONENT).exp()
-        exponent = (exponent - (constant + shift)).clamp(max=MAX_EXPONENT)  # where r < 0 none reaches it
-        return torch.where(exponent < MIN_DIFFERENTIABLE_EXPONENT, exponent.detach(), exponent).exp()
-
-    def raise_shift(self, exponent: Tensor, least: Tensor) -> Tensor:
-        """Return the least `Features.shift` at which no key of some exponents overflows, and which is at least ``least``."""
-        largest = exponent.detach().amax(dim=(0, 2)) - self.log_scale[:, None]
-        return least_shift_above(largest[:, None], least)
 
     def least_shift(self, state: Tensor | None) -> Tensor | None:
         """Return the least `Features.shift` at which a state does not overflow, or None where nothing is to be shifted.
@@ -278,151 +278,9 @@ class FeatureMap(nn.Module, ABC):
         largest = mass.detach().amax(dim=0).log().transpose(-1, -2)
         return least_shift_above(largest, torch.tensor(MIN_SHIFT))
 
-    def fold(self, dtype: torch.dtype) -> Folded | None:
-        """Return the map's matrices with all that is linear folded into them, in ``dtype``; None for a map that has none."""
-        return None
-
-    def folded(self, x: Tensor) -> Folded | None:
-        """Return `fold` for inputs such as ``x`` where it may be used: in evaluation, without gradients, not while compiling.
-
-        It is computed once, and again when a parameter or buffer has changed.
-        """
-        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return None
-        dtype = compute_dtype(x.dtype)
-        now = stamp(chain(self._parameters.values(), self._buffers.values()), dtype)  # type: ignore[arg-type]
-        if now is None:
-            return None
-        if self._fold is None or self._fold[0] != now:
-            self._fold = now, self.fold(dtype)
-        return self._fold[1]
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode."""
-        self._fold = None
-        return super().train(mode)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        self._fold = None
-        return super()._apply(*args, **kwargs)
-
-    @staticmethod
-    def exponentiate_queries(exponent: Tensor) -> Tensor:
-        """Return exp(exponent) times a factor per query, which makes its largest feature e^40."""
-        return (exponent - exponent.detach().amax(dim=-1, keepdim=True) + QUERY_EXPONENT).exp()
-
-    @abstractmethod
-    def query(self, query: Tensor) -> Tensor:
-        """Return the features of queries [B, H, T, d] as [B, H, T, F]."""
-
-    @abstractmethod
-    def key(self, key: Tensor) -> Tensor:
-        """Return the features of keys [B, H, T, d] as [B, H, T, F]."""
-
-    def affine_form(self, query: Tensor, key: Tensor) -> Affine | None:
-        """Return the features of queries and keys in the form of `Affine`, or None for a map that has no such form."""
-        return None
-
-    def log_factor(self, query: Tensor) -> Tensor:
-        """Return the logarithm of the factor by which exp(q·k·s) exceeds φ(q)·φ(k), as far as it is known, [B, H, T, 1]."""
-        return query.new_zeros(*query.shape[:-1], 1, dtype=compute_dtype(query.dtype))
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        *,
-        least_shift: Tensor | None = None,
-        offset: bool = False,
-        affine: bool = False,
-    ) -> Any:
-        """Return the `Features` of queries and keys.
-
-        Models come in here and nowhere else: the hooks that bring offloaded weights act on calls of a module.
-
-        Args:
-            query: [B, H, T, d].
-            key: [B, H, T', d], or None.
-            least_shift: what `least_shift` returns of the state that the features meet. None for features without a shift,
-                whose gradients may overflow.
-            offset: also return the offset, for a map with an exact window beside it.
-            affine: return `affine_form` instead.
-        """
-        if affine:
-            return self.affine_form(query, cast(Tensor, key))
-        return self.compute(query, key, least_shift, offset)
-
-    def compute(
-        self, query: Tensor, key: Tensor | None, shift: Tensor | None, offset: bool, **given: Tensor
-    ) -> Features:
-        """Return `forward`'s features; ``given`` is what `query` and `key` take besides."""
-        keys = query.new_empty(0)
-        if key is not None:
-            keys, shift = self.shifted_keys(key, shift, **given)
-        queries, change = self.shifted_queries(query, shift, **given)
-        if not offset:
-            return Features(queries, keys, None, shift)
-        return Features(
-            queries, keys, self.window_shift[:, None, None] - self.log_factor(query, **given) + change, shift
-        )
-
-    def shifted_keys(self, key: Tensor, least: Tensor | None, **given: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return φ(k) and its shift, at least ``least``."""
-        if least is None:
-            return self.key(key, **given), None
-        exponent = self.key_exponent(self.key_input(key), **given)
-        shift = self.raise_shift(exponent, least)
-        return self.exponentiate_keys(exponent, shift), shift
-
-    def shifted_queries(self, query: Tensor, shift: Tensor | None, **given: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return φ(q), and the logarithm of the factor by which the shift changes φ(q)·φ(k), [B, H, T, 1]."""
-        if shift is None:
-            return self.query(query, **given), 0.0
-        exponent = self.query_exponent(query, **given)
-        shifted = exponent + shift
-        change = exponent.detach().amax(-1, keepdim=True) - shifted.detach().amax(-1, keepdim=True)
-        return self.exponentiate_queries(shifted), change
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Set every parameter and buffer that no checkpoint has set to its start."""
-        if self.has_sigma:
-            init.ones_(self.sigma)
-        if self.invariant:
-            init.ones_(self.balance)
-            init.zeros_(self.key_shift)
-        if self.has_exponent:
-            init.zeros_(self.log_scale)
-        if self.windowed:
-            init.zeros_(self.window_shift)
-
     def extra_repr(self) -> str:
         """Describe the map in a model's printout."""
         return f"heads={self.num_heads}, d={self.head_dim}, F={self.feature_dim}, unit_norm={self.unit_norm}"
-
-
-class ProjectedFeatureMap(FeatureMap):
-    """A map with a matrix W per head, [H, D, d]; ``projection`` in the state dict, parameter or buffer."""
-
-    default_num_features: ClassVar[int | None] = 128
-    projection: Tensor
-
-    def build(self) -> None:
-        """Add W, and what every map has."""
-        super().build()
-        projection = torch.empty(self.num_heads, self.num_features, self.head_dim)
-        if self.trainable:
-            self.projection = nn.Parameter(projection)
-        else:
-            self.register_buffer("projection", projection)
-
-    def matrix(self) -> Tensor:
-        """Return W."""
-        return self.projection
-
-    def project(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """Return W x for [B, H, T, d] as [B, H, T, D]."""
-        return torch.einsum("bhtd,hfd->bhtf", x, matrix.to(x.dtype))
 
 
 @register_feature_map("elu")
@@ -434,13 +292,6 @@ class EluMap(FeatureMap):
 
     uses_scaling = False
 
-    def affine_form(self, query: Tensor, key: Tensor) -> Affine | None:
-        """See `FeatureMap.affine_form`."""
-        query, key = self.query_input(query), self.key_input(key)
-        unit = torch.eye(self.head_dim, dtype=query.dtype, device=query.device).expand(self.num_heads, -1, -1)
-        zeros = unit.new_zeros(self.num_heads, self.head_dim)
-        return Affine("elu", query, key, unit, zeros, unit, zeros)
-
     def query(self, query: Tensor) -> Tensor:
         """Return elu(q̂) + 1."""
         return F.elu(self.query_input(query)) + 1
@@ -448,3 +299,229 @@ class EluMap(FeatureMap):
     def key(self, key: Tensor) -> Tensor:
         """Return elu(k̂) + 1."""
         return F.elu(self.key_input(key)) + 1
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """The linear part of a map, of which every nonlinearity makes its features: Wq̂ + b, and W'k̂ + b' − Σ e_i k̂_i².
+
+    q̂ = α q and k̂ = α'(k − μ), or with normalized queries and keys in place of q and k − μ.
+
+    Attributes:
+        query_scale: α, [H, 1, d].
+        query_weight: Wᵀ, [H, d, D].
+        query_bias: b, [H, 1, D].
+        key_scale: α', [H, 1, d].
+        key_weight: W'ᵀ, [H, d, D]; the same tensor as ``query_weight`` where W' = W, so that it is read from memory once.
+        key_bias: b', [H, 1, D].
+        key_mean: μ, [H, 1, d], or None for 0.
+        key_norm: e, [H, d, 1], or None for 0.
+        unit_norm: whether queries and keys are normalized.
+    """
+
+    query_scale: Tensor
+    query_weight: Tensor
+    query_bias: Tensor
+    key_scale: Tensor
+    key_weight: Tensor
+    key_bias: Tensor
+    key_mean: Tensor | None = None
+    key_norm: Tensor | None = None
+    unit_norm: bool = False
+
+    def query_input(self, query: Tensor) -> Tensor:
+        """Return q̂ of queries by heads, [H, N, d]."""
+        return (F.normalize(query, dim=-1) if self.unit_norm else query) * self.query_scale
+
+    def key_input(self, key: Tensor) -> Tensor:
+        """Return k̂ of keys by heads, [H, N, d]."""
+        if self.unit_norm:
+            return F.normalize(key, dim=-1) * self.key_scale
+        return key * self.key_scale if self.key_mean is None else _multiply(key - self.key_mean, self.key_scale)
+
+    def query_linear(self, query_input: Tensor) -> Tensor:
+        """Return Wq̂ + b, [H, N, D]."""
+        return torch.baddbmm(self.query_bias, query_input, self.query_weight)
+
+    def key_linear(self, key_input: Tensor) -> Tensor:
+        """Return W'k̂ + b' − Σ e_i k̂_i², [H, N, D]."""
+        linear = torch.baddbmm(self.key_bias, key_input, self.key_weight)
+        return linear if self.key_norm is None else _subtract(linear, torch.bmm(key_input.square(), self.key_norm))
+
+    def contiguous(self) -> FeatureSpec:
+        """Return this specification with weights that lie in memory as matrix products read them."""
+        query_weight = self.query_weight.contiguous()
+        shared = self.key_weight is self.query_weight
+        return replace(
+            self, query_weight=query_weight, key_weight=query_weight if shared else self.key_weight.contiguous()
+        )
+
+
+class ProjectedFeatureMap(FeatureMap):
+    """A map with a matrix W per head, [H, D, d]; ``projection`` in the state dict, parameter or buffer.
+
+    A subclass says its linear part in `spec`, and makes features of it in `features`.
+    """
+
+    default_num_features: ClassVar[int | None] = 128
+    projection: Tensor
+
+    def build(self) -> None:
+        """Add W, and what every map has."""
+        super().build()
+        self._cached_spec: tuple[Any, FeatureSpec] | None = None
+        projection = torch.empty(self.num_heads, self.num_features, self.head_dim)
+        if self.trainable:
+            self.projection = nn.Parameter(projection)
+        else:
+            self.register_buffer("projection", projection)
+
+    def matrix(self) -> Tensor:
+        """Return W."""
+        return self.projection
+
+    def spec(self, dtype: torch.dtype) -> FeatureSpec:
+        """Return the linear part of the map in ``dtype``: W for both sides and no biases, unless a subclass has others."""
+        scale = self.projection.new_ones(self.num_heads, 1, self.head_dim, dtype=dtype)
+        if not self.unit_norm:
+            scale = scale * math.sqrt(self.scaling)
+        if self.has_sigma:
+            scale = scale * self.sigma[:, None, :].to(dtype)
+        weight = self.matrix().to(dtype).transpose(-1, -2)
+        bias = weight.new_zeros(self.num_heads, 1, weight.shape[-1])
+        spec = FeatureSpec(scale, weight, bias, scale, weight, bias, unit_norm=self.unit_norm)
+        if not self.reparametrizable:
+            return spec
+        balance, mean = (each[:, None, :].to(dtype) for each in (self.balance, self.key_shift))
+        return replace(spec, query_scale=scale * balance, key_scale=scale / balance, key_mean=mean)
+
+    def current_spec(self, dtype: torch.dtype) -> FeatureSpec:
+        """Return `spec`; in evaluation without gradients it is kept until a parameter or buffer changes."""
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.spec(dtype)
+        versions = tensor_versions(chain(self._parameters.values(), self._buffers.values()))
+        if versions is None:
+            return self.spec(dtype)
+        if self._cached_spec is None or self._cached_spec[0] != (dtype, versions):
+            self._cached_spec = (dtype, versions), self.spec(dtype).contiguous()
+        return self._cached_spec[1]
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode."""
+        self._cached_spec = None
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        self._cached_spec = None
+        return super()._apply(*args, **kwargs)
+
+    @abstractmethod
+    def features(
+        self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None
+    ) -> HeadFeatures:
+        """Return features of queries [H, N, d] and keys [H, N', d] or None; see `HeadFeatures`."""
+
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, *, least_shift: Tensor | None = None, offset: bool = False
+    ) -> Features:
+        """Return the features of queries and keys; see `FeatureMap.forward`."""
+        dtype = compute_dtype(query.dtype)
+        by_heads = None if key is None else to_heads(key.to(dtype))
+        found = self.features(self.current_spec(dtype), to_heads(query.to(dtype)), by_heads, least_shift)
+        features, key_features, shift, log_factor = found
+        return Features(
+            from_heads(features, query),
+            query.new_empty(0) if key is None or key_features is None else from_heads(key_features, key),
+            self._offset(log_factor, query) if offset else None,
+            shift,
+        )
+
+    def _offset(self, log_factor: Tensor | None, query: Tensor) -> Tensor:
+        """Return `Features.offset` of queries [B, H, T, d]."""
+        if log_factor is None:
+            log_factor = self.window_shift.new_zeros(self.num_heads, query.shape[0] * query.shape[2], 1)
+        return from_heads(self.window_shift[:, None, None] - log_factor, query)
+
+    def query(self, query: Tensor) -> Tensor:
+        """Return the features of queries [B, H, T, d] as [B, H, T, F]."""
+        return self(query).query
+
+    def key(self, key: Tensor) -> Tensor:
+        """Return the features of keys [B, H, T, d] as [B, H, T, F]."""
+        return self(key, key).key
+
+
+def to_heads(x: Tensor) -> Tensor:
+    """Return [B, H, T, d] as [H, B T, d]."""
+    batch, heads, length, width = x.shape
+    flat = x.transpose(0, 1)
+    return flat.squeeze(2) if length == 1 else flat.reshape(heads, batch * length, width)
+
+
+def from_heads(flat: Tensor, like: Tensor) -> Tensor:
+    """Return [H, B T, n] as [B, H, T, n], with the sizes of ``like`` [B, H, T, d]."""
+    batch, heads, length, _ = like.shape
+    return flat.view(heads, batch, length, -1).transpose(0, 1)
+
+
+def tensor_versions(tensors: Any) -> list[tuple[int, int]] | None:
+    """Return what changes when one of some tensors does, or None if that cannot be told.
+
+    Writing through ``.data`` escapes it; maps also forget what they keep on every change of mode or device.
+    """
+    try:
+        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+    except RuntimeError:  # tensors made in inference mode have no version, and some no storage
+        return None
+
+
+def exponentiate_queries(exponent: Tensor) -> tuple[Tensor, Tensor]:
+    """Return exp(exponent − l) and l, [H, N, 1], which makes a query's largest feature e^40."""
+    maximum = exponent.detach().amax(dim=-1, keepdim=True) - QUERY_EXPONENT
+    return _exponentiate(_subtract(exponent, maximum)), maximum
+
+
+def change_by_shift(exponent: Tensor, shift: Tensor | None) -> Tensor | None:
+    """Return the logarithm of the factor that a shift takes from φ(q)·φ(k), since a query's largest feature stays e^40."""
+    if shift is None:
+        return None
+    exponent = exponent.detach()
+    return (exponent + shift).amax(dim=-1, keepdim=True) - exponent.amax(dim=-1, keepdim=True)
+
+
+def rectified(spec: FeatureSpec, query: Tensor, key: Tensor | None) -> HeadFeatures:
+    """Return features of the kind max(0, ·)."""
+    query = F.relu(spec.query_linear(spec.query_input(query)))
+    return query, None if key is None else F.relu(spec.key_linear(spec.key_input(key))), None, None
+
+
+def exponentiate_keys(exponent: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return exp(min(exponent, 25) − r) of exponents [H, N, n], and r: the least shift at which none of them overflows.
+
+    Args:
+        exponent: with the head's constant subtracted.
+        least: r is at least this; None for r = 0.
+    """
+    if least is None:
+        return _exponentiate(_at_most(exponent, MAX_EXPONENT)), None
+    shift = least_shift_above(exponent.detach().amax(dim=1, keepdim=True), least)
+    exponent = (exponent - shift).clamp(max=MAX_EXPONENT)  # where r < 0 none reaches it
+    exponent = torch.where(exponent < MIN_DIFFERENTIABLE_EXPONENT, exponent.detach(), exponent)
+    return exponent.exp(), shift
+
+
+# In place without gradients: fresh memory costs more time than the arithmetic.
+def _multiply(x: Tensor, y: Tensor) -> Tensor:
+    return x * y if torch.is_grad_enabled() else x.mul_(y)
+
+
+def _subtract(x: Tensor, y: Tensor) -> Tensor:
+    return x - y if torch.is_grad_enabled() else x.sub_(y)
+
+
+def _at_most(x: Tensor, most: float) -> Tensor:
+    return x.clamp(max=most) if torch.is_grad_enabled() else x.clamp_(max=most)
+
+
+def _exponentiate(x: Tensor) -> Tensor:
+    return x.exp() if torch.is_grad_enabled() else x.exp_()

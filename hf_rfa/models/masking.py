@@ -1,4 +1,4 @@
-"""What a model is told about its tokens: padding, documents, positions, and rows that repeat."""
+"""Padding, packed documents, positions, and the beams of a source, as masks and indices."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ def check_positions(last: int, count: int) -> None:
         )
 
 
-def rows_in_runs(source: Tensor, padding: Tensor | None) -> int:
-    """Return n such that the rows of a batch come in runs of n equal ones: as `generate` repeats them for beams.
+def beams_per_source(encoder_hidden_states: Tensor, padding_mask: Tensor | None) -> int:
+    """Return n such that every n rows of a batch in succession are equal, as `generate` repeats a source for its beams.
 
     Args:
-        source: encoder output, [B, S, width].
-        padding: [B, S], or None.
+        encoder_hidden_states: [B, S, width].
+        padding_mask: [B, S], or None.
     """
-    if source.shape[0] == 1 or is_tracing(source):
+    if encoder_hidden_states.shape[0] == 1 or is_tracing(encoder_hidden_states):
         return 1
-    same = (source[1:] == source[:-1]).flatten(1).all(1)
-    if padding is not None:
-        same &= (padding[1:] == padding[:-1]).all(1)
-    starts = [0, *((~same).nonzero()[:, 0] + 1).tolist(), source.shape[0]]
-    return math.gcd(*(stop - start for start, stop in pairwise(starts)))
+    same = (encoder_hidden_states[1:] == encoder_hidden_states[:-1]).flatten(1).all(1)
+    if padding_mask is not None:
+        same &= (padding_mask[1:] == padding_mask[:-1]).all(1)
+    boundaries = [0, *((~same).nonzero()[:, 0] + 1).tolist(), encoder_hidden_states.shape[0]]
+    return math.gcd(*(stop - start for start, stop in pairwise(boundaries)))

@@ -38,7 +38,7 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
         kind: AttentionKind = "cross" if is_cross_attention else "causal"
         self.init_rfa(config, kind=kind, scaling=self.scaling, layer_idx=layer_idx)
         # Set for the time of a call by `RFAGPT2Model`: GPT-2's block hands no further arguments to cross attention.
-        self.output_implied_weights = False
+        self.output_rfa_attentions = False
 
     def _split_heads(self, states: Tensor) -> Tensor:
         return states.view(*states.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
@@ -65,8 +65,8 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         padding_mask: Tensor | None = None,
-        starts: Tensor | None = None,
-        output_implied_weights: bool = False,
+        document_starts: Tensor | None = None,
+        output_rfa_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; arguments as for `GPT2Attention`, and what `RFAGPT2Model` adds.
@@ -78,8 +78,8 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
             encoder_hidden_states: [B, S, width], for cross attention.
             encoder_attention_mask: mask of the encoder's tokens, in any form that `padding_of_mask` reads.
             padding_mask: [B, T], 0 for padding, or None.
-            starts: [B, T], True where a document starts, or None.
-            output_implied_weights: whether to return the attention weights that the features imply.
+            document_starts: [B, T], True where a document starts, or None.
+            output_rfa_attentions: whether to return the attention weights.
             **kwargs: further arguments for softmax layers.
 
         Returns:
@@ -90,19 +90,19 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
                 hidden_states,
                 encoder_hidden_states,
                 past_key_values=past_key_values,
-                padding=padding_of_mask(encoder_attention_mask),
+                padding_mask=padding_of_mask(encoder_attention_mask),
                 dropout=self.attn_dropout.p,
-                output_weights=self.output_implied_weights,
+                output_attentions=self.output_rfa_attentions,
             )
         else:
             output, weights = self.attend(
                 *self.project(hidden_states),
                 hidden_states=hidden_states,
                 cache=self_attention_cache(past_key_values),
-                padding=padding_mask,
-                starts=starts,
+                padding_mask=padding_mask,
+                document_starts=document_starts,
                 dropout=self.attn_dropout.p,
-                output_weights=output_implied_weights,
+                output_attentions=output_rfa_attentions,
             )
         # Heads of width 1 are merged without a copy, and GPT-2's projection views what it gets.
         output = output.transpose(1, 2).reshape(*hidden_states.shape[:2], -1).contiguous()
@@ -149,7 +149,7 @@ class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
     ) -> Any:
         """Run the model; arguments and results are those of `GPT2Model`.
 
-        ``output_attentions=True`` returns the weights that RFA implies, [B, H, T, T], at quadratic cost; with a cache
+        ``output_attentions=True`` returns RFA's weights, [B, H, T, T], at quadratic cost; with a cache
         that has seen tokens before, the columns are those of this call's tokens.
 
         Without a mask and a cache, ``position_ids`` that do not go on by one start a new document, which sees nothing of
@@ -195,23 +195,23 @@ class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
                 encoder_attention_mask=encoder_attention_mask,
                 use_cache=use_cache,
                 padding_mask=padding_mask,
-                starts=starts,
-                output_implied_weights=bool(output_weights),
+                document_starts=starts,
+                output_rfa_attentions=bool(output_weights),
                 **kwargs,
             )
 
     @contextmanager
     def _cross_attention_weights(self, wanted: bool) -> Iterator[None]:
-        """Let cross-attention layers return the weights they imply, if ``wanted``."""
+        """Let cross-attention layers return their weights, if ``wanted``."""
         modules = self.modules() if wanted else []
         layers = [layer for layer in modules if isinstance(layer, RFAGPT2Attention) and layer.is_cross_attention]
         for layer in layers:
-            layer.output_implied_weights = True
+            layer.output_rfa_attentions = True
         try:
             yield
         finally:
             for layer in layers:
-                layer.output_implied_weights = False
+                layer.output_rfa_attentions = False
 
 
 class _RFAGPT2Head(RFAGPT2PreTrainedModel):

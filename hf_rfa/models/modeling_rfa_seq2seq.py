@@ -66,7 +66,7 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
         attention_mask: Tensor | None = None,
         padding_mask: Tensor | None = None,
         source_padding_mask: Tensor | None = None,
-        output_implied_weights: bool = False,
+        output_rfa_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; arguments as for the family's own attention, and what the encoder and the decoder below add.
@@ -78,7 +78,7 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
             attention_mask: not used: it is made for softmax layers.
             padding_mask: [B, T], 0 for padding, or None.
             source_padding_mask: [B, S], 0 for padding, or None, for cross attention.
-            output_implied_weights: whether to return the attention weights that the features imply.
+            output_rfa_attentions: whether to return the attention weights.
             **kwargs: further arguments for softmax layers.
 
         Returns:
@@ -89,18 +89,18 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
                 hidden_states,
                 key_value_states,
                 past_key_values=past_key_values,
-                padding=source_padding_mask,
+                padding_mask=source_padding_mask,
                 dropout=self.dropout,
-                output_weights=output_implied_weights,
+                output_attentions=output_rfa_attentions,
             )
         else:
             output, weights = self.attend(
                 *self.project(hidden_states),
                 hidden_states=hidden_states,
                 cache=self_attention_cache(past_key_values),
-                padding=padding_mask,
+                padding_mask=padding_mask,
                 dropout=self.dropout,
-                output_weights=output_implied_weights,
+                output_attentions=output_rfa_attentions,
             )
         output = output.transpose(1, 2).reshape(*hidden_states.shape[:2], -1)
         return self.out_proj(output), weights
@@ -155,7 +155,7 @@ class RFAEncoderMixin(_RFAStack):
         check_positions(length - 1, self.config.max_position_embeddings)
         if self.config.any_rfa("encoder"):
             kwargs["padding_mask"] = local_padding(attention_mask, length)
-            kwargs["output_implied_weights"] = self._wants_weights(kwargs)
+            kwargs["output_rfa_attentions"] = self._wants_weights(kwargs)
         if self.config.all_rfa("encoder"):
             attention_mask = _no_mask(device)
         return super().forward(  # type: ignore[misc]
@@ -202,7 +202,7 @@ class RFADecoderMixin(_RFAStack):
     ) -> Any:
         """Run the decoder; arguments and results are those of the family's own.
 
-        ``output_attentions=True`` returns the weights that RFA implies, [B, H, T, T] and [B, H, T, S].
+        ``output_attentions=True`` returns RFA's weights, [B, H, T, T] and [B, H, T, S].
 
         Raises:
             ValueError: for a mask per query, or for positions past the model's.
@@ -210,7 +210,7 @@ class RFADecoderMixin(_RFAStack):
         length, device = self._length(input_ids, inputs_embeds)
         past = past_length(past_key_values)
         check_positions(past + length - 1, self.config.max_position_embeddings)
-        kwargs["output_implied_weights"] = self._wants_weights(kwargs)
+        kwargs["output_rfa_attentions"] = self._wants_weights(kwargs)
         if isinstance(attention_mask, dict):  # `generate` makes masks by layer type if none of the layers is RFA
             attention_mask = attention_mask["full_attention"]
         if self.config.any_rfa("causal"):
@@ -220,7 +220,7 @@ class RFADecoderMixin(_RFAStack):
         if encoder_hidden_states is not None:
             past_key_values = self._prepare_cache(past_key_values, use_cache)
             finished = isinstance(past_key_values, EncoderDecoderCache) and any(past_key_values.is_updated.values())
-            if not finished or kwargs["output_implied_weights"]:  # a finished state is read without any mask
+            if not finished or kwargs["output_rfa_attentions"]:  # a finished state is read without any mask
                 source_length = encoder_hidden_states.shape[1]
                 kwargs["source_padding_mask"] = local_padding(encoder_attention_mask, source_length)
             if self.config.all_rfa("cross"):

@@ -1,25 +1,30 @@
-"""Feature maps with random matrices: the paper's, and positive random features."""
+"""Feature maps with random matrices: the paper's, and positive random features.
+
+Random matrices are drawn per layer and head from a seed, and saved with the model.
+"""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import initialization as init
 
 from .feature_maps import (
-    MAX_EXPONENT,
-    QUERY_EXPONENT,
-    Affine,
-    Features,
+    FeatureSpec,
+    HeadFeatures,
     ProjectedFeatureMap,
+    change_by_shift,
     compute_dtype,
+    exponentiate_keys,
+    exponentiate_queries,
+    from_heads,
+    rectified,
     register_feature_map,
+    to_heads,
 )
-from .folded import Folded
 
 
 def draw_projection(
@@ -74,7 +79,7 @@ def draw_for(feature_map: ProjectedFeatureMap, *, draw: int = 0, orthogonal: boo
 
 
 class RandomFeatureMap(ProjectedFeatureMap):
-    """A map with a random matrix, fixed, redrawn in training, or trained from its random start."""
+    """A map with a random matrix, fixed, redrawn in training, or trained from its random initial value."""
 
     has_sigma = True
 
@@ -84,7 +89,7 @@ class RandomFeatureMap(ProjectedFeatureMap):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw W, and set the rest to its start."""
+        """Draw W, and initialize the rest."""
         super().reset_parameters()
         init.copy_(self.projection, self.draw(0))
 
@@ -95,30 +100,10 @@ class RandomFeatureMap(ProjectedFeatureMap):
         number = 1 + int(torch.randint(self.redraw_pool, ()))
         return self.draw(number).to(self.projection.device)
 
-    @abstractmethod
-    def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """Return the features of queries under ``matrix``, or under a matrix of this map's choice."""
-
-    @abstractmethod
-    def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """Return the features of keys under ``matrix``, or under a matrix of this map's choice."""
-
-    def log_factor(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """See `FeatureMap.log_factor`."""
-        if not self.softmax_kernel or self.unit_norm:
-            return super().log_factor(query)
-        return self.log_normaliser(query, matrix)
-
-    def compute(
-        self, query: Tensor, key: Tensor | None, shift: Tensor | None, offset: bool, **given: Tensor
-    ) -> Features:
-        """Return what `FeatureMap.compute` does, all of it under the same matrix."""
-        return super().compute(query, key, shift, offset, matrix=self.matrix())
-
-    def log_normaliser(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
+    def log_normalizer(self, query: Tensor) -> Tensor:
         """Return the logarithm of the factor that φ(q)·φ(k) leaves out because it cancels, [B, H, T, 1].
 
-        exp(log_normaliser(q)) φ(q)·φ(k) is an unbiased estimate of exp(q·k·s) (of exp(−‖q̂ − k̂‖²/2) for unit norms).
+        exp(log_normalizer(q)) φ(q)·φ(k) is an unbiased estimate of exp(q·k·s) (of exp(−‖q̂ − k̂‖²/2) for unit norms).
 
         Raises:
             NotImplementedError: for maps that estimate no softmax kernel.
@@ -130,14 +115,13 @@ class RandomFeatureMap(ProjectedFeatureMap):
 class GaussianMap(RandomFeatureMap):
     """φ(x) = [sin(Wx), cos(Wx)] / √D, F = 2D: random Fourier features (Rahimi and Recht 2007; Peng et al. 2021, eq. 4).
 
-    With unit norms the kernel is exp(−‖q̂ − k̂‖²/2), which is the softmax kernel but for a constant.  With the norm carried
-    φ(k) gets the factor exp(‖k̂‖²/2).
+    With unit norms the kernel is exp(−‖q̂ − k̂‖²/2), which is the softmax kernel but for a constant. With the norm carried
+    φ(k) gets the factor exp(‖k̂‖²/2 − c). The factor 1/√D cancels.
     """
 
-    signed = True
+    denominator_floor = 0.1
     softmax_kernel = True
     has_exponent = True
-    floor = 0.1
     default_num_features = 64
 
     @property
@@ -145,85 +129,69 @@ class GaussianMap(RandomFeatureMap):
         """F = 2D."""
         return 2 * self.num_features
 
-    def affine_form(self, query: Tensor, key: Tensor) -> Affine | None:
-        """See `FeatureMap.affine_form`: cos x = sin(x + π/2)."""
-        query, key = self.query_input(query), self.key_input(key)
-        matrix = self.matrix().to(query.dtype)
-        bias = matrix.new_zeros(self.num_heads, self.feature_dim)
-        bias[:, self.num_features :] = math.pi / 2
-        weight = torch.cat([matrix, matrix], dim=1)
-        scale = None if self.unit_norm else self.key_exponent(key)[..., 0] - self.log_scale[:, None]
-        return Affine("sin", query, key, weight, bias, weight, bias, key_log_scale=scale)
+    def features(
+        self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None
+    ) -> HeadFeatures:
+        """See `ProjectedFeatureMap.features`: one shift for all features of a head."""
+        query_input = spec.query_input(query)
+        query_features = self._waves(spec.query_linear(query_input))
+        key_features, shift = None, None if self.unit_norm else least_shift
+        if key is not None:
+            key_input = spec.key_input(key)
+            key_features = self._waves(spec.key_linear(key_input))
+            if not self.unit_norm:
+                exponent = key_input.square().sum(-1, keepdim=True) / 2 - self.log_scale[:, None, None]
+                factor, shift = exponentiate_keys(exponent, least_shift)
+                key_features = key_features * factor
+        log_factor = None
+        if self.windowed and not self.unit_norm:
+            log_factor = self._log_factor(query_input)
+            log_factor = log_factor if shift is None else log_factor + shift
+        return query_features, key_features, shift, log_factor
 
-    def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """Return [sin(Wq̂), cos(Wq̂)]."""
-        return self._waves(self.query_input(query), matrix)
-
-    def _waves(self, x: Tensor, matrix: Tensor | None) -> Tensor:
-        phase = self.project(x, self.matrix() if matrix is None else matrix)
+    @staticmethod
+    def _waves(phase: Tensor) -> Tensor:
         return torch.cat([phase.sin(), phase.cos()], dim=-1)
 
-    def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """Return [sin(Wk̂), cos(Wk̂)], times exp(min(‖k̂‖²/2 − c, 25)) where the norm is carried."""
-        key = self.key_input(key)
-        features = self._waves(key, matrix)
-        return features if self.unit_norm else features * self.exponentiate_keys(self.key_exponent(key))
-
-    def shifted_keys(self, key: Tensor, least: Tensor | None, **given: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `FeatureMap.shifted_keys`: one shift for all features of a head."""
-        if least is None or self.unit_norm:
-            return self.key(key, **given), None
-        key = self.key_input(key)
-        exponent = self.key_exponent(key)
-        shift = self.raise_shift(exponent, least)
-        return self._waves(key, given["matrix"]) * self.exponentiate_keys(exponent, shift), shift
-
-    def shifted_queries(self, query: Tensor, shift: Tensor | None, **given: Tensor) -> tuple[Tensor, Tensor | float]:
-        """See `FeatureMap.shifted_queries`: queries have no exponents, and stay as they are."""
-        return self.query(query, **given), 0.0 if shift is None else -shift
-
     def key_exponent(self, key: Tensor) -> Tensor:
-        """Return ‖k̂‖²/2 of prepared keys, [B, H, T, 1]."""
-        return key.square().sum(-1, keepdim=True) / 2
+        """Return ‖k̂‖²/2 of keys [B, H, T, d], as [B, H, T, 1]."""
+        return self.key_input(key).square().sum(-1, keepdim=True) / 2
 
-    def log_normaliser(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """See `RandomFeatureMap.log_normaliser`."""
+    def _log_factor(self, query_input: Tensor) -> Tensor:
+        constant = self.log_scale[:, None, None] - math.log(self.num_features)
+        return query_input.square().sum(-1, keepdim=True) / 2 + constant
+
+    def log_normalizer(self, query: Tensor) -> Tensor:
+        """See `RandomFeatureMap.log_normalizer`."""
         if self.unit_norm:
             return torch.full_like(query[..., :1], -math.log(self.num_features))
-        norm = self.query_input(query).square().sum(-1, keepdim=True) / 2
-        return norm + self.log_scale[:, None, None] - math.log(self.num_features)
+        return from_heads(self._log_factor(to_heads(self.query_input(query))), query)
 
 
 @register_feature_map("arccos")
 class ArcCosMap(RandomFeatureMap):
     """φ(x) = ReLU(Wx) / √D, F = D: the arc-cosine kernel of degree 1 (Cho and Saul 2009; Peng et al. 2021, section 3.1)."""
 
-    def affine_form(self, query: Tensor, key: Tensor) -> Affine | None:
-        """See `FeatureMap.affine_form`."""
-        query, key = self.query_input(query), self.key_input(key)
-        weight = self.matrix().to(query.dtype) / math.sqrt(self.num_features)
-        zeros = weight.new_zeros(self.num_heads, self.num_features)
-        return Affine("relu", query, key, weight, zeros, weight, zeros)
+    def spec(self, dtype: torch.dtype) -> FeatureSpec:
+        """See `ProjectedFeatureMap.spec`: W / √D."""
+        spec = super().spec(dtype)
+        weight = spec.query_weight / math.sqrt(self.num_features)
+        return replace(spec, query_weight=weight, key_weight=weight)
 
-    def _features(self, x: Tensor, matrix: Tensor | None) -> Tensor:
-        matrix = self.matrix() if matrix is None else matrix
-        return F.relu(self.project(x, matrix)) / math.sqrt(self.num_features)
-
-    def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """Return ReLU(Wq̂) / √D."""
-        return self._features(self.query_input(query), matrix)
-
-    def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """Return ReLU(Wk̂) / √D."""
-        return self._features(self.key_input(key), matrix)
+    def features(
+        self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None
+    ) -> HeadFeatures:
+        """See `ProjectedFeatureMap.features`."""
+        return rectified(spec, query, key)
 
 
 @register_feature_map("positive")
 class PositiveMap(RandomFeatureMap):
     """φ(x) = exp(Wx + b − ‖x‖²/2) / √D, F = D: positive random features (Choromanski et al. 2021, FAVOR+, lemma 1).
 
-    b is 0 for W as it is drawn.  `shape_projection` replaces w by Bw and sets b = wᵀAw, which leaves the kernel as it is and
-    lowers its variance on data (dense-exponential random features, Likhosherstov et al. 2023).
+    b is 0 for W as it is drawn. `fit_projection` replaces w by Bw and sets b = wᵀAw, which leaves the kernel as it is and
+    lowers its variance on data (dense-exponential random features, Likhosherstov et al. 2023). The factors 1/√D and, of
+    queries, exp(−‖x‖²/2) cancel.
     """
 
     softmax_kernel = True
@@ -237,17 +205,17 @@ class PositiveMap(RandomFeatureMap):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw W, and set the rest to its start."""
+        """Draw W, and initialize the rest."""
         super().reset_parameters()
         init.zeros_(self.feature_bias)
 
     @property
-    def can_be_shaped(self) -> bool:
-        """Whether `shape_projection` applies: it does not to unit norms, nor to matrices drawn anew in training."""
-        return self.invariant and not self.redraw_pool
+    def supports_derf(self) -> bool:
+        """Whether `fit_projection` applies: it does not to unit norms, nor to matrices drawn anew in training."""
+        return self.reparametrizable and not self.redraw_pool
 
     @torch.no_grad()
-    def shape_projection(self, second_moment: Tensor) -> None:
+    def fit_projection(self, second_moment: Tensor) -> None:
         """Fit W to data, so that the logarithm of the kernel's second moment is least on average.
 
         In the eigenvectors of E[(q̂ + k̂)(q̂ + k̂)ᵀ] with eigenvalues λ, A has the entries
@@ -269,98 +237,52 @@ class PositiveMap(RandomFeatureMap):
         self.projection.copy_(projection)
         self.feature_bias.copy_(bias)
 
-    def _key_parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return what keys have of their own: the matrix, the bias, and a, None for ones."""
+    def spec(self, dtype: torch.dtype) -> FeatureSpec:
+        """See `ProjectedFeatureMap.spec`: b on both sides, c, and e_i = ½ for keys."""
+        spec = super().spec(dtype)
+        bias = self.feature_bias.to(dtype)[:, None, :]
+        half = torch.full_like(spec.query_scale.transpose(-1, -2), 0.5)
+        constant = self.log_scale.to(dtype)[:, None, None]
+        return replace(spec, query_bias=bias, key_bias=bias - constant, key_norm=half)
+
+    def features(
+        self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None
+    ) -> HeadFeatures:
+        """See `ProjectedFeatureMap.features`."""
+        query_input = spec.query_input(query)
+        exponent = spec.query_linear(query_input)
+        key_features, shift = None, least_shift
+        if key is not None:
+            key_features, shift = exponentiate_keys(spec.key_linear(spec.key_input(key)), least_shift)
+        log_factor = change_by_shift(exponent, shift) if self.windowed and self.unit_norm else None
+        query_features, log_scale = exponentiate_queries(exponent if shift is None else exponent + shift)
+        if self.windowed and not self.unit_norm:
+            log_factor = self._log_factor(query, query_input, log_scale)
+        return query_features, key_features, shift, log_factor
+
+    def key_exponent(self, key: Tensor) -> Tensor:
+        """Return W'k̂ + b' − Σ e_i k̂_i² of keys [B, H, T, d], as [B, H, T, D]."""
+        key = self.key_input(key)
+        weight, bias, norm = self._key_parameters()
+        squares = key.square() if norm is None else key.square() * norm[:, None, :]
+        projected = torch.einsum("bhtd,hfd->bhtf", key, weight.to(key.dtype)) + bias[:, None, :].to(key.dtype)
+        return projected - squares.sum(-1, keepdim=True) / 2
+
+    def _key_parameters(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return W' [H, D, d], b' [H, D] and 2e [H, d], None for ones."""
         return self.projection, self.feature_bias, None
 
-    def affine_form(self, query: Tensor, key: Tensor) -> Affine | None:
-        """See `FeatureMap.affine_form`."""
-        query, key = self.query_input(query), self.key_input(key)
-        matrix = self.matrix().to(query.dtype)
-        key_matrix, bias, weight = self._key_parts()
-        key_matrix = matrix if key_matrix is self.projection else key_matrix.to(query.dtype)
-        squares = key.square() if weight is None else key.square() * weight[:, None, :]
-        return Affine(
-            "exp",
-            query,
-            key,
-            matrix,
-            self._query_bias().to(query.dtype),
-            key_matrix,
-            bias.to(query.dtype) - self.log_scale[:, None],
-            key_norm=squares.sum(-1) / 2,
-        )
-
-    def fold(self, dtype: torch.dtype) -> Folded | None:
-        """See `FeatureMap.fold`."""
-        if not self.invariant:
-            return None
-        scale = torch.full_like(self.balance, math.sqrt(self.scaling), dtype=dtype)
-        if self.has_sigma:
-            scale = scale * self.sigma
-        matrix, bias, weight = self._key_parts()
-        query_weight = self.projection.to(dtype).transpose(-1, -2).contiguous()
-        shared = matrix is self.projection
-        return Folded(
-            query_scale=(scale * self.balance)[:, None, :],
-            query_weight=query_weight,
-            query_bias=self._query_bias().to(dtype)[:, None, :],
-            key_shift=self.key_shift.to(dtype)[:, None, :],
-            key_scale=(scale / self.balance)[:, None, :],
-            key_weight=query_weight if shared else matrix.to(dtype).transpose(-1, -2).contiguous(),
-            key_bias=(bias.to(dtype) - self.log_scale[:, None].to(dtype))[:, None, :],
-            key_norm=(torch.ones_like(scale) if weight is None else weight.to(dtype))[:, :, None] / 2,
-            query_shift=self.scaling * self.key_shift.to(dtype)[:, :, None],
-            offset_bias=(self.window_shift - self.log_scale + math.log(self.num_features)).to(dtype)[:, None, None]
-            if self.windowed
-            else None,
-        )
-
-    def _query_bias(self) -> Tensor:
-        return self.feature_bias
-
-    def compute(
-        self, query: Tensor, key: Tensor | None, shift: Tensor | None, offset: bool, **given: Tensor
-    ) -> Features:
-        """Return what `FeatureMap.compute` does, in fewer operations without gradients."""
-        folded = self.folded(query)
-        if folded is None:
-            return super().compute(query, key, shift, offset, **given)
-        dtype = compute_dtype(query.dtype)
-        query = query.to(dtype)
-        features = folded.query_exponent(query)
-        maximum = features.amax(dim=-1, keepdim=True).sub_(QUERY_EXPONENT)
-        features.sub_(maximum).exp_()
-        keys = query.new_empty(0)
-        if key is not None:
-            keys = folded.key_exponent(key.to(dtype)).clamp_(max=MAX_EXPONENT).exp_()
-        return Features(features, keys, folded.offset(query, maximum) if offset else None, None)
-
-    def query_exponent(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """Return Wq̂ + b of queries, [B, H, T, D]."""
-        projected = self.project(self.query_input(query), self.matrix() if matrix is None else matrix)
-        return projected + self.feature_bias[:, None, :].to(projected.dtype)
-
-    def query(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """Return exp(Wq̂ + b), its largest entry made e^40."""
-        return self.exponentiate_queries(self.query_exponent(query, matrix))
-
-    def key(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """Return exp(min(Wk̂ + b − ‖k̂‖²/2 − c, 25))."""
-        return self.exponentiate_keys(self.key_exponent(self.key_input(key), matrix))
-
-    def key_exponent(self, key: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """Return Wk̂ + b − ‖k̂‖²/2 of prepared keys, [B, H, T, D]."""
-        projected = self.project(key, self.matrix() if matrix is None else matrix)
-        bias = self.feature_bias[:, None, :].to(projected.dtype)
-        return projected + bias - key.square().sum(-1, keepdim=True) / 2
-
-    def log_normaliser(self, query: Tensor, matrix: Tensor | None = None) -> Tensor:
-        """See `RandomFeatureMap.log_normaliser`."""
-        maximum = self.query_exponent(query, matrix).detach().amax(dim=-1, keepdim=True)
-        norm = self.query_input(query).square().sum(-1, keepdim=True) / 2
+    def _log_factor(self, query: Tensor, query_input: Tensor, log_scale: Tensor) -> Tensor:
+        """Return the factor of queries [H, N, d], exp(``log_scale``) of which is that of φ(q)."""
         constant = self.log_scale[:, None, None] - math.log(self.num_features)
-        if self.invariant:  # shifted keys change the kernel by exp(q·μ·s)
-            query = query.to(compute_dtype(query.dtype))
-            constant = constant + (query * self.key_shift[:, None, :]).sum(-1, keepdim=True) * self.scaling
-        return maximum - QUERY_EXPONENT - norm + constant
+        if self.reparametrizable:  # shifted keys change the kernel by exp(q·μ·s)
+            constant = constant + torch.bmm(query, self.key_shift[:, :, None].to(query.dtype)) * self.scaling
+        return log_scale - query_input.square().sum(-1, keepdim=True) / 2 + constant
+
+    def log_normalizer(self, query: Tensor) -> Tensor:
+        """See `RandomFeatureMap.log_normalizer`."""
+        flat = to_heads(query.to(compute_dtype(query.dtype)))
+        spec = self.current_spec(flat.dtype)
+        query_input = spec.query_input(flat)
+        _, log_scale = exponentiate_queries(spec.query_linear(query_input))
+        return from_heads(self._log_factor(flat, query_input, log_scale), query)

@@ -1,31 +1,35 @@
-"""The exact window: softmax attention to the last W tokens and random features for all before them, under one normaliser.
+"""The sliding window: softmax attention to the last W tokens and features for all before them, under one normalizer.
 
     y_t ∝ Σ_{t−W < j ≤ t} exp(q_t·k_j·s + o_t) c_tj v_j  +  φ(q_t)ᵀ S_{t−W}        c_tj = w_j g_{j+1} … g_t
 
 A token's key and value are kept as they are for W steps, and then join the recurrent state: the state lags W tokens behind,
-and what is kept does not grow.  The offset o_t makes both kinds of weights commensurate: it takes out of exp(q·k·s) the
-factor that φ leaves out (`hf_rfa.models.feature_maps.FeatureMap.forward`).
+and what is kept does not grow. The offset o_t makes both kinds of weights commensurate: it takes out of exp(q·k·s) the factor
+that φ leaves out (`hf_rfa.models.feature_maps.Features`).
 
-A window [B, H, W, 2d + 1] holds keys, values and log-weights (log c, `UNSEEN` for empty places and padding).  Followed by
-the new tokens it is the stream: query t, at place W + t of it, sees places t + 1 to W + t exactly, and place t joins the
-state.  Padding is moved to the front of the stream, so that it takes no token's place in the window.
+A window [B, H, W, 2d + 1] holds keys, values and log-weights (log c, `MASKED_LOGIT` for empty places and padding). Followed
+by the new tokens it is the stream: query t, at place W + t of it, sees places t + 1 to W + t exactly, and place t joins the
+state. Padding is moved to the front of the stream, so that it takes no token's place in the window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_weights import UNSEEN, implied_weights
+from .attention_weights import MASKED_LOGIT
 from .feature_maps import Features
-from .linear_attention import DEFAULT_CHUNK_SIZE, differentiable, divide, rescale, rfa_sums, segment_sums
-
-#: (queries, keys) → their features, with an offset.
-FeatureFunction = Callable[[Tensor, Tensor], Features]
+from .linear_attention import (
+    DEFAULT_CHUNK_SIZE,
+    decay_to_end,
+    differentiable,
+    divide,
+    linear_attention_sums,
+    rescale,
+    segment_sums,
+)
 
 
 def window_shape(size: int, head_dim: int) -> tuple[int, int]:
@@ -33,120 +37,198 @@ def window_shape(size: int, head_dim: int) -> tuple[int, int]:
     return size, 2 * head_dim + 1
 
 
-def windowed_attention(
-    query: Tensor,
+class WindowInputs(NamedTuple):
+    """What enters the window with some tokens.
+
+    Attributes:
+        rows: keys, values and log-weights, [B, H, T, d + M + 1]; M is d, or whatever width the values have.
+        log_decay: [B, H, T], or None for g = 1.
+        padding_mask: [B, T], 0 for padding, or None where nothing is padded.
+        head_dim: d.
+        size: W.
+    """
+
+    rows: Tensor
+    log_decay: Tensor | None
+    padding_mask: Tensor | None
+    head_dim: int
+    size: int
+
+
+class Stream(NamedTuple):
+    """The window followed by the new tokens, padding moved to the front.
+
+    Attributes:
+        rows: keys, values and log-weights, [B, H, W + T, d + M + 1].
+        log_decay: [B, H, W + T], or None.
+        order: the places of the new tokens in the order of the stream, [B, T], or None where nothing is padded.
+        head_dim: d.
+        size: W.
+    """
+
+    rows: Tensor
+    log_decay: Tensor | None
+    order: Tensor | None
+    head_dim: int
+    size: int
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return self.rows.shape[-2] - self.size
+
+    @property
+    def leaving_keys(self) -> Tensor:
+        """The keys that leave the window for the state, [B, H, T, d]."""
+        return self.rows[..., : self.length, : self.head_dim]
+
+    @property
+    def leaving_values(self) -> Tensor:
+        """Their values, [B, H, T, M]."""
+        return self.rows[..., : self.length, self.head_dim : -1]
+
+    def leaving_scale(self) -> Tensor:
+        """Return the input scale of the tokens that leave, [B, H, T]: they have decayed W times by then."""
+        log_weights = self.rows[..., : self.length, -1]
+        if self.log_decay is not None:
+            log_weights = log_weights + self.log_decay[..., 1:].unfold(-1, self.size, 1).sum(-1)
+        return log_weights.exp()
+
+    def leaving_decay(self) -> Tensor | None:
+        """Return the log-decay of the state as they join it, [B, H, T], or None."""
+        return None if self.log_decay is None else self.log_decay[..., self.size :]
+
+    def window(self) -> Tensor:
+        """Return the window after the new tokens, [B, H, W, d + M + 1]."""
+        rows = self.rows[..., self.length :, :]
+        if self.log_decay is not None:
+            decay = decay_to_end(self.log_decay[..., self.length :])
+            return torch.cat([rows[..., :-1], (rows[..., -1] + decay)[..., None]], dim=-1)
+        # Not a view of the stream, which would keep all of a long sequence's keys and values.
+        return rows if torch.is_grad_enabled() else rows.clone()
+
+
+def window_inputs(
     key: Tensor,
     value: Tensor,
     *,
-    features: FeatureFunction,
     size: int,
-    scaling: float,
-    log_gate: Tensor | None = None,
-    weights: Tensor | None = None,
-    padding: Tensor | None = None,
-    state: Tensor | None = None,
-    window: Tensor | None = None,
-    signed: bool = False,
-    floor: float = 0.0,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
-    output_weights: bool = False,
-    window_only: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Attend causally: queries, keys and values in; outputs, state, window and implied weights out.
+    log_decay: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+) -> WindowInputs:
+    """Return what enters the window with new tokens.
 
     Args:
-        query: [B, H, T, d], float32 or float64.
-        key: [B, H, T, d].
-        value: [B, H, T, d].
-        features: the feature map.
+        key: [B, H, T, d], float32 or float64.
+        value: [B, H, T, M].
         size: W ≥ 1, the query's own position included.
-        scaling: s.
-        log_gate: [B, H, T], ≤ 0 and 0 for padding, or None for no gate.
-        weights: [B, H or 1, T], 0 for padding, or None for ones.
-        padding: [B, T], 0 for padding, or None where nothing is padded.
-        state: sums over the tokens that have left the window (`hf_rfa.models.linear_attention.state_shape`), or None.
-        window: the last W tokens before these, [B, H, W, 2d + 1], or None at the start.
-        signed: see `hf_rfa.models.linear_attention.rfa_attention`.
-        floor: likewise.
-        chunk_size: queries handled at once.
-        output_weights: whether to return the implied weights, at quadratic cost.
-        window_only: leave out all that has left the window, to see what it does alone.
+        log_decay: [B, H, T], ≤ 0 and 0 for padding, or None for g = 1.
+        input_scale: [B, H or 1, T], 0 for padding, or None for ones.
+        padding_mask: [B, T], 0 for padding, or None where nothing is padded.
+    """
+    log_weights = torch.zeros_like(key[..., 0])
+    if input_scale is not None:
+        scale = input_scale.to(key.dtype).expand_as(log_weights)
+        log_weights = scale.clamp_min(torch.finfo(key.dtype).tiny).log().masked_fill(scale == 0, MASKED_LOGIT)
+    rows = torch.cat([key, value.to(key.dtype), log_weights[..., None]], dim=-1)
+    log_decay = None if log_decay is None else log_decay.to(key.dtype)
+    return WindowInputs(rows, log_decay, padding_mask, key.shape[-1], size)
+
+
+def stream_of(inputs: WindowInputs, window: Tensor | None) -> Stream:
+    """Return the window [B, H, W, d + M + 1], None at the start, followed by new tokens."""
+    rows, log_decay, padding_mask, head_dim, size = inputs
+    if window is None:
+        # Empty places hold copies of a token: a key of zeros can have larger features than all keys of a trained head.
+        window = F.pad(rows[..., :1, :-1].expand(-1, -1, size, -1), (0, 1), value=MASKED_LOGIT)
+    rows = torch.cat([window.to(rows.dtype), rows], dim=-2)
+    log_decay = None if log_decay is None else F.pad(log_decay, (size, 0))
+    if padding_mask is None:
+        return Stream(rows, log_decay, None, head_dim, size)
+    places = _padding_first(rows[:, 0, :, -1] > MASKED_LOGIT / 2)
+    rows = _take(rows, places)
+    log_decay = None if log_decay is None else _take(log_decay[..., None], places)[..., 0]
+    return Stream(rows, log_decay, _padding_first(padding_mask), head_dim, size)
+
+
+def advance_window(
+    inputs: WindowInputs, key_features: Tensor, count: int, window: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """Let the first ``count`` of some tokens enter the window.
+
+    Args:
+        inputs: all the tokens.
+        key_features: φ(k) of what left the window when all of them entered, [B, H, T, F].
+        count: how many enter.
+        window: the window before.
 
     Returns:
-        The outputs [B, H, T, d], the new state, the new window, and the weights [B, H, T, T] or None.
+        What joins the state: key features, values, log-decay and input scale; and the new window.
     """
-    length, width = query.shape[-2:]
-    stream, gates = _stream(key, value, log_gate, weights, window, size)
-    if padding is not None:
-        places, stream_places = _padding_first(padding), _padding_first(stream[:, 0, :, -1] > UNSEEN / 2)
-        query, stream = _take(query, places), _take(stream, stream_places)
-        gates = None if gates is None else _take(gates[..., None], stream_places)[..., 0]
+    rows, log_decay, mask, head_dim, size = inputs
+    log_decay = None if log_decay is None else log_decay[..., :count]
+    if mask is not None:
+        # Padding stands in front: without that of the other tokens, all that follows it moves up.
+        moved = (mask[:, count:] == 0).sum(1, keepdim=True) + torch.arange(count, device=mask.device)
+        key_features, mask = _take(key_features, moved), mask[:, :count]
+    stream = stream_of(WindowInputs(rows[..., :count, :], log_decay, mask, head_dim, size), window)
+    key_features = key_features[..., :count, :]
+    return key_features, stream.leaving_values, stream.leaving_decay(), stream.leaving_scale(), stream.window()
 
-    leaving = stream[..., :length, :]
-    query_features, key_features, offset, shift = features(query, leaving[..., :width])
-    state = rescale(state, None, shift)
-    log_weights = leaving[..., -1]
-    if gates is not None:  # a token has decayed W times when it joins the state
-        log_weights = log_weights + gates[..., 1:].unfold(-1, size, 1).sum(-1)
-    options: dict[str, Any] = {
-        "log_gate": None if gates is None else gates[..., size:],
-        "weights": log_weights.exp(),
-        "signed": signed,
-        "floor": floor,
-    }
-    implied = None
-    if output_weights:
-        implied = implied_weights(query_features, key_features, state=state, **options)
-    far, divisor, state = rfa_sums(
-        query_features, key_features, leaving[..., width:-1], state=state, chunk_size=chunk_size, **options
+
+def sliding_window_attention(
+    query: Tensor,
+    stream: Stream,
+    features: Features,
+    *,
+    scaling: float,
+    initial_state: Tensor | None = None,
+    denominator_floor: float | None = None,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    window_only: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attend causally to the window and to what has left it.
+
+    Args:
+        query: [B, H, T, d], in the order of the stream (`in_stream_order`).
+        stream: the window and the new tokens.
+        features: of these queries and of the stream's ``leaving_keys``, with an offset.
+        scaling: s.
+        initial_state: sums over all tokens that left the window before (`hf_rfa.models.linear_attention.state_shape`), or
+            None at the start.
+        denominator_floor: see `hf_rfa.models.linear_attention.denominator`.
+        chunk_size: queries handled at once.
+        window_only: leave out all that has left the window.
+
+    Returns:
+        The outputs [B, H, T, M], in the order in which the tokens came, and the new state.
+    """
+    far, divisor, state = linear_attention_sums(
+        features.query,
+        features.key,
+        stream.leaving_values,
+        log_decay=stream.leaving_decay(),
+        input_scale=stream.leaving_scale(),
+        initial_state=rescale(initial_state, None, features.shift),
+        denominator_floor=denominator_floor,
+        chunk_size=chunk_size,
     )
-    state = cast(Tensor, rescale(state, shift, None))
     far = divide(far, divisor)
     divisor = differentiable(divisor, divisor)
     seen = divisor > 0
-    log_far = torch.where(seen, torch.where(seen, divisor, 1.0).log(), UNSEEN)
-
-    chunk = length if output_weights else chunk_size
-    near, log_near, near_weights = _near(query * scaling, stream, gates, cast(Tensor, offset), size, chunk)
+    log_far = torch.where(seen, torch.where(seen, divisor, 1.0).log(), MASKED_LOGIT)
+    near, log_near = _attend_to_window(query * scaling, stream, cast(Tensor, features.offset), chunk_size)
     share = torch.zeros_like(log_near) if window_only else torch.sigmoid(log_far - log_near)
     output = near + share * (far - near)
-    if implied is not None:
-        implied = F.pad(implied * share, (0, size)) + near_weights * (1 - share)
-
-    window = stream[..., length:, :]
-    if gates is not None:
-        decay = F.pad(gates[..., length + 1 :], (0, 1)).flip(-1).cumsum(-1).flip(-1)
-        window = torch.cat([window[..., :-1], (window[..., -1] + decay)[..., None]], dim=-1)
-    elif not torch.is_grad_enabled():
-        window = window.clone()  # not a view of the stream, which would keep all of a long text's keys and values
-    if padding is not None:
-        back = places.argsort(dim=1)
-        output = _take(output, back)
-        if implied is not None:
-            columns = stream_places.argsort(dim=1)[:, None, None].expand_as(implied)
-            implied = _take(implied.gather(-1, columns), back)
-    return output, state, window, None if implied is None else implied[..., size:]
+    if stream.order is not None:
+        output = _take(output, stream.order.argsort(dim=1))
+    return output, cast(Tensor, rescale(state, features.shift, None))
 
 
-def _stream(
-    key: Tensor,
-    value: Tensor,
-    log_gate: Tensor | None,
-    weights: Tensor | None,
-    window: Tensor | None,
-    size: int,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the window followed by the new tokens, [B, H, W + T, 2d + 1], and their log-gates [B, H, W + T]."""
-    log_weights = torch.zeros_like(key[..., 0])
-    if weights is not None:
-        weights = weights.to(key.dtype).expand_as(log_weights)
-        log_weights = weights.clamp_min(torch.finfo(key.dtype).tiny).log().masked_fill(weights == 0, UNSEEN)
-    new = torch.cat([key, value.to(key.dtype), log_weights[..., None]], dim=-1)
-    if window is None:
-        # Empty places hold copies of a token: a key of zeros can have larger features than all keys of a trained head.
-        window = F.pad(new[..., :1, :-1].expand(-1, -1, size, -1), (0, 1), value=UNSEEN)
-    gates = None if log_gate is None else F.pad(log_gate.to(key.dtype), (size, 0))
-    return torch.cat([window.to(new.dtype), new], dim=-2), gates
+def in_stream_order(query: Tensor, stream: Stream) -> Tensor:
+    """Return queries [B, H, T, d] with padding in front, as in the stream."""
+    return query if stream.order is None else _take(query, stream.order)
 
 
 def _padding_first(tokens: Tensor) -> Tensor:
@@ -156,34 +238,31 @@ def _padding_first(tokens: Tensor) -> Tensor:
 
 def _take(x: Tensor, places: Tensor) -> Tensor:
     """Return x [B, H, T, n] with its tokens in the order ``places`` [B, T]."""
-    return x.gather(2, places[:, None, :, None].expand_as(x))
+    return x.gather(2, places[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
-def _near(
-    query: Tensor, stream: Tensor, gates: Tensor | None, offset: Tensor, size: int, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend exactly to the last ``size`` places of the stream, ``chunk`` queries at a time.
+def _attend_to_window(query: Tensor, stream: Stream, offset: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Attend exactly to the last W places of the stream, ``chunk`` queries at a time.
 
     Returns:
-        The outputs [B, H, T, d], the logarithms of their normalisers [B, H, T, 1], and the weights, of which a chunk has
-        [B, H, chunk, size + chunk].
+        The outputs [B, H, T, M], and the logarithms of their normalizers [B, H, T, 1].
     """
     length, width = query.shape[-2:]
-    if isinstance(length, torch.SymInt):  # left open: as in `hf_rfa.models.linear_attention._chunked_at_once`
+    size, log_decay = stream.size, stream.log_decay
+    if isinstance(length, torch.SymInt):  # as in `hf_rfa.models.linear_attention._chunked_at_once`
         short, places = (length // chunk + 2) * chunk - length, torch.arange(length, device=query.device)
         query, offset = (F.pad(x, (0, 0, 0, short)).unfold(2, chunk, chunk).mT for x in (query, offset))
     else:
         chunk = min(chunk, length)
         short, places = -length % chunk, slice(length)
         query, offset = (F.pad(x, (0, 0, 0, short)).unflatten(2, (-1, chunk)) for x in (query, offset))
-    blocks = F.pad(stream, (0, 0, 0, short)).unfold(2, size + chunk, chunk)  # [B, H, chunks, 2d + 1, size + chunk]
+    blocks = F.pad(stream.rows, (0, 0, 0, short)).unfold(2, size + chunk, chunk)  # [B, H, chunks, d + M + 1, W + chunk]
     logits = query @ blocks[..., :width, :] + blocks[..., -1:, :] + offset
-    if gates is not None:
-        logits = logits + segment_sums(F.pad(gates, (0, short)).unfold(2, size + chunk, chunk))[..., size:, :]
+    if log_decay is not None:
+        logits = logits + segment_sums(F.pad(log_decay, (0, short)).unfold(2, size + chunk, chunk))[..., size:, :]
     band = torch.ones(chunk, size + chunk, dtype=torch.bool, device=query.device).triu(1).tril(size)
-    logits = logits.masked_fill(~band, UNSEEN)
+    logits = logits.masked_fill(~band, MASKED_LOGIT)
     log_total = logits.logsumexp(-1, keepdim=True)
-    weights = (logits - log_total).exp() * (log_total > UNSEEN / 2)  # padding may see nothing at all
+    weights = (logits - log_total).exp() * (log_total > MASKED_LOGIT / 2)  # padding may see nothing at all
     output = weights @ blocks[..., width:-1, :].transpose(-1, -2)
-    output, log_total = (x.flatten(2, 3)[:, :, places] for x in (output, log_total))
-    return output, log_total, weights[:, :, 0]
+    return output.flatten(2, 3)[:, :, places], log_total.flatten(2, 3)[:, :, places]
