@@ -46,7 +46,7 @@ def errors(layer: RFAAttentionMixin, query: Tensor, key: Tensor) -> tuple[float,
     kernel = float((estimate / exact.exp() - 1).abs()[..., visible].median())
     softmax = exact.masked_fill(~visible, -math.inf).softmax(-1)
     one_hot = torch.eye(key.shape[2]).expand(*key.shape[:2], -1, -1)  # whose outputs are the weights
-    weights, _ = linear_attention(
+    weights, *_ = linear_attention(
         features.query, features.key, one_hot, denominator_floor=feature_map.denominator_floor
     )
     return kernel, float((softmax - weights).abs().sum(-1).mean() / 2)

@@ -271,10 +271,10 @@ def test_keys_far_heavier_than_the_calibrated_ones_overflow_nothing(name):
         feature_map.log_scale.fill_(-200.0)
     query, key, value = (torch.randn(1, H, 300, D_HEAD, requires_grad=True) for _ in range(3))
     signs = {"denominator_floor": feature_map.denominator_floor}
-    output, state = linear_attention(*feature_map(query, key)[:2], value, **signs)
+    output, state, _ = linear_attention(*feature_map(query, key)[:2], value, **signs)
     output.square().sum().backward()
     with torch.no_grad():
-        without_gradients, _ = linear_attention(*feature_map.eval()(query, key)[:2], value, **signs)
+        without_gradients, *_ = linear_attention(*feature_map.eval()(query, key)[:2], value, **signs)
     for tensor in (output, state, without_gradients, query.grad, key.grad, value.grad):
         assert torch.isfinite(tensor).all()
     torch.testing.assert_close(without_gradients, output, rtol=1e-4, atol=1e-4)
@@ -297,7 +297,7 @@ def test_the_error_of_signed_features_does_not_explode(unit_norm):
             query *= sharpness
             scores = query @ key.mT
         expected = scores.masked_fill(~seen, -math.inf).softmax(-1) @ value
-        found, _ = linear_attention(
+        found, *_ = linear_attention(
             *feature_map(query, key)[:2], value, denominator_floor=feature_map.denominator_floor
         )
         assert (found - expected).square().mean() < 2 * expected.square().mean(), sharpness

@@ -264,8 +264,8 @@ def test_attention_is_the_same_in_any_form_and_is_what_the_weights_say(signed, d
     case = data.draw(cases(signed=signed))
     options = {"denominator_floor": 0.1 if signed else None}
     run = {**case.options(), **options}
-    whole, state = linear_attention(case.query, case.key, case.value, chunk_size=1000, **run)
-    pieces, other_state = linear_attention(case.query, case.key, case.value, chunk_size=7, **run)
+    whole, state, _ = linear_attention(case.query, case.key, case.value, chunk_size=1000, **run)
+    pieces, other_state, _ = linear_attention(case.query, case.key, case.value, chunk_size=7, **run)
     weights = attention_weights(case, options["denominator_floor"])
     assert relative_error(pieces, whole) <= 1e-9
     assert relative_error(other_state, state) <= 1e-10
@@ -276,7 +276,7 @@ def test_attention_is_the_same_in_any_form_and_is_what_the_weights_say(signed, d
             for t in range(case.query.shape[2]):
                 piece = slice(t, t + 1)
                 before = step_state
-                output, step_state = linear_attention(
+                output, step_state, _ = linear_attention(
                     *case.piece(piece), **case.options(piece), **options, initial_state=step_state
                 )
                 assert not no_grad or before is None or step_state is before, "decoding must reuse the state"
@@ -327,7 +327,7 @@ def test_denominator_rule_is_scale_free(signed):
     if not signed:
         query, key = query.abs(), key.abs()
     options = {"denominator_floor": 0.1 if signed else None}
-    expected, _ = linear_attention(query, key, value, **options)
+    expected, *_ = linear_attention(query, key, value, **options)
     for factor in (1e-12, 1e12):
         weights = torch.full((1, 2, 40), factor, dtype=torch.float64)
         torch.testing.assert_close(linear_attention(query * factor, key, value, **options)[0], expected)
@@ -339,7 +339,7 @@ def test_signed_features_are_never_divided_by_less_than_the_floor():
     """Denominators near or under zero stay finite and bounded: |output| ≤ max |v| / floor."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 2, 300, n, generator=generator) for n in (6, 6, 3))
-    output, _ = linear_attention(query, key, value, denominator_floor=0.1)
+    output, *_ = linear_attention(query, key, value, denominator_floor=0.1)
     assert torch.isfinite(output).all()
     assert float(output.abs().max()) <= float(value.abs().max()) / 0.1 * 1.001
 
@@ -360,7 +360,7 @@ def test_gates_near_one_do_not_collapse(strength):
     """w = 1 − g → 0 scales numerator and normaliser alike: the output stays an average of the values."""
     log_gate = torch.full((1, 1, 50), -strength)
     key = torch.rand(1, 1, 50, 4) + 0.1
-    output, _ = linear_attention(key, key, torch.ones(1, 1, 50, 3), log_decay=log_gate, input_scale=-log_gate.expm1())
+    output, *_ = linear_attention(key, key, torch.ones(1, 1, 50, 3), log_decay=log_gate, input_scale=-log_gate.expm1())
     torch.testing.assert_close(output, torch.ones_like(output))
 
 

@@ -89,7 +89,7 @@ def attend(
     norms = None
     if floor is not None:
         before = None if state is None else state[..., -1:, -1:].clone()
-        norms, last = key_norm_sums(features.key.norm(dim=-1, keepdim=True), **decays, initial=before)
+        norms, last = key_norm_sums(features.key.norm(dim=-1, keepdim=True), log_decay, input_scale, before)
         rows = with_norm_row(rows, last)
     output = divide(sums[..., :-1], denominator(sums[..., -1:], features.query, norms, floor))
     return output, cast(Tensor, rescale(rows, features.shift, None))

@@ -317,7 +317,7 @@ def fused_attention(
     # sin² + cos² = 1, so that the norm of D pairs of features is √D.
     query_norm = torch.full_like(scale, math.sqrt(inputs.query_weight.shape[1] / 2))[..., None]
     before = None if state is None else state[..., -1:, -1:].clone()
-    norms, last = key_norm_sums(query_norm * scale[..., None], log_decay=decay, initial=before)
+    norms, last = key_norm_sums(query_norm * scale[..., None], decay, None, before)
     output = divide(sums[..., :-1], denominator(sums[..., -1:], query_norm, norms, denominator_floor))
     return output, cast(Tensor, rescale(with_norm_row(end, last), shift, None))
 

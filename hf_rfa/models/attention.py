@@ -307,7 +307,7 @@ class RFAAttentionMixin(nn.Module):
     ) -> tuple[Tensor, Tensor, Features]:
         """Attend causally to some tokens in succession: output, state, whose shift is that of the features, and features."""
         features = self._features(query, key, self.feature_map.least_shift(state) if shift is None else shift)
-        output, state = linear_attention(
+        output, state, _ = linear_attention(
             features.query,
             features.key,
             value,

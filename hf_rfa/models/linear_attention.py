@@ -263,15 +263,8 @@ def _recurrence(
     """Compute the form that fits: `recurrent` for one token on a state, else `chunked`."""
     if state is not None and query.shape[-2] == 1:
         return recurrent(query, key, value, log_decay=log_decay, input_scale=input_scale, initial_state=state)
-    return chunked(
-        query,
-        key,
-        value,
-        log_decay=log_decay,
-        input_scale=input_scale,
-        initial_state=state,
-        chunk_size=chunk_size,
-    )
+    decays = {"log_decay": log_decay, "input_scale": input_scale}
+    return chunked(query, key, value, **decays, initial_state=state, chunk_size=chunk_size)
 
 
 def denominator(normalizer: Tensor, query: Tensor, key_norm_sum: Tensor | None, floor: float | None) -> Tensor:
@@ -343,61 +336,21 @@ def with_norm_row(rows: Tensor, key_norm_sum: Tensor) -> Tensor:
 
 def key_norm_sums(
     key_norm: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    initial: Tensor | None = None,
+    log_decay: Tensor | None,
+    input_scale: Tensor | None,
+    initial: Tensor | None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
-    """Return n of `denominator`: the recurrence with one feature, ‖φ(k)‖, and no values but ones.
+    """Return n of `denominator`: the recurrence with one feature, ‖φ(k)‖ [B, H, T, 1], and no values but ones.
 
-    Args:
-        key_norm: ‖φ(k)‖, [B, H, T, 1].
-        log_decay: [B, H, T], ≤ 0, or None.
-        input_scale: [B, H or 1, T], or None.
-        initial: n before these tokens, [B, H, 1, 1], or None; updated in place as a state is.
-        chunk_size: tokens of a chunk.
+    ``initial`` [B, H, 1, 1] is n before these tokens, updated in place as a state is; the other arguments are those of
+    `linear_attention`.
 
     Returns:
         n after every token, [B, H, T, 1], and after the last, [B, H, 1, 1].
     """
     ones = torch.ones_like(key_norm)
     return _recurrence(ones, key_norm, ones, log_decay, input_scale, initial, chunk_size)
-
-
-def linear_attention_sums(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    denominator_floor: float | None = None,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `linear_attention`, and leave the division to the caller.
-
-    Returns:
-        The numerators [B, H, T, d], what they are to be divided by [B, H, T, 1] (`denominator`), and the new state.
-    """
-    value = with_ones(value, key.dtype)
-    if denominator_floor is None:
-        output, state = _recurrence(query, key, value, log_decay, input_scale, initial_state, chunk_size)
-        return output[..., :-1], output[..., -1:], state
-
-    rows, norms = (None, None) if initial_state is None else (initial_state[..., :-1, :], initial_state[..., -1:, -1:])
-    output, rows = _recurrence(query, key, value, log_decay, input_scale, rows, chunk_size)
-    norms, last = key_norm_sums(
-        key.norm(dim=-1, keepdim=True),
-        log_decay=log_decay,
-        input_scale=input_scale,
-        initial=norms,
-        chunk_size=chunk_size,
-    )
-    divisor = denominator(output[..., -1:], query, norms, denominator_floor)
-    in_place = initial_state is not None and query.shape[-2] == 1 and updates_in_place()
-    return output[..., :-1], divisor, cast(Tensor, initial_state) if in_place else with_norm_row(rows, last)
 
 
 def linear_attention(
@@ -410,7 +363,7 @@ def linear_attention(
     initial_state: Tensor | None = None,
     denominator_floor: float | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Attend causally with random features.
 
     Args:
@@ -425,19 +378,20 @@ def linear_attention(
         chunk_size: tokens handled at once in the quadratic form.
 
     Returns:
-        The outputs [B, H, T, d] in the dtype of the features, and the new state.
+        The outputs [B, H, T, d] in the dtype of the features, the new state, and what the outputs were divided by,
+        [B, H, T, 1] (`denominator`).
     """
-    numerator, divisor, state = linear_attention_sums(
-        query,
-        key,
-        value,
-        log_decay=log_decay,
-        input_scale=input_scale,
-        initial_state=initial_state,
-        denominator_floor=denominator_floor,
-        chunk_size=chunk_size,
-    )
-    return divide(numerator, divisor), state
+    value, rows, norms = with_ones(value, key.dtype), initial_state, None
+    if denominator_floor is not None and initial_state is not None:
+        rows, norms = initial_state[..., :-1, :], initial_state[..., -1:, -1:]
+    sums, rows = _recurrence(query, key, value, log_decay, input_scale, rows, chunk_size)
+    if denominator_floor is None:
+        return divide(sums[..., :-1], sums[..., -1:]), rows, sums[..., -1:]
+    norms, last = key_norm_sums(key.norm(dim=-1, keepdim=True), log_decay, input_scale, norms, chunk_size)
+    divisor = denominator(sums[..., -1:], query, norms, denominator_floor)
+    in_place = initial_state is not None and query.shape[-2] == 1 and updates_in_place()
+    state = cast(Tensor, initial_state) if in_place else with_norm_row(rows, last)
+    return divide(sums[..., :-1], divisor), state, divisor
 
 
 def final_state(

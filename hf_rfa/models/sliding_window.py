@@ -25,8 +25,7 @@ from .linear_attention import (
     DEFAULT_CHUNK_SIZE,
     decay_to_end,
     differentiable,
-    divide,
-    linear_attention_sums,
+    linear_attention,
     rescale,
     segment_sums,
 )
@@ -204,7 +203,7 @@ def sliding_window_attention(
     Returns:
         The outputs [B, H, T, M], in the order in which the tokens came, and the new state.
     """
-    far, divisor, state = linear_attention_sums(
+    far, state, divisor = linear_attention(
         features.query,
         features.key,
         stream.leaving_values,
@@ -214,7 +213,6 @@ def sliding_window_attention(
         denominator_floor=denominator_floor,
         chunk_size=chunk_size,
     )
-    far = divide(far, divisor)
     divisor = differentiable(divisor, divisor)
     seen = divisor > 0
     log_far = torch.where(seen, torch.where(seen, divisor, 1.0).log(), MASKED_LOGIT)
