@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import shutil
-import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,8 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
     "Converting": {
         "hf_rfa.convert.convert": None,
         "hf_rfa.convert.ConversionReport": None,
-        "hf_rfa.convert.Family": [],
+        "hf_rfa.register_family": None,
+        "hf_rfa.Family": [],
     },
     "Loading and generating": {
         "hf_rfa.inference.load_model": None,
@@ -99,19 +98,6 @@ that of [method.md](method.md). Commands: `hf-rfa --help`.
 """
 
 
-def load_package() -> Any:
-    """Return what griffe reads of the package, laid out as it is installed."""
-    with tempfile.TemporaryDirectory() as folder:
-        for source, place in (("hf_rfa", ""), ("convert", "convert"), ("finetune", "finetune")):
-            shutil.copytree(
-                ROOT / source, Path(folder) / "hf_rfa" / place, ignore=shutil.ignore_patterns("__pycache__")
-            )
-        loader = griffe.GriffeLoader(search_paths=[folder], docstring_parser="google")
-        package = loader.load("hf_rfa", try_relative_path=False)
-        loader.resolve_aliases()
-    return package
-
-
 def break_line(line: str) -> str:
     """Return a signature on several lines, if it is a long one."""
     return "\n".join(
@@ -170,7 +156,9 @@ TABLES = {
 
 def make_page() -> str:
     """Return the page."""
-    package = load_package()
+    loader = griffe.GriffeLoader(search_paths=[ROOT], docstring_parser="google")
+    package = loader.load("hf_rfa", try_relative_path=False)
+    loader.resolve_aliases()
     parts = [HEAD.rstrip()]
     for heading, objects in SECTIONS.items():
         parts.append(f"## {heading}")
