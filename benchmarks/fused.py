@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from hf_rfa.backends.triton_attention import fused_attention, fused_step
-from hf_rfa.bench.tasks import interleaved
+from hf_rfa.bench.measure import interleaved
 from hf_rfa.convert.atomic_io import new_file
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
 from hf_rfa.models.linear_attention import divide, rfa_attention
