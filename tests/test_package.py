@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from glob import glob
 from pathlib import Path
 
 import pytest
@@ -34,17 +35,16 @@ LAYERS = [
 CHECKPOINT_MAY_IMPORT = {"torch", "transformers", "huggingface_hub"} | set(sys.stdlib_module_names)
 
 
+def files() -> list[str]:
+    """Return the files of the packages, below `ROOT`, those behind links in hf_rfa/ among them."""
+    found = (glob(f"{folder}/**", root_dir=ROOT, recursive=True) for folder in ("hf_rfa", "hf_rfa_cli"))
+    return [name for names in found for name in names if "__pycache__" not in name and (ROOT / name).is_file()]
+
+
 def modules() -> dict[str, Path]:
-    """Return the package's modules by their names."""
-    paths = [
-        path for folder in ("hf_rfa", "convert", "finetune", "hf_rfa_cli") for path in (ROOT / folder).rglob("*.py")
-    ]
-    found = {}
-    for path in paths:
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        parts = parts[:-1] if parts[-1] == "__init__" else parts
-        found[".".join(("hf_rfa", *parts) if parts[0] in ("convert", "finetune") else parts)] = path
-    return found
+    """Return the packages' modules by their names."""
+    names = [name for name in files() if name.endswith(".py")]
+    return {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): ROOT / name for name in names}
 
 
 def imports_of(name: str, path: Path) -> set[str]:
@@ -116,20 +116,13 @@ def test_sdist_and_wheel_hold_each_file_once_and_run_where_they_are_installed(tm
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         names = wheel.namelist()
         wheel.extractall(tmp_path / "installed")
-    expected = {f"hf_rfa/{path.relative_to(ROOT)}" for name in ("convert", "finetune") for path in files(ROOT / name)}
-    expected |= {str(path.relative_to(ROOT)) for name in ("hf_rfa", "hf_rfa_cli") for path in files(ROOT / name)}
-    assert sorted(name for name in names if ".dist-info/" not in name) == sorted(expected)
+    assert sorted(name for name in names if ".dist-info/" not in name) == sorted(files())
     code = (
         "import hf_rfa.convert; from hf_rfa.finetune import settings as s; s.load_settings('copy'); print(s.__file__)"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     found = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True)
     assert found.strip() == str(tmp_path / "installed/hf_rfa/finetune/settings.py")
-
-
-def files(folder: Path) -> list[Path]:
-    """Return the files in a folder, without what Python and links add to it."""
-    return [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
 
 
 def test_import_registers_models_and_loads_nothing_but_itself_and_the_models_that_it_subclasses():
