@@ -154,11 +154,12 @@ def _evaluate_perplexity(
     dtype: str,
     branch: Any,
 ) -> tuple[dict[str, float], str]:
-    from hf_rfa.console import console, errors, progress_bar
     from hf_rfa.convert.calibration_data import tokenize
     from hf_rfa.convert.text_io import read_documents
     from hf_rfa.finetune.evaluation import perplexity
     from hf_rfa.inference import load_model, use_attention_component
+
+    from .console import console, errors, progress_bar
 
     documents = list(read_documents(text))
     loaded, tokenizer = load_model(model, kind="causal", dtype=dtype)
@@ -197,10 +198,11 @@ def _evaluate_generation(
     branch: Any,
     **options: Any,
 ) -> tuple[dict[str, float], str]:
-    from hf_rfa.console import console, progress_bar
     from hf_rfa.convert.atomic_io import check_new_file, new_file
     from hf_rfa.finetune.generation import evaluate_generation
     from hf_rfa.inference import load_model, use_attention_component
+
+    from .console import console, progress_bar
 
     if save_predictions is not None:
         check_new_file(save_predictions)

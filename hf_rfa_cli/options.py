@@ -6,12 +6,29 @@ import math
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 #: What typer raises for a command line that it cannot read, and commands for options that do not go together.
 UsageError: Any = typer.BadParameter.__base__
+
+#: Earlier names of options, which still work, by command.
+RENAMED = {
+    "bench": {"--window": "--window-size"},
+}
+
+
+def current_names(command: str, words: list[str]) -> list[str]:
+    """Return the words of a command line with the current names of options; each earlier one is named on stderr."""
+    found = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        new = RENAMED.get(command, {}).get(name)
+        if new is not None:
+            typer.echo(f"{name} is called {new} now.", err=True)
+        found.append(word if new is None else new + equals + value)
+    return found
 
 
 def number(
@@ -31,14 +48,14 @@ def number(
         above: what it has to be larger than.
         name: the option, where it is not named as its parameter.
     """
-    bounds = [f"at least {least}" if least is not None else f"above {above}" if above > -math.inf else ""]
-    bounds += [f"at most {most}" if most is not None else ""]
+    limits = (("above", None if above == -math.inf else above), ("at least", least), ("at most", most))
+    bounds = " and ".join(f"{words} {limit}" for words, limit in limits if limit is not None)
 
     def check(value: float | None) -> float | None:
         """Return the value."""
         low, high = (-math.inf if least is None else least), (math.inf if most is None else most)
         if value is not None and not (low <= value <= high and above < value < math.inf):
-            raise typer.BadParameter(f"it must be {' and '.join(filter(None, bounds))}, got {value}.")
+            raise typer.BadParameter(f"it must be {bounds}, got {value}.")
         return value
 
     return typer.Option(*([name] if name else []), callback=check, help=text)
@@ -58,12 +75,8 @@ def in_a_folder(path: Path | None) -> Path | None:
     return path
 
 
-class Dtype(StrEnum):
-    """The precision of a model that is made."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+#: The precision of a model that is made.
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class LoadedDtype(StrEnum):

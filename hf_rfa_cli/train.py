@@ -37,8 +37,9 @@ def distill_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Let a converted checkpoint learn from its softmax parent: attention first, then the whole model."""
-    from hf_rfa.console import console, shown_steps
     from hf_rfa.finetune.distill import distill
+
+    from .console import console, shown_steps
 
     destination = Path(f"{checkpoint.rstrip('/')}-distilled") if output is None else output
     with shown_steps() as progress:
@@ -118,8 +119,9 @@ def _parts(word: str) -> list[str]:
 
 def finetune_command(context: typer.Context) -> None:
     """Fine-tune a checkpoint, RFA or softmax, with transformers' Trainer (--help lists all of its options)."""
-    from hf_rfa.console import console
     from hf_rfa.finetune.finetune import finetune
+
+    from .console import console
 
     words = finetune_words(context.args)
     try:
@@ -154,9 +156,10 @@ def make_data_command(
     seed: Seed = 0,
 ) -> None:
     """Write a data set that a program makes: ListOps expressions with their values, or sequences to be copied."""
-    from hf_rfa.console import console
     from hf_rfa.convert.atomic_io import check_new_file, new_file
     from hf_rfa.finetune.synthetic import DATA_SETS
+
+    from .console import console
 
     make, least, most = DATA_SETS[name.value]
     drawn = make(

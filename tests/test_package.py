@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib.util
-import statistics
+import os
+import shutil
 import subprocess
 import sys
+import zipfile
+from glob import glob
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,7 @@ from .conftest import ROOT
 #: The tree from the bottom up: a module imports those of its own entry and of the entries before it.
 LAYERS = [
     ["hf_rfa.models"],
-    ["hf_rfa.errors", "hf_rfa.version", "hf_rfa.memory", "hf_rfa.console"],
+    ["hf_rfa.errors", "hf_rfa.version", "hf_rfa.memory"],
     ["hf_rfa.backends"],
     ["hf_rfa.families"],
     ["hf_rfa.integrations", "hf_rfa.cache_files", "hf_rfa.export", "hf_rfa.inference"],
@@ -32,17 +35,16 @@ LAYERS = [
 CHECKPOINT_MAY_IMPORT = {"torch", "transformers", "huggingface_hub"} | set(sys.stdlib_module_names)
 
 
+def files() -> list[str]:
+    """Return the files of the packages, below `ROOT`, those behind links in hf_rfa/ among them."""
+    found = (glob(f"{folder}/**", root_dir=ROOT, recursive=True) for folder in ("hf_rfa", "hf_rfa_cli"))
+    return [name for names in found for name in names if "__pycache__" not in name and (ROOT / name).is_file()]
+
+
 def modules() -> dict[str, Path]:
-    """Return the package's modules by their names."""
-    paths = [
-        path for folder in ("hf_rfa", "convert", "finetune", "hf_rfa_cli") for path in (ROOT / folder).rglob("*.py")
-    ]
-    found = {}
-    for path in paths:
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        parts = parts[:-1] if parts[-1] == "__init__" else parts
-        found[".".join(("hf_rfa", *parts) if parts[0] in ("convert", "finetune") else parts)] = path
-    return found
+    """Return the packages' modules by their names."""
+    names = [name for name in files() if name.endswith(".py")]
+    return {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): ROOT / name for name in names}
 
 
 def imports_of(name: str, path: Path) -> set[str]:
@@ -96,19 +98,37 @@ def test_the_tree_that_tools_see_is_the_tree():
         assert Path(spec.origin).is_file()
 
 
-def test_import_adds_little_to_transformers():
-    """`import hf_rfa` takes at most a twentieth of the time that importing transformers' GPT-2 model takes before it."""
+def test_sdist_and_wheel_hold_each_file_once_and_run_where_they_are_installed(tmp_path):
+    """The links in hf_rfa/ become folders: nothing of convert/ or finetune/ is installed at the top."""
+    pytest.importorskip("setuptools", minversion="77")
+    tree = tmp_path / "tree"
+    for name in ("hf_rfa", "hf_rfa_cli", "convert", "finetune"):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for kind in ("sdist", "wheel"):  # the wheel is made of the unpacked sdist
+        code = f"from setuptools import build_meta; build_meta.build_{kind}({str(tmp_path)!r})"
+        subprocess.run([sys.executable, "-c", code], cwd=tree, check=True, capture_output=True)
+        if kind == "sdist":
+            shutil.unpack_archive(next(tmp_path.glob("*.tar.gz")), tmp_path / "unpacked", filter="data")
+            (tree,) = (tmp_path / "unpacked").iterdir()
+            assert not (tree / "convert").exists()
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        names = wheel.namelist()
+        wheel.extractall(tmp_path / "installed")
+    assert sorted(name for name in names if ".dist-info/" not in name) == sorted(files())
     code = (
-        "import time; start = time.perf_counter(); from transformers import GPT2LMHeadModel; "
-        "middle = time.perf_counter(); import hf_rfa; print((time.perf_counter() - middle) / (middle - start))"
+        "import hf_rfa.convert; from hf_rfa.finetune import settings as s; s.load_settings('copy'); print(s.__file__)"
     )
-    ratios = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(5)]
-    assert statistics.median(ratios) <= 0.05, ratios
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    found = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True)
+    assert found.strip() == str(tmp_path / "installed/hf_rfa/finetune/settings.py")
 
 
-def test_a_family_with_an_encoder_is_a_short_file():
-    """What Marian shares with BART is written once: its file holds class lines and docstrings."""
-    for family in ("bart", "marian"):
-        tree = ast.parse((ROOT / "hf_rfa" / "models" / f"modeling_rfa_{family}.py").read_text())
-        functions = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        assert functions == []
+def test_import_registers_models_and_loads_nothing_but_itself_and_the_models_that_it_subclasses():
+    code = (
+        "import sys; from transformers import AutoConfig, BartModel, GPT2Model, MarianModel; before = set(sys.modules); "
+        "import hf_rfa; print({name.partition('.')[0] for name in set(sys.modules) - before}); "
+        "print(AutoConfig.for_model('rfa_gpt2').feature_map)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).splitlines() == ["{'hf_rfa'}", "positive"]
