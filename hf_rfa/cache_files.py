@@ -17,11 +17,11 @@ from .models.configuration_rfa import AttentionKind, RFAConfigMixin
 
 #: What a file says of itself, so that another kind of file, or a later one, is told apart.
 FORMAT = "hf-rfa cache 1"
-#: The kinds of cache layers that can be saved, and the tensors that each holds.
-TENSORS: dict[str, tuple[str, ...]] = {
-    "state": ("state", "window"),
-    "source state": ("state",),
-    "keys and values": ("keys", "values"),
+#: The kinds of cache layers that can be saved, and the attributes that hold their tensors by the names in the file.
+TENSORS: dict[str, dict[str, str]] = {
+    "state": {"state": "state", "window": "window_cache"},
+    "source state": {"state": "state"},
+    "keys and values": {"keys": "keys", "values": "values"},
 }
 
 
@@ -46,8 +46,8 @@ def save_cache(cache: Cache, path: str | Path) -> None:
         for index, layer in enumerate(layers):
             kind, facts = _describe(layer)
             about[f"{part}.{index}"] = {"kind": kind, **facts}
-            for name in TENSORS[kind]:
-                tensor = getattr(layer, name)
+            for name, attribute in TENSORS[kind].items():
+                tensor = getattr(layer, attribute)
                 if tensor is not None:
                     tensors[f"{part}.{index}.{name}"] = tensor.detach().cpu().contiguous()
     if not tensors:
@@ -136,7 +136,7 @@ def _restore(kind: str, facts: dict[str, Any], held: dict[str, Tensor | None], w
         return source
     layer: Any = RFALayer() if kind == "state" else DynamicLayer()
     for name, tensor in held.items():
-        setattr(layer, name, tensor)
+        setattr(layer, TENSORS[kind][name], tensor)
     layer.dtype, layer.device, layer.is_initialized = first.dtype, first.device, True
     if kind == "state":
         layer.cumulative_length = facts["length"]

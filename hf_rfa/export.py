@@ -62,6 +62,6 @@ class DecodingStep(nn.Module):
             state, *window = states[index * per_layer : (index + 1) * per_layer]
             layer.lazy_initialization(state, state)
             layer.state = state.clone()  # a step updates it where it lies
-            layer.window = window[0] if window else None
+            layer.window_cache = window[0] if window else None
         logits = self.model(token, position_ids=position, past_key_values=cache, use_cache=True).logits
         return logits, [tensor for layer in cache.layers for tensor in cast(RFALayer, layer).tensors()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -92,6 +93,25 @@ def test_what_was_not_recorded_cannot_be_removed():
         cache.batch_select_indices(torch.tensor([0]))
         with pytest.raises(ValueError, match="0 tokens were recorded"):
             cache.crop(-1)
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_a_recording_cache_can_be_pickled_and_copied(name):
+    """A cache holds tensors only: its copies go on, and are cropped, as it is."""
+    model, ids = MODELS[name], torch.arange(1, 13)[None]
+    with torch.no_grad():
+        cache = model(ids[:, :4]).past_key_values
+        cache.activate_past_recording()
+        for start in (4, 7):
+            model(ids[:, start : start + 3], past_key_values=cache)
+        answers = []
+        for each in (cache, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):
+            each.crop(-4)
+            answers.append(model(ids[:, 6:], past_key_values=each).logits)
+        expected = model(ids).logits[:, 6:]
+    for answer in answers:
+        assert torch.equal(answer, answers[0])
+        torch.testing.assert_close(answer, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_recording_that_nobody_crops_stays_small():

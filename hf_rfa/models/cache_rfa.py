@@ -69,7 +69,7 @@ class RFALayer(CacheLayerMixin):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.state: Tensor | None = None
-        self.window: Tensor | None = None
+        self.window_cache: Tensor | None = None
         self.cumulative_length = 0
         self.record_past = False
         self._forget()
@@ -85,12 +85,12 @@ class RFALayer(CacheLayerMixin):
 
     def tensors(self) -> list[Tensor]:
         """Return what the layer holds."""
-        return [tensor for tensor in (self.state, self.window) if tensor is not None]
+        return [tensor for tensor in (self.state, self.window_cache) if tensor is not None]
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by what ``function`` makes of it."""
         self.state = None if self.state is None else function(self.state)
-        self.window = None if self.window is None else function(self.window)
+        self.window_cache = None if self.window_cache is None else function(self.window_cache)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Record the device; the first `update` brings the state."""
@@ -103,8 +103,8 @@ class RFALayer(CacheLayerMixin):
         if len(self._steps) == MAX_RECORDED_STEPS:
             self._forget()
         if self.record_past and not self._steps:
-            self._before = tuple(None if each is None else each.clone() for each in (self.state, self.window))  # type: ignore[assignment]
-        return self.state, self.window
+            self._before = tuple(None if each is None else each.clone() for each in (self.state, self.window_cache))  # type: ignore[assignment]
+        return self.state, self.window_cache
 
     def update(  # type: ignore[override]
         self,
@@ -140,7 +140,7 @@ class RFALayer(CacheLayerMixin):
             self.lazy_initialization(state, state)
         if recorded is not None:
             self._steps.append((recorded, num_tokens))
-        self.state, self.window = state, window
+        self.state, self.window_cache = state, window
         self.cumulative_length += num_tokens
         return state, window
 
@@ -166,7 +166,7 @@ class RFALayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.state = self.window = None
+        self.state = self.window_cache = None
         self.cumulative_length = 0
         self._forget()
 
@@ -205,10 +205,10 @@ class RFALayer(CacheLayerMixin):
                 "number; or copy the cache (copy.deepcopy) before them."
             )
         if count:
-            (self.state, self.window), kept = self._before, recorded - count
+            (self.state, self.window_cache), kept = self._before, recorded - count
             for step, length in self._steps:
                 if kept > 0:
-                    self.state, self.window = _replay(step, min(length, kept), self.state, self.window)
+                    self.state, self.window_cache = _replay(step, min(length, kept), self.state, self.window_cache)
                 kept -= length
             self.cumulative_length -= count
         self._forget()

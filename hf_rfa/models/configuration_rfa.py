@@ -5,14 +5,12 @@ where the annotation is a type, and not its name.
 """
 
 import copy
-import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from transformers import BartConfig, GPT2Config, MarianConfig
-from transformers.activations import ACT2FN
 
 from .cache_rfa import RFA_LAYER_TYPE
 from .feature_maps import FEATURE_MAPS
@@ -93,7 +91,7 @@ class RFAConfigMixin:
     #: The fields that list layers which stay softmax attention, and the attention that each is for.
     SOFTMAX_LAYERS: ClassVar[dict[str, AttentionKind]] = {"softmax_layers": "causal"}
 
-    #: The parent's fields that attention is built from, and the least that each may be.
+    #: The base model's fields that attention is built from, and the least that each may be.
     SIZES: ClassVar[dict[str, int]] = dict.fromkeys(
         ("vocab_size", "hidden_size", "max_position_embeddings", "num_hidden_layers", "num_attention_heads"), 1
     )
@@ -144,43 +142,32 @@ class RFAConfigMixin:
             for index in range(self.num_layers_for("causal"))
         ]
 
-    def _parents_name(self, name: str) -> str:
-        """Return what the family calls a field."""
+    def _base_name(self, name: str) -> str:
+        """Return the base model's name of a field."""
         return self.attribute_map.get(name, name)  # type: ignore[attr-defined]
 
     def _unusable_size(self) -> str | None:
-        """Return what is wrong with the parent's sizes, or None."""
+        """Return what is wrong with the base model's sizes, or None."""
         for name, least in self.SIZES.items():
             value = getattr(self, name)
             if value is None or value < least:
-                return f"{self._parents_name(name)} must be at least {least}, got {value}."
+                return f"{self._base_name(name)} must be at least {least}, got {value}."
         return None
 
-    def _check_parent(self) -> None:
-        """Check the parent's fields that a model cannot be built or run without."""
+    def _check_sizes(self) -> None:
+        """Check the base model's fields that random feature attention is built from; the rest is transformers' to check."""
         problem = self._unusable_size()
         if problem is not None:
             raise ValueError(problem)
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            chance = name.endswith(("dropout", "pdrop", "layerdrop")) and name != "classifier_dropout"  # one head's own
-            if chance and not (value is not None and 0 <= value <= 1):
-                raise ValueError(f"{name} must be a probability from 0 to 1, got {value}.")
-            if name in ("initializer_range", "init_std") and not (value is not None and 0 <= value < math.inf):
-                raise ValueError(f"{name} must be a standard deviation, 0 or larger, got {value}.")
-        activation = self.activation_function  # type: ignore[attr-defined]
-        if activation not in ACT2FN:
-            raise ValueError(f"activation_function={activation!r} is unknown. Known: {', '.join(sorted(ACT2FN))}.")
-        width = self.hidden_size  # type: ignore[attr-defined]
         for kind in self.FEATURE_COUNTS.values():
-            heads = self.num_heads_for(kind)
+            heads, width = self.num_heads_for(kind), self.hidden_size  # type: ignore[attr-defined]
             if width % heads:
-                names = self._parents_name(self.heads_field(kind)), self._parents_name("hidden_size")
+                names = self._base_name(self.heads_field(kind)), self._base_name("hidden_size")
                 raise ValueError(f"{names[0]} must divide {names[1]}={width}, got {heads}.")
 
     def validate_layer_type(self) -> None:
         """Check the lists of softmax layers; the layer types themselves are derived and always valid."""
-        self._check_parent()
+        self._check_sizes()
         for name, kind in self.SOFTMAX_LAYERS.items():
             count, layers = self.num_layers_for(kind), getattr(self, name)
             if any(type(index) is not int or not 0 <= index < count for index in layers) or len(set(layers)) < len(
@@ -195,7 +182,7 @@ class RFAConfigMixin:
         Raises:
             ValueError: naming the field, its value, and what is allowed.
         """
-        self._check_parent()
+        self._check_sizes()
         if self.feature_map not in FEATURE_MAPS:
             raise ValueError(
                 f"feature_map={self.feature_map!r} is unknown. Known: {', '.join(sorted(FEATURE_MAPS))}. For a map of your "
