@@ -19,8 +19,8 @@ from transformers.utils import logging
 from hf_rfa import bench
 from hf_rfa.console import progress_bar
 from hf_rfa.convert import convert
+from hf_rfa.convert.base_model import FAMILIES, extend_positions
 from hf_rfa.convert.text_io import read_documents
-from hf_rfa.convert.twin import FAMILIES, extend_positions
 from hf_rfa.finetune import perplexity, tokenize
 from hf_rfa.inference import generate_text, load_model
 
