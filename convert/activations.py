@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
@@ -47,7 +47,7 @@ class LayerActivations:
 
     def rows(self, count: int) -> LayerActivations:
         """Return the first ``count`` rows of the batch."""
-        return LayerActivations(*(part if part is None else part[:count] for part in vars(self).values()))
+        return replace(self, **{name: part[:count] for name, part in vars(self).items() if part is not None})
 
     def mean(self, per_query: Tensor) -> Tensor:
         """Return the mean of [N, H, Tq] over the queries that are no padding, [H]."""

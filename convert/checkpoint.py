@@ -18,14 +18,14 @@ from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
-    StrictDataclassError,
 )
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, Family
+from hf_rfa.inference import read_config
 
 from .base_model import rfa_layers
 from .offload import blocks_on_disk, give_back_after_blocks, offloaded_shapes
@@ -93,16 +93,8 @@ def open_checkpoint(name: str | Path, *, allow_pickle: bool = False) -> Checkpoi
         InputError: if it is missing, unreadable, broken, of a family that is not supported, or RFA already.
     """
     folder = _locate(str(name), allow_pickle=allow_pickle)
-    config = _read_config(folder, str(name))
-    if config.model_type not in FAMILIES:
-        if config.model_type in {family.rfa_config.model_type for family in FAMILIES.values()}:
-            raise InputError(
-                f"{name} is an RFA checkpoint already (model_type {config.model_type!r}). Convert its base model."
-            )
-        raise InputError(
-            f"{name} has model_type {config.model_type!r}, which cannot be converted. "
-            f"Supported: {', '.join(sorted(FAMILIES))}."
-        )
+    _check_model_type(folder, str(name))
+    config = read_config(folder)
     family = FAMILIES[config.model_type]
     architecture = (config.architectures or [family.default_architecture])[0]
     if architecture not in family.architectures:
@@ -141,26 +133,20 @@ def _locate(name: str, *, allow_pickle: bool) -> Path:
         ) from error
 
 
-def _read_config(folder: Path, name: str) -> PreTrainedConfig:
+def _check_model_type(folder: Path, name: str) -> None:
     path = folder / "config.json"
     if not path.is_file():
         raise InputError(f"{name} has no config.json: it is not a transformers checkpoint.")
     try:
-        fields: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
-    model_type = fields.get("model_type") if isinstance(fields, dict) else None
-    if model_type is None:
-        raise InputError(f"{path} names no model_type. Supported: {', '.join(sorted(FAMILIES))}.")
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except StrictDataclassError as error:
-        raise InputError(f"cannot use {path}: {error.__cause__}") from error
-    except (ValueError, OSError, KeyError) as error:
+    if model_type in {family.rfa_config.model_type for family in FAMILIES.values()}:
+        raise InputError(f"{name} is an RFA checkpoint already (model_type {model_type!r}). Convert its base model.")
+    if model_type not in FAMILIES:
         raise InputError(
-            f"{name} has model_type {model_type!r}, which transformers cannot read. Supported: "
-            f"{', '.join(sorted(FAMILIES))}."
-        ) from error
+            f"{name} has model_type {model_type!r}, which cannot be converted. Supported: {', '.join(sorted(FAMILIES))}."
+        )
 
 
 def _weight_files(folder: Path, name: str, *, allow_pickle: bool) -> tuple[Path, ...]:
@@ -212,12 +198,9 @@ def _check_finite(name: str, tensor: torch.Tensor, where: str | Path) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence transformers and accelerate, which report new feature maps and blocks on disk as problems."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    accelerate = standard_logging.getLogger("accelerate")
-    level = accelerate.level
-    logging.set_verbosity_error()
+    disabled, bars = standard_logging.root.manager.disable, logging.is_progress_bar_enabled()
+    standard_logging.disable(standard_logging.WARNING)
     logging.disable_progress_bar()
-    accelerate.setLevel(standard_logging.ERROR)
     try:
         with warnings.catch_warnings():
             # accelerate does not expect buffers of the model itself in a device map.
@@ -225,10 +208,9 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
             yield
     finally:
-        logging.set_verbosity(verbosity)
+        standard_logging.disable(disabled)
         if bars:
             logging.enable_progress_bar()
-        accelerate.setLevel(level)
 
 
 def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str) -> PreTrainedModel:
@@ -298,12 +280,10 @@ def load_converted(model_class: Any, folder: Path, config: Any) -> PreTrainedMod
             output_loading_info=True,
             device_map=_device_map(model_class, config, num_bytes),
         )
-    problems = {
-        name: sorted(info[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[name]
-    }
-    wrong = [key for key, found, expected in offloaded_shapes(model) if found != expected]
-    if problems or wrong:
-        raise InputError(f"the written checkpoint does not load as it should: {problems or wrong}")
+    problems = [f"{kind} {key}" for kind in ("missing", "unexpected", "mismatched") for key in info[f"{kind}_keys"]]
+    problems += [f"mismatched {key}" for key, found, expected in offloaded_shapes(model) if found != expected]
+    if problems:
+        raise InputError(f"the written checkpoint does not load as it should: {', '.join(problems)}")
     return model.eval()
 
 

@@ -67,11 +67,9 @@ class ConversionOptions:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value, (least, most) = getattr(self, each.name), RANGES.get(each.name, (None, None))
-            if value is not None and least is not None and value < least:
-                raise ValueError(f"{each.name} must be at least {least}, got {value}.")
-            if most is not None and value > most:
-                raise ValueError(f"{each.name} must be at most {most}, got {value}.")
+            value = getattr(self, each.name)
+            if each.name in MINIMUM and value is not None and value < MINIMUM[each.name]:
+                raise ValueError(f"{each.name} must be at least {MINIMUM[each.name]}, got {value}.")
             if get_origin(each.type) is Literal and value not in get_args(each.type):
                 raise ValueError(f"{each.name} must be one of {', '.join(get_args(each.type))}, got {value!r}.")
 
@@ -91,17 +89,9 @@ class ConversionOptions:
 
 #: Names that options had in earlier versions.
 RENAMED = {"window": "window_size"}
-#: Least and largest values of numbers.
-RANGES: dict[str, tuple[int, int | None]] = {
-    "num_features": (1, None),
-    "num_cross_features": (1, None),
-    "num_encoder_features": (1, None),
-    "redraw_pool": (0, None),
-    "seed": (0, 2**32 - 1),
-    "keep_softmax": (0, None),
-    "window_size": (0, None),
-    "max_positions": (1, None),
-}
+#: Least values of numbers.
+MINIMUM = dict.fromkeys(("num_features", "num_cross_features", "num_encoder_features", "max_positions"), 1)
+MINIMUM |= dict.fromkeys(("redraw_pool", "seed", "keep_softmax", "window_size"), 0)
 #: Flags that are not named as their fields, and switches that can be turned off.
 FLAGS = {"orthogonal": "--orthogonal/--iid", "gate": "--gate/--no-gate", "calibrate_on": "--calibrate"}
 #: Groups of the command line's help, each from its first option on.
@@ -121,5 +111,5 @@ def flag_of(name: str) -> str:
 
 def help_texts() -> dict[str, str]:
     """Return the descriptions of the options from the docstring of `ConversionOptions`, by name."""
-    section = inspect.getdoc(ConversionOptions).partition("Attributes:\n")[2].partition("\n\n")[0]
+    section = inspect.cleandoc(ConversionOptions.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     return {name: " ".join(text.split()) for name, text in re.findall(r"(?m)^ {4}(\w+): (.*(?:\n {6,}.*)*)", section)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -98,7 +99,7 @@ def convert(
     model, sensitivities = _make_hybrid(model, base_model, inputs, options, report_progress)
 
     report_progress("measuring", 1)
-    perplexities = _measure_perplexities(model, base_model, inputs, swapped)
+    scores = {"softmax": _score(base_model, inputs), "swapped": swapped, "calibrated": _score(model, inputs)}
     maps = compare_attention(model, base_model, inputs)
     del base_model
     gc.collect()
@@ -121,7 +122,7 @@ def convert(
             command=command,
             gains=tuple(gains),
             sensitivities=tuple(sensitivities),
-            perplexities=perplexities,
+            perplexities=_perplexities(scores, config),
             max_logit_difference=_verify(model_class, config, folder, probe, expected),
             notes=notes(found, config, options, no_tokenizer),
             **figures,
@@ -181,9 +182,9 @@ def _add_labels(base_model: PreTrainedModel, inputs: Inputs, report_progress: Pr
     return inputs | {"labels": inputs["input_ids"]} if hasattr(base_model, "lm_head") else inputs
 
 
-def _score(model: PreTrainedModel, inputs: Inputs) -> LabelScore | None:
-    """Return how likely a model finds the labels, or None if there are none."""
-    return score_labels(model, batches(inputs)) if "labels" in inputs else None
+def _score(model: PreTrainedModel, inputs: Inputs) -> LabelScore:
+    """Return how likely a model finds the labels; without any, of no token."""
+    return score_labels(model, batches(inputs)) if "labels" in inputs else LabelScore(math.nan, 0)
 
 
 def _make_hybrid(
@@ -201,19 +202,11 @@ def _make_hybrid(
     return keep_softmax(model, sensitivities, options.keep_softmax), sensitivities
 
 
-def _measure_perplexities(
-    model: PreTrainedModel, base_model: PreTrainedModel, inputs: Inputs, swapped: LabelScore | None
-) -> Perplexities | None:
-    softmax, calibrated = _score(base_model, inputs), _score(model, inputs)
-    if softmax is None or swapped is None or calibrated is None:
-        return None
-    return Perplexities(
-        softmax=softmax.perplexity,
-        swapped=swapped.perplexity,
-        calibrated=calibrated.perplexity,
-        tokens=softmax.tokens,
-        own_outputs=model.config.is_encoder_decoder,
-    )
+def _perplexities(scores: dict[str, LabelScore], config: Any) -> Perplexities | None:
+    """Return the perplexities of the models by their scores, or None if there were no labels."""
+    tokens = scores["softmax"].tokens
+    values = {name: score.perplexity for name, score in scores.items()}
+    return Perplexities(**values, tokens=tokens, own_outputs=config.is_encoder_decoder) if tokens else None
 
 
 @torch.no_grad()

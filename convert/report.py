@@ -236,7 +236,7 @@ def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_to
             f"The feature map {config.feature_map} is not hf-rfa's own, and the checkpoint does not hold its code. {advice}"
         )
     if no_tokenizer is not None:
-        found.append(f"The result has no tokenizer, because of the checkpoint {no_tokenizer}.")
+        found.append(f"The result has no tokenizer (of the checkpoint: {no_tokenizer}).")
     for field, kind in config.SOFTMAX_LAYERS.items():
         if kind != "encoder" and getattr(config, field):
             indices = getattr(config, field)

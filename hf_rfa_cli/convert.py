@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import Field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
@@ -46,8 +46,8 @@ def _parameter(field: Field, panel: str, text: str) -> inspect.Parameter:
     text = text[0].upper() + text[1:]
     if field.name in TRANSFER_DEFAULTS:
         kind, default, text = kind | None, None, f"{text} {TRANSFER_DEFAULTS[field.name][1]}"  # type: ignore[operator]
-    if field.name in OPTIONS["RANGES"]:
-        option = number(text, *OPTIONS["RANGES"][field.name], name=flag)
+    if field.name in OPTIONS["MINIMUM"]:
+        option = number(text, OPTIONS["MINIMUM"][field.name], name=flag)
     else:
         option = typer.Option(flag, help=text, callback=text_file if field.name == "calibrate_on" else None)
     if field.name in LAYERS:
@@ -131,7 +131,7 @@ def convert_command(
                 converted,
                 destination,
                 teacher=checkpoint,
-                data=data,
+                data=cast(Path, data),
                 references=references,
                 transfer_steps=transfer_steps,
                 end_to_end_steps=0,

@@ -374,7 +374,7 @@ def test_unsupported_and_converted_models(tiny_parent, tmp_path):
     (source / "config.json").write_text("{not json")
     refused("cannot read .*config.json", source, tmp_path)
     (source / "config.json").write_text("{}")
-    refused("names no model_type", source, tmp_path)
+    refused("has model_type None, which cannot be converted", source, tmp_path)
     convert(tiny_parent, tmp_path / "rfa")
     refused("RFA checkpoint already", tmp_path / "rfa", tmp_path)
 
@@ -463,7 +463,7 @@ def test_destinations(tiny_parent, tmp_path):
         ("gpt2", {"calibrate_on": DEMO_TEXT}, "there is no tokenizer in it"),
         ("gpt2", {"keep_softmax": 2}, "keep_softmax=2 must leave at least one of the 2 layers"),
         ("gpt2", {"window_size": -1}, "window_size must be at least 0, got -1"),
-        ("gpt2", {"seed": 2**32}, "seed must be at most 4294967295, got 4294967296"),
+        ("gpt2", {"seed": -1}, "seed must be at least 0, got -1"),
         ("gpt2", {"redraw_pool": 3, "trainable_projection": True}, "exclude each other"),
         ("gpt2", {"cross_layers": "all"}, "cross_layers=all does not apply to gpt2, which has no such attention"),
         ("gpt2", {"num_cross_features": 8}, "does not apply to gpt2, which has no such attention"),
