@@ -28,6 +28,7 @@ WIDTH = 120
 SECTIONS: dict[str, dict[str, list[str] | None]] = {
     "Converting": {
         "hf_rfa.convert.convert": None,
+        "hf_rfa.convert.ConversionOptions": [],
         "hf_rfa.convert.ConversionReport": None,
         "hf_rfa.convert.Family": [],
     },
