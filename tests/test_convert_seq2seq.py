@@ -65,7 +65,7 @@ def test_calibration_on_text_brings_every_kind_closer_to_the_parent(family, text
     assert report.perplexities.own_outputs
     assert report.perplexities.calibrated < report.perplexities.swapped
     card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert "the parent's own outputs" in card.content
+    assert "the base model's own outputs" in card.content
     assert "AutoModelForSeq2SeqLM" in card.content
 
 
