@@ -1,4 +1,4 @@
-"""The converter: what it keeps, what it adds, and that it leaves nothing half-written."""
+"""Conversion: it keeps every weight, repeats itself, refuses bad input and leaves nothing half-written."""
 
 from __future__ import annotations
 
@@ -227,10 +227,10 @@ def test_sharded_source(tiny_parent, tmp_path):
     assert all(torch.equal(a[key], b[key]) for key in b)
 
 
-def test_the_layers_that_suffer_most_can_stay_softmax(tiny_parent, tmp_path):
+def test_the_most_sensitive_layers_can_stay_softmax(tiny_parent, tmp_path):
     """Against models that are converted in one layer only."""
     report = convert(tiny_parent, tmp_path / "out", keep_softmax=1, num_features=4)
-    damage = {}
+    expected = {}
     parent = GPT2LMHeadModel.from_pretrained(tiny_parent).eval()
     ids = random_inputs(parent.config, seed=0)["input_ids"]
     with torch.no_grad():
@@ -238,17 +238,17 @@ def test_the_layers_that_suffer_most_can_stay_softmax(tiny_parent, tmp_path):
         for layer in (0, 1):
             convert(tiny_parent, tmp_path / f"only{layer}", layers=[layer], num_features=4)
             alone = AutoModelForCausalLM.from_pretrained(tmp_path / f"only{layer}")
-            damage[layer] = float((theirs.exp() * (theirs - alone(ids).logits.log_softmax(-1))).sum(-1).mean())
-    assert [each.layer for each in report.sensitivities] == sorted(damage, key=lambda layer: -damage[layer])
+            expected[layer] = float((theirs.exp() * (theirs - alone(ids).logits.log_softmax(-1))).sum(-1).mean())
+    assert [each.layer for each in report.sensitivities] == sorted(expected, key=lambda layer: -expected[layer])
     for each in report.sensitivities:
-        assert each.divergence == pytest.approx(damage[each.layer], rel=1e-4)
+        assert each.divergence == pytest.approx(expected[each.layer], rel=1e-4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.softmax_layers == [report.sensitivities[0].layer]
     assert report.command.endswith("--keep-softmax 1")
     assert report.layers == {"causal": (1, 2)}
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path / f"only{report.sensitivities[1].layer}")(ids).logits
-        assert torch.equal(model(ids).logits, expected)
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / f"only{report.sensitivities[1].layer}")(ids).logits
+        assert torch.equal(model(ids).logits, logits)
 
 
 def test_the_report_holds_every_head_and_its_picture(tiny_parent, tmp_path):
@@ -311,7 +311,7 @@ def test_the_command_on_the_card_gives_the_same_checkpoint(family, options, conv
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_softmax_twin_shares_memory_and_is_the_parent(tiny_parent, tmp_path):
+def test_the_softmax_base_model_shares_memory_and_is_the_parent(tiny_parent, tmp_path):
     convert(tiny_parent, tmp_path / "out")
     parent = GPT2LMHeadModel.from_pretrained(tiny_parent).eval()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -357,7 +357,7 @@ def test_earlier_flags_work_and_name_the_new_ones(words, message, name, value, t
     assert message in capsys.readouterr().err
 
 
-# What lies beside the repository
+# Shared checkpoints
 
 
 @pytest.mark.parametrize("path", ["data/checkpoints/gpt2-sort", "data/checkpoints/gpt2-names", "models/gpt2-wiki-mini"])

@@ -1,4 +1,4 @@
-"""The converter on models with an encoder, and evaluation by generation."""
+"""Conversion of models with an encoder, and evaluation by generation."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_the_perplexity_of_a_decoder_alone_is_that_of_the_next_token(tiny_parent
 
 
 @torch.no_grad()
-def test_padding_does_not_enter_the_damage_of_a_layer():
+def test_padding_does_not_enter_the_sensitivity_of_a_layer():
     """Sources and outputs of mixed lengths, padded in one batch: the mean over their tokens, each pair by itself."""
     parent = BartForConditionalGeneration(tiny_seq2seq_config("bart", encoder_layers=1, decoder_layers=1)).eval()
     config = hf_rfa.RFABartConfig.from_parent(parent.config, softmax_encoder_layers=[], num_features=8)
@@ -162,8 +162,8 @@ def test_padding_does_not_enter_the_damage_of_a_layer():
     tokens = [output for _, output in lengths]
     assert len(found) == 3
     for each in found:
-        damages = [damage[each.kind, each.layer] for damage in alone]
-        expected = sum(damage * count for damage, count in zip(damages, tokens, strict=True)) / sum(tokens)
+        divergences = [single[each.kind, each.layer] for single in alone]
+        expected = sum(value * count for value, count in zip(divergences, tokens, strict=True)) / sum(tokens)
         assert each.divergence == pytest.approx(expected, rel=1e-3)
 
 
@@ -346,7 +346,7 @@ def test_command_line_generates_from_a_source(tiny_seq2seq_parents):
     assert beams.stdout.strip()
 
 
-# What lies beside the repository
+# Shared checkpoints
 
 
 @pytest.fixture(scope="module")

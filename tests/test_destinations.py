@@ -1,4 +1,4 @@
-"""What is at a destination and cannot be what was written there before is kept: devices, pipes, sockets, links, parents."""
+"""Destinations that hold no checkpoint are kept: devices, pipes, sockets, links, and folders around a source."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ KINDS = pytest.mark.parametrize("make", [fifo, bound_socket])
 
 
 def untouched(folder: Path) -> dict[str, int]:
-    """Return what lies in a folder, and what kind of thing each is."""
+    """Return the kinds of files in a folder, by name."""
     return {path.name: stat.S_IFMT(path.lstat().st_mode) for path in folder.iterdir()}
 
 
 def refused_command(monkeypatch, capsys, *words: object) -> str:
-    """Run a command that has to refuse its input, and return what it says."""
+    """Run a command that has to refuse its input, and return its message."""
     monkeypatch.setattr(sys, "argv", ["hf-rfa", *map(str, words)])
     with pytest.raises(SystemExit) as end:
         cli.main()
@@ -64,7 +64,7 @@ def refused_command(monkeypatch, capsys, *words: object) -> str:
     ],
     ids=["convert", "convert and distill", "distill", "finetune"],
 )
-def test_no_folder_is_put_in_the_place_of_what_is_none(
+def test_commands_refuse_a_destination_that_is_no_folder(
     command, overwrite, make, tiny_parent, tmp_path, monkeypatch, capsys
 ):
     make(tmp_path / "out")
@@ -76,7 +76,7 @@ def test_no_folder_is_put_in_the_place_of_what_is_none(
 
 
 @KINDS
-def test_what_turns_up_while_the_work_goes_on_is_kept_too(make, tmp_path):
+def test_files_that_appear_during_the_work_are_kept(make, tmp_path):
     with pytest.raises(InputError, match="exists and is not a folder"), new_folder(tmp_path / "out"):
         make(tmp_path / "out")
     before = untouched(tmp_path)

@@ -1,4 +1,4 @@
-"""What goes to the hub, with the calls that would send it kept from the network."""
+"""Uploads to the hub, with the calls that need the network replaced."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def hub(monkeypatch) -> dict[str, bytes]:
 
 
 def upload_folder(folder: Path) -> None:
-    """What `hf upload` does."""
+    """Upload as `hf upload` does."""
     HfApi().upload_folder(repo_id="me/rfa", folder_path=folder)
 
 
