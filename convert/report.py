@@ -298,7 +298,7 @@ import hf_rfa  # registers the RFA models with transformers
 model = {auto_class}.from_pretrained("{name}")
 ```
 
-Without hf-rfa the modelling code in the checkpoint loads it:
+Where hf-rfa is not installed, the code in the checkpoint loads it:
 `{auto_class}.from_pretrained("{name}", trust_remote_code=True)`.
 """
 
