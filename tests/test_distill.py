@@ -609,7 +609,7 @@ def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch,
         patch.setattr(sys, "argv", command)
         with pytest.raises(SystemExit):
             cli.main()
-    assert "--distill-steps and --data belong together" in " ".join(capsys.readouterr().err.split())
+    assert "--transfer-steps and --data belong together" in " ".join(capsys.readouterr().err.split())
     assert leftovers(tmp_path) == []
     data = ["--data", str(material / "sources.txt"), "--references", str(material / "targets.txt")]
     with monkeypatch.context() as patch:  # an interrupted training is seen before anything is converted
