@@ -15,12 +15,12 @@ from torch.utils.data import Dataset, Subset
 from transformers import PreTrainedModel, TrainingArguments
 
 from hf_rfa.convert.atomic_io import check_destination, new_folder
+from hf_rfa.convert.base_model import rfa_layers
 from hf_rfa.convert.calibration_data import Inputs
-from hf_rfa.convert.options import import_words
+from hf_rfa.convert.configuration import import_words
 from hf_rfa.convert.pictures import HeadMap, compare_attention, draw_attention
 from hf_rfa.convert.pipeline import MAX_SHARD_SIZE, Progress
 from hf_rfa.convert.text_io import read_documents, read_pairs
-from hf_rfa.convert.twin import rfa_layers
 from hf_rfa.errors import InputError
 from hf_rfa.inference import kind_of, load_model
 from hf_rfa.models.configuration_rfa import RFAConfigMixin

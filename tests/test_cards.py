@@ -1,4 +1,4 @@
-"""Model cards say what the weights beside them are, after each kind of training, and load them."""
+"""Model cards describe their weights after each kind of training, and load them."""
 
 from __future__ import annotations
 

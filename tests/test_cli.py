@@ -97,7 +97,7 @@ def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypat
         (["distill", "a", "--teacher", "b", "--data", "."], "there is no text file ."),
         (["distill", "a", "--teacher", "b", "--data", DEMO_TEXT, "--transfer-steps", "-1"], "it must be at least 0"),
         (["convert", DEMO_MODEL, "out", "--seed", "-1"], "'--seed': it must be at least 0"),
-        (["convert", DEMO_MODEL, "out", "--window", "-1"], "'--window': it must be at least 0"),
+        (["convert", DEMO_MODEL, "out", "--window", "-1"], "'--window-size': it must be at least 0"),
         (["convert", DEMO_MODEL, "out", "--calibrate", "."], "there is no text file ."),
         (["make-data", "copy", "out", "--rows", "0"], "'--rows': it must be at least 1, got 0"),
         (["bench", "--steps", "0"], "'--steps': it must be at least 1, got 0"),

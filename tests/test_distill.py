@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHead
 
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel, cli
 from hf_rfa.convert import InputError, convert, samples
-from hf_rfa.convert.activations import Sample
+from hf_rfa.convert.activations import LayerActivations
+from hf_rfa.convert.base_model import rfa_layers
 from hf_rfa.convert.report import UNTRAINED
 from hf_rfa.convert.text_io import read_documents
-from hf_rfa.convert.twin import rfa_layers
 from hf_rfa.finetune import distill as distill_module
 from hf_rfa.finetune import distillation
 from hf_rfa.finetune.corpora import token_pairs
@@ -101,7 +101,7 @@ def test_divergence_is_the_kl_of_the_weights(gated, monkeypatch):
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, 6:] = False
     query, key, value = layer.project(hidden)
-    found = layer_divergence(layer, Sample(query, key, value, mask, mask), hidden)
+    found = layer_divergence(layer, LayerActivations(query, key, value, mask, mask), hidden)
     features = layer.feature_map(query, key)
     total, counted = torch.zeros(3, dtype=torch.float64), 0
     for row in range(2):
@@ -609,7 +609,7 @@ def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch,
         patch.setattr(sys, "argv", command)
         with pytest.raises(SystemExit):
             cli.main()
-    assert "--distill-steps and --data belong together" in " ".join(capsys.readouterr().err.split())
+    assert "--transfer-steps and --data belong together" in " ".join(capsys.readouterr().err.split())
     assert leftovers(tmp_path) == []
     data = ["--data", str(material / "sources.txt"), "--references", str(material / "targets.txt")]
     with monkeypatch.context() as patch:  # an interrupted training is seen before anything is converted

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_rfa.convert.calibration import _set_log_scale
-from hf_rfa.models.attention_weights import log_attention_weights
+from hf_rfa.convert.attention_weights import log_attention_weights
+from hf_rfa.convert.calibration import _set_log_scale, fit_projection
 from hf_rfa.models.feature_maps import FEATURE_MAPS, EluMap
 from hf_rfa.models.linear_attention import linear_attention
 from hf_rfa.models.random_feature_maps import RandomFeatureMap, draw_projection
@@ -97,7 +97,7 @@ def test_a_shaped_projection_leaves_the_kernel_unbiased_and_lowers_its_variance(
                 1, 2
             )
             if shaped:
-                feature_map.fit_projection(sums.transpose(-1, -2) @ sums / sums.shape[1])
+                fit_projection(feature_map, sums.transpose(-1, -2) @ sums / sums.shape[1])
             draws[shaped].append(kernel(feature_map, query, key))
     exact = exact_kernel(feature_map, query, key)
     found = {shaped: torch.stack(kernels) for shaped, kernels in draws.items()}

@@ -11,9 +11,8 @@ from hf_rfa import InputError, RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.backends import use_backend
 from hf_rfa.backends.triton_attention import available, fused_attention, fused_step, kernel_inputs
 from hf_rfa.models.attention import RFAAttentionMixin
-from hf_rfa.models.attention_weights import MASKED_LOGIT
 from hf_rfa.models.feature_maps import FEATURE_MAPS
-from hf_rfa.models.linear_attention import linear_attention
+from hf_rfa.models.linear_attention import MASKED_LOGIT, linear_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 B, H, D = 2, 2, 8

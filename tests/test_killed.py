@@ -16,8 +16,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hf_rfa.cli import main
+from hf_rfa.convert import atomic_io as writer_module
 from hf_rfa.convert import convert
-from hf_rfa.convert import writer as writer_module
 from hf_rfa.convert.atomic_io import folder_beside, new_folder, remove_leftovers
 
 #: Processes that start from one in which everything has been imported.
@@ -114,7 +114,7 @@ def test_leftovers_of_others_stay(tmp_path):
 
 
 def convert_and_distill(destination: Path, die: bool) -> None:
-    """As ``hf-rfa convert --distill-steps``: a folder that leads to the result, and in it others that are written whole."""
+    """As ``hf-rfa convert --transfer-steps``: a folder for intermediate results, and in it others that are written whole."""
     with folder_beside(destination) as folder:
         write_whole(folder / "out", "o")
         remove_leftovers(destination)
@@ -125,7 +125,7 @@ def convert_and_distill(destination: Path, die: bool) -> None:
         assert content(folder / "out")
 
 
-def test_what_leads_to_a_result_stays_until_it_is_there(tmp_path):
+def test_intermediate_folders_stay_until_the_result_is_there(tmp_path):
     destination = tmp_path / "out"
     assert in_a_process(convert_and_distill, destination, True) == -signal.SIGKILL
     assert len(leftovers(tmp_path)) == 1

@@ -1,4 +1,4 @@
-"""What is said of memory is what caches take: in reports, cards and benchmarks, beside what the softmax parent takes."""
+"""Reported memory is the memory that caches take, in reports, cards and benchmarks, RFA and softmax."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_rfa.models.attention_weights import ExactWindow, log_attention_weights
+from hf_rfa.convert.attention_weights import ExactWindow, log_attention_weights
 from hf_rfa.models.feature_maps import FEATURE_MAPS, Features
 from hf_rfa.models.linear_attention import denominator
 from hf_rfa.models.sliding_window import in_stream_order, sliding_window_attention, stream_of, window_inputs

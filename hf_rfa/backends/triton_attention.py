@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hf_rfa.models.attention import SEGMENT_LENGTH, RFAAttentionMixin
-from hf_rfa.models.attention_weights import MASKED_LOGIT
 from hf_rfa.models.feature_maps import (
     MAX_EXPONENT,
     MIN_DIFFERENTIABLE_EXPONENT,
@@ -30,6 +29,7 @@ from hf_rfa.models.feature_maps import (
 )
 from hf_rfa.models.learned_feature_maps import HedgehogMap, T2RMap
 from hf_rfa.models.linear_attention import (
+    MASKED_LOGIT,
     denominator,
     divide,
     key_norm_sums,

@@ -17,11 +17,18 @@ from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from .attention_weights import MASKED_LOGIT
 from .cache_rfa import RecordedStep, rfa_layer_of, source_layer_of
 from .configuration_rfa import AttentionKind
 from .feature_maps import FEATURE_MAPS, FeatureMap, Features, compute_dtype
-from .linear_attention import attend_with_state, final_state, linear_attention, mask_padding, rescale, split_tokens
+from .linear_attention import (
+    MASKED_LOGIT,
+    attend_with_state,
+    final_state,
+    linear_attention,
+    mask_padding,
+    rescale,
+    split_tokens,
+)
 from .masking import beams_per_source
 from .sliding_window import WindowInputs, in_stream_order, sliding_window_attention, stream_of, window_inputs
 

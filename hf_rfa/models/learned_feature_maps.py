@@ -53,12 +53,6 @@ class ExponentialMap(PositiveMap):
         init.zeros_(self.key_bias)
         init.ones_(self.norm_weight)
 
-    def _set_projection(self, projection: Tensor, bias: Tensor) -> None:
-        for matrix in (self.projection, self.key_projection):
-            matrix.copy_(projection)
-        for vector in (self.query_bias, self.key_bias):
-            vector.copy_(bias)
-
     def spec(self, dtype: torch.dtype) -> FeatureSpec:
         """See `ProjectedFeatureMap.spec`."""
         return replace(

@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 DEFAULT_CHUNK_SIZE = 64
+#: Logit of a key that a query does not see; finite, so that no gradient is NaN.
+MASKED_LOGIT = -1e30
 #: Least divisor that gradients flow through, e^−45.
 MIN_DIFFERENTIABLE_DIVISOR = 3e-20
 

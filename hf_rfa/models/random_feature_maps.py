@@ -189,9 +189,9 @@ class ArcCosMap(RandomFeatureMap):
 class PositiveMap(RandomFeatureMap):
     """φ(x) = exp(Wx + b − ‖x‖²/2) / √D, F = D: positive random features (Choromanski et al. 2021, FAVOR+, lemma 1).
 
-    b is 0 for W as it is drawn. `fit_projection` replaces w by Bw and sets b = wᵀAw, which leaves the kernel as it is and
-    lowers its variance on data (dense-exponential random features, Likhosherstov et al. 2023). The factors 1/√D and, of
-    queries, exp(−‖x‖²/2) cancel.
+    b is 0 for W as it is drawn. Calibration replaces w by Bw and sets b = wᵀAw, which leaves the kernel as it is and lowers
+    its variance on data (dense-exponential random features, Likhosherstov et al. 2023). The factors 1/√D and, of queries,
+    exp(−‖x‖²/2) cancel.
     """
 
     softmax_kernel = True
@@ -208,34 +208,6 @@ class PositiveMap(RandomFeatureMap):
         """Draw W, and initialize the rest."""
         super().reset_parameters()
         init.zeros_(self.feature_bias)
-
-    @property
-    def supports_derf(self) -> bool:
-        """Whether `fit_projection` applies: it does not to unit norms, nor to matrices drawn anew in training."""
-        return self.reparametrizable and not self.redraw_pool
-
-    @torch.no_grad()
-    def fit_projection(self, second_moment: Tensor) -> None:
-        """Fit W to data, so that the logarithm of the kernel's second moment is least on average.
-
-        In the eigenvectors of E[(q̂ + k̂)(q̂ + k̂)ᵀ] with eigenvalues λ, A has the entries
-        a = (1 − 2λ − √((2λ + 1)² + 8λ)) / 16 ≤ 0, and B = (1 − 4A)^½ in their directions.
-
-        Args:
-            second_moment: E[(q̂ + k̂)(q̂ + k̂)ᵀ] of prepared queries and keys, [H, d, d].
-        """
-        values, vectors = torch.linalg.eigh(second_moment.double())
-        values = values.clamp_min(0.0)[:, None, :]
-        entries = (1 - 2 * values - ((2 * values + 1).square() + 8 * values).sqrt()) / 16
-        drawn = self.draw(0).to(vectors)
-        self._set_projection(
-            (drawn * (1 - 4 * entries).sqrt()) @ vectors.transpose(-1, -2),
-            (drawn.square() * entries).sum(-1) + (1 - 4 * entries).log().sum(-1) / 4,
-        )
-
-    def _set_projection(self, projection: Tensor, bias: Tensor) -> None:
-        self.projection.copy_(projection)
-        self.feature_bias.copy_(bias)
 
     def spec(self, dtype: torch.dtype) -> FeatureSpec:
         """See `ProjectedFeatureMap.spec`: b on both sides, c, and e_i = ½ for keys."""

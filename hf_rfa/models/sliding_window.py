@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_weights import MASKED_LOGIT
 from .feature_maps import Features
 from .linear_attention import (
     DEFAULT_CHUNK_SIZE,
+    MASKED_LOGIT,
     decay_to_end,
     differentiable,
     linear_attention,

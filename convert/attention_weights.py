@@ -10,10 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .linear_attention import denominator, differentiable, divide
+from hf_rfa.models.linear_attention import MASKED_LOGIT, denominator, differentiable, divide
 
-#: Logit of a key that a query does not see; finite, so that no gradient is NaN.
-MASKED_LOGIT = -1e30
 #: Attention weights of signed features are raised to this before a logarithm is taken.
 MIN_SIGNED_WEIGHT = 1e-9
 
