@@ -20,6 +20,9 @@ BLOCK_LENGTH = 1024
 #: Most tokens that the softmax model generates for a source of the calibration text.
 OUTPUT_TOKENS = 128
 
+#: Tokens whose logits are held at once, to measure a perplexity or a layer's sensitivity.
+SCORED_TOKENS = 1024
+
 Inputs = dict[str, Tensor]
 
 
@@ -122,6 +125,14 @@ def add_outputs(softmax_model: PreTrainedModel, inputs: Inputs) -> Inputs:
         "decoder_attention_mask": (~ended_before).long(),
         "labels": ids[:, 1:].masked_fill(ended_before, -100),
     }
+
+
+def batches(inputs: Inputs) -> list[Inputs]:
+    """Return inputs in batches of about `SCORED_TOKENS` tokens, rows of like length together, with little padding."""
+    mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])))
+    rows = max(1, SCORED_TOKENS // mask.shape[1])
+    order = mask.ne(0).sum(1).argsort(stable=True)
+    return [trim({name: tensor[chosen] for name, tensor in inputs.items()}) for chosen in order.split(rows)]
 
 
 def trim(inputs: Inputs) -> Inputs:

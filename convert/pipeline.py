@@ -15,15 +15,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
-from hf_rfa.inference import check_vocabulary, load_tokenizer
+from hf_rfa.inference import DTYPES, check_vocabulary, load_tokenizer
 from hf_rfa.memory import give_back_memory
 from hf_rfa.models.configuration_rfa import AttentionKind
 
 from .atomic_io import check_destination, check_space, new_folder, remove_leftovers
 from .calibration import calibrate
-from .calibration_data import Inputs, add_outputs, random_inputs, text_blocks, text_sources, trim
+from .calibration_data import Inputs, add_outputs, batches, random_inputs, text_blocks, text_sources
 from .loading import load_result, load_source, new_keys, quiet
 from .options import Layers, command_of, outside_module, rfa_config
+from .perplexity import score_labels
 from .pictures import compare_attention, draw_attention
 from .report import (
     ConversionReport,
@@ -37,12 +38,8 @@ from .source import Source, open_source
 from .text_io import read_documents
 from .twin import extend_positions, rfa_layers, softmax_twin
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 #: Most bytes of a shard of the result, which is held in memory while it is written.
 MAX_SHARD_SIZE = 2_000_000_000
-
-#: Tokens whose logits are held at once to measure a perplexity.
-SCORED_TOKENS = 1024
 
 
 #: Told of the steps: (name of the step, its number of parts) at its start, None when a part is done.
@@ -167,7 +164,7 @@ def convert(
         inputs = add_outputs(twin, inputs)
     elif documents is not None and hasattr(model, "lm_head"):
         inputs = inputs | {"labels": inputs["input_ids"]}
-    swapped = _perplexity(model, inputs) if "labels" in inputs else math.nan
+    swapped = score_labels(model, batches(inputs)).perplexity if "labels" in inputs else math.nan
     report_progress("calibrating", count)
     gains = calibrate(model, twin, inputs, on_layer=lambda name: report_progress(None, 1))
     damages: list[Damage] = []
@@ -179,11 +176,12 @@ def convert(
     perplexities = None
     if "labels" in inputs:
         report_progress("measuring", 1)
+        calibrated = score_labels(model, batches(inputs))
         perplexities = Perplexities(
-            softmax=_perplexity(twin, inputs),
+            softmax=score_labels(twin, batches(inputs)).perplexity,
             swapped=swapped,
-            calibrated=_perplexity(model, inputs),
-            tokens=_counted(inputs["labels"], model),
+            calibrated=calibrated.perplexity,
+            tokens=calibrated.tokens,
             own_outputs=found.config.is_encoder_decoder,
         )
     comparison = compare_attention(model, twin, inputs)
@@ -227,23 +225,6 @@ def convert(
             stages["calibration"] = {gain.name: gain.after for gain in gains}
             draw_attention(folder / "attention.png", stages, comparison)
     return report
-
-
-def _counted(labels: Tensor, model: PreTrainedModel) -> int:
-    """Return the number of labels that a model's loss counts: a causal model predicts all but the first of a row."""
-    return int((labels if model.config.is_encoder_decoder else labels[:, 1:]).ne(-100).sum())
-
-
-@torch.no_grad()
-def _perplexity(model: PreTrainedModel, inputs: Inputs) -> float:
-    total, counted = 0.0, 0
-    rows = max(1, SCORED_TOKENS // inputs["labels"].shape[1])
-    for chosen in inputs["labels"].ne(-100).sum(1).argsort().split(rows):
-        batch = trim({name: tensor[chosen].to(model.device) for name, tensor in inputs.items()})
-        count = _counted(batch["labels"], model)
-        total += float(model(**batch, use_cache=False).loss) * count
-        counted += count
-    return math.exp(min(700.0, total / counted))
 
 
 @torch.no_grad()

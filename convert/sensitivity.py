@@ -12,11 +12,8 @@ from transformers import PreTrainedModel
 
 from hf_rfa.models.configuration_rfa import AttentionKind
 
-from .calibration_data import Inputs, trim
+from .calibration_data import Inputs, batches
 from .twin import rfa_layers, share_weights
-
-#: Tokens whose outputs are held at once.
-SCORED_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -43,14 +40,9 @@ def only_rfa(config: Any, chosen: set[tuple[AttentionKind, int]]) -> dict[str, l
     }
 
 
-def _rows(inputs: Inputs) -> int:
-    """Return the rows of a batch."""
-    return max(1, SCORED_TOKENS // inputs["input_ids"].shape[1])
-
-
 def num_parts(model: PreTrainedModel, inputs: Inputs) -> int:
     """Return in how many parts `measure_damage` does its work."""
-    return len(rfa_layers(model)) * -(-len(inputs["input_ids"]) // _rows(inputs))
+    return len(rfa_layers(model)) * len(batches(inputs))
 
 
 @torch.no_grad()
@@ -72,10 +64,7 @@ def measure_damage(
         for place in places
     ]
     sums, counted = [0.0] * len(places), 0.0
-    rows = _rows(inputs)
-    for index in range(0, len(inputs["input_ids"]), rows):
-        batch = trim({name: tensor[index : index + rows] for name, tensor in inputs.items() if name != "labels"})
-        batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    for batch in batches({name: tensor.to(model.device) for name, tensor in inputs.items() if name != "labels"}):
         expected = parent(**batch, use_cache=False)
         mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
         for place, variant in enumerate(alone):

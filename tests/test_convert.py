@@ -27,8 +27,8 @@ from transformers import (
 
 from hf_rfa import FEATURE_MAPS, RFAGPT2ForSequenceClassification, RFAGPT2Model
 from hf_rfa.convert import InputError, convert
-from hf_rfa.convert import converter as converter_module
-from hf_rfa.convert import writer as writer_module
+from hf_rfa.convert import atomic_io as writer_module
+from hf_rfa.convert import pipeline as converter_module
 from hf_rfa.convert.calibration_data import random_inputs
 from hf_rfa.convert.twin import softmax_twin
 

@@ -32,8 +32,9 @@ from transformers import (
 
 import hf_rfa
 from hf_rfa import cache_num_bytes
-from hf_rfa.convert import InputError, convert, converter
+from hf_rfa.convert import InputError, calibration_data, convert
 from hf_rfa.convert.calibration_data import add_outputs, text_sources
+from hf_rfa.convert.perplexity import score_labels
 from hf_rfa.convert.sensitivity import measure_damage
 from hf_rfa.convert.text_io import read_pairs
 from hf_rfa.convert.twin import softmax_twin
@@ -179,13 +180,13 @@ def test_padding_does_not_enter_the_calibration(tiny_seq2seq_parents, tmp_path):
 
 @torch.no_grad()
 def test_a_perplexity_is_the_mean_over_tokens_and_not_over_batches(tiny_seq2seq_parents, monkeypatch):
-    monkeypatch.setattr(converter, "SCORED_TOKENS", 12)  # two rows at a time
+    monkeypatch.setattr(calibration_data, "SCORED_TOKENS", 12)  # two rows at a time
     model, _ = load_model(str(tiny_seq2seq_parents["bart"]))
     pairs = [{"input_ids": [5, 6 + n, 2], "labels": [*range(7, 7 + n), 2]} for n in (5, 0, 3, 1, 4)]
     collate = PairCollator(model.config)
     losses = [float(model(**collate([pair])).loss) * len(pair["labels"]) for pair in pairs]
     expected = math.exp(sum(losses) / sum(len(pair["labels"]) for pair in pairs))
-    assert converter._perplexity(model, collate(pairs)) == pytest.approx(expected, rel=1e-5)
+    assert score_labels(model, calibration_data.batches(collate(pairs))).perplexity == pytest.approx(expected, rel=1e-5)
 
 
 @torch.no_grad()

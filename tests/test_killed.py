@@ -16,8 +16,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hf_rfa.cli import main
+from hf_rfa.convert import atomic_io as writer_module
 from hf_rfa.convert import convert
-from hf_rfa.convert import writer as writer_module
 from hf_rfa.convert.atomic_io import folder_beside, new_folder, remove_leftovers
 
 #: Processes that start from one in which everything has been imported.

@@ -1,0 +1,62 @@
+"""Perplexity of labelled batches: the one implementation for conversion, distillation and evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+#: The label of a position that is not counted, as in transformers.
+IGNORED_LABEL = -100
+#: Largest mean negative log-likelihood, in nats, whose exponential is taken: e^700 is near the end of float64.
+MAX_NATS = 700.0
+
+
+@dataclass(frozen=True)
+class LabelScore:
+    """How likely a model finds some labels.
+
+    Attributes:
+        nats: mean negative log-likelihood per label counted; not finite where the model's logits are not.
+        tokens: labels counted.
+    """
+
+    nats: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nats), at most e^700."""
+        return math.exp(min(MAX_NATS, self.nats))
+
+
+@torch.no_grad()
+def score_labels(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -> LabelScore:
+    """Return the mean negative log-likelihood of the labels of some batches, over labels and not over batches.
+
+    Args:
+        model: a model with a language model's head, softmax or RFA.
+        batches: what the model is called with, on any device, and ``labels`` [N, T]. As in transformers, labels of -100 do
+            not count, and a decoder that stands alone predicts label t from the tokens before t.
+
+    Raises:
+        ZeroDivisionError: if no label counts.
+    """
+    total, tokens = 0.0, 0
+    for batch in batches:
+        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        labels = inputs.pop("labels")
+        logits = model(**inputs, use_cache=False).logits  # [N, T, V]
+        if not model.config.is_encoder_decoder:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        losses = F.cross_entropy(
+            logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
+        )  # [N, T]
+        total += float(losses.double().sum())
+        tokens += int(labels.ne(IGNORED_LABEL).sum())
+    return LabelScore(total / tokens, tokens)
