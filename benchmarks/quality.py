@@ -34,12 +34,12 @@ from hf_rfa.convert import convert
 from hf_rfa.convert.atomic_io import new_folder
 from hf_rfa.convert.calibration_data import tokenize
 from hf_rfa.convert.text_io import read_documents
-from hf_rfa.finetune.data import Blocks
-from hf_rfa.finetune.distill import distill, training_arguments
-from hf_rfa.finetune.distillation import distill_logits
+from hf_rfa.finetune.data import joined_blocks
+from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.evaluation import perplexity
 from hf_rfa.finetune.recipe import Recipe
 from hf_rfa.finetune.run_folder import training_folder
+from hf_rfa.finetune.trainers import distill_logits
 from hf_rfa.inference import load_model, use_attention_component
 from hf_rfa.models.attention import AttentionComponent
 
@@ -93,7 +93,7 @@ class Settings:
                 use_attention_component(model, branch)
             if text not in self.texts:
                 self.texts[text] = tokenize(tokenizer, read_documents(path))[: self.max_tokens]
-            found[key] = perplexity(model, self.texts[text], context=context).perplexity
+            found[key] = perplexity(model, self.texts[text], context_length=context).perplexity
             _write(stored, found)
         wanted = f", {self.max_tokens} tokens" if self.max_tokens else ""
         kept = {f"{text}, context {context}{wanted}" for text, context in product(self.tests, self.contexts)}
@@ -133,10 +133,10 @@ class Settings:
         """Train the softmax parent on the tokens of the end-to-end stage."""
         model, tokenizer = load_model(self.model, dtype="float32")
         stage = recipe.end_to_end.resolve(model.config, model.config.max_position_embeddings)
-        data = Blocks(tokenizer, read_documents(self.train), cast(int, stage.block_length))
+        data = joined_blocks(tokenizer, read_documents(self.train), cast(int, stage.block_length))
         work = training_folder(folder)
-        arguments = training_arguments(stage, work, seed=recipe.seed)
-        distill_logits(model, None, data, arguments, rfa_rate=0.0, kl_weight=0.0, dropout=stage.dropout, resume=True)
+        alone = replace(stage, kl_weight=0.0, lora_rank=0)
+        distill_logits(model, None, cast(Any, data), alone, work, seed=recipe.seed, resume=True)
         with new_folder(folder) as place:
             model.save_pretrained(place)
             tokenizer.save_pretrained(place)

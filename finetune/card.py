@@ -1,4 +1,4 @@
-"""The model card of a checkpoint after training: what it was trained from and how, and how it is loaded now."""
+"""The model card of a checkpoint after training: its origin, its training and its use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from hf_rfa.convert.report import TRAINING, UNTRAINED, USE, head_of, use_section
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
-#: Files beside a checkpoint that its card refers to; figures of an evaluation are not among them: they are of other weights.
+#: Files beside a checkpoint that its card refers to. Figures of an evaluation are not among them: they hold for old weights.
 REFERRED = (
     *("conversion.json", "attention.png", "distillation.json", "distillation.png", "attention-distilled.png"),
     *("finetuning.json", "finetuning.png"),
@@ -31,13 +31,13 @@ def data_name(source: str) -> str:
     return path.name if path.exists() else source
 
 
-def rows_of(figures: Iterable[tuple[str, str]]) -> str:
-    """Return (what, value) pairs as a table."""
-    return "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in figures)])
+def table_of(figures: Iterable[tuple[str, str]]) -> str:
+    """Return (name, value) pairs as a Markdown table."""
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in figures)])
 
 
 def copy_referred(source: str | None, folder: Path) -> None:
-    """Copy the files that the card of a checkpoint, if it is a folder, refers to; a run writes its own over them."""
+    """Copy the files that the card of a checkpoint refers to into a new folder."""
     for name in REFERRED if source is not None else ():
         path = Path(str(source)).expanduser() / name
         if path.is_file():

@@ -181,9 +181,9 @@ def test_padding_does_not_enter_the_calibration(tiny_seq2seq_parents, tmp_path):
 @torch.no_grad()
 def test_a_perplexity_is_the_mean_over_tokens_and_not_over_batches(tiny_seq2seq_parents, monkeypatch):
     monkeypatch.setattr(calibration_data, "SCORED_TOKENS", 12)  # two rows at a time
-    model, _ = load_model(str(tiny_seq2seq_parents["bart"]))
+    model, tokenizer = load_model(str(tiny_seq2seq_parents["bart"]))
     pairs = [{"input_ids": [5, 6 + n, 2], "labels": [*range(7, 7 + n), 2]} for n in (5, 0, 3, 1, 4)]
-    collate = PairCollator(model.config)
+    collate = PairCollator(tokenizer, model=model)
     losses = [float(model(**collate([pair])).loss) * len(pair["labels"]) for pair in pairs]
     expected = math.exp(sum(losses) / sum(len(pair["labels"]) for pair in pairs))
     assert score_labels(model, calibration_data.batches(collate(pairs))).perplexity == pytest.approx(expected, rel=1e-5)

@@ -65,7 +65,7 @@ def test_perplexity_is_the_likelihood_of_a_loop():
                 total -= float(logprobs[position - 1, window[position]])
                 counted += 1
     for batch_size in (1, 4, 100):
-        result = perplexity(model, ids, context=20, batch_size=batch_size)
+        result = perplexity(model, ids, context_length=20, batch_size=batch_size)
         assert result.tokens_counted == counted
         assert result.perplexity == pytest.approx(math.exp(total / counted), rel=1e-5)
         assert "disjoint windows of 20 tokens" in result.protocol
@@ -76,7 +76,7 @@ def test_overlapping_windows_count_every_token_once():
     model = GPT2LMHeadModel(tiny_parent_config()).eval()
     for length in (24, 25, 100, 101):
         ids = torch.randint(0, 61, (length,))
-        result = perplexity(model, ids, context=24, stride=7)
+        result = perplexity(model, ids, context_length=24, stride=7)
         assert result.tokens_counted == length - 1
         with torch.no_grad():
             total = 0.0
@@ -90,9 +90,9 @@ def test_overlapping_windows_count_every_token_once():
 @pytest.mark.parametrize(
     ("options", "ids", "match"),
     [
-        ({"context": 97}, 50, "context of 97 tokens is longer than the model's 96 positions"),
-        ({"context": 1}, 50, "context must be at least 2"),
-        ({"context": 10, "stride": 11}, 50, "stride from 1 to context"),
+        ({"context_length": 97}, 50, "context of 97 tokens is longer than the model's 96 positions"),
+        ({"context_length": 1}, 50, "context_length must be at least 2"),
+        ({"context_length": 10, "stride": 11}, 50, "stride from 1 to it, got 10 and 11"),
         ({}, 1, "the text has 1 tokens"),
     ],
 )
@@ -110,7 +110,7 @@ def test_shared_model_has_its_published_perplexity():
     model, tokenizer = load_model(str(shared("models/gpt2-wiki-mini")))
     ids = tokenize(tokenizer, read_documents(shared("data/enwiki/valid.jsonl.gz")))
     assert len(ids) == 257_088
-    result = perplexity(model, ids[: 512 * 16], context=512)
+    result = perplexity(model, ids[: 512 * 16], context_length=512)
     assert result.perplexity == pytest.approx(149.3, abs=0.3)
 
 
