@@ -39,7 +39,7 @@ from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.evaluation import perplexity
 from hf_rfa.finetune.recipe import Recipe
 from hf_rfa.finetune.run_folder import training_folder
-from hf_rfa.finetune.trainers import distill_logits
+from hf_rfa.finetune.trainers import train_stage
 from hf_rfa.inference import load_model, use_attention_component
 from hf_rfa.models.attention import AttentionComponent
 
@@ -136,7 +136,7 @@ class Settings:
         data = joined_blocks(tokenizer, read_documents(self.train), cast(int, stage.block_length))
         work = training_folder(folder)
         alone = replace(stage, kl_weight=0.0, lora_rank=0)
-        distill_logits(model, None, cast(Any, data), alone, work, seed=recipe.seed, resume=True)
+        train_stage("end_to_end", model, None, data, alone, work, seed=recipe.seed, resume=True)
         with new_folder(folder) as place:
             model.save_pretrained(place)
             tokenizer.save_pretrained(place)

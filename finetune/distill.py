@@ -31,7 +31,7 @@ from .param_groups import is_rfa_parameter
 from .recipe import Recipe, Stage
 from .report import HELD_OUT, DistillationReport, plot_losses
 from .run_folder import check_settings, check_training_folder, training_folder
-from .trainers import distill_logits, transfer_attention, transfer_losses
+from .trainers import train_stage, transfer_losses
 
 
 def distill(
@@ -214,11 +214,11 @@ def _train(
             }
         if name == "transfer":
             report.before = _divergences(model, teacher, batch)
-        train = transfer_attention if name == "transfer" else distill_logits
-        result = train(
+        result = train_stage(
+            cast(Any, name),
             model,
-            cast(Any, teacher),
-            cast(Any, dataset.select(range(count))),
+            teacher,
+            dataset.select(range(count)),
             stage,
             work / name,
             seed=report.recipe.seed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -27,8 +28,7 @@ def lora(model: nn.Module, rank: int) -> Iterator[None]:
         InputError: if peft is not installed.
     """
     try:
-        from peft import LoraConfig, inject_adapter_in_model
-        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft import LoraConfig, LoraModel
     except ImportError as error:
         raise InputError("lora_rank needs peft: pip install 'hf-rfa[peft]', or set lora_rank to 0.") from error
     linear = {name: each for name, each in model.named_modules() if isinstance(each, (nn.Linear, Conv1D))}
@@ -39,15 +39,11 @@ def lora(model: nn.Module, rank: int) -> Iterator[None]:
         exclude_modules=[*HEADS],
         fan_in_fan_out=any(isinstance(each, Conv1D) for each in linear.values()),
     )
-    inject_adapter_in_model(config, model)
+    tuner: Any = LoraModel(model, config, "default")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name or is_rfa_parameter(name))
     try:
         yield
     finally:
-        for name, module in list(model.named_modules()):
-            if isinstance(module, BaseTunerLayer):
-                module.merge(safe_merge=True)
-                parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, module.get_base_layer())
+        tuner.merge_and_unload(safe_merge=True)
         vars(model).pop("peft_config", None)

@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
@@ -118,50 +117,40 @@ def transfer_losses(
     return losses
 
 
-class AttentionTransferTrainer(GroupedTrainer):
-    """Stage 1: the loss is the mean over heads and layers of `transfer_losses`.
+class DistillationTrainer(GroupedTrainer):
+    """A trainer of one stage.
 
     Args:
-        teacher: the softmax model.
-        student_inputs: share of the steps, the last ones, on the inputs that the layers have in the RFA model itself.
-        output_mse_weight: see `transfer_losses`.
+        stage: its settings.
+        teacher: the softmax model; None where the loss does not need it.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        teacher: PreTrainedModel,
-        student_inputs: float = 0.0,
-        output_mse_weight: float = 0.0,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, stage: Stage, teacher: PreTrainedModel | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.stage = stage
         self.teacher: Any = teacher
-        self.student_inputs, self.output_mse_weight = student_inputs, output_mse_weight
+
+
+class AttentionTransferTrainer(DistillationTrainer):
+    """Stage 1: the loss is the mean over heads and layers of `transfer_losses`."""
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss of one batch."""
         unwrapped: Any = self.accelerator.unwrap_model(model)
-        late = self.state.global_step >= round((1.0 - self.student_inputs) * self.state.max_steps)
+        late = self.state.global_step >= round((1.0 - self.stage.student_inputs) * self.state.max_steps)
         source = unwrapped if late else self.teacher
-        losses = transfer_losses(unwrapped, source, inputs, output_mse_weight=self.output_mse_weight)
+        losses = transfer_losses(unwrapped, source, inputs, output_mse_weight=self.stage.output_mse_weight)
         loss = torch.stack([loss.mean() for loss in losses.values()]).mean()
         return (loss, {}) if return_outputs else loss
 
 
-class LogitDistillationTrainer(GroupedTrainer):
-    """Stage 2: KL(teacher ‖ model) of the logits, and the loss on the text.
+class LogitDistillationTrainer(DistillationTrainer):
+    """Stage 2: KL(teacher ‖ model) of the logits, and the loss on the text."""
 
-    Args:
-        teacher: the softmax model; None if ``kl_weight`` is 0.
-        kl_weight: share of the KL in the loss, from 0 to 1.
-    """
-
-    def __init__(self, *args: Any, teacher: PreTrainedModel | None, kl_weight: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.teacher, self.kl_weight = teacher, kl_weight
         self.model_accepts_loss_kwargs = False
 
     def compute_loss(
@@ -169,7 +158,8 @@ class LogitDistillationTrainer(GroupedTrainer):
     ) -> Any:
         """Return the loss of one batch."""
         outputs = model(**inputs, use_cache=False)
-        if self.kl_weight == 0 or self.teacher is None:
+        share = self.stage.kl_weight
+        if share == 0 or self.teacher is None:
             return (outputs.loss, outputs) if return_outputs else outputs.loss
         with torch.no_grad():
             known = {name: tensor for name, tensor in inputs.items() if name != "labels"}
@@ -184,7 +174,7 @@ class LogitDistillationTrainer(GroupedTrainer):
             log_target=True,
             reduction="batchmean",
         )
-        loss = self.kl_weight * kl + (1.0 - self.kl_weight) * outputs.loss
+        loss = share * kl + (1.0 - share) * outputs.loss
         return (loss, outputs) if return_outputs else loss
 
 
@@ -260,10 +250,6 @@ def _training(model: PreTrainedModel, teacher: PreTrainedModel | None, device: t
             teacher.train(was_training)
 
 
-def _rates(rfa: float, rest: float) -> dict[ParameterKind, float]:
-    return {kind: rest if kind in ("projections", "rest") else rfa for kind in PARAMETER_KINDS}
-
-
 def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArguments:
     """Return the Trainer's arguments for one stage of a recipe, with its checkpoints in ``folder``."""
     return TrainingArguments(
@@ -288,27 +274,11 @@ def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArgu
     )
 
 
-def _train(trainer: Trainer, name: str, resume: bool, progress: Progress | None) -> StageResult:
-    trainer.add_callback(StopAtNaN())
-    trainer.remove_callback(PrinterCallback)  # a line for every loss; they are in the result
-    if progress is not None:
-        trainer.add_callback(ReportSteps(name, progress))
-    found = trainer.train(
-        resume_from_checkpoint=last_checkpoint(Path(str(trainer.args.output_dir))) if resume else None
-    )
-    trained: Any = trainer.model
-    if not (math.isfinite(found.training_loss) and all(bool(p.isfinite().all()) for p in trained.parameters())):
-        raise FloatingPointError(
-            f"{name}: the loss is {found.training_loss}. Lower the learning rate, or choose another feature map."
-        )
-    log = tuple({key: float(value) for key, value in entry.items()} for entry in trainer.state.log_history)
-    return StageResult(name, trainer.state.global_step, log)
-
-
-def transfer_attention(
+def train_stage(
+    name: Literal["transfer", "end_to_end"],
     model: PreTrainedModel,
-    teacher: PreTrainedModel,
-    data: Dataset,
+    teacher: PreTrainedModel | None,
+    data: Any,
     stage: Stage,
     folder: Path,
     *,
@@ -317,15 +287,16 @@ def transfer_attention(
     resume: bool = False,
     progress: Progress | None = None,
 ) -> StageResult:
-    """Train feature maps and gates on the teacher's attention, in place (stage 1).
+    """Train a model in place: its feature maps and gates on the teacher's attention, or the whole of it end to end.
 
     Args:
-        model: the RFA model; its projections have to be the teacher's still.
-        teacher: the softmax model.
+        name: the stage; "transfer" needs a model whose projections are still the teacher's.
+        model: the model.
+        teacher: the softmax model, which may not share weights with ``model``; None if the stage's ``kl_weight`` is 0.
         data: items of the training data.
         stage: the settings, with a batch size.
         folder: of the Trainer's checkpoints.
-        seed: of the order of the data.
+        seed: of the order of the data, dropout and LoRA's initial values.
         collate: makes a batch of items of ``data``; None stacks them.
         resume: continue from the last whole checkpoint in ``folder``, if there is one.
         progress: called with the steps, as by `hf_rfa.convert.convert`.
@@ -333,66 +304,40 @@ def transfer_attention(
     Raises:
         FloatingPointError: if the loss is not finite.
     """
-    rates = _rates(stage.learning_rate, 0.0)
-    arguments = training_arguments(stage, folder, seed=seed)
-    with _training(model, teacher, arguments.device):
-        freeze(model, rates)
-        trainer = AttentionTransferTrainer(
-            model=model,
-            args=arguments,
-            train_dataset=data,
-            data_collator=collate,
-            rates=rates,
-            teacher=teacher,
-            student_inputs=stage.student_inputs,
-            output_mse_weight=stage.output_mse_weight,
-        )
-        return _train(trainer, "attention transfer", resume, progress)
-
-
-def distill_logits(
-    model: PreTrainedModel,
-    teacher: PreTrainedModel | None,
-    data: Dataset,
-    stage: Stage,
-    folder: Path,
-    *,
-    seed: int = 0,
-    collate: Callable[[Any], Inputs] | None = None,
-    resume: bool = False,
-    progress: Progress | None = None,
-) -> StageResult:
-    """Train a whole model on the teacher's logits and on the text, in place (stage 2).
-
-    Args:
-        model: the model.
-        teacher: the softmax model, which may not share weights with ``model``; None if the stage's ``kl_weight`` is 0.
-        data: see `transfer_attention`, as for the other arguments.
-        stage: the settings, with a batch size.
-        folder: of the Trainer's checkpoints.
-        seed: of the order of the data, dropout and LoRA's initial values.
-        collate: makes a batch of items of ``data``; None stacks them.
-        resume: continue from the last whole checkpoint in ``folder``, if there is one.
-        progress: called with the steps.
-
-    Raises:
-        FloatingPointError: if the loss is not finite.
-    """
+    transfer = name == "transfer"
+    title = "attention transfer" if transfer else "end to end"
+    rfa, rest = (stage.learning_rate, 0.0) if transfer else (stage.rfa_learning_rate, stage.learning_rate)
+    rates: dict[ParameterKind, float] = {
+        kind: rest if kind in ("projections", "rest") else rfa for kind in PARAMETER_KINDS
+    }
     arguments = training_arguments(stage, folder, seed=seed)
     with ExitStack() as undone:
         undone.enter_context(_training(model, teacher, arguments.device))
-        if stage.lora_rank:
+        if transfer:
+            freeze(model, rates)
+        elif stage.lora_rank:
             set_seed(seed)
             undone.enter_context(lora(model, stage.lora_rank))
-        if not stage.dropout:
+        if not (transfer or stage.dropout):
             undone.enter_context(no_dropout(model))
-        trainer = LogitDistillationTrainer(
+        trainer = (AttentionTransferTrainer if transfer else LogitDistillationTrainer)(
+            stage=stage,
+            teacher=teacher,
+            rates=rates,
             model=model,
             args=arguments,
             train_dataset=data,
             data_collator=collate,
-            rates=_rates(stage.rfa_learning_rate, stage.learning_rate),
-            teacher=teacher,
-            kl_weight=stage.kl_weight,
         )
-        return _train(trainer, "end to end", resume, progress)
+        trainer.add_callback(StopAtNaN())
+        trainer.remove_callback(PrinterCallback)  # a line for every loss; they are in the result
+        if progress is not None:
+            trainer.add_callback(ReportSteps(title, progress))
+        found = trainer.train(resume_from_checkpoint=last_checkpoint(folder) if resume else None)
+        finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    if not (math.isfinite(found.training_loss) and finite):
+        raise FloatingPointError(
+            f"{title}: the loss is {found.training_loss}. Lower the learning rate, or choose another feature map."
+        )
+    log = tuple({key: float(value) for key, value in entry.items()} for entry in trainer.state.log_history)
+    return StageResult(title, trainer.state.global_step, log)

@@ -32,10 +32,9 @@ from hf_rfa.finetune.report import HELD_OUT
 from hf_rfa.finetune.trainers import (
     AttentionTransferTrainer,
     LogitDistillationTrainer,
-    distill_logits,
     layer_divergence,
     no_dropout,
-    transfer_attention,
+    train_stage,
     transfer_losses,
 )
 from hf_rfa.inference import load_model
@@ -166,7 +165,7 @@ def test_logit_loss_is_the_kl_and_the_loss_on_the_text(family, material, tmp_pat
     nll = [-ours[r, t, labels[r, t]] for r, t in (labels != -100).nonzero().tolist()]
     for share in (0.0, 0.3, 1.0):
         arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[])
-        trainer = LogitDistillationTrainer(model=model, args=arguments, teacher=teacher, kl_weight=share)
+        trainer = LogitDistillationTrainer(model=model, args=arguments, teacher=teacher, stage=Stage(kl_weight=share))
         expected = share * torch.stack(kl).mean() + (1 - share) * torch.stack(nll).mean()
         torch.testing.assert_close(trainer.compute_loss(model, inputs).detach(), expected, atol=1e-5, rtol=1e-4)
 
@@ -219,8 +218,8 @@ def test_the_checkpoint_keeps_its_cache(configured, material, tmp_path):
         assert (trained(torch.ones(1, 4, dtype=torch.long)).past_key_values is not None) is configured
 
 
-@pytest.mark.parametrize("train", [transfer_attention, distill_logits])
-def test_a_stage_leaves_the_models_settings_as_they_were(train, pair, tmp_path):
+@pytest.mark.parametrize("name", ["transfer", "end_to_end"])
+def test_a_stage_leaves_the_models_settings_as_they_were(name, pair, tmp_path):
     """Gradients of frozen parameters, dropout, and the teacher's mode."""
     model, teacher = pair
     for index, each in enumerate(pair):
@@ -230,7 +229,7 @@ def test_a_stage_leaves_the_models_settings_as_they_were(train, pair, tmp_path):
     teacher.train()
     before = [(parameter, parameter.requires_grad) for each in pair for parameter in each.parameters()]
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4, 61, (4, 8))]
-    train(model, teacher, data, Stage(steps=1, batch_size=2), tmp_path)
+    train_stage(name, model, teacher, data, Stage(steps=1, batch_size=2), tmp_path)
     assert all(parameter.requires_grad is flag for parameter, flag in before)
     assert model.transformer.drop.p == teacher.transformer.drop.p == 0.2
     assert (teacher.training, model.training) == (True, False)
@@ -344,7 +343,8 @@ def test_a_models_dropout_is_what_it_was_after_distillation(dropout, tmp_path):
 
     before = rates()
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4, 61, (4, 8))]
-    distill_logits(model, None, data, Stage(steps=1, batch_size=2, kl_weight=0.0, dropout=dropout), tmp_path)
+    stage = Stage(steps=1, batch_size=2, kl_weight=0.0, dropout=dropout)
+    train_stage("end_to_end", model, None, data, stage, tmp_path)
     assert rates() == before
     assert 0.2 in before.values()
 
@@ -583,7 +583,7 @@ def test_a_diverging_command_is_one_line(material, tmp_path, monkeypatch, capsys
     def diverge(*args, **kwargs):
         raise FloatingPointError("attention transfer: the loss is nan. Lower the learning rate.")
 
-    monkeypatch.setattr(distill_module, "transfer_attention", diverge)
+    monkeypatch.setattr(distill_module, "train_stage", diverge)
     words = ["--teacher", material / "gpt2", "--data", material / "text.txt", "--recipe", material / "recipe.yaml"]
     assert hf_rfa(monkeypatch, "distill", material / "gpt2-rfa", *words, "--output", tmp_path / "out") == 1
     assert "error: attention transfer: the loss is nan. Lower" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def run(material, tmp_path, model="gpt2-rfa", task="clm", train="rows.jsonl", st
     training = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1, "report_to": "none"}
     training |= {"max_steps": steps, "use_cpu": True, "disable_tqdm": True, **options}
     described = {
-        "model": str(material / model),
+        "model": None if model is None else str(material / model),
         "task": task,
         "train": str(material / train),
         "block_length": 16,
