@@ -4,8 +4,8 @@
     python -m benchmarks.from_scratch listops --small --lengths 1024 2048 4096 --output docs/lengths.json
 
 The first form trains every row with the recipe and gives its metrics, steps per second and peak memory. The second trains
-every row for a few steps on ListOps expressions of each length, for time and memory alone. Every row is a process of its
-own, so that its peak memory is its own; what lies in ``--work`` is not done again.
+every row for a few steps on ListOps expressions of each length, for time and memory alone. Every row runs in a process of
+its own, which has its own peak of memory. A run whose result is in ``--work`` is not repeated.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +55,11 @@ def settings_of(row: str, recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run `hf-rfa finetune` in a process of its own, and return its metrics and the peak of its memory."""
-    measured = folder.parent / f"{folder.name}.json"
+    """Run `hf-rfa finetune` in a process of its own, and return its metrics, its log and the peak of its memory."""
+    measured = folder.with_name(f"{folder.name}.json")
     if measured.is_file():
         return json.loads(measured.read_text())
-    words = [
+    command = [
         sys.executable,
         "-m",
         "hf_rfa.cli",
@@ -67,10 +69,9 @@ def train(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         str(folder),
         "--overwrite",
     ]
-    with (folder.parent / f"{folder.name}.log").open("w") as log:
-        actions = [(os.POSIX_SPAWN_DUP2, log.fileno(), number) for number in (1, 2)]
-        process = os.posix_spawn(sys.executable, words, dict(os.environ), file_actions=actions)
-        _, status, used = os.wait4(process, 0)
+    with folder.with_name(f"{folder.name}.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        _, status, used = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"training ended with status {os.waitstatus_to_exitcode(status)}: see {log.name}.")
     found = json.loads((folder / "finetuning.json").read_text())
@@ -94,69 +95,54 @@ def main() -> None:
     recipe = merge(load_settings(arguments.recipe, small=arguments.small), dict(zip(names, others[1::2], strict=True)))
     recipe |= {"disable_tqdm": "true"}
     arguments.work.mkdir(parents=True, exist_ok=True)
-    rows, console = arguments.row or DEFAULT_ROWS, Console()
     results: dict[str, Any] = {}
-    for length in arguments.lengths or [None]:
-        for row in rows:
-            settings, name = settings_of(row, recipe), f"{arguments.recipe}, {row}"
-            if length is not None:
-                settings, name = _at_length(settings, length, arguments.work), f"{name}, {length}"
-            results[row if length is None else f"{row}, {length}"] = train(settings, arguments.work / name)
-            console.print(name, results[row if length is None else f"{row}, {length}"]["metrics"])
-    console.print(_table(results))
+    for length, row in product(arguments.lengths or [None], arguments.row or DEFAULT_ROWS):
+        settings, name = settings_of(row, recipe), row
+        if length is not None:
+            settings, name = at_length(settings, length, arguments.work), f"{row}, {length}"
+        results[name] = train(settings, arguments.work / f"{arguments.recipe}, {name}")
+        print_table({name: results[name]})
+    print_table(results)
     if arguments.output is not None:
+        # a path is of one machine alone: its last part is enough
+        named = {name: Path(value).name if Path(str(value)).exists() else value for name, value in recipe.items()}
         with new_file(arguments.output) as file:
-            json.dump({"settings": _without_folders(recipe), "results": results}, file, indent=1)
+            json.dump({"settings": named, "results": results}, file, indent=1)
         if arguments.lengths is None:
-            _plot(results, arguments.output.with_suffix(".png"))
+            plot(results, arguments.output.with_suffix(".png"))
 
 
-def _without_folders(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with names instead of the paths of files and folders, which are of one machine alone."""
-    return {
-        name: Path(value).name if isinstance(value, str) and Path(value).exists() else value
-        for name, value in settings.items()
-    }
-
-
-def _at_length(settings: dict[str, Any], length: int, work: Path) -> dict[str, Any]:
-    """Return settings that train for a few steps on rows of exactly ``length`` tokens, the end of a text included."""
+def at_length(settings: dict[str, Any], length: int, work: Path) -> dict[str, Any]:
+    """Return settings that train for a few steps on rows of exactly ``length`` tokens, the end-of-text token included."""
     data = work / f"listops-{length}.jsonl"
-    if not data.is_file():
-        with new_file(data) as file:
-            for row in listops(64, min_length=length - 1, max_length=length - 1, seed=0):
-                file.write(json.dumps(row) + "\n")
+    rows = listops(64, min_length=length - 1, max_length=length - 1, seed=0)
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     few = {"train": str(data), "block_length": length, "max_steps": STEPS_AT_A_LENGTH, "save_strategy": "no"}
     return merge({**settings, **few}, {"config_overrides": {"n_positions": length}})
 
 
-def _table(results: dict[str, Any]) -> Table:
-    names = [
-        name
-        for name in ("eval_perplexity", "eval_accuracy", "eval_bleu")
-        if name in next(iter(results.values()))["metrics"]
-    ]
-    table = Table()
-    for name in ("row", *names, "steps/s", "peak memory, MB"):
-        table.add_column(name)
+def print_table(results: dict[str, Any]) -> None:
+    """Print metrics, speed and memory, a row each."""
+    known = next(iter(results.values()))["metrics"]
+    names = [name for name in ("eval_perplexity", "eval_accuracy", "eval_bleu") if name in known]
+    table = Table("row", *names, "steps/s", "peak memory, MB")
     for row, found in results.items():
-        metrics = found["metrics"]
-        cells = [f"{metrics[name]:.4g}" for name in names]
-        table.add_row(row, *cells, f"{metrics['train_steps_per_second']:.3g}", f"{found['peak_bytes'] / 1e6:,.0f}")
-    return table
+        cells = [f"{found['metrics'][name]:.4g}" for name in names]
+        speed = found["metrics"]["train_steps_per_second"]
+        table.add_row(row, *cells, f"{speed:.3g}", f"{found['peak_bytes'] / 1e6:,.0f}")
+    Console().print(table)
 
 
-def _plot(results: dict[str, Any], path: Path) -> None:
-    figure = Figure(figsize=(6, 4))
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Draw the training losses."""
+    figure = Figure(figsize=(6, 4), layout="tight")
     axes = figure.subplots()
     for row, found in results.items():
         points = [(entry["step"], entry["loss"]) for entry in found["log"] if "loss" in entry]
         axes.plot(*zip(*points, strict=True), label=row, linewidth=1)
-    axes.set_xlabel("step")
-    axes.set_ylabel("training loss, nats")
+    axes.set(xlabel="step", ylabel="training loss, nats")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.tight_layout()
     figure.savefig(path, dpi=150)
 
 

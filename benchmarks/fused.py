@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from hf_rfa.backends.triton_attention import fused_attention, fused_step
-from hf_rfa.bench.tasks import interleaved
+from hf_rfa.bench.measure import interleaved
 from hf_rfa.convert.atomic_io import new_file
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
 from hf_rfa.models.linear_attention import divide, rfa_attention
@@ -97,32 +97,28 @@ def main() -> None:
         if device.type == "cpu":
             shape = (1, *shape[1:])
         inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+        calls: dict[str, Callable[[], object]] = {name: partial(each, *inputs) for name, each in attentions.items()}
         with torch.no_grad():
-            forward = interleaved(
-                {name: partial(each, *inputs) for name, each in attentions.items()}, args.steps, device
-            )
-        runs = {name: partial(backward, each, inputs) for name, each in attentions.items()}
-        both = interleaved(runs, args.steps, device)
+            forward = interleaved(calls, args.steps, device)
+        calls = {name: partial(backward, each, inputs) for name, each in attentions.items()}
+        both = interleaved(calls, args.steps, device)
         rows.append({"length": length, "batch": shape[0], "forward": forward, "forward and backward": both})
         console.print(f"{length:,} tokens: {forward}, with gradients {both}")
-    table = Table(
-        title=f"attention, {args.feature_map}, {args.dtype}, {args.device}: ms, and softmax's time over fused"
-    )
-    for column in ("tokens", "what", *attentions, "softmax / fused", "fla / fused"):
-        table.add_column(column, justify="right")
+    ratios = ("softmax", "fla")
+    columns = ("tokens", "what", *attentions, *(f"{name} / fused" for name in ratios))
+    table = Table(*columns, title=f"attention, {args.feature_map}, {args.dtype}, {args.device}: ms")
     for row in rows:
         for what in ("forward", "forward and backward"):
             times: dict[str, float] = row[what]
-            ratios = [f"{times[name] / times['fused']:.2f} ×" if name in times else "" for name in ("softmax", "fla")]
-            table.add_row(f"{row['length']:,}", what, *(f"{times[name]:.2f}" for name in attentions), *ratios)
+            cells = [f"{times[name] / times['fused']:.2f} ×" if name in times else "" for name in ratios]
+            table.add_row(f"{row['length']:,}", what, *(f"{times[name]:.2f}" for name in attentions), *cells)
     console.print(table)
     step = _step(feature_map, device, dtype, args.steps)
     console.print(f"one decoding step of one layer, batch 32: {step}")
     if args.output is not None:
+        arguments = {name: str(value) for name, value in vars(args).items()}
         with new_file(args.output) as file:
-            json.dump(
-                {"arguments": {k: str(v) for k, v in vars(args).items()}, "rows": rows, "step": step}, file, indent=1
-            )
+            json.dump({"arguments": arguments, "rows": rows, "step": step}, file, indent=1)
 
 
 @torch.no_grad()

@@ -6,32 +6,28 @@ Every row is converted, calibrated on the training text, taught the parent's att
 the same tokens in the same order, with as many optimiser steps. After each stage the perplexity of the test texts is
 measured as `hf-rfa evaluate` does. The softmax parent is fine-tuned beside them on the same tokens.
 
-What is done lies in ``--work`` and is not done again, so that an interrupted run, or one with more rows, goes on.
+Results are kept in ``--work`` and not computed again: an interrupted run, or one with more rows, continues from them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
 from hf_rfa.convert import convert
-from hf_rfa.convert.atomic_io import new_folder
+from hf_rfa.convert.atomic_io import new_file, new_folder
 from hf_rfa.convert.calibration_data import tokenize
 from hf_rfa.convert.text_io import read_documents
 from hf_rfa.finetune.data import joined_blocks
@@ -61,13 +57,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "exponential, W = 16": {"feature_map": "exponential", "window": 16},
     "exponential, W = 64": {"feature_map": "exponential", "window": 64},
 }
-#: Rows with a window are measured three times: as they are, and each part alone.
-BRANCHES: tuple[AttentionComponent, ...] = ("both", "linear", "window")
+#: Rows with a window are measured three times: whole, and each component alone.
+COMPONENTS: tuple[AttentionComponent, ...] = ("both", "linear", "window")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is the same for every row."""
+    """The settings that all rows share."""
 
     model: str
     train: Path
@@ -76,31 +72,27 @@ class Settings:
     max_tokens: int | None
     recipe: Recipe
     work: Path
-    texts: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def measure(self, checkpoint: str | Path, branch: AttentionComponent = "both") -> dict[str, float]:
-        """Return the perplexities of a checkpoint by text and context; measured once."""
-        name = "both" if branch == "both" else f"{branch} alone"
-        stored = self.work / f"{Path(checkpoint).name}, {name}.json"
+    def measure(self, checkpoint: Path, component: AttentionComponent) -> dict[str, float]:
+        """Return the perplexities of a checkpoint by text and context; each is measured once."""
+        stored = self.work / f"{checkpoint.name}, {component}, {self.max_tokens or 'all'} tokens.json"
         found = json.loads(stored.read_text()) if stored.is_file() else {}
+        keys = {f"{text}, context {context}": (text, context) for text, context in product(self.tests, self.contexts)}
         model: Any = None
-        for (text, path), context in product(self.tests.items(), self.contexts):
-            key = f"{text}, context {context}" + (f", {self.max_tokens} tokens" if self.max_tokens else "")
+        for key, (text, context) in keys.items():
             if key in found:
                 continue
             if model is None:
                 model, tokenizer = load_model(str(checkpoint), dtype="float32")
-                use_attention_component(model, branch)
-            if text not in self.texts:
-                self.texts[text] = tokenize(tokenizer, read_documents(path))[: self.max_tokens]
-            found[key] = perplexity(model, self.texts[text], context_length=context).perplexity
-            _write(stored, found)
-        wanted = f", {self.max_tokens} tokens" if self.max_tokens else ""
-        kept = {f"{text}, context {context}{wanted}" for text, context in product(self.tests, self.contexts)}
-        return {key.removesuffix(wanted): value for key, value in found.items() if key in kept}
+                use_attention_component(model, component)
+            ids = tokenize(tokenizer, read_documents(self.tests[text]), most=self.max_tokens)
+            found[key] = perplexity(model, ids, context_length=context).perplexity
+            with new_file(stored) as file:
+                json.dump(found, file, indent=2)
+        return {key: found[key] for key in keys}
 
     def stages(self, row: str, seed: int, stages: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
-        """Make a row's checkpoints, and yield (stage, folder); what is there is not made again."""
+        """Make a row's checkpoints, and yield (stage, folder). A checkpoint that exists is not made again."""
         base = self.work / f"{row}, seed {seed}"
         recipe = replace(self.recipe, seed=seed)
         if row == SOFTMAX:
@@ -115,17 +107,14 @@ class Settings:
             convert(self.model, base, calibrate_on=self.train, seed=seed, **ROWS[row])
         yield "start", base
         last = base
-        others: tuple[tuple[str, dict[str, Any]], ...] = (
-            ("transfer", {"end_to_end_steps": 0}),
-            ("end to end", {"transfer_steps": 0}),
-        )
-        for stage, other in others:
+        others: dict[str, Any] = {"transfer": {"end_to_end_steps": 0}, "end to end": {"transfer_steps": 0}}
+        for stage, other in others.items():
             if stage not in stages or (row == "elu" and stage == "transfer"):  # elu has nothing to learn in the first
                 continue
             folder = Path(f"{base}, {stage}")
             if not folder.exists():
-                options: dict[str, Any] = {"teacher": self.model, "data": self.train, "recipe": recipe}
-                distill(last, folder, **options, **other, resume=_interrupted(folder))
+                other |= {"teacher": self.model, "data": self.train, "recipe": recipe}
+                distill(last, folder, **other, resume=training_folder(folder).exists())
             yield stage, folder
             last = folder
 
@@ -143,59 +132,49 @@ class Settings:
         shutil.rmtree(work)
 
 
-def _interrupted(folder: Path) -> bool:
-    return training_folder(folder).exists()
-
-
-def _write(path: Path, values: Any) -> None:
-    """Write JSON beside, then rename."""
-    beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(values, indent=2) + "\n")
-    os.replace(beside, path)
+def means(results: list[dict[str, Any]], key: str) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return the mean perplexity over seeds and half its range, by row and stage."""
+    found: dict[str, dict[str, Any]] = {}
+    for each in results:
+        found.setdefault(each["row"], {}).setdefault(each["stage"], []).append(each["perplexities"][key])
+    return {
+        row: {stage: (sum(seeds) / len(seeds), (max(seeds) - min(seeds)) / 2) for stage, seeds in stages.items()}
+        for row, stages in found.items()
+    }
 
 
 def table_of(results: list[dict[str, Any]], key: str) -> Table:
     """Return the table of one text and context: perplexity, and its ratio to the softmax model at the same stage."""
-    table = Table(title=key)
-    for name in ("row", *STAGES):
-        table.add_column(name)
-    softmax = {r["stage"]: r["perplexities"][key] for r in results if r["row"] == SOFTMAX}
-    for row in dict.fromkeys(r["row"] for r in results):
+    table, found = Table("row", *STAGES, title=key), means(results, key)
+    start = found[SOFTMAX].get("start", (math.nan, 0.0))
+    for row, stages in found.items():
         cells = []
         for stage in STAGES:
-            values = [r["perplexities"][key] for r in results if (r["row"], r["stage"]) == (row, stage)]
-            base = softmax.get(stage if stage == "end to end" else "start", softmax.get("start", float("nan")))
-            mean = sum(values) / len(values) if values else float("nan")
-            spread = f" ± {(max(values) - min(values)) / 2:.2f}" if len(values) > 1 else ""
-            cells.append(f"{mean:.2f}{spread} ({mean / base:.3f})" if values else "")
+            mean, spread = stages.get(stage, (math.nan, 0.0))
+            base, _ = found[SOFTMAX].get(stage, start)
+            shown = f"{mean:.2f}" + (f" ± {spread:.2f}" if spread else "")
+            cells.append(f"{shown} ({mean / base:.3f})" if stage in stages else "")
         table.add_row(row, *cells)
     return table
 
 
 def plot(results: list[dict[str, Any]], key: str, path: Path) -> None:
     """Draw every row's ratio to the softmax parent by stage."""
-    softmax = {r["stage"]: r["perplexities"][key] for r in results if r["row"] == SOFTMAX}
-    figure, axes = plt.subplots(figsize=(7, 4.2))
-    for row in dict.fromkeys(r["row"] for r in results if r["row"] != SOFTMAX):
-        points = []
-        for place, stage in enumerate(STAGES):
-            values = [r["perplexities"][key] for r in results if (r["row"], r["stage"]) == (row, stage)]
-            if values:
-                points.append((place, sum(values) / len(values) / softmax["start"]))
+    found = means(results, key)
+    softmax = found.pop(SOFTMAX)
+    base = softmax["start"][0]
+    figure = Figure(figsize=(7, 4.2), layout="tight")
+    axes = figure.subplots()
+    for row, stages in found.items():
+        points = [(place, stages[stage][0] / base) for place, stage in enumerate(STAGES) if stage in stages]
         axes.plot(*zip(*points, strict=True), marker="o", label=row)
     if "end to end" in softmax:
-        axes.axhline(
-            softmax["end to end"] / softmax["start"], color="black", linestyle="--", label="softmax, fine-tuned"
-        )
+        axes.axhline(softmax["end to end"][0] / base, color="black", linestyle="--", label="softmax, fine-tuned")
     axes.set_xticks(range(len(STAGES)), ["swap and calibration", "attention transfer", "end to end"])
-    axes.set_yscale("log")
-    axes.set_ylabel("perplexity / softmax parent's")
-    axes.set_title(key, fontsize=10)
+    axes.set(yscale="log", ylabel="perplexity / softmax parent's", title=key)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
-    figure.tight_layout()
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def main() -> None:
@@ -224,23 +203,22 @@ def main() -> None:
     )
     stages = tuple(arguments.stage or STAGES)
     console, results = Console(), []
-    rows = list(dict.fromkeys([SOFTMAX, *(arguments.row or ROWS)]))
-    for row, seed in product(rows, arguments.seed):
+    for row, seed in product(dict.fromkeys([SOFTMAX, *(arguments.row or ROWS)]), arguments.seed):
         for stage, folder in settings.stages(row, seed, stages):
-            branches: tuple[AttentionComponent, ...] = BRANCHES if ROWS.get(row, {}).get("window") else ("both",)
-            if stage not in stages:
-                continue
-            for branch in branches:
-                name = row if branch == "both" else f"{row}: {branch} alone"
-                found = settings.measure(folder, branch)
-                results.append({"row": name, "seed": seed, "stage": stage, "perplexities": found})
-                console.print(f"{name}, seed {seed}, {stage}: {found}")
-    for key in results[0]["perplexities"]:
+            for component in COMPONENTS if ROWS.get(row, {}).get("window") else COMPONENTS[:1]:
+                if stage in stages:
+                    name = row if component == "both" else f"{row}: {component} alone"
+                    found = settings.measure(folder, component)
+                    results.append({"row": name, "seed": seed, "stage": stage, "perplexities": found})
+                    console.print(f"{name}, seed {seed}, {stage}: {found}")
+    keys = list(results[0]["perplexities"])
+    for key in keys:
         console.print(table_of(results, key))
     if arguments.output is not None:
-        described = {"recipe": recipe.to_dict(), "max_tokens": arguments.max_tokens, "results": results}
-        _write(arguments.output, described)
-        plot(results, next(iter(results[0]["perplexities"])), arguments.output.with_suffix(".png"))
+        with new_file(arguments.output) as file:
+            described = {"recipe": recipe.to_dict(), "max_tokens": arguments.max_tokens, "results": results}
+            json.dump(described, file, indent=2)
+        plot(results, keys[0], arguments.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import argparse
 import gzip
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -44,14 +45,6 @@ def read_text(path: Path) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs if paragraph.strip())
 
 
-def read_moby_dick(folder: Path) -> tuple[str, str]:
-    """Return (training text, held-out text) of the chapter files in ``folder``."""
-    names = [f"chapter_{number}.txt" for number in range(1, LAST_CHAPTER + 1)] + ["epilogue.txt"]
-    texts = [read_text(folder / name) for name in names]
-    cut = FIRST_HELD_OUT_CHAPTER - 1
-    return "\n\n".join(texts[:cut]), "\n\n".join(texts[cut:])
-
-
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE with ``vocab_size`` entries, id 0 being the end-of-text token."""
     tokenizer = Tokenizer(models.BPE())
@@ -73,43 +66,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--novels", nargs="+", type=Path, required=True, help="plain or gzipped text files")
     parser.add_argument("--moby-dick", type=Path, required=True, help="the data folder of the npm package")
-    parser.add_argument("--output", type=Path, default=Path("demo/model"))
-    parser.add_argument("--texts", type=Path, default=Path("demo"), help="folder for the two texts")
-    parser.add_argument("--texts-only", action="store_true", help="write the texts and train nothing")
-    parser.add_argument("--epochs", type=float, default=12)
-    parser.add_argument("--checkpoints", type=Path, default=Path("/tmp/hf-rfa-demo-training"))
+    parser.add_argument("--output", type=Path, default=Path("demo"), help="folder for the model and the two texts")
     args = parser.parse_args()
 
     set_seed(0)
-    moby_dick, held_out = read_moby_dick(args.moby_dick)
-    texts = [read_text(path) for path in args.novels] + [moby_dick]
-    calibration = "\n\n".join(read_text(args.moby_dick / f"chapter_{number}.txt") for number in (1, 2, 3))
-    for name, text in (("heldout", held_out), ("calibration", calibration)):
-        (args.texts / f"{name}.txt.gz").write_bytes(gzip.compress(text.encode("utf-8"), mtime=0))
-    if args.texts_only:
-        return
+    names = [*(f"chapter_{number}" for number in range(1, LAST_CHAPTER + 1)), "epilogue"]
+    chapters = [read_text(args.moby_dick / f"{name}.txt") for name in names]
+    learned, held_out = chapters[: FIRST_HELD_OUT_CHAPTER - 1], chapters[FIRST_HELD_OUT_CHAPTER - 1 :]
+    for name, part in (("heldout", held_out), ("calibration", learned[:3])):
+        (args.output / f"{name}.txt.gz").write_bytes(gzip.compress("\n\n".join(part).encode("utf-8"), mtime=0))
+    texts = [*(read_text(path) for path in args.novels), "\n\n".join(learned)]
 
     tokenizer = train_tokenizer(texts, vocab_size=3072)
-    config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=1024,
-        n_embd=128,
-        n_layer=4,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
+    shape = {"vocab_size": len(tokenizer), "n_positions": 1024, "n_embd": 128, "n_layer": 4, "n_head": 4}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config: Any = GPT2Config(**shape, **no_dropout, bos_token_id=0, eos_token_id=0)  # type: ignore[arg-type]
     model = GPT2LMHeadModel(config)
 
     ids = [token for text in texts for token in [*tokenizer(text)["input_ids"], 0]]
     blocks = torch.tensor(ids[: len(ids) // 1024 * 1024]).view(-1, 1024)
     data = Dataset.from_dict({"input_ids": blocks.tolist(), "labels": blocks.tolist()})
     training = TrainingArguments(
-        output_dir=str(args.checkpoints),
-        num_train_epochs=args.epochs,
+        output_dir=str(args.output / "training"),
+        num_train_epochs=12,
         per_device_train_batch_size=8,
         learning_rate=3e-3,
         lr_scheduler_type="cosine",
@@ -118,15 +97,14 @@ def main() -> None:
         adam_beta2=0.98,
         max_grad_norm=1.0,
         logging_steps=50,
-        save_strategy="epoch",
-        save_total_limit=1,
+        save_strategy="no",
         report_to=[],
         seed=0,
         use_cpu=not torch.cuda.is_available(),
     )
     Trainer(model=model, args=training, train_dataset=data, data_collator=default_data_collator).train()
-    model.save_pretrained(args.output)
-    tokenizer.save_pretrained(args.output)
+    model.save_pretrained(args.output / "model")
+    tokenizer.save_pretrained(args.output / "model")
 
 
 if __name__ == "__main__":

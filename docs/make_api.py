@@ -1,6 +1,6 @@
 """Writes docs/api.md from the docstrings: python docs/make_api.py (make docs).
 
-griffe2md renders each object; here stand the order, what is a table instead, and the folder layout of the installed package.
+griffe2md renders each object; this file holds the order and the tables.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import shutil
-import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -22,14 +20,15 @@ from hf_rfa.finetune.arguments import FinetuneArguments
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
-WIDTH = 120
+WRAPPER = textwrap.TextWrapper(120, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 #: Headings, what stands under each, and which methods are shown (None: all that have a docstring).
 SECTIONS: dict[str, dict[str, list[str] | None]] = {
     "Converting": {
         "hf_rfa.convert.convert": None,
         "hf_rfa.convert.ConversionReport": None,
-        "hf_rfa.convert.Family": [],
+        "hf_rfa.register_family": None,
+        "hf_rfa.Family": [],
     },
     "Loading and generating": {
         "hf_rfa.inference.load_model": None,
@@ -99,33 +98,18 @@ that of [method.md](method.md). Commands: `hf-rfa --help`.
 """
 
 
-def load_package() -> Any:
-    """Return what griffe reads of the package, laid out as it is installed."""
-    with tempfile.TemporaryDirectory() as folder:
-        for source, place in (("hf_rfa", ""), ("convert", "convert"), ("finetune", "finetune")):
-            shutil.copytree(
-                ROOT / source, Path(folder) / "hf_rfa" / place, ignore=shutil.ignore_patterns("__pycache__")
-            )
-        loader = griffe.GriffeLoader(search_paths=[folder], docstring_parser="google")
-        package = loader.load("hf_rfa", try_relative_path=False)
-        loader.resolve_aliases()
-    return package
-
-
-def break_line(line: str) -> str:
-    """Return a signature on several lines, if it is a long one."""
-    return "\n".join(
-        textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-    )
-
-
-def render(package: Any, name: str, members: list[str] | None) -> str:
-    """Return the section of one object, in Markdown without HTML and without links into nothing."""
-    text = griffe2md.render_object_docs(package[name.removeprefix("hf_rfa.")], {**OPTIONS, "members": members})
+def render(obj: Any, members: list[str] | None) -> str:
+    """Return the section of one object, in Markdown without HTML, without dead links, its signature on several lines."""
+    text = griffe2md.render_object_docs(obj, {**OPTIONS, "members": members})
     text = re.sub(r"\[([^\]\n]*)\]\(#[^)\n]*\)", r"\1", text)
     text = re.sub(r"</?code>|(?<!`)``(?!`)", "`", text)
-    text = re.sub(r"```python\n(.*)\n```", lambda found: f"```python\n{break_line(found[1])}\n```", text)
-    return text.strip()
+    return re.sub(r"(?<=```python\n).*(?=\n```)", lambda found: "\n".join(WRAPPER.wrap(found[0])), text).strip()
+
+
+def table(*rows: tuple[str, ...]) -> str:
+    """Return a table, the first row being its head."""
+    head, *others = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *others])
 
 
 def describe(cls: type) -> str:
@@ -135,32 +119,31 @@ def describe(cls: type) -> str:
 
 def models() -> str:
     """Return a table of the model classes."""
-    rows = []
-    for name in hf_rfa.__all__:
-        cls = getattr(hf_rfa, name)
-        config: Any = getattr(cls, "config_class", None)
-        if config is not None:  # a model
-            loaders = [auto for auto, place in config.AUTO_MAP.items() if place.endswith(f".{name}")]
-            rows.append(f"| `{name}` | {describe(cls)} | {', '.join(f'`{auto}`' for auto in loaders)} |")
-    return "\n".join(["| class | what it is | Auto class |", "|---|---|---|", *rows])
+    rows = [("class", "what it is", "Auto class")]
+    for name, cls in ((name, getattr(hf_rfa, name)) for name in hf_rfa.__all__):
+        if getattr(cls, "config_class", None) is not None:  # a model
+            auto_map = cls.config_class.AUTO_MAP
+            loaders = [f"`{auto}`" for auto, place in auto_map.items() if place.endswith(f".{name}")]
+            rows.append((f"`{name}`", describe(cls), ", ".join(loaders)))
+    return table(*rows)
 
 
 def feature_maps() -> str:
     """Return a table of the registry."""
-    rows = [f"| `{name}` | `{cls.__name__}` | {describe(cls)} |" for name, cls in hf_rfa.FEATURE_MAPS.items()]
-    return "\n".join(["`hf_rfa.FEATURE_MAPS`, by name:", "", "| name | class | what it is |", "|---|---|---|", *rows])
+    rows = [(f"`{name}`", f"`{cls.__name__}`", describe(cls)) for name, cls in hf_rfa.FEATURE_MAPS.items()]
+    return "`hf_rfa.FEATURE_MAPS`, by name:\n\n" + table(("name", "class", "what it is"), *rows)
 
 
 def finetune_options() -> str:
     """Return a table of the fields of `FinetuneArguments`."""
-    rows = []
+    rows = [("field", "what it is", "default")]
     for field in dataclasses.fields(FinetuneArguments):
         default = "*required*" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
-        rows.append(f"| `{field.name}` | {field.metadata['help']} | {default} |")
-    return "\n".join(["| field | what it is | default |", "|---|---|---|", *rows])
+        rows.append((f"`{field.name}`", field.metadata["help"], default))
+    return table(*rows)
 
 
-#: Tables, by the heading or the object that they stand under.
+#: Tables, by the heading or the object that they follow.
 TABLES = {
     "Models": models,
     "Feature maps": feature_maps,
@@ -170,13 +153,15 @@ TABLES = {
 
 def make_page() -> str:
     """Return the page."""
-    package = load_package()
+    loader = griffe.GriffeLoader(search_paths=[ROOT], docstring_parser="google")
+    package: Any = loader.load("hf_rfa", try_relative_path=False)
+    loader.resolve_aliases()
     parts = [HEAD.rstrip()]
     for heading, objects in SECTIONS.items():
         parts.append(f"## {heading}")
         parts += [TABLES[heading]()] if heading in TABLES else []
         for name, members in objects.items():
-            parts.append(render(package, name, members))
+            parts.append(render(package[name.removeprefix("hf_rfa.")], members))
             parts += [TABLES[name]()] if name in TABLES else []
     return "\n\n".join(re.sub(r"\n{3,}", "\n\n", part) for part in parts) + "\n"
 

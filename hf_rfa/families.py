@@ -19,24 +19,25 @@ from transformers import (
     AutoModelForTokenClassification,
     PreTrainedModel,
 )
+from transformers.models.auto import modeling_auto
 
+from .models import modeling_rfa_bart, modeling_rfa_gpt2, modeling_rfa_marian
 from .models.configuration_rfa import RFABartConfig, RFAConfigMixin, RFAGPT2Config, RFAMarianConfig
-from .models.modeling_rfa_bart import (
-    RFABartForCausalLM,
-    RFABartForConditionalGeneration,
-    RFABartForQuestionAnswering,
-    RFABartForSequenceClassification,
-    RFABartModel,
+
+AUTO_CLASSES: tuple[Any, ...] = (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForPreTraining,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoModelForQuestionAnswering,
 )
-from .models.modeling_rfa_gpt2 import (
-    RFAGPT2DoubleHeadsModel,
-    RFAGPT2ForQuestionAnswering,
-    RFAGPT2ForSequenceClassification,
-    RFAGPT2ForTokenClassification,
-    RFAGPT2LMHeadModel,
-    RFAGPT2Model,
-)
-from .models.modeling_rfa_marian import RFAMarianForCausalLM, RFAMarianModel, RFAMarianMTModel
+#: The Trainer, transformers' server and lm-eval recognize language models by these tables of class names.
+NAME_TABLES: dict[Any, dict[str, Any]] = {
+    AutoModelForCausalLM: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    AutoModelForSeq2SeqLM: modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+}
 
 
 def interpolate_positions(embedding: nn.Embedding, count: int) -> Tensor:
@@ -67,16 +68,15 @@ class Family:
 
     Attributes:
         rfa_config: configuration class of the RFA models: `RFAConfigMixin` mixed into the family's own.
-        models: the RFA model classes by Auto class. Each subclasses the softmax class whose name it has, ``RFA`` before it.
-        other_models: RFA model classes that no Auto class loads.
-        position_embedding: name of the modules that hold positions.
-        more_positions: makes a longer table of them.
-        more_positions_note: what the user should know of that.
+        models: the RFA model classes, the language model first. Each is the softmax class's name with ``RFA`` before it, and
+            subclasses that class.
+        position_embedding: attribute name of the modules that hold position embeddings.
+        more_positions: makes a longer table of positions from such a module and a count.
+        more_positions_note: note for the user on what that changes; ``{}`` stands for the count.
     """
 
     rfa_config: Any
-    models: dict[Any, type[PreTrainedModel]]
-    other_models: tuple[type[PreTrainedModel], ...] = ()
+    models: tuple[type[PreTrainedModel], ...]
     position_embedding: str = "embed_positions"
     more_positions: Callable[[Any, int], Tensor] = interpolate_positions
     more_positions_note: str = "The learned positions were stretched to {} by interpolation, which short texts see too."
@@ -89,17 +89,18 @@ class Family:
     @property
     def architectures(self) -> dict[str, tuple[type[PreTrainedModel], type[PreTrainedModel]]]:
         """The softmax class and the RFA class, by the name that checkpoints have in ``config.architectures``."""
-        pairs = {}
-        for rfa_class in dict.fromkeys([*self.models.values(), *self.other_models]):
-            name = rfa_class.__name__.removeprefix("RFA")
-            pairs[name] = (next(cls for cls in rfa_class.__mro__ if cls.__name__ == name), rfa_class)
-        return pairs
+        return {base.__name__: (base, model) for model in self.models for base in [_base_class(model)]}
 
     @property
     def default_architecture(self) -> str:
-        """The softmax class meant where a checkpoint names none: its language model."""
-        rfa_class = self.models.get(AutoModelForSeq2SeqLM) or self.models[AutoModelForCausalLM]
-        return rfa_class.__name__.removeprefix("RFA")
+        """The softmax class assumed where a checkpoint names none: its language model."""
+        return next(iter(self.architectures))
+
+    @property
+    def auto_models(self) -> dict[Any, type[PreTrainedModel]]:
+        """The RFA model classes by the Auto class that loads their softmax class."""
+        bases = {auto_class: auto_class._model_mapping.get(self.base_config, None) for auto_class in AUTO_CLASSES}
+        return {auto: model for auto, base in bases.items() for model in self.models if _base_class(model) is base}
 
     @property
     def positions_field(self) -> str:
@@ -123,20 +124,33 @@ def register_family(family: Family) -> None:
     """Let Auto classes load a family's RFA models, their checkpoints carry their code, and `hf_rfa.convert` convert to them.
 
     Raises:
-        ValueError: if the configuration has no `RFAConfigMixin`, or if its ``model_type`` is registered already.
+        ValueError: if the configuration has no `RFAConfigMixin`, if its ``model_type`` is that of a softmax model, or if a
+            model class does not subclass the softmax class that it is named after.
     """
     config = family.rfa_config
     if not issubclass(config, RFAConfigMixin):
         raise ValueError(f"{config.__name__} has no RFA fields. Mix RFAConfigMixin or RFASeq2SeqConfigMixin into it.")
+    auto_models = family.auto_models
     AutoConfig.register(config.model_type, config)
     # `save_pretrained` then puts these classes' modules beside the weights, for machines without this package.
     config.register_for_auto_class()
     config.AUTO_MAP = {"AutoConfig": _place(config)}
-    for auto_class, model in family.models.items():
+    for auto_class, model in auto_models.items():
         auto_class.register(config, model)
         model.register_for_auto_class(auto_class)
         config.AUTO_MAP[auto_class.__name__] = _place(model)
+        if auto_class in NAME_TABLES:
+            NAME_TABLES[auto_class][config.model_type] = model.__name__
     FAMILIES[family.base_config.model_type] = family
+
+
+def _base_class(model: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the softmax class that an RFA class subclasses and is named after."""
+    name = model.__name__.removeprefix("RFA")
+    for base in model.__mro__[1:]:
+        if base.__name__ == name:
+            return base
+    raise ValueError(f"{model.__name__} subclasses no class {name}. Name it RFA and the name of its softmax class.")
 
 
 def _place(cls: type) -> str:
@@ -144,40 +158,41 @@ def _place(cls: type) -> str:
     return f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
 
 
-for _family in (
+register_family(
     Family(
         rfa_config=RFAGPT2Config,
-        models={
-            AutoModelForCausalLM: RFAGPT2LMHeadModel,
-            AutoModel: RFAGPT2Model,
-            AutoModelForPreTraining: RFAGPT2LMHeadModel,
-            AutoModelForSequenceClassification: RFAGPT2ForSequenceClassification,
-            AutoModelForTokenClassification: RFAGPT2ForTokenClassification,
-            AutoModelForQuestionAnswering: RFAGPT2ForQuestionAnswering,
-        },
-        other_models=(RFAGPT2DoubleHeadsModel,),
+        models=(
+            modeling_rfa_gpt2.RFAGPT2LMHeadModel,
+            modeling_rfa_gpt2.RFAGPT2Model,
+            modeling_rfa_gpt2.RFAGPT2DoubleHeadsModel,
+            modeling_rfa_gpt2.RFAGPT2ForSequenceClassification,
+            modeling_rfa_gpt2.RFAGPT2ForTokenClassification,
+            modeling_rfa_gpt2.RFAGPT2ForQuestionAnswering,
+        ),
         position_embedding="wpe",
-    ),
+    )
+)
+register_family(
     Family(
         rfa_config=RFABartConfig,
-        models={
-            AutoModelForSeq2SeqLM: RFABartForConditionalGeneration,
-            AutoModel: RFABartModel,
-            AutoModelForPreTraining: RFABartForConditionalGeneration,
-            AutoModelForCausalLM: RFABartForCausalLM,
-            AutoModelForSequenceClassification: RFABartForSequenceClassification,
-            AutoModelForQuestionAnswering: RFABartForQuestionAnswering,
-        },
-    ),
+        models=(
+            modeling_rfa_bart.RFABartForConditionalGeneration,
+            modeling_rfa_bart.RFABartModel,
+            modeling_rfa_bart.RFABartForCausalLM,
+            modeling_rfa_bart.RFABartForSequenceClassification,
+            modeling_rfa_bart.RFABartForQuestionAnswering,
+        ),
+    )
+)
+register_family(
     Family(
         rfa_config=RFAMarianConfig,
-        models={
-            AutoModelForSeq2SeqLM: RFAMarianMTModel,
-            AutoModel: RFAMarianModel,
-            AutoModelForCausalLM: RFAMarianForCausalLM,
-        },
+        models=(
+            modeling_rfa_marian.RFAMarianMTModel,
+            modeling_rfa_marian.RFAMarianModel,
+            modeling_rfa_marian.RFAMarianForCausalLM,
+        ),
         more_positions=continue_sinusoids,
         more_positions_note="The sinusoidal positions were continued to {}; short texts see no change.",
-    ),
-):
-    register_family(_family)
+    )
+)

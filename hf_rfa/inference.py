@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -45,9 +46,7 @@ TOKENIZER_VOCABULARIES = (
     "spiece.model",
     "vocab.txt",
 )
-
-
-#: What transformers raises for a configuration, or for weights, that it cannot take.
+#: Errors of transformers for a configuration, or for weights, that it cannot take.
 CONFIG_ERRORS = (OSError, ValueError, KeyError, TypeError, StrictDataclassError)
 WEIGHT_ERRORS = (*CONFIG_ERRORS, RuntimeError, SafetensorError)
 
@@ -66,7 +65,7 @@ def read_config(source: str | Path) -> PreTrainedConfig:
 
 
 def name_loss(model: Any) -> None:
-    """Tell a causal model that its loss is the next token's, where its class's name does not tell transformers (GPT-2)."""
+    """Set the loss of a causal model to the next token's, where transformers does not know it by the class's name (GPT-2)."""
     if model.loss_type is None:
         model.loss_type = "ForCausalLM"
 
@@ -103,12 +102,7 @@ def load_model(
         )
     auto_class: Any = AutoModelForSeq2SeqLM if found == "seq2seq" else AutoModelForCausalLM
     try:
-        model = auto_class.from_pretrained(
-            source,
-            config=config,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            use_safetensors=True,
-        )
+        model = auto_class.from_pretrained(source, config=config, dtype=dtype, use_safetensors=True)
     except WEIGHT_ERRORS as error:
         raise InputError(f"cannot load a model that generates text from {name}: {error}") from error
     if found == "causal":
@@ -222,33 +216,25 @@ def generate_text(
             )
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     # New tokens follow the last one of a prompt; an encoder's positions start with the first one of a source.
-    shared: dict[str, Any] = {"batch_first": True, "padding_side": "right" if seq2seq else "left"}
-    ids = pad_sequence(rows, padding_value=pad or 0, **shared).to(model.device)
-    mask = pad_sequence([torch.ones_like(row) for row in rows], **shared).to(model.device)
+    pads = partial(pad_sequence, batch_first=True, padding_side="right" if seq2seq else "left")
+    ids = pads(rows, padding_value=pad or 0).to(model.device)
+    mask = pads([torch.ones_like(row) for row in rows]).to(model.device)
     if seq2seq:
         check_length(model, ids.shape[1], what="the source's tokens are")
         check_length(model, max_new_tokens + 1, what="the start token and the new tokens are")
     else:
         check_length(model, ids.shape[1] + max_new_tokens)
-    if ignore_eos:
-        options["min_new_tokens"] = max_new_tokens
-    if tokenizer.pad_token_id is None:
-        options["pad_token_id"] = pad
+    options |= {"min_new_tokens": max_new_tokens} if ignore_eos else {}
+    options |= {"pad_token_id": pad} if tokenizer.pad_token_id is None else {}
+    options |= {"max_new_tokens": max_new_tokens, "streamer": streamer, "return_dict_in_generate": True}
     set_seed(seed)
     start = time.perf_counter()
-    output: Any = model.generate(  # type: ignore[operator]
-        ids,
-        attention_mask=mask,
-        max_new_tokens=max_new_tokens,
-        streamer=streamer,
-        return_dict_in_generate=True,
-        **options,
-    )
+    output: Any = model.generate(ids, attention_mask=mask, **options)  # type: ignore[operator]
     seconds = time.perf_counter() - start
     new = output.sequences[:, 1 if seq2seq else ids.shape[1] :]
     end: Any = model.generation_config.eos_token_id
     ends = torch.tensor([] if end is None else end, dtype=torch.long, device=new.device)
-    ended = torch.isin(new, ends).cumsum(-1)[:, :-1]  # of a text that ended before others, the rest is padding
+    ended = torch.isin(new, ends).cumsum(-1)[:, :-1]  # tokens after the first end are padding
     texts, whole = (tuple(tokenizer.batch_decode(each, skip_special_tokens=True)) for each in (new, output.sequences))
     return Generation(
         texts=texts,

@@ -9,10 +9,8 @@ import sys
 from typing import Any
 
 from .families import FAMILIES
-from .models.configuration_rfa import RFAConfigMixin
+from .models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
 
-#: Where PEFT knows nothing of a family, one with the same names of modules.
-SAME_MODULES = {"marian": "bart"}
 _PREFIX = "TRANSFORMERS_MODELS_TO_"
 
 
@@ -22,7 +20,9 @@ def register_with_peft() -> None:
     for name, modules in ({} if constants is None else vars(constants)).items():
         if name.startswith(_PREFIX) and isinstance(modules, dict):
             for base_type, family in FAMILIES.items():
-                known = modules.get(base_type, modules.get(SAME_MODULES.get(base_type, base_type)))
+                known = modules.get(base_type)
+                if known is None and issubclass(family.rfa_config, RFASeq2SeqConfigMixin):
+                    known = modules.get("bart")  # such families name their modules as BART does
                 if known is not None:
                     modules.setdefault(family.rfa_config.model_type, known)
 

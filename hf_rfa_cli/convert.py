@@ -127,10 +127,11 @@ def convert_command(
         _convert(source, destination, overwrite=overwrite, **options)
         return
 
-    from hf_rfa.console import console, shown_steps
     from hf_rfa.convert.atomic_io import check_destination, folder_beside
     from hf_rfa.finetune.distill import check_one_process, distill
     from hf_rfa.finetune.run_folder import check_training_folder, training_folder
+
+    from .console import console, shown_steps
 
     check_one_process()
     check_destination(destination, overwrite=overwrite, sources=(Path(source),))
@@ -158,8 +159,9 @@ def convert_command(
 
 def _convert(source: str, destination: Path, **options: Any) -> None:
     """Convert with a progress bar, and print the report."""
-    from hf_rfa.console import console, shown_steps
     from hf_rfa.convert import convert
+
+    from .console import console, shown_steps
 
     with shown_steps() as progress:
         report = convert(source, destination, progress=progress, **options)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from .console import console, shown_count, warn
 from .options import (
     BatchSize,
     Beams,
@@ -87,7 +88,6 @@ def evaluate_command(
     for name in GENERATION_OPTIONS if task == "perplexity" else PERPLEXITY_OPTIONS:
         if context.params[name] != defaults[name]:
             raise UsageError(f"--{name.replace('_', '-')} has no effect with --task {task}. Leave it out.")
-    from hf_rfa.console import console, errors, progress_bar
     from hf_rfa.convert.atomic_io import check_new_file, new_file
     from hf_rfa.convert.calibration_data import tokenize
     from hf_rfa.convert.text_io import read_documents, read_pairs
@@ -107,12 +107,8 @@ def evaluate_command(
         check_new_file(save_predictions)
     loaded, tokenizer = load_model(model, kind="causal" if task == "perplexity" else "seq2seq", dtype=dtype.value)
     use_attention_component(loaded, attention_component)
-    with progress_bar() as progress:
-        bar = progress.add_task("evaluating", total=None)
-        shared: Any = {
-            "batch_size": batch_size,
-            "on_batch": lambda done, total: progress.update(bar, completed=done, total=total),
-        }
+    with shown_count("evaluating") as on_batch:
+        shared: Any = {"batch_size": batch_size, "on_batch": on_batch}
         if task == "perplexity":
             ids = tokenize(tokenizer, documents)[:max_tokens]
             result: Any = perplexity(loaded, ids, context_length=context_length, stride=stride, **shared)
@@ -134,12 +130,9 @@ def evaluate_command(
         scores = {"perplexity": result.perplexity}
         console.print(f"perplexity {result.perplexity:.2f} ({result.nats:.4f} nats per token)")
         if result.tokens_counted < FEW_TOKENS:
-            errors.print(
-                f"warning: {result.tokens_counted} tokens were scored; below {FEW_TOKENS:,} a perplexity is a matter of "
-                "chance, by a seventh and more. Pass a longer text.",
-                style="yellow",
-                highlight=False,
-                soft_wrap=True,
+            warn(
+                f"{result.tokens_counted} tokens were scored; below {FEW_TOKENS:,} a perplexity is a matter of chance, by a "
+                "seventh and more. Pass a longer text."
             )
     console.print(f"protocol: {result.protocol}", markup=False, highlight=False, soft_wrap=True)
     if folder is not None:

@@ -8,12 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from .console import console, errors
 from .options import BatchSize, Beams, LoadedDtype, Model, ModelDtype, Seed, UsageError, number, text_file
 
-
-def _file_or_stdin(path: Path | None) -> Path | None:
-    """Check that an option names a file, or ``-`` for stdin."""
-    return path if path == Path("-") else text_file(path)
+STDIN = Path("-")
 
 
 def generate_command(
@@ -23,7 +21,11 @@ def generate_command(
         typer.Option(help="Text to continue; for a model with an encoder, the source. May be repeated."),
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(callback=_file_or_stdin, help="More of them, one a line; - for stdin.")
+        Path | None,
+        typer.Option(
+            callback=lambda path: path if path == STDIN else text_file(path),
+            help="More of them, one a line; - for stdin.",
+        ),
     ] = None,
     max_new_tokens: Annotated[int, number("Most tokens to generate for each.", 1)] = 100,
     num_beams: Beams = 1,
@@ -41,9 +43,9 @@ def generate_command(
 ) -> None:
     """Continue prompts, or translate or summarise sources, and report speed and memory.
 
-    A decoder that stands alone shows each prompt with what follows it, a model with an encoder its answers alone.
+    A decoder without an encoder shows each prompt and its continuation, a model with an encoder its answers.
 
-    A single prompt is streamed, but for beams, which choose at the end.
+    A single prompt is streamed, except with beams, which are chosen at the end.
     """
     options: dict[str, Any] = {"do_sample": sample, "num_beams": num_beams}
     if sample:
@@ -58,38 +60,36 @@ def generate_command(
 
     from transformers import TextStreamer
 
-    from hf_rfa.console import console, errors
     from hf_rfa.inference import generate_text, load_model
 
     loaded, tokenizer = load_model(model, dtype=dtype.value)
     streamer = TextStreamer(tokenizer, skip_special_tokens=True) if len(prompts) == num_beams == 1 else None
     results = []
     for start in range(0, len(prompts), batch_size):
-        result = generate_text(
-            loaded,
-            tokenizer,
-            prompts[start : start + batch_size],
-            max_new_tokens=max_new_tokens,
-            streamer=streamer,
-            seed=(seed + start) % 2**32,
-            ignore_eos=ignore_eos,
-            **options,
+        results.append(
+            generate_text(
+                loaded,
+                tokenizer,
+                prompts[start : start + batch_size],
+                max_new_tokens=max_new_tokens,
+                streamer=streamer,
+                seed=(seed + start) % 2**32,
+                ignore_eos=ignore_eos,
+                **options,
+            )
         )
-        results.append(result)
-        for text in result.whole_texts if streamer is None else ():
+        for text in results[-1].whole_texts if streamer is None else ():
             console.print(text, markup=False, highlight=False, soft_wrap=True)
-    tokens, seconds = sum(result.new_tokens for result in results), sum(result.seconds for result in results)
-    read = sum(result.prompt_tokens for result in results)
-    size = max(result.cache_bytes for result in results)
-    after = (
-        f"after {read + tokens} tokens" if len(prompts) == 1 else f"for {min(batch_size, len(prompts))} texts at a time"
-    )
+    tokens, seconds = sum(each.new_tokens for each in results), sum(each.seconds for each in results)
+    seen = tokens + sum(each.prompt_tokens for each in results)
+    after = f"after {seen} tokens" if len(prompts) == 1 else f"for {min(batch_size, len(prompts))} texts at a time"
+    size = max(each.cache_bytes for each in results)
     errors.print(f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s), cache {size:,} bytes {after}")
 
 
 def _lines(path: Path) -> list[str]:
     """Return the lines of a file, or of stdin."""
-    if path != Path("-"):
+    if path != STDIN:
         from hf_rfa.convert.text_io import read_lines
 
         return read_lines(path)

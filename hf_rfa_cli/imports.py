@@ -1,4 +1,4 @@
-"""``--import``: feature maps from outside this package, for the commands that load or make models."""
+"""``--import``: feature maps and families from outside this package, for the commands that load or make models."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ import typer
 
 from .options import UsageError
 
-IMPORT = typer.Option(
-    "--import",
-    metavar="MODULE",
-    help="Import a module first, by its name or as a .py file: one that registers a feature map. May be repeated.",
-)
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        help="Module to import first, a name or a .py file: it registers a feature map or a family. May be repeated.",
+    ),
+]
 
 
 def importing(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,9 +33,7 @@ def importing(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(**options)
 
     signature = inspect.signature(command, eval_str=True)
-    option = inspect.Parameter(
-        "import_first", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[list[str] | None, IMPORT]
-    )
+    option = inspect.Parameter("import_first", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Imports)
     run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
     return run
 
@@ -57,18 +58,15 @@ def import_modules(names: Sequence[str]) -> None:
 
 
 def _import_file(path: Path) -> None:
-    """Import a file under its own name, as if its folder were on Python's path."""
-    name = path.stem
-    known = importlib.util.find_spec(name)
-    if known is not None and Path(known.origin or "").resolve() != path:
-        raise UsageError(f"--import {path.name}: {name} is another module's name. Rename the file.")
-    if known is not None:
-        importlib.import_module(name)
-        return
-    spec: Any = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    """Import a file under its own name, its folder being the last one on Python's path."""
+    sys.path.append(str(path.parent))
     try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+        importlib.invalidate_caches()
+        found = importlib.util.find_spec(path.stem)
+        if found is None:
+            raise FileNotFoundError(f"there is no file {path}")
+        if Path(found.origin or "").resolve() != path:
+            raise UsageError(f"--import {path.name}: {path.stem} is another module's name. Rename the file.")
+        importlib.import_module(path.stem)
+    finally:
+        sys.path.remove(str(path.parent))

@@ -1,16 +1,17 @@
-"""The command line's commands, put together."""
+"""The commands, put together."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from .bench import bench_command
+from .console import errors
 from .convert import convert_command
 from .evaluate import evaluate_command
 from .generate import generate_command
@@ -20,13 +21,12 @@ from .train import distill_command, finetune_command, make_data_command
 
 
 class _Flags:
-    """Lets help show a flag as itself: typer would add a type to it that nobody may pass."""
+    """Shows a flag without a type in the help, which typer would add though a flag takes no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params = super().get_params(ctx)  # type: ignore[misc]
         for each in params:
-            if getattr(each, "is_flag", False):
-                each.metavar = ""
+            each.metavar = "" if getattr(each, "is_flag", False) else each.metavar
         return params
 
 
@@ -41,17 +41,20 @@ class _Group(_Flags, TyperGroup):
     """All of them."""
 
 
-HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(cls=_Group, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
 # transformers' own parser reads the options of finetune.
 RAW = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-app = typer.Typer(cls=_Group, pretty_exceptions_enable=False, context_settings=HELP)
-app.command("convert", cls=_Command)(importing(convert_command))
-app.command("distill", cls=_Command)(importing(distill_command))
-app.command("evaluate", cls=_Command)(importing(evaluate_command))
-app.command("bench", cls=_Command)(importing(bench_command))
-app.command("finetune", cls=_Command, context_settings=RAW)(importing(finetune_command))
+COMMANDS: dict[str, Callable[..., None]] = {
+    "convert": convert_command,
+    "distill": distill_command,
+    "evaluate": evaluate_command,
+    "bench": bench_command,
+    "finetune": finetune_command,
+    "generate": generate_command,
+}
+for _name, _command in COMMANDS.items():
+    app.command(_name, cls=_Command, context_settings=RAW if _name == "finetune" else None)(importing(_command))
 app.command("make-data", cls=_Command)(make_data_command)
-app.command("generate", cls=_Command)(importing(generate_command))
 
 
 def _print_version(wanted: bool) -> None:
@@ -70,25 +73,23 @@ def _shared(
 
 
 def main() -> None:
-    """Run the command line: whatever cannot be used ends it with a message and status 1, an interrupt with 130 (typer)."""
+    """Run the command line. Input that cannot be used ends it with a message and status 1, an interrupt with 130 (typer)."""
     try:
-        status = app(sys.argv[1:] or ["--help"], prog_name="hf-rfa", standalone_mode=False)
+        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="hf-rfa", standalone_mode=False) or 0)
     except UsageError as error:
-        _fail(error.format_message() + (f" See {error.ctx.command_path} --help." if error.ctx else ""))
-    except FloatingPointError as error:  # a training whose loss is not finite says what to do
-        _fail(str(error))
-    except ValueError as error:
-        from hf_rfa.errors import InputError
-
-        if not isinstance(error, InputError):
+        message = error.format_message() + (f" See {error.ctx.command_path} --help." if error.ctx else "")
+    except (ValueError, FloatingPointError) as error:  # the latter for a training whose loss is not finite
+        if isinstance(error, ValueError) and not _is_input_error(error):
             raise
-        _fail(str(error))
-    sys.exit(status or 0)
-
-
-def _fail(message: str) -> None:
-    Console(stderr=True).print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+        message = str(error)
+    errors.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
     sys.exit(1)
+
+
+def _is_input_error(error: ValueError) -> bool:
+    from hf_rfa.errors import InputError
+
+    return isinstance(error, InputError)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import math
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -14,7 +14,10 @@ import typer
 UsageError: Any = typer.BadParameter.__base__
 
 #: Earlier names of options, which still work, by command.
-RENAMED = {"evaluate": {"--context": "--context-length", "--branch": "--attention-component"}}
+RENAMED = {
+    "bench": {"--window": "--window-size"},
+    "evaluate": {"--context": "--context-length", "--branch": "--attention-component"},
+}
 
 
 def current_names(command: str, words: list[str]) -> list[str]:
@@ -46,14 +49,14 @@ def number(
         above: what it has to be larger than.
         name: the option, where it is not named as its parameter.
     """
-    bounds = [f"at least {least}" if least is not None else f"above {above}" if above > -math.inf else ""]
-    bounds += [f"at most {most}" if most is not None else ""]
+    limits = (("above", None if above == -math.inf else above), ("at least", least), ("at most", most))
+    bounds = " and ".join(f"{words} {limit}" for words, limit in limits if limit is not None)
 
     def check(value: float | None) -> float | None:
         """Return the value."""
         low, high = (-math.inf if least is None else least), (math.inf if most is None else most)
         if value is not None and not (low <= value <= high and above < value < math.inf):
-            raise typer.BadParameter(f"it must be {' and '.join(filter(None, bounds))}, got {value}.")
+            raise typer.BadParameter(f"it must be {bounds}, got {value}.")
         return value
 
     return typer.Option(*([name] if name else []), callback=check, help=text)
@@ -73,12 +76,8 @@ def in_a_folder(path: Path | None) -> Path | None:
     return path
 
 
-class Dtype(StrEnum):
-    """The precision of a model that is made."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+#: The precision of a model that is made.
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class LoadedDtype(StrEnum):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
+from .console import console, shown_steps
 from .options import Overwrite, References, Resume, Seed, UsageError, number, text_file
 
 #: The option for the folder to write; finetune also takes transformers' name of it.
@@ -38,7 +39,6 @@ def distill_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Let a converted checkpoint learn from the softmax model that it was made from: attention, then the whole model."""
-    from hf_rfa.console import console, shown_steps
     from hf_rfa.finetune.distill import distill
 
     destination = Path(f"{checkpoint.rstrip('/')}-distilled") if output is None else output
@@ -113,7 +113,6 @@ def finetune_words(words: list[str]) -> list[str]:
 
 def finetune_command(context: typer.Context) -> None:
     """Fine-tune a checkpoint, RFA or softmax, with transformers' Trainer (--help lists all of its options)."""
-    from hf_rfa.console import console
     from hf_rfa.finetune.finetune import finetune
 
     words = finetune_words(context.args)
@@ -142,7 +141,6 @@ def make_data_command(
     seed: Seed = 0,
 ) -> None:
     """Write a data set that a program makes: ListOps expressions with their values, or sequences to be copied."""
-    from hf_rfa.console import console
     from hf_rfa.convert.atomic_io import check_new_file, new_file
     from hf_rfa.finetune.synthetic import DATA_SETS
 

@@ -11,10 +11,10 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from hf_rfa import InputError, RFAGPT2Config, bench, cli
-from hf_rfa.bench.models import RFA_CONFIGS, SHAPES, cache_at, step_inputs
-from hf_rfa.bench.peak import peak_bytes
-from hf_rfa.bench.roofline import decoding_floor, weights
-from hf_rfa.bench.tasks import interleaved
+from hf_rfa.bench.measure import interleaved, peak_bytes
+from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
+from hf_rfa.bench.roofline import decoding_floor, decoding_parameters
+from hf_rfa.families import FAMILIES
 from hf_rfa.models.cache_rfa import cache_num_bytes
 
 from .conftest import tiny_parent_config, tiny_seq2seq_config
@@ -51,7 +51,7 @@ def test_a_converted_checkpoint_is_timed_as_it_is(family):
     """Beside its softmax parent, whose weights it shares; layers that stayed softmax have their own keys and values."""
     parent = tiny_parent_config() if family == "gpt2" else tiny_seq2seq_config(family)
     options = {"feature_map": "elu", "gate": True, "window": 5, "softmax_layers": [1]}
-    config = RFA_CONFIGS[family].from_parent(parent, **options)
+    config = FAMILIES[family].rfa_config.from_parent(parent, **options)
     softmax, rfa = bench.pair(config, 40)
     expected = bench.pair(parent, 40, **options)
     for model, other in zip((softmax, rfa), expected, strict=True):
@@ -85,20 +85,20 @@ def test_a_floor_counts_every_byte_once():
     softmax, rfa = bench.pair(SHAPES["gpt2"], 32)
     embeddings = sum(softmax.transformer.get_submodule(name).weight.numel() for name in ("wte", "wpe"))
     body = sum(parameter.numel() for parameter in softmax.transformer.parameters()) - embeddings
-    assert weights(softmax) == body + softmax.lm_head.weight.numel()
+    assert decoding_parameters(softmax) == body + softmax.lm_head.weight.numel()
     state = cache_num_bytes(cache_at(rfa, step_inputs(rfa, 1, 0), 9))
     slow_memory = bench.Machine(bandwidth=1.0, peak=1e30)
     maps = 12 * 12 * 128 * 64 * 4
-    expected = 4 * weights(rfa) + maps + 2 * state
+    expected = 4 * decoding_parameters(rfa) + maps + 2 * state
     assert decoding_floor(rfa, slow_memory, batch=1, cache_bytes=state) == pytest.approx(1000 * expected, rel=1e-3)
     cache = 2 * 9 * 768 * 12 * 4
     found = decoding_floor(softmax, slow_memory, batch=1, cache_bytes=cache)
-    assert found == pytest.approx(1000 * (4 * weights(softmax) + cache), rel=1e-6)
+    assert found == pytest.approx(1000 * (4 * decoding_parameters(softmax) + cache), rel=1e-6)
 
 
 def test_contestants_run_in_turn():
     order = []
-    times = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, steps=3, warm=1)
+    times = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, 3, torch.device("cpu"), warmup=1)
     assert order == ["a", "b"] * 4
     assert set(times) == {"a", "b"}
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib.util
-import statistics
+import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from .conftest import ROOT
 #: The tree from the bottom up: a module imports those of its own entry and of the entries before it.
 LAYERS = [
     ["hf_rfa.models"],
-    ["hf_rfa.errors", "hf_rfa.version", "hf_rfa.memory", "hf_rfa.console"],
+    ["hf_rfa.errors", "hf_rfa.version", "hf_rfa.memory"],
     ["hf_rfa.backends"],
     ["hf_rfa.families"],
     ["hf_rfa.integrations", "hf_rfa.cache_files", "hf_rfa.export", "hf_rfa.inference"],
@@ -96,14 +98,47 @@ def test_the_tree_that_tools_see_is_the_tree():
         assert Path(spec.origin).is_file()
 
 
-def test_import_adds_little_to_transformers():
-    """`import hf_rfa` takes at most a twentieth of the time that importing transformers' GPT-2 model takes before it."""
+def test_sdist_and_wheel_hold_each_file_once_and_run_where_they_are_installed(tmp_path):
+    """The links in hf_rfa/ become folders: nothing of convert/ or finetune/ is installed at the top."""
+    pytest.importorskip("setuptools", minversion="77")
+    tree = tmp_path / "tree"
+    for name in ("hf_rfa", "hf_rfa_cli", "convert", "finetune"):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for kind in ("sdist", "wheel"):  # the wheel is made of the unpacked sdist
+        code = f"from setuptools import build_meta; build_meta.build_{kind}({str(tmp_path)!r})"
+        subprocess.run([sys.executable, "-c", code], cwd=tree, check=True, capture_output=True)
+        if kind == "sdist":
+            shutil.unpack_archive(next(tmp_path.glob("*.tar.gz")), tmp_path / "unpacked", filter="data")
+            (tree,) = (tmp_path / "unpacked").iterdir()
+            assert not (tree / "convert").exists()
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        names = wheel.namelist()
+        wheel.extractall(tmp_path / "installed")
+    expected = {f"hf_rfa/{path.relative_to(ROOT)}" for name in ("convert", "finetune") for path in files(ROOT / name)}
+    expected |= {str(path.relative_to(ROOT)) for name in ("hf_rfa", "hf_rfa_cli") for path in files(ROOT / name)}
+    assert sorted(name for name in names if ".dist-info/" not in name) == sorted(expected)
     code = (
-        "import time; start = time.perf_counter(); from transformers import GPT2LMHeadModel; "
-        "middle = time.perf_counter(); import hf_rfa; print((time.perf_counter() - middle) / (middle - start))"
+        "import hf_rfa.convert; from hf_rfa.finetune import settings as s; s.load_settings('copy'); print(s.__file__)"
     )
-    ratios = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(5)]
-    assert statistics.median(ratios) <= 0.05, ratios
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    found = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True)
+    assert found.strip() == str(tmp_path / "installed/hf_rfa/finetune/settings.py")
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the files in a folder, without what Python and links add to it."""
+    return [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+
+
+def test_import_adds_nothing_but_itself_to_transformers():
+    """No other package is loaded by `import hf_rfa` than by the models that it subclasses."""
+    code = (
+        "import sys; from transformers import BartModel, GPT2Model, MarianModel; before = set(sys.modules); import hf_rfa; "
+        "print({name.partition('.')[0] for name in set(sys.modules) - before})"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "{'hf_rfa'}"
 
 
 def test_a_family_with_an_encoder_is_a_short_file():

@@ -1,8 +1,9 @@
-"""Speed and memory of an RFA model beside its softmax parent: decoding, reading a prompt, a step of training."""
+"""Speed and memory of an RFA model and of its softmax base model: decoding, reading a prompt, a training step."""
 
+from .measure import Load
 from .models import pair
 from .report import plot, table
-from .roofline import Load, Machine, measure_machine
-from .tasks import Point, decoding, prefill, training
+from .roofline import Machine, measure_machine
+from .tasks import Point, decoding, whole_sequences
 
-__all__ = ["Load", "Machine", "Point", "decoding", "measure_machine", "pair", "plot", "prefill", "table", "training"]
+__all__ = ["Load", "Machine", "Point", "decoding", "measure_machine", "pair", "plot", "table", "whole_sequences"]

@@ -1,4 +1,4 @@
-"""Pairs of models with the same weights, and caches as they are at some position of a text."""
+"""Pairs of models with the same weights, and caches as they are at a given position."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES
+from hf_rfa.models.cache_rfa import RFALayer
 from hf_rfa.models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
 
-#: The shapes of published models that need no download.
+#: The shapes of published models, which need no download.
 SHAPES: dict[str, Any] = {
     "gpt2": GPT2Config(),
     "bart-base": BartConfig(
@@ -39,40 +40,40 @@ SHAPES: dict[str, Any] = {
 
 
 def pair(config: Any, positions: int, **options: Any) -> tuple[Any, Any]:
-    """Return a softmax model of random weights with ``positions`` positions, and an RFA model with the same weights.
+    """Return a softmax model with random weights, and an RFA model with the same weights.
 
     Args:
         config: the configuration of either.
-        positions: how many tokens both take.
+        positions: positions of both.
         **options: fields of `RFAConfigMixin` for the RFA model of a softmax configuration.
 
     Raises:
-        InputError: for a configuration of a model that has no RFA form, or for options beside those of an RFA model.
+        InputError: for a family that has no RFA models, or for options with an RFA configuration.
     """
-    known = {family.rfa_config.model_type for family in FAMILIES.values()}
-    if isinstance(config, RFAConfigMixin) and options:
+    is_rfa = isinstance(config, RFAConfigMixin)
+    if is_rfa and options:
         raise InputError(
             f"an RFA checkpoint has its own {', '.join(options)}. Leave them out, or pass its softmax parent."
         )
-    if config.model_type not in FAMILIES.keys() | known:
+    if not is_rfa and config.model_type not in FAMILIES:
         raise InputError(
             f"there is no RFA form of a {config.model_type} model. There is one of: {', '.join(FAMILIES)}."
         )
     stretched = copy.deepcopy(config)
     setattr(stretched, config.attribute_map.get("max_position_embeddings", "max_position_embeddings"), positions)
     stretched._attn_implementation = "sdpa"
-    if isinstance(config, RFAConfigMixin):
-        parent, wanted = _parent(stretched), stretched
+    if is_rfa:
+        base, wanted = _base_config(stretched), stretched
     else:
-        parent, wanted = stretched, FAMILIES[config.model_type].rfa_config.from_parent(stretched, **options)
+        base, wanted = stretched, FAMILIES[config.model_type].rfa_config.from_parent(stretched, **options)
     auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    softmax, rfa = (auto_class.from_config(each).eval() for each in (parent, wanted))
+    softmax, rfa = (auto_class.from_config(each).eval() for each in (base, wanted))
     rfa.load_state_dict(softmax.state_dict(), strict=False)
     return softmax, rfa
 
 
-def _parent(config: Any) -> Any:
-    """Return the configuration of the softmax model that an RFA configuration is of."""
+def _base_config(config: Any) -> Any:
+    """Return the softmax configuration that an RFA configuration extends."""
     own = {each.name for each in fields(RFASeq2SeqConfigMixin)}
     own |= {"model_type", "architectures", "transformers_version", "auto_map", "layer_types"}
     values = {name: value for name, value in config.to_dict().items() if name not in own}
@@ -80,12 +81,11 @@ def _parent(config: Any) -> Any:
 
 
 def step_inputs(model: Any, batch: int, source: int) -> dict[str, Any]:
-    """Return the inputs of one decoding step; with an encoder its output, ``source`` tokens long, is given."""
+    """Return the inputs of one decoding step, with an encoder its output for ``source`` tokens too."""
     token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
     if not model.config.is_encoder_decoder:
         return {"input_ids": token}
-    width = model.config.d_model
-    hidden = torch.randn(batch, source, width, device=model.device, dtype=model.dtype)
+    hidden = torch.randn(batch, source, model.config.d_model, device=model.device, dtype=model.dtype)
     return {"encoder_outputs": BaseModelOutput(hidden), "decoder_input_ids": token}
 
 
@@ -93,26 +93,24 @@ def step_inputs(model: Any, batch: int, source: int) -> dict[str, Any]:
 def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0) -> Any:
     """Return a cache as after ``position`` tokens.
 
-    What a step costs does not depend on what a cache holds: softmax layers, also those of a hybrid, get random keys and
+    The cost of a step does not depend on a cache's values: softmax layers, also those of a hybrid, get random keys and
     values instead of a prefill.
 
     Args:
         model: the model.
-        inputs: see `step_inputs`.
+        inputs: of one step (`step_inputs`).
         position: tokens seen.
-        room: for so many tokens a `StaticCache` has slots besides; 0 for a `DynamicCache`.
+        room: free slots of a softmax model's `StaticCache`, or 0 for a `DynamicCache`.
     """
     config = model.config
     own: Any = DynamicCache(config=config)
     if room and not isinstance(config, RFAConfigMixin):
         own = StaticCache(config=config, max_cache_len=position + room)
-    cache: Any = own
-    if config.is_encoder_decoder:
-        cache = EncoderDecoderCache(own, DynamicCache(config=config))
+    cache = EncoderDecoderCache(own, DynamicCache(config=config)) if config.is_encoder_decoder else own
     model(**inputs, past_key_values=cache)
     for layer in own.layers:
         missing = position - int(layer.get_seq_length())
-        if hasattr(layer, "holds"):
+        if isinstance(layer, RFALayer):
             layer.cumulative_length += missing
         else:
             rows, heads, _, width = layer.keys.shape

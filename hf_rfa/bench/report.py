@@ -1,8 +1,9 @@
-"""Tables and pictures of what was timed."""
+"""Tables and pictures of timed points."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -10,82 +11,75 @@ from rich.table import Table
 
 from .tasks import Point
 
-COLOURS = {"softmax": "#b3432b", "RFA": "#1f6f8b"}
-STYLES = {"": "-", ", static cache": ":", ", compiled": "--"}
+COLORS = {"softmax": "#b3432b", "RFA": "#1f6f8b"}
+STYLES = {"": "-", "static cache": ":", "compiled": "--"}
+TITLES = {"decoding": "one decoding step", "prefill": "prefill", "training": "training step"}
 UNITS = {"decoding": "position", "prefill": "tokens", "training": "tokens"}
 
 
 def table(points: Sequence[Point], caption: str | None = None) -> Table:
-    """Return the points of one task as a table to print, a row a contestant; the caption says how they were measured.
+    """Return the points of one task as a table, a row per contestant.
 
-    "speed-up" is the time of the fastest softmax contestant over the row's, "/ floor" the row's over the least possible one.
+    "speed-up" is the time of the fastest softmax contestant over the row's, "/ floor" the row's over the least possible.
+
+    Args:
+        points: of one task.
+        caption: says how they were measured.
     """
     task = points[0].task
-    shown = Table(
-        title={"decoding": "one decoding step", "prefill": "prefill", "training": "step of training"}[task],
-        caption=caption,
-    )
-    columns = {
-        "batch": any(point.batch != points[0].batch for point in points),
-        "source": any(point.source for point in points),
-        UNITS[task]: True,
-        "": True,
-        "ms": True,
-        "tokens/s": True,
-        "speed-up": True,
-        "cache, MiB" if task == "decoding" else "peak, MiB": bool(points[0].cache_bytes),
-        "/ floor": bool(points[0].floor),
+    columns: dict[str, Callable[[Point, str], str]] = {
+        "batch": lambda point, _: f"{point.batch}",
+        UNITS[task]: lambda point, _: f"{point.length:,}",
+        "": lambda _, name: name,
+        "ms": lambda point, name: f"{point.milliseconds[name]:,.1f}",
+        "tokens/s": lambda point, name: (
+            f"{1000 * point.batch * (1 if task == 'decoding' else point.length) / point.milliseconds[name]:,.0f}"
+        ),
+        "speed-up": lambda point, name: f"{point.softmax_milliseconds / point.milliseconds[name]:.2f} ×",
     }
-    for column, wanted in columns.items():
-        if wanted:
-            shown.add_column(column, justify="left" if not column else "right")
+    if any(point.source for point in points):
+        columns = {"source": lambda point, _: f"{point.source:,}"} | columns
+    if points[0].cache_bytes:
+        head = "cache, MiB" if task == "decoding" else "peak, MiB"
+        columns[head] = lambda point, name: f"{point.cache_bytes[name] / 2**20:,.1f}"
+    if points[0].floor:
+        columns["/ floor"] = lambda point, name: f"{point.milliseconds[name] / point.floor[name]:.2f} ×"
+    shown = Table(title=TITLES[task], caption=caption)
+    for column in columns:
+        shown.add_column(column, justify="right" if column else "left")
     for point in points:
-        tokens = point.batch * (1 if task == "decoding" else point.length)
-        for name, taken in point.milliseconds.items():
-            cells = [f"{point.batch}", f"{point.source:,}", f"{point.length:,}", name, f"{taken:,.1f}"]
-            cells += [f"{1000 * tokens / taken:,.0f}", f"{point.milliseconds[point.softmax] / taken:.2f} ×"]
-            cells += [f"{point.cache_bytes[name] / 2**20:,.1f}" if point.cache_bytes else ""]
-            cells += [f"{taken / point.floor[name]:.2f} ×" if point.floor else ""]
-            shown.add_row(*(cell for cell, wanted in zip(cells, columns.values(), strict=True) if wanted))
+        for name in point.milliseconds:
+            shown.add_row(*(cell(point, name) for cell in columns.values()))
         shown.add_section()
     return shown
 
 
 def plot(points: Sequence[Point], path: Path, title: str) -> None:
-    """Draw the times of one task, one panel a batch and source, and beside them the caches, to a PNG.
+    """Draw the times of one task to a PNG, a panel per batch and source, and the memory of the first of them.
 
-    The dotted grey line is the least time that the machine could take (decoding).
+    The dotted gray line is the least possible time of an RFA step.
     """
-    groups: dict[tuple[int, int], list[Point]] = {}
-    for point in points:
-        groups.setdefault((point.batch, point.source), []).append(point)
-    task, caches = points[0].task, bool(points[0].cache_bytes)
-    figure = Figure(figsize=(4.8 * (len(groups) + caches), 3.6))
-    panels = figure.subplots(1, len(groups) + caches, squeeze=False)[0]
-    for axes, ((batch, source), group) in zip(panels, groups.items(), strict=False):
-        lengths = [point.length for point in group]
-        for name in group[0].milliseconds:
-            base = name.partition(",")[0]
-            values = [point.milliseconds[name] for point in group]
-            style = STYLES[name.removeprefix(base)]
-            axes.plot(lengths, values, style, marker="o", color=COLOURS[base], label=name)
-        if group[0].floor:
+    groups = [list(group) for _, group in groupby(points, key=lambda point: (point.source, point.batch))]
+    memory = bool(points[0].cache_bytes)
+    figure = Figure(figsize=(4.8 * (len(groups) + memory), 3.6))
+    panels = figure.subplots(1, len(groups) + memory, squeeze=False)[0]
+    for axes, group in zip(panels, [*groups, *groups[:memory]], strict=True):
+        lengths, first = [point.length for point in group], group[0]
+        times = memory is False or axes is not panels[-1]
+        for name in first.milliseconds if times else COLORS:
+            model, _, variant = name.partition(", ")
+            values = [point.milliseconds[name] if times else point.cache_bytes[name] / 2**20 for point in group]
+            axes.plot(lengths, values, STYLES[variant], marker="o", color=COLORS[model], label=name)
+        if times and first.floor:
             axes.plot(lengths, [point.floor["RFA"] for point in group], ":", color="#888888", label="RFA, floor")
-        axes.set_ylabel("ms")
-        axes.set_title(f"batch {batch}" + (f", source {source:,}" if source else ""), fontsize=9)
-    if caches:
-        axes, group = panels[-1], next(iter(groups.values()))
-        for name in ("softmax", "RFA"):
-            values = [point.cache_bytes[name] / 2**20 for point in group]
-            axes.plot([point.length for point in group], values, marker="o", color=COLOURS[name], label=name)
-        axes.set_ylabel("MiB")
-        axes.set_title(f"{'cache' if task == 'decoding' else 'peak memory'}, batch {group[0].batch}", fontsize=9)
-    for axes in panels:
-        ticks = sorted({point.length for point in points})
+        what = "" if times else "cache, " if first.task == "decoding" else "peak memory, "
+        source = f", source {first.source:,}" if first.source else ""
+        axes.set_title(f"{what}batch {first.batch}{source}", fontsize=9)
+        axes.set_ylabel("ms" if times else "MiB")
         axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=7)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=7)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel(UNITS[task])
+        axes.set_xlabel(UNITS[first.task])
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10)

@@ -1,18 +1,16 @@
-"""What the machine could do at best: bytes over its bandwidth, or operations over its peak, whichever takes longer."""
+"""Least possible time of a decoding step: bytes over the machine's bandwidth, or operations over its peak."""
 
 from __future__ import annotations
 
-import os
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from hf_rfa.models.configuration_rfa import RFAConfigMixin
-from hf_rfa.models.linear_attention import state_shape
+from hf_rfa.models.attention import RFAAttentionMixin
+
+from .measure import interleaved
 
 
 @dataclass(frozen=True)
@@ -28,90 +26,34 @@ class Machine:
     peak: float
 
     def milliseconds(self, num_bytes: float, operations: float) -> float:
-        """Return the least time for so many bytes and operations."""
+        """Return the least time for a number of bytes and of operations."""
         return 1000.0 * max(num_bytes / self.bandwidth, operations / self.peak)
-
-
-@dataclass(frozen=True)
-class Load:
-    """What else ran on a machine when figures were measured.
-
-    Attributes:
-        threads: that torch computes with on a CPU.
-        cores: that the machine has.
-        load: how many threads of all processes ran or waited for a core, the mean of the minute before.
-    """
-
-    threads: int
-    cores: int
-    load: float
-
-    @classmethod
-    def now(cls) -> Load:
-        """Return what it is now; called before the work, which is a load itself."""
-        return cls(torch.get_num_threads(), os.cpu_count() or 1, os.getloadavg()[0])
-
-    def __str__(self) -> str:
-        """Say it in a caption."""
-        return f"{self.threads} thread{'s' if self.threads > 1 else ''} on {self.cores} cores, load {self.load:.1f}"
-
-    def warning(self) -> str | None:
-        """Return what to say where threads will not find a core each, or None."""
-        if self.load <= self.cores - self.threads + 0.5:  # starting takes a part of the minute too
-            return None
-        return (
-            f"warning: {self}: other processes take cores that this needs. Threads then wait for each other at every "
-            "operation, which slows a step of many small ones most, RFA's more than softmax's: no figure holds, and no "
-            "ratio. Wait until the machine is idle, or time fewer threads, say with OMP_NUM_THREADS=1."
-        )
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait for what runs on a device."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def _best(run: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
-    times = []
-    for _ in range(repeats):
-        synchronise(device)
-        start = time.perf_counter()
-        run()
-        synchronise(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
 
 
 @torch.no_grad()
 def measure_machine(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Machine:
     """Measure a device; takes a few seconds and half a gigabyte."""
     device = torch.device(device)
+    size = 2048 if device.type == "cpu" else 8192
     matrix = torch.randn(8192, 16384, device=device).to(dtype)
     vector = torch.randn(16384, device=device).to(dtype)
-    reading = _best(lambda: matrix @ vector, device)
-    bandwidth = matrix.numel() * matrix.element_size() / reading
-    size = 2048 if device.type == "cpu" else 8192
     square = torch.randn(size, size, device=device).to(dtype)
-    return Machine(bandwidth, 2.0 * size**3 / _best(lambda: square @ square, device))
+    reading = interleaved({"": lambda: matrix @ vector}, 5, device)[""] / 1000
+    multiplying = interleaved({"": lambda: square @ square}, 5, device)[""] / 1000
+    return Machine(matrix.numel() * matrix.element_size() / reading, 2.0 * size**3 / multiplying)
 
 
-def weights(model: Any) -> int:
-    """Return how many weights a decoding step multiplies with: all of the decoder's matrices, and the output's."""
+def decoding_parameters(model: Any) -> int:
+    """Return the number of parameters that a decoding step multiplies with: the decoder's, and the output's matrix."""
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model.base_model
-    embeddings = {id(parameter) for name, parameter in decoder.named_parameters() if _is_embedding(name)}
-    counted = sum(p.numel() for p in decoder.parameters() if id(p) not in embeddings)
-    if model.config.is_encoder_decoder:  # the keys and values of a source are made once
-        counted -= sum(
-            p.numel()
-            for name, p in decoder.named_parameters()
-            if "encoder_attn.k_proj" in name or "encoder_attn.v_proj" in name
-        )
+    unused = {id(p) for module in decoder.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    counted = sum(
+        parameter.numel()
+        for name, parameter in decoder.named_parameters()
+        # keys and values of an encoder's output are computed once, before the first step
+        if id(parameter) not in unused and not ("encoder_attn.k_proj" in name or "encoder_attn.v_proj" in name)
+    )
     return counted + model.get_output_embeddings().weight.numel()
-
-
-def _is_embedding(name: str) -> bool:
-    return any(part in name for part in ("wte", "wpe", "embed_tokens", "embed_positions", "shared"))
 
 
 def decoding_floor(model: Any, machine: Machine, *, batch: int, cache_bytes: int) -> float:
@@ -123,26 +65,15 @@ def decoding_floor(model: Any, machine: Machine, *, batch: int, cache_bytes: int
         model: the model.
         machine: its device's limits.
         batch: sequences.
-        cache_bytes: of all its layers.
+        cache_bytes: size of its cache.
     """
-    config, count = model.config, weights(model)
+    config, count = model.config, decoding_parameters(model)
     size = next(model.parameters()).element_size()
     linear = machine.milliseconds(count * size, 2.0 * count * batch)
-    if not isinstance(config, RFAConfigMixin) or not config.any_rfa("causal"):
+    layers = [each for each in model.modules() if isinstance(each, RFAAttentionMixin) and each.rfa_kind == "causal"]
+    if not layers:
         return linear + machine.milliseconds(cache_bytes, cache_bytes / size)
-    heads, width = config.num_heads_for("causal"), config.head_dim_for("causal")
-    layers = config.num_layers_for("causal") - len(config.softmax_layers_for("causal"))
-    features = feature_dim(model, "causal")
-    rows, columns = state_shape(features, width, signed=False)
-    state = 4.0 * batch * heads * layers * rows * columns
-    maps = layers * heads * config.num_features_for("causal") * width  # W, read once; q and k are multiplied with it
-    operations = 4.0 * maps * batch + state
-    return linear + machine.milliseconds(4.0 * maps + state + cache_bytes, operations)
-
-
-def feature_dim(model: Any, kind: str) -> int:
-    """Return F of a model's attention of a kind."""
-    for module in model.modules():
-        if getattr(module, "rfa_kind", None) == kind:
-            return module.feature_map.feature_dim
-    raise ValueError(f"the model has no {kind} attention with random features.")
+    heads, width = len(layers) * config.num_heads_for("causal"), config.head_dim_for("causal")
+    state = 4.0 * batch * heads * layers[0].feature_map.feature_dim * (width + 1)
+    maps = heads * config.num_features_for("causal") * width  # W, read once; q and k are multiplied with it
+    return linear + machine.milliseconds(4.0 * maps + state + cache_bytes, 4.0 * maps * batch + state)

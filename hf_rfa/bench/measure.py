@@ -1,0 +1,106 @@
+"""Time and peak memory of calls, and the load of the machine that they run on."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hf_rfa.memory import give_back_memory
+
+#: Calls that `interleaved` makes first and does not count.
+WARMUP_CALLS = 2
+#: Writing 5 to it resets the peak of a process's memory (Linux, ``man proc_pid_clear_refs``).
+RESET = Path("/proc/self/clear_refs")
+STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class Load:
+    """Load of the machine when figures were measured.
+
+    Attributes:
+        threads: torch's threads on a CPU.
+        cores: cores of the machine.
+        load: threads of all processes that ran or waited for a core, mean of the last minute.
+    """
+
+    threads: int
+    cores: int
+    load: float
+
+    @classmethod
+    def now(cls) -> Load:
+        """Return the current load. Call it before the measurement, which is a load itself."""
+        return cls(torch.get_num_threads(), os.cpu_count() or 1, os.getloadavg()[0])
+
+    def __str__(self) -> str:
+        """Return a line for a caption."""
+        return f"{self.threads} thread{'s' if self.threads > 1 else ''} on {self.cores} cores, load {self.load:.1f}"
+
+    def warning(self) -> str | None:
+        """Return a warning if there are fewer free cores than threads, or None."""
+        if self.load <= self.cores - self.threads + 0.5:  # starting takes a part of the minute too
+            return None
+        return (
+            f"{self}: other processes take cores that this needs. Threads then wait for each other at every operation, which "
+            "slows a step of many small ones most, RFA's more than softmax's: no figure holds, and no ratio. Wait until the "
+            "machine is idle, or time fewer threads, say with OMP_NUM_THREADS=1."
+        )
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], object]], steps: int, device: torch.device, warmup: int = WARMUP_CALLS
+) -> dict[str, float]:
+    """Return the median milliseconds of some calls, made in turn ``steps`` times after ``warmup`` times not counted."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for step in range(-warmup, steps):
+        for name, call in calls.items():
+            _synchronize(device)
+            start = time.perf_counter()
+            call()
+            _synchronize(device)
+            if step >= 0:
+                times[name].append(1000 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """Return the most bytes that a call takes in addition to what was allocated before it, such as weights.
+
+    Args:
+        call: is called once.
+        device: an accelerator, whose allocations by torch are counted, or the CPU, where the whole process is.
+
+    Returns:
+        None for the CPU of a system that does not report it: any but Linux.
+    """
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
+        call()
+        return torch.accelerator.max_memory_allocated(device) - before
+    give_back_memory()  # freed memory that the process keeps would be reused without being counted
+    try:
+        RESET.write_text("5")
+        before = _status_bytes("VmRSS")
+    except OSError:
+        call()
+        return None
+    call()
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(name: str) -> int:
+    """Return a field of the process's status file in bytes."""
+    return next(1024 * int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
