@@ -22,11 +22,11 @@ from rich.table import Table
 from torch import Tensor
 
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
-from hf_rfa.convert.activations import model_masks, record_inputs, sample_layer
+from hf_rfa.convert.activations import capture_inputs, layer_activations, padding_masks
+from hf_rfa.convert.base_model import rfa_layers, softmax_base_model
 from hf_rfa.convert.calibration import calibrate_layer
 from hf_rfa.convert.calibration_data import text_blocks
 from hf_rfa.convert.text_io import read_documents
-from hf_rfa.convert.twin import rfa_layers, softmax_twin
 from hf_rfa.inference import load_model
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.attention_weights import implied_weights
@@ -72,12 +72,12 @@ def main() -> None:
                 )
                 model = RFAGPT2LMHeadModel(config).eval()
                 model.load_state_dict(parent.state_dict(), strict=False)
-                twin = softmax_twin(model, "GPT2LMHeadModel", parent.config)
+                twin = softmax_base_model(model, "GPT2LMHeadModel", parent.config)
                 layers = rfa_layers(model)
-                with record_inputs({key: twin.get_submodule(key) for key in layers}) as recorded:
+                with capture_inputs({key: twin.get_submodule(key) for key in layers}) as recorded:
                     twin(**inputs, use_cache=False)
                 for key, layer in layers.items():
-                    sample = sample_layer(layer, recorded[key], model_masks(inputs))
+                    sample = layer_activations(layer, recorded[key], padding_masks(inputs))
                     if calibrated:
                         calibrate_layer(layer, sample)
                         layer.feature_map.sigma.fill_(1.0)  # the estimate is unbiased for exp(q·k·s) at σ = 1

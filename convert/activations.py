@@ -1,11 +1,11 @@
-"""Queries, keys and values of a softmax model's layers, and how far the weights that features imply are from its own."""
+"""Activations of a softmax model's attention layers, and the divergence of an RFA layer's attention weights from softmax."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,12 @@ from hf_rfa.models.attention_weights import UNSEEN, ExactWindow, implied_log_wei
 from hf_rfa.models.feature_maps import compute_dtype
 from hf_rfa.models.linear_attention import mask_padding
 
-#: Queries whose weights are held at once.
-QUERIES_AT_ONCE = 128
+#: Queries whose attention weights are held at once.
+QUERY_BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Sample:
+class LayerActivations:
     """Queries, keys and values of one attention layer of the softmax model.
 
     Attributes:
@@ -28,7 +28,7 @@ class Sample:
         key: [N, H, Tk, d].
         value: [N, H, Tk, d].
         query_mask: [N, Tq], True for tokens, or None where nothing is padded.
-        key_mask: [N, Tk], likewise.
+        key_mask: [N, Tk], True for tokens, or None.
     """
 
     query: Tensor
@@ -45,10 +45,9 @@ class Sample:
         """Return the keys of all tokens, [H, n, d], in float32."""
         return _tokens(self.key, self.key_mask).float()
 
-    def rows(self, count: int) -> Sample:
+    def rows(self, count: int) -> LayerActivations:
         """Return the first ``count`` rows of the batch."""
-        parts = (self.query, self.key, self.value, self.query_mask, self.key_mask)
-        return Sample(*(None if part is None else part[:count] for part in parts))  # type: ignore[arg-type]
+        return replace(self, **{name: part[:count] for name, part in vars(self).items() if part is not None})
 
     def mean(self, per_query: Tensor) -> Tensor:
         """Return the mean of [N, H, Tq] over the queries that are no padding, [H]."""
@@ -57,12 +56,18 @@ class Sample:
         return per_query.transpose(1, 2)[self.query_mask].mean(0)
 
 
+def _tokens(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return [N, H, T, d] as [H, n, d], without padding."""
+    rows = x.transpose(1, 2)
+    return (rows.flatten(0, 1) if mask is None else rows[mask]).transpose(0, 1)
+
+
 @dataclass(frozen=True)
-class Target:
-    """The softmax weights of some queries of a layer, over the keys that causal ones can see.
+class SoftmaxWeights:
+    """Softmax attention weights of a block of a layer's queries, over the keys that causal ones can see.
 
     Attributes:
-        rows: the queries.
+        rows: the queries of the block.
         softmax: [N, H, rows, keys].
         negative_entropy: [N, H, rows].
     """
@@ -73,41 +78,41 @@ class Target:
 
 
 @torch.no_grad()
-def softmax_targets(layer: RFAAttentionMixin, sample: Sample) -> Iterator[Target]:
-    """Yield the softmax weights of a layer, `QUERIES_AT_ONCE` queries at a time."""
-    length, causal = sample.query.shape[2], layer.rfa_kind == "causal"
-    for start in range(0, length, QUERIES_AT_ONCE):
-        rows = slice(start, min(length, start + QUERIES_AT_ONCE))
-        keys = slice(0, rows.stop if causal else sample.key.shape[2])
-        query, key = sample.query[:, :, rows].float(), sample.key[:, :, keys].float()
-        scores = (query * layer.scaling) @ key.transpose(-1, -2)
+def softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> Iterator[SoftmaxWeights]:
+    """Yield the softmax attention weights of a layer, `QUERY_BLOCK` queries at a time."""
+    length, causal = activations.query.shape[2], layer.rfa_kind == "causal"
+    for start in range(0, length, QUERY_BLOCK):
+        rows = slice(start, min(length, start + QUERY_BLOCK))
+        keys = slice(0, rows.stop if causal else activations.key.shape[2])
+        query, key = activations.query[:, :, rows].float(), activations.key[:, :, keys].float()
+        scores = (query * layer.scaling) @ key.transpose(-1, -2)  # [N, H, rows, keys]
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=key.device)
         if causal:
             seen = seen.tril(start)
-        if sample.key_mask is not None:
-            seen = seen & sample.key_mask[:, None, None, keys]
-        # A query that sees nothing, among padding, gets weights that nobody counts instead of NaN.
+        if activations.key_mask is not None:
+            seen = seen & activations.key_mask[:, None, None, keys]
+        # A padded query may see no key: finite logits give it weights instead of NaN, and no mean counts them.
         log_softmax = scores.masked_fill(~seen, UNSEEN).log_softmax(-1)
         softmax = log_softmax.exp()
-        yield Target(rows, softmax, (softmax * log_softmax.masked_fill(~seen, 0.0)).sum(-1))
+        yield SoftmaxWeights(rows, softmax, (softmax * log_softmax.masked_fill(~seen, 0.0)).sum(-1))
 
 
 def compare_weights(
     layer: RFAAttentionMixin,
-    sample: Sample,
+    activations: LayerActivations,
     hidden_states: Tensor | None = None,
-    targets: Iterable[Target] | None = None,
-) -> Iterator[tuple[Target, Tensor]]:
-    """Yield the softmax weights of some queries of a layer, and the logarithms of those that its features imply.
+    targets: Iterable[SoftmaxWeights] | None = None,
+) -> Iterator[tuple[SoftmaxWeights, Tensor]]:
+    """Yield the softmax weights of a layer, and the logarithms of the attention weights that its features give.
 
     Args:
         layer: the RFA layer.
-        sample: its queries and keys in the softmax model.
-        hidden_states: its input there, which a gate reads; None leaves a gate out.
-        targets: the softmax weights of ``sample``, if they are at hand.
+        activations: its queries and keys in the softmax model.
+        hidden_states: its input there, for a gate; None leaves a gate out.
+        targets: the softmax weights of ``activations``; None computes them.
     """
-    dtype = compute_dtype(sample.query.dtype)
-    query, key = sample.query.to(dtype), sample.key.to(dtype)
+    dtype = compute_dtype(activations.query.dtype)
+    query, key = activations.query.to(dtype), activations.key.to(dtype)
     window = None
     least_shift = layer.feature_map.least_shift(None)
     features = layer.feature_map(query, key, least_shift=least_shift, offset=layer.window > 0)
@@ -115,8 +120,8 @@ def compare_weights(
         window = ExactWindow(layer.window, query * layer.scaling, key, features.offset)
     gated = layer.gate is not None and hidden_states is not None
     log_gate, weights = layer.gate(hidden_states) if gated else (None, None)  # type: ignore[misc]
-    log_gate, weights = mask_padding(sample.key_mask, log_gate, weights)
-    for target in softmax_targets(layer, sample) if targets is None else targets:
+    log_gate, weights = mask_padding(activations.key_mask, log_gate, weights)
+    for target in softmax_weights(layer, activations) if targets is None else targets:
         yield (
             target,
             implied_log_weights(
@@ -135,97 +140,97 @@ def compare_weights(
 
 def layer_divergence(
     layer: RFAAttentionMixin,
-    sample: Sample,
+    activations: LayerActivations,
     hidden_states: Tensor | None = None,
-    targets: Iterable[Target] | None = None,
+    targets: Iterable[SoftmaxWeights] | None = None,
     *,
     output_weight: float = 0.0,
 ) -> Tensor:
-    """Return KL(softmax ‖ implied) of a layer, in nats per query, [H].
+    """Return KL(softmax ‖ RFA) of a layer's attention weights, in nats per query, [H].
 
     Args:
-        layer: see `compare_weights`.
-        sample: see there.
-        hidden_states: see there.
-        targets: see there.
-        output_weight: add the squared error of the attention's outputs, relative to the outputs' own squares, times this.
+        layer: the RFA layer.
+        activations: its queries, keys and values in the softmax model.
+        hidden_states: its input there, for a gate; None leaves a gate out.
+        targets: the softmax weights of ``activations``; None computes them.
+        output_weight: weight of the squared error of the attention's outputs, relative to their squares, which is added.
     """
     divergences = []
-    error = norm = torch.zeros((), device=sample.key.device)
-    for target, log_weights in compare_weights(layer, sample, hidden_states, targets):
+    error = norm = torch.zeros((), device=activations.key.device)
+    for target, log_weights in compare_weights(layer, activations, hidden_states, targets):
         # 0 · UNSEEN is 0: keys that nobody sees count nothing.
         divergences.append(target.negative_entropy - (target.softmax * log_weights).sum(-1))
         if output_weight:
-            value = sample.value[:, :, : log_weights.shape[-1]].to(log_weights.dtype)
+            value = activations.value[:, :, : log_weights.shape[-1]].to(log_weights.dtype)
             expected, found = target.softmax @ value, log_weights.exp() @ value
-            kept = 1.0 if sample.query_mask is None else sample.query_mask[:, None, target.rows, None].to(value.dtype)
+            mask = activations.query_mask
+            kept = 1.0 if mask is None else mask[:, None, target.rows, None].to(value.dtype)
             error = error + ((found - expected) * kept).square().sum((0, 2, 3))
             norm = norm + (expected * kept).square().sum((0, 2, 3))
-    divergence = sample.mean(torch.cat(divergences, dim=-1))
+    divergence = activations.mean(torch.cat(divergences, dim=-1))
     return divergence + output_weight * error / norm if output_weight else divergence
 
 
-def _tokens(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return [N, H, T, d] as [H, n, d], without padding."""
-    rows = x.transpose(1, 2)
-    return (rows.flatten(0, 1) if mask is None else rows[mask]).transpose(0, 1)
+class LayerInputs(NamedTuple):
+    """Inputs of an attention module: hidden states, and for cross attention the encoder's."""
 
-
-#: What entered an attention module: hidden states, and what cross attention attends to.
-Recorded = tuple[Tensor, Tensor | None]
+    hidden_states: Tensor
+    encoder_hidden_states: Tensor | None
 
 
 @contextmanager
-def watch_inputs(modules: dict[str, nn.Module], visit: Callable[[str, Recorded], None]) -> Iterator[None]:
-    """Call ``visit`` with a module's name and what enters it, whenever something enters one of some attention modules."""
+def capture_inputs(
+    modules: dict[str, nn.Module], visit: Callable[[str, LayerInputs], None] | None = None
+) -> Iterator[dict[str, LayerInputs]]:
+    """Capture the inputs of attention modules, by name.
+
+    Args:
+        modules: the attention modules by name.
+        visit: called with a module's name and inputs, which are then not kept; None keeps them in the dictionary.
+    """
+    captured: dict[str, LayerInputs] = {}
+    keep = visit or captured.__setitem__
 
     def hook(name: str) -> Callable[..., None]:
-        def tell(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        def capture(module: nn.Module, args: tuple, kwargs: dict) -> None:
             hidden_states = args[0] if args else kwargs["hidden_states"]
-            visit(name, (hidden_states, kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))))
+            keep(name, LayerInputs(hidden_states, kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))))
 
-        return tell
+        return capture
 
     handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in modules.items()]
     try:
-        yield
+        yield captured
     finally:
         for handle in handles:
             handle.remove()
 
 
-@contextmanager
-def record_inputs(modules: dict[str, nn.Module]) -> Iterator[dict[str, Recorded]]:
-    """Record what enters some attention modules."""
-    inputs: dict[str, Recorded] = {}
-    with watch_inputs(modules, inputs.__setitem__):
-        yield inputs
-
-
-def sample_layer(layer: RFAAttentionMixin, recorded: Recorded, masks: dict[str, Tensor | None]) -> Sample:
-    """Return the queries and keys of a layer.
+def layer_activations(
+    layer: RFAAttentionMixin, inputs: LayerInputs, masks: dict[str, Tensor | None]
+) -> LayerActivations:
+    """Return the queries, keys and values of a layer.
 
     Args:
         layer: the RFA layer, whose projections are the softmax layer's.
-        recorded: what entered it, from `record_inputs`.
-        masks: the masks of the model's inputs, by `model_masks`.
+        inputs: its inputs, from `capture_inputs`.
+        masks: the masks of the model's inputs, from `padding_masks`.
     """
-    hidden_states, source = recorded
     if layer.rfa_kind != "cross":
-        query, key, value = layer.project(hidden_states)
-        mask = masks["source" if layer.rfa_kind == "encoder" else "own"]
-        return Sample(query, key, value, mask, mask)
-    key, value = layer.project_source(cast(Tensor, source))
-    return Sample(layer.project_query(hidden_states), key, value, masks["own"], masks["source"])
+        query, key, value = layer.project(inputs.hidden_states)
+        mask = masks[layer.rfa_kind]
+        return LayerActivations(query, key, value, mask, mask)
+    key, value = layer.project_source(cast(Tensor, inputs.encoder_hidden_states))
+    return LayerActivations(layer.project_query(inputs.hidden_states), key, value, masks["causal"], masks["encoder"])
 
 
-def model_masks(inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Return the padding masks of a model's inputs: of the tokens its causal attention sees, and of the source."""
+def padding_masks(inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """Return the padding masks of a model's inputs by the kind of self-attention, True for tokens, None without padding."""
 
     def mask(name: str) -> Tensor | None:
         found = inputs.get(name)
         return None if found is None or bool((found != 0).all()) else found != 0
 
     if "decoder_input_ids" in inputs:
-        return {"own": mask("decoder_attention_mask"), "source": mask("attention_mask")}
-    return {"own": mask("attention_mask"), "source": None}
+        return {"causal": mask("decoder_attention_mask"), "encoder": mask("attention_mask")}
+    return {"causal": mask("attention_mask"), "encoder": None}

@@ -1,4 +1,4 @@
-"""Writing a folder so that it is there whole or not at all."""
+"""Atomic writing of folders and files: a destination holds the old content or the new one, whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import IO
 
 from hf_rfa.errors import InputError
 
-#: How the names of folders and files end that are being written.
+#: Suffix of the names of folders and files that are being written.
 PARTIAL = ".partial"
 #: Folders that this process is writing.
 _MINE: set[Path] = set()
@@ -44,10 +44,13 @@ def check_destination(destination: Path, *, overwrite: bool, sources: tuple[Path
                 f"{destination} holds no checkpoint (no config.json), so --overwrite does not replace it. Choose another "
                 "folder, or empty this one."
             )
-    parent = destination.resolve().parent
-    existing = next(path for path in (parent, *parent.parents) if path.exists())
+    existing = _existing_parent(destination)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise InputError(f"cannot write to {existing}, where {destination} is to be.")
+
+
+def _existing_parent(path: Path) -> Path:
+    return next(parent for parent in path.resolve().parents if parent.exists())
 
 
 def _check_folder(destination: Path) -> None:
@@ -60,8 +63,7 @@ def _check_folder(destination: Path) -> None:
 
 def check_space(destination: Path, num_bytes: int) -> None:
     """Raise a `InputError` if the disk of ``destination`` has less than ``num_bytes`` free."""
-    parent = destination.resolve().parent
-    existing = next(path for path in (parent, *parent.parents) if path.exists())
+    existing = _existing_parent(destination)
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
         raise InputError(
@@ -72,7 +74,7 @@ def check_space(destination: Path, num_bytes: int) -> None:
 
 @contextmanager
 def folder_beside(destination: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``destination``, for what leads to it, and remove the folder at the end.
+    """Yield an empty folder beside ``destination``, for intermediate results, and remove the folder at the end.
 
     A process that is killed leaves it behind, ``.NAME.PID.….partial``; the next one to write to ``destination`` removes it.
     """

@@ -1,4 +1,4 @@
-"""What a model is calibrated and checked on: tokens of a text, or random ones, as its forward pass takes them."""
+"""Inputs for calibration: tokens of a text, or random ones, as a model's forward pass takes them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
 
+from .perplexity import IGNORED_LABEL
+
 #: Tokens that calibration reads from a text.
 TEXT_TOKENS = 4096
-#: Random tokens that it reads where there is no text.
+#: Random tokens that calibration reads where there is no text.
 RANDOM_TOKENS = 1024
+#: Most tokens of a block of text or of a source, unless the model has fewer positions.
 BLOCK_LENGTH = 1024
-#: Most tokens that the softmax model generates for a source of the calibration text.
+#: Most tokens that the base model generates for a source.
 OUTPUT_TOKENS = 128
 
 #: Tokens whose logits are held at once, to measure a perplexity or a layer's sensitivity.
@@ -34,7 +37,7 @@ def random_inputs(config: Any, *, seed: int, tokens: int = RANDOM_TOKENS) -> Inp
     ids = torch.randint(config.vocab_size, shape, generator=generator)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if config.is_encoder_decoder:
-        # One end-of-text token per row, as the last: classifiers read their answer there.
+        # One end-of-text token per row, as the last: sequence classifiers read the hidden state there.
         end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
         ids[ids == end] = (end + 1) % config.vocab_size
         ids[:, -1] = end
@@ -55,7 +58,7 @@ def tokenize(tokenizer: Any, documents: Iterable[str], *, most: int | None = Non
     Args:
         tokenizer: the model's tokenizer.
         documents: texts.
-        most: stop after so many tokens.
+        most: the largest number of tokens; None takes all.
     """
     ids: list[int] = []
     for document in documents:
@@ -67,68 +70,81 @@ def tokenize(tokenizer: Any, documents: Iterable[str], *, most: int | None = Non
     return torch.tensor(ids[:most], dtype=torch.long)
 
 
-def text_blocks(tokenizer: Any, documents: Iterable[str], max_length: int, *, tokens: int = TEXT_TOKENS) -> Inputs:
-    """Return the first ``tokens`` tokens of some documents as blocks, for a decoder that stands alone.
+def calibration_inputs(config: Any, tokenizer: Any, documents: Iterable[str] | None, *, seed: int) -> Inputs:
+    """Return the first `TEXT_TOKENS` tokens of some documents, or `RANDOM_TOKENS` random ones where there are none.
+
+    A decoder alone gets blocks, with labels. A model with an encoder gets sources, whose outputs `add_outputs` adds.
+
+    Raises:
+        InputError: if the documents are not a single full block.
+    """
+    if documents is None:
+        return random_inputs(config, seed=seed)
+    length = min(BLOCK_LENGTH, config.max_position_embeddings)
+    if config.is_encoder_decoder:
+        return text_sources(tokenizer, documents, length)
+    return text_blocks(tokenizer, documents, length)
+
+
+def text_blocks(tokenizer: Any, documents: Iterable[str], length: int, *, tokens: int = TEXT_TOKENS) -> Inputs:
+    """Return the first ``tokens`` tokens of some documents as blocks of ``length``, for a decoder that stands alone.
 
     Raises:
         InputError: if there is not a single full block.
     """
-    length = min(BLOCK_LENGTH, max_length)
     ids = tokenize(tokenizer, documents, most=tokens)
-    blocks = len(ids) // length
-    if blocks == 0:
+    count = len(ids) // length
+    if count == 0:
         raise InputError(f"the text to calibrate on has {len(ids)} tokens; at least {length} are needed.")
-    ids = ids[: blocks * length].view(blocks, length)
+    ids = ids[: count * length].view(count, length)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def text_sources(tokenizer: Any, documents: Iterable[str], max_length: int, *, tokens: int = TEXT_TOKENS) -> Inputs:
-    """Return sources for a model with an encoder, padded: each line of a document is one, cut to `BLOCK_LENGTH` tokens."""
-    length = min(BLOCK_LENGTH, max_length)
+def text_sources(tokenizer: Any, documents: Iterable[str], max_length: int) -> Inputs:
+    """Return sources for an encoder, padded: each line of a document is one, cut to ``max_length`` tokens."""
     sources: list[str] = []
     count = 0
     for line in (line for document in documents for line in document.splitlines() if line.strip()):
         sources.append(line.strip())
-        count += min(length, len(tokenizer(sources[-1], verbose=False)["input_ids"]))
-        if count >= tokens:
+        count += min(max_length, len(tokenizer(sources[-1], verbose=False)["input_ids"]))
+        if count >= TEXT_TOKENS:
             break
-    batch = tokenizer(sources, padding=True, truncation=True, max_length=length, return_tensors="pt")
+    options: dict[str, Any] = {"padding": True, "padding_side": "right", "truncation": True, "max_length": max_length}
+    batch = tokenizer(sources, return_tensors="pt", **options)
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
 
 
 @torch.no_grad()
-def add_outputs(softmax_model: PreTrainedModel, inputs: Inputs) -> Inputs:
-    """Add decoder inputs to sources: what the softmax model itself answers, or the sources shifted if it has no such head.
+def add_outputs(base_model: PreTrainedModel, inputs: Inputs) -> Inputs:
+    """Add decoder inputs to sources: the base model's greedy answers, or the sources shifted if it cannot generate.
 
     Returns:
         The inputs with ``decoder_input_ids`` and ``decoder_attention_mask``, and for answers their ``labels``.
     """
-    config: Any = softmax_model.config
-    if not softmax_model.can_generate():
+    config: Any = base_model.config
+    if not base_model.can_generate():
         mask = inputs["attention_mask"]
-        start = torch.ones_like(mask[:, :1])
         return inputs | {
             "decoder_input_ids": shift_right(inputs["input_ids"], config),
-            "decoder_attention_mask": torch.cat([start, mask[:, :-1]], dim=1),
+            "decoder_attention_mask": torch.cat([torch.ones_like(mask[:, :1]), mask[:, :-1]], dim=1),
         }
     limit = min(OUTPUT_TOKENS, config.max_position_embeddings - 1)
-    sources = {name: tensor.to(softmax_model.device) for name, tensor in inputs.items()}
-    generate: Any = softmax_model.generate
-    ids = generate(**sources, max_new_tokens=limit, num_beams=1, do_sample=False).to("cpu")
+    sources = {name: tensor.to(base_model.device) for name, tensor in inputs.items()}
+    generate: Any = base_model.generate
+    ids = generate(**sources, max_new_tokens=limit, num_beams=1, do_sample=False).to("cpu")  # [N, 1 + T]
     # After the first end-of-text token all is padding; the token that decoding starts with may be an end-of-text token too.
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    ended = torch.isin(ids[:, 1:], torch.tensor(ends)).cumsum(1)
-    first = torch.zeros_like(ended[:, :1])
-    ended_before = torch.cat([first, ended[:, :-1]], dim=1) > 0
+    ended = torch.isin(ids[:, 1:], torch.tensor(ends)).cumsum(1) > 0
+    ended_before = torch.cat([torch.zeros_like(ended[:, :1]), ended[:, :-1]], dim=1)
     return inputs | {
         "decoder_input_ids": ids[:, :-1],
         "decoder_attention_mask": (~ended_before).long(),
-        "labels": ids[:, 1:].masked_fill(ended_before, -100),
+        "labels": ids[:, 1:].masked_fill(ended_before, IGNORED_LABEL),
     }
 
 
 def batches(inputs: Inputs) -> list[Inputs]:
-    """Return inputs in batches of about `SCORED_TOKENS` tokens, rows of like length together, with little padding."""
+    """Return inputs in batches of about `SCORED_TOKENS` tokens, rows of similar length together, without common padding."""
     mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])))
     rows = max(1, SCORED_TOKENS // mask.shape[1])
     order = mask.ne(0).sum(1).argsort(stable=True)
@@ -136,10 +152,14 @@ def batches(inputs: Inputs) -> list[Inputs]:
 
 
 def trim(inputs: Inputs) -> Inputs:
-    """Cut off the columns that are padding in every row."""
-    kept = {"source": inputs.get("attention_mask"), "output": inputs.get("decoder_attention_mask")}
-    lengths = {
-        side: None if mask is None else int(mask.ne(0).any(0).nonzero().max()) + 1 for side, mask in kept.items()
+    """Cut off the columns that are padding in every row, of encoder inputs and of decoder inputs and labels."""
+
+    def length(mask: Tensor | None) -> int | None:
+        return None if mask is None else int(mask.ne(0).any(0).nonzero().max()) + 1
+
+    own = length(inputs.get("attention_mask"))
+    output = length(inputs.get("decoder_attention_mask")) if "decoder_input_ids" in inputs else own
+    return {
+        name: tensor[:, : own if name in ("input_ids", "attention_mask") else output].contiguous()
+        for name, tensor in inputs.items()
     }
-    sides = {"input_ids": "source", "attention_mask": "source"}
-    return {name: tensor[:, : lengths[sides.get(name, "output")]].contiguous() for name, tensor in inputs.items()}

@@ -1,4 +1,4 @@
-"""Models whose blocks stay in their checkpoint's files, and are read, a matrix at a time, when they are needed."""
+"""Models whose blocks stay in their checkpoint's files: accelerate reads a matrix when it is needed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from hf_rfa.memory import give_back_memory
 from hf_rfa.models.attention import RFAAttentionMixin
 
-#: Bytes of a block's output from which on memory is given back after it.
-LARGE_OUTPUT = 1_000_000
+#: Least bytes of a block's output after which freed memory is returned to the operating system.
+MIN_OUTPUT_BYTES = 1_000_000
 
 
 def blocks_on_disk(cls: Any, config: Any) -> dict[str, str]:
-    """Return the device map that leaves a model's blocks on disk, but for feature maps and gates.
+    """Return the device map that leaves a model's blocks on disk, except for feature maps and gates.
 
     Embeddings and heads are in memory: they may be tied, or have to be extended.
 
@@ -42,7 +42,7 @@ def blocks_on_disk(cls: Any, config: Any) -> dict[str, str]:
 
 
 def offloaded_shapes(model: nn.Module) -> Iterator[tuple[str, torch.Size, torch.Size]]:
-    """Yield, of every tensor of a model that is on disk, its name, its shape there, and the shape it has to have."""
+    """Yield the name of every tensor on disk, its shape there, and the shape that the model needs."""
     for name, module in model.named_modules():
         hook = _disk_hook(module)
         if hook is not None:
@@ -51,33 +51,33 @@ def offloaded_shapes(model: nn.Module) -> Iterator[tuple[str, torch.Size, torch.
 
 
 def give_back_after_blocks(model: nn.Module) -> None:
-    """Give memory back after every block that has a large output."""
+    """Return freed memory to the operating system after every block that has a large output."""
+
+    def after(block: nn.Module, args: Any, output: Any) -> None:
+        hidden_states = output[0] if isinstance(output, tuple) else output
+        if hidden_states.nbytes >= MIN_OUTPUT_BYTES:
+            give_back_memory()
+
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             for block in module:
-                block.register_forward_hook(_after_block)
+                block.register_forward_hook(after)
 
 
-def share_offloaded(model: PreTrainedModel, twin: PreTrainedModel) -> None:
-    """Let a model read from files what another one reads from files; see `hf_rfa.convert.twin.share_weights`."""
+def share_offloaded(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Let a model read the tensors from disk that ``model`` reads; see `hf_rfa.convert.base_model.share_weights`."""
     if not hasattr(model, "hf_device_map"):
         return
     modules = dict(model.named_modules())
-    for name, module in twin.named_modules():
+    for name, module in other.named_modules():
         hook = _disk_hook(modules.get(name))
         if hook is not None:
             add_hook_to_module(module, hook)
-    twin.hf_device_map = model.hf_device_map  # which `save_pretrained` asks whether weights are on disk
-    give_back_after_blocks(twin)
+    other.hf_device_map = model.hf_device_map  # `save_pretrained` reads from it whether weights are on disk
+    give_back_after_blocks(other)
 
 
 def _disk_hook(module: nn.Module | None) -> Any:
     """Return the hook of accelerate that brings a module's tensors from disk, or None."""
     hook = getattr(module, "_hf_hook", None)
     return hook if hook is not None and hook.offload else None
-
-
-def _after_block(block: nn.Module, args: Any, output: Any) -> None:
-    hidden_states = output[0] if isinstance(output, tuple) else output
-    if hidden_states.nbytes >= LARGE_OUTPUT:
-        give_back_memory()

@@ -1,127 +1,115 @@
-"""The options of a conversion: from the caller to a configuration, and to a command line."""
+"""The options of a conversion, declared once: for the function, the command line and the command on a model card.
 
-from __future__ import annotations
+Imports nothing but the standard library: the command line reads this file by its path, without loading torch.
+"""
 
-import os
-import shlex
-import sys
-from importlib.machinery import PathFinder
-from typing import Any, Literal
-
-from huggingface_hub.errors import StrictDataclassError
-
-from hf_rfa.errors import InputError
-from hf_rfa.models.configuration_rfa import AttentionKind
-from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
-
-from .source import Source
+import inspect
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 #: Indices of the layers to convert, or all of them.
 Layers = list[int] | Literal["all"]
 
 
-def command_of(options: dict[str, Any]) -> str:
-    """Return the command line that stands for the arguments of `convert`."""
-    flags = {
-        "feature_map": "positive",
-        "num_features": None,
-        "num_cross_features": None,
-        "num_encoder_features": None,
-        "unit_norm": False,
-        "orthogonal": True,
-        "trainable_projection": False,
-        "redraw_pool": 0,
-        "gate": False,
-        "window": 0,
-        "seed": 0,
-        "layers": "all",
-        "cross_layers": None,
-        "encoder_layers": None,
-        "keep_softmax": 0,
-        "max_positions": None,
-        "calibrate_on": None,
-        "dtype": "auto",
-        "allow_pickle": False,
-    }
-    words = ["hf-rfa", "convert", str(options["source"]), str(options["destination"])]
-    for name, default in flags.items():
-        value = options[name]
-        if value == default:
-            continue
-        flag = {"calibrate_on": "--calibrate", "orthogonal": "--iid"}.get(name, "--" + name.replace("_", "-"))
-        words.append(flag)
-        if not isinstance(value, bool):
-            words.append((",".join(map(str, value)) or "none") if isinstance(value, list) else str(value))
-    return shlex.join(words + import_words(options["feature_map"]))
+@dataclass(frozen=True, kw_only=True)
+class ConversionOptions:
+    """The options of a conversion.
 
+    Attributes:
+        feature_map: name of the feature map.
+        num_features: D, rows of W per head of causal attention. Default: the map's own.
+        num_cross_features: D of cross attention. Default: the map's own.
+        num_encoder_features: D of an encoder's attention. Default: the map's own.
+        unit_norm: ℓ2-normalize queries and keys (Peng et al. 2021).
+        orthogonal: draw W in orthogonal blocks, not independently.
+        trainable_projection: make W a parameter, for training.
+        redraw_pool: redraw W from a pool of this size at every step of training; 0 keeps it fixed.
+        seed: seed of W and of random tokens.
+        layers: layers whose causal attention to convert: all, none, or indices (0,2,4-7). The others stay softmax, and
+            their cache grows.
+        cross_layers: decoder layers whose cross attention to convert. Default: all.
+        encoder_layers: encoder layers to convert. Default: none.
+        keep_softmax: keep this number of those layers softmax: the most sensitive ones, each measured as the only one
+            converted, after calibration.
+        window_size: number of last tokens that causal attention sees exactly, and the others through features; 0 for none.
+        gate: add a recency gate per head.
+        calibrate_on: text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder one source a line). Default: random
+            tokens.
+        max_positions: extend the positions to this number. Default: keep them.
+        dtype: precision of the weights; auto for the checkpoint's. Feature maps and gates are float32.
+        allow_pickle: load weights that exist only as a pickle. Only if you trust them.
 
-def outside_module(feature_map: str) -> str | None:
-    """Return the module that registered a feature map, or None for one of hf-rfa's own (and for one that is unknown)."""
-    module = getattr(FEATURE_MAPS.get(feature_map), "__module__", FeatureMap.__module__)
-    own = FeatureMap.__module__.rpartition(".")[0]
-    return None if module.startswith(f"{own}.") else module
+    Raises:
+        ValueError: for a number out of range, or a value that is not one of a field's choices.
+    """
 
+    feature_map: str = "positive"
+    num_features: int | None = None
+    num_cross_features: int | None = None
+    num_encoder_features: int | None = None
+    unit_norm: bool = False
+    orthogonal: bool = True
+    trainable_projection: bool = False
+    redraw_pool: int = 0
+    seed: int = 0
+    layers: Layers = "all"
+    cross_layers: Layers | None = None
+    encoder_layers: Layers | None = None
+    keep_softmax: int = 0
+    window_size: int = 0
+    gate: bool = False
+    calibrate_on: str | Path | None = None
+    max_positions: int | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    allow_pickle: bool = False
 
-def import_words(feature_map: str) -> list[str]:
-    """Return the words of a command line that import a feature map from outside hf-rfa, if a command can."""
-    module = outside_module(feature_map)
-    if module is None or module == "__main__":
-        return []
-    if PathFinder.find_spec(module.partition(".")[0]) is not None:
-        return ["--import", module]
-    return ["--import", os.path.relpath(str(sys.modules[module].__file__))]
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in MINIMUM and value is not None and value < MINIMUM[each.name]:
+                raise ValueError(f"{each.name} must be at least {MINIMUM[each.name]}, got {value}.")
+            if get_origin(each.type) is Literal and value not in get_args(each.type):
+                raise ValueError(f"{each.name} must be one of {', '.join(get_args(each.type))}, got {value!r}.")
 
-
-def rfa_config(
-    source: Source,
-    *,
-    layers: dict[AttentionKind, Layers | None],
-    counts: dict[AttentionKind, int | None],
-    max_positions: int | None,
-    **options: Any,
-) -> Any:
-    """Return the RFA configuration, still with the parent's number of positions."""
-    config_class = source.family.rfa_config
-    names: dict[AttentionKind, tuple[str, str]] = {
-        "causal": ("layers", "num_features"),
-        "cross": ("cross_layers", "num_cross_features"),
-        "encoder": ("encoder_layers", "num_encoder_features"),
-    }
-    layer_fields = {kind: name for name, kind in config_class.SOFTMAX_LAYERS.items()}
-    count_fields = {kind: name for name, kind in config_class.FEATURE_COUNTS.items()}
-    for kind, (layers_name, count_name) in names.items():
-        for name, value, known in ((layers_name, layers[kind], layer_fields), (count_name, counts[kind], count_fields)):
-            if value is not None and kind not in known:
-                raise InputError(
-                    f"{name}={value} does not apply to {source.config.model_type}, which has no such attention."
-                )
-    positions = source.config.max_position_embeddings
-    if max_positions is not None and max_positions <= positions:
-        raise InputError(
-            f"max_positions={max_positions} does not extend the {positions} positions that {source.name} has."
-        )
-    try:
-        plain = config_class.from_parent(source.config)
-        chosen: dict[str, list[int]] = {}
-        for kind, field in layer_fields.items():
-            count, wanted = plain.num_layers_for(kind), layers[kind]
-            if wanted is None:
+    def words(self) -> list[str]:
+        """Return the words of a command line that set the options other than their defaults."""
+        words = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value == each.default:
                 continue
-            converted = list(range(count)) if wanted == "all" else wanted
-            if any(not 0 <= index < count for index in converted):
-                raise InputError(f"{names[kind][0]} to convert must be indices from 0 to {count - 1}, got {wanted}.")
-            chosen[field] = [index for index in range(count) if index not in converted]
-        options |= {field: counts[kind] for kind, field in count_fields.items()}
-        config = config_class.from_parent(source.config, **chosen, **options)
-    except InputError:
-        raise
-    except (ValueError, StrictDataclassError) as error:
-        raise InputError(str(error.__cause__ or error)) from error
-    if not any(config.any_rfa(kind) for kind in layer_fields):
-        raise InputError("no layer is left to convert. Name at least one in layers, cross_layers or encoder_layers.")
-    for name in ("gate", "window"):
-        if getattr(config, name) and not config.any_rfa("causal"):
-            raise InputError(
-                f"{name}={options[name]} is of causal attention, and none is converted. Leave it out, or name layers."
-            )
-    return config
+            on, _, off = flag_of(each.name).partition("/")
+            words.append(off if value is False else on)
+            if not isinstance(value, bool):
+                words.append((",".join(map(str, value)) or "none") if isinstance(value, list | tuple) else str(value))
+        return words
+
+
+#: Names that options had in earlier versions.
+RENAMED = {"window": "window_size"}
+#: Least values of numbers.
+MINIMUM = dict.fromkeys(("num_features", "num_cross_features", "num_encoder_features", "max_positions"), 1)
+MINIMUM |= dict.fromkeys(("redraw_pool", "seed", "keep_softmax", "window_size"), 0)
+#: Flags that are not named as their fields, and switches that can be turned off.
+FLAGS = {"orthogonal": "--orthogonal/--iid", "gate": "--gate/--no-gate", "calibrate_on": "--calibrate"}
+#: Groups of the command line's help, each from its first option on.
+PANELS = {
+    "feature_map": "Feature map",
+    "layers": "Which layers",
+    "window_size": "Window and gate",
+    "calibrate_on": "Calibration",
+    "max_positions": "Output",
+}
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option, and of some switches the one that turns it off: ``--on/--off``."""
+    return FLAGS.get(name, "--" + name.replace("_", "-"))
+
+
+def help_texts() -> dict[str, str]:
+    """Return the descriptions of the options from the docstring of `ConversionOptions`, by name."""
+    section = inspect.cleandoc(ConversionOptions.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    return {name: " ".join(text.split()) for name, text in re.findall(r"(?m)^ {4}(\w+): (.*(?:\n {6,}.*)*)", section)}

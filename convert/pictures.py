@@ -1,4 +1,4 @@
-"""Pictures of attention: how far every head is from the softmax parent, and maps of both side by side."""
+"""Pictures of attention: every head's divergence from softmax, and attention maps of both models side by side."""
 
 from __future__ import annotations
 
@@ -12,68 +12,63 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .activations import compare_weights, layer_divergence, model_masks, record_inputs, sample_layer
-from .calibration_data import Inputs
-from .twin import rfa_layers
+from .activations import capture_inputs, compare_weights, layer_activations, layer_divergence, padding_masks
+from .base_model import rfa_layers
+from .calibration_data import Inputs, trim
 
-#: Queries and keys that a map shows.
+#: Queries and keys in a map.
 SHOWN = 64
 
 
 @dataclass(frozen=True)
 class HeadMap:
-    """Attention weights of one head on one text, [queries, keys]: the parent's and those that features imply.
+    """Attention weights of one head on one sequence, [queries, keys]: the base model's and the RFA model's.
 
-    ``divergence`` is KL(softmax ‖ implied) in nats per query of this text.
+    ``divergence`` is KL(softmax ‖ RFA) in nats per query of this sequence.
     """
 
     name: str
     head: int
     divergence: float
     softmax: Tensor
-    implied: Tensor
+    rfa: Tensor
 
 
 @torch.no_grad()
-def compare_attention(model: nn.Module, parent: PreTrainedModel, inputs: Inputs) -> list[HeadMap]:
-    """Return the maps of the head that is nearest its softmax weights, of the one in the middle, and of the farthest.
+def compare_attention(model: nn.Module, base_model: PreTrainedModel, inputs: Inputs) -> list[HeadMap]:
+    """Return the maps of the heads with the least, the median and the largest divergence.
 
     Args:
         model: the RFA model.
-        parent: the softmax model.
-        inputs: what the models are called with; the first row is looked at, and its first `SHOWN` tokens.
+        base_model: the softmax model.
+        inputs: what the models are called with; the first `SHOWN` tokens of the first row are compared.
     """
-    row = {name: tensor[:1].to(parent.device) for name, tensor in inputs.items() if name != "labels"}
-    masks = {name for name in row if name.endswith("attention_mask")}
-    for mask in masks:  # the tokens before the padding, if any
-        sides = {mask, mask.replace("attention_mask", "input_ids")}
-        length = min(SHOWN, int(row[mask].sum()))
-        row |= {name: row[name][:, row[mask][0].bool()][:, :length] for name in sides if name in row}
+    row = trim({name: tensor[:1].to(base_model.device) for name, tensor in inputs.items() if name != "labels"})
     row = {name: tensor[:, :SHOWN] for name, tensor in row.items()}
-    layers = rfa_layers(model)
-    with record_inputs({name: parent.get_submodule(name) for name in layers}) as recorded:
-        body: Any = parent.base_model
+    layers, masks = rfa_layers(model), padding_masks(row)
+    with capture_inputs({name: base_model.get_submodule(name) for name in layers}) as captured:
+        body: Any = base_model.base_model
         body(**row, use_cache=False)
-    heads: list[tuple[float, str, int]] = []
-    samples = {}
-    for name, inputs_of_layer in recorded.items():
-        samples[name] = sample_layer(layers[name], inputs_of_layer, model_masks(row))
-        divergences = layer_divergence(layers[name], samples[name], inputs_of_layer[0])
-        heads += [(float(value), name, head) for head, value in enumerate(divergences)]
-    heads.sort()
+    activations = {name: layer_activations(layers[name], each, masks) for name, each in captured.items()}
+    heads = sorted(
+        (float(divergence), name, head)
+        for name, each in captured.items()
+        for head, divergence in enumerate(layer_divergence(layers[name], activations[name], each.hidden_states))
+    )
     maps = []
     for divergence, name, head in (heads[index] for index in sorted({0, len(heads) // 2, len(heads) - 1}) if heads):
-        target, log_weights = next(compare_weights(layers[name], samples[name], recorded[name][0]))
+        compared = compare_weights(layers[name], activations[name], captured[name].hidden_states)
+        target, log_weights = next(compared)
         maps.append(HeadMap(name, head, divergence, target.softmax[0, head].cpu(), log_weights[0, head].exp().cpu()))
     return maps
 
 
 def draw_attention(path: Path, stages: dict[str, dict[str, tuple[float, ...]]], maps: list[HeadMap]) -> None:
-    """Draw every head's divergence after each stage, and below it some maps, parent and model side by side.
+    """Draw every head's divergence after each stage, and below it attention maps of base model and RFA model.
 
     Args:
         path: PNG to write.
-        stages: by stage and layer, KL(softmax ‖ implied) of every head, in nats per query.
+        stages: by stage and layer, KL(softmax ‖ RFA) of every head, in nats per query.
         maps: from `compare_attention`.
     """
     layers = list(next(iter(stages.values())))
@@ -94,8 +89,8 @@ def draw_attention(path: Path, stages: dict[str, dict[str, tuple[float, ...]]], 
         panel.tick_params(axis="x", labelsize=6)
         figure.colorbar(image, ax=panel)
     for panels, each in zip(axes[1:], maps, strict=True):
-        shades = float(max(each.softmax.max(), each.implied.max())) ** 0.5
-        for panel, title, weights in zip(panels, ("parent", "model"), (each.softmax, each.implied), strict=False):
+        shades = float(max(each.softmax.max(), each.rfa.max())) ** 0.5
+        for panel, title, weights in zip(panels, ("base model", "RFA model"), (each.softmax, each.rfa), strict=False):
             panel.imshow(weights.clamp_min(0).sqrt().numpy(), vmin=0, vmax=shades, cmap="viridis")
             panel.set_title(f"{title}: {each.name} head {each.head} ({each.divergence:.3f} nats)", fontsize=6)
             panel.tick_params(labelsize=5)

@@ -1,35 +1,38 @@
-"""What a conversion tells: figures, a table, and the model card."""
+"""The report of a conversion: its figures, their table, and the model card."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from hf_rfa.models.configuration_rfa import AttentionKind
 from hf_rfa.models.linear_attention import state_shape
 from hf_rfa.models.sliding_window import window_shape
 from hf_rfa.version import __version__
 
+from .base_model import rfa_layers
 from .calibration import LayerGain
-from .options import outside_module
-from .sensitivity import Damage
-from .twin import rfa_layers
+from .checkpoint import Checkpoint, new_keys
+from .configuration import outside_module
+from .options import ConversionOptions
+from .sensitivity import LayerSensitivity
 
-#: Lengths at which caches are compared with a softmax model's, and beside them the longest that the model takes.
+#: Lengths at which caches are compared with a softmax model's, with the model's own number of positions.
 CACHE_LENGTHS = (1024, 2048, 8192)
 
 
 @dataclass(frozen=True)
 class Perplexities:
-    """Perplexity on the calibration text: of the softmax parent, of the bare swap, and after calibration.
+    """Perplexity on the calibration text: of the base model, of the swap before calibration, and after it.
 
-    ``own_outputs`` says that it is the parent's own outputs that are predicted, given the text.
+    With ``own_outputs`` the labels are the base model's own outputs for the sources of the text.
     """
 
     softmax: float
@@ -44,24 +47,24 @@ class ConversionReport:
     """The figures of one conversion.
 
     Attributes:
-        source: what was converted.
+        source: the softmax checkpoint, as the user named it.
         destination: the folder written.
-        command: the command that does it again.
-        layers: by kind of attention, how many layers are RFA now and how many there are.
+        command: the command line that repeats the conversion.
+        layers: number of RFA layers and of all layers, by kind of attention.
         feature_map: name of the feature map.
         feature_dims: F, features per head, by kind of attention.
         num_parameters: parameters of the result.
-        added_parameters: parameters that the parent does not have, the extended positions among them.
-        added_buffers: numbers in buffers that the parent does not have (random matrices and calibrated constants).
+        added_parameters: parameters that the base model does not have, extended positions included.
+        added_buffers: numbers in buffers that the base model does not have: random matrices and calibrated constants.
         state_bytes: bytes of the states per sequence, all layers.
-        own_cache_bytes: bytes of the whole cache per sequence, by length (of the source too, if there is one): states, and
-            the keys and values of layers that are softmax. No length is over the model's positions.
-        cache_bytes: bytes that it would be if all layers were softmax, as the parent's are.
-        gains: what calibration gained per layer.
-        damages: what converting each layer alone does, if layers were left softmax by that, the worst first.
+        own_cache_bytes: bytes of the whole cache per sequence, by length of output and source: states, and the keys and
+            values of softmax layers. No length is over the model's positions.
+        cache_bytes: bytes of the base model's cache at the same lengths.
+        gains: divergence from softmax before and after calibration, by layer.
+        sensitivities: sensitivity of every layer, the largest first, if layers were kept softmax by it.
         perplexities: on the calibration text, if there was one.
         max_logit_difference: largest difference between the logits of the model in memory and of the reloaded one.
-        notes: what the user should know besides.
+        notes: hints for the user.
     """
 
     source: str
@@ -77,18 +80,18 @@ class ConversionReport:
     own_cache_bytes: dict[int, int]
     cache_bytes: dict[int, int]
     gains: tuple[LayerGain, ...]
-    damages: tuple[Damage, ...]
+    sensitivities: tuple[LayerSensitivity, ...]
     perplexities: Perplexities | None
     max_logit_difference: float
     notes: tuple[str, ...]
 
     @property
     def grows(self) -> bool:
-        """Whether the cache grows with the text or the source: whether any layer that has one is softmax."""
+        """Whether the cache grows with the sequence or the source, because a layer that has one is softmax."""
         return any(rfa < count for kind, (rfa, count) in self.layers.items() if kind != "encoder")
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the figures as (what, value) pairs, for the table and the model card."""
+        """Return the figures as (name, value) pairs, for the table and the model card."""
         share = self.added_parameters / self.num_parameters
         converted = {kind: f"{rfa} of {count}" for kind, (rfa, count) in self.layers.items()}
         features = {kind: str(count) for kind, count in self.feature_dims.items()}
@@ -106,19 +109,19 @@ class ConversionReport:
         of = " of source and output" if "cross" in self.layers else ""
         for length, softmax in self.cache_bytes.items():
             own = self.own_cache_bytes[length]
-            said = f"{_size(own)}, all softmax {_size(softmax)} ({_compared(own, softmax)})"
-            rows.append((f"cache at {length:,} tokens{of}", said))
+            times = f"{max(softmax / own, own / softmax):.1f}"
+            ratio = "as much" if times == "1.0" else f"{times} × {'less' if own < softmax else 'more'}"
+            rows.append((f"cache at {length:,} tokens{of}", f"{_size(own)}, all softmax {_size(softmax)} ({ratio})"))
         if self.gains:
-            before, after = (
-                fmean(value for gain in self.gains for value in getattr(gain, name)) for name in ("before", "after")
-            )
+            before = fmean(value for gain in self.gains for value in gain.before)
+            after = fmean(value for gain in self.gains for value in gain.after)
             rows.append(("KL to the softmax weights", f"{before:.3f} nats, {after:.3f} after calibration"))
-        if self.damages:
-            worst = ", ".join(f"{each.kind} {each.layer}: {each.damage:.4f}" for each in self.damages)
-            rows.append(("damage by a layer alone, nats per token", worst))
+        if self.sensitivities:
+            each_layer = ", ".join(f"{each.kind} {each.layer}: {each.divergence:.4f}" for each in self.sensitivities)
+            rows.append(("layer sensitivity, nats per token", each_layer))
         if self.perplexities is not None:
             found = self.perplexities
-            text = "the parent's own outputs" if found.own_outputs else "the calibration text"
+            text = "the base model's own outputs" if found.own_outputs else "the calibration text"
             rows.append(
                 (
                     f"perplexity on {text} ({found.tokens:,} tokens)",
@@ -129,28 +132,28 @@ class ConversionReport:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values."""
-        return asdict(self)
+        """Return everything as plain values; ``damages`` has the sensitivities as earlier versions wrote them."""
+        values = asdict(self)
+        old = [{"kind": each.kind, "layer": each.layer, "damage": each.divergence} for each in self.sensitivities]
+        return values | {"damages": old}
 
     def table(self) -> Table:
         """Return the figures as a table to print."""
         table = Table(title=f"{self.source} → {self.destination}", show_header=False)
-        for what, value in self.rows():
-            table.add_row(what, value)
+        for name, value in self.rows():
+            table.add_row(name, value)
         return table
 
 
 def _by_kind(values: dict[str, str]) -> str:
     """Return one value as it is, and several with their kinds of attention."""
-    return (
-        next(iter(values.values()))
-        if len(values) == 1
-        else ", ".join(f"{kind} {value}" for kind, value in values.items())
-    )
+    if len(values) == 1:
+        return next(iter(values.values()))
+    return ", ".join(f"{kind} {value}" for kind, value in values.items())
 
 
 def _size(num_bytes: int) -> str:
-    """Return a number of bytes as a person reads it."""
+    """Return a number of bytes with a binary unit."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
@@ -163,13 +166,13 @@ def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -
     """Return the bytes that a cache holds for one sequence; an encoder's attention keeps none.
 
     Args:
-        model: the RFA model; its layers that are softmax keep keys and values.
-        length: tokens of the text, and of its source where there is one; 0 counts the states alone.
-        softmax: count what the model would hold if all of its layers were softmax, as its parent's are.
+        model: the RFA model; its softmax layers keep keys and values.
+        length: tokens of the sequence, and of its source where there is one; 0 counts the states alone.
+        softmax: count the cache of the softmax base model instead.
     """
     config: Any = model.config
     states = {
-        (layer.rfa_kind, layer.rfa_layer_idx): _state_bytes(layer, model.dtype) for layer in rfa_layers(model).values()
+        (each.rfa_kind, each.rfa_layer_idx): _state_bytes(each, model.dtype) for each in rfa_layers(model).values()
     }
     keys_and_values = 2 * config.hidden_size * length * model.dtype.itemsize
     return sum(
@@ -188,30 +191,78 @@ def _state_bytes(layer: Any, dtype: torch.dtype) -> int:
     return feature_map.num_heads * sum(map(math.prod, shapes)) * torch.promote_types(layer.state_dtype, dtype).itemsize
 
 
-def cache_lengths(positions: int) -> list[int]:
-    """Return the lengths to compare caches at, none of them longer than a model's texts can be."""
-    return [*(length for length in CACHE_LENGTHS if length < positions), positions]
+def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the fields of a `ConversionReport` that can be read off the model."""
+    config: Any = model.config
+    layers: dict[str, tuple[int, int]] = {}
+    feature_dims: dict[str, int] = {}
+    for kind in get_args(AttentionKind):
+        found = [layer for layer in rfa_layers(model).values() if layer.rfa_kind == kind]
+        if found or kind == "causal" or config.is_encoder_decoder:
+            layers[kind] = (len(found), config.num_layers_for(kind))
+        if found:
+            feature_dims[kind] = found[0].feature_map.feature_dim
+    parameters = {name for name, _ in model.named_parameters()}
+    added = {key: tensor.numel() for key, tensor in model.state_dict().items() if key in new_keys(model)}
+    positions = config.max_position_embeddings
+    extended = sum(
+        (positions - checkpoint.config.max_position_embeddings) * embedding.embedding_dim
+        for embedding in checkpoint.family.position_embeddings(model)
+        if embedding.weight.requires_grad
+    )
+    lengths = [*(length for length in CACHE_LENGTHS if length < positions), positions]
+    return {
+        "layers": layers,
+        "feature_map": config.feature_map,
+        "feature_dims": feature_dims,
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "added_parameters": extended + sum(size for key, size in added.items() if key in parameters),
+        "added_buffers": sum(size for key, size in added.items() if key not in parameters),
+        "state_bytes": cache_bytes(model, 0),
+        "own_cache_bytes": {length: cache_bytes(model, length) for length in lengths},
+        "cache_bytes": {length: cache_bytes(model, length, softmax=True) for length in lengths},
+    }
 
 
-def _compared(own: int, softmax: int) -> str:
-    """Return how much less or more memory a cache takes than a softmax model's."""
-    times = f"{max(softmax / own, own / softmax):.1f}"
-    return "as much" if times == "1.0" else f"{times} × {'less' if own < softmax else 'more'}"
+def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_tokenizer: str | None) -> tuple[str, ...]:
+    """Return hints for the user: the code that a feature map needs, growing caches, and what would be better."""
+    found = []
+    module = outside_module(config.feature_map)
+    if module is not None:
+        advice = f"Import its module {module} before the checkpoint is loaded, in Python or with --import."
+        if module == "__main__":
+            advice = "Put its class into a module, and import that before the checkpoint is loaded."
+        found.append(
+            f"The feature map {config.feature_map} is not hf-rfa's own, and the checkpoint does not hold its code. {advice}"
+        )
+    if no_tokenizer is not None:
+        found.append(f"The result has no tokenizer (of the checkpoint: {no_tokenizer}).")
+    for field, kind in config.SOFTMAX_LAYERS.items():
+        if kind != "encoder" and getattr(config, field):
+            indices = getattr(config, field)
+            kept = ("layer " if len(indices) == 1 else "layers ") + ", ".join(map(str, indices))
+            length = "sequence" if kind == "causal" else "source"
+            found.append(f"The {kind} attention of {kept} is softmax: its cache grows with the {length}.")
+    if options.max_positions is not None:
+        found.append(checkpoint.family.more_positions_note.format(options.max_positions))
+    if options.calibrate_on is None:
+        found.append("Calibrated on random tokens; text like the model's inputs (--calibrate) does better.")
+    return tuple(found)
 
 
-#: How the paragraph of a card begins that says how the model was trained.
+#: Beginning of the card's paragraph on training, which trainings replace.
 TRAINING = "**Training**:"
-#: That paragraph, until there is any.
+#: That paragraph for a model without any.
 UNTRAINED = (
-    f"{TRAINING} none after the conversion. The projections of queries, keys, values and outputs are the parent's, "
+    f"{TRAINING} none after the conversion. The projections of queries, keys, values and outputs are the base model's, "
     "untouched. Distil or fine-tune it before you rely on it."
 )
 
-CONSTANT = """A recurrent state of fixed size stands in for the cache of keys and values, so a token costs the same time
-and memory at any length."""
+CONSTANT = """A recurrent state of fixed size replaces the cache of keys and values, so a token costs the same time and
+memory at any length."""
 
-GROWING = """Layers that were left softmax keep their cache of keys and values, so a token costs more the longer the text or
-its source is; in the others a recurrent state of fixed size stands in for it."""
+GROWING = """A recurrent state of fixed size replaces the cache of keys and values, except in the softmax layers: their cache
+grows with the sequence or its source, and so does the cost of a token."""
 
 CARD = """# {title}
 
@@ -247,19 +298,20 @@ import hf_rfa  # registers the RFA models with transformers
 model = {auto_class}.from_pretrained("{name}")
 ```
 
-Where hf-rfa is not installed the code beside the weights takes its place:
+Without hf-rfa the modelling code in the checkpoint loads it:
 `{auto_class}.from_pretrained("{name}", trust_remote_code=True)`.
 """
 
-ATTENTION = """Above: how far every head's weights are from the softmax weights, before and after calibration. Below: weights
-of the parent and of this model side by side, for the head that is nearest, the one in the middle and the farthest
+ATTENTION = """Above: divergence of every head's attention weights from softmax, before and after calibration. Below:
+attention weights of the base model and of this model, for the heads with the least, the median and the largest divergence
 (`conversion.json` has the figures).
 
 ![attention](attention.png)
 
 """
 
-AUTO_CLASSES = {
+#: The Auto class that loads a model class, and the hub's name of its task, by the ending of the class's name.
+HEADS = {
     "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
     "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
     "ForConditionalGeneration": ("AutoModelForSeq2SeqLM", "text2text-generation"),
@@ -272,8 +324,8 @@ AUTO_CLASSES = {
 
 def head_of(architecture: str) -> tuple[str, str]:
     """Return the Auto class that loads a model class, and the hub's name of its task."""
-    endings = [value for ending, value in AUTO_CLASSES.items() if architecture.endswith(ending)]
-    return endings[0] if endings else ("AutoModel", "feature-extraction")
+    found = (value for ending, value in HEADS.items() if architecture.endswith(ending))
+    return next(found, ("AutoModel", "feature-extraction"))
 
 
 def use_section(auto_class: str, name: str, feature_map: str) -> str:
@@ -284,18 +336,10 @@ def use_section(auto_class: str, name: str, feature_map: str) -> str:
     return USE.format(auto_class=auto_class, name=name, own_map=own_map)
 
 
-def model_card(
-    report: ConversionReport, *, architecture: str, hub_name: str | None, parent: ModelCardData | None
-) -> ModelCard:
-    """Return the model card of a conversion.
-
-    Args:
-        report: its figures.
-        architecture: name of the softmax model class.
-        hub_name: the parent's name on the hub, or None if it came from a folder.
-        parent: what the parent's own card states, or None if it has none.
-    """
-    auto_class, task = head_of(architecture)
+def model_card(report: ConversionReport, checkpoint: Checkpoint) -> ModelCard:
+    """Return the model card of a conversion, with the license, the languages and the task that the checkpoint's states."""
+    auto_class, task = head_of(checkpoint.architecture)
+    hub_name, theirs = checkpoint.hub_name, checkpoint.card_data()
     data: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": task,
@@ -304,20 +348,19 @@ def model_card(
     if hub_name is not None:
         data["base_model"] = hub_name
     for field in ("license", "license_name", "license_link", "language", "pipeline_tag"):
-        if parent is not None and parent.get(field) is not None:
-            data[field] = parent.get(field)
-    source = report.source if hub_name is not None else report.source.rstrip("/").rsplit("/", 1)[-1]
+        if theirs.get(field) is not None:
+            data[field] = theirs.get(field)
     destination = report.destination.rstrip("/").rsplit("/", 1)[-1]
     content = CARD.format(
         title=destination,
-        source=source,
-        link=f"https://huggingface.co/{hub_name}" if hub_name is not None else "#how-it-was-made",
+        source=hub_name or report.source.rstrip("/").rsplit("/", 1)[-1],
+        link="#how-it-was-made" if hub_name is None else f"https://huggingface.co/{hub_name}",
         version=__version__,
         costs=GROWING if report.grows else CONSTANT,
         untrained=UNTRAINED,
         use=use_section(auto_class, destination, report.feature_map),
         command=report.command,
-        rows="\n".join(f"| {what} | {value} |" for what, value in report.rows()),
+        rows="\n".join(f"| {name} | {value} |" for name, value in report.rows()),
         notes="".join(f"{note}\n\n" for note in report.notes),
         picture=ATTENTION if report.gains else "",
     )

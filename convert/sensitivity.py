@@ -1,4 +1,4 @@
-"""Hybrids: leave softmax where converting does most damage, by measurement."""
+"""Layer sensitivity: which layers lose most when they are converted, and hybrids that keep those softmax."""
 
 from __future__ import annotations
 
@@ -12,82 +12,73 @@ from transformers import PreTrainedModel
 
 from hf_rfa.models.configuration_rfa import AttentionKind
 
+from .base_model import rfa_layers, share_weights
 from .calibration_data import Inputs, batches
-from .twin import rfa_layers, share_weights
 
 
 @dataclass(frozen=True)
-class Damage:
-    """What converting one attention layer, and no other, does to the model's outputs.
+class LayerSensitivity:
+    """Effect on the outputs of converting one attention layer and no other.
 
     Attributes:
         kind: of attention.
         layer: its index.
-        damage: KL(parent ‖ model) of the logits in nats per token; for a model without a head the squared difference of the
-            hidden states relative to their squares.
+        divergence: KL(base model ‖ model) of the logits in nats per token; for a model without a head the squared
+            difference of the hidden states relative to their squares.
     """
 
     kind: AttentionKind
     layer: int
-    damage: float
+    divergence: float
 
 
-def only_rfa(config: Any, chosen: set[tuple[AttentionKind, int]]) -> dict[str, list[int]]:
-    """Return the fields of a configuration in which the chosen layers, and no others, are RFA."""
-    return {
+def _with_rfa_layers(model: PreTrainedModel, chosen: set[tuple[AttentionKind, int]]) -> PreTrainedModel:
+    """Return a model that shares all weights with ``model``, in which the chosen layers, and no others, are RFA."""
+    config: Any = model.config
+    softmax = {
         field: [index for index in range(config.num_layers_for(kind)) if (kind, index) not in chosen]
         for field, kind in config.SOFTMAX_LAYERS.items()
     }
-
-
-def num_parts(model: PreTrainedModel, inputs: Inputs) -> int:
-    """Return in how many parts `measure_damage` does its work."""
-    return len(rfa_layers(model)) * len(batches(inputs))
+    return share_weights(model, type(model), type(config).from_parent(config, **softmax))
 
 
 @torch.no_grad()
-def measure_damage(
-    model: PreTrainedModel, parent: PreTrainedModel, inputs: Inputs, *, on_part: Callable[[], None]
-) -> list[Damage]:
-    """Return what each RFA layer does to the outputs if it is the only one, the worst first.
+def measure_sensitivity(
+    model: PreTrainedModel, base_model: PreTrainedModel, inputs: Inputs, *, on_batch: Callable[[], None]
+) -> list[LayerSensitivity]:
+    """Return the sensitivity of each RFA layer, the most sensitive first.
 
     Args:
         model: the RFA model.
-        parent: its softmax parent.
+        base_model: its softmax base model.
         inputs: what the models are called with.
-        on_part: called `num_parts` times.
+        on_batch: called for every batch (`hf_rfa.convert.calibration_data.batches`), once per layer.
     """
-    config: Any = model.config
     places = [(layer.rfa_kind, layer.rfa_layer_idx) for layer in rfa_layers(model).values()]
-    alone = [
-        share_weights(model, type(model), type(config).from_parent(config, **only_rfa(config, {place})))
-        for place in places
-    ]
-    sums, counted = [0.0] * len(places), 0.0
+    variants = [_with_rfa_layers(model, {place}) for place in places]
+    sums, tokens = [0.0] * len(places), 0.0
     for batch in batches({name: tensor.to(model.device) for name, tensor in inputs.items() if name != "labels"}):
-        expected = parent(**batch, use_cache=False)
+        expected = base_model(**batch, use_cache=False)
         mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
-        for place, variant in enumerate(alone):
-            damage = _difference(variant(**batch, use_cache=False), expected)
-            kept = torch.ones_like(damage) if mask is None or mask.shape != damage.shape else mask.to(damage.dtype)
-            sums[place] += float((damage * kept).sum())
-            on_part()
-        counted += float(kept.sum())
-    found = [Damage(*place, total / counted) for place, total in zip(places, sums, strict=True)]
-    return sorted(found, key=lambda each: -each.damage)
+        for place, variant in enumerate(variants):
+            divergence = _divergence(variant(**batch, use_cache=False), expected)
+            counted = mask if mask is not None and mask.shape == divergence.shape else torch.ones_like(divergence)
+            sums[place] += float((divergence * counted).sum())
+            on_batch()
+        tokens += float(counted.sum())
+    found = [LayerSensitivity(*place, total / tokens) for place, total in zip(places, sums, strict=True)]
+    return sorted(found, key=lambda each: -each.divergence)
 
 
-def _difference(found: Any, expected: Any) -> Tensor:
-    """Return how far outputs are from the parent's, per token or per row."""
+def _divergence(found: Any, expected: Any) -> Tensor:
+    """Return how far outputs are from the base model's, per token [N, T], or per row [N] for a classifier."""
     if "logits" in expected:
-        theirs = expected.logits.float().log_softmax(-1)
-        return (theirs.exp() * (theirs - found.logits.float().log_softmax(-1))).sum(-1)
-    theirs = expected[0].float()
-    return (found[0].float() - theirs).square().sum(-1) / theirs.square().sum(-1)
+        log_expected = expected.logits.float().log_softmax(-1)
+        return (log_expected.exp() * (log_expected - found.logits.float().log_softmax(-1))).sum(-1)
+    hidden_states = expected[0].float()
+    return (found[0].float() - hidden_states).square().sum(-1) / hidden_states.square().sum(-1)
 
 
-def leave_softmax(model: PreTrainedModel, damages: list[Damage], count: int) -> PreTrainedModel:
-    """Return a model that shares all weights with ``model``, whose ``count`` worst layers are softmax."""
-    config: Any = model.config
-    kept = {(each.kind, each.layer) for each in damages[count:]}
-    return share_weights(model, type(model), type(config).from_parent(config, **only_rfa(config, kept)))
+def keep_softmax(model: PreTrainedModel, sensitivities: list[LayerSensitivity], count: int) -> PreTrainedModel:
+    """Return a model that shares all weights with ``model``, and whose ``count`` most sensitive layers are softmax."""
+    return _with_rfa_layers(model, {(each.kind, each.layer) for each in sensitivities[count:]})

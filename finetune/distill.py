@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, default_data_collator
 
 from hf_rfa.convert.atomic_io import check_destination, new_folder
 from hf_rfa.convert.calibration_data import Inputs
-from hf_rfa.convert.options import import_words
+from hf_rfa.convert.configuration import import_words
 from hf_rfa.convert.perplexity import score_labels
 from hf_rfa.convert.pictures import compare_attention, draw_attention
 from hf_rfa.convert.pipeline import MAX_SHARD_SIZE, Progress

@@ -32,10 +32,10 @@ from transformers import (
     set_seed,
 )
 
-from hf_rfa.convert.activations import layer_divergence, model_masks, record_inputs, sample_layer
+from hf_rfa.convert.activations import capture_inputs, layer_activations, layer_divergence, padding_masks
+from hf_rfa.convert.base_model import rfa_layers
 from hf_rfa.convert.calibration_data import Inputs
 from hf_rfa.convert.pipeline import Progress
-from hf_rfa.convert.twin import rfa_layers
 
 from .lora import lora
 from .param_groups import PARAMETER_KINDS, ParameterKind, Rates, freeze, parameter_groups
@@ -102,18 +102,19 @@ def transfer_losses(
         output_mse_weight: weight of the relative squared error of the attention's outputs, added to the KL.
     """
     layers = rfa_layers(model)
-    with torch.no_grad(), record_inputs({name: teacher.get_submodule(name) for name in layers}) as recorded:
+    with torch.no_grad(), capture_inputs({name: teacher.get_submodule(name) for name in layers}) as captured:
         body: Any = teacher.base_model
         body(**{name: tensor for name, tensor in inputs.items() if name != "labels"}, use_cache=False)
-    masks = model_masks(inputs)
+    masks = padding_masks(inputs)
     losses = {}
     for name, layer in layers.items():
-        if name not in recorded:
+        if name not in captured:
             continue
         with torch.no_grad():
-            sample = sample_layer(layer, recorded[name], masks)
-        with torch.autocast(sample.key.device.type, enabled=False):
-            losses[name] = layer_divergence(layer, sample, recorded.pop(name)[0], output_weight=output_mse_weight)
+            activations = layer_activations(layer, captured[name], masks)
+        with torch.autocast(activations.key.device.type, enabled=False):
+            hidden_states = captured.pop(name).hidden_states
+            losses[name] = layer_divergence(layer, activations, hidden_states, output_weight=output_mse_weight)
     return losses
 
 

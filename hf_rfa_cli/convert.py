@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
+import runpy
 import shlex
 import sys
+from copy import copy
+from dataclasses import Field, fields
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from .options import LoadedDtype, ModelDtype, Overwrite, References, Resume, Seed, UsageError, number, text_file
+from .options import Overwrite, References, Resume, UsageError, number, text_file
+
+#: What convert/options.py defines, read by its path: importing it as a module of `hf_rfa` would load torch.
+_PACKAGE: Any = find_spec("hf_rfa")
+OPTIONS = runpy.run_path(str(Path(_PACKAGE.submodule_search_locations[0]) / "convert" / "options.py"))
+#: Defaults that are others where attention transfer follows. A gate gains nothing beside a window.
+TRANSFER_DEFAULTS = {
+    "feature_map": ("exponential", "Default: positive; exponential with --transfer-steps."),
+    "gate": (True, "Default: with --transfer-steps and no window."),
+}
+LAYERS = ("layers", "cross_layers", "encoder_layers")
 
 
 def _layers(option: str, text: str | None) -> Any:
     """Read the layers that an option names: "0,2,4-7", "all", "none", or None if it was not given."""
     if text is None or text == "all":
         return text
-    if text == "none":
-        return []
     indices: list[int] = []
-    for part in text.split(","):
+    for part in [] if text == "none" else text.split(","):
         first, _, last = part.strip().partition("-")
         if not first.isdigit() or (last and not last.isdigit()):
             raise UsageError(f"{option} takes all, none, or indices and ranges such as 0,2,4-7, got {text!r}.")
@@ -27,104 +40,78 @@ def _layers(option: str, text: str | None) -> Any:
     return indices
 
 
+def _parameter(field: Field, panel: str, text: str) -> inspect.Parameter:
+    """Return the parameter of a typer command for a field of `hf_rfa.convert.ConversionOptions`."""
+    kind, default, flag = field.type, field.default, OPTIONS["flag_of"](field.name)
+    text = text[0].upper() + text[1:]
+    if field.name in TRANSFER_DEFAULTS:
+        kind, default, text = kind | None, None, f"{text} {TRANSFER_DEFAULTS[field.name][1]}"  # type: ignore[operator]
+    if field.name in OPTIONS["MINIMUM"]:
+        option = number(text, OPTIONS["MINIMUM"][field.name], name=flag)
+    else:
+        option = typer.Option(flag, help=text, callback=text_file if field.name == "calibrate_on" else None)
+    if field.name in LAYERS:
+        kind = str | None
+    elif field.name == "calibrate_on":
+        kind = Path | None
+    option.rich_help_panel = panel
+    annotation = Annotated[kind, option]  # type: ignore[valid-type]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _with_conversion_options(command: Any) -> Any:
+    """Give a command whose last parameter is ``**options`` the options of a conversion, and its own a group of the help."""
+    arguments, own = [], []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            arguments.append(parameter)
+        elif parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            kind, option = get_args(parameter.annotation)
+            option = copy(option)
+            option.rich_help_panel = "Output" if parameter.name == "overwrite" else "Distillation"
+            own.append(parameter.replace(annotation=Annotated[kind, option]))
+    texts, panel, added = OPTIONS["help_texts"](), "", []
+    for field in fields(OPTIONS["ConversionOptions"]):
+        panel = OPTIONS["PANELS"].get(field.name, panel)
+        added.append(_parameter(field, panel, texts[field.name]))
+    command.__signature__ = inspect.Signature([*arguments, *added, *own])
+    return command
+
+
+@_with_conversion_options
 def convert_command(
-    source: Annotated[str, typer.Argument(help="Folder of a softmax checkpoint, or its name on the hub.")],
+    checkpoint: Annotated[str, typer.Argument(help="Folder of a softmax checkpoint, or its name on the hub.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write.")],
-    feature_map: Annotated[
-        str | None, typer.Option(help="Feature map. Default: positive; exponential with --distill-steps.")
-    ] = None,
-    num_features: Annotated[int | None, number("D, rows of W per head. Default: the map's own.", 1)] = None,
-    num_cross_features: Annotated[int | None, number("D of cross attention.", 1)] = None,
-    num_encoder_features: Annotated[int | None, number("D of an encoder's attention.", 1)] = None,
-    unit_norm: Annotated[bool, typer.Option("--unit-norm", help="Normalise q and k (the paper's RFA).")] = False,
-    iid: Annotated[bool, typer.Option("--iid", help="Draw W independently, not in orthogonal blocks.")] = False,
-    trainable_projection: Annotated[
-        bool, typer.Option("--trainable-projection", help="Make W a parameter, for training.")
-    ] = False,
-    redraw_pool: Annotated[int, number("Redraw W from a pool of this size at every step of training.", 0)] = 0,
-    gate: Annotated[
-        bool | None,
-        typer.Option(
-            "--gate/--no-gate", help="Add a recency gate per head. Default: with --distill-steps and no window."
-        ),
-    ] = None,
-    window: Annotated[
-        int,
-        number("Let causal attention see so many last tokens exactly, beside the features.", 0),
-    ] = 0,
-    seed: Seed = 0,
-    layers: Annotated[
-        str, typer.Option(help="Layers whose causal attention to convert: all, none, or 0,2,4-7. Others stay softmax.")
-    ] = "all",
-    cross_layers: Annotated[
-        str | None, typer.Option(help="Decoder layers whose cross attention to convert. Default: all.")
-    ] = None,
-    encoder_layers: Annotated[str | None, typer.Option(help="Encoder layers to convert. Default: none.")] = None,
-    keep_softmax: Annotated[
-        int,
-        number("Leave so many layers softmax after all: those whose conversion does most damage.", 0),
-    ] = 0,
-    max_positions: Annotated[int | None, number("Extend the positions to this number.", 1)] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            callback=text_file,
-            help="Text to calibrate on (.txt, .jsonl, plain or .gz; for an encoder one source a line). Default: random "
-            "tokens.",
-        ),
-    ] = None,
-    dtype: ModelDtype = LoadedDtype.auto,
+    *,
     overwrite: Overwrite = False,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Load weights that exist only as a pickle. Only if you trust them.")
-    ] = False,
-    distill_steps: Annotated[
-        int | None,
-        number("Then learn the parent's attention from --data for so many steps.", 1),
+    transfer_steps: Annotated[
+        int | None, number("Then learn the base model's attention from --data for this many steps.", 1)
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            callback=text_file, help="Text to learn from (see distill); calibration reads it too, but for --calibrate."
+            callback=text_file,
+            help="Text to learn from (see distill); without --calibrate also the text to calibrate on.",
         ),
     ] = None,
     references: References = None,
     resume: Resume = False,
+    **options: Any,
 ) -> None:
     """Convert a softmax checkpoint into an RFA checkpoint."""
-    if (distill_steps is None) != (data is None):
-        raise UsageError("--distill-steps and --data belong together: pass both, or neither.")
-    for option, given in (("--references", references is not None), ("--resume", resume)):
+    if (transfer_steps is None) != (data is None):
+        raise UsageError("--transfer-steps and --data belong together: pass both, or neither.")
+    for flag, given in (("--references", references is not None), ("--resume", resume)):
         if given and data is None:
-            raise UsageError(f"{option} has no effect without --data. Leave it out.")
-    if feature_map is None:
-        feature_map = "positive" if distill_steps is None else "exponential"
-    causal = _layers("--layers", layers)
-    if gate is None:  # only training makes it pay, and no window beside it; only causal attention has one
-        gate = distill_steps is not None and window == 0 and causal != []
-    options: dict[str, Any] = {
-        "feature_map": feature_map,
-        "num_features": num_features,
-        "num_cross_features": num_cross_features,
-        "num_encoder_features": num_encoder_features,
-        "unit_norm": unit_norm,
-        "orthogonal": not iid,
-        "trainable_projection": trainable_projection,
-        "redraw_pool": redraw_pool,
-        "gate": gate,
-        "window": window,
-        "seed": seed,
-        "layers": causal,
-        "cross_layers": _layers("--cross-layers", cross_layers),
-        "encoder_layers": _layers("--encoder-layers", encoder_layers),
-        "keep_softmax": keep_softmax,
-        "max_positions": max_positions,
-        "calibrate_on": calibrate or data,
-        "dtype": dtype.value,
-        "allow_pickle": allow_pickle,
-    }
-    if distill_steps is None:
-        _convert(source, destination, overwrite=overwrite, **options)
+            raise UsageError(f"{flag} has no effect without --data. Leave it out.")
+    options |= {name: _layers(OPTIONS["flag_of"](name), options[name]) for name in LAYERS}
+    if options["feature_map"] is None:
+        options["feature_map"] = "positive" if transfer_steps is None else TRANSFER_DEFAULTS["feature_map"][0]
+    if options["gate"] is None:
+        options["gate"] = transfer_steps is not None and options["window_size"] == 0 and options["layers"] != []
+    options["calibrate_on"] = options["calibrate_on"] or data
+    if transfer_steps is None:
+        _convert(checkpoint, destination, overwrite=overwrite, **options)
         return
 
     from hf_rfa.convert.atomic_io import check_destination, folder_beside
@@ -134,20 +121,20 @@ def convert_command(
     from .console import console, shown_steps
 
     check_one_process()
-    check_destination(destination, overwrite=overwrite, sources=(Path(source),))
+    check_destination(destination, overwrite=overwrite, sources=(Path(checkpoint),))
     check_training_folder(training_folder(destination), resume=resume)
     with folder_beside(destination) as folder:
         converted = folder / destination.name
         command = shlex.join(["hf-rfa", *(word for word in sys.argv[1:] if word != "--resume")])
-        _convert(source, converted, overwrite=False, command=command, **options)
+        _convert(checkpoint, converted, command=command, **options)
         with shown_steps() as progress:
             report = distill(
                 converted,
                 destination,
-                teacher=source,
+                teacher=checkpoint,
                 data=cast(Path, data),
                 references=references,
-                transfer_steps=distill_steps,
+                transfer_steps=transfer_steps,
                 end_to_end_steps=0,
                 resume=resume,
                 overwrite=overwrite,
@@ -157,14 +144,14 @@ def convert_command(
     console.print(report.table())
 
 
-def _convert(source: str, destination: Path, **options: Any) -> None:
+def _convert(checkpoint: str, destination: Path, **options: Any) -> None:
     """Convert with a progress bar, and print the report."""
     from hf_rfa.convert import convert
 
     from .console import console, shown_steps
 
     with shown_steps() as progress:
-        report = convert(source, destination, progress=progress, **options)
+        report = convert(checkpoint, destination, progress=progress, **options)
     console.print(report.table())
     for note in report.notes:
         console.print(note)

@@ -16,6 +16,7 @@ UsageError: Any = typer.BadParameter.__base__
 #: Earlier names of options, which still work, by command.
 RENAMED = {
     "bench": {"--window": "--window-size"},
+    "convert": {"--window": "--window-size", "--distill-steps": "--transfer-steps"},
     "evaluate": {"--context": "--context-length", "--branch": "--attention-component"},
 }
 

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_rfa import FEATURE_MAPS, RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.convert import convert
-from hf_rfa.convert.activations import Sample
-from hf_rfa.convert.calibration import SPANS, _Comparison, _set_log_scale, _set_temperature, calibrate_layer
+from hf_rfa.convert.activations import LayerActivations
+from hf_rfa.convert.calibration import GATE_TIME_SCALES, _Comparison, _set_log_scale, _set_temperature, calibrate_layer
 
 from .conftest import tiny_parent_config
 
@@ -68,7 +68,7 @@ def test_every_step_brings_attention_closer_to_the_parent():
     mix, width = torch.randn(6, 8, 8) / 8**0.5, torch.linspace(-0.7, 0.7, 8).exp()
     # Correlated, of other widths on the two sides, and neither of mean 0.
     query, key = (torch.randn(1, 6, 64, 8) @ (mix * each) + torch.randn(6, 1, 8) for each in (width, 1 / width))
-    sample = Sample(query, key, torch.randn_like(key))
+    sample = LayerActivations(query, key, torch.randn_like(key))
     calibrate_layer(layer, sample)
     assert (feature_map.sigma != 1).any()
     masses = feature_map.key(key)[0].sum(-1)
@@ -89,7 +89,7 @@ def test_every_step_brings_attention_closer_to_the_parent():
         assert (comparison.divergence() > calibrated).all(), name
 
 
-def distance_sample(decays: torch.Tensor, length: int) -> Sample:
+def distance_sample(decays: torch.Tensor, length: int) -> LayerActivations:
     """Return queries and keys with softmax weights g^(i − j), [H], before they are normalised.
 
     In the one dimension that tells keys apart they are so negative that elu features do not tell them apart; a second one,
@@ -100,7 +100,7 @@ def distance_sample(decays: torch.Tensor, length: int) -> Sample:
     positions, below, large = torch.arange(float(length)), length + 10, 100
     query[..., 0], key[..., 0] = rates, positions - below
     query[..., 1], key[..., 1] = rates * (below - positions) / large, large
-    return Sample(query, key, torch.randn_like(key))
+    return LayerActivations(query, key, torch.randn_like(key))
 
 
 @pytest.mark.parametrize(("window", "left"), [(0, 1e-5), (5, 1e-2)])  # a window's shift is the same for all queries
@@ -108,7 +108,7 @@ def test_the_gates_find_the_spans_of_softmax_attention(window, left):
     torch.manual_seed(0)
     config = RFAGPT2Config.from_parent(tiny_parent_config(n_positions=64), gate=True, feature_map="elu", window=window)
     layer = RFAGPT2LMHeadModel(config).transformer.h[0].attn
-    spans = torch.tensor([1 / 8, 1.0, max(SPANS)]) * 64
+    spans = torch.tensor([1 / 8, 1.0, max(GATE_TIME_SCALES)]) * 64
     sample, hidden = distance_sample(1 - 1 / spans, 64), torch.randn(1, 64, 24)
     before = _Comparison(layer, sample, hidden).best_divergence()
     calibrate_layer(layer, sample, hidden)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import Cache
 
-from hf_rfa.convert.twin import rfa_layers
+from hf_rfa.convert.base_model import rfa_layers
 from hf_rfa.families import FAMILIES
 
 from .conftest import tiny_parent_config, tiny_seq2seq_config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,26 +14,44 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import interpolate
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    GPT2ForSequenceClassification,
     GPT2LMHeadModel,
-    GPT2Model,
 )
 
-from hf_rfa import FEATURE_MAPS, RFAGPT2ForSequenceClassification, RFAGPT2Model
-from hf_rfa.convert import InputError, convert
-from hf_rfa.convert import atomic_io as writer_module
-from hf_rfa.convert import pipeline as converter_module
+from hf_rfa import FEATURE_MAPS, cache_num_bytes
+from hf_rfa.convert import ConversionOptions, InputError, atomic_io, convert, pipeline
+from hf_rfa.convert.base_model import softmax_base_model
 from hf_rfa.convert.calibration_data import random_inputs
-from hf_rfa.convert.twin import softmax_twin
 
-from .conftest import DEMO_MODEL, DEMO_TEXT, shared, tiny_parent_config
+from .conftest import DEMO_MODEL, DEMO_TEXT, save_tiny_tokenizer, shared, tiny_parent_config, tiny_seq2seq_config
+
+SCRIPT = Path(sys.executable).parent / "hf-rfa"
+
+
+@pytest.fixture
+def parents(tiny_parent, tiny_seq2seq_parents) -> dict[str, Path]:
+    """Folders of tiny softmax checkpoints by family."""
+    return {"gpt2": tiny_parent, **tiny_seq2seq_parents}
+
+
+def load(folder: Path):
+    """Load a model that generates."""
+    auto_class = AutoModelForCausalLM if "gpt2" in (folder / "config.json").read_text() else AutoModelForSeq2SeqLM
+    return auto_class.from_pretrained(folder).eval()
+
+
+#: Sources of different lengths for the tiny models.
+SOURCES = "".join(" ".join(f"w{4 + (7 * i + j * j) % 57}" for j in range(3 + i % 9)) + "\n" for i in range(40))
 
 
 def copy_of(source: Path, destination: Path) -> Path:
@@ -47,22 +66,34 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("name", sorted(FEATURE_MAPS))
-def test_every_feature_map_converts_and_keeps_every_weight(name, tiny_parent, tmp_path):
-    report = convert(tiny_parent, tmp_path / "out", feature_map=name, gate=True)
-    parent, result = load_file(tiny_parent / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *(("gpt2", name) for name in sorted(FEATURE_MAPS)),
+        *((family, name) for family in ("bart", "marian") for name in ("positive", "gaussian", "elu")),
+    ],
+)
+def test_every_feature_map_converts_and_keeps_every_weight(family, name, parents, tmp_path):
+    options = {} if family == "gpt2" else {"encoder_layers": "all"}
+    report = convert(parents[family], tmp_path / "out", feature_map=name, gate=True, **options)
+    parent, result = (load_file(folder / "model.safetensors") for folder in (parents[family], tmp_path / "out"))
     for key, tensor in parent.items():
         assert torch.equal(result[key], tensor), key
     added = set(result) - set(parent)
     assert added
-    assert all(".feature_map." in key or ".gate." in key for key in added)
+    assert all(".feature_map." in key or re.search(r"\.(self_)?attn\.gate\.", key) for key in added)
     assert report.max_logit_difference == 0
-    assert report.layers == {"causal": (2, 2)}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model = load(tmp_path / "out")
     assert report.num_parameters == sum(p.numel() for p in model.parameters())
-    cache = model(torch.ones(1, 3, dtype=torch.long)).past_key_values
-    assert report.state_bytes == sum(layer.state.numel() * 4 for layer in cache.layers)
-    assert report.cache_bytes == {96: 2 * 2 * 24 * 96 * 4}
+    ids = torch.full((1, 4), 5)
+    inputs = {} if family == "gpt2" else {"decoder_input_ids": ids}
+    assert report.state_bytes == cache_num_bytes(model(ids, **inputs).past_key_values)
+    if family == "gpt2":
+        assert report.layers == {"causal": (2, 2)}
+        assert report.cache_bytes == {96: 2 * 2 * 24 * 96 * 4}
+    else:
+        assert report.layers == {"causal": (3, 3), "cross": (3, 3), "encoder": (2, 2)}
+        assert report.cache_bytes == {96: 2 * 2 * 3 * 24 * 96 * 4}  # of output and source, in 3 layers
     assert leftovers(tmp_path) == ["out"]
 
 
@@ -118,31 +149,66 @@ def test_dtype(dtype, expected, tiny_parent, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == expected
 
 
-@pytest.mark.parametrize("count", [97, 192, 500])
-def test_positions_are_extended(count, tiny_parent, tmp_path):
-    convert(tiny_parent, tmp_path / "out", max_positions=count)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.config.n_positions == count
-    old, new = (each.transformer.wpe.weight.detach() for each in (GPT2LMHeadModel.from_pretrained(tiny_parent), model))
-    stretched = torch.nn.functional.interpolate(old.T[None], size=count, mode="linear", align_corners=True)[0].T
-    torch.testing.assert_close(new, stretched)
-    ids = torch.randint(1, 61, (1, count))
+@pytest.mark.parametrize(
+    ("family", "count"), [("gpt2", 97), ("gpt2", 192), ("gpt2", 500), ("bart", 200), ("marian", 200)]
+)
+def test_positions_are_extended(family, count, parents, tmp_path):
+    """Learned tables are stretched by linear interpolation, from the first to the last position; sinusoids continued."""
+    convert(parents[family], tmp_path / "out", max_positions=count)
+    model, parent = load(tmp_path / "out"), load(parents[family])
+    assert model.config.max_position_embeddings == count
+    if family == "gpt2":
+        tables = [(model.transformer.wpe, parent.transformer.wpe)]
+    else:
+        sides = [(model.get_encoder(), parent.get_encoder()), (model.get_decoder(), parent.get_decoder())]
+        tables = [(mine.embed_positions, theirs.embed_positions) for mine, theirs in sides]
+    for new, old in ((mine.weight.detach(), theirs.weight.detach()) for mine, theirs in tables):
+        if family == "marian":
+            assert torch.equal(new[:96], old)
+            assert new.shape[0] == count
+        else:
+            offset = 2 if family == "bart" else 0  # rows before position 0
+            assert torch.equal(new[:offset], old[:offset])
+            stretched = interpolate(old[offset:].T[None], size=count, mode="linear", align_corners=True)[0].T
+            torch.testing.assert_close(new[offset:], stretched)
+    ids = torch.randint(4, 61, (1, count))
     with torch.no_grad():
-        assert torch.isfinite(model(ids).logits).all()
-    output = model.generate(ids[:, : count - 20], max_new_tokens=20, eos_token_id=None, pad_token_id=0)
-    assert output.shape[1] == count
+        inputs = {} if family == "gpt2" else {"decoder_input_ids": ids}
+        assert torch.isfinite(model(ids, **inputs).logits).all()
+    if family == "gpt2":
+        output = model.generate(ids[:, : count - 20], max_new_tokens=20, eos_token_id=None, pad_token_id=0)
+        assert output.shape[1] == count
 
 
-def test_other_heads(tmp_path):
-    config = tiny_parent_config(num_labels=4, pad_token_id=0)
-    GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
-    GPT2Model(config).save_pretrained(tmp_path / "body")
-    convert(tmp_path / "classifier", tmp_path / "a")
-    convert(tmp_path / "body", tmp_path / "b")
-    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "a")
-    assert type(classifier) is RFAGPT2ForSequenceClassification
-    assert classifier.score.out_features == 4
-    assert type(AutoModel.from_pretrained(tmp_path / "b")) is RFAGPT2Model
+@pytest.mark.parametrize(
+    ("name", "auto_class"),
+    [
+        ("GPT2ForSequenceClassification", AutoModelForSequenceClassification),
+        ("GPT2Model", AutoModel),
+        ("BartModel", AutoModel),
+        ("BartForSequenceClassification", AutoModelForSequenceClassification),
+        ("BartForQuestionAnswering", AutoModelForQuestionAnswering),
+        ("BartForCausalLM", AutoModelForCausalLM),
+        ("MarianModel", AutoModel),
+    ],
+)
+def test_other_heads(name, auto_class, tmp_path):
+    make = {"GPT2": tiny_parent_config, "Bart": tiny_seq2seq_config, "Mari": tiny_seq2seq_config}[name[:4]]
+    family = [] if name.startswith("GPT2") else ["bart" if name.startswith("Bart") else "marian"]
+    config = make(*family, pad_token_id=1, **({"num_labels": 4} if name.endswith("Classification") else {}))
+    getattr(transformers, name)(config).save_pretrained(tmp_path / "parent")
+    save_tiny_tokenizer(tmp_path / "parent")
+    convert(tmp_path / "parent", tmp_path / "a")
+    model = auto_class.from_pretrained(tmp_path / "a")
+    assert type(model).__name__ == f"RFA{name}"
+    if name.endswith("Classification"):
+        head = model.score if family == [] else model.classification_head.out_proj
+        assert head.out_features == 4
+    if family and name != "BartForCausalLM":  # for a decoder alone the text is no block of 96 tokens
+        (tmp_path / "text").write_text(SOURCES)
+        report = convert(tmp_path / "parent", tmp_path / "b", calibrate_on=tmp_path / "text")
+        assert report.perplexities is None
+        assert all(gain.after < gain.before for gain in report.gains)
 
 
 def test_sharded_source(tiny_parent, tmp_path):
@@ -170,15 +236,15 @@ def test_the_layers_that_suffer_most_can_stay_softmax(tiny_parent, tmp_path):
             convert(tiny_parent, tmp_path / f"only{layer}", layers=[layer], num_features=4)
             alone = AutoModelForCausalLM.from_pretrained(tmp_path / f"only{layer}")
             damage[layer] = float((theirs.exp() * (theirs - alone(ids).logits.log_softmax(-1))).sum(-1).mean())
-    assert [each.layer for each in report.damages] == sorted(damage, key=lambda layer: -damage[layer])
-    for each in report.damages:
-        assert each.damage == pytest.approx(damage[each.layer], rel=1e-4)
+    assert [each.layer for each in report.sensitivities] == sorted(damage, key=lambda layer: -damage[layer])
+    for each in report.sensitivities:
+        assert each.divergence == pytest.approx(damage[each.layer], rel=1e-4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.config.softmax_layers == [report.damages[0].layer]
+    assert model.config.softmax_layers == [report.sensitivities[0].layer]
     assert report.command.endswith("--keep-softmax 1")
     assert report.layers == {"causal": (1, 2)}
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path / f"only{report.damages[1].layer}")(ids).logits
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / f"only{report.sensitivities[1].layer}")(ids).logits
         assert torch.equal(model(ids).logits, expected)
 
 
@@ -215,8 +281,7 @@ def test_the_command_on_the_card_gives_the_same_checkpoint(tiny_parent, tmp_path
     }
     report = convert(tiny_parent, tmp_path / "a", max_positions=128, redraw_pool=4, **options)
     command = report.command.replace(str(tmp_path / "a"), str(tmp_path / "b"))
-    script = Path(sys.executable).parent / "hf-rfa"
-    subprocess.run([script, *command.split()[1:]], check=True, capture_output=True)
+    subprocess.run([SCRIPT, *command.split()[1:]], check=True, capture_output=True)
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
@@ -225,7 +290,7 @@ def test_softmax_twin_shares_memory_and_is_the_parent(tiny_parent, tmp_path):
     convert(tiny_parent, tmp_path / "out")
     parent = GPT2LMHeadModel.from_pretrained(tiny_parent).eval()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    twin = softmax_twin(model, "GPT2LMHeadModel", parent.config)
+    twin = softmax_base_model(model, "GPT2LMHeadModel", parent.config)
     ids = torch.randint(1, 61, (2, 20))
     with torch.no_grad():
         assert torch.equal(twin(ids).logits, parent(ids).logits)
@@ -265,13 +330,12 @@ def test_a_hub_name_works_offline_from_the_cache(tmp_path):
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    script = Path(sys.executable).parent / "hf-rfa"
     options = {"env": environment, "capture_output": True, "text": True, "check": False, "cwd": tmp_path}
-    found = subprocess.run([script, "convert", "gpt2", "out"], **options)
+    found = subprocess.run([SCRIPT, "convert", "gpt2", "out"], **options)
     assert found.returncode == 0, found.stderr
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.base_model == "gpt2"
-    missing = subprocess.run([script, "convert", "distilgpt2", "other"], **options)
+    missing = subprocess.run([SCRIPT, "convert", "distilgpt2", "other"], **options)
     assert missing.returncode == 1
     for words in ("hub could not be reached", "HF_HUB_OFFLINE", "hf download distilgpt2"):
         assert words in missing.stderr
@@ -310,7 +374,7 @@ def test_unsupported_and_converted_models(tiny_parent, tmp_path):
     (source / "config.json").write_text("{not json")
     refused("cannot read .*config.json", source, tmp_path)
     (source / "config.json").write_text("{}")
-    refused("names no model_type", source, tmp_path)
+    refused("has model_type None, which cannot be converted", source, tmp_path)
     convert(tiny_parent, tmp_path / "rfa")
     refused("RFA checkpoint already", tmp_path / "rfa", tmp_path)
 
@@ -338,21 +402,16 @@ def test_broken_weights(tiny_parent, tmp_path):
         refused(f"tensor {key} holds 1 values that are NaN or infinite", source, tmp_path)
 
 
-def test_every_shard_is_checked(tiny_parent, tmp_path):
+def test_every_shard_is_needed_and_checked(tiny_parent, tmp_path):
     GPT2LMHeadModel.from_pretrained(tiny_parent).save_pretrained(tmp_path / "source", max_shard_size="20KB")
     for shard in sorted((tmp_path / "source").glob("model-*.safetensors")):
         tensors, whole = load_file(shard), shard.read_bytes()
         name = next(iter(tensors))
         save_file({**tensors, name: torch.full_like(tensors[name], torch.nan)}, shard, metadata={"format": "pt"})
         refused(f"{shard.name}: tensor {name} holds", tmp_path / "source", tmp_path)
+        shard.unlink()
+        refused(f"lacks {shard.name}", tmp_path / "source", tmp_path)
         shard.write_bytes(whole)
-
-
-def test_missing_shards(tiny_parent, tmp_path):
-    GPT2LMHeadModel.from_pretrained(tiny_parent).save_pretrained(tmp_path / "source", max_shard_size="20KB")
-    shard = sorted((tmp_path / "source").glob("model-*.safetensors"))[1]
-    shard.unlink()
-    refused(f"lacks {shard.name}", tmp_path / "source", tmp_path)
 
 
 def test_pickles_are_refused_unless_asked_for(tiny_parent, tmp_path):
@@ -391,42 +450,67 @@ def test_destinations(tiny_parent, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "match"),
+    ("family", "options", "match"),
     [
-        ({"feature_map": "cosine"}, "feature_map='cosine' is unknown. Known: arccos, elu"),
-        ({"num_features": 0}, "num_features must be at least 1, got 0"),
-        ({"feature_map": "elu", "num_features": 3}, "num_features=3"),
-        ({"layers": []}, "no layer is left to convert"),
-        ({"layers": [2]}, r"indices from 0 to 1, got \[2\]"),
-        ({"max_positions": 96}, "max_positions=96 does not extend the 96 positions"),
-        ({"dtype": "int8"}, "dtype must be one of .*got 'int8'"),
-        ({"calibrate_on": "no/such/text.txt"}, "no text file no/such/text.txt"),
-        ({"calibrate_on": DEMO_TEXT}, "there is no tokenizer in it"),
-        ({"keep_softmax": 2}, "keep_softmax=2 must leave at least one of the 2 layers"),
-        ({"window": -1}, "window must be from 0"),
-        ({"redraw_pool": 3, "trainable_projection": True}, "exclude each other"),
+        ("gpt2", {"feature_map": "cosine"}, "feature_map='cosine' is unknown. Known: arccos, elu"),
+        ("gpt2", {"num_features": 0}, "num_features must be at least 1, got 0"),
+        ("gpt2", {"feature_map": "elu", "num_features": 3}, "num_features=3"),
+        ("gpt2", {"layers": []}, "no layer is left to convert"),
+        ("gpt2", {"layers": [2]}, r"indices from 0 to 1, got \[2\]"),
+        ("gpt2", {"max_positions": 96}, "max_positions=96 does not extend the 96 positions"),
+        ("gpt2", {"dtype": "int8"}, "dtype must be one of .*got 'int8'"),
+        ("gpt2", {"calibrate_on": "no/such/text.txt"}, "no text file no/such/text.txt"),
+        ("gpt2", {"calibrate_on": DEMO_TEXT}, "there is no tokenizer in it"),
+        ("gpt2", {"keep_softmax": 2}, "keep_softmax=2 must leave at least one of the 2 layers"),
+        ("gpt2", {"window_size": -1}, "window_size must be at least 0, got -1"),
+        ("gpt2", {"seed": -1}, "seed must be at least 0, got -1"),
+        ("gpt2", {"redraw_pool": 3, "trainable_projection": True}, "exclude each other"),
+        ("gpt2", {"cross_layers": "all"}, "cross_layers=all does not apply to gpt2, which has no such attention"),
+        ("gpt2", {"num_cross_features": 8}, "does not apply to gpt2, which has no such attention"),
+        ("gpt2", {"encoder_layers": [0]}, "does not apply to gpt2, which has no such attention"),
+        ("bart", {"cross_layers": [3]}, r"cross_layers to convert must be indices from 0 to 2, got \[3\]"),
+        ("bart", {"encoder_layers": [2]}, r"encoder_layers to convert must be indices from 0 to 1, got \[2\]"),
+        ("bart", {"layers": [], "cross_layers": []}, "no layer is left to convert"),
+        ("bart", {"layers": [], "gate": True}, "gate=True is of causal attention, and none is converted"),
+        ("bart", {"layers": [], "window": 4}, "window_size=4 is of causal attention, and none is converted"),
+        ("bart", {"num_cross_features": 0}, "num_cross_features must be at least 1, got 0"),
+        ("bart", {"max_positions": 50}, "max_positions=50 does not extend the 96 positions"),
     ],
 )
-def test_options(options, match, tiny_parent, tmp_path):
-    refused(match, tiny_parent, tmp_path, **options)
+def test_options_that_cannot_be_are_refused(family, options, match, parents, tmp_path):
+    refused(match, parents[family], tmp_path, **options)
+
+
+def test_an_unknown_option_is_named(tiny_parent, tmp_path):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'features'"):
+        convert(tiny_parent, tmp_path / "out", features=8)
+
+
+def test_options_come_as_an_object_as_fields_and_under_their_old_names(tiny_parent, tmp_path):
+    options = ConversionOptions(num_features=8, window_size=3, seed=2)
+    convert(tiny_parent, tmp_path / "object", options)
+    convert(tiny_parent, tmp_path / "fields", num_features=8, window=3, seed=2)
+    convert(tiny_parent, tmp_path / "both", ConversionOptions(num_features=8, seed=1), window_size=3, seed=2)
+    first, *others = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("object", "fields", "both"))
+    assert others == [first, first]
 
 
 def test_full_disk(tiny_parent, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(writer_module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
+        patch.setattr(atomic_io.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
         refused("GB free, but the result needs about", tiny_parent, tmp_path)
 
     def no_space(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(converter_module.ModelCard, "save", no_space)  # after the weights have been written
+    monkeypatch.setattr(ModelCard, "save", no_space)  # after the weights have been written
     refused("the disk of .* is full; nothing was written", tiny_parent, tmp_path)
 
 
 def test_a_result_that_does_not_reload_the_same_is_not_kept(tiny_parent, tmp_path, monkeypatch):
-    true_logits = converter_module._logits
+    true_logits = pipeline._logits
     shifts = iter([0.0, 1.0])
-    monkeypatch.setattr(converter_module, "_logits", lambda *args: true_logits(*args) + next(shifts))
+    monkeypatch.setattr(pipeline, "_logits", lambda *args: true_logits(*args) + next(shifts))
     refused("gives other logits", tiny_parent, tmp_path)
 
 
@@ -437,7 +521,7 @@ def test_an_interrupt_leaves_the_old_result(tiny_parent, tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(converter_module, "_reload_difference", interrupt)
+    monkeypatch.setattr(pipeline, "_verify", interrupt)
     with pytest.raises(KeyboardInterrupt):
         convert(tiny_parent, tmp_path / "out", seed=1, overwrite=True)
     assert leftovers(tmp_path) == ["out"]
@@ -447,8 +531,7 @@ def test_an_interrupt_leaves_the_old_result(tiny_parent, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [2.5, 4.0, 5.5])
 def test_ctrl_c_at_any_time_leaves_nothing(delay, tmp_path):
-    script = Path(sys.executable).parent / "hf-rfa"
-    command = [script, "convert", DEMO_MODEL, tmp_path / "out", "--calibrate", DEMO_TEXT]
+    command = [SCRIPT, "convert", DEMO_MODEL, tmp_path / "out", "--calibrate", DEMO_TEXT]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     time.sleep(delay)
     process.send_signal(signal.SIGINT)

@@ -15,69 +15,36 @@ import torch
 import torch.nn.functional as F
 from evaluate import Metric
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
 from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
     BartForCausalLM,
     BartForConditionalGeneration,
-    BartForQuestionAnswering,
-    BartForSequenceClassification,
-    BartModel,
-    MarianModel,
 )
 
 import hf_rfa
-from hf_rfa import cache_num_bytes
 from hf_rfa.convert import InputError, calibration_data, convert
+from hf_rfa.convert.activations import LayerActivations
+from hf_rfa.convert.base_model import softmax_base_model
+from hf_rfa.convert.calibration import calibrate_layer
 from hf_rfa.convert.calibration_data import add_outputs, text_sources
 from hf_rfa.convert.perplexity import score_labels
-from hf_rfa.convert.sensitivity import measure_damage
+from hf_rfa.convert.sensitivity import measure_sensitivity
 from hf_rfa.convert.text_io import read_pairs
-from hf_rfa.convert.twin import softmax_twin
 from hf_rfa.finetune import evaluate_generation
-from hf_rfa.finetune.data import PairCollator
 from hf_rfa.finetune.metrics import BleuMetric, RougeMetric
 from hf_rfa.inference import generate_text, load_model
 
 from .conftest import DEMO_MODEL, save_tiny_tokenizer, shared, tiny_seq2seq_config
 from .test_cli import run
-from .test_convert import leftovers, refused
+from .test_convert import SOURCES, leftovers, refused
 
 FAMILIES = ["bart", "marian"]
 
 
 @pytest.fixture
-def text(tmp_path_factory) -> Path:
-    """Sources of different lengths for the tiny models."""
-    path = tmp_path_factory.mktemp("text") / "sources.txt"
-    path.write_text(
-        "".join(" ".join(f"w{4 + (7 * i + j * j) % 57}" for j in range(3 + i % 9)) + "\n" for i in range(40))
-    )
-    return path
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("feature_map", ["positive", "gaussian", "elu"])
-def test_conversion_keeps_every_weight(family, feature_map, tiny_seq2seq_parents, tmp_path):
-    source = tiny_seq2seq_parents[family]
-    report = convert(source, tmp_path / "out", feature_map=feature_map, gate=True, encoder_layers="all")
-    parent, result = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
-    for key, tensor in parent.items():
-        assert torch.equal(result[key], tensor), key
-    added = set(result) - set(parent)
-    assert added
-    assert all(".feature_map." in key or ".self_attn.gate." in key for key in added)
-    assert report.layers == {"causal": (3, 3), "cross": (3, 3), "encoder": (2, 2)}
-    assert report.max_logit_difference == 0
-    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
-    ids = torch.full((1, 4), 5)
-    assert cache_num_bytes(model(ids, decoder_input_ids=ids).past_key_values) == report.state_bytes
-    assert report.cache_bytes == {96: 2 * 2 * 3 * 24 * 96 * 4}  # keys and values, of output and source, in 3 layers
-    assert leftovers(tmp_path) == ["out"]
+def text(tmp_path) -> Path:
+    (tmp_path / "sources.txt").write_text(SOURCES)
+    return tmp_path / "sources.txt"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +106,7 @@ def test_answers_of_the_parent_are_masked_after_their_end(text, tiny_seq2seq_par
     convert(tiny_seq2seq_parents["bart"], tmp_path / "out")
     model, tokenizer = load_model(str(tmp_path / "out"))
     config = tiny_seq2seq_config("bart", eos_token_id=2)
-    twin = softmax_twin(model, "BartForConditionalGeneration", config)
+    twin = softmax_base_model(model, "BartForConditionalGeneration", config)
     sources = text_sources(tokenizer, [text.read_text()], 96)
     assert sources["input_ids"].shape[0] == 40
     answers = add_outputs(twin, sources)
@@ -153,14 +120,10 @@ def test_answers_of_the_parent_are_masked_after_their_end(text, tiny_seq2seq_par
 
 
 @torch.no_grad()
-def test_padding_does_not_enter_the_calibration(tiny_seq2seq_parents, tmp_path):
-    """The same sources, once with a long one beside them that pads them, once without: the same constants."""
-    from hf_rfa.convert.activations import Sample
-    from hf_rfa.convert.calibration import calibrate_layer
-
-    model = hf_rfa.RFABartForConditionalGeneration(
-        hf_rfa.RFABartConfig.from_parent(tiny_seq2seq_config("bart"), softmax_encoder_layers=[])
-    )
+def test_padding_does_not_enter_the_calibration():
+    """The same sources, with padding after them and without: the same constants."""
+    config = hf_rfa.RFABartConfig.from_parent(tiny_seq2seq_config("bart"), softmax_encoder_layers=[])
+    model = hf_rfa.RFABartForConditionalGeneration(config)
     layers = {"cross": model.model.decoder.layers[0].encoder_attn, "encoder": model.model.encoder.layers[0].self_attn}
     for kind, layer in layers.items():
         heads, width = layer.num_heads, layer.head_dim
@@ -172,7 +135,7 @@ def test_padding_does_not_enter_the_calibration(tiny_seq2seq_parents, tmp_path):
             mask[:, 9:] = False
             padded = torch.cat([key, torch.full((2, heads, pads, width), 50.0)], dim=2)
             rows = padded if kind == "encoder" else query
-            calibrate_layer(layer, Sample(rows, padded, padded, mask if kind == "encoder" else None, mask))
+            calibrate_layer(layer, LayerActivations(rows, padded, padded, mask if kind == "encoder" else None, mask))
             constants.append({name: tensor.clone() for name, tensor in layer.feature_map.state_dict().items()})
         for name in constants[0]:
             torch.testing.assert_close(constants[1][name], constants[0][name], msg=f"{kind} {name}")
@@ -181,12 +144,26 @@ def test_padding_does_not_enter_the_calibration(tiny_seq2seq_parents, tmp_path):
 @torch.no_grad()
 def test_a_perplexity_is_the_mean_over_tokens_and_not_over_batches(tiny_seq2seq_parents, monkeypatch):
     monkeypatch.setattr(calibration_data, "SCORED_TOKENS", 12)  # two rows at a time
-    model, tokenizer = load_model(str(tiny_seq2seq_parents["bart"]))
-    pairs = [{"input_ids": [5, 6 + n, 2], "labels": [*range(7, 7 + n), 2]} for n in (5, 0, 3, 1, 4)]
-    collate = PairCollator(tokenizer, model=model)
-    losses = [float(model(**collate([pair])).loss) * len(pair["labels"]) for pair in pairs]
-    expected = math.exp(sum(losses) / sum(len(pair["labels"]) for pair in pairs))
-    assert score_labels(model, calibration_data.batches(collate(pairs))).perplexity == pytest.approx(expected, rel=1e-5)
+    model, _ = load_model(str(tiny_seq2seq_parents["bart"]))
+    rows, counts = torch.randint(4, 61, (5, 6)), (6, 1, 4, 2, 5)
+    kept = torch.tensor([[index < count for index in range(6)] for count in counts])
+    inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows), "decoder_input_ids": rows.flip(1)}
+    inputs |= {"decoder_attention_mask": kept.long(), "labels": rows.masked_fill(~kept, -100)}
+    losses = [float(model(**{key: each[n : n + 1] for key, each in inputs.items()}).loss) for n in range(5)]
+    expected = math.exp(sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts))
+    score = score_labels(model, calibration_data.batches(inputs))
+    assert score.perplexity == pytest.approx(expected, rel=1e-5)
+    assert score.tokens == sum(counts)
+
+
+@torch.no_grad()
+def test_the_perplexity_of_a_decoder_alone_is_that_of_the_next_token(tiny_parent):
+    model, _ = load_model(str(tiny_parent), need_tokenizer=False)
+    ids = torch.randint(1, 61, (3, 20))
+    score = score_labels(model, [{"input_ids": ids[:2], "labels": ids[:2]}, {"input_ids": ids[2:], "labels": ids[2:]}])
+    expected = F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert score.nats == pytest.approx(float(expected), rel=1e-5)
+    assert score.tokens == 57
 
 
 @torch.no_grad()
@@ -207,9 +184,12 @@ def test_padding_does_not_enter_the_damage_of_a_layer():
     }
     for name, side in (("attention_mask", 0), ("decoder_attention_mask", 1)):
         padded[name] = torch.tensor([[n < length[side] for n in range(11)] for length in lengths]).long()
-    found = measure_damage(model, parent, padded, on_part=lambda: None)
+    found = measure_sensitivity(model, parent, padded, on_batch=lambda: None)
     alone = [
-        {(each.kind, each.layer): each.damage for each in measure_damage(model, parent, pair, on_part=lambda: None)}
+        {
+            (each.kind, each.layer): each.divergence
+            for each in measure_sensitivity(model, parent, pair, on_batch=lambda: None)
+        }
         for pair in pairs
     ]
     tokens = [output for _, output in lengths]
@@ -217,51 +197,7 @@ def test_padding_does_not_enter_the_damage_of_a_layer():
     for each in found:
         damages = [damage[each.kind, each.layer] for damage in alone]
         expected = sum(damage * count for damage, count in zip(damages, tokens, strict=True)) / sum(tokens)
-        assert each.damage == pytest.approx(expected, rel=1e-3)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_positions_are_extended_on_both_sides(family, tiny_seq2seq_parents, tmp_path):
-    convert(tiny_seq2seq_parents[family], tmp_path / "out", max_positions=200)
-    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
-    parent = AutoModelForSeq2SeqLM.from_pretrained(tiny_seq2seq_parents[family])
-    assert model.config.max_position_embeddings == 200
-    for mine, theirs in ((model.get_encoder(), parent.get_encoder()), (model.get_decoder(), parent.get_decoder())):
-        table, old = mine.embed_positions.weight, theirs.embed_positions.weight
-        if family == "marian":  # sinusoids go on, and stay as they were
-            assert torch.equal(table[:96], old)
-            assert table.shape[0] == 200
-        else:  # two rows before position 0 are kept, the rest is stretched
-            assert torch.equal(table[:3], old[:3])
-            torch.testing.assert_close(table[-1], old[-1])
-            assert table.shape[0] == 202
-    ids = torch.randint(4, 61, (1, 200))
-    with torch.no_grad():
-        assert torch.isfinite(model(ids, decoder_input_ids=ids).logits).all()
-
-
-@pytest.mark.parametrize(
-    ("cls", "auto"),
-    [
-        (BartModel, AutoModel),
-        (BartForSequenceClassification, AutoModelForSequenceClassification),
-        (BartForQuestionAnswering, AutoModelForQuestionAnswering),
-        (BartForCausalLM, AutoModelForCausalLM),
-        (MarianModel, AutoModel),
-    ],
-)
-def test_other_heads(cls, auto, text, tmp_path):
-    family = "bart" if "Bart" in cls.__name__ else "marian"
-    cls(tiny_seq2seq_config(family)).save_pretrained(tmp_path / "parent")
-    save_tiny_tokenizer(tmp_path / "parent")
-    convert(tmp_path / "parent", tmp_path / "a")
-    model = auto.from_pretrained(tmp_path / "a")
-    assert type(model).__name__ == f"RFA{cls.__name__}"
-    if cls is BartForCausalLM:
-        return  # 40 lines of text are no block of 96 tokens for a decoder alone
-    report = convert(tmp_path / "parent", tmp_path / "b", calibrate_on=text)
-    assert report.perplexities is None
-    assert all(gain.after < gain.before for gain in report.gains)
+        assert each.divergence == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_decoder_alone_calibrates_on_blocks_of_text(tmp_path):
@@ -275,27 +211,6 @@ def test_a_decoder_alone_calibrates_on_blocks_of_text(tmp_path):
 
 
 # Bad input
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"cross_layers": [3]}, r"cross_layers to convert must be indices from 0 to 2, got \[3\]"),
-        ({"encoder_layers": [2]}, r"encoder_layers to convert must be indices from 0 to 1, got \[2\]"),
-        ({"layers": [], "cross_layers": []}, "no layer is left to convert"),
-        ({"layers": [], "gate": True}, "gate=True is of causal attention, and none is converted"),
-        ({"layers": [], "window": 4}, "window=4 is of causal attention, and none is converted"),
-        ({"num_cross_features": 0}, "num_cross_features must be at least 1, got 0"),
-        ({"max_positions": 50}, "max_positions=50 does not extend the 96 positions"),
-    ],
-)
-def test_options(options, match, tiny_seq2seq_parents, tmp_path):
-    refused(match, tiny_seq2seq_parents["bart"], tmp_path, **options)
-
-
-def test_options_for_attention_that_is_not_there(tiny_parent, tmp_path):
-    for options in ({"cross_layers": "all"}, {"num_cross_features": 8}, {"encoder_layers": [0]}):
-        refused("does not apply to gpt2, which has no such attention", tiny_parent, tmp_path, **options)
 
 
 def test_a_tokenizer_with_more_entries_than_the_vocabulary(tiny_seq2seq_parents, tmp_path):

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from hf_rfa import RFABartConfig, RFABartForConditionalGeneration, RFAGPT2Config, RFAGPT2LMHeadModel, cli
 from hf_rfa.convert import InputError, activations, convert
-from hf_rfa.convert.activations import Sample
+from hf_rfa.convert.activations import LayerActivations
+from hf_rfa.convert.base_model import rfa_layers
 from hf_rfa.convert.report import UNTRAINED
 from hf_rfa.convert.text_io import read_documents
-from hf_rfa.convert.twin import rfa_layers
 from hf_rfa.finetune import distill as distill_module
 from hf_rfa.finetune import trainers
 from hf_rfa.finetune.data import PairCollator, joined_blocks, token_pairs
@@ -117,14 +117,14 @@ def test_before_training_the_exponential_map_is_the_positive_one():
 @pytest.mark.parametrize("gated", [False, True])
 def test_divergence_is_the_kl_of_the_weights(gated, monkeypatch):
     """Against a loop in float64 over heads and queries, which are compared a few at a time."""
-    monkeypatch.setattr(activations, "QUERIES_AT_ONCE", 4)
+    monkeypatch.setattr(activations, "QUERY_BLOCK", 4)
     config = RFAGPT2Config.from_parent(tiny_parent_config(), gate=gated, num_features=16)
     layer = RFAGPT2LMHeadModel(config).double().transformer.h[0].attn
     hidden = torch.randn(2, 9, 24, dtype=torch.float64)
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, 6:] = False
     query, key, value = layer.project(hidden)
-    found = layer_divergence(layer, Sample(query, key, value, mask, mask), hidden)
+    found = layer_divergence(layer, LayerActivations(query, key, value, mask, mask), hidden)
     features = layer.feature_map(query, key)
     total, counted = torch.zeros(3, dtype=torch.float64), 0
     for row, length in enumerate((9, 6)):
@@ -509,7 +509,7 @@ def test_several_processes_are_refused(material, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="2 processes were started, but distillation runs in one"):
         run(material, tmp_path)
     monkeypatch.setattr(cli_convert, "_convert", lambda *args, **options: pytest.fail("converted first"))
-    command = ["convert", str(material / "gpt2"), str(tmp_path / "out"), "--distill-steps", "4"]
+    command = ["convert", str(material / "gpt2"), str(tmp_path / "out"), "--transfer-steps", "4"]
     with pytest.raises(InputError, match="2 processes were started, but distillation runs in one"):
         cli.app([*command, "--data", str(material / "text.txt")], standalone_mode=False)
     assert leftovers(tmp_path) == []
@@ -590,9 +590,9 @@ def test_a_diverging_command_is_one_line(material, tmp_path, monkeypatch, capsys
 
 
 def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch, capsys):
-    command = ["convert", str(material / "bart"), str(tmp_path / "out"), "--distill-steps", "4"]
+    command = ["convert", str(material / "bart"), str(tmp_path / "out"), "--transfer-steps", "4"]
     hf_rfa(monkeypatch, *command)
-    assert "--distill-steps and --data belong together" in " ".join(capsys.readouterr().err.split())
+    assert "--transfer-steps and --data belong together" in " ".join(capsys.readouterr().err.split())
     assert leftovers(tmp_path) == []
     command += ["--data", str(material / "sources.txt"), "--references", str(material / "targets.txt")]
     with monkeypatch.context() as patch:  # an interrupted training is seen before anything is converted

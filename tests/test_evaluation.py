@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from hf_rfa import InputError
-from hf_rfa.convert.source import open_source
+from hf_rfa.convert.checkpoint import open_checkpoint
 from hf_rfa.convert.text_io import read_documents
 from hf_rfa.finetune import perplexity, tokenize
 from hf_rfa.finetune.arguments import FinetuneArguments
@@ -174,7 +174,7 @@ def test_a_configuration_that_cannot_be_used_is_told_in_one_line(name, reader, t
     arguments = FinetuneArguments(task="clm", train="a.txt", model=str(tmp_path))
     readers = {
         "load_model": lambda: load_model(str(tmp_path)),
-        "open_source": lambda: open_source(tmp_path),
+        "open_source": lambda: open_checkpoint(tmp_path),
         "finetune": lambda: load_config_and_tokenizer(arguments),
         "bench": lambda: bench_command(model=str(tmp_path), batches="1", sources="1"),
     }

@@ -21,7 +21,7 @@ from transformers import (
 
 import hf_rfa
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel, RFAGPT2Model, cache_num_bytes
-from hf_rfa.convert.twin import softmax_twin
+from hf_rfa.convert.base_model import softmax_base_model
 from hf_rfa.errors import InputError
 from hf_rfa.inference import use_attention_component
 
@@ -270,7 +270,7 @@ def test_double_heads(ids):
 def test_parent_switches_keep_their_meaning(switches, ids):
     """With very many features RFA approaches the softmax parent under every switch."""
     model = make({"num_features": 30_000}, initializer_range=0.1, **switches)
-    parent = softmax_twin(model, "GPT2LMHeadModel", tiny_parent_config(initializer_range=0.1, **switches))
+    parent = softmax_base_model(model, "GPT2LMHeadModel", tiny_parent_config(initializer_range=0.1, **switches))
     expected, plain = logits(parent, ids), logits(make({"num_features": 30_000}, initializer_range=0.1), ids)
     error = (logits(model, ids) - expected).norm() / expected.norm()
     assert float(error) < 0.06

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import BartForConditionalGeneration, GPT2LMHeadModel, GPT2Model
 
 from hf_rfa import RFABartConfig, RFABartForConditionalGeneration
-from hf_rfa.convert import convert, loading
+from hf_rfa.convert import checkpoint, convert
 from hf_rfa.convert.offload import blocks_on_disk
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
@@ -41,9 +41,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("name", "text", "options"), CASES)
 def test_the_result_is_that_of_a_conversion_in_memory(name, text, options, tmp_path, monkeypatch):
     """Pickles are loaded into memory, and everything else of the two conversions is the same."""
-    monkeypatch.setattr(loading, "WHOLE_UP_TO", 0)
+    monkeypatch.setattr(checkpoint, "MAX_BYTES_IN_MEMORY", 0)
     offloaded = Mock(wraps=blocks_on_disk)
-    monkeypatch.setattr(loading, "blocks_on_disk", offloaded)
+    monkeypatch.setattr(checkpoint, "blocks_on_disk", offloaded)
     torch.manual_seed(1)
     parent = PARENTS[name]()
     parent.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
@@ -76,7 +76,7 @@ def test_the_result_is_that_of_a_conversion_in_memory(name, text, options, tmp_p
 
 
 def test_small_checkpoints_are_loaded_whole(tiny_parent, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "blocks_on_disk", Mock(side_effect=AssertionError("left on disk")))
+    monkeypatch.setattr(checkpoint, "blocks_on_disk", Mock(side_effect=AssertionError("left on disk")))
     convert(tiny_parent, tmp_path / "out")
 
 

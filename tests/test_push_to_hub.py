@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from hf_rfa.convert import convert
+from hf_rfa.convert.checkpoint import open_checkpoint
 from hf_rfa.convert.report import UNTRAINED, model_card
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config
@@ -134,11 +137,15 @@ def test_the_card_has_what_the_hub_shows(converted):
     assert data.base_model is None, "a folder is no name on the hub"
 
 
-def test_the_card_of_a_parent_from_the_hub_names_it(converted):
-    report = convert(converted.parent / "parent", converted.parent / "again", num_features=8, overwrite=True)
-    options = {"architecture": "GPT2LMHeadModel", "hub_name": "someone/gpt2"}
-    card = model_card(report, parent=ModelCardData(license="mit"), **options)
-    assert card.data.base_model == "someone/gpt2"
-    assert card.data.license == "mit"
-    assert "https://huggingface.co/someone/gpt2" in card.content
-    assert model_card(report, parent=None, **options).data.license is None
+def test_the_card_of_a_parent_from_the_hub_names_it(converted, tmp_path):
+    folder = converted.parent / "parent"
+    report = convert(folder, tmp_path / "again", num_features=8)
+    for card in (None, "---\nlicense: mit\n---\n"):
+        shutil.copytree(folder, tmp_path / "parent", dirs_exist_ok=True)
+        (tmp_path / "parent" / "README.md").unlink()
+        if card is not None:
+            (tmp_path / "parent" / "README.md").write_text(card)
+        found = model_card(report, replace(open_checkpoint(tmp_path / "parent"), name="someone/gpt2"))
+        assert found.data.base_model == "someone/gpt2"
+        assert found.data.license == (None if card is None else "mit")
+        assert "https://huggingface.co/someone/gpt2" in found.content

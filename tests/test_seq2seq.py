@@ -31,7 +31,7 @@ from hf_rfa import (
     RFAMarianMTModel,
     RFASourceLayer,
 )
-from hf_rfa.convert.twin import softmax_twin
+from hf_rfa.convert.base_model import softmax_base_model
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.masking import rows_in_runs
 
@@ -314,7 +314,9 @@ def test_with_very_many_features_it_is_the_parent(switches, source, target):
     """All three kinds of attention approach the softmax parent's."""
     counts = dict.fromkeys(("num_features", "num_cross_features", "num_encoder_features"), 20_000)
     model = make({**counts, "softmax_encoder_layers": []}, init_std=0.1, **switches)
-    parent = softmax_twin(model, "BartForConditionalGeneration", tiny_seq2seq_config("bart", init_std=0.1, **switches))
+    parent = softmax_base_model(
+        model, "BartForConditionalGeneration", tiny_seq2seq_config("bart", init_std=0.1, **switches)
+    )
     assert type(parent) is BartForConditionalGeneration
     mask = ragged(source)
     expected = logits(parent, source, target, attention_mask=mask)

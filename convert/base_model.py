@@ -1,4 +1,4 @@
-"""The softmax model inside an RFA model: which layers differ, and twins that share every weight."""
+"""The RFA layers of a model, and models that share its weights: its softmax base model, and others of its class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rfa_layers(model: nn.Module) -> dict[str, RFAAttentionMixin]:
     return {name: module for name, module in model.named_modules() if isinstance(module, RFAAttentionMixin)}
 
 
-def softmax_twin(model: PreTrainedModel, architecture: str, config: PreTrainedConfig) -> PreTrainedModel:
+def softmax_base_model(model: PreTrainedModel, architecture: str, config: PreTrainedConfig) -> PreTrainedModel:
     """Return the softmax model that shares every weight with an RFA model, at no cost in memory.
 
     Args:
@@ -29,7 +29,7 @@ def softmax_twin(model: PreTrainedModel, architecture: str, config: PreTrainedCo
 
 
 def share_weights(model: PreTrainedModel, cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model of another class or configuration that shares every weight it has in common with ``model``.
+    """Return a model of another class or configuration that shares the weights it has in common with ``model``.
 
     Args:
         model: has every weight that the other needs.
@@ -37,15 +37,15 @@ def share_weights(model: PreTrainedModel, cls: type[PreTrainedModel], config: Pr
         config: its configuration.
     """
     with torch.device("meta"):
-        twin = cls(config)
-    shared = twin.state_dict().keys()
-    twin.load_state_dict({key: value for key, value in model.state_dict().items() if key in shared}, assign=True)
-    twin.tie_weights()
-    share_offloaded(model, twin)
-    twin.loss_type = model.loss_type
+        other = cls(config)
+    needed = other.state_dict().keys()
+    other.load_state_dict({key: value for key, value in model.state_dict().items() if key in needed}, assign=True)
+    other.tie_weights()
+    share_offloaded(model, other)
+    other.loss_type = model.loss_type
     if model.can_generate():
-        twin.generation_config = model.generation_config
-    return twin.eval()
+        other.generation_config = model.generation_config
+    return other.eval()
 
 
 def extend_positions(family: Family, model: PreTrainedModel, count: int) -> None:

@@ -1,0 +1,314 @@
+"""The softmax checkpoint to convert, and the RFA checkpoint it becomes: finding, checking and loading them."""
+
+from __future__ import annotations
+
+import json
+import logging as standard_logging
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData, snapshot_download
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
+
+from hf_rfa.errors import InputError
+from hf_rfa.families import FAMILIES, Family
+from hf_rfa.inference import read_config
+
+from .base_model import rfa_layers
+from .offload import blocks_on_disk, give_back_after_blocks, offloaded_shapes
+
+#: Files of a hub checkpoint that are downloaded: weights, configurations, tokenizers and the model card.
+HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.spm", "*.jinja", "README.md")
+#: Bytes of the largest checkpoint that is loaded whole: blocks that stay on disk are read for every token generated.
+MAX_BYTES_IN_MEMORY = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A softmax checkpoint that can be converted.
+
+    Attributes:
+        name: its folder or its name on the hub, as the user gave it.
+        folder: folder of its files.
+        config: its configuration.
+        family: its model family.
+        architecture: name of its model class.
+        weight_files: its weights, in one or more files.
+    """
+
+    name: str
+    folder: Path
+    config: PreTrainedConfig
+    family: Family
+    architecture: str
+    weight_files: tuple[Path, ...]
+
+    @property
+    def hub_name(self) -> str | None:
+        """Its name on the hub, or None for a folder."""
+        return None if Path(self.name).expanduser().is_dir() else self.name
+
+    def card_data(self) -> ModelCardData:
+        """Return the metadata of its model card, empty without one."""
+        path = self.folder / "README.md"
+        return ModelCard.load(path).data if path.is_file() else ModelCardData()
+
+    @property
+    def uses_pickle(self) -> bool:
+        """Whether the weights are pickled instead of safetensors."""
+        return self.weight_files[0].suffix == ".bin"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight files."""
+        return sum(path.stat().st_size for path in self.weight_files)
+
+    @property
+    def shard_size(self) -> int | None:
+        """Bytes of the largest weight file, or None if there is one file."""
+        return max(path.stat().st_size for path in self.weight_files) if len(self.weight_files) > 1 else None
+
+
+def open_checkpoint(name: str | Path, *, allow_pickle: bool = False) -> Checkpoint:
+    """Find a checkpoint and check that it can be converted.
+
+    Args:
+        name: a folder, or a name on the hub (the only case in which the network may be used).
+        allow_pickle: whether weights that are only there as a pickle may be loaded.
+
+    Raises:
+        InputError: if it is missing, unreadable, broken, of a family that is not supported, or RFA already.
+    """
+    folder = _locate(str(name), allow_pickle=allow_pickle)
+    _check_model_type(folder, str(name))
+    config = read_config(folder)
+    family = FAMILIES[config.model_type]
+    architecture = (config.architectures or [family.default_architecture])[0]
+    if architecture not in family.architectures:
+        raise InputError(
+            f"{name} is a {architecture}, which cannot be converted. Supported: {', '.join(family.architectures)}."
+        )
+    files = _weight_files(folder, str(name), allow_pickle=allow_pickle)
+    if files[0].suffix != ".bin":
+        _check_tensors(files)
+    return Checkpoint(str(name), folder, config, family, architecture, files)
+
+
+def _locate(name: str, *, allow_pickle: bool) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise InputError(f"{name} is a file. Pass the checkpoint's folder, the one with config.json in it.")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise InputError(f"there is no folder {name}. Pass a checkpoint's folder, or its name on the hub.")
+    patterns = [*HUB_FILES, *(["pytorch_model*.bin"] if allow_pickle else [])]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
+    except RepositoryNotFoundError as error:
+        raise InputError(
+            f"there is no folder {name}, and no model of that name on the hub that you may read. Check the name, or log "
+            "in with `hf auth login` if it is private."
+        ) from error
+    except HFValidationError as error:
+        raise InputError(f"{name!r} is neither a folder nor a possible hub name: {error}") from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise InputError(
+            f"there is no folder {name}, the hub could not be reached, and its cache on this machine does not hold the "
+            f"model ({type(error).__name__}). Connect to the network, unset HF_HUB_OFFLINE if it is set, or download the "
+            f"model elsewhere (hf download {name}) and pass the folder."
+        ) from error
+
+
+def _check_model_type(folder: Path, name: str) -> None:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(f"{name} has no config.json: it is not a transformers checkpoint.")
+    try:
+        model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    if model_type in {family.rfa_config.model_type for family in FAMILIES.values()}:
+        raise InputError(f"{name} is an RFA checkpoint already (model_type {model_type!r}). Convert its base model.")
+    if model_type not in FAMILIES:
+        raise InputError(
+            f"{name} has model_type {model_type!r}, which cannot be converted. Supported: {', '.join(sorted(FAMILIES))}."
+        )
+
+
+def _weight_files(folder: Path, name: str, *, allow_pickle: bool) -> tuple[Path, ...]:
+    for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if (folder / single).is_file():
+            files: tuple[Path, ...] = (folder / single,)
+        elif (folder / index).is_file():
+            try:
+                shards = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()
+            except (OSError, json.JSONDecodeError, KeyError, AttributeError) as error:
+                raise InputError(f"cannot read {folder / index}: {error}") from error
+            files = tuple(folder / shard for shard in sorted(set(shards)))
+        else:
+            continue
+        if single == WEIGHTS_NAME and not allow_pickle:
+            raise InputError(
+                f"{name} has its weights only as a pickle ({files[0].name}), which can run code when it is loaded. Pass "
+                "--allow-pickle if you trust it (it is then loaded with torch's weights_only=True), or get a safetensors "
+                "version."
+            )
+        missing = [path.name for path in files if not path.is_file()]
+        if missing:
+            raise InputError(f"{name} lacks {', '.join(missing)}, which {index} names. Download it again.")
+        return files
+    raise InputError(f"{name} has no weights: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} is there.")
+
+
+def _check_tensors(files: tuple[Path, ...]) -> None:
+    """Read every tensor once, so that broken files and values that are not finite are found before any work starts."""
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 (not a dict)
+                    _check_finite(key, file.get_tensor(key), path)
+        except SafetensorError as error:
+            raise InputError(f"{path} is broken or cut short ({error}). Download it again.") from error
+
+
+def _check_finite(name: str, tensor: torch.Tensor, where: str | Path) -> None:
+    """Raise an `InputError` that names the tensor if it holds NaN or infinity."""
+    if tensor.is_floating_point() and tensor.numel() and not all(map(math.isfinite, map(float, tensor.aminmax()))):
+        count = int((~torch.isfinite(tensor)).sum())
+        raise InputError(
+            f"{where}: tensor {name} holds {count} values that are NaN or infinite, of {tensor.numel()}. A model with "
+            "them cannot be converted; use a checkpoint from before the training diverged."
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers and accelerate, which report new feature maps and blocks on disk as problems."""
+    disabled, bars = standard_logging.root.manager.disable, logging.is_progress_bar_enabled()
+    standard_logging.disable(standard_logging.WARNING)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            # accelerate does not expect buffers of the model itself in a device map.
+            warnings.filterwarnings("ignore", "The following device_map keys do not match any submodules")
+            warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
+            yield
+    finally:
+        standard_logging.disable(disabled)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str) -> PreTrainedModel:
+    """Load softmax weights into an RFA model, and check that they fit and that only feature maps and gates are missing.
+
+    The blocks of a checkpoint over `MAX_BYTES_IN_MEMORY` stay in its files, unless those are pickles.
+
+    Args:
+        checkpoint: the softmax checkpoint.
+        config: configuration of the RFA model.
+        dtype: of the weights, "auto" for the checkpoint's.
+
+    Raises:
+        InputError: if a tensor is missing or has the wrong shape.
+    """
+    model_class: Any = checkpoint.family.architectures[checkpoint.architecture][1]
+    with quiet():
+        model, info = model_class.from_pretrained(
+            checkpoint.folder,
+            config=config,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            use_safetensors=not checkpoint.uses_pickle,
+            weights_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            device_map=None if checkpoint.uses_pickle else _device_map(model_class, config, checkpoint.num_bytes),
+        )
+    mismatched = sorted(info["mismatched_keys"])
+    missing = sorted(set(info["missing_keys"]) - set(new_keys(model)) - {key for key, *_ in mismatched})
+    if missing:
+        raise InputError(
+            f"{checkpoint.name}: the weights lack {len(missing)} tensors that its config.json asks for: "
+            f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}."
+        )
+    mismatched += [each for each in offloaded_shapes(model) if each[1] != each[2]]
+    if mismatched:
+        key, found, expected = mismatched[0]
+        raise InputError(
+            f"{checkpoint.name}: tensor {key} has shape {tuple(found)}, but config.json asks for {tuple(expected)} "
+            f"({len(mismatched)} tensors of the wrong shape). The weights and the configuration do not belong together."
+        )
+    _reset_in_float32(model)
+    if checkpoint.uses_pickle:
+        for key, tensor in model.state_dict().items():
+            _check_finite(key, tensor, checkpoint.weight_files[0])
+    give_back_after_blocks(model)
+    return model.eval()
+
+
+def load_converted(model_class: Any, folder: Path, config: Any) -> PreTrainedModel:
+    """Load a converted checkpoint that has just been written.
+
+    Args:
+        model_class: class of the RFA model.
+        folder: where it was written.
+        config: its configuration.
+
+    Raises:
+        InputError: if its tensors are not those of the model.
+    """
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    with quiet():
+        model, info = model_class.from_pretrained(
+            folder,
+            dtype="auto",
+            use_safetensors=True,
+            output_loading_info=True,
+            device_map=_device_map(model_class, config, num_bytes),
+        )
+    problems = [f"{kind} {key}" for kind in ("missing", "unexpected", "mismatched") for key in info[f"{kind}_keys"]]
+    problems += [f"mismatched {key}" for key, found, expected in offloaded_shapes(model) if found != expected]
+    if problems:
+        raise InputError(f"the written checkpoint does not load as it should: {', '.join(problems)}")
+    return model.eval()
+
+
+def _device_map(model_class: Any, config: Any, num_bytes: int) -> dict[str, str] | None:
+    """Return the devices of a model's parts for a checkpoint of ``num_bytes``; None puts all in memory."""
+    return None if num_bytes <= MAX_BYTES_IN_MEMORY else blocks_on_disk(model_class, config)
+
+
+def _reset_in_float32(model: PreTrainedModel) -> None:
+    """Initialize feature maps and gates again, in float32: transformers did it in the checkpoint's dtype."""
+    for layer in rfa_layers(model).values():
+        for module in (layer.feature_map, layer.gate):
+            if module is not None:
+                module.float()
+                for tensor in module.state_dict(keep_vars=True).values():
+                    tensor._is_hf_initialized = False
+                module.reset_parameters()
+
+
+def new_keys(model: PreTrainedModel) -> list[str]:
+    """Return the keys of an RFA model's state dict that its base model does not have."""
+    keys = []
+    for name, layer in rfa_layers(model).items():
+        for child in ("feature_map", "gate"):
+            module = getattr(layer, child)
+            if module is not None:
+                keys += [f"{name}.{child}.{key}" for key in module.state_dict()]
+    return keys

@@ -1,0 +1,103 @@
+"""The configuration of the RFA model that a checkpoint is converted to."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import PathFinder
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from hf_rfa.errors import InputError
+from hf_rfa.models.configuration_rfa import AttentionKind
+from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
+
+from .checkpoint import Checkpoint
+from .options import ConversionOptions
+
+#: The options that choose the layers and the number of features, by kind of attention.
+OPTIONS_BY_KIND: dict[AttentionKind, tuple[str, str]] = {
+    "causal": ("layers", "num_features"),
+    "cross": ("cross_layers", "num_cross_features"),
+    "encoder": ("encoder_layers", "num_encoder_features"),
+}
+
+
+def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
+    """Return the RFA configuration, still with the checkpoint's number of positions.
+
+    Raises:
+        InputError: for options that this checkpoint cannot have, or that convert no layer.
+    """
+    _check_options(checkpoint, options)
+    config_class = checkpoint.family.rfa_config
+    values: dict[str, Any] = {
+        "feature_map": options.feature_map,
+        "unit_norm": options.unit_norm,
+        "orthogonal": options.orthogonal,
+        "trainable_projection": options.trainable_projection,
+        "redraw_pool": options.redraw_pool,
+        "gate": options.gate,
+        "window": options.window_size,
+        "feature_seed": options.seed,
+    }
+    values |= {field: getattr(options, OPTIONS_BY_KIND[kind][1]) for field, kind in config_class.FEATURE_COUNTS.items()}
+    try:
+        plain = config_class.from_parent(checkpoint.config)
+        for field, kind in config_class.SOFTMAX_LAYERS.items():
+            name, count = OPTIONS_BY_KIND[kind][0], plain.num_layers_for(kind)
+            wanted = getattr(options, name)
+            if wanted is None:
+                continue
+            converted = range(count) if wanted == "all" else wanted
+            if any(not 0 <= index < count for index in converted):
+                raise InputError(f"{name} to convert must be indices from 0 to {count - 1}, got {wanted}.")
+            values[field] = [index for index in range(count) if index not in converted]
+        config = config_class.from_parent(checkpoint.config, **values)
+    except InputError:
+        raise
+    except (ValueError, StrictDataclassError) as error:
+        raise InputError(str(error.__cause__ or error)) from error
+    if not any(map(config.any_rfa, config_class.SOFTMAX_LAYERS.values())):
+        raise InputError("no layer is left to convert. Name at least one in layers, cross_layers or encoder_layers.")
+    for name in ("gate", "window_size"):
+        if getattr(options, name) and not config.any_rfa("causal"):
+            raise InputError(
+                f"{name}={getattr(options, name)} is of causal attention, and none is converted. Leave it out, or name "
+                "layers."
+            )
+    return config
+
+
+def _check_options(checkpoint: Checkpoint, options: ConversionOptions) -> None:
+    """Raise an `InputError` for attention that a checkpoint does not have, or for too few positions."""
+    present = checkpoint.family.rfa_config.SOFTMAX_LAYERS.values()
+    for name in (name for kind, names in OPTIONS_BY_KIND.items() if kind not in present for name in names):
+        if getattr(options, name) is not None:
+            raise InputError(
+                f"{name}={getattr(options, name)} does not apply to {checkpoint.config.model_type}, which has no such "
+                "attention."
+            )
+    positions = checkpoint.config.max_position_embeddings
+    if options.max_positions is not None and options.max_positions <= positions:
+        raise InputError(
+            f"max_positions={options.max_positions} does not extend the {positions} positions that {checkpoint.name} has."
+        )
+
+
+def outside_module(feature_map: str) -> str | None:
+    """Return the module that registered a feature map, or None for one of hf-rfa's own (and for one that is unknown)."""
+    module = getattr(FEATURE_MAPS.get(feature_map), "__module__", FeatureMap.__module__)
+    own = FeatureMap.__module__.rpartition(".")[0]
+    return None if module.startswith(f"{own}.") else module
+
+
+def import_words(feature_map: str) -> list[str]:
+    """Return the words of a command line that import a feature map from outside hf-rfa, if a command can."""
+    module = outside_module(feature_map)
+    if module is None or module == "__main__":
+        return []
+    if PathFinder.find_spec(module.partition(".")[0]) is not None:
+        return ["--import", module]
+    return ["--import", os.path.relpath(str(sys.modules[module].__file__))]
