@@ -16,17 +16,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hf_rfa.finetune
-from hf_rfa import cli
+from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel, cli
 from hf_rfa.convert import InputError
 from hf_rfa.finetune import finetune as finetune_module
 from hf_rfa.finetune.data import load_data, packed_blocks
 from hf_rfa.finetune.generation import evaluate_generation
-from hf_rfa.finetune.param_groups import PARAMETER_KINDS, parameter_groups, parameter_kinds
+from hf_rfa.finetune.param_groups import PARAMETER_KINDS, is_rfa_parameter, parameter_groups, parameter_kinds
 from hf_rfa.finetune.trainers import GroupedTrainer
 from hf_rfa.inference import load_model
 from hf_rfa_cli.options import UsageError
 
-from .conftest import words
+from .conftest import tiny_parent_config, words
 from .test_convert import leftovers
 from .training import assert_same, interrupted, logged, run, save_checkpoints, weights, write_rows
 from .training import hf_rfa as command
@@ -136,19 +136,25 @@ def test_bytes_from_scratch(material, tmp_path):
     assert model.config.model_type == "rfa_gpt2"
 
 
-@pytest.mark.parametrize("name", ["gpt2-rfa", "bart-rfa"])
+@pytest.mark.parametrize("name", ["gpt2-rfa", "bart-rfa", "gated"])
 def test_kinds_have_their_own_rates(name, material):
     rates = {kind: 10.0**-n for n, kind in enumerate(PARAMETER_KINDS)}
-    model, _ = load_model(str(material / name))
-    names = {id(parameter): each for each, parameter in model.named_parameters()}
+    if name == "gated":
+        model = RFAGPT2LMHeadModel(RFAGPT2Config.from_parent(tiny_parent_config(), gate=True))
+    else:
+        model, _ = load_model(str(material / name))
     kinds = parameter_kinds(model)
     groups = parameter_groups(model, rates, weight_decay=0.1)
-    for group in groups:
-        for parameter in group["params"]:
-            kind = kinds[names[id(parameter)]]
-            assert group["lr"] == rates[kind]
-            assert group["weight_decay"] == (0.0 if kind in ("feature_maps", "sigma", "gates") else 0.1)
-    assert sum(len(group["params"]) for group in groups) == len(names)
+    given = {id(parameter): group for group in groups for parameter in group["params"]}
+    for each, parameter in model.named_parameters():
+        group, of_rfa = given.pop(id(parameter)), kinds[each] in ("feature_maps", "sigma", "gates")
+        assert group["lr"] == rates[kinds[each]], each
+        assert group["weight_decay"] == (0.0 if of_rfa else 0.1), each
+        assert of_rfa == is_rfa_parameter(each)
+    assert not given
+    assert ("gates" in kinds.values()) == (name == "gated")
+    only = parameter_groups(model, {**rates, "projections": 0.0, "rest": 0.0})
+    assert {group["lr"] for group in only} <= {rates[kind] for kind in ("feature_maps", "sigma", "gates")}
 
 
 @pytest.mark.parametrize("name", ["gpt2-rfa", "bart-rfa", "gpt2", "bart"])
