@@ -105,7 +105,10 @@ def main() -> None:
     print_table(results)
     if arguments.output is not None:
         # a path is of one machine alone: its last part is enough
-        named = {name: Path(value).name if Path(str(value)).exists() else value for name, value in recipe.items()}
+        named = {
+            name: Path(value).name if isinstance(value, str) and Path(value).exists() else value
+            for name, value in recipe.items()
+        }
         with new_file(arguments.output) as file:
             json.dump({"settings": named, "results": results}, file, indent=1)
         if arguments.lengths is None:

@@ -4,7 +4,7 @@ Importing this package registers the RFA models with transformers' Auto classes,
 ``AutoModelForCausalLM.from_pretrained`` loads a converted checkpoint.
 """
 
-from . import integrations  # registers with PEFT
+from . import integrations  # noqa: F401  # registers with PEFT
 from .backends import use_backend
 from .cache_files import load_cache, save_cache
 from .errors import InputError
@@ -70,7 +70,6 @@ __all__ = [
     "RFASourceLayer",
     "__version__",
     "cache_num_bytes",
-    "integrations",
     "load_cache",
     "register_family",
     "register_feature_map",

@@ -8,35 +8,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForPreTraining,
-    AutoModelForQuestionAnswering,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedModel,
-)
-from transformers.models.auto import modeling_auto
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto as auto
 
 from .models import modeling_rfa_bart, modeling_rfa_gpt2, modeling_rfa_marian
 from .models.configuration_rfa import RFABartConfig, RFAConfigMixin, RFAGPT2Config, RFAMarianConfig
 
 AUTO_CLASSES: tuple[Any, ...] = (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForPreTraining,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoModelForQuestionAnswering,
+    auto.AutoModel,
+    auto.AutoModelForCausalLM,
+    auto.AutoModelForSeq2SeqLM,
+    auto.AutoModelForPreTraining,
+    auto.AutoModelForSequenceClassification,
+    auto.AutoModelForTokenClassification,
+    auto.AutoModelForQuestionAnswering,
 )
 #: The Trainer, transformers' server and lm-eval recognize language models by these tables of class names.
 NAME_TABLES: dict[Any, dict[str, Any]] = {
-    AutoModelForCausalLM: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    AutoModelForSeq2SeqLM: modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    auto.AutoModelForCausalLM: auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    auto.AutoModelForSeq2SeqLM: auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
 
 
@@ -99,8 +89,9 @@ class Family:
     @property
     def auto_models(self) -> dict[Any, type[PreTrainedModel]]:
         """The RFA model classes by the Auto class that loads their softmax class."""
-        bases = {auto_class: auto_class._model_mapping.get(self.base_config, None) for auto_class in AUTO_CLASSES}
-        return {auto: model for auto, base in bases.items() for model in self.models if _base_class(model) is base}
+        loaded = {auto_class: auto_class._model_mapping.get(self.base_config, None) for auto_class in AUTO_CLASSES}
+        by_base = {_base_class(model): model for model in self.models}
+        return {auto_class: by_base[base] for auto_class, base in loaded.items() if base in by_base}
 
     @property
     def positions_field(self) -> str:
@@ -122,6 +113,8 @@ FAMILIES: dict[str, Family] = {}
 
 def register_family(family: Family) -> None:
     """Let Auto classes load a family's RFA models, their checkpoints carry their code, and `hf_rfa.convert` convert to them.
+
+    `hf_rfa.FAMILIES` holds the families by the ``model_type`` of their softmax models.
 
     Raises:
         ValueError: if the configuration has no `RFAConfigMixin`, if its ``model_type`` is that of a softmax model, or if a

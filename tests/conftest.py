@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network, and none may use it
@@ -131,3 +132,17 @@ def tiny_parent(tmp_path_factory) -> Path:
     torch.manual_seed(1)
     GPT2LMHeadModel(tiny_parent_config()).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def run_cli(monkeypatch):
+    """The command line in this process: it takes words, and returns the exit status."""
+    from hf_rfa import cli
+
+    def run(*words: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["hf-rfa", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return end.value.code
+
+    return run

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from hf_rfa import InputError, RFAGPT2Config, bench, cli
+from hf_rfa import InputError, RFAGPT2Config, bench
 from hf_rfa.bench.measure import interleaved, peak_bytes
 from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
 from hf_rfa.bench.roofline import decoding_floor, decoding_parameters
@@ -20,17 +21,13 @@ from hf_rfa.models.cache_rfa import cache_num_bytes
 from .conftest import tiny_parent_config, tiny_seq2seq_config
 
 
-def hf_rfa(monkeypatch, *words: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["hf-rfa", *map(str, words)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return end.value.code
+def base_config(family: str) -> Any:
+    return tiny_parent_config() if family == "gpt2" else tiny_seq2seq_config(family)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bart", "marian"])
 def test_the_models_have_the_same_weights_and_caches_at_the_same_position(family):
-    config = tiny_parent_config() if family == "gpt2" else tiny_seq2seq_config(family)
-    softmax, rfa = bench.pair(config, 40, window=3)
+    softmax, rfa = bench.pair(base_config(family), 40, window=3)
     others = dict(rfa.named_parameters())
     assert all(torch.equal(parameter, others[name]) for name, parameter in softmax.named_parameters())
     sizes = {}
@@ -49,7 +46,7 @@ def test_the_models_have_the_same_weights_and_caches_at_the_same_position(family
 @pytest.mark.parametrize("family", ["gpt2", "bart", "marian"])
 def test_a_converted_checkpoint_is_timed_as_it_is(family):
     """Beside its softmax parent, whose weights it shares; layers that stayed softmax have their own keys and values."""
-    parent = tiny_parent_config() if family == "gpt2" else tiny_seq2seq_config(family)
+    parent = base_config(family)
     options = {"feature_map": "elu", "gate": True, "window": 5, "softmax_layers": [1]}
     config = FAMILIES[family].rfa_config.from_parent(parent, **options)
     softmax, rfa = bench.pair(config, 40)
@@ -103,11 +100,11 @@ def test_contestants_run_in_turn():
     assert set(times) == {"a", "b"}
 
 
-def test_the_command_writes_figures_and_pictures(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_figures_and_pictures(run_cli, tmp_path, capsys):
     tiny_parent_config().save_pretrained(tmp_path)
     tasks = [word for task in ("decoding", "prefill", "training") for word in ("--task", task)]
     options = ["--lengths", "8,32", "--batches", "1,2", "--steps", 2, "--static", "--output", tmp_path / "speed"]
-    assert hf_rfa(monkeypatch, "bench", "--model", tmp_path, *tasks, *options) == 0
+    assert run_cli("bench", "--model", tmp_path, *tasks, *options) == 0
     found = json.loads((tmp_path / "speed.json").read_text())
     for task, points in found["points"].items():
         assert [(point["batch"], point["length"]) for point in points] == [(1, 8), (1, 32), (2, 8), (2, 32)]
@@ -117,7 +114,7 @@ def test_the_command_writes_figures_and_pictures(tmp_path, monkeypatch, capsys):
         assert (tmp_path / f"speed-{task}.png").read_bytes().startswith(b"\x89PNG")
     assert found["bandwidth"] > 0
     RFAGPT2Config.from_parent(tiny_parent_config(), feature_map="elu").save_pretrained(tmp_path)
-    assert hf_rfa(monkeypatch, "bench", "--model", tmp_path, "--lengths", "8", "--steps", 1, *options[-2:]) == 0
+    assert run_cli("bench", "--model", tmp_path, "--lengths", "8", "--steps", 1, *options[-2:]) == 0
     assert json.loads((tmp_path / "speed.json").read_text())["options"]["feature_map"] == "elu"
     assert "speed-up" in capsys.readouterr().out
 
@@ -134,7 +131,7 @@ def test_the_command_writes_figures_and_pictures(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_figures_say_on_how_many_threads_and_beside_what_they_were_measured(
-    load, cores, threads, warned, tmp_path, monkeypatch, capsys
+    load, cores, threads, warned, run_cli, tmp_path, monkeypatch, capsys
 ):
     """Threads that find no core of their own wait for others' work, and at every operation for each other."""
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
@@ -146,7 +143,7 @@ def test_figures_say_on_how_many_threads_and_beside_what_they_were_measured(
     monkeypatch.setattr(bench, "plot", lambda points, path, title: titles.append(title))
     tiny_parent_config(n_layer=1).save_pretrained(tmp_path)
     options = ["--lengths", "8", "--batches", "1", "--steps", 1, "--output", tmp_path / "speed"]
-    assert hf_rfa(monkeypatch, "bench", "--model", tmp_path, *options) == 0
+    assert run_cli("bench", "--model", tmp_path, *options) == 0
     said = capsys.readouterr()
     assert ("OMP_NUM_THREADS" in said.err) == warned
     words = f"{threads} thread{'s' if threads > 1 else ''} on {cores} cores, load {load:.1f}"
@@ -198,7 +195,7 @@ def test_the_peak_of_a_call_is_its_own():
         (["--device", "cuda:99"], "cannot make the models"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(options, match, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_timed_is_refused(options, match, run_cli, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert hf_rfa(monkeypatch, "bench", *options) == 1
+    assert run_cli("bench", *options) == 1
     assert match in capsys.readouterr().err

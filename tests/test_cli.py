@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import hf_rfa
-from hf_rfa import cli
+from hf_rfa import __version__
 from hf_rfa_cli import convert as cli_convert
 from hf_rfa_cli import train
 
@@ -63,22 +62,19 @@ def test_generate_streams_and_reports(converted):
     assert sampled[0] == sampled[1] != sampled[2]
 
 
-def test_prompts_come_from_options_a_file_and_stdin(tmp_path, monkeypatch, capsys):
+def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypatch, capsys):
     lines = ["The whale", "It was the ship"]
     (tmp_path / "prompts.txt").write_text("\n".join(lines) + "\n")
-    command = ["hf-rfa", "generate", str(DEMO_MODEL), "--max-new-tokens", "5", "--batch-size", "2"]
+    monkeypatch.chdir(tmp_path)
     shown = []
     for options in (
-        ["--prompt", lines[0], "--prompt", lines[1]],
-        ["--prompt-file", "prompts.txt"],
-        ["--prompt-file", "-"],
+        ("--prompt", lines[0], "--prompt", lines[1]),
+        ("--prompt-file", "prompts.txt"),
+        ("--prompt-file", "-"),
     ):
-        monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
-        monkeypatch.setattr(sys, "argv", [*command, "--prompt", "He said", *options])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert end.value.code == 0
+        common = ("--max-new-tokens", 5, "--batch-size", 2, "--prompt", "He said")
+        assert run_cli("generate", DEMO_MODEL, *common, *options) == 0
         shown.append(capsys.readouterr().out)
     places = [shown[0].index(text) for text in ("He said", *lines)]
     assert places == sorted(places)
@@ -126,13 +122,10 @@ def test_prompts_come_from_options_a_file_and_stdin(tmp_path, monkeypatch, capsy
         (["generate", DEMO_MODEL, "--prompt", "x", "--max-new-tokens", "5000"], "--max-positions"),
     ],
 )
-def test_bad_input_is_one_line_and_status_1(arguments, words, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_one_line_and_status_1(arguments, words, run_cli, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["hf-rfa", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
+    assert run_cli(*arguments) == 1
     error = capsys.readouterr().err
-    assert end.value.code == 1
     assert words in error
     assert error.count("error:") == 1
     assert error.endswith("\n")
@@ -161,8 +154,15 @@ def test_the_installed_command_is_the_light_one():
     assert "from hf_rfa_cli.main import main" in SCRIPT.read_text()
 
 
+def test_an_earlier_name_of_an_option_works_and_says_its_new_one(run_cli, capsys):
+    assert run_cli("bench", "--window=-1") == 1
+    error = capsys.readouterr().err
+    assert "--window is called --window-size now." in error
+    assert "'--window-size': it must be at least 0, got -1" in error
+
+
 def test_version_and_help():
-    assert run("--version").stdout.split() == ["hf-rfa", hf_rfa.__version__]
+    assert run("--version").stdout.split() == ["hf-rfa", __version__]
     assert run("-h").stdout == run("--help").stdout == run().stdout
     for command in ("convert", "distill", "evaluate", "generate", "make-data", "bench"):
         shown = run(command, "-h").stdout
@@ -170,17 +170,9 @@ def test_version_and_help():
         assert "bool" not in shown
 
 
-def test_importing_the_package_registers_its_models():
-    code = "import hf_rfa, transformers; print(transformers.AutoConfig.for_model('rfa_gpt2').feature_map)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "positive"
-
-
-def test_finetune_lists_its_options(monkeypatch, capsys):
+def test_finetune_lists_its_options(run_cli, capsys):
     """transformers' parser prints them, not typer's."""
-    monkeypatch.setattr(sys, "argv", ["hf-rfa", "finetune", "--help"])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 0
+    assert run_cli("finetune", "--help") == 0
     options = capsys.readouterr().out
     for name in (
         "--block_length",
@@ -207,13 +199,10 @@ def test_the_output_has_one_name_and_transformers_own(words):
     assert default[1].output_dir == "old-finetuned"
 
 
-def test_a_few_tokens_are_scored_with_a_warning(tmp_path, monkeypatch, capsys):
+def test_a_few_tokens_are_scored_with_a_warning(run_cli, tmp_path, capsys):
     (tmp_path / "few.txt").write_text("He said")
     for text, few in ((tmp_path / "few.txt", True), (DEMO_TEXT, False)):
-        monkeypatch.setattr(sys, "argv", ["hf-rfa", "evaluate", str(DEMO_MODEL), str(text), "--max-tokens", "1100"])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert end.value.code == 0
+        assert run_cli("evaluate", DEMO_MODEL, text, "--max-tokens", 1100) == 0
         shown = capsys.readouterr()
         counted = re.search(r"([\d,]+) of [\d,]+ tokens counted", " ".join(shown.out.split()))[1]
         assert (f"warning: {counted} tokens were scored" in " ".join(shown.err.split())) == few
@@ -237,7 +226,7 @@ def test_layers_are_read_as_indices_and_ranges():
         (["--distill-steps", "3", "--feature-map", "elu"], "elu", True),
     ],
 )
-def test_defaults_depend_on_whether_there_is_training(options, feature_map, gate, tmp_path, monkeypatch):
+def test_defaults_depend_on_whether_there_is_training(options, feature_map, gate, run_cli, tmp_path, monkeypatch):
     """Feature map and gate that docs/quality.md found best without training, and with it."""
     chosen = {}
 
@@ -247,7 +236,5 @@ def test_defaults_depend_on_whether_there_is_training(options, feature_map, gate
 
     monkeypatch.setattr(cli_convert, "_convert", stop)
     data = ["--data", str(DEMO_TEXT)] if "--distill-steps" in options else []
-    monkeypatch.setattr(sys, "argv", ["hf-rfa", "convert", "parent", str(tmp_path / "out"), *options, *data])
-    with pytest.raises(SystemExit):
-        cli.main()
+    assert run_cli("convert", "parent", tmp_path / "out", *options, *data) == 0
     assert (chosen["feature_map"], chosen["gate"]) == (feature_map, gate)

@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 import hf_rfa
+from demo import run as demo
 
 from .conftest import ROOT, save_tiny_tokenizer, tiny_parent_config
+from .test_docs import parse
 
 FIGURE = r"perplexity ([\d.]+)"
 
@@ -103,3 +105,13 @@ def test_distil_and_finetune(lora_rank, tiny):
 def test_without_arguments_on_the_demo(name, tmp_path):
     assert run(name, tmp_path)
     assert list(tmp_path.rglob("config.json"))
+
+
+def test_the_commands_of_the_demo_parse(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(demo, "app", lambda words, **_: commands.append(words))
+    monkeypatch.setattr(sys, "argv", ["demo", "--output", str(tmp_path)])
+    demo.main()
+    assert [words[0] for words in commands] == ["convert", *["evaluate"] * 2, *["generate"] * 2, "bench"]
+    for name, *words in commands:
+        parse(name, words)

@@ -132,18 +132,10 @@ def files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
 
 
-def test_import_adds_nothing_but_itself_to_transformers():
-    """No other package is loaded by `import hf_rfa` than by the models that it subclasses."""
+def test_import_registers_models_and_loads_nothing_but_itself_and_the_models_that_it_subclasses():
     code = (
-        "import sys; from transformers import BartModel, GPT2Model, MarianModel; before = set(sys.modules); import hf_rfa; "
-        "print({name.partition('.')[0] for name in set(sys.modules) - before})"
+        "import sys; from transformers import AutoConfig, BartModel, GPT2Model, MarianModel; before = set(sys.modules); "
+        "import hf_rfa; print({name.partition('.')[0] for name in set(sys.modules) - before}); "
+        "print(AutoConfig.for_model('rfa_gpt2').feature_map)"
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "{'hf_rfa'}"
-
-
-def test_a_family_with_an_encoder_is_a_short_file():
-    """What Marian shares with BART is written once: its file holds class lines and docstrings."""
-    for family in ("bart", "marian"):
-        tree = ast.parse((ROOT / "hf_rfa" / "models" / f"modeling_rfa_{family}.py").read_text())
-        functions = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        assert functions == []
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).splitlines() == ["{'hf_rfa'}", "positive"]
