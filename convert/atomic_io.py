@@ -34,7 +34,7 @@ def check_destination(destination: Path, *, overwrite: bool, sources: tuple[Path
         if destination.resolve() == source.resolve():
             raise InputError(f"{destination} is the source itself. Choose another destination.")
         if source.resolve().is_relative_to(destination.resolve()):
-            raise InputError(f"the source, {source}, lies in {destination}. Choose another destination.")
+            raise InputError(f"the source, {source}, is inside {destination}. Choose another destination.")
     _check_folder(destination)
     if destination.is_dir() and any(destination.iterdir()):
         if not overwrite:

@@ -141,11 +141,12 @@ def _check_model_type(folder: Path, name: str) -> None:
         model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
-    if model_type in {family.rfa_config.model_type for family in FAMILIES.values()}:
+    if model_type in [family.rfa_config.model_type for family in FAMILIES.values()]:
         raise InputError(f"{name} is an RFA checkpoint already (model_type {model_type!r}). Convert its base model.")
-    if model_type not in FAMILIES:
+    supported = sorted(FAMILIES)
+    if model_type not in supported:
         raise InputError(
-            f"{name} has model_type {model_type!r}, which cannot be converted. Supported: {', '.join(sorted(FAMILIES))}."
+            f"{name} has model_type {model_type!r}, which cannot be converted. Supported: {', '.join(supported)}."
         )
 
 
@@ -305,10 +306,6 @@ def _reset_in_float32(model: PreTrainedModel) -> None:
 
 def new_keys(model: PreTrainedModel) -> list[str]:
     """Return the keys of an RFA model's state dict that its base model does not have."""
-    keys = []
-    for name, layer in rfa_layers(model).items():
-        for child in ("feature_map", "gate"):
-            module = getattr(layer, child)
-            if module is not None:
-                keys += [f"{name}.{child}.{key}" for key in module.state_dict()]
-    return keys
+    new = ("feature_map.", "gate.")
+    layers = rfa_layers(model).items()
+    return [f"{name}.{key}" for name, layer in layers for key in layer.state_dict() if key.startswith(new)]

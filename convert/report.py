@@ -203,7 +203,7 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
         if found:
             feature_dims[kind] = found[0].feature_map.feature_dim
     parameters = {name for name, _ in model.named_parameters()}
-    added = {key: tensor.numel() for key, tensor in model.state_dict().items() if key in new_keys(model)}
+    sizes, new = {key: tensor.numel() for key, tensor in model.state_dict().items()}, new_keys(model)
     positions = config.max_position_embeddings
     extended = sum(
         (positions - checkpoint.config.max_position_embeddings) * embedding.embedding_dim
@@ -216,8 +216,8 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
         "feature_map": config.feature_map,
         "feature_dims": feature_dims,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "added_parameters": extended + sum(size for key, size in added.items() if key in parameters),
-        "added_buffers": sum(size for key, size in added.items() if key not in parameters),
+        "added_parameters": extended + sum(sizes[key] for key in new if key in parameters),
+        "added_buffers": sum(sizes[key] for key in new if key not in parameters),
         "state_bytes": cache_bytes(model, 0),
         "own_cache_bytes": {length: cache_bytes(model, length) for length in lengths},
         "cache_bytes": {length: cache_bytes(model, length, softmax=True) for length in lengths},

@@ -26,6 +26,7 @@ WRAPPER = textwrap.TextWrapper(120, subsequent_indent="    ", break_long_words=F
 SECTIONS: dict[str, dict[str, list[str] | None]] = {
     "Converting": {
         "hf_rfa.convert.convert": None,
+        "hf_rfa.convert.ConversionOptions": [],
         "hf_rfa.convert.ConversionReport": None,
         "hf_rfa.register_family": None,
         "hf_rfa.Family": [],

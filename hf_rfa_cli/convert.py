@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import Field, fields
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, cast, get_args
 
 import typer
@@ -18,11 +19,11 @@ from .options import Overwrite, References, Resume, UsageError, number, text_fil
 
 #: What convert/options.py defines, read by its path: importing it as a module of `hf_rfa` would load torch.
 _PACKAGE: Any = find_spec("hf_rfa")
-OPTIONS = runpy.run_path(str(Path(_PACKAGE.submodule_search_locations[0]) / "convert" / "options.py"))
-#: Defaults that are others where attention transfer follows. A gate gains nothing beside a window.
-TRANSFER_DEFAULTS = {
-    "feature_map": ("exponential", "Default: positive; exponential with --transfer-steps."),
-    "gate": (True, "Default: with --transfer-steps and no window."),
+OPTIONS = SimpleNamespace(**runpy.run_path(f"{_PACKAGE.submodule_search_locations[0]}/convert/options.py"))
+#: Options whose defaults depend on attention transfer. A gate gains nothing beside a window.
+DEPENDENT_DEFAULTS = {
+    "feature_map": "Default: positive; exponential with --transfer-steps.",
+    "gate": "Default: with --transfer-steps and no window.",
 }
 LAYERS = ("layers", "cross_layers", "encoder_layers")
 
@@ -42,12 +43,12 @@ def _layers(option: str, text: str | None) -> Any:
 
 def _parameter(field: Field, panel: str, text: str) -> inspect.Parameter:
     """Return the parameter of a typer command for a field of `hf_rfa.convert.ConversionOptions`."""
-    kind, default, flag = field.type, field.default, OPTIONS["flag_of"](field.name)
+    kind, default, flag = field.type, field.default, OPTIONS.flag_of(field.name)
     text = text[0].upper() + text[1:]
-    if field.name in TRANSFER_DEFAULTS:
-        kind, default, text = kind | None, None, f"{text} {TRANSFER_DEFAULTS[field.name][1]}"  # type: ignore[operator]
-    if field.name in OPTIONS["MINIMUM"]:
-        option = number(text, OPTIONS["MINIMUM"][field.name], name=flag)
+    if field.name in DEPENDENT_DEFAULTS:
+        kind, default, text = kind | None, None, f"{text} {DEPENDENT_DEFAULTS[field.name]}"  # type: ignore[operator]
+    if field.name in OPTIONS.MINIMUM:
+        option = number(text, OPTIONS.MINIMUM[field.name], name=flag)
     else:
         option = typer.Option(flag, help=text, callback=text_file if field.name == "calibrate_on" else None)
     if field.name in LAYERS:
@@ -70,9 +71,9 @@ def _with_conversion_options(command: Any) -> Any:
             option = copy(option)
             option.rich_help_panel = "Output" if parameter.name == "overwrite" else "Distillation"
             own.append(parameter.replace(annotation=Annotated[kind, option]))
-    texts, panel, added = OPTIONS["help_texts"](), "", []
-    for field in fields(OPTIONS["ConversionOptions"]):
-        panel = OPTIONS["PANELS"].get(field.name, panel)
+    texts, panel, added = OPTIONS.help_texts(), "", []
+    for field in fields(OPTIONS.ConversionOptions):
+        panel = OPTIONS.PANELS.get(field.name, panel)
         added.append(_parameter(field, panel, texts[field.name]))
     command.__signature__ = inspect.Signature([*arguments, *added, *own])
     return command
@@ -104,9 +105,9 @@ def convert_command(
     for flag, given in (("--references", references is not None), ("--resume", resume)):
         if given and data is None:
             raise UsageError(f"{flag} has no effect without --data. Leave it out.")
-    options |= {name: _layers(OPTIONS["flag_of"](name), options[name]) for name in LAYERS}
+    options |= {name: _layers(OPTIONS.flag_of(name), options[name]) for name in LAYERS}
     if options["feature_map"] is None:
-        options["feature_map"] = "positive" if transfer_steps is None else TRANSFER_DEFAULTS["feature_map"][0]
+        options["feature_map"] = "positive" if transfer_steps is None else "exponential"
     if options["gate"] is None:
         options["gate"] = transfer_steps is not None and options["window_size"] == 0 and options["layers"] != []
     options["calibrate_on"] = options["calibrate_on"] or data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import typer
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import interpolate
@@ -32,6 +34,7 @@ from hf_rfa import FEATURE_MAPS, cache_num_bytes
 from hf_rfa.convert import ConversionOptions, InputError, atomic_io, convert, pipeline
 from hf_rfa.convert.base_model import softmax_base_model
 from hf_rfa.convert.calibration_data import random_inputs
+from hf_rfa_cli.main import app, main
 
 from .conftest import DEMO_MODEL, DEMO_TEXT, save_tiny_tokenizer, shared, tiny_parent_config, tiny_seq2seq_config
 
@@ -270,16 +273,38 @@ def test_model_card_states_command_and_figures(tmp_path):
     assert tokenizer("Call me")["input_ids"] == AutoTokenizer.from_pretrained(DEMO_MODEL)("Call me")["input_ids"]
 
 
-def test_the_command_on_the_card_gives_the_same_checkpoint(tiny_parent, tmp_path):
-    options = {
-        "feature_map": "gaussian",
-        "num_features": 9,
-        "orthogonal": False,
-        "gate": True,
-        "layers": [0],
-        "seed": 5,
-    }
-    report = convert(tiny_parent, tmp_path / "a", max_positions=128, redraw_pool=4, **options)
+@pytest.mark.parametrize(
+    ("family", "options", "converted"),
+    [
+        (
+            "gpt2",
+            {"feature_map": "gaussian", "num_features": 9, "orthogonal": False, "gate": True, "layers": [0], "seed": 5}
+            | {"max_positions": 128, "redraw_pool": 4},
+            {"causal": [0]},
+        ),
+        ("bart", {"layers": []}, {"causal": [], "cross": [0, 1, 2], "encoder": []}),
+        ("bart", {"cross_layers": []}, {"causal": [0, 1, 2], "cross": [], "encoder": []}),
+        (
+            "bart",
+            {"layers": [1], "cross_layers": [0, 2], "encoder_layers": [1], "window_size": 2, "unit_norm": True},
+            {"causal": [1], "cross": [0, 2], "encoder": [1]},
+        ),
+    ],
+)
+def test_the_command_on_the_card_gives_the_same_checkpoint(family, options, converted, parents, tmp_path):
+    """And the checkpoint says which attention is converted, loads, trains a step and generates."""
+    report = convert(parents[family], tmp_path / "a", **options)
+    assert {kind: found for kind, (found, _) in report.layers.items()} == {k: len(v) for k, v in converted.items()}
+    model = load(tmp_path / "a")
+    fields = json.loads((tmp_path / "a" / "config.json").read_text())
+    for name, kind in model.config.SOFTMAX_LAYERS.items():
+        count = model.config.num_layers_for(kind)
+        assert fields[name] == [index for index in range(count) if index not in converted[kind]]
+    ids = torch.randint(4, 61, (2, 7))
+    model.train()(ids, labels=ids).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    output = model.eval().generate(ids, max_new_tokens=6, num_beams=2, eos_token_id=None, pad_token_id=1)
+    assert output.shape == (2, 13 if family == "gpt2" else 7)
     command = report.command.replace(str(tmp_path / "a"), str(tmp_path / "b"))
     subprocess.run([SCRIPT, *command.split()[1:]], check=True, capture_output=True)
     for name in ("model.safetensors", "config.json"):
@@ -295,6 +320,41 @@ def test_softmax_twin_shares_memory_and_is_the_parent(tiny_parent, tmp_path):
     with torch.no_grad():
         assert torch.equal(twin(ids).logits, parent(ids).logits)
     assert twin.transformer.wte.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
+
+
+def test_the_command_line_has_every_option():
+    """Names, defaults, help and bounds are those of `ConversionOptions`; feature map and gate depend on what follows."""
+    parameters = {each.name: each for each in typer.main.get_command(app).commands["convert"].params}
+    for field in dataclasses.fields(ConversionOptions):
+        shown = parameters[field.name]
+        assert shown.help
+        assert shown.rich_help_panel
+        assert shown.default == (None if field.name in ("feature_map", "gate") else field.default)
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "name", "value"),
+    [
+        (["--window", "4"], "--window is called --window-size now", "window_size", 4),
+        (
+            ["--distill-steps=3", "--data", str(DEMO_TEXT)],
+            "--distill-steps is called --transfer-steps now",
+            "gate",
+            True,
+        ),
+        (["--iid"], "", "orthogonal", False),
+    ],
+)
+def test_earlier_flags_work_and_name_the_new_ones(words, message, name, value, tmp_path, monkeypatch, capsys):
+    given = {}
+    monkeypatch.setattr("hf_rfa_cli.convert._convert", lambda *paths, **options: given.update(options))
+    monkeypatch.setattr("hf_rfa.finetune.distill.distill", lambda *paths, **options: sys.exit(0))
+    monkeypatch.setattr(sys, "argv", ["hf-rfa", "convert", str(DEMO_MODEL), str(tmp_path / "out"), *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    assert given[name] == value
+    assert message in capsys.readouterr().err
 
 
 # What lies beside the repository

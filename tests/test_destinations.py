@@ -43,7 +43,7 @@ def untouched(folder: Path) -> dict[str, int]:
     return {path.name: stat.S_IFMT(path.lstat().st_mode) for path in folder.iterdir()}
 
 
-def hf_rfa(monkeypatch, capsys, *words: object) -> str:
+def refused_command(monkeypatch, capsys, *words: object) -> str:
     """Run a command that has to refuse its input, and return what it says."""
     monkeypatch.setattr(sys, "argv", ["hf-rfa", *map(str, words)])
     with pytest.raises(SystemExit) as end:
@@ -58,7 +58,7 @@ def hf_rfa(monkeypatch, capsys, *words: object) -> str:
     "command",
     [
         ["convert", "{parent}", "{out}"],
-        ["convert", "{parent}", "{out}", "--data", "{text}", "--distill-steps", "1"],
+        ["convert", "{parent}", "{out}", "--data", "{text}", "--transfer-steps", "1"],
         ["distill", "{parent}", "--teacher", "{parent}", "--data", "{text}", "--output", "{out}"],
         ["finetune", "--model", "{model}", "--task", "clm", "--train", "{text}", "--output", "{out}"],
     ],
@@ -70,7 +70,7 @@ def test_no_folder_is_put_in_the_place_of_what_is_none(
     make(tmp_path / "out")
     places = {"parent": tiny_parent, "model": DEMO_MODEL, "text": DEMO_TEXT, "out": tmp_path / "out"}
     before = untouched(tmp_path)
-    said = hf_rfa(monkeypatch, capsys, *(word.format(**places) for word in command), *overwrite)
+    said = refused_command(monkeypatch, capsys, *(word.format(**places) for word in command), *overwrite)
     assert "out exists and is not a folder" in said
     assert untouched(tmp_path) == before
 
@@ -144,8 +144,12 @@ def test_bench_replaces_files_alone_and_says_so_before_it_starts(make, name, tmp
     monkeypatch.setattr("hf_rfa.bench.pair", None)  # nothing is made, or timed
     make(tmp_path / name)
     before = untouched(tmp_path)
-    assert f"{name} exists and is not a file" in hf_rfa(monkeypatch, capsys, "bench", "--output", tmp_path / "speed")
-    assert "cannot write to" in hf_rfa(monkeypatch, capsys, "bench", "--output", tmp_path / "nowhere" / "speed")
+    assert f"{name} exists and is not a file" in refused_command(
+        monkeypatch, capsys, "bench", "--output", tmp_path / "speed"
+    )
+    assert "cannot write to" in refused_command(
+        monkeypatch, capsys, "bench", "--output", tmp_path / "nowhere" / "speed"
+    )
     assert untouched(tmp_path) == before
 
 
@@ -161,16 +165,18 @@ def test_evaluate_replaces_files_alone(make, name, tiny_parent, tmp_path, monkey
     make(tmp_path / "answers")
     (tmp_path / "sources").write_text("a")
     words = ["--references", tmp_path / "sources", "--save-predictions", tmp_path / "answers"]
-    said = hf_rfa(monkeypatch, capsys, "evaluate", checkpoint, tmp_path / "sources", "--task", "translation", *words)
+    said = refused_command(
+        monkeypatch, capsys, "evaluate", checkpoint, tmp_path / "sources", "--task", "translation", *words
+    )
     assert "answers exists and is kept" in said
-    said = hf_rfa(monkeypatch, capsys, "make-data", "copy", tmp_path / "answers", "--rows", 1)
+    said = refused_command(monkeypatch, capsys, "make-data", "copy", tmp_path / "answers", "--rows", 1)
     assert "answers exists and is kept" in said
 
 
-def test_the_folder_that_a_source_lies_in_is_kept(tiny_parent, tmp_path):
+def test_the_folder_around_a_source_is_kept(tiny_parent, tmp_path):
     """--overwrite would remove the source with it."""
     shutil.copytree(tiny_parent, tmp_path / "run" / "last")
     shutil.copyfile(tiny_parent / "config.json", tmp_path / "run" / "config.json")
-    with pytest.raises(InputError, match=r"the source, .*last, lies in .*run"):
+    with pytest.raises(InputError, match=r"the source, .*last, is inside .*run"):
         convert(tmp_path / "run" / "last", tmp_path / "run", overwrite=True)
     assert (tmp_path / "run" / "last" / "model.safetensors").is_file()

@@ -114,7 +114,7 @@ def test_leftovers_of_others_stay(tmp_path):
 
 
 def convert_and_distill(destination: Path, die: bool) -> None:
-    """As ``hf-rfa convert --distill-steps``: a folder that leads to the result, and in it others that are written whole."""
+    """As ``hf-rfa convert --transfer-steps``: a folder that leads to the result, and in it others that are written whole."""
     with folder_beside(destination) as folder:
         write_whole(folder / "out", "o")
         remove_leftovers(destination)

@@ -24,11 +24,27 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from hf_rfa import RFAGPT2LMHeadModel, cache_num_bytes
+from hf_rfa import RFABartForConditionalGeneration, RFAGPT2LMHeadModel, cache_num_bytes
+from hf_rfa.families import FAMILIES
 
-from .conftest import shared
-from .test_gpt2 import make
-from .test_seq2seq import make as make_seq2seq
+from .conftest import shared, tiny_parent_config, tiny_seq2seq_config
+
+VARIANTS = {
+    "positive": {},
+    "positive-gate": {"gate": True},
+    "gaussian-paper": {"feature_map": "gaussian", "unit_norm": True, "num_features": 16},
+    "hybrid": {"softmax_layers": [1]},
+    "both-gate": {"gate": True, "chunk_size": 5},
+    "per-layer": {"softmax_layers": [0], "softmax_cross_layers": [1], "softmax_encoder_layers": [1]},
+}
+
+
+def make(variant, *, family="gpt2", dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    base = tiny_parent_config(**options) if family == "gpt2" else tiny_seq2seq_config(family)
+    config = FAMILIES[family].rfa_config.from_parent(base, **VARIANTS[variant])
+    cls = RFAGPT2LMHeadModel if family == "gpt2" else RFABartForConditionalGeneration
+    return cls(config).to(dtype).eval()
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
@@ -63,16 +79,14 @@ def test_disk_offload_and_meta_device_loading(name, tmp_path):
         tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
     )
     torch.testing.assert_close(offloaded(ids).logits, expected)
-    output = offloaded.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
-    assert torch.equal(
-        output, model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
-    )
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(offloaded.generate(ids, **options), model.generate(ids, **options))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["both-gate", "per-layer"])
 def test_disk_offload_of_a_model_with_an_encoder(name, tmp_path):
-    model = make_seq2seq(name)
+    model = make(name, family="bart")
     model.save_pretrained(tmp_path / "model")
     device_map = {name: "cpu" for name, _ in model.named_parameters() if ".layers." not in name}
     device_map |= {"model.shared": "cpu", "lm_head": "cpu", "final_logits_bias": "cpu"}
