@@ -42,7 +42,7 @@ from hf_rfa_cli import convert as cli_convert
 
 from .conftest import tiny_parent_config, tiny_seq2seq_config, words
 from .test_convert import leftovers
-from .training import assert_same, hf_rfa, interrupted, save_checkpoints, weights
+from .training import assert_same, interrupted, save_checkpoints, weights
 
 RECIPE = """
 transfer: {steps: 30, batch_size: 4, block_length: 16, learning_rate: 0.02}
@@ -530,7 +530,7 @@ def test_recipes_may_have_earlier_names_of_settings(tmp_path):
     assert (stage.student_inputs, stage.output_mse_weight) == (0.25, 2)
 
 
-def test_a_diverging_run_says_so(material, tmp_path, monkeypatch, capsys):
+def test_a_diverging_run_says_so(material, tmp_path, monkeypatch, run_cli, capsys):
     def diverge(self, model, inputs, **options):
         return next(p for p in model.parameters() if p.requires_grad).sum() * float("nan")
 
@@ -540,7 +540,7 @@ def test_a_diverging_run_says_so(material, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out").exists()
     shutil.rmtree(tmp_path / ".out.training")
     words = ["--teacher", material / "gpt2", "--data", material / "text.txt", "--recipe", material / "recipe.yaml"]
-    assert hf_rfa(monkeypatch, "distill", material / "gpt2-rfa", *words, "--output", tmp_path / "out") == 1
+    assert run_cli("distill", material / "gpt2-rfa", *words, "--output", tmp_path / "out") == 1
     assert "error: attention transfer: the loss is nan. Lower" in capsys.readouterr().err
 
 
@@ -566,16 +566,16 @@ def test_a_run_tells_its_steps_and_prints_nothing(material, tmp_path, capfd):
     assert "loss" not in shown.out + shown.err
 
 
-def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch, capsys):
+def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch, run_cli, capsys):
     command = ["convert", str(material / "bart"), str(tmp_path / "out"), "--transfer-steps", "4"]
-    hf_rfa(monkeypatch, *command)
+    run_cli(*command)
     assert "--transfer-steps and --data belong together" in " ".join(capsys.readouterr().err.split())
     assert leftovers(tmp_path) == []
     command += ["--data", str(material / "sources.txt"), "--references", str(material / "targets.txt")]
     with monkeypatch.context() as patch:  # an interrupted training is seen before anything is converted
         (tmp_path / ".out.training").mkdir()
         patch.setattr(cli_convert, "_convert", lambda *args, **options: pytest.fail("converted first"))
-        hf_rfa(monkeypatch, *command)
+        run_cli(*command)
         assert "Pass --resume to continue it" in " ".join(capsys.readouterr().err.split())
         (tmp_path / ".out.training").rmdir()
     ends = (SystemExit, KeyboardInterrupt)
@@ -583,7 +583,7 @@ def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch,
         monkeypatch.setattr("sys.argv", ["hf-rfa", *command])
         cli.main()
     assert leftovers(tmp_path) == [".out.training"]
-    assert hf_rfa(monkeypatch, *command, "--resume") == 0
+    assert run_cli(*command, "--resume") == 0
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
     assert model.config.feature_map == "exponential"
     card = ModelCard.load(tmp_path / "out" / "README.md")

@@ -29,7 +29,6 @@ from hf_rfa_cli.options import UsageError
 from .conftest import tiny_parent_config, words
 from .test_convert import leftovers
 from .training import assert_same, interrupted, logged, run, save_checkpoints, weights, write_rows
-from .training import hf_rfa as command
 
 LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
 
@@ -297,16 +296,16 @@ def test_training_arguments_that_cannot_be_used_are_refused(given, match, materi
     assert leftovers(tmp_path) == []
 
 
-def test_the_command_reads_settings_and_training_arguments(material, tmp_path, monkeypatch, capsys):
+def test_the_command_reads_settings_and_training_arguments(material, tmp_path, run_cli, capsys):
     (tmp_path / "settings.yaml").write_text(
         f"task: clm\ntrain: {material / 'rows.jsonl'}\nblock_length: 16\nmax_steps: 9\nuse_cpu: true\nreport_to: none\n"
     )
     given = ["finetune", "--model", material / "gpt2-rfa", "--recipe", tmp_path / "settings.yaml", "--max-steps", "2"]
     given += ["--output", tmp_path / "out", "--learning_rate", "0.5"]
-    assert command(monkeypatch, *given) == 0
+    assert run_cli(*given) == 0
     assert json.loads((tmp_path / "out" / "finetuning.json").read_text())["log"][-1]["step"] == 2
     assert "train_loss" in capsys.readouterr().out
-    assert command(monkeypatch, *given, "--no_such_option", "1") == 1
+    assert run_cli(*given, "--no_such_option", "1") == 1
     assert "no option --no_such_option" in capsys.readouterr().err
 
 

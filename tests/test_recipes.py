@@ -26,7 +26,7 @@ from hf_rfa.finetune.synthetic import CLOSE, OPERATORS, copy_task, evaluate_list
 
 from .conftest import save_tiny_tokenizer
 from .test_convert import leftovers
-from .training import hf_rfa, run, write_rows
+from .training import run, write_rows
 
 RECIPES = sorted(path.stem for path in (FOLDER / "finetune").glob("*.yaml"))
 TINY = {"gpt2": {"n_layer": 1, "n_embd": 16, "n_head": 2}, "bart": {"encoder_layers": 1, "decoder_layers": 1}}
@@ -262,7 +262,7 @@ def test_what_is_no_listops_expression_is_refused(text):
 
 
 @pytest.mark.parametrize(("name", "make", "least", "most"), [("listops", listops, 20, 30), ("copy", copy_task, 2, 5)])
-def test_the_command_writes_data(name, make, least, most, tmp_path, monkeypatch, capsys):
+def test_the_command_writes_data(name, make, least, most, tmp_path, run_cli, capsys):
     command = [
         "make-data",
         name,
@@ -276,10 +276,10 @@ def test_the_command_writes_data(name, make, least, most, tmp_path, monkeypatch,
         "--max-length",
         most,
     ]
-    assert hf_rfa(monkeypatch, *command) == 0
+    assert run_cli(*command) == 0
     written = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
     assert written == list(make(7, min_length=least, max_length=most, seed=3))
-    assert hf_rfa(monkeypatch, *command) == 1
+    assert run_cli(*command) == 1
     assert "exists and is kept" in capsys.readouterr().err
     for row in written if name == "copy" else ():
         assert row["prompt"] == row["text"] + "|"
@@ -289,6 +289,6 @@ def test_the_command_writes_data(name, make, least, most, tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     "wrong", [["--min-length", 3], ["--min-length", 9, "--max-length", 8], ["--max-length", 99999]]
 )
-def test_lengths_that_no_expression_has_are_refused(wrong, tmp_path, monkeypatch):
-    assert hf_rfa(monkeypatch, "make-data", "listops", tmp_path / "new", *wrong) == 1
+def test_lengths_that_no_expression_has_are_refused(wrong, tmp_path, run_cli):
+    assert run_cli("make-data", "listops", tmp_path / "new", *wrong) == 1
     assert not (tmp_path / "new").exists()

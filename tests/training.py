@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import BartForConditionalGeneration, GPT2LMHeadModel, MarianMTModel, Seq2SeqTrainingArguments
 
-from hf_rfa import cli
 from hf_rfa.convert import convert
 from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.finetune import finetune
@@ -74,14 +72,6 @@ def logged(folder: Path, name: str = "loss") -> list[float]:
     """Return a quantity that a fine-tuning logged."""
     log = json.loads((folder / "finetuning.json").read_text())["log"]
     return [entry[name] for entry in log if name in entry]
-
-
-def hf_rfa(monkeypatch, *words: object) -> int:
-    """Run the command line in this process, and return its exit status."""
-    monkeypatch.setattr(sys, "argv", ["hf-rfa", *map(str, words)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return end.value.code
 
 
 @contextmanager
