@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_rfa.convert.atomic_io import new_file
-from hf_rfa.finetune.settings import load_settings, merge, to_words
+from hf_rfa.finetune.recipe import load_settings, merge, to_words
 from hf_rfa.finetune.synthetic import listops
 from hf_rfa.models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
 

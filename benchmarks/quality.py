@@ -30,12 +30,12 @@ from hf_rfa.convert import convert
 from hf_rfa.convert.atomic_io import new_file, new_folder
 from hf_rfa.convert.calibration_data import tokenize
 from hf_rfa.convert.text_io import read_documents
-from hf_rfa.finetune.data import Blocks
-from hf_rfa.finetune.distill import distill, training_arguments
-from hf_rfa.finetune.distillation import distill_logits
+from hf_rfa.finetune.data import joined_blocks
+from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.evaluation import perplexity
 from hf_rfa.finetune.recipe import Recipe
 from hf_rfa.finetune.run_folder import training_folder
+from hf_rfa.finetune.trainers import train_stage
 from hf_rfa.inference import load_model, use_attention_component
 from hf_rfa.models.attention import AttentionComponent
 
@@ -86,7 +86,7 @@ class Settings:
                 model, tokenizer = load_model(str(checkpoint), dtype="float32")
                 use_attention_component(model, component)
             ids = tokenize(tokenizer, read_documents(self.tests[text]), most=self.max_tokens)
-            found[key] = perplexity(model, ids, context=context).perplexity
+            found[key] = perplexity(model, ids, context_length=context).perplexity
             with new_file(stored) as file:
                 json.dump(found, file, indent=2)
         return {key: found[key] for key in keys}
@@ -122,10 +122,10 @@ class Settings:
         """Train the softmax parent on the tokens of the end-to-end stage."""
         model, tokenizer = load_model(self.model, dtype="float32")
         stage = recipe.end_to_end.resolve(model.config, model.config.max_position_embeddings)
-        data = Blocks(tokenizer, read_documents(self.train), cast(int, stage.block_length))
+        data = joined_blocks(tokenizer, read_documents(self.train), cast(int, stage.block_length))
         work = training_folder(folder)
-        arguments = training_arguments(stage, work, seed=recipe.seed)
-        distill_logits(model, None, data, arguments, rfa_rate=0.0, kl_weight=0.0, dropout=stage.dropout, resume=True)
+        alone = replace(stage, kl_weight=0.0, lora_rank=0)
+        train_stage("end_to_end", model, None, data, alone, work, seed=recipe.seed, resume=True)
         with new_folder(folder) as place:
             model.save_pretrained(place)
             tokenizer.save_pretrained(place)

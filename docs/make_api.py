@@ -58,7 +58,7 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
         "hf_rfa.finetune.report.DistillationReport": None,
         "hf_rfa.finetune.finetune.finetune": None,
         "hf_rfa.finetune.arguments.FinetuneArguments": [],
-        "hf_rfa.finetune.param_groups.GroupedTrainer": [],
+        "hf_rfa.finetune.trainers.GroupedTrainer": [],
     },
     "Models": {},
     "Configuration": {

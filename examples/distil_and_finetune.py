@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 from hf_rfa.convert import convert
 from hf_rfa.convert.text_io import read_documents
 from hf_rfa.finetune import perplexity, tokenize
-from hf_rfa.finetune.data import Blocks
+from hf_rfa.finetune.data import joined_blocks
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
 
@@ -59,7 +59,7 @@ def main() -> None:
         report_to=[],
         dataloader_pin_memory=torch.cuda.is_available(),
     )
-    blocks = Blocks(tokenizer, read_documents(args.train), args.block_length)
+    blocks: Any = joined_blocks(tokenizer, read_documents(args.train), args.block_length)
     Trainer(model=model, args=arguments, train_dataset=blocks).train()
     model = model.merge_and_unload() if args.lora_rank else model
     model.config.use_cache = True  # the Trainer turned it off

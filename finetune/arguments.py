@@ -1,22 +1,21 @@
-"""What `hf-rfa finetune` is asked for, beside transformers' training arguments, and the checks that come before any work."""
+"""The options of `hf-rfa finetune` besides transformers' training arguments, and the checks that come before any work."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hf_rfa.errors import InputError
 
-from .param_groups import KINDS, ParameterKind
+from .param_groups import PARAMETER_KINDS, ParameterKind
+from .recipe import read_overrides
 
-Task = Literal["clm", "seq2seq", "classify"]
-TASKS: tuple[Task, ...] = ("clm", "seq2seq", "classify")
+TrainingTask = Literal["clm", "seq2seq", "classify"]
 
 #: Options that one task alone has.
-OPTIONS_OF_A_TASK: dict[str, Task] = {
+OPTIONS_OF_A_TASK: dict[str, TrainingTask] = {
     "prompt_column": "clm",
     "unpacked": "clm",
     "train_references": "seq2seq",
@@ -31,7 +30,7 @@ def processes_started() -> int:
 
 @dataclass
 class FinetuneArguments:
-    """What is trained, and on what; the rest are transformers' training arguments."""
+    """The model that is trained and its data; the other options are transformers' training arguments."""
 
     task: str = field(metadata={"help": "clm, seq2seq or classify."})
     train: str = field(
@@ -47,19 +46,22 @@ class FinetuneArguments:
         default=None, metadata={"help": "Fields of the new model's configuration, as a JSON object."}
     )
     tokenizer: str | None = field(default=None, metadata={"help": "Folder or name of a tokenizer, if not the model's."})
-    evaluate: str | None = field(default=None, metadata={"help": "Data to evaluate on, likewise."})
+    evaluate: str | None = field(default=None, metadata={"help": "Data to evaluate on, in the same forms."})
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a data set on the hub."})
     train_split: str = field(default="train", metadata={"help": "Split of a data set on the hub to train on."})
     evaluate_split: str = field(default="validation", metadata={"help": "Split of it to evaluate on."})
     text_column: str = field(default="text", metadata={"help": "Column with the text (clm, classify)."})
     prompt_column: str | None = field(
-        default=None, metadata={"help": "Column with what comes before the text and is not learned (clm)."}
+        default=None,
+        metadata={"help": "Column with prompts, which precede the texts and are not learned (clm)."},
     )
     label_column: str = field(default="label", metadata={"help": "Column with the label (classify)."})
     source_column: str = field(
         default="source", metadata={"help": "Column with the source (seq2seq); a.b for the field b of a column a."}
     )
-    target_column: str = field(default="target", metadata={"help": "Column with the target (seq2seq), likewise."})
+    target_column: str = field(
+        default="target", metadata={"help": "Column with the target (seq2seq), in the same form."}
+    )
     train_references: str | None = field(
         default=None, metadata={"help": "Targets, one a line, for training data of one source a line (seq2seq)."}
     )
@@ -73,7 +75,7 @@ class FinetuneArguments:
     unpacked: bool = field(
         default=False, metadata={"help": "A document a row, cut and padded, instead of full blocks (clm)."}
     )
-    streaming: bool = field(default=False, metadata={"help": "Read the data as training goes on; needs --max_steps."})
+    streaming: bool = field(default=False, metadata={"help": "Read the data during training; needs --max-steps."})
     byte_tokenizer: bool = field(default=False, metadata={"help": "Take every byte as a token (ByT5's ids)."})
     from_scratch: bool = field(default=False, metadata={"help": "Take only the model's config.json, and new weights."})
     feature_map_rate: float | None = field(default=None, metadata={"help": "Learning rate of feature maps; 0 freezes."})
@@ -83,7 +85,7 @@ class FinetuneArguments:
         default=None, metadata={"help": "Learning rate of the projections of attention; 0 freezes."}
     )
     rest_rate: float | None = field(default=None, metadata={"help": "Learning rate of all else; 0 freezes."})
-    resume: bool = field(default=False, metadata={"help": "Go on where an interrupted run stopped."})
+    resume: bool = field(default=False, metadata={"help": "Continue an interrupted run."})
     overwrite: bool = field(default=False, metadata={"help": "Replace a checkpoint at the output."})
 
     def source(self) -> str | None:
@@ -93,7 +95,7 @@ class FinetuneArguments:
     def rates(self) -> dict[ParameterKind, float]:
         """Return the learning rates that were given, by kind."""
         given = (self.feature_map_rate, self.sigma_rate, self.gate_rate, self.projection_rate, self.rest_rate)
-        return {kind: rate for kind, rate in zip(KINDS, given, strict=True) if rate is not None}
+        return {kind: rate for kind, rate in zip(PARAMETER_KINDS, given, strict=True) if rate is not None}
 
     def overrides(self) -> dict[str, Any]:
         """Return the fields of the new model's configuration.
@@ -101,15 +103,7 @@ class FinetuneArguments:
         Raises:
             InputError: if they are not a JSON object.
         """
-        try:
-            found = json.loads(self.config_overrides or "{}")
-        except json.JSONDecodeError as error:
-            raise InputError(
-                f"config_overrides must be a JSON object, got {self.config_overrides!r}: {error}"
-            ) from error
-        if not isinstance(found, dict):
-            raise InputError(f'config_overrides must be a JSON object such as {{"n_layer": 4}}, got {found!r}.')
-        return found
+        return read_overrides(self.config_overrides or "{}")
 
     def check(self, *, max_steps: int) -> None:
         """Check what can be checked before anything is read.
@@ -120,28 +114,29 @@ class FinetuneArguments:
         Raises:
             InputError: naming the option, its value and what is expected.
         """
-        if self.task not in TASKS:
-            raise InputError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}.")
+        tasks = get_args(TrainingTask)
+        if self.task not in tasks:
+            raise InputError(f"task must be one of {', '.join(tasks)}, got {self.task!r}.")
         if (self.model is None) == (self.model_type is None):
-            raise InputError("pass either --model, a checkpoint, or --model_type, for a new model of that type.")
+            raise InputError("pass either --model, a checkpoint, or --model-type, for a new model of that type.")
         if self.config_overrides is not None and self.model_type is None:
-            raise InputError("--config_overrides goes with --model_type: a checkpoint has its own configuration.")
+            raise InputError("--config-overrides goes with --model-type: a checkpoint has its own configuration.")
         if self.model_type is not None and self.tokenizer is None and not self.byte_tokenizer:
-            raise InputError("--model_type needs a tokenizer: pass --tokenizer, or --byte_tokenizer.")
+            raise InputError("--model-type needs a tokenizer: pass --tokenizer, or --byte-tokenizer.")
         if self.tokenizer is not None and self.byte_tokenizer:
-            raise InputError("pass either --tokenizer or --byte_tokenizer.")
+            raise InputError("pass either --tokenizer or --byte-tokenizer.")
         self.overrides()
         for name, task in OPTIONS_OF_A_TASK.items():
             if getattr(self, name) and task != self.task:
-                raise InputError(f"--{name} is an option of the task {task}, not of {self.task}.")
+                raise InputError(f"--{name.replace('_', '-')} is an option of the task {task}, not of {self.task}.")
         if self.evaluate_references is not None and self.evaluate is None:
-            raise InputError("--evaluate_references needs --evaluate, the sources.")
+            raise InputError("--evaluate-references needs --evaluate, the sources.")
         for kind, rate in self.rates().items():
             if not 0 <= rate < math.inf:
                 raise InputError(f"the learning rate of {kind} must be a number of at least 0, got {rate}.")
         if self.streaming and self.task == "classify":
             raise InputError("--streaming does not fit --task classify: the labels have to be known before training.")
         if self.streaming and self.train_references is not None:
-            raise InputError("--streaming does not fit --train_references: files of lines are read at once.")
+            raise InputError("--streaming does not fit --train-references: files of lines are read at once.")
         if self.streaming and max_steps <= 0:
-            raise InputError("--streaming needs --max_steps: the length of what is streamed is not known.")
+            raise InputError("--streaming needs --max-steps: the length of streamed data is not known.")

@@ -1,4 +1,4 @@
-"""The model card of a checkpoint after training: what it was trained from and how, and how it is loaded now."""
+"""The model card of a checkpoint after training: its origin, its training and its use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from hf_rfa.convert.report import TRAINING, UNTRAINED, USE, head_of, use_section
+from hf_rfa.convert.report import TRAINING, USE, head_of, use_section
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
-#: Files beside a checkpoint that its card refers to; figures of an evaluation are not among them: they are of other weights.
+#: Files beside a checkpoint that its card refers to. Figures of an evaluation are not among them: they hold for old weights.
 REFERRED = (
     *("conversion.json", "attention.png", "distillation.json", "distillation.png", "attention-distilled.png"),
     *("finetuning.json", "finetuning.png"),
@@ -22,7 +22,9 @@ REFERRED = (
 SEQ2SEQ_TASKS = ("translation", "summarization", "text2text-generation")
 PICTURE = re.compile(r"(?m)^!\[.*\]\(.*\)\n")
 #: Use of a softmax model.
-PLAIN_USE = re.sub(r"import hf_rfa.*\n|{own_map}|\nWhere hf-rfa is not(?s:.*)", "", USE)
+PLAIN_USE = re.sub(r"import hf_rfa.*\n|{own_map}|(?<=```\n)\n(?s:.*)", "", USE)
+#: The paragraph on training of a model that had none, as `hf_rfa.convert` writes it.
+UNTRAINED = re.compile(rf"(?m)^{re.escape(TRAINING)} none .*$")
 
 
 def data_name(source: str) -> str:
@@ -31,13 +33,13 @@ def data_name(source: str) -> str:
     return path.name if path.exists() else source
 
 
-def rows_of(figures: Iterable[tuple[str, str]]) -> str:
-    """Return (what, value) pairs as a table."""
-    return "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in figures)])
+def table_of(figures: Iterable[tuple[str, str]]) -> str:
+    """Return (name, value) pairs as a Markdown table."""
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in figures)])
 
 
 def copy_referred(source: str | None, folder: Path) -> None:
-    """Copy the files that the card of a checkpoint, if it is a folder, refers to; a run writes its own over them."""
+    """Copy the files that the card of a checkpoint refers to into a new folder."""
     for name in REFERRED if source is not None else ():
         path = Path(str(source)).expanduser() / name
         if path.is_file():
@@ -47,8 +49,8 @@ def copy_referred(source: str | None, folder: Path) -> None:
 def trained_card(model: Any, *, name: str, source: str | None, summary: str, section: str) -> ModelCard:
     """Return the card of a trained model.
 
-    A card that hf-rfa wrote keeps its text, but for its title, its use and what was measured of other weights. Of any other
-    only what it states for the hub is kept.
+    A card that hf-rfa wrote keeps its text, but for its title, its use and the results of other weights. Of any other card
+    only the metadata for the hub are kept.
 
     Args:
         model: the trained model.
@@ -77,7 +79,8 @@ def trained_card(model: Any, *, name: str, source: str | None, summary: str, sec
         paragraphs = start.strip().split("\n\n")
         paragraphs[0] = f"# {name}"
         start = "\n\n".join(paragraphs)
-        start = start.replace(UNTRAINED, f"{TRAINING} {summary}") if UNTRAINED in start else f"{start} Then {summary}"
+        start, untrained = UNTRAINED.subn(lambda found: f"{TRAINING} {summary}", start)
+        start += "" if untrained else f" Then {summary}"
     else:
         made = f"This is a model of type {model.config.model_type}"
         made += "." if source is None else f", made from {data_name(source)}."

@@ -1,90 +1,227 @@
-"""Training data for distillation: blocks of a text for a decoder alone, pairs for a model with an encoder."""
+"""Training data through `datasets`: local files or a hub data set in, model inputs out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
+from transformers import DataCollatorForSeq2Seq
 
-from hf_rfa.convert.calibration_data import Inputs, shift_right, tokenize
+from hf_rfa.convert.calibration_data import Inputs, tokenize
+from hf_rfa.convert.text_io import open_text, read_pairs
 from hf_rfa.errors import InputError
 
+#: The `datasets` builder of a file, by its ending without ``.gz``.
+BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+#: Documents that are packed at a time; the tokens at their end that fill no block are dropped.
+DOCUMENTS_PER_PACKING = 1000
 
-class Blocks(Dataset):
-    """A text cut into blocks of equal length, its documents joined, each followed by the end-of-text token.
+#: A `datasets.Dataset`, or an `IterableDataset` if it is streamed.
+Data = Any
+
+
+def load_data(source: str, *, split: str = "train", config: str | None = None, streaming: bool = False) -> Data:
+    """Load a data set.
 
     Args:
-        tokenizer: the model's tokenizer.
-        documents: the text.
-        length: tokens per block.
+        source: a file (.txt, which is one document; .jsonl, .csv or .parquet with columns; plain or .gz), or the name of a
+            data set on the hub.
+        split: of a hub data set.
+        config: of a hub data set, if it has several.
+        streaming: read during the training instead of before it.
+
+    Raises:
+        InputError: if it cannot be read, or is empty.
+    """
+    path = Path(source).expanduser()
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    builder = BUILDERS.get(suffixes[-1]) if suffixes else None
+    if path.is_file():
+        if builder is None:
+            raise InputError(f"{source}: its ending is none of {', '.join(BUILDERS)} (plain or .gz).")
+        if path.stat().st_size == 0:
+            raise InputError(f"{source} is empty.")
+        place: dict[str, Any] = {"path": builder, "data_files": str(path.resolve()), "split": "train"}
+        place |= {"sample_by": "document"} if builder == "text" else {}
+    elif builder is not None or path.exists() or source.startswith((".", "/", "~")):
+        raise InputError(f"there is no file {source}.")
+    else:
+        place = {"path": source, "name": config, "split": split}
+    try:
+        data = load_dataset(**place, streaming=streaming)
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        if builder == "json":
+            _check_json_lines(path)
+        raise InputError(f"cannot read {source}: {error.__cause__ or error}") from error
+    if not streaming and len(data) == 0:
+        raise InputError(f"{source} has no rows in it.")
+    return data
+
+
+def load_pairs(
+    sources: str | Path,
+    references: str | Path | None = None,
+    *,
+    source_column: str = "source",
+    target_column: str = "target",
+) -> Dataset:
+    """Load pairs of texts, from two files of lines or from a ``.jsonl`` file with both, as a data set with two columns.
+
+    Raises:
+        InputError: if they cannot be read, are empty, or differ in length.
+    """
+    fields: Any = {} if references else {"source_field": source_column, "target_field": target_column}
+    texts, targets = read_pairs(sources, references, **fields)
+    return Dataset.from_dict({source_column: texts, target_column: targets})
+
+
+def _check_json_lines(path: Path) -> None:
+    """Raise an `InputError` that names the first line which is no JSON object."""
+    with open_text(path) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                found = json.loads(line) if line.strip() else {}
+            except json.JSONDecodeError as error:
+                raise InputError(f"{path}, line {number}: not a JSON object ({error}).") from error
+            if not isinstance(found, dict):
+                raise InputError(f"{path}, line {number}: a {type(found).__name__} instead of a JSON object.")
+
+
+def check_columns(data: Data, source: str, *names: str) -> None:
+    """Raise an `InputError` that lists the columns of a data set, if one is missing; ``a.b`` is the field b of a column a."""
+    columns = _columns(data)
+    for name in names:
+        outer, _, inner = name.partition(".")
+        if name not in columns and not (inner and outer in columns and inner in next(iter(data))[outer]):
+            raise InputError(
+                f"{source} has no column {name!r}. It has: {', '.join(columns)}. Name yours with --text-column, "
+                "--prompt-column, --label-column, --source-column or --target-column."
+            )
+
+
+def _columns(data: Data) -> list[str]:
+    return data.column_names or list(next(iter(data)))
+
+
+def _column(batch: dict[str, list[Any]], name: str) -> list[Any]:
+    outer, _, inner = name.partition(".")
+    return batch[name] if name in batch else [row[inner] for row in batch[outer]]
+
+
+def joined_blocks(tokenizer: Any, documents: Iterable[str], length: int) -> Dataset:
+    """Return documents as blocks of ``length`` tokens, joined, each document followed by the end-of-text token.
 
     Raises:
         InputError: if there is not a single full block.
     """
-
-    def __init__(self, tokenizer: Any, documents: Iterable[str], length: int) -> None:
-        ids = tokenize(tokenizer, documents)
-        count = len(ids) // length
-        if count == 0:
-            raise InputError(f"the text has {len(ids)} tokens; at least one block of {length} is needed.")
-        self.blocks = ids[: count * length].view(count, length)
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, index: int) -> Inputs:
-        return {"input_ids": self.blocks[index], "labels": self.blocks[index]}
+    ids = tokenize(tokenizer, documents)
+    count = len(ids) // length
+    if count == 0:
+        raise InputError(f"the text has {len(ids)} tokens; at least one block of {length} is needed.")
+    blocks = ids[: count * length].view(count, length).numpy()
+    return Dataset.from_dict({"input_ids": blocks, "labels": blocks}).with_format("torch")
 
 
-class Pairs(Dataset):
-    """Sources and the outputs that belong to them, as token ids.
+def _documents(
+    batch: dict[str, list[Any]], tokenizer: Any, text_column: str, prompt_column: str | None
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield documents as (ids, labels): the prompt's labels are -100, and the end-of-text token closes each."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    texts = batch[text_column]
+    prompts = batch[prompt_column] if prompt_column is not None else [""] * len(texts)
+    for prompt, text in zip(prompts, texts, strict=True):
+        if text.strip():
+            options = {"verbose": False, "add_special_tokens": prompt_column is None}
+            before = tokenizer(prompt, **options)["input_ids"] if prompt else []
+            after = tokenizer(text, **options)["input_ids"]
+            after += end if after[-1:] != end else []
+            yield before + after, [-100] * len(before) + after
 
-    Args:
-        tokenizer: the model's tokenizer.
-        sources: texts.
-        targets: texts, one per source.
-        length: most tokens of either; what is longer is cut.
+
+def _blocks(documents: Iterable[tuple[list[int], list[int]]], length: int) -> Iterator[dict[str, list[int]]]:
+    """Yield full blocks of the documents' tokens, with positions that restart at every document and block."""
+    ids: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    for document, wanted in documents:
+        start = 0
+        while start < len(document):
+            stop = min(len(document), start + length - len(ids))
+            ids += document[start:stop]
+            labels += [-100, *wanted[start + 1 : stop]]
+            positions += range(stop - start)
+            start = stop
+            if len(ids) == length:
+                yield {"input_ids": ids, "position_ids": positions, "labels": labels}
+                ids, labels, positions = [], [], []
+
+
+def packed_blocks(
+    data: Data, tokenizer: Any, *, text_column: str, prompt_column: str | None = None, length: int
+) -> Data:
+    """Return documents as blocks of ``length`` tokens for language modelling.
+
+    Every document ends with the end-of-text token. A block may hold pieces of several documents: its ``position_ids`` restart
+    at each, which models take as the start of a document that sees nothing before it. The first token of a piece and the
+    tokens of a prompt have no loss.
     """
 
-    def __init__(self, tokenizer: Any, sources: Sequence[str], targets: Sequence[str], length: int) -> None:
-        options: dict[str, Any] = {"truncation": True, "max_length": length}
-        self.sources = tokenizer(list(sources), **options)["input_ids"]
-        self.targets = tokenizer(text_target=list(targets), **options)["input_ids"]
+    def pack(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
+        rows = list(_blocks(_documents(batch, tokenizer, text_column, prompt_column), length))
+        return {name: [row[name] for row in rows] for name in ("input_ids", "position_ids", "labels")}
 
-    def __len__(self) -> int:
-        return len(self.sources)
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        return {"input_ids": self.sources[index], "labels": self.targets[index]}
+    return data.map(pack, batched=True, batch_size=DOCUMENTS_PER_PACKING, remove_columns=_columns(data))
 
 
-def _pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-    length = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows])
+def single_documents(
+    data: Data, tokenizer: Any, *, text_column: str, prompt_column: str | None = None, length: int
+) -> Data:
+    """Return documents as rows of their own, each cut to ``length`` tokens; the tokens of a prompt have no loss."""
 
-
-class PairCollator:
-    """Pads pairs, and adds masks and decoder inputs.
-
-    Args:
-        config: the model's configuration.
-    """
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    def __call__(self, pairs: Sequence[dict[str, list[int]]]) -> Inputs:
-        """Return a batch as the model takes it."""
-        pad = self.config.pad_token_id
-        sources, targets = ([pair[name] for pair in pairs] for name in ("input_ids", "labels"))
-        labels = _pad(targets, -100)
+    def encode(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
+        rows = list(_documents(batch, tokenizer, text_column, prompt_column))
         return {
-            "input_ids": _pad(sources, pad),
-            "attention_mask": _pad([[1] * len(row) for row in sources], 0),
-            "decoder_input_ids": shift_right(_pad(targets, pad), self.config),
-            "decoder_attention_mask": (labels != -100).long(),
-            "labels": labels,
+            "input_ids": [ids[:length] for ids, _ in rows],
+            "attention_mask": [[1] * len(ids[:length]) for ids, _ in rows],
+            "labels": [labels[:length] for _, labels in rows],
         }
+
+    return data.map(encode, batched=True, remove_columns=_columns(data))
+
+
+def token_pairs(
+    data: Data, tokenizer: Any, *, source_column: str = "source", target_column: str = "target", length: int
+) -> Data:
+    """Return sources and targets as token ids, each cut to ``length``."""
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        options: dict[str, Any] = {"truncation": True, "max_length": length}
+        labels = tokenizer(text_target=_column(batch, target_column), **options)["input_ids"]
+        return {"input_ids": tokenizer(_column(batch, source_column), **options)["input_ids"], "labels": labels}
+
+    return data.map(encode, batched=True, remove_columns=_columns(data))
+
+
+class PairCollator(DataCollatorForSeq2Seq):
+    """`DataCollatorForSeq2Seq` that also masks the padding of the decoder's inputs: attention transfer has to know it."""
+
+    def __call__(self, features: Any, return_tensors: Any = None) -> Inputs:
+        """Return a batch as the model takes it."""
+        batch = dict(super().__call__(features, return_tensors))
+        return {**batch, "decoder_attention_mask": (batch["labels"] != -100).long()}
+
+
+def labelled_texts(
+    data: Data, tokenizer: Any, *, text_column: str, label_column: str, labels: Sequence[str], length: int
+) -> Data:
+    """Return texts as token ids cut to ``length``, with the index of their label among ``labels``."""
+
+    def encode(batch: dict[str, list[Any]]) -> dict[str, Any]:
+        encoded = tokenizer(batch[text_column], truncation=True, max_length=length)
+        return {**encoded, "labels": [labels.index(str(label)) for label in batch[label_column]]}
+
+    return data.map(encode, batched=True, remove_columns=_columns(data))

@@ -1,91 +1,37 @@
-"""The whole of a distillation: checkpoint, teacher and text in, distilled checkpoint with its report out."""
+"""Distillation from end to end: checkpoint, teacher and text in, distilled checkpoint with its report out."""
 
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.utils.data import Dataset, Subset
-from transformers import PreTrainedModel, TrainingArguments
+from datasets import Dataset
+from transformers import PreTrainedModel, default_data_collator
 
 from hf_rfa.convert.atomic_io import check_destination, new_folder
-from hf_rfa.convert.base_model import rfa_layers
 from hf_rfa.convert.calibration_data import Inputs
 from hf_rfa.convert.configuration import import_words
-from hf_rfa.convert.pictures import HeadMap, compare_attention, draw_attention
+from hf_rfa.convert.perplexity import score_labels
+from hf_rfa.convert.pictures import compare_attention, draw_attention
 from hf_rfa.convert.pipeline import MAX_SHARD_SIZE, Progress
-from hf_rfa.convert.text_io import read_documents, read_pairs
+from hf_rfa.convert.text_io import read_documents
 from hf_rfa.errors import InputError
-from hf_rfa.inference import kind_of, load_model
+from hf_rfa.families import FAMILIES
+from hf_rfa.inference import kind_of, load_model, read_config
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 from .arguments import processes_started
-from .card import copy_referred, data_name, rows_of, trained_card
-from .data import Blocks, PairCollator, Pairs
-from .distillation import distill_logits, transfer_attention, transfer_losses
+from .card import copy_referred, data_name, table_of, trained_card
+from .data import PairCollator, joined_blocks, load_pairs, token_pairs
 from .param_groups import is_rfa_parameter
 from .recipe import Recipe, Stage
-from .report import HELD_OUT, DistillationReport
+from .report import HELD_OUT, DistillationReport, plot_losses
 from .run_folder import check_settings, check_training_folder, training_folder
-
-
-def _check_pair(model: PreTrainedModel, teacher: PreTrainedModel, names: tuple[str, str], recipe: Recipe) -> Recipe:
-    """Return the recipe with its block lengths; raise an `InputError` if a model cannot learn from a teacher."""
-    config: Any = model.config
-    if not isinstance(model.config, RFAConfigMixin):
-        raise InputError(
-            f"{names[0]} is a {config.model_type} model, not an RFA checkpoint. Convert it first (hf-rfa convert)."
-        )
-    if isinstance(teacher.config, RFAConfigMixin):
-        raise InputError(
-            f"the teacher {names[1]} is an RFA checkpoint. Pass the softmax model that {names[0]} was made from."
-        )
-    if recipe.transfer.steps and not any(is_rfa_parameter(name) for name, _ in model.named_parameters()):
-        raise InputError(
-            f"{names[0]} has nothing that attention transfer could train: feature_map={config.feature_map!r} has no "
-            "parameters, and there is no gate. Pass --transfer-steps 0, or convert it with another map or with --gate."
-        )
-    theirs = dict(teacher.named_parameters())
-    for name, parameter in model.named_parameters():
-        if "feature_map" in name.split(".") or "gate" in name.split("."):
-            continue
-        is_position = not {"wpe", "embed_positions"}.isdisjoint(name.split("."))
-        other = theirs.get(name)
-        if other is None or (other.shape != parameter.shape and not is_position):
-            raise InputError(
-                f"{names[1]} is not the parent of {names[0]}: tensor {name} is missing or of another shape."
-            )
-        if recipe.transfer.steps and not is_position and not torch.allclose(other, parameter, atol=1e-6, rtol=5e-3):
-            raise InputError(
-                f"{names[0]} no longer has the weights of {names[1]} (tensor {name} differs), so that its attention cannot "
-                "be taught by transfer. Pass --transfer-steps 0, or the checkpoint as it was converted."
-            )
-    positions = min(config.max_position_embeddings, teacher.config.max_position_embeddings)
-    for name, stage in (("transfer", recipe.transfer), ("end_to_end", recipe.end_to_end)):
-        if stage.steps and stage.block_length is not None and stage.block_length > positions:
-            raise InputError(
-                f"recipe: {name}.block_length is {stage.block_length}, but the models have {positions} positions."
-            )
-    return replace(
-        recipe,
-        transfer=recipe.transfer.resolve(config, positions),
-        end_to_end=recipe.end_to_end.resolve(config, positions),
-    )
-
-
-def _data(model: PreTrainedModel, tokenizer: Any, data: Path, references: Path | None, stage: Stage) -> Dataset:
-    if kind_of(model.config) == "causal":
-        if references is not None:
-            raise InputError("references belong to a model with an encoder; this one is a decoder that stands alone.")
-        return Blocks(tokenizer, read_documents(data), cast(int, stage.block_length))
-    sources, targets = read_pairs(data, references)
-    return Pairs(tokenizer, sources, targets, cast(int, stage.block_length))
+from .trainers import train_stage, transfer_losses
 
 
 def distill(
@@ -103,62 +49,63 @@ def distill(
     command: str | None = None,
     progress: Progress | None = None,
 ) -> DistillationReport:
-    """Distil a converted checkpoint from its softmax parent.
+    """Distil a converted checkpoint from the softmax model that it was made from.
 
-    Training is done in float32. Checkpoints of it lie in ``.NAME.training`` beside the destination until it is finished.
+    The training computes in float32. Its checkpoints are in ``.NAME.training`` beside the destination until it is finished.
 
     Args:
         checkpoint: the RFA checkpoint.
         destination: folder to write.
-        teacher: its softmax parent, a folder or a hub name.
+        teacher: the softmax model, a folder or a hub name.
         data: text to train on (.txt or .jsonl, plain or .gz); for a model with an encoder the sources, one a line, or a
             ``.jsonl`` file with ``source`` and ``target``.
         references: outputs that belong to the sources, one a line.
         recipe: name or file of a recipe, or a `Recipe`.
         transfer_steps: steps of attention transfer, instead of the recipe's.
         end_to_end_steps: steps of the end-to-end stage, instead of the recipe's.
-        resume: go on where an interrupted run stopped.
+        resume: continue an interrupted run.
         overwrite: replace a checkpoint that is at ``destination``.
-        command: what the model card says made it; None stands for these arguments.
-        progress: told of the stages: (name, number of steps) at the start of one, (None, 1) when a step is done.
+        command: the command that the model card states; None stands for these arguments.
+        progress: called with (name, number of steps) at the start of a stage, and (None, 1) when a step is done.
 
     Returns:
         The figures of the distillation.
 
     Raises:
-        InputError: if anything that was passed cannot be used; no training has started then.
+        InputError: if an argument cannot be used; no training has started then.
     """
     arguments = locals()
     check_one_process()
     destination = Path(destination)
     settings = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     settings = settings.with_steps(transfer=transfer_steps, end_to_end=end_to_end_steps)
-    stages = {"transfer": settings.transfer, "end_to_end": settings.end_to_end}
-    for name, stage in stages.items():
+    for name, stage in settings.stages().items():
         stage.check(name)
-    if not any(stage.steps for stage in stages.values()):
+    if not any(stage.steps for stage in settings.stages().values()):
         raise InputError("no stage of the recipe has any steps: there is nothing to train.")
     check_destination(destination, overwrite=overwrite, sources=(Path(checkpoint), Path(teacher)))
     work = training_folder(destination)
     check_training_folder(work, resume=resume)
 
     model, tokenizer = load_model(str(checkpoint), dtype="float32")
-    parent, _ = load_model(str(teacher), kind=kind_of(model.config), dtype="float32", need_tokenizer=False)
-    settings = _check_pair(model, parent, (str(checkpoint), str(teacher)), settings)
-    command = command or _command(arguments, model.config.feature_map)
-    stages = {"transfer": settings.transfer, "end_to_end": settings.end_to_end}
+    softmax_model, _ = load_model(str(teacher), kind=kind_of(model.config), dtype="float32", need_tokenizer=False)
+    _check_teacher(model, softmax_model, str(checkpoint), str(teacher), transfer=settings.transfer.steps > 0)
+    settings = _resolve(settings, model.config, softmax_model.config)
     datasets = {
-        name: _data(model, tokenizer, Path(data), None if references is None else Path(references), stage)
-        for name, stage in stages.items()
+        name: _load(model, tokenizer, data, references, cast(int, stage.block_length))
+        for name, stage in settings.stages().items()
         if stage.steps
     }
     for name, dataset in datasets.items():
-        if len(dataset) <= HELD_OUT:  # type: ignore[arg-type]
-            raise InputError(f"the data gives {len(dataset)} items for {name}; more than {HELD_OUT} are needed.")  # type: ignore[arg-type]
-    sources = {"teacher": teacher, "data": data, "references": references}
-    described = {name: None if path is None else str(Path(path).resolve()) for name, path in sources.items()}
+        if len(dataset) <= HELD_OUT:
+            raise InputError(f"the data gives {len(dataset)} items for {name}; more than {HELD_OUT} are needed.")
+    paths = {"teacher": teacher, "data": data, "references": references}
+    described = {name: None if path is None else str(Path(path).resolve()) for name, path in paths.items()}
     check_settings(work, described | {"recipe": settings.to_dict()}, resume=resume)
-    report = _run(model, parent, datasets, settings, work, resume, command, str(data), progress)
+    report = DistillationReport(
+        command or _command(arguments, model.config.feature_map), data_name(str(data)), settings
+    )
+    _train(model, softmax_model, tokenizer, datasets, report, work, resume, progress)
     with new_folder(destination) as folder:
         _write(model, tokenizer, report, str(checkpoint), folder, destination.resolve().name)
     shutil.rmtree(work, ignore_errors=True)
@@ -174,27 +121,63 @@ def check_one_process() -> None:
         )
 
 
-def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArguments:
-    """Return the Trainer's arguments for one stage of a recipe, with its checkpoints in ``folder``."""
-    return TrainingArguments(
-        output_dir=str(folder),
-        max_steps=stage.steps,
-        per_device_train_batch_size=cast(int, stage.batch_size),
-        learning_rate=stage.learning_rate,
-        bf16=stage.bf16,
-        use_cpu=not torch.accelerator.is_available(),
-        lr_scheduler_type="cosine",
-        logging_steps=max(1, stage.steps // 50),
-        save_strategy="steps",
-        save_steps=max(1, stage.steps // 5),
-        save_total_limit=1,
-        disable_tqdm=True,  # `distill` is asked for progress, or silent
-        logging_nan_inf_filter=False,  # a loss that is not finite must not be replaced by the mean of those before
-        report_to=[],
-        remove_unused_columns=False,
-        dataloader_pin_memory=torch.accelerator.is_available(),
-        seed=seed,
+def _check_teacher(
+    model: PreTrainedModel, teacher: PreTrainedModel, checkpoint: str, teacher_name: str, *, transfer: bool
+) -> None:
+    """Raise an `InputError` if a model cannot learn from a teacher, by attention transfer if ``transfer``."""
+    config: Any = model.config
+    if not isinstance(config, RFAConfigMixin):
+        raise InputError(
+            f"{checkpoint} is a {config.model_type} model, not an RFA checkpoint. Convert it first (hf-rfa convert)."
+        )
+    if isinstance(teacher.config, RFAConfigMixin):
+        raise InputError(
+            f"the teacher {teacher_name} is an RFA checkpoint. Pass the softmax model that {checkpoint} was made from."
+        )
+    if transfer and not any(is_rfa_parameter(name) for name, _ in model.named_parameters()):
+        raise InputError(
+            f"{checkpoint} has nothing that attention transfer could train: feature_map={config.feature_map!r} has no "
+            "parameters, and there is no gate. Pass --transfer-steps 0, or convert it with another map or with --gate."
+        )
+    theirs = dict(teacher.named_parameters())
+    positions = {family.position_embedding for family in FAMILIES.values()}
+    for name, parameter in model.named_parameters():
+        if is_rfa_parameter(name):
+            continue
+        is_position = not positions.isdisjoint(name.split("."))
+        other = theirs.get(name)
+        if other is None or (other.shape != parameter.shape and not is_position):
+            raise InputError(
+                f"{checkpoint} was not made from {teacher_name}: tensor {name} is missing there, or of another shape. "
+                "Pass the softmax model that was converted."
+            )
+        if transfer and not is_position and not torch.allclose(other, parameter, atol=1e-6, rtol=5e-3):
+            raise InputError(
+                f"{checkpoint} no longer has the weights of {teacher_name} (tensor {name} differs), so that its attention "
+                "cannot be taught by transfer. Pass --transfer-steps 0, or the checkpoint as it was converted."
+            )
+
+
+def _resolve(recipe: Recipe, config: Any, teacher_config: Any) -> Recipe:
+    """Return a recipe with the block length and the batch size of its stages."""
+    positions = min(config.max_position_embeddings, teacher_config.max_position_embeddings)
+    for name, stage in recipe.stages().items():
+        if stage.steps and stage.block_length is not None and stage.block_length > positions:
+            raise InputError(
+                f"recipe: {name}.block_length is {stage.block_length}, but the models have {positions} positions."
+            )
+    return Recipe(
+        **{name: stage.resolve(config, positions) for name, stage in recipe.stages().items()}, seed=recipe.seed
     )
+
+
+def _load(model: PreTrainedModel, tokenizer: Any, data: Any, references: Any, length: int) -> Dataset:
+    """Return the training data of a stage: blocks of a text, or pairs for a model with an encoder."""
+    if kind_of(model.config) == "seq2seq":
+        return token_pairs(load_pairs(data, references), tokenizer, length=length)
+    if references is not None:
+        raise InputError("references belong to a model with an encoder; this one is a decoder that stands alone.")
+    return joined_blocks(tokenizer, read_documents(data), length)
 
 
 def _command(options: dict[str, Any], feature_map: str) -> str:
@@ -207,116 +190,75 @@ def _command(options: dict[str, Any], feature_map: str) -> str:
     return shlex.join(words + import_words(feature_map))
 
 
-def _run(
+def _train(
     model: PreTrainedModel,
     teacher: PreTrainedModel,
+    tokenizer: Any,
     datasets: dict[str, Dataset],
-    recipe: Recipe,
+    report: DistillationReport,
     work: Path,
     resume: bool,
-    command: str,
-    data: str,
     progress: Progress | None,
-) -> DistillationReport:
-    """Run the stages."""
-    collate = None if kind_of(model.config) == "causal" else PairCollator(model.config)
-    results, before, after = [], {}, {}
+) -> None:
+    """Run the stages that have data, and measure on the items that none of them learns."""
+    collate: Any = default_data_collator if kind_of(model.config) == "causal" else PairCollator(tokenizer, model=model)
     batch: Inputs = {}
-    perplexities: dict[str, float] = {}
-    maps: list[HeadMap] = []
     for name, dataset in datasets.items():
-        stage: Stage = getattr(recipe, name)
-        count = len(dataset)  # type: ignore[arg-type]
-        training = Subset(dataset, range(count - HELD_OUT))
-        held_out = [dataset[index] for index in range(count - HELD_OUT, count)]
-        if not perplexities:
-            batch = _collated(held_out, collate)
-            perplexities = {"parent": _perplexity(teacher, batch), "converted": _perplexity(model, batch)}
-        arguments = training_arguments(stage, work / name, seed=recipe.seed)
+        stage: Stage = getattr(report.recipe, name)
+        count = len(dataset) - HELD_OUT
+        if not batch:
+            batch = collate([dataset[index] for index in range(count, len(dataset))])
+            report.perplexities |= {
+                "teacher": score_labels(teacher, [batch]).perplexity,
+                "converted": score_labels(model, [batch]).perplexity,
+            }
         if name == "transfer":
-            before = _divergences(model, teacher, held_out, collate)
-            results.append(
-                transfer_attention(
-                    model,
-                    teacher,
-                    training,
-                    arguments,
-                    own_inputs=stage.own_inputs,
-                    output_weight=stage.output_weight,
-                    collate=collate,
-                    resume=resume,
-                    progress=progress,
-                )
-            )
-            after = _divergences(model, teacher, held_out, collate)
-            maps = compare_attention(model, teacher, batch)
-        else:
-            results.append(
-                distill_logits(
-                    model,
-                    teacher,
-                    training,
-                    arguments,
-                    rfa_rate=stage.rfa_learning_rate,
-                    kl_weight=stage.kl_weight,
-                    dropout=stage.dropout,
-                    lora_rank=stage.lora_rank,
-                    collate=collate,
-                    resume=resume,
-                    progress=progress,
-                )
-            )
-        perplexities[results[-1].name] = _perplexity(model, batch)
-    return DistillationReport(
-        command, data_name(data), recipe, before, after, tuple(results), perplexities, tuple(maps)
-    )
-
-
-def _collated(items: list[Any], collate: Any) -> Inputs:
-    return collate(items) if collate else {name: torch.stack([item[name] for item in items]) for name in items[0]}
+            report.before = _divergences(model, teacher, batch)
+        result = train_stage(
+            cast(Any, name),
+            model,
+            teacher,
+            dataset.select(range(count)),
+            stage,
+            work / name,
+            seed=report.recipe.seed,
+            collate=collate,
+            resume=resume,
+            progress=progress,
+        )
+        if name == "transfer":
+            report.after = _divergences(model, teacher, batch)
+            report.maps = compare_attention(model, teacher, batch)
+        report.stages.append(result)
+        report.perplexities[result.name] = score_labels(model, [batch]).perplexity
 
 
 @torch.no_grad()
-def _perplexity(model: PreTrainedModel, batch: Inputs) -> float:
-    """Return the perplexity of a batch's labels."""
-    loss = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}, use_cache=False).loss
-    return math.exp(min(700.0, float(loss)))
-
-
-@torch.no_grad()
-def _divergences(
-    model: PreTrainedModel, teacher: PreTrainedModel, items: list[Any], collate: Any
-) -> dict[str, tuple[float, ...]]:
-    """Return the divergence of every layer's heads on some items."""
-    inputs = _collated(items, collate)
-    moved: Any = teacher.to(model.device)  # type: ignore[arg-type]
-    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-    return {name: tuple(loss.tolist()) for name, loss in transfer_losses(model, moved, inputs).items()}
+def _divergences(model: PreTrainedModel, teacher: PreTrainedModel, batch: Inputs) -> dict[str, tuple[float, ...]]:
+    """Return the divergence of every layer's heads on a batch."""
+    inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    return {name: tuple(loss.tolist()) for name, loss in transfer_losses(model, teacher, inputs).items()}
 
 
 def _write(
     model: PreTrainedModel, tokenizer: Any, report: DistillationReport, checkpoint: str, folder: Path, name: str
 ) -> None:
-    """Write the distilled checkpoint, its report and its card, which calls it by ``name``."""
-    source = Path(checkpoint)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8")) if source.is_dir() else {}
-    stored = getattr(torch, config.get("dtype") or "float32")
-    if stored != torch.float32:
-        model.to(stored)
-        for layer in rfa_layers(model).values():  # φ and gates stay in float32
-            for module in (layer.feature_map, layer.gate):
-                if module is not None:
-                    module.float()
+    """Write the distilled checkpoint in the precision that it had, its report, and its card, which calls it ``name``."""
+    dtype = read_config(checkpoint).dtype or torch.float32
+    for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and not is_rfa_parameter(key):  # feature maps and gates stay in float32
+            tensor.data = tensor.data.to(dtype)
     model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     tokenizer.save_pretrained(folder)
     copy_referred(checkpoint, folder)
     (folder / "distillation.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-    report.plot(folder / "distillation.png")
+    plot_losses(folder / "distillation.png", {stage.name: stage.log for stage in report.stages})
+    section = f"## How it was distilled\n\n```bash\n{report.command}\n```\n\n{table_of(report.rows())}\n\n"
+    section += "![loss](distillation.png)\n"
     if report.after:
         stages = {"before": report.before, "attention transfer": report.after}
-        draw_attention(folder / "attention-distilled.png", stages, list(report.maps))
-    section = f"## How it was distilled\n\n```bash\n{report.command}\n```\n\n{rows_of(report.rows())}\n\n"
-    section += "![loss](distillation.png)\n"
-    section += "\n![attention](attention-distilled.png)\n" if report.after else ""
-    card = trained_card(model, name=name, source=checkpoint, summary=report.summary(), section=section)
-    card.save(folder / "README.md")
+        draw_attention(folder / "attention-distilled.png", stages, report.maps)
+        section += "\n![attention](attention-distilled.png)\n"
+    trained_card(model, name=name, source=checkpoint, summary=report.summary(), section=section).save(
+        folder / "README.md"
+    )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import shutil
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -15,11 +13,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 from huggingface_hub import ModelCard
-from matplotlib.figure import Figure
 from transformers import (
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
-    Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     default_data_collator,
     set_seed,
@@ -30,25 +26,26 @@ from hf_rfa.errors import InputError
 from hf_rfa.inference import check_length
 
 from .arguments import FinetuneArguments, processes_started
-from .card import copy_referred, data_name, rows_of, trained_card
-from .corpora import (
+from .card import copy_referred, data_name, table_of, trained_card
+from .data import (
     check_columns,
     labelled_texts,
     load_data,
-    load_lines,
+    load_pairs,
     packed_blocks,
     single_documents,
     token_pairs,
 )
-from .distillation import StopAtNaN
 from .generation import answer_length
-from .metrics import AccuracyMetric, BleuMetric
+from .metrics import BleuMetric
 from .models import load_config_and_tokenizer, load_model_to_train, resolve_block_length
-from .param_groups import GroupedTrainer, freeze
+from .param_groups import freeze
+from .report import plot_losses
 from .run_folder import check_settings, check_training_folder, last_checkpoint, training_folder
+from .trainers import GroupedSeq2SeqTrainer, GroupedTrainer, StopAtNaN
 
 #: Training arguments that a run has to be resumed with; others, such as how often to log, may change.
-DECISIVE = (
+SETTINGS_OF_A_RUN = (
     "learning_rate",
     "max_steps",
     "num_train_epochs",
@@ -57,49 +54,36 @@ DECISIVE = (
     "weight_decay",
     "seed",
 )
-
-
-class GroupedSeq2SeqTrainer(GroupedTrainer, Seq2SeqTrainer):
-    """`Seq2SeqTrainer` with the groups of `GroupedTrainer`, which leaves the generation configuration as it is."""
-
-    def prediction_step(self, model: Any, *args: Any, **options: Any) -> Any:
-        """Take a step with a copy of the generation configuration: the step fills it in with transformers' defaults."""
-        trained: Any = self.model
-        kept = trained.generation_config
-        trained.generation_config = copy.deepcopy(kept)
-        trained.generation_config.max_new_tokens = None  # it would win over generation_max_length
-        try:
-            return super().prediction_step(model, *args, **options)
-        finally:
-            trained.generation_config = kept
+#: The tasks in words, for model cards.
+TASK_NAMES = {"clm": "language modelling", "seq2seq": "sequence to sequence", "classify": "classification"}
 
 
 def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) -> dict[str, float]:
     """Train a checkpoint, and write the result to ``arguments.output_dir``.
 
-    The Trainer's own checkpoints lie in ``.NAME.training`` beside it until training is finished.
+    The Trainer's own checkpoints are in ``.NAME.training`` beside it until training is finished.
 
     Args:
-        options: what is trained, and on what.
+        options: the model and the data.
         arguments: transformers' training arguments.
 
     Returns:
         The metrics of the last evaluation, and the training loss.
 
     Raises:
-        InputError: if anything that was passed cannot be used; no training has started then.
+        InputError: if an option cannot be used; no training has started then.
         FloatingPointError: if the loss is not finite.
     """
     options.check(max_steps=arguments.max_steps)
     if processes_started() > arguments.world_size:
         raise InputError(
             f"{processes_started()} processes were started, but the training arguments know of {arguments.world_size}: they "
-            "would train apart and write the same output. Pass --use_cpu to train on CPUs, or start one per accelerator."
+            "would train apart and write the same output. Pass --use-cpu to train on CPUs, or start one per accelerator."
         )
     if arguments.fp16 and arguments.device.type == "cpu":
         raise InputError("--fp16 needs an accelerator. Pass --bf16, which CPUs can do, or neither.")
     if arguments.eval_strategy != "no" and options.evaluate is None:
-        raise InputError("--eval_strategy needs --evaluate, the data to evaluate on.")
+        raise InputError("--eval-strategy needs --evaluate, the data to evaluate on.")
     destination = Path(cast(str, arguments.output_dir))
     work = training_folder(destination)
     first = arguments.process_index == 0
@@ -117,11 +101,11 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     set_seed(arguments.seed)
     model = load_model_to_train(options, config)
     if arguments.predict_with_generate:
-        check_length(model, arguments.generation_max_length or 0, what="--generation_max_length is")
+        check_length(model, arguments.generation_max_length or 0, what="--generation-max-length is")
     freeze(model, options.rates())
 
     settings = {name: value for name, value in vars(options).items() if name not in ("resume", "overwrite")}
-    settings |= {name: getattr(arguments, name) for name in DECISIVE}
+    settings |= {name: getattr(arguments, name) for name in SETTINGS_OF_A_RUN}
     if first:
         check_settings(work, settings, resume=options.resume)
     arguments.output_dir = str(work)
@@ -154,7 +138,10 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
             if (work / "runs").is_dir():  # TensorBoard's
                 shutil.copytree(work / "runs", folder / "runs")
             copy_referred(options.source(), folder)
-            _write_figures(folder, options, metrics, trainer.state.log_history)
+            log = trainer.state.log_history
+            described = {"settings": vars(options), "metrics": metrics, "log": log}
+            (folder / "finetuning.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+            plot_losses(folder / "finetuning.png", {TASK_NAMES[options.task]: log})
             _card(destination.resolve().name, options, trainer, metrics).save(folder / "README.md")
         shutil.rmtree(work, ignore_errors=True)
     return metrics
@@ -169,7 +156,7 @@ def _load(options: FinetuneArguments) -> dict[str, Any]:
     ):
         if source is not None and references is not None:
             columns = {"source_column": options.source_column, "target_column": options.target_column}
-            found[name] = load_lines(source, references, **columns)
+            found[name] = load_pairs(source, references, **columns)
         elif source is not None:
             streaming = options.streaming and name == "train"
             found[name] = load_data(source, split=split, config=options.dataset_config, streaming=streaming)
@@ -179,54 +166,41 @@ def _load(options: FinetuneArguments) -> dict[str, Any]:
 def _prepare(
     options: FinetuneArguments, data: dict[str, Any], tokenizer: Any, config: Any, length: int
 ) -> dict[str, Any]:
-    """Return the data as the model takes it."""
+    """Return the data as the model takes it; a classifier's labels enter its configuration."""
     sources = {"train": options.train, "evaluate": cast(str, options.evaluate)}
-    needed = {
-        "clm": (options.text_column, *([options.prompt_column] if options.prompt_column else [])),
-        "seq2seq": (options.source_column, options.target_column),
-        "classify": (options.text_column, options.label_column),
-    }[options.task]
+    tasks: dict[str, tuple[tuple[str, str], Any]] = {
+        "clm": (("text_column", "prompt_column"), single_documents if options.unpacked else packed_blocks),
+        "seq2seq": (("source_column", "target_column"), token_pairs),
+        "classify": (("text_column", "label_column"), labelled_texts),
+    }
+    fields, encode = tasks[options.task]
+    columns: dict[str, Any] = {field: getattr(options, field) for field in fields}
     for name, each in data.items():
-        check_columns(each, sources[name], *needed)
+        check_columns(each, sources[name], *(column for column in columns.values() if column))
     if options.task == "classify":
-        labels = sorted({str(label) for label in data["train"][options.label_column]})
-        if len(labels) < 2:
-            raise InputError(f"{options.train} has one label only ({labels[0]}): there is nothing to learn.")
-        config.num_labels = len(labels)
-        config.id2label, config.label2id = dict(enumerate(labels)), {label: n for n, label in enumerate(labels)}
+        labels = {
+            name: sorted({str(label) for label in each.unique(options.label_column)}) for name, each in data.items()
+        }
+        known = columns["labels"] = labels["train"]
+        if len(known) < 2:
+            raise InputError(f"{options.train} has one label only ({known[0]}): there is nothing to learn.")
+        for label in labels.get("evaluate", []):
+            if label not in known:
+                raise InputError(
+                    f"{options.evaluate}: label {label!r} is not among those of the training data: {', '.join(known)}."
+                )
+        config.num_labels = len(known)
+        config.id2label, config.label2id = dict(enumerate(known)), {label: n for n, label in enumerate(known)}
         config.pad_token_id = tokenizer.pad_token_id
-    prepared = {}
-    for name, each in data.items():
-        if options.task == "clm":
-            rows = single_documents if options.unpacked else packed_blocks
-            prepared[name] = rows(
-                each, tokenizer, text_column=options.text_column, prompt_column=options.prompt_column, length=length
-            )
-        elif options.task == "seq2seq":
-            prepared[name] = token_pairs(
-                each,
-                tokenizer,
-                source_column=options.source_column,
-                target_column=options.target_column,
-                length=length,
-            )
-        else:
-            prepared[name] = labelled_texts(
-                each,
-                tokenizer,
-                text_column=options.text_column,
-                label_column=options.label_column,
-                labels=labels,
-                length=length,
-                source=sources[name],
-            )
-        if hasattr(prepared[name], "__len__") and len(prepared[name]) == 0:
+    prepared = {name: encode(each, tokenizer, length=length, **columns) for name, each in data.items()}
+    for name, rows in prepared.items():
+        if hasattr(rows, "__len__") and len(rows) == 0:
             raise InputError(f"{sources[name]} does not fill a single block of {length} tokens.")
     return prepared
 
 
 def _likeliest(logits: Any, labels: Any) -> torch.Tensor:
-    """Return the likeliest classes of logits [..., C], so that an evaluation keeps no logits."""
+    """Return the likeliest classes of logits [..., C]: an evaluation then keeps no logits."""
     return (logits[0] if isinstance(logits, tuple) else logits).argmax(dim=-1)
 
 
@@ -236,7 +210,7 @@ def _accuracy(prediction: Any, *, shift: int) -> dict[str, float]:
     if shift:
         found, wanted = found[:, :-shift], wanted[:, shift:]
     counted = wanted != -100
-    return cast(dict[str, float], AccuracyMetric().compute(predictions=found[counted], references=wanted[counted]))
+    return {"accuracy": float((found == wanted)[counted].mean())}
 
 
 def _bleu(prediction: Any, *, tokenizer: Any) -> dict[str, float]:
@@ -252,18 +226,18 @@ def _bleu(prediction: Any, *, tokenizer: Any) -> dict[str, float]:
 def _trainer(
     options: FinetuneArguments, model: Any, arguments: Any, prepared: dict[str, Any], tokenizer: Any
 ) -> GroupedTrainer:
+    """Return the Trainer of a task."""
     measured: dict[str, Any] = {}
-    if options.task == "seq2seq":
-        collator: Any = DataCollatorForSeq2Seq(tokenizer, model=model)
-        if arguments.predict_with_generate:
-            measured["compute_metrics"] = partial(_bleu, tokenizer=tokenizer)
-    else:
-        if options.task == "classify":
-            collator = DataCollatorWithPadding(tokenizer)
-        else:
-            collator = DataCollatorForSeq2Seq(tokenizer) if options.unpacked else default_data_collator
+    collator: Any = DataCollatorForSeq2Seq(tokenizer, model=model if options.task == "seq2seq" else None)
+    if options.task == "classify":
+        collator = DataCollatorWithPadding(tokenizer)
+    elif options.task == "clm" and not options.unpacked:
+        collator = default_data_collator
+    if options.task != "seq2seq":
         measured["compute_metrics"] = partial(_accuracy, shift=int(options.task == "clm"))
         measured["preprocess_logits_for_metrics"] = _likeliest
+    elif arguments.predict_with_generate:
+        measured["compute_metrics"] = partial(_bleu, tokenizer=tokenizer)
     cls = GroupedSeq2SeqTrainer if options.task == "seq2seq" else GroupedTrainer
     return cls(
         model=model,
@@ -278,42 +252,19 @@ def _trainer(
     )
 
 
-def _write_figures(
-    folder: Path, options: FinetuneArguments, metrics: dict[str, float], log: Sequence[dict[str, Any]]
-) -> None:
-    """Write metrics, log and curves beside the weights."""
-    described = {"settings": vars(options), "metrics": metrics, "log": list(log)}
-    (folder / "finetuning.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-    figure = Figure(figsize=(5.4, 3.4))
-    axes = figure.subplots()
-    for name, label in (("loss", "training"), ("eval_loss", "evaluation")):
-        points = [(entry["step"], entry[name]) for entry in log if name in entry]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="." if name == "eval_loss" else None, label=label)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats")
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    figure.tight_layout()
-    figure.savefig(folder / "finetuning.png", dpi=150)
-
-
 def _card(name: str, options: FinetuneArguments, trainer: GroupedTrainer, metrics: dict[str, float]) -> ModelCard:
-    """Return the model card."""
+    """Return the model card of a checkpoint in a folder ``name``."""
     arguments: Any = trainer.args
-    steps, data = trainer.state.global_step, data_name(options.train)
-    what = {"clm": "language modelling", "seq2seq": "sequence to sequence", "classify": "classification"}[options.task]
+    steps, data, task = trainer.state.global_step, data_name(options.train), TASK_NAMES[options.task]
     rates = [f"{arguments.learning_rate:g}"]
     rates += [f"{kind.replace('_', ' ')} {f'{rate:g}' if rate else 'frozen'}" for kind, rate in options.rates().items()]
-    rows = [("task", what), ("trained on", data)]
-    rows += [("evaluated on", data_name(options.evaluate))] if options.evaluate is not None else []
-    rows += [
+    batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    rows = [
+        ("task", task),
+        ("trained on", data),
+        *([("evaluated on", data_name(options.evaluate))] if options.evaluate is not None else []),
         ("steps", f"{steps:,}"),
-        (
-            "rows per step",
-            f"{arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size:,}",
-        ),
+        ("rows per step", f"{batch:,}"),
         ("learning rate", ", ".join(rates)),
         *((name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float)),
     ]
@@ -321,6 +272,6 @@ def _card(name: str, options: FinetuneArguments, trainer: GroupedTrainer, metric
         trainer.model,
         name=name,
         source=options.source(),
-        summary=f"{'fine-tuned' if options.source() else 'trained from scratch'} on {data} ({what}, {steps:,} steps).",
-        section=f"## How it was fine-tuned\n\n{rows_of(rows)}\n\n![loss](finetuning.png)\n",
+        summary=f"{'fine-tuned' if options.source() else 'trained from scratch'} on {data} ({task}, {steps:,} steps).",
+        section=f"## How it was fine-tuned\n\n{table_of(rows)}\n\n![loss](finetuning.png)\n",
     )

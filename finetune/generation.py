@@ -1,4 +1,4 @@
-"""Evaluation of models with an encoder: generate an answer to every source, and score it against a reference."""
+"""Evaluation of models with an encoder: answers to sources are generated, and scored against references."""
 
 from __future__ import annotations
 
@@ -52,19 +52,17 @@ def encode_sources(model: PreTrainedModel, tokenizer: Any, sources: list[str], *
         InputError: naming the first source that is empty, or longer than the encoder's positions unless ``truncate``.
     """
     limit = int(model.config.max_position_embeddings)
-    encoded = tokenizer(sources, truncation=truncate, max_length=limit if truncate else None, verbose=False)[
-        "input_ids"
-    ]
-    for number, (source, ids) in enumerate(zip(sources, encoded, strict=True), start=1):
+    encoded = tokenizer(sources, truncation=truncate, max_length=limit if truncate else None, verbose=False)
+    for number, (source, ids) in enumerate(zip(sources, encoded["input_ids"], strict=True), start=1):
+        which = f"source {number} of {len(sources)}"
         if not source.strip():
-            raise InputError(f"source {number} of {len(sources)} is empty: there is nothing to start from.")
+            raise InputError(f"{which} is empty: there is nothing to start from.")
         if len(ids) > limit:
             raise InputError(
-                f"source {number} of {len(sources)} has {len(ids)} tokens, but the encoder has {limit} positions. Shorten "
-                "it, pass --truncate to cut such sources, or convert the softmax parent with --max-positions "
-                f"{len(ids)} or more."
+                f"{which} has {len(ids)} tokens, but the encoder has {limit} positions. Shorten it, pass --truncate to cut "
+                f"such sources, or convert the softmax model with --max-positions {len(ids)} or more."
             )
-    return encoded
+    return encoded["input_ids"]
 
 
 def answer_length(model: Any, default: int) -> int:

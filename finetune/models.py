@@ -19,7 +19,7 @@ from hf_rfa.inference import CONFIG_ERRORS, WEIGHT_ERRORS, check_vocabulary, loa
 
 from .arguments import FinetuneArguments
 
-AUTO_CLASSES: dict[str, Any] = {
+TASK_CLASSES: dict[str, Any] = {
     "clm": AutoModelForCausalLM,
     "seq2seq": AutoModelForSeq2SeqLM,
     "classify": AutoModelForSequenceClassification,
@@ -51,16 +51,14 @@ def _new_config(model_type: str, overrides: dict[str, Any], tokenizer: Any) -> A
     try:
         known = AutoConfig.for_model(model_type)
         unknown = [name for name in overrides if not hasattr(known, name)]
-        if unknown:
-            raise InputError(f"config_overrides: the configuration of {model_type} has no field {', '.join(unknown)}.")
-        values |= overrides
-        if "decoder_start_token_id" in vars(known) and "decoder_start_token_id" not in values:
-            values["decoder_start_token_id"] = values["eos_token_id"]
+        values |= {name: value for name, value in overrides.items() if name not in unknown}
+        if "decoder_start_token_id" in vars(known):
+            values.setdefault("decoder_start_token_id", values["eos_token_id"])
         config = AutoConfig.for_model(model_type, **values)
-    except InputError:
-        raise
     except CONFIG_ERRORS as error:
         raise InputError(f"cannot make a configuration of type {model_type}: {error}") from error
+    if unknown:
+        raise InputError(f"config_overrides: the configuration of {model_type} has no field {', '.join(unknown)}.")
     check_vocabulary(tokenizer, config, f"config_overrides for {model_type}")
     return config
 
@@ -72,7 +70,7 @@ def _tokenizer(options: FinetuneArguments) -> Any:
     path = Path(name).expanduser()
     tokenizer, problem = load_tokenizer(path if path.exists() else name)
     if tokenizer is None:
-        raise InputError(f"{name}: {problem}. Pass --tokenizer, or --byte_tokenizer.")
+        raise InputError(f"{name}: {problem}. Pass --tokenizer, or --byte-tokenizer.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -97,7 +95,7 @@ def load_model_to_train(options: FinetuneArguments, config: Any) -> Any:
     Raises:
         InputError: if there is none for the task.
     """
-    auto_class = AUTO_CLASSES[options.task]
+    auto_class = TASK_CLASSES[options.task]
     try:
         if options.source() is None:
             model = auto_class.from_config(config)

@@ -1,40 +1,45 @@
-"""Recipes: the settings of a distillation, one YAML file each."""
+"""Recipes in YAML files: the settings of a distillation, and options of `hf-rfa finetune`."""
 
 from __future__ import annotations
 
+import json
+from argparse import ArgumentParser
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import yaml
 
 from hf_rfa.convert.calibration_data import BLOCK_LENGTH
 from hf_rfa.errors import InputError
 
-#: Tokens per step where a recipe does not say how many blocks, and pairs per step.
+#: Tokens per step if a recipe does not say how many blocks, and pairs per step.
 TOKENS_PER_STEP, PAIRS_PER_STEP = 2048, 8
-#: Recipes that come with the package.
-FOLDER = Path(__file__).parent / "recipes" / "distill"
+#: Recipes that come with the package, a folder for each command.
+FOLDER = Path(__file__).parent / "recipes"
+#: Earlier names of settings of a stage, which a recipe may still have.
+OLD_NAMES = {"own_inputs": "student_inputs", "output_weight": "output_mse_weight"}
 
 
-def read_recipe(folder: Path, name: str | Path) -> tuple[Path, dict[str, Any]]:
+def read_recipe(command: Literal["distill", "finetune"], name: str | Path) -> tuple[Path, dict[str, Any]]:
     """Read a YAML file of settings.
 
     Args:
-        folder: of the recipes that come with the package.
-        name: of one of these, or the path of a file.
+        command: the command that it is for.
+        name: of a recipe that comes with the package, or the path of a file.
 
     Returns:
-        The file, and what it holds.
+        The file, and the settings in it.
 
     Raises:
         InputError: if there is none, or if it holds no settings.
     """
-    path = folder / f"{name}.yaml"
+    path = FOLDER / command / f"{name}.yaml"
     if not path.is_file():
         path = Path(name)
     if not path.is_file():
-        known = ", ".join(sorted(each.stem for each in folder.glob("*.yaml")))
+        known = ", ".join(sorted(each.stem for each in (FOLDER / command).glob("*.yaml")))
         raise InputError(f"there is no recipe {name}. Pass a YAML file, or one of: {known}.")
     try:
         values: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -45,25 +50,47 @@ def read_recipe(folder: Path, name: str | Path) -> tuple[Path, dict[str, Any]]:
     return path, values
 
 
+def _whole(least: int) -> tuple[str, Callable[[Any], bool]]:
+    return f"a whole number of at least {least}", lambda value: isinstance(value, int) and value >= least
+
+
+_NUMBER = ("a number of at least 0", lambda value: isinstance(value, (int, float)) and 0 <= value < float("inf"))
+_SHARE = ("from 0 to 1", lambda value: isinstance(value, (int, float)) and 0 <= value <= 1)
+_SWITCH = ("true or false", lambda value: isinstance(value, bool))
+#: The values that the settings of a stage may have, in words and as a check.
+ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "steps": _whole(0),
+    "batch_size": _whole(1),
+    "block_length": _whole(2),
+    "learning_rate": _NUMBER,
+    "rfa_learning_rate": _NUMBER,
+    "kl_weight": _SHARE,
+    "dropout": _SWITCH,
+    "lora_rank": _whole(0),
+    "bf16": _SWITCH,
+    "student_inputs": _SHARE,
+    "output_mse_weight": _NUMBER,
+}
+
+
 @dataclass(frozen=True)
 class Stage:
-    """One stage of training.
+    """One stage of a distillation.
 
     Attributes:
-        steps: optimiser steps; 0 leaves the stage out.
+        steps: optimizer steps; 0 leaves the stage out.
         batch_size: blocks or pairs per step; None takes `PAIRS_PER_STEP` pairs, or blocks of `TOKENS_PER_STEP` tokens.
         block_length: tokens per block; for pairs the most tokens of either side. None takes `BLOCK_LENGTH`, or the models'
             positions if they are fewer.
-        learning_rate: of what the stage is about: feature maps and gates in attention transfer (default 1e-2), all else end
-            to end (default 1e-4).
+        learning_rate: of feature maps and gates in attention transfer (default 1e-2), of all else end to end (default 1e-4).
         rfa_learning_rate: of feature maps and gates, end to end.
         kl_weight: share of the KL in the loss, end to end.
         dropout: whether the model's own dropout acts, end to end.
-        lora_rank: rank of LoRA matrices to train end to end instead of the parent's own weights; 0 trains these.
+        lora_rank: rank of LoRA matrices to train end to end instead of the model's own weights; 0 trains these.
         bf16: compute in mixed precision; phases, features, gates and states stay in float32.
-        own_inputs: share of the steps, the last ones, of attention transfer on what the converted model itself feeds its
-            layers, errors included, instead of the parent's inputs.
-        output_weight: weight of the relative squared error of the attention's outputs beside the KL of its weights, in
+        student_inputs: share of the steps, the last ones, of attention transfer on the inputs that the layers have in the
+            converted model, errors included, instead of those in the teacher.
+        output_mse_weight: weight of the relative squared error of the attention's outputs, added to the KL of its weights in
             attention transfer.
     """
 
@@ -76,29 +103,15 @@ class Stage:
     dropout: bool = False
     lora_rank: int = 0
     bf16: bool = False
-    own_inputs: float = 0.0
-    output_weight: float = 0.0
+    student_inputs: float = 0.0
+    output_mse_weight: float = 0.0
 
     def check(self, name: str) -> None:
-        """Raise an `InputError` that names the field, its value and what is allowed."""
-        least = {"steps": 0, "batch_size": 1, "block_length": 2, "lora_rank": 0}
-        for each, smallest in least.items():
-            value = getattr(self, each)
-            if each in ("batch_size", "block_length") and value is None:
-                continue
-            if not isinstance(value, int) or value < smallest:
-                raise InputError(f"recipe: {name}.{each} must be a whole number of at least {smallest}, got {value!r}.")
-        for each in ("learning_rate", "rfa_learning_rate", "output_weight"):
-            value = getattr(self, each)
-            if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise InputError(f"recipe: {name}.{each} must be a number of at least 0, got {value!r}.")
-        for each in ("kl_weight", "own_inputs"):
-            value = getattr(self, each)
-            if not isinstance(value, (int, float)) or not 0 <= value <= 1:
-                raise InputError(f"recipe: {name}.{each} must be from 0 to 1, got {value!r}.")
-        for each in ("dropout", "bf16"):
-            if not isinstance(getattr(self, each), bool):
-                raise InputError(f"recipe: {name}.{each} must be true or false, got {getattr(self, each)!r}.")
+        """Raise an `InputError` that names the setting, its value and the values it may have."""
+        for setting, (words, allowed) in ALLOWED.items():
+            value = getattr(self, setting)
+            if not allowed(value) and not (value is None and setting in ("batch_size", "block_length")):
+                raise InputError(f"recipe: {name}.{setting} must be {words}, got {value!r}.")
 
     def resolve(self, config: Any, positions: int) -> Stage:
         """Return this stage with every number stated.
@@ -118,7 +131,7 @@ class Recipe:
 
     Attributes:
         transfer: attention transfer, layer by layer.
-        end_to_end: training of the whole model on the parent's logits.
+        end_to_end: training of the whole model on the teacher's logits.
         seed: of the training.
     """
 
@@ -137,17 +150,17 @@ class Recipe:
             The recipe, its settings checked.
 
         Raises:
-            InputError: if there is none, or if it says something that no recipe says.
+            InputError: if there is none, or if it has an unknown setting.
         """
-        path, values = read_recipe(FOLDER, name)
+        path, values = read_recipe("distill", name)
+        known = [field.name for field in fields(Stage)]
         stages = {}
-        for stage in ("transfer", "end_to_end"):
-            given = values.pop(stage, {}) or {}
-            unknown = sorted(set(given) - {item.name for item in fields(Stage)})
+        for stage, default in cls().stages().items():
+            given = {OLD_NAMES.get(key, key): value for key, value in (values.pop(stage, None) or {}).items()}
+            unknown = ", ".join(sorted(set(given) - set(known)))
             if unknown:
-                allowed = ", ".join(item.name for item in fields(Stage))
-                raise InputError(f"recipe {path}: {stage} has no setting {', '.join(unknown)}. There are: {allowed}.")
-            stages[stage] = replace(getattr(cls(), stage), **given)
+                raise InputError(f"recipe {path}: {stage} has no setting {unknown}. There are: {', '.join(known)}.")
+            stages[stage] = replace(default, **given)
             stages[stage].check(stage)
         seed = values.pop("seed", 0)
         if values or not isinstance(seed, int):
@@ -155,14 +168,85 @@ class Recipe:
             raise InputError(f"recipe {path}: {wrong} is not understood. There are: transfer, end_to_end, seed.")
         return cls(**stages, seed=seed)
 
+    def stages(self) -> dict[str, Stage]:
+        """Return the stages by name, in order."""
+        return {"transfer": self.transfer, "end_to_end": self.end_to_end}
+
     def with_steps(self, *, transfer: int | None = None, end_to_end: int | None = None) -> Recipe:
         """Return this recipe with other numbers of steps."""
-        return replace(
-            self,
-            transfer=self.transfer if transfer is None else replace(self.transfer, steps=transfer),
-            end_to_end=self.end_to_end if end_to_end is None else replace(self.end_to_end, steps=end_to_end),
-        )
+        stages = self.stages()
+        for name, steps in (("transfer", transfer), ("end_to_end", end_to_end)):
+            stages[name] = stages[name] if steps is None else replace(stages[name], steps=steps)
+        return Recipe(**stages, seed=self.seed)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values."""
         return asdict(self)
+
+
+def load_settings(name: str | Path, *, small: bool = False) -> dict[str, Any]:
+    """Load a recipe of `hf-rfa finetune`: its options by name.
+
+    Args:
+        name: of a recipe that comes with the package, or the path of a YAML file.
+        small: let the options under ``small`` in it win; fields of ``config_overrides`` one by one.
+
+    Raises:
+        InputError: if there is no such recipe, it cannot be read, or has no small variant.
+    """
+    path, values = read_recipe("finetune", name)
+    smaller = values.pop("small", None)
+    if not small:
+        return values
+    if not isinstance(smaller, dict):
+        raise InputError(f"the recipe {path} has no small variant.")
+    return merge(values, smaller)
+
+
+def merge(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """Return settings in which ``others`` win; fields of ``config_overrides`` one by one."""
+    overrides = {**values.get("config_overrides", {}), **others.get("config_overrides", {})}
+    return {**values, **others, **({"config_overrides": overrides} if overrides else {})}
+
+
+def read_overrides(text: str) -> dict[str, Any]:
+    """Return the fields of a configuration that are given as a JSON object.
+
+    Raises:
+        InputError: if the text is no JSON object.
+    """
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"config_overrides must be a JSON object, got {text!r}: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f'config_overrides must be a JSON object such as {{"n_layer": 4}}, got {found!r}.')
+    return found
+
+
+def with_recipe(words: list[str]) -> list[str]:
+    """Return a command line in which ``--recipe NAME [--small]`` is replaced by the recipe's options, before all others."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe", nargs="?", const="")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--config-overrides", "--config_overrides", nargs="?", const="")
+    given, others = parser.parse_known_args(words)
+    if given.recipe is None and given.small:
+        raise InputError("--small is a variant of a recipe: pass --recipe with it.")
+    if given.recipe is None:
+        return words
+    if not given.recipe:
+        raise InputError("--recipe needs a name or a YAML file.")
+    values = load_settings(given.recipe, small=given.small)
+    if given.config_overrides is not None:
+        values = merge(values, {"config_overrides": read_overrides(given.config_overrides)})
+    return to_words(values) + others
+
+
+def to_words(values: dict[str, Any]) -> list[str]:
+    """Return settings as words of a command line."""
+    words = []
+    for name, value in values.items():
+        given = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        words += [f"--{name.replace('_', '-')}", *map(str, given)]
+    return words

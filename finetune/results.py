@@ -1,4 +1,4 @@
-"""What was measured of a checkpoint, beside its weights: ``evaluation.json`` and its model card."""
+"""Evaluation results in the folder of a checkpoint: ``evaluation.json`` and the model card."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def check_recordable(checkpoint: str) -> Path:
     """
     folder = Path(checkpoint).expanduser()
     if not (folder / "config.json").is_file():
-        raise InputError(f"--record writes beside the weights, but {checkpoint} is not a folder with a checkpoint.")
+        raise InputError(
+            f"--record writes into the folder of the checkpoint, but {checkpoint} is not a folder with a checkpoint."
+        )
     for name in (FILE, "README.md"):
         check_file(folder / name)
     return folder
@@ -37,10 +39,10 @@ def record(folder: Path, *, task: str, data: str, scores: dict[str, float], prot
 
     Args:
         folder: of the checkpoint.
-        task: what was measured.
-        data: name of the data that it was measured on.
+        task: perplexity, translation or summarization.
+        data: name of the data.
         scores: by name of the metric.
-        protocol: how it was measured, in words.
+        protocol: of the measurement, in words.
     """
     path, card_path = folder / FILE, folder / "README.md"
     results: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []

@@ -1,4 +1,4 @@
-"""The folder of a training that is under way: where it lies, and what it was started with."""
+"""The folder of a training in progress: its place, its checkpoints and its settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_training_folder(work: Path, *, resume: bool) -> None:
         InputError: if it holds an interrupted run that is not to be resumed, or if there is none to resume.
     """
     if work.exists() and not resume:
-        raise InputError(f"{work} holds an interrupted run. Pass --resume to go on with it, or remove it.")
+        raise InputError(f"{work} holds an interrupted run. Pass --resume to continue it, or remove it.")
     if resume and not work.exists():
         raise InputError(f"there is no interrupted run to resume: {work} is not there.")
 
@@ -44,10 +44,10 @@ def last_checkpoint(work: Path) -> str | None:
 
 
 def check_settings(work: Path, settings: dict[str, Any], *, resume: bool) -> None:
-    """Write down what a run is made with, or compare it with what an interrupted one was made with.
+    """Write the settings of a run into its folder, or compare them with those of the interrupted run there.
 
     Raises:
-        InputError: if a run is to be resumed with other settings: it would be neither the one nor the other.
+        InputError: if a run is to be resumed with other settings.
     """
     path = work / "settings.json"
     if not path.exists():  # a run may have been killed before it was written

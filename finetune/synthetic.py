@@ -57,7 +57,7 @@ def listops(rows: int, *, min_length: int, max_length: int, seed: int) -> Iterat
     Args:
         rows: how many.
         min_length: of an expression, in symbols.
-        max_length: likewise.
+        max_length: of one, in the same units.
         seed: of the draws.
 
     Raises:
@@ -111,7 +111,7 @@ def copy_task(rows: int, *, min_length: int, max_length: int, seed: int) -> Iter
     Args:
         rows: how many.
         min_length: of a sequence, drawn uniformly.
-        max_length: likewise.
+        max_length: of one, in the same units.
         seed: of the draws.
 
     Raises:
@@ -125,5 +125,5 @@ def copy_task(rows: int, *, min_length: int, max_length: int, seed: int) -> Iter
         yield {"prompt": text + SEPARATOR, "text": text}
 
 
-#: Data sets by name, with the lengths they have unless told otherwise.
+#: Data sets by name, with their default lengths.
 DATA_SETS: dict[str, tuple[Any, int, int]] = {"listops": (listops, 500, 2000), "copy": (copy_task, 1, 63)}

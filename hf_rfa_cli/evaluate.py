@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
+from .console import console, shown_count, warn
 from .options import (
     BatchSize,
     Beams,
@@ -22,39 +22,14 @@ from .options import (
     text_file,
 )
 
-#: A thousand tokens of a text and another thousand of it differ by a seventh in perplexity (the demo's model on its text).
+#: Two samples of 1,000 tokens of one text differ by a seventh in perplexity (the demo's model on its text).
 FEW_TOKENS = 1000
-
-
-class Task(StrEnum):
-    """What `evaluate_command` measures."""
-
-    perplexity = "perplexity"
-    translation = "translation"
-    summarization = "summarization"
-
-
-class Branch(StrEnum):
-    """The parts of attention with an exact window."""
-
-    both = "both"
-    linear = "linear"
-    window = "window"
-
-
-#: Options of `evaluate_command` that belong to one kind of task, with their defaults.
-PERPLEXITY_OPTIONS = {"context": None, "stride": None, "max_tokens": None}
-GENERATION_OPTIONS = {
-    "references": None,
-    "source_field": "source",
-    "target_field": "target",
-    "num_beams": 1,
-    "max_new_tokens": None,
-    "limit": None,
-    "truncate": False,
-    "bleu_tokenizer": "13a",
-    "save_predictions": None,
-}
+#: Options of `evaluate_command` that one kind of task alone has.
+PERPLEXITY_OPTIONS = ("context_length", "stride", "max_tokens")
+GENERATION_OPTIONS = (
+    *("references", "source_field", "target_field", "num_beams", "max_new_tokens", "limit", "truncate"),
+    *("bleu_tokenizer", "save_predictions"),
+)
 
 
 def evaluate_command(
@@ -67,17 +42,16 @@ def evaluate_command(
         ),
     ],
     task: Annotated[
-        Task, typer.Option(help="Perplexity, or BLEU or ROUGE of what the model generates.")
-    ] = Task.perplexity,
-    window: Annotated[
-        int | None,
-        number("Perplexity: tokens per window. Default: the positions, at most 1024.", 2, name="--context"),
+        Literal["perplexity", "translation", "summarization"],
+        typer.Option(help="Perplexity, or BLEU or ROUGE of generated answers."),
+    ] = "perplexity",
+    context_length: Annotated[
+        int | None, number("Perplexity: tokens per window. Default: the positions, at most 1024.", 2)
     ] = None,
     stride: Annotated[
-        int | None,
-        number("Perplexity: tokens from window to window. Default: disjoint windows.", 1),
+        int | None, number("Perplexity: tokens from window to window. Default: disjoint windows.", 1)
     ] = None,
-    max_tokens: Annotated[int | None, number("Perplexity: read only so many tokens of the text.", 2)] = None,
+    max_tokens: Annotated[int | None, number("Perplexity: most tokens of the text that are read.", 2)] = None,
     references: References = None,
     source_field: Annotated[str, typer.Option(help="Generation: the sources' name in a .jsonl file.")] = "source",
     target_field: Annotated[str, typer.Option(help="Generation: the references' name in it.")] = "target",
@@ -85,7 +59,7 @@ def evaluate_command(
     max_new_tokens: Annotated[
         int | None, number("Generation: most tokens of an answer. Default: the checkpoint's, or the positions.", 1)
     ] = None,
-    limit: Annotated[int | None, number("Generation: read only so many sources.", 1)] = None,
+    limit: Annotated[int | None, number("Generation: most sources that are read.", 1)] = None,
     truncate: Annotated[
         bool, typer.Option("--truncate", help="Generation: cut sources longer than the encoder's positions.")
     ] = False,
@@ -96,9 +70,10 @@ def evaluate_command(
             callback=in_a_folder, help="Generation: write sources, references and answers to this .jsonl file."
         ),
     ] = None,
-    branch: Annotated[
-        Branch, typer.Option(help="Of attention with an exact window: both parts, or one alone.")
-    ] = Branch.both,
+    attention_component: Annotated[
+        Literal["both", "linear", "window"],
+        typer.Option(help="Of attention with a sliding window: both components, or one alone."),
+    ] = "both",
     record: Annotated[
         bool, typer.Option("--record", help="Add the result to evaluation.json and the model card of the checkpoint.")
     ] = False,
@@ -109,121 +84,57 @@ def evaluate_command(
 
     Below 1,000 tokens a perplexity says little, and a warning says so.
     """
-    others = GENERATION_OPTIONS if task == Task.perplexity else PERPLEXITY_OPTIONS
-    given = {"context" if name == "window" else name: value for name, value in context.params.items()}
-    for name, default in others.items():
-        if given[name] != default:
-            raise UsageError(f"--{name.replace('_', '-')} has no effect with --task {task.value}. Leave it out.")
-    from hf_rfa.convert.text_io import read_pairs
-    from hf_rfa.finetune import results
+    defaults = {parameter.name: parameter.default for parameter in context.command.params}
+    for name in GENERATION_OPTIONS if task == "perplexity" else PERPLEXITY_OPTIONS:
+        if context.params[name] != defaults[name]:
+            raise UsageError(f"--{name.replace('_', '-')} has no effect with --task {task}. Leave it out.")
+    from hf_rfa.convert.atomic_io import check_new_file, new_file
+    from hf_rfa.convert.calibration_data import tokenize
+    from hf_rfa.convert.text_io import read_documents, read_pairs
+    from hf_rfa.finetune import GenerationScores, evaluate_generation, perplexity, results
+    from hf_rfa.inference import load_model, use_attention_component
 
     folder = results.check_recordable(model) if record else None
-    shared: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype.value, "branch": branch.value}
-    if task == Task.perplexity:
-        scores, protocol = _evaluate_perplexity(model, text, window, stride, max_tokens, **shared)
+    documents: list[str] = []
+    sources: list[str] = []
+    targets: list[str] = []
+    if task == "perplexity":
+        documents = list(read_documents(text))
     else:
-        sources, targets = read_pairs(
-            text, references, source_field=source_field, target_field=target_field, limit=limit
-        )
-        scores, protocol = _evaluate_generation(
-            model,
-            sources,
-            targets,
-            save_predictions,
-            task=task.value,
-            num_beams=num_beams,
-            max_new_tokens=max_new_tokens,
-            truncate=truncate,
-            bleu_tokenizer=bleu_tokenizer,
-            **shared,
-        )
-    if folder is not None:
-        if branch != Branch.both:
-            protocol += f"; {branch.value} branch alone"
-        results.record(folder, task=task.value, data=text.name, scores=scores, protocol=protocol)
-
-
-def _evaluate_perplexity(
-    model: str,
-    text: Path,
-    context: int | None,
-    stride: int | None,
-    max_tokens: int | None,
-    *,
-    batch_size: int,
-    dtype: str,
-    branch: Any,
-) -> tuple[dict[str, float], str]:
-    from hf_rfa.convert.calibration_data import tokenize
-    from hf_rfa.convert.text_io import read_documents
-    from hf_rfa.finetune.evaluation import perplexity
-    from hf_rfa.inference import load_model, use_attention_component
-
-    from .console import console, errors, progress_bar
-
-    documents = list(read_documents(text))
-    loaded, tokenizer = load_model(model, kind="causal", dtype=dtype)
-    use_attention_component(loaded, branch)
-    ids = tokenize(tokenizer, documents)[:max_tokens]
-    with progress_bar() as progress:
-        task = progress.add_task("evaluating", total=None)
-        result = perplexity(
-            loaded,
-            ids,
-            context=context,
-            stride=stride,
-            batch_size=batch_size,
-            on_batch=lambda done, total: progress.update(task, completed=done, total=total),
-        )
-    console.print(f"perplexity {result.perplexity:.2f} ({result.nats:.4f} nats per token)")
-    console.print(f"protocol: {result.protocol}")
-    if result.tokens_counted < FEW_TOKENS:
-        errors.print(
-            f"warning: {result.tokens_counted} tokens were scored; below {FEW_TOKENS:,} a perplexity is a matter of "
-            "chance, by a seventh and more. Pass a longer text.",
-            style="yellow",
-            highlight=False,
-            soft_wrap=True,
-        )
-    return {"perplexity": result.perplexity}, result.protocol
-
-
-def _evaluate_generation(
-    model: str,
-    sources: list[str],
-    references: list[str],
-    save_predictions: Path | None,
-    *,
-    dtype: str,
-    branch: Any,
-    **options: Any,
-) -> tuple[dict[str, float], str]:
-    from hf_rfa.convert.atomic_io import check_new_file, new_file
-    from hf_rfa.finetune.generation import evaluate_generation
-    from hf_rfa.inference import load_model, use_attention_component
-
-    from .console import console, progress_bar
-
+        fields: Any = {"source_field": source_field, "target_field": target_field}
+        sources, targets = read_pairs(text, references, limit=limit, **fields)
     if save_predictions is not None:
         check_new_file(save_predictions)
-    loaded, tokenizer = load_model(model, kind="seq2seq", dtype=dtype)
-    use_attention_component(loaded, branch)
-    with progress_bar() as progress:
-        task = progress.add_task("generating", total=len(sources))
-        result = evaluate_generation(
-            loaded,
-            tokenizer,
-            sources,
-            references,
-            on_batch=lambda done, total: progress.update(task, completed=done, total=total),
-            **options,
-        )
-    if save_predictions is not None:
-        with new_file(save_predictions) as file:
-            for source, target, prediction in zip(sources, references, result.predictions, strict=True):
-                record = {"source": source, "target": target, "prediction": prediction}
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-    for name, value in result.scores.items():
-        console.print(f"{name} {value:.2f}")
+    loaded, tokenizer = load_model(model, kind="causal" if task == "perplexity" else "seq2seq", dtype=dtype.value)
+    use_attention_component(loaded, attention_component)
+    with shown_count("evaluating") as on_batch:
+        shared: Any = {"batch_size": batch_size, "on_batch": on_batch}
+        if task == "perplexity":
+            ids = tokenize(tokenizer, documents)[:max_tokens]
+            result: Any = perplexity(loaded, ids, context_length=context_length, stride=stride, **shared)
+        else:
+            shared |= {"num_beams": num_beams, "max_new_tokens": max_new_tokens, "truncate": truncate}
+            result = evaluate_generation(
+                loaded, tokenizer, sources, targets, task=task, bleu_tokenizer=bleu_tokenizer, **shared
+            )
+    if isinstance(result, GenerationScores):
+        scores = result.scores
+        if save_predictions is not None:
+            with new_file(save_predictions) as file:
+                for source, target, prediction in zip(sources, targets, result.predictions, strict=True):
+                    row = {"source": source, "target": target, "prediction": prediction}
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        for name, value in scores.items():
+            console.print(f"{name} {value:.2f}")
+    else:
+        scores = {"perplexity": result.perplexity}
+        console.print(f"perplexity {result.perplexity:.2f} ({result.nats:.4f} nats per token)")
+        if result.tokens_counted < FEW_TOKENS:
+            warn(
+                f"{result.tokens_counted} tokens were scored; below {FEW_TOKENS:,} a perplexity is a matter of chance, by a "
+                "seventh and more. Pass a longer text."
+            )
     console.print(f"protocol: {result.protocol}", markup=False, highlight=False, soft_wrap=True)
-    return result.scores, result.protocol
+    if folder is not None:
+        alone = "" if attention_component == "both" else f"; {attention_component} component alone"
+        results.record(folder, task=task, data=text.name, scores=scores, protocol=result.protocol + alone)

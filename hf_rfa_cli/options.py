@@ -17,6 +17,7 @@ UsageError: Any = typer.BadParameter.__base__
 RENAMED = {
     "bench": {"--window": "--window-size"},
     "convert": {"--window": "--window-size", "--distill-steps": "--transfer-steps"},
+    "evaluate": {"--context": "--context-length", "--branch": "--attention-component"},
 }
 
 

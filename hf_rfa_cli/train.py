@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import re
 from argparse import SUPPRESS, ArgumentParser
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
+from .console import console, shown_steps
 from .options import Overwrite, References, Resume, Seed, UsageError, number, text_file
 
-#: Where a command writes to; transformers has another name for it, which finetune takes too.
+#: The option for the folder to write; finetune also takes transformers' name of it.
 OUTPUT = "--output"
 
 
 def distill_command(
     checkpoint: Annotated[str, typer.Argument(help="Folder of a converted checkpoint, or its name on the hub.")],
-    teacher: Annotated[str, typer.Option(help="Its softmax parent: a folder, or a name on the hub.")],
+    teacher: Annotated[
+        str, typer.Option(help="The softmax model that it was made from: a folder, or a name on the hub.")
+    ],
     data: Annotated[
         Path,
         typer.Option(
@@ -36,10 +38,8 @@ def distill_command(
     resume: Resume = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Let a converted checkpoint learn from its softmax parent: attention first, then the whole model."""
+    """Let a converted checkpoint learn from the softmax model that it was made from: attention, then the whole model."""
     from hf_rfa.finetune.distill import distill
-
-    from .console import console, shown_steps
 
     destination = Path(f"{checkpoint.rstrip('/')}-distilled") if output is None else output
     with shown_steps() as progress:
@@ -75,10 +75,12 @@ def finetune_parser() -> Any:
         "passed too; those on the command line win. --import MODULE, a name or a .py file, imports a feature map first.",
     )
     parser.add_argument(
-        OUTPUT, dest="output_dir", default=SUPPRESS, help="Folder to write, as --output_dir. Default: MODEL-finetuned."
+        OUTPUT, dest="output_dir", default=SUPPRESS, help="Folder to write, as --output-dir. Default: MODEL-finetuned."
     )
+    for action in parser._actions:  # help shows the names with dashes alone; those with underscores are read too
+        action.option_strings = [name for name in action.option_strings if "_" not in name]
     parser.error = _refuse
-    # Only if it is told does the Trainer join several processes on CPUs, or take bf16 there.
+    # transformers joins several processes on CPUs, or takes bf16 there, only with --use-cpu.
     parser.set_defaults(use_cpu=not torch.accelerator.is_available())
     shown = parser.format_help
     # A flag may have a value, which recipes give it.
@@ -93,35 +95,25 @@ def _refuse(message: str) -> NoReturn:
 
 
 def finetune_words(words: list[str]) -> list[str]:
-    """Return the words of a command line as `finetune_parser` takes them: its recipe's options among them, and an output."""
-    from hf_rfa.finetune.settings import with_recipe
+    """Return the words of a command line as `finetune_parser` takes them: with its recipe's options, and an output."""
+    from hf_rfa.finetune.recipe import with_recipe
 
-    words = with_recipe([part for word in words for part in _parts(word)])
+    words = with_recipe(words)
     names: Any = ArgumentParser(add_help=False, allow_abbrev=False)
     names.error = _refuse
     names.add_argument("--model")
     names.add_argument(OUTPUT, "--output_dir", "--output-dir")
     given, _ = names.parse_known_args(words)
     if given.output is None and given.model is not None:
-        words += ["--output", given.model.rstrip("/") + "-finetuned"]
+        words = [*words, OUTPUT, given.model.rstrip("/") + "-finetuned"]
     elif given.output is None and not {"-h", "--help"} & set(words):
         _refuse("--output is missing")
     return words
 
 
-def _parts(word: str) -> list[str]:
-    """Return the words that recipes are told by apart from their values, and any other as it is."""
-    name, equals, value = word.partition("=")
-    if name not in ("--recipe", "--config_overrides", "--config-overrides"):
-        return [word]
-    return [name.replace("-overrides", "_overrides"), *([value] if equals else [])]
-
-
 def finetune_command(context: typer.Context) -> None:
     """Fine-tune a checkpoint, RFA or softmax, with transformers' Trainer (--help lists all of its options)."""
     from hf_rfa.finetune.finetune import finetune
-
-    from .console import console
 
     words = finetune_words(context.args)
     try:
@@ -140,15 +132,8 @@ def finetune_command(context: typer.Context) -> None:
         console.print(f"written to {destination}")
 
 
-class DataSet(StrEnum):
-    """The data sets that `make_data_command` writes."""
-
-    listops = "listops"
-    copy = "copy"
-
-
 def make_data_command(
-    name: Annotated[DataSet, typer.Argument(help="The data set.")],
+    name: Annotated[Literal["listops", "copy"], typer.Argument(help="The data set.")],
     output: Annotated[Path, typer.Argument(help="File to write, .jsonl.")],
     rows: Annotated[int, number("Rows to write.", 1)] = 10_000,
     min_length: Annotated[int | None, number("Least symbols. Default: 500 for listops, 1 for copy.", 1)] = None,
@@ -159,17 +144,9 @@ def make_data_command(
     from hf_rfa.convert.atomic_io import check_new_file, new_file
     from hf_rfa.finetune.synthetic import DATA_SETS
 
-    from .console import console
-
-    make, least, most = DATA_SETS[name.value]
-    drawn = make(
-        rows,
-        min_length=least if min_length is None else min_length,
-        max_length=most if max_length is None else max_length,
-        seed=seed,
-    )
+    make, least, most = DATA_SETS[name]
+    drawn = make(rows, min_length=min_length or least, max_length=max_length or most, seed=seed)
     check_new_file(output)
     with new_file(output) as file:
-        for row in drawn:
-            file.write(json.dumps(row) + "\n")
+        file.writelines(json.dumps(row) + "\n" for row in drawn)
     console.print(f"{rows} rows written to {output}")

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch.distributed.tensor import DTensor
 
 from hf_rfa.cli import main
-from hf_rfa.finetune.param_groups import GroupedTrainer
+from hf_rfa.finetune.trainers import GroupedTrainer
 
 _init = AcceleratorState.__init__
 _training_step = GroupedTrainer.training_step

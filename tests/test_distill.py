@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -15,35 +14,35 @@ import pytest
 import torch
 from datasets import Dataset
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHeadModel, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GPT2LMHeadModel, TrainingArguments
 
-from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel, cli
-from hf_rfa.convert import InputError, convert, samples
+from hf_rfa import RFABartConfig, RFABartForConditionalGeneration, RFAGPT2Config, RFAGPT2LMHeadModel, cli
+from hf_rfa.convert import InputError, activations, convert
 from hf_rfa.convert.activations import LayerActivations
 from hf_rfa.convert.base_model import rfa_layers
 from hf_rfa.convert.report import UNTRAINED
 from hf_rfa.convert.text_io import read_documents
-from hf_rfa.finetune import distill as distill_module
-from hf_rfa.finetune import distillation
-from hf_rfa.finetune.corpora import token_pairs
-from hf_rfa.finetune.data import Blocks, PairCollator, Pairs
+from hf_rfa.finetune import trainers
+from hf_rfa.finetune.data import PairCollator, joined_blocks, token_pairs
 from hf_rfa.finetune.distill import distill
-from hf_rfa.finetune.distillation import (
+from hf_rfa.finetune.param_groups import is_rfa_parameter
+from hf_rfa.finetune.recipe import Recipe, Stage
+from hf_rfa.finetune.report import HELD_OUT
+from hf_rfa.finetune.trainers import (
+    AttentionTransferTrainer,
     LogitDistillationTrainer,
     layer_divergence,
-    set_dropout,
+    no_dropout,
+    train_stage,
     transfer_losses,
 )
-from hf_rfa.finetune.param_groups import is_rfa_parameter, parameter_groups
-from hf_rfa.finetune.recipe import Recipe
-from hf_rfa.finetune.report import HELD_OUT
 from hf_rfa.inference import load_model
 from hf_rfa.models.feature_maps import FEATURE_MAPS, ProjectedFeatureMap
+from hf_rfa_cli import convert as cli_convert
 
-from .conftest import save_tiny_tokenizer, tiny_parent_config, words
+from .conftest import tiny_parent_config, tiny_seq2seq_config, words
 from .test_convert import leftovers
-from .test_seq2seq import make as make_seq2seq
+from .training import assert_same, interrupted, save_checkpoints, weights
 
 RECIPE = """
 transfer: {steps: 30, batch_size: 4, block_length: 16, learning_rate: 0.02}
@@ -53,15 +52,12 @@ seed: 3
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory, tiny_seq2seq_parents) -> Path:
-    """Parents with tokenizers, converted checkpoints, texts and a recipe."""
+def material(tmp_path_factory) -> Path:
+    """Softmax models with tokenizers, converted checkpoints, texts and a recipe."""
     folder = tmp_path_factory.mktemp("distill")
-    torch.manual_seed(1)
-    GPT2LMHeadModel(tiny_parent_config(initializer_range=0.5, eos_token_id=2)).save_pretrained(folder / "gpt2")
-    save_tiny_tokenizer(folder / "gpt2")
-    convert(folder / "gpt2", folder / "gpt2-rfa", feature_map="exponential", num_features=16, gate=True)
-    shutil.copytree(tiny_seq2seq_parents["bart"], folder / "bart")
-    convert(folder / "bart", folder / "bart-rfa", feature_map="exponential", num_features=16, encoder_layers="all")
+    options = {"feature_map": "exponential", "num_features": 16}
+    save_checkpoints(folder, "gpt2", config={"initializer_range": 0.5}, gate=True, **options)
+    save_checkpoints(folder, "bart", encoder_layers="all", **options)
     (folder / "text.txt").write_text(words(700))
     (folder / "short.txt").write_text(words(40))
     (folder / "sources.txt").write_text("".join(words(3 + n % 7, n) + "\n" for n in range(40)))
@@ -70,14 +66,40 @@ def material(tmp_path_factory, tiny_seq2seq_parents) -> Path:
     return folder
 
 
+@pytest.fixture
+def pair(material):
+    """The converted GPT-2, and its teacher."""
+    return load_model(str(material / "gpt2-rfa"))[0], load_model(str(material / "gpt2"))[0]
+
+
 def run(material, tmp_path, model="gpt2", **options):
-    options = {
-        "data": material / "text.txt",
-        "recipe": material / "recipe.yaml",
-        "teacher": material / model,
-        **options,
-    }
-    return distill(options.pop("checkpoint", material / f"{model}-rfa"), tmp_path / "out", **options)
+    given = {"data": material / "text.txt", "recipe": material / "recipe.yaml", "teacher": material / model, **options}
+    return distill(given.pop("checkpoint", material / f"{model}-rfa"), tmp_path / "out", **given)
+
+
+def pairs_of(material) -> dict[str, Path]:
+    return {"data": material / "sources.txt", "references": material / "targets.txt"}
+
+
+def recipe_of(material, *, transfer=None, end_to_end=None, **settings) -> Recipe:
+    """Return the recipe of ``material`` with other settings in both stages."""
+    recipe = Recipe.load(material / "recipe.yaml").with_steps(transfer=transfer, end_to_end=end_to_end)
+    return replace(recipe, **{name: replace(stage, **settings) for name, stage in recipe.stages().items()})
+
+
+def gained(report) -> bool:
+    return sum(map(sum, report.after.values())) < sum(map(sum, report.before.values()))
+
+
+def watched(monkeypatch, visit):
+    """Let ``visit(model, source, inputs)`` see every call of the losses of attention transfer."""
+    real = trainers.transfer_losses
+
+    def losses(model, source, inputs, **options):
+        visit(model, source, inputs)
+        return real(model, source, inputs, **options)
+
+    monkeypatch.setattr(trainers, "transfer_losses", losses)
 
 
 def test_before_training_the_exponential_map_is_the_positive_one():
@@ -94,7 +116,7 @@ def test_before_training_the_exponential_map_is_the_positive_one():
 @pytest.mark.parametrize("gated", [False, True])
 def test_divergence_is_the_kl_of_the_weights(gated, monkeypatch):
     """Against a loop in float64 over heads and queries, which are compared a few at a time."""
-    monkeypatch.setattr(samples, "QUERIES_AT_ONCE", 4)
+    monkeypatch.setattr(activations, "QUERY_BLOCK", 4)
     config = RFAGPT2Config.from_parent(tiny_parent_config(), gate=gated, num_features=16)
     layer = RFAGPT2LMHeadModel(config).double().transformer.h[0].attn
     hidden = torch.randn(2, 9, 24, dtype=torch.float64)
@@ -104,8 +126,7 @@ def test_divergence_is_the_kl_of_the_weights(gated, monkeypatch):
     found = layer_divergence(layer, LayerActivations(query, key, value, mask, mask), hidden)
     features = layer.feature_map(query, key)
     total, counted = torch.zeros(3, dtype=torch.float64), 0
-    for row in range(2):
-        length = 9 if row == 0 else 6
+    for row, length in enumerate((9, 6)):
         for t in range(length):
             counted += 1
             for head in range(3):
@@ -119,41 +140,33 @@ def test_divergence_is_the_kl_of_the_weights(gated, monkeypatch):
     torch.testing.assert_close(found, total / counted, atol=1e-4, rtol=1e-4)
 
 
-def test_logit_loss_is_the_kl_and_the_loss_on_the_text(tmp_path):
-    for family in ("gpt2", "bart"):
-        if family == "gpt2":
-            model = RFAGPT2LMHeadModel(RFAGPT2Config.from_parent(tiny_parent_config())).eval()
-            teacher = GPT2LMHeadModel(tiny_parent_config()).eval()
-            ids = torch.randint(1, 61, (3, 8))
-            inputs = {"input_ids": ids, "labels": ids}
-        else:
-            model, teacher = make_seq2seq(), make_seq2seq("elu")
-            pairs = [{"input_ids": [5, 6, 2], "labels": [7, 2]}, {"input_ids": [5, 2], "labels": [8, 9, 10, 2]}]
-            inputs = PairCollator(model.config)(pairs)
-        with torch.no_grad():
-            known = {name: tensor for name, tensor in inputs.items() if name != "labels"}
-            ours, theirs = (each(**known).logits.log_softmax(-1) for each in (model, teacher))
-        labels = inputs["labels"]
-        if family == "gpt2":
-            ours, theirs, labels = ours[:, :-1], theirs[:, :-1], labels[:, 1:]
-        kl = [(theirs[r, t].exp() * (theirs[r, t] - ours[r, t])).sum() for r, t in (labels != -100).nonzero().tolist()]
-        nll = [-ours[r, t, labels[r, t]] for r, t in (labels != -100).nonzero().tolist()]
-        for share in (0.0, 0.3, 1.0):
-            arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[])
-            trainer = LogitDistillationTrainer(model=model, args=arguments, teacher=teacher, kl_weight=share)
-            expected = share * torch.stack(kl).mean() + (1 - share) * torch.stack(nll).mean()
-            torch.testing.assert_close(trainer.compute_loss(model, inputs).detach(), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_parameter_groups_and_frozen_ones():
-    model = RFAGPT2LMHeadModel(RFAGPT2Config.from_parent(tiny_parent_config(), gate=True))
-    rates = {"feature_maps": 0.1, "sigma": 0.1, "gates": 0.1, "projections": 0.01, "rest": 0.01}
-    groups = parameter_groups(model, rates)
-    given = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
-    for name, parameter in model.named_parameters():
-        assert given[id(parameter)] == (0.1 if is_rfa_parameter(name) else 0.01), name
-    only = parameter_groups(model, {**rates, "projections": 0.0, "rest": 0.0})
-    assert {group["lr"] for group in only} == {0.1}
+@pytest.mark.parametrize("family", ["gpt2", "bart"])
+def test_logit_loss_is_the_kl_and_the_loss_on_the_text(family, material, tmp_path):
+    if family == "gpt2":
+        model = RFAGPT2LMHeadModel(RFAGPT2Config.from_parent(tiny_parent_config())).eval()
+        teacher = GPT2LMHeadModel(tiny_parent_config()).eval()
+        ids = torch.randint(1, 61, (3, 8))
+        inputs = {"input_ids": ids, "labels": ids}
+    else:
+        configs = [
+            RFABartConfig.from_parent(tiny_seq2seq_config("bart"), feature_map=name) for name in ("positive", "elu")
+        ]
+        model, teacher = (RFABartForConditionalGeneration(config).eval() for config in configs)
+        pairs = [{"input_ids": [5, 6, 2], "labels": [7, 2]}, {"input_ids": [5, 2], "labels": [8, 9, 10, 2]}]
+        inputs = PairCollator(AutoTokenizer.from_pretrained(material / "bart"), model=model)(pairs)
+    with torch.no_grad():
+        known = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+        ours, theirs = (each(**known).logits.log_softmax(-1) for each in (model, teacher))
+    labels = inputs["labels"]
+    if family == "gpt2":
+        ours, theirs, labels = ours[:, :-1], theirs[:, :-1], labels[:, 1:]
+    kl = [(theirs[r, t].exp() * (theirs[r, t] - ours[r, t])).sum() for r, t in (labels != -100).nonzero().tolist()]
+    nll = [-ours[r, t, labels[r, t]] for r, t in (labels != -100).nonzero().tolist()]
+    for share in (0.0, 0.3, 1.0):
+        arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[])
+        trainer = LogitDistillationTrainer(model=model, args=arguments, teacher=teacher, stage=Stage(kl_weight=share))
+        expected = share * torch.stack(kl).mean() + (1 - share) * torch.stack(nll).mean()
+        torch.testing.assert_close(trainer.compute_loss(model, inputs).detach(), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_transfer_trains_feature_maps_and_gates_and_nothing_else(material, tmp_path):
@@ -161,7 +174,7 @@ def test_transfer_trains_feature_maps_and_gates_and_nothing_else(material, tmp_p
     assert set(report.before) == {"transformer.h.0.attn", "transformer.h.1.attn"}
     for name, before in report.before.items():
         assert fmean(report.after[name]) < 0.8 * fmean(before), name
-    old, new = (load_file(folder / "model.safetensors") for folder in (material / "gpt2-rfa", tmp_path / "out"))
+    old, new = weights(material / "gpt2-rfa"), weights(tmp_path / "out")
     changed = {name for name in old if not torch.equal(old[name], new[name])}
     assert all(is_rfa_parameter(name) for name in changed)
     assert {name.rsplit(".", 1)[-1] for name in changed} >= {"projection", "key_projection", "norm_weight", "sigma"}
@@ -193,13 +206,28 @@ def test_the_checkpoint_keeps_its_cache(configured, material, tmp_path):
         assert (trained(torch.ones(1, 4, dtype=torch.long)).past_key_values is not None) is configured
 
 
-def test_all_layers_learn_alone(material):
+@pytest.mark.parametrize("name", ["transfer", "end_to_end"])
+def test_a_stage_leaves_the_models_settings_as_they_were(name, pair, tmp_path):
+    """Gradients of frozen parameters, dropout, and the teacher's mode."""
+    model, teacher = pair
+    for index, each in enumerate(pair):
+        for number, parameter in enumerate(each.parameters()):
+            parameter.requires_grad_(number % 3 > index)
+    model.transformer.drop.p = teacher.transformer.drop.p = 0.2
+    teacher.train()
+    before = [(parameter, parameter.requires_grad) for each in pair for parameter in each.parameters()]
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4, 61, (4, 8))]
+    train_stage(name, model, teacher, data, Stage(steps=1, batch_size=2), tmp_path)
+    assert all(parameter.requires_grad is flag for parameter, flag in before)
+    assert model.transformer.drop.p == teacher.transformer.drop.p == 0.2
+    assert (teacher.training, model.training) == (True, False)
+
+
+def test_all_layers_learn_alone(pair):
     """The loss of one layer has no gradient in another's feature map."""
-    model, _ = load_model(str(material / "gpt2-rfa"))
-    teacher, _ = load_model(str(material / "gpt2"))
-    losses = transfer_losses(model, teacher, {"input_ids": torch.randint(4, 61, (2, 12))})
+    losses = transfer_losses(*pair, {"input_ids": torch.randint(4, 61, (2, 12))})
     losses["transformer.h.1.attn"].sum().backward()
-    layers = rfa_layers(model)
+    layers = rfa_layers(pair[0])
     assert all(p.grad is None for p in layers["transformer.h.0.attn"].feature_map.parameters())
     assert layers["transformer.h.1.attn"].feature_map.projection.grad.abs().sum() > 0
 
@@ -212,36 +240,35 @@ def test_every_trainable_map_learns(feature_map, material, tmp_path):
     if feature_map in ("gaussian", "arccos"):
         options["unit_norm"] = True
     convert(material / "gpt2", tmp_path / "rfa", **options)
-    report = run(material, tmp_path, checkpoint=tmp_path / "rfa", end_to_end_steps=0)
-    assert sum(map(sum, report.after.values())) < sum(map(sum, report.before.values()))
+    assert gained(run(material, tmp_path, checkpoint=tmp_path / "rfa", end_to_end_steps=0))
 
 
-def test_the_window_and_what_it_leaves_learn_together(material, tmp_path):
+def test_the_window_and_the_features_of_the_tokens_before_it_learn_together(material, tmp_path):
     convert(material / "gpt2", tmp_path / "rfa", feature_map="exponential", window=3, gate=True)
     report = run(material, tmp_path, checkpoint=tmp_path / "rfa", end_to_end_steps=2)
-    assert sum(map(sum, report.after.values())) < sum(map(sum, report.before.values()))
-    assert list(report.perplexities) == ["parent", "converted", "attention transfer", "end to end"]
+    assert gained(report)
+    assert list(report.perplexities) == ["teacher", "converted", "attention transfer", "end to end"]
     model, tokenizer = load_model(str(tmp_path / "out"))
-    held_out = Blocks(tokenizer, read_documents(material / "text.txt"), report.recipe.transfer.block_length)[-8:]
+    length = report.recipe.transfer.block_length
+    held_out = joined_blocks(tokenizer, read_documents(material / "text.txt"), length)[-8:]
     loss = model(**held_out).loss.detach()
     assert math.log(report.perplexities["end to end"]) == pytest.approx(float(loss), rel=1e-5)
-    old, new = (load_file(folder / "model.safetensors") for folder in (tmp_path / "rfa", tmp_path / "out"))
+    old, new = weights(tmp_path / "rfa"), weights(tmp_path / "out")
     still = [name for name in old if "feature_map" not in name and torch.equal(old[name], new[name])]
     before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("rfa", "out"))
     assert after == before
-    assert not still, "after the first stage, which leaves the parent's weights alone, the second trains them"
+    assert not still, "after the first stage, which leaves the other weights alone, the second trains them"
 
 
-def test_own_inputs_and_the_outputs_error_enter_the_loss(material):
-    model, _ = load_model(str(material / "gpt2-rfa"))
-    teacher, _ = load_model(str(material / "gpt2"))
+def test_the_models_own_inputs_and_the_outputs_error_enter_the_loss(pair):
+    model, teacher = pair
     inputs = {"input_ids": torch.randint(4, 61, (2, 12))}
     names = list(rfa_layers(model))
     theirs, own = transfer_losses(model, teacher, inputs), transfer_losses(model, model, inputs)
     torch.testing.assert_close(own[names[0]], theirs[names[0]])  # the first layer sees the same text
     assert not torch.allclose(own[names[1]], theirs[names[1]])
 
-    weighted = transfer_losses(model, teacher, inputs, output_weight=2.0)
+    weighted = transfer_losses(model, teacher, inputs, output_mse_weight=2.0)
     layer = rfa_layers(model)[names[0]]
     hidden = model.transformer.h[0].ln_1(model.transformer.wte(inputs["input_ids"]) + model.transformer.wpe.weight[:12])
     query, key, value = layer.project(hidden)
@@ -253,76 +280,70 @@ def test_own_inputs_and_the_outputs_error_enter_the_loss(material):
 
 def test_the_seed_sets_the_order_and_what_is_held_out_is_not_learned(material, tmp_path, monkeypatch):
     seen: dict[int, list] = {3: [], 4: []}
-    real = distillation.transfer_losses
     for seed, blocks in seen.items():
 
-        def watched(model, source, inputs, blocks=blocks, **options):
+        def visit(model, source, inputs, blocks=blocks):
             if len(blocks) >= 36:  # an epoch is all it takes
                 raise KeyboardInterrupt
             blocks += [tuple(row) for row in inputs["input_ids"].tolist()]
-            return real(model, source, inputs, **options)
 
-        monkeypatch.setattr(distillation, "transfer_losses", watched)
-        recipe = Recipe.load(material / "recipe.yaml").with_steps(transfer=30, end_to_end=0)
+        recipe = replace(recipe_of(material, transfer=30, end_to_end=0), seed=seed)
         (tmp_path / str(seed)).mkdir()
-        with pytest.raises(KeyboardInterrupt):
-            run(material, tmp_path / str(seed), recipe=replace(recipe, seed=seed))
+        with monkeypatch.context() as patch:
+            watched(patch, visit)
+            with pytest.raises(KeyboardInterrupt):
+                run(material, tmp_path / str(seed), recipe=recipe)
     assert seen[3] != seen[4]
-    _, tokenizer = load_model(str(material / "gpt2"))
-    blocks = [tuple(row) for row in Blocks(tokenizer, read_documents(material / "text.txt"), 16).blocks.tolist()]
+    tokenizer = AutoTokenizer.from_pretrained(material / "gpt2")
+    data = joined_blocks(tokenizer, read_documents(material / "text.txt"), 16)
+    blocks = [tuple(row) for row in data["input_ids"][:].tolist()]
     assert set(seen[3]) == set(seen[4]) == set(blocks[:-HELD_OUT])
     assert set(seen[3]).isdisjoint(blocks[-HELD_OUT:])
 
 
-def test_own_inputs_come_last(material, tmp_path, monkeypatch):
+def test_the_models_own_inputs_come_last(material, tmp_path, monkeypatch):
     used = []
-    real = distillation.transfer_losses
-
-    def watched(model, source, inputs, **options):
-        used.append(source is model)
-        return real(model, source, inputs, **options)
-
-    monkeypatch.setattr(distillation, "transfer_losses", watched)
-    recipe = Recipe.load(material / "recipe.yaml").with_steps(transfer=8, end_to_end=0)
-    recipe = replace(recipe, transfer=replace(recipe.transfer, own_inputs=0.25))
-    run(material, tmp_path, recipe=recipe)
+    watched(monkeypatch, lambda model, source, inputs: used.append(source is model))
+    run(material, tmp_path, recipe=recipe_of(material, transfer=8, end_to_end=0, student_inputs=0.25))
     assert used == [False] * 6 + [True] * 2
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bart"])
 def test_dropout_is_off_unless_asked_for_and_back_afterwards(family):
-    model = GPT2LMHeadModel(tiny_parent_config(resid_pdrop=0.2)) if family == "gpt2" else make_seq2seq(dropout=0.2)
-    before = set_dropout(model, {})
-    assert 0.2 in before.values()
+    if family == "gpt2":
+        model = GPT2LMHeadModel(tiny_parent_config(resid_pdrop=0.2))
+    else:
+        config = RFABartConfig.from_parent(tiny_seq2seq_config("bart", dropout=0.2))
+        model = RFABartForConditionalGeneration(config)
     model.train()
     batch = {"input_ids": torch.randint(4, 61, (2, 9)), "labels": torch.randint(4, 61, (2, 9))}
-    assert torch.equal(model(**batch).loss, model(**batch).loss), "no dropout is left"
-    set_dropout(model, before)
+    with no_dropout(model):
+        assert torch.equal(model(**batch).loss, model(**batch).loss), "no dropout is left"
     assert not torch.equal(model(**batch).loss, model(**batch).loss)
 
 
 @pytest.mark.parametrize("dropout", [False, True])
 def test_a_models_dropout_is_what_it_was_after_distillation(dropout, tmp_path):
     model = RFAGPT2LMHeadModel(RFAGPT2Config.from_parent(tiny_parent_config(resid_pdrop=0.2, attn_pdrop=0.1)))
-    before = {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
+
+    def rates() -> dict[str, float]:
+        return {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
+
+    before = rates()
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4, 61, (4, 8))]
-    arguments = TrainingArguments(output_dir=str(tmp_path), max_steps=1, report_to=[], use_cpu=True)
-    distillation.distill_logits(model, None, data, arguments, rfa_rate=1e-3, kl_weight=0.0, dropout=dropout)
-    after = {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
-    assert after == before
-    assert 0.2 in after.values()
+    stage = Stage(steps=1, batch_size=2, kl_weight=0.0, dropout=dropout)
+    train_stage("end_to_end", model, None, data, stage, tmp_path)
+    assert rates() == before
+    assert 0.2 in before.values()
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bart"])
 def test_lora_is_trained_merged_and_resumed(family, material, tmp_path, monkeypatch):
     pytest.importorskip("peft")
-    recipe = Recipe.load(material / "recipe.yaml").with_steps(transfer=0)
-    recipe = replace(recipe, end_to_end=replace(recipe.end_to_end, lora_rank=2))
-    data = {} if family == "gpt2" else {"data": material / "sources.txt", "references": material / "targets.txt"}
-    run(material, tmp_path, model=family, recipe=recipe, **data)
-    before, after = (
-        load_file(folder / "model.safetensors") for folder in (material / f"{family}-rfa", tmp_path / "out")
-    )
+    options = {"model": family, "recipe": recipe_of(material, transfer=0, lora_rank=2)}
+    options |= pairs_of(material) if family == "bart" else {}
+    run(material, tmp_path, **options)
+    before, after = weights(material / f"{family}-rfa"), weights(tmp_path / "out")
     assert set(after) == set(before), "LoRA is merged and gone"
     changed = {name for name in after if not torch.equal(after[name], before[name])}
     projections = [name for name in changed if name.endswith("weight") and not is_rfa_parameter(name)]
@@ -331,98 +352,62 @@ def test_lora_is_trained_merged_and_resumed(family, material, tmp_path, monkeypa
         difference = after[name] - before[name]
         assert int(torch.linalg.matrix_rank(difference, rtol=1e-3)) <= 2, name
     assert not [name for name in changed if "wte" in name or "shared" in name or "ln_" in name or "layer_norm" in name]
-
-    real, calls = distillation.LogitDistillationTrainer.compute_loss, []
-
-    def stop(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return real(self, *args, **kwargs)
-
     shutil.rmtree(tmp_path / "out")
-    with monkeypatch.context() as patch:
-        patch.setattr(distillation.LogitDistillationTrainer, "compute_loss", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(material, tmp_path, model=family, recipe=recipe, **data)
-    run(material, tmp_path, model=family, recipe=recipe, resume=True, **data)
-    again = load_file(tmp_path / "out" / "model.safetensors")
+    with interrupted(monkeypatch, LogitDistillationTrainer, "compute_loss", after=4):
+        run(material, tmp_path, **options)
+    run(material, tmp_path, resume=True, **options)
+    again = weights(tmp_path / "out")
     assert all(torch.equal(again[name], after[name]) for name in after)
 
 
 def test_mixed_precision_trains(material, tmp_path):
-    recipe = Recipe.load(material / "recipe.yaml")
-    recipe = replace(
-        recipe, transfer=replace(recipe.transfer, bf16=True), end_to_end=replace(recipe.end_to_end, bf16=True)
-    )
-    report = run(material, tmp_path, recipe=recipe)
-    assert sum(map(sum, report.after.values())) < sum(map(sum, report.before.values()))
-    assert load_file(tmp_path / "out" / "model.safetensors")["transformer.wte.weight"].dtype == torch.float32
+    assert gained(run(material, tmp_path, recipe=recipe_of(material, bf16=True)))
+    assert weights(tmp_path / "out")["transformer.wte.weight"].dtype == torch.float32
 
 
 def test_end_to_end_trains_everything(material, tmp_path):
     report = run(material, tmp_path, transfer_steps=0, end_to_end_steps=12)
     assert report.after == {}
-    old, new = (load_file(folder / "model.safetensors") for folder in (material / "gpt2-rfa", tmp_path / "out"))
+    old, new = weights(material / "gpt2-rfa"), weights(tmp_path / "out")
     assert not torch.equal(old["transformer.h.0.attn.c_attn.weight"], new["transformer.h.0.attn.c_attn.weight"])
     losses = [entry["loss"] for entry in report.stages[0].log if "loss" in entry]
     assert len(losses) == 12
+    (tmp_path / "more").mkdir()
     with pytest.raises(InputError, match=r"no longer has the weights of .*--transfer-steps 0"):
-        distill(
-            tmp_path / "out",
-            tmp_path / "more",
-            teacher=material / "gpt2",
-            data=material / "text.txt",
-            recipe=material / "recipe.yaml",
-        )
+        run(material, tmp_path / "more", checkpoint=tmp_path / "out")
 
 
-@pytest.mark.parametrize("stop_at", [("transfer", 17), ("end to end", 3)])
-def test_an_interrupted_run_resumes_to_the_same_weights(stop_at, material, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("trainer", "step"), [(AttentionTransferTrainer, 17), (LogitDistillationTrainer, 3)])
+def test_an_interrupted_run_resumes_to_the_same_weights(trainer, step, material, tmp_path, monkeypatch):
+    steps = {"transfer_steps": 25, "end_to_end_steps": 5}
     (tmp_path / "whole").mkdir()
-    run(material, tmp_path / "whole", transfer_steps=25, end_to_end_steps=5)
-    stage, step = stop_at
-    compute = {
-        "transfer": (distillation.AttentionTransferTrainer, "compute_loss"),
-        "end to end": (distillation.LogitDistillationTrainer, "compute_loss"),
-    }[stage]
-    original, calls = getattr(*compute), []
-
-    def interrupted(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) > step:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(*compute, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(material, tmp_path, transfer_steps=25, end_to_end_steps=5)
+    run(material, tmp_path / "whole", **steps)
+    with interrupted(monkeypatch, trainer, "compute_loss", after=step):
+        run(material, tmp_path, **steps)
     assert not (tmp_path / "out").exists()
     assert (tmp_path / ".out.training").is_dir()
     with pytest.raises(InputError, match=r"holds an interrupted run. Pass --resume"):
-        run(material, tmp_path, transfer_steps=25, end_to_end_steps=5)
+        run(material, tmp_path, **steps)
     with pytest.raises(InputError, match="had other settings: recipe"):
         run(material, tmp_path, transfer_steps=25, end_to_end_steps=6, resume=True)
-    run(material, tmp_path, transfer_steps=25, end_to_end_steps=5, resume=True)
-    whole, resumed = (load_file(folder / "out" / "model.safetensors") for folder in (tmp_path / "whole", tmp_path))
-    for name, tensor in whole.items():
-        torch.testing.assert_close(resumed[name], tensor, atol=1e-6, rtol=1e-5, msg=name)
+    run(material, tmp_path, **steps, resume=True)
+    assert_same(weights(tmp_path / "out"), weights(tmp_path / "whole" / "out"), atol=1e-6, rtol=1e-5)
     assert leftovers(tmp_path) == ["out", "whole"]
 
 
 def test_sixteen_bit_checkpoints_keep_their_dtype(material, tmp_path):
     convert(material / "gpt2", tmp_path / "rfa", feature_map="exponential", dtype="bfloat16")
     run(material, tmp_path, checkpoint=tmp_path / "rfa", transfer_steps=3, end_to_end_steps=0)
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors = weights(tmp_path / "out")
     assert tensors["transformer.h.0.attn.c_attn.weight"].dtype == torch.bfloat16
-    assert tensors["transformer.h.0.attn.feature_map.key_projection"].dtype == torch.float32
+    projection = tensors["transformer.h.0.attn.feature_map.key_projection"]
+    assert projection.dtype == torch.float32
+    assert not torch.equal(projection.bfloat16().float(), projection), "nor is it rounded"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
 def test_a_model_with_an_encoder_learns_every_kind_of_attention(material, tmp_path):
-    options = {"data": material / "sources.txt", "references": material / "targets.txt"}
-    report = run(material, tmp_path, "bart", end_to_end_steps=2, **options)
+    report = run(material, tmp_path, "bart", end_to_end_steps=2, **pairs_of(material))
     assert len(report.before) == 8
     for kind in ("encoder.layers.self_attn", "decoder.layers.self_attn", "decoder.layers.encoder_attn"):
         names = [name for name in report.before if kind in re.sub(r"\.\d+\.", ".", name)]
@@ -434,10 +419,11 @@ def test_a_model_with_an_encoder_learns_every_kind_of_attention(material, tmp_pa
 
 
 def test_pairs_are_padded_and_shifted(material):
-    _, tokenizer = load_model(str(material / "bart"))
-    pairs = Pairs(tokenizer, ["w5 w6", "w7"], ["w8", "w9 w10 w11"], length=3)
-    model, _ = load_model(str(material / "bart"))
-    batch = PairCollator(model.config)([pairs[0], pairs[1]])
+    model, tokenizer = load_model(str(material / "bart"))
+    data = Dataset.from_dict({"source": ["w5 w6", "w7"], "target": ["w8", "w9 w10 w11"]})
+    pairs = list(token_pairs(data, tokenizer, length=3))
+    collate = PairCollator(tokenizer, model=model)
+    batch = collate(pairs)
     assert batch["input_ids"].tolist() == [[5, 6, 2], [7, 2, 1]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
     assert batch["labels"].tolist() == [[8, 2, -100], [9, 10, 2]]
@@ -445,18 +431,18 @@ def test_pairs_are_padded_and_shifted(material):
     assert batch["decoder_attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
     with torch.no_grad():
         loss = model(**batch).loss
-        alone = [model(**PairCollator(model.config)([pairs[row]])).loss for row in (0, 1)]
+        alone = [model(**collate([pair])).loss for pair in pairs]
     torch.testing.assert_close(loss, (2 * alone[0] + 3 * alone[1]) / 5)
 
 
 def test_padding_does_not_enter_the_outputs_error(material):
     """A pair in a row by itself, and padded on both sides: the same losses, the error of the outputs among them."""
-    model, _ = load_model(str(material / "bart-rfa"))
+    model, tokenizer = load_model(str(material / "bart-rfa"))
     teacher, _ = load_model(str(material / "bart"))
     pairs = [{"input_ids": [5, 6, 7, 2], "labels": [8, 9, 2]}, {"input_ids": [9] * 9 + [2], "labels": [5] * 7 + [2]}]
-    collate = PairCollator(model.config)
+    collate = PairCollator(tokenizer, model=model)
     alone, padded = collate(pairs[:1]), {name: rows[:1] for name, rows in collate(pairs).items()}
-    expected, found = (transfer_losses(model, teacher, inputs, output_weight=2.0) for inputs in (alone, padded))
+    expected, found = (transfer_losses(model, teacher, inputs, output_mse_weight=2.0) for inputs in (alone, padded))
     for name, losses in expected.items():
         torch.testing.assert_close(found[name], losses, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -467,16 +453,13 @@ def test_targets_are_read_as_targets():
     def sides(text=None, text_target=None, **options):
         return {"input_ids": [[4] if text_target is None else [5] for _ in text or text_target]}
 
-    assert Pairs(sides, ["a"], ["b"], 3)[0] == {"input_ids": [4], "labels": [5]}
     data = Dataset.from_dict({"source": ["a"], "target": ["b"]})
-    rows = token_pairs(data, sides, source_column="source", target_column="target", length=3)
-    assert list(rows) == [{"input_ids": [4], "labels": [5]}]
+    assert list(token_pairs(data, sides, length=3)) == [{"input_ids": [4], "labels": [5]}]
 
 
 def test_blocks_join_documents(material):
-    _, tokenizer = load_model(str(material / "gpt2"))
-    blocks = Blocks(tokenizer, ["w5 w6", "w7"], length=2)
-    assert [blocks[index]["input_ids"].tolist() for index in range(len(blocks))] == [[5, 6], [2, 2], [7, 2]]
+    blocks = joined_blocks(AutoTokenizer.from_pretrained(material / "gpt2"), ["w5 w6", "w7"], length=2)
+    assert [block["input_ids"].tolist() for block in blocks] == [[5, 6], [2, 2], [7, 2]]
 
 
 @pytest.mark.parametrize(
@@ -491,14 +474,15 @@ def test_blocks_join_documents(material):
         ({"transfer_steps": 0, "end_to_end_steps": 0}, "no stage of the recipe has any steps"),
         ({"recipe": "nope"}, "there is no recipe nope. Pass a YAML file, or one of: default"),
         ({"resume": True}, "there is no interrupted run to resume"),
+        ({"recipe": Recipe(Stage(steps=3, block_length=97))}, "block_length is 97, but the models have 96 positions"),
     ],
 )
 def test_bad_input(options, match, material, tmp_path):
-    for name in ("teacher", "checkpoint", "data", "references"):
-        if name in options:
-            options = {**options, name: material / options[name]}
+    paths = {
+        name: material / options[name] for name in ("teacher", "checkpoint", "data", "references") if name in options
+    }
     with pytest.raises(InputError, match=match):
-        run(material, tmp_path, **options)
+        run(material, tmp_path, **{**options, **paths})
     assert leftovers(tmp_path) == []
 
 
@@ -510,13 +494,11 @@ def test_a_map_that_learns_nothing_is_refused_for_transfer(material, tmp_path):
 
 def test_several_processes_are_refused(material, tmp_path, monkeypatch):
     """Each would train alone, and all would write the same folder."""
-    from hf_rfa_cli import convert as cli_convert
-
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="2 processes were started, but distillation runs in one"):
         run(material, tmp_path)
     monkeypatch.setattr(cli_convert, "_convert", lambda *args, **options: pytest.fail("converted first"))
-    command = ["convert", str(material / "gpt2"), str(tmp_path / "out"), "--distill-steps", "4"]
+    command = ["convert", str(material / "gpt2"), str(tmp_path / "out"), "--transfer-steps", "4"]
     with pytest.raises(InputError, match="2 processes were started, but distillation runs in one"):
         cli.app([*command, "--data", str(material / "text.txt")], standalone_mode=False)
     assert leftovers(tmp_path) == []
@@ -530,6 +512,7 @@ def test_several_processes_are_refused(material, tmp_path, monkeypatch):
         ("transfer: {stepz: 3}", r"transfer has no setting stepz. There are: steps, batch_size"),
         ("end_to_end: {kl_weight: 2}", r"end_to_end.kl_weight must be from 0 to 1, got 2"),
         ("end_to_end: {learning_rate: fast}", r"end_to_end.learning_rate must be a number of at least 0, got 'fast'"),
+        ("transfer: {bf16: 1}", r"transfer.bf16 must be true or false, got 1"),
         ("transfers: {steps: 3}", r"transfers is not understood. There are: transfer, end_to_end, seed"),
         ("- 1", "holds no settings"),
         ("a: [", "cannot read the recipe"),
@@ -541,28 +524,27 @@ def test_recipes_are_checked(text, match, tmp_path):
         Recipe.load(tmp_path / "recipe.yaml")
 
 
-def test_blocks_longer_than_the_positions(material, tmp_path):
-    (tmp_path / "long.yaml").write_text("transfer: {steps: 3, block_length: 97}")
-    with pytest.raises(InputError, match="block_length is 97, but the models have 96 positions"):
-        run(material, tmp_path, recipe=tmp_path / "long.yaml")
+def test_recipes_may_have_earlier_names_of_settings(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("transfer: {own_inputs: 0.25, output_weight: 2}")
+    stage = Recipe.load(tmp_path / "recipe.yaml").transfer
+    assert (stage.student_inputs, stage.output_mse_weight) == (0.25, 2)
 
 
-def test_a_diverging_run_says_so(material, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        distillation.AttentionTransferTrainer, "compute_loss", lambda self, model, inputs, **k: self._nan(model)
-    )
-    monkeypatch.setattr(
-        distillation.AttentionTransferTrainer,
-        "_nan",
-        lambda self, model: next(p for p in model.parameters() if p.requires_grad).sum() * float("nan"),
-        raising=False,
-    )
+def test_a_diverging_run_says_so(material, tmp_path, monkeypatch, run_cli, capsys):
+    def diverge(self, model, inputs, **options):
+        return next(p for p in model.parameters() if p.requires_grad).sum() * float("nan")
+
+    monkeypatch.setattr(AttentionTransferTrainer, "compute_loss", diverge)
     with pytest.raises(FloatingPointError, match=r"the loss is nan\. Lower the learning rate"):
         run(material, tmp_path, end_to_end_steps=0)
     assert not (tmp_path / "out").exists()
+    shutil.rmtree(tmp_path / ".out.training")
+    words = ["--teacher", material / "gpt2", "--data", material / "text.txt", "--recipe", material / "recipe.yaml"]
+    assert run_cli("distill", material / "gpt2-rfa", *words, "--output", tmp_path / "out") == 1
+    assert "error: attention transfer: the loss is nan. Lower" in capsys.readouterr().err
 
 
-def test_a_run_tells_its_steps_and_prints_nothing(material, tmp_path, monkeypatch, capfd):
+def test_a_run_tells_its_steps_and_prints_nothing(material, tmp_path, capfd):
     """Also one that is resumed: of it the steps that are left."""
     told: list[tuple[str | None, int]] = []
 
@@ -584,64 +566,27 @@ def test_a_run_tells_its_steps_and_prints_nothing(material, tmp_path, monkeypatc
     assert "loss" not in shown.out + shown.err
 
 
-def test_a_diverging_command_is_one_line(material, tmp_path, monkeypatch, capsys):
-    from hf_rfa import cli
-
-    def diverge(*args, **kwargs):
-        raise FloatingPointError("attention transfer: the loss is nan. Lower the learning rate.")
-
-    monkeypatch.setattr(distill_module, "transfer_attention", diverge)
-    words = ["distill", material / "gpt2-rfa", "--teacher", material / "gpt2", "--data", material / "text.txt"]
-    options = ["--recipe", material / "recipe.yaml", "--output", tmp_path / "out"]
-    monkeypatch.setattr(sys, "argv", ["hf-rfa", *map(str, words + options)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 1
-    assert "error: attention transfer: the loss is nan. Lower" in capsys.readouterr().err
-
-
-def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch, capsys):
-    from hf_rfa import cli
-    from hf_rfa_cli import convert as cli_convert
-
-    command = ["hf-rfa", "convert", str(material / "bart"), str(tmp_path / "out"), "--distill-steps", "4"]
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "argv", command)
-        with pytest.raises(SystemExit):
-            cli.main()
+def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch, run_cli, capsys):
+    command = ["convert", str(material / "bart"), str(tmp_path / "out"), "--transfer-steps", "4"]
+    run_cli(*command)
     assert "--transfer-steps and --data belong together" in " ".join(capsys.readouterr().err.split())
     assert leftovers(tmp_path) == []
-    data = ["--data", str(material / "sources.txt"), "--references", str(material / "targets.txt")]
+    command += ["--data", str(material / "sources.txt"), "--references", str(material / "targets.txt")]
     with monkeypatch.context() as patch:  # an interrupted training is seen before anything is converted
         (tmp_path / ".out.training").mkdir()
         patch.setattr(cli_convert, "_convert", lambda *args, **options: pytest.fail("converted first"))
-        patch.setattr(sys, "argv", [*command, *data])
-        with pytest.raises(SystemExit):
-            cli.main()
-        assert "Pass --resume to go on with it" in " ".join(capsys.readouterr().err.split())
+        run_cli(*command)
+        assert "Pass --resume to continue it" in " ".join(capsys.readouterr().err.split())
         (tmp_path / ".out.training").rmdir()
-
-    original, calls = distillation.AttentionTransferTrainer.compute_loss, []
-
-    def interrupted(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) > 2:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(distillation.AttentionTransferTrainer, "compute_loss", interrupted)
-        patch.setattr(sys, "argv", [*command, *data])
-        with pytest.raises((SystemExit, KeyboardInterrupt)):
-            cli.main()
-    assert leftovers(tmp_path) == [".out.training"]
-    monkeypatch.setattr(sys, "argv", [*command, *data, "--resume"])
-    with pytest.raises(SystemExit) as end:
+    ends = (SystemExit, KeyboardInterrupt)
+    with interrupted(monkeypatch, AttentionTransferTrainer, "compute_loss", after=2, ends=ends):
+        monkeypatch.setattr("sys.argv", ["hf-rfa", *command])
         cli.main()
-    assert end.value.code == 0
+    assert leftovers(tmp_path) == [".out.training"]
+    assert run_cli(*command, "--resume") == 0
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
     assert model.config.feature_map == "exponential"
     card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert card.content.count(" ".join([*command, *data])) == 2, "what makes it again, from start to end"
+    assert card.content.count(" ".join(["hf-rfa", *command])) == 2, "what makes it again, from start to end"
     assert (tmp_path / "out" / "distillation.json").is_file()
     assert leftovers(tmp_path) == ["out"]

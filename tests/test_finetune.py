@@ -13,28 +13,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    BartForConditionalGeneration,
-    GPT2LMHeadModel,
-    Seq2SeqTrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hf_rfa.finetune
-from hf_rfa import cli
-from hf_rfa.convert import InputError, convert
-from hf_rfa.finetune.arguments import FinetuneArguments
-from hf_rfa.finetune.corpora import load_data, packed_blocks
-from hf_rfa.finetune.finetune import finetune
+from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel, cli
+from hf_rfa.convert import InputError
+from hf_rfa.finetune import finetune as finetune_module
+from hf_rfa.finetune.data import load_data, packed_blocks
 from hf_rfa.finetune.generation import evaluate_generation
-from hf_rfa.finetune.param_groups import KINDS, kind_of_parameter, parameter_groups
+from hf_rfa.finetune.param_groups import PARAMETER_KINDS, is_rfa_parameter, parameter_groups, parameter_kinds
+from hf_rfa.finetune.trainers import GroupedTrainer
 from hf_rfa.inference import load_model
 from hf_rfa_cli.options import UsageError
 
-from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config, words
+from .conftest import tiny_parent_config, words
 from .test_convert import leftovers
+from .training import assert_same, interrupted, logged, run, save_checkpoints, weights, write_rows
 
 LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
 
@@ -42,21 +36,13 @@ LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
 @pytest.fixture(scope="module")
 def material(tmp_path_factory) -> Path:
     """Checkpoints, and the same data in every form."""
-    folder = tmp_path_factory.mktemp("finetune")
-    torch.manual_seed(1)
-    GPT2LMHeadModel(tiny_parent_config(eos_token_id=2)).save_pretrained(folder / "gpt2")
-    BartForConditionalGeneration(tiny_seq2seq_config("bart")).save_pretrained(folder / "bart")
-    for name in ("gpt2", "bart"):
-        save_tiny_tokenizer(folder / name)
-        convert(folder / name, folder / f"{name}-rfa", num_features=8)
+    folder = save_checkpoints(tmp_path_factory.mktemp("finetune"), "gpt2", "bart", num_features=8)
     rows = [
         {"text": words(5 + n % 9, n), "label": "ab"[n % 2], "source": words(4, n), "target": words(3, n)}
         for n in range(60)
     ]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "rows.jsonl").write_text(lines)
-    with gzip.open(folder / "rows.jsonl.gz", "wt") as file:
-        file.write(lines)
+    write_rows(folder / "rows.jsonl", rows)
+    (folder / "rows.jsonl.gz").write_bytes(gzip.compress((folder / "rows.jsonl").read_bytes()))
     with (folder / "rows.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
@@ -64,33 +50,6 @@ def material(tmp_path_factory) -> Path:
     load_data(str(folder / "rows.jsonl")).to_parquet(folder / "rows.parquet")
     (folder / "text.txt").write_text(words(400))
     return folder
-
-
-def run(material, tmp_path, model="gpt2-rfa", task="clm", train="rows.jsonl", steps=6, evaluate=None, **options):
-    own = {name: options.pop(name) for name in list(options) if name in FinetuneArguments.__dataclass_fields__}
-    arguments = Seq2SeqTrainingArguments(
-        output_dir=str(tmp_path / "out"),
-        **{
-            "max_steps": steps,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-3,
-            "report_to": "none",
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "logging_steps": 1,
-            **options,
-        },
-    )
-    described = {
-        "model": str(material / model),
-        "task": task,
-        "train": str(material / train),
-        "block_length": 16,
-        **own,
-    }
-    if evaluate is not None:
-        described["evaluate"] = str(material / evaluate)
-    return finetune(FinetuneArguments(**described), arguments)
 
 
 @pytest.mark.parametrize("file", ["rows.jsonl", "rows.jsonl.gz", "rows.csv", "rows.parquet", "text.txt"])
@@ -122,32 +81,32 @@ def test_the_accuracy_of_a_language_model_is_that_of_the_next_tokens(material, t
     assert 0.05 < right / counted < 1
 
 
-def test_packing_leaks_nothing_across_documents(material):
+@pytest.mark.parametrize("name", ["gpt2-rfa", "gpt2"])
+def test_packing_leaks_nothing_across_documents(name, material):
     """The loss of packed blocks is that of every piece alone."""
-    for name in ("gpt2-rfa", "gpt2"):
-        model, tokenizer = load_model(str(material / name))
-        data = packed_blocks(load_data(str(material / "rows.jsonl")), tokenizer, text_column="text", length=16)
-        total, counted, losses = 0.0, 0, []
-        for row in data:
-            ids, positions, labels = (torch.tensor([row[name]]) for name in ("input_ids", "position_ids", "labels"))
-            assert ids.shape == (1, 16)
-            losses.append(model(ids, position_ids=positions, labels=labels, use_cache=False).loss.detach())
-            starts = [*(positions[0] == 0).nonzero()[:, 0].tolist(), 16]
-            row_total, row_counted = 0.0, 0
-            for start, stop in pairwise(starts):
-                piece = ids[:, start:stop]
-                if piece.shape[1] > 1:
-                    logits = model(piece, use_cache=False).logits[0, :-1].detach()
-                    row_total += float(torch.nn.functional.cross_entropy(logits, piece[0, 1:], reduction="sum"))
-                    row_counted += piece.shape[1] - 1
-            assert float(losses[-1]) == pytest.approx(row_total / row_counted, rel=1e-4)
-            total, counted = total + row_total, counted + row_counted
-        tokens = [token for row in data for token in row["input_ids"]]
-        texts = [json.loads(line)["text"] for line in (material / "rows.jsonl").read_text().splitlines()]
-        expected = [token for text in texts for token in tokenizer(text)["input_ids"]]  # which ends with end-of-text
-        assert expected.count(tokenizer.eos_token_id) == len(texts)
-        assert tokens == expected[: len(tokens)]
-        assert len(expected) - len(tokens) < 16
+    model, tokenizer = load_model(str(material / name))
+    data = packed_blocks(load_data(str(material / "rows.jsonl")), tokenizer, text_column="text", length=16)
+    total, counted, losses = 0.0, 0, []
+    for row in data:
+        ids, positions, labels = (torch.tensor([row[name]]) for name in ("input_ids", "position_ids", "labels"))
+        assert ids.shape == (1, 16)
+        losses.append(model(ids, position_ids=positions, labels=labels, use_cache=False).loss.detach())
+        starts = [*(positions[0] == 0).nonzero()[:, 0].tolist(), 16]
+        row_total, row_counted = 0.0, 0
+        for start, stop in pairwise(starts):
+            piece = ids[:, start:stop]
+            if piece.shape[1] > 1:
+                logits = model(piece, use_cache=False).logits[0, :-1].detach()
+                row_total += float(torch.nn.functional.cross_entropy(logits, piece[0, 1:], reduction="sum"))
+                row_counted += piece.shape[1] - 1
+        assert float(losses[-1]) == pytest.approx(row_total / row_counted, rel=1e-4)
+        total, counted = total + row_total, counted + row_counted
+    tokens = [token for row in data for token in row["input_ids"]]
+    texts = [json.loads(line)["text"] for line in (material / "rows.jsonl").read_text().splitlines()]
+    expected = [token for text in texts for token in tokenizer(text)["input_ids"]]  # which ends with end-of-text
+    assert expected.count(tokenizer.eos_token_id) == len(texts)
+    assert tokens == expected[: len(tokens)]
+    assert len(expected) - len(tokens) < 16
 
 
 def test_sequences_and_labels_train(material, tmp_path):
@@ -176,22 +135,45 @@ def test_bytes_from_scratch(material, tmp_path):
     assert model.config.model_type == "rfa_gpt2"
 
 
-def test_kinds_have_their_own_rates_and_0_freezes(material, tmp_path):
-    kinds = {kind: 10.0**-n for n, kind in enumerate(KINDS)}
-    for name in ("gpt2-rfa", "bart-rfa"):
+@pytest.mark.parametrize("name", ["gpt2-rfa", "bart-rfa", "gated"])
+def test_kinds_have_their_own_rates(name, material):
+    rates = {kind: 10.0**-n for n, kind in enumerate(PARAMETER_KINDS)}
+    if name == "gated":
+        model = RFAGPT2LMHeadModel(RFAGPT2Config.from_parent(tiny_parent_config(), gate=True))
+    else:
         model, _ = load_model(str(material / name))
-        names = {id(parameter): each for each, parameter in model.named_parameters()}
-        groups = parameter_groups(model, kinds, weight_decay=0.1)
-        for group in groups:
-            for parameter in group["params"]:
-                kind = kind_of_parameter(names[id(parameter)])
-                assert group["lr"] == kinds[kind]
-                assert group["weight_decay"] == (0.0 if kind in ("feature_maps", "sigma", "gates") else 0.1)
-        assert sum(len(group["params"]) for group in groups) == len(names)
+    kinds = parameter_kinds(model)
+    groups = parameter_groups(model, rates, weight_decay=0.1)
+    given = {id(parameter): group for group in groups for parameter in group["params"]}
+    for each, parameter in model.named_parameters():
+        group, of_rfa = given.pop(id(parameter)), kinds[each] in ("feature_maps", "sigma", "gates")
+        assert group["lr"] == rates[kinds[each]], each
+        assert group["weight_decay"] == (0.0 if of_rfa else 0.1), each
+        assert of_rfa == is_rfa_parameter(each)
+    assert not given
+    assert ("gates" in kinds.values()) == (name == "gated")
+    only = parameter_groups(model, {**rates, "projections": 0.0, "rest": 0.0})
+    assert {group["lr"] for group in only} <= {rates[kind] for kind in ("feature_maps", "sigma", "gates")}
+
+
+@pytest.mark.parametrize("name", ["gpt2-rfa", "bart-rfa", "gpt2", "bart"])
+def test_projections_are_the_linear_layers_of_attention(name, material):
+    """In all families by these names, in RFA and in softmax layers."""
+    attention = {"attn", "crossattention", "self_attn", "encoder_attn"}
+    projections = {"c_attn", "q_attn", "c_proj", "q_proj", "k_proj", "v_proj", "out_proj"}
+    found = parameter_kinds(load_model(str(material / name))[0])
+    for parameter, kind in found.items():
+        parts = {*parameter.split(".")}
+        assert (kind == "projections") == bool(parts & attention and parts & projections), parameter
+    assert "projections" in found.values()
+
+
+def test_a_rate_of_0_freezes_a_kind(material, tmp_path):
     run(material, tmp_path, projection_rate=0.0, sigma_rate=0.0, steps=2)
-    before, after = (load_file(folder / "model.safetensors") for folder in (material / "gpt2-rfa", tmp_path / "out"))
+    before, after = weights(material / "gpt2-rfa"), weights(tmp_path / "out")
     changed = {name for name in after if not torch.equal(before[name], after[name])}
-    assert {kind_of_parameter(name) for name in changed} == {"rest"}
+    kinds = parameter_kinds(load_model(str(material / "gpt2-rfa"))[0])
+    assert {kinds[name] for name in changed} == {"rest"}
     assert not [name for name in changed if ".attn." in name]
     assert {f"transformer.h.0.mlp.{name}.weight" for name in ("c_fc", "c_proj")} <= changed
 
@@ -201,29 +183,15 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(stop_at, material, tmp_p
     options = {"steps": 8, "save_steps": 2, "gradient_accumulation_steps": 2}
     (tmp_path / "whole").mkdir()
     run(material, tmp_path / "whole", **options)
-    from hf_rfa.finetune.param_groups import GroupedTrainer
-
-    real, calls = GroupedTrainer.training_step, []
-
-    def interrupted(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) > 2 * stop_at:
-            raise KeyboardInterrupt
-        return real(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(GroupedTrainer, "training_step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(material, tmp_path, **options)
+    with interrupted(monkeypatch, GroupedTrainer, "training_step", after=2 * stop_at):
+        run(material, tmp_path, **options)
     assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="holds an interrupted run"):
         run(material, tmp_path, **options)
     with pytest.raises(InputError, match="had other settings: learning_rate"):
         run(material, tmp_path, resume=True, learning_rate=0.5, **options)
     run(material, tmp_path, resume=True, **options)
-    whole, resumed = (load_file(folder / "out" / "model.safetensors") for folder in (tmp_path / "whole", tmp_path))
-    for name, tensor in whole.items():
-        torch.testing.assert_close(resumed[name], tensor, atol=1e-7, rtol=1e-6, msg=name)
+    assert_same(weights(tmp_path / "out"), weights(tmp_path / "whole" / "out"), atol=1e-7, rtol=1e-6)
 
 
 @pytest.mark.parametrize("configured", [True, False])
@@ -270,15 +238,13 @@ def endless(folder: Path, material: Path, **generation) -> Path:
 def test_answers_that_are_scored_are_as_long_as_they_need_to_be(
     model, training, expected, material, tmp_path, monkeypatch
 ):
-    from hf_rfa.finetune import finetune as module
-
-    answers, score = [], module._bleu
+    answers, score = [], finetune_module._bleu
 
     def watched(prediction, *, tokenizer):
         answers.extend(prediction.predictions)
         return score(prediction, tokenizer=tokenizer)
 
-    monkeypatch.setattr(module, "_bleu", watched)
+    monkeypatch.setattr(finetune_module, "_bleu", watched)
     options = {"steps": 1, "learning_rate": 1e-9, "block_length": 40, **training}
     few = (material / "rows.jsonl").read_text().splitlines()[:4]
     (tmp_path / "few.jsonl").write_text("\n".join(few))
@@ -312,7 +278,7 @@ def test_the_command_trains_in_bfloat16_as_documented(material, tmp_path, monkey
     [
         (["--bf16", "--fp16"], "At most one of fp16 and bf16.*See hf-rfa finetune --help"),
         (["--fp16", "--use_cpu"], "--fp16 needs an accelerator.*--bf16"),
-        (["--eval_strategy", "steps", "--eval_steps", "1"], "--eval_strategy needs --evaluate"),
+        (["--eval_strategy", "steps", "--eval_steps", "1"], "--eval-strategy needs --evaluate"),
     ],
 )
 def test_training_arguments_that_cannot_be_used_are_refused(given, match, material, tmp_path):
@@ -330,30 +296,16 @@ def test_training_arguments_that_cannot_be_used_are_refused(given, match, materi
     assert leftovers(tmp_path) == []
 
 
-def test_the_command_reads_settings_and_training_arguments(material, tmp_path, monkeypatch, capsys):
+def test_the_command_reads_settings_and_training_arguments(material, tmp_path, run_cli, capsys):
     (tmp_path / "settings.yaml").write_text(
         f"task: clm\ntrain: {material / 'rows.jsonl'}\nblock_length: 16\nmax_steps: 9\nuse_cpu: true\nreport_to: none\n"
     )
-    command = [
-        "hf-rfa",
-        "finetune",
-        "--model",
-        str(material / "gpt2-rfa"),
-        "--recipe",
-        str(tmp_path / "settings.yaml"),
-    ]
-    command += ["--max-steps", "2", "--output", str(tmp_path / "out"), "--learning_rate", "0.5"]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 0
-    log = json.loads((tmp_path / "out" / "finetuning.json").read_text())["log"]
-    assert log[-1]["step"] == 2
+    given = ["finetune", "--model", material / "gpt2-rfa", "--recipe", tmp_path / "settings.yaml", "--max-steps", "2"]
+    given += ["--output", tmp_path / "out", "--learning_rate", "0.5"]
+    assert run_cli(*given) == 0
+    assert json.loads((tmp_path / "out" / "finetuning.json").read_text())["log"][-1]["step"] == 2
     assert "train_loss" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [*command, "--no_such_option", "1"])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 1
+    assert run_cli(*given, "--no_such_option", "1") == 1
     assert "no option --no_such_option" in capsys.readouterr().err
 
 
@@ -370,11 +322,11 @@ def test_the_command_reads_settings_and_training_arguments(material, tmp_path, m
         ({"model": "nothing"}, "cannot read the configuration"),
         ({"task": "seq2seq"}, "cannot load a model for seq2seq"),
         ({"gate_rate": -1.0}, "learning rate of gates must be a number of at least 0, got -1.0"),
-        ({"streaming": True, "steps": -1}, "--streaming needs --max_steps"),
+        ({"streaming": True, "steps": -1}, "--streaming needs --max-steps"),
         ({"train": "short.txt"}, "does not fill a single block of 16 tokens"),
         (
             {"task": "seq2seq", "model": "bart-rfa", "predict_with_generate": True, "generation_max_length": 97},
-            "--generation_max_length is 97, but this model has 96 positions",
+            "--generation-max-length is 97, but this model has 96 positions",
         ),
         ({"resume": True}, "there is no interrupted run to resume"),
     ],
@@ -394,31 +346,19 @@ def test_bad_input(options, match, material, tmp_path):
 def test_two_processes_give_the_losses_of_one(sharded, material, tmp_path):
     """At the same global batch: data parallel, and with parameters sharded (FSDP), which accelerate does not do on CPUs."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
-    shared = ["finetune", "--model", str(material / "gpt2-rfa"), "--task", "clm", "--use_cpu"]
-    shared += [
-        "--train",
-        str(material / "rows.jsonl"),
-        "--block_length",
-        "16",
-        "--max_steps",
-        "6",
-        "--logging_steps",
-        "1",
-    ]
-    shared += ["--report_to", "none", "--learning_rate", "0.01", "--ddp_backend", "gloo"]
-    losses, weights = {}, {}
+    shared = ["finetune", "--model", str(material / "gpt2-rfa"), "--task", "clm", "--use-cpu", "--max-steps", "6"]
+    shared += ["--train", str(material / "rows.jsonl"), "--block-length", "16", "--logging-steps", "1"]
+    shared += ["--report-to", "none", "--learning-rate", "0.01", "--ddp-backend", "gloo"]
+    losses = {}
     for processes, batch in ((1, 4), (2, 2)):
         folder = tmp_path / str(processes)
-        own = ["--per_device_train_batch_size", str(batch), "--output", str(folder)]
-        parallel = ["--fsdp", "full_shard", "--fsdp_config", str(LAUNCH / "fsdp.json")]
+        own = ["--per-device-train-batch-size", str(batch), "--output", str(folder)]
+        parallel = ["--fsdp", "full_shard", "--fsdp-config", str(LAUNCH / "fsdp.json")]
         sharding = sharded and processes == 2
         module = ["-m", "tests.fsdp_on_cpu" if sharding else "hf_rfa.cli"]
-        command = [*launcher, str(processes), *module, *shared, *own, *(parallel if sharding else [])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[1])
+        line = [*launcher, str(processes), *module, *shared, *own, *(parallel if sharding else [])]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[1])
         assert done.returncode == 0, done.stderr[-3000:]
-        log = json.loads((folder / "finetuning.json").read_text())["log"]
-        losses[processes] = [entry["loss"] for entry in log if "loss" in entry]
-        weights[processes] = load_file(folder / "model.safetensors")
+        losses[processes] = logged(folder)
     assert losses[2] == pytest.approx(losses[1], rel=1e-4)
-    for name, tensor in weights[1].items():
-        torch.testing.assert_close(weights[2][name], tensor, atol=2e-4, rtol=1e-3, msg=name)
+    assert_same(weights(tmp_path / "2"), weights(tmp_path / "1"), atol=2e-4, rtol=1e-3)

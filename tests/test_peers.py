@@ -3,44 +3,32 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import (
-    BartForConditionalGeneration,
-    GPT2LMHeadModel,
-    MarianMTModel,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainingArguments
 
 from hf_rfa.convert import convert
 from hf_rfa.finetune.param_groups import is_rfa_parameter
 from hf_rfa.inference import load_model
 
-from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
+from .training import save_checkpoints
 
 # peft 0.21 and TRL 1.16 still read transformers' old name of it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("peers")
-    torch.manual_seed(0)
-    GPT2LMHeadModel(tiny_parent_config(eos_token_id=2)).save_pretrained(folder / "gpt2")
-    BartForConditionalGeneration(tiny_seq2seq_config("bart")).save_pretrained(folder / "bart")
-    MarianMTModel(tiny_seq2seq_config("marian")).save_pretrained(folder / "marian")
-    for name in ("gpt2", "bart", "marian"):
-        save_tiny_tokenizer(folder / name)
-        convert(folder / name, folder / f"{name}-rfa", feature_map="exponential", num_features=8)
-    return folder
+def checkpoints(tmp_path_factory) -> Path:
+    options = {"feature_map": "exponential", "num_features": 8}
+    return save_checkpoints(tmp_path_factory.mktemp("peers"), "gpt2", "bart", "marian", **options)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def gated(checkpoints):
-    """Return what loads a converted model with gates, as `convert --distill-steps` makes them, one that start nowhere."""
+    """Return a function that loads a converted model with gates, whose weights are not at their initial values."""
 
     def load(name: str):
         model, _ = load_model(str(checkpoints / f"{name}-gated"))
@@ -48,8 +36,6 @@ def gated(checkpoints):
 
     for name in ("gpt2", "bart"):
         folder = checkpoints / f"{name}-gated"
-        if folder.exists():
-            continue
         convert(checkpoints / name, folder, feature_map="exponential", num_features=8, gate=True)
         model = load(name)
         with torch.no_grad():
@@ -66,44 +52,9 @@ def batch_for(model) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bart", "marian"])
-def test_lora_by_peft_with_its_default_targets(name, checkpoints, tmp_path):
-    """It adapts the parent's modules, trains nothing else, and loads and merges to the same outputs."""
-    model, _ = load_model(str(checkpoints / f"{name}-rfa"))
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    adapted = get_peft_model(model, LoraConfig(r=2, fan_in_fan_out=name == "gpt2"))
-    targets = {"gpt2": {"c_attn"}, "bart": {"q_proj", "v_proj"}, "marian": {"q_proj", "v_proj"}}[name]
-    trained = [key for key, parameter in adapted.named_parameters() if parameter.requires_grad]
-    assert trained
-    assert {key.split(".lora_")[0].rsplit(".", 1)[-1] for key in trained} == targets
-    data = batch_for(model)
-    optimizer = torch.optim.Adam([parameter for parameter in adapted.parameters() if parameter.requires_grad], 0.05)
-    losses = []
-    for _ in range(12):
-        loss = adapted(**data).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0] - 0.05
-    adapted.eval()
-    with torch.no_grad():
-        expected = adapted(**data).logits
-    adapted.save_pretrained(tmp_path / "adapter")
-    fresh, _ = load_model(str(checkpoints / f"{name}-rfa"))
-    for key, value in fresh.state_dict().items():
-        torch.testing.assert_close(value, before[key])
-    loaded = PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(**data).logits, expected, atol=1e-5, rtol=1e-4)
-        merged = loaded.merge_and_unload()
-        torch.testing.assert_close(merged(**data).logits, expected, atol=1e-4, rtol=1e-3)
-
-
-def train(model, data, steps: int = 6) -> list[float]:
-    """Train what has a gradient, and return the losses."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.Adam(trained, 0.02)
+def train(model, data, steps: int = 6, rate: float = 0.02) -> list[float]:
+    """Train the parameters that have a gradient, and return the losses."""
+    optimizer = torch.optim.Adam([parameter for parameter in model.parameters() if parameter.requires_grad], rate)
     losses = []
     for _ in range(steps):
         loss = model(**data).loss
@@ -114,10 +65,42 @@ def train(model, data, steps: int = 6) -> list[float]:
     return losses
 
 
+@torch.no_grad()
+def assert_reloads(adapted, fresh, folder: Path, data, *, merged: bool = True):
+    """Check that an adapter, saved and loaded into a fresh model, gives the same outputs; merge it likewise."""
+    expected = adapted.eval()(**data).logits
+    adapted.save_pretrained(folder)
+    loaded = PeftModel.from_pretrained(fresh, folder).eval()
+    torch.testing.assert_close(loaded(**data).logits, expected, atol=1e-5, rtol=1e-4)
+    if merged:
+        loaded = loaded.merge_and_unload()
+        torch.testing.assert_close(loaded(**data).logits, expected, atol=1e-4, rtol=1e-3)
+    return loaded
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bart", "marian"])
+def test_lora_by_peft_with_its_default_targets(name, checkpoints, tmp_path):
+    """It adapts the softmax model's modules, trains nothing else, and loads and merges to the same outputs."""
+    model, _ = load_model(str(checkpoints / f"{name}-rfa"))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    adapted = get_peft_model(model, LoraConfig(r=2, fan_in_fan_out=name == "gpt2"))
+    targets = {"gpt2": {"c_attn"}, "bart": {"q_proj", "v_proj"}, "marian": {"q_proj", "v_proj"}}[name]
+    trained = [key for key, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert {key.split(".lora_")[0].rsplit(".", 1)[-1] for key in trained} == targets
+    data = batch_for(model)
+    losses = train(adapted, data, steps=12, rate=0.05)
+    assert losses[-1] < losses[0] - 0.05
+    fresh, _ = load_model(str(checkpoints / f"{name}-rfa"))
+    for key, value in fresh.state_dict().items():
+        torch.testing.assert_close(value, before[key])
+    assert_reloads(adapted, fresh, tmp_path / "adapter", data)
+
+
 @pytest.mark.parametrize("how", [{"use_dora": True}, {"modules_to_save": ["gate"]}, {"target_modules": None}])
 @pytest.mark.parametrize("name", ["gpt2", "bart"])
 def test_adapters_of_all_linear_layers_of_a_gated_model(name, how, gated, tmp_path):
-    """Gates stay what they are, or are trained whole; adapters are saved, loaded and merged to the same outputs."""
+    """Gates stay as they are, or are trained whole; adapters are saved, loaded and merged to the same outputs."""
     model = gated(name)
     before = {key: value.clone() for key, value in model.state_dict().items() if ".gate." in key}
     assert before
@@ -126,16 +109,7 @@ def test_adapters_of_all_linear_layers_of_a_gated_model(name, how, gated, tmp_pa
     data = batch_for(model)
     losses = train(adapted, data)
     assert losses[-1] < losses[0] - 0.05
-    adapted.eval()
-    with torch.no_grad():
-        expected = adapted(**data).logits
-    adapted.save_pretrained(tmp_path / "adapter")
-    loaded = PeftModel.from_pretrained(gated(name), tmp_path / "adapter").eval()
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(**data).logits, expected, atol=1e-5, rtol=1e-4)
-        merged = loaded.merge_and_unload()
-        torch.testing.assert_close(merged(**data).logits, expected, atol=1e-4, rtol=1e-3)
-    after = merged.state_dict()
+    after = assert_reloads(adapted, gated(name), tmp_path / "adapter", data).state_dict()
     same = [torch.equal(after[key], value) for key, value in before.items()]
     assert not any(same) if "modules_to_save" in how else all(same)
 
@@ -162,14 +136,8 @@ def test_feature_maps_train_beside_an_adapter(checkpoints, tmp_path):
         output_dir=str(tmp_path / "t"), use_cpu=True, max_steps=3, learning_rate=0.1, disable_tqdm=True, save_steps=3
     )
     Trainer(model=adapted, args=arguments, train_dataset=dataset).train()
-    adapted.eval()
-    with torch.no_grad():
-        expected = adapted(**batch_for(model)).logits
-    adapted.save_pretrained(tmp_path / "adapter")
     fresh, _ = load_model(str(checkpoints / "gpt2-rfa"))
-    loaded = PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(**batch_for(model)).logits, expected, atol=1e-5, rtol=1e-4)
+    assert_reloads(adapted, fresh, tmp_path / "adapter", batch_for(model), merged=False)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 
 import pytest
 import torch
@@ -18,18 +17,18 @@ from transformers import (
     Seq2SeqTrainingArguments,
 )
 
-from hf_rfa import cli
 from hf_rfa.convert import InputError
 from hf_rfa.finetune.arguments import FinetuneArguments
-from hf_rfa.finetune.corpora import load_data, load_lines, packed_blocks, single_documents, token_pairs
+from hf_rfa.finetune.data import load_data, load_pairs, packed_blocks, single_documents, token_pairs
 from hf_rfa.finetune.finetune import finetune
-from hf_rfa.finetune.settings import FOLDER, load_settings, with_recipe
+from hf_rfa.finetune.recipe import FOLDER, load_settings, with_recipe
 from hf_rfa.finetune.synthetic import CLOSE, OPERATORS, copy_task, evaluate_listops, listops
 
 from .conftest import save_tiny_tokenizer
 from .test_convert import leftovers
+from .training import run, write_rows
 
-RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+RECIPES = sorted(path.stem for path in (FOLDER / "finetune").glob("*.yaml"))
 TINY = {"gpt2": {"n_layer": 1, "n_embd": 16, "n_head": 2}, "bart": {"encoder_layers": 1, "decoder_layers": 1}}
 TINY["bart"] |= {name: 16 for name in ("d_model", "encoder_ffn_dim", "decoder_ffn_dim")}
 TINY["bart"] |= {name: 2 for name in ("encoder_attention_heads", "decoder_attention_heads")}
@@ -45,7 +44,7 @@ def material(tmp_path_factory):
         {"text": text, "label": n % 2, "prompt": texts[-n], "translation": {"en": text, "de": texts[n - 1]}}
         for n, text in enumerate(texts)
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", rows)
     (folder / "a.en").write_text("\n".join(texts))
     (folder / "a.de").write_text("\n".join(reversed(texts)))
     return folder
@@ -65,23 +64,22 @@ def parse(words: list[str]):
 def test_every_recipe_trains(name, small, material, tmp_path):
     """With the data and the size of its model replaced, and two steps."""
     recipe = load_settings(name, small=small)
-    own = {"train": "rows.jsonl", "evaluate": "rows.jsonl", "max_steps": 2, "warmup_steps": 1, "save_steps": 2}
-    words = ["--recipe", name, *(["--small"] if small else []), "--output_dir", str(tmp_path / "out"), "--use_cpu"]
-    for option, value in own.items():
-        words += [f"--{option}", str(material / value) if option in ("train", "evaluate") else str(value)]
     family = "bart" if recipe["task"] == "seq2seq" else "gpt2"
+    options = {"train": material / "rows.jsonl", "evaluate": material / "rows.jsonl", "output-dir": tmp_path / "out"}
+    options |= {"max-steps": 2, "warmup-steps": 1, "save-steps": 2, "block-length": 32, "use-cpu": True}
+    options |= {"per-device-train-batch-size": 2, "per-device-eval-batch-size": 8}
     if "model_type" in recipe:
         positions = {"gpt2": "n_positions", "bart": "max_position_embeddings"}[family]
-        words += ["--config_overrides", json.dumps(TINY[family] | {positions: 32})]
+        options["config-overrides"] = json.dumps(TINY[family] | {positions: 32})
     else:
-        torch.manual_seed(0)
         AutoTokenizer.from_pretrained(material / "tokenizer").save_pretrained(tmp_path / "model")
         config = {"model_type": "rfa_gpt2", "vocab_size": 64, "n_positions": 32, **TINY["gpt2"]}
         (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-        words += ["--model", str(tmp_path / "model"), "--from_scratch"]
+        options |= {"model": tmp_path / "model", "from-scratch": True}
     if "tokenizer" in recipe:
-        words += ["--tokenizer", str(material / "tokenizer")]
-    words += ["--block_length", "32", "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "8"]
+        options["tokenizer"] = material / "tokenizer"
+    words = ["--recipe", name, *(["--small"] if small else [])]
+    words += [str(word) for option, value in options.items() for word in (f"--{option}", value)]
     options, arguments = parse(with_recipe(words))
     metrics = finetune(options, arguments)
     expected = {"clm": "eval_perplexity", "seq2seq": "eval_bleu", "classify": "eval_accuracy"}[recipe["task"]]
@@ -111,40 +109,44 @@ def test_options_of_the_command_line_win_over_the_recipe(tmp_path):
     assert (arguments.max_steps, options.overrides()) == (9, {"n_layer": 3, "n_head": 2})
     options, arguments = parse(with_recipe([*shared, "--small"]))
     assert (arguments.max_steps, options.overrides()) == (5, {"n_layer": 2, "n_head": 2})
-    options, arguments = parse(
-        with_recipe([*shared, "--small", "--max_steps", "7", "--config_overrides", '{"n_head": 4}'])
-    )
-    assert (arguments.max_steps, options.overrides()) == (7, {"n_layer": 2, "n_head": 4})
+    for dash in "_-":
+        words = ["--small", f"--max{dash}steps", "7", f"--config{dash}overrides", '{"n_head": 4}']
+        options, arguments = parse(with_recipe([*shared, *words]))
+        assert (arguments.max_steps, options.overrides()) == (7, {"n_layer": 2, "n_head": 4})
 
 
-def test_a_recipe_that_cannot_be_used_is_named(tmp_path):
-    (tmp_path / "none.yaml").write_text("task: clm\n")
-    (tmp_path / "list.yaml").write_text("- 1\n")
-    for words, match in (
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
         (["--recipe", "nothing"], "there is no recipe nothing. Pass a YAML file, or one of: copy, "),
-        (["--recipe", str(tmp_path / "none.yaml"), "--small"], "has no small variant"),
-        (["--recipe", str(tmp_path / "list.yaml")], "holds no settings"),
+        (["--recipe", "none.yaml", "--small"], "has no small variant"),
+        (["--recipe", "list.yaml"], "holds no settings"),
         (["--small"], "pass --recipe with it"),
         (["--recipe"], "needs a name"),
         (["--recipe", "copy", "--config_overrides", "{"], "must be a JSON object, got '{'"),
-    ):
-        with pytest.raises(InputError, match=match):
-            with_recipe(words)
+    ],
+)
+def test_a_recipe_that_cannot_be_used_is_named(words, match, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "none.yaml").write_text("task: clm\n")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(InputError, match=match):
+        with_recipe(words)
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({}, "pass either --model, a checkpoint, or --model_type"),
-        ({"model": "m", "config_overrides": "{}"}, "--config_overrides goes with --model_type"),
-        ({"model_type": "gpt2"}, "--model_type needs a tokenizer"),
-        ({"model_type": "gpt2", "tokenizer": "t", "byte_tokenizer": True}, "either --tokenizer or --byte_tokenizer"),
+        ({}, "pass either --model, a checkpoint, or --model-type"),
+        ({"model": "m", "config_overrides": "{}"}, "--config-overrides goes with --model-type"),
+        ({"model_type": "gpt2"}, "--model-type needs a tokenizer"),
+        ({"model_type": "gpt2", "tokenizer": "t", "byte_tokenizer": True}, "either --tokenizer or --byte-tokenizer"),
         ({"model_type": "gpt2", "tokenizer": "t", "config_overrides": "[1]"}, "must be a JSON object such as"),
         ({"model_type": "gpt9", "byte_tokenizer": True}, "cannot make a configuration of type gpt9"),
         ({"model_type": "gpt2", "byte_tokenizer": True, "config_overrides": '{"layers": 3}'}, "has no field layers"),
         ({"model_type": "rfa_gpt2", "byte_tokenizer": True, "config_overrides": '{"window": -1}'}, "window"),
-        ({"model": "m", "task": "seq2seq", "prompt_column": "a"}, "--prompt_column is an option of the task clm"),
-        ({"model": "m", "train_references": "a"}, "--train_references is an option of the task seq2seq"),
+        ({"model": "m", "task": "seq2seq", "prompt_column": "a"}, "--prompt-column is an option of the task clm"),
+        ({"model": "m", "train_references": "a"}, "--train-references is an option of the task seq2seq"),
         ({"model": "m", "task": "seq2seq", "evaluate_references": "a"}, "needs --evaluate"),
         ({"model": "m", "task": "classify", "streaming": True}, "--streaming does not fit --task classify"),
     ],
@@ -184,25 +186,22 @@ def test_pairs_come_from_lines_and_from_columns_in_columns(material):
     for row, source in zip(token_pairs(rows, tokenizer, length=32, **columns), rows, strict=True):
         assert row["input_ids"] == tokenizer(source["translation"]["en"])["input_ids"]
         assert row["labels"] == tokenizer(source["translation"]["de"])["input_ids"]
-    lines = load_lines(str(material / "a.en"), str(material / "a.de"), source_column="s", target_column="t")
+    lines = load_pairs(material / "a.en", material / "a.de", source_column="s", target_column="t")
     assert list(lines["s"]) == list(reversed(lines["t"]))
+
+
+def new_model(material, model_type: str) -> dict:
+    """Return the options for a new model of a type."""
+    overrides = TINY["gpt2" if "gpt2" in model_type else "bart"]
+    tokenizer = str(material / "tokenizer")
+    return {"model_type": model_type, "tokenizer": tokenizer, "config_overrides": json.dumps(overrides), "model": None}
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "rfa_gpt2", "rfa_bart", "rfa_marian"])
 def test_a_new_model_takes_its_ids_from_the_tokenizer(model_type, material, tmp_path):
-    family = "gpt2" if "gpt2" in model_type else "bart"
-    task = "clm" if family == "gpt2" else "seq2seq"
-    options = FinetuneArguments(
-        task=task,
-        train=str(material / "rows.jsonl"),
-        model_type=model_type,
-        tokenizer=str(material / "tokenizer"),
-        config_overrides=json.dumps(TINY[family]),
-        block_length=16,
-        source_column="prompt",
-        target_column="text",
-    )
-    finetune(options, Seq2SeqTrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, max_steps=2, seed=3))
+    task = "clm" if "gpt2" in model_type else "seq2seq"
+    columns = {} if task == "clm" else {"source_column": "prompt", "target_column": "text"}
+    run(material, tmp_path, task=task, steps=2, seed=3, **new_model(material, model_type), **columns)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = (AutoModelForCausalLM if task == "clm" else AutoModelForSeq2SeqLM).from_pretrained(tmp_path / "out")
     assert model.config.model_type == model_type
@@ -214,21 +213,10 @@ def test_a_new_model_takes_its_ids_from_the_tokenizer(model_type, material, tmp_
 
 
 def test_the_seed_sets_the_weights_of_a_new_model(material, tmp_path):
-    options = FinetuneArguments(
-        task="clm",
-        train=str(material / "rows.jsonl"),
-        model_type="rfa_gpt2",
-        tokenizer=str(material / "tokenizer"),
-        config_overrides=json.dumps(TINY["gpt2"]),
-        block_length=16,
-    )
-    for number, name in enumerate(("a", "b")):
+    for number, name in enumerate("ab"):
         torch.manual_seed(number)
-        arguments = Seq2SeqTrainingArguments(
-            output_dir=str(tmp_path / name), use_cpu=True, max_steps=1, seed=3, report_to="none"
-        )
-        finetune(options, arguments)
-    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+        run(material, tmp_path / name, steps=1, seed=3, **new_model(material, "rfa_gpt2"))
+    a, b = ((tmp_path / name / "out" / "model.safetensors").read_bytes() for name in "ab")
     assert a == b
 
 
@@ -273,26 +261,34 @@ def test_what_is_no_listops_expression_is_refused(text):
         evaluate_listops(text)
 
 
-def test_the_command_writes_data(tmp_path, monkeypatch, capsys):
-    for name, least, most in (("listops", 20, 30), ("copy", 2, 5)):
-        command = ["hf-rfa", "make-data", name, str(tmp_path / name), "--rows", "7", "--seed", "3"]
-        monkeypatch.setattr(sys, "argv", [*command, "--min-length", str(least), "--max-length", str(most)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert end.value.code == 0
-        make = {"listops": listops, "copy": copy_task}[name]
-        written = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-        assert written == list(make(7, min_length=least, max_length=most, seed=3))
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert end.value.code == 1
-        assert "exists and is kept" in capsys.readouterr().err
-    for row in written:
+@pytest.mark.parametrize(("name", "make", "least", "most"), [("listops", listops, 20, 30), ("copy", copy_task, 2, 5)])
+def test_the_command_writes_data(name, make, least, most, tmp_path, run_cli, capsys):
+    command = [
+        "make-data",
+        name,
+        tmp_path / name,
+        "--rows",
+        7,
+        "--seed",
+        3,
+        "--min-length",
+        least,
+        "--max-length",
+        most,
+    ]
+    assert run_cli(*command) == 0
+    written = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+    assert written == list(make(7, min_length=least, max_length=most, seed=3))
+    assert run_cli(*command) == 1
+    assert "exists and is kept" in capsys.readouterr().err
+    for row in written if name == "copy" else ():
         assert row["prompt"] == row["text"] + "|"
         assert 2 <= len(row["text"]) <= 5
-    for wrong in (["--min-length", "3"], ["--min-length", "9", "--max-length", "8"], ["--max-length", "99999"]):
-        monkeypatch.setattr(sys, "argv", ["hf-rfa", "make-data", "listops", str(tmp_path / "new"), *wrong])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert end.value.code == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--min-length", 3], ["--min-length", 9, "--max-length", 8], ["--max-length", 99999]]
+)
+def test_lengths_that_no_expression_has_are_refused(wrong, tmp_path, run_cli):
+    assert run_cli("make-data", "listops", tmp_path / "new", *wrong) == 1
     assert not (tmp_path / "new").exists()

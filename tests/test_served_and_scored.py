@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_rfa.convert import convert
 
 from .conftest import DEMO_MODEL, ROOT
+from .training import write_rows
 
 pytestmark = pytest.mark.slow
 TEXTS = ["Call me Ishmael. Some years ago I went to sea.", "The whale swam on. " * 300]
@@ -36,11 +37,6 @@ def checkpoint(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("served") / "gpt2-rfa"
     convert(DEMO_MODEL, folder, feature_map="exponential")
     return folder
-
-
-def write_rows(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def score(model, tokens: list[int], start: int) -> tuple[float, bool]:

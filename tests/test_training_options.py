@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -23,15 +22,14 @@ from transformers.models.auto.modeling_auto import (
 
 import hf_rfa.finetune
 from hf_rfa import RFABartConfig, RFAGPT2Config, RFAMarianConfig
-from hf_rfa.convert import InputError, convert
-from hf_rfa.finetune.arguments import FinetuneArguments
-from hf_rfa.finetune.finetune import finetune
+from hf_rfa.convert import InputError
 from hf_rfa.finetune.run_folder import last_checkpoint
 from hf_rfa_cli import train as cli_train
 
-from .conftest import save_tiny_tokenizer, tiny_parent_config
+from . import training
+from .conftest import words
 from .test_convert import leftovers
-from .test_finetune import run, words
+from .training import assert_same, logged, run, save_checkpoints, weights, write_rows
 
 LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
 
@@ -39,46 +37,45 @@ LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
 @pytest.fixture(scope="module")
 def material(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("training")
-    torch.manual_seed(1)
-    GPT2LMHeadModel(tiny_parent_config(eos_token_id=2)).save_pretrained(folder / "gpt2")
-    save_tiny_tokenizer(folder / "gpt2")
-    convert(folder / "gpt2", folder / "gpt2-rfa", feature_map="exponential", num_features=8, gate=True)
-    lines = [json.dumps({"text": words(5 + n % 9, n)}) for n in range(200)]
-    (folder / "rows.jsonl").write_text("\n".join(lines))
+    save_checkpoints(folder, "gpt2", feature_map="exponential", num_features=8, gate=True)
+    write_rows(folder / "rows.jsonl", [{"text": words(5 + n % 9, n)} for n in range(200)])
     return folder
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "out" / "model.safetensors")
+def command(material: Path, **options) -> list[str]:
+    """Return the words that start a fine-tuning in a process of its own."""
+    options = {"model": material / "gpt2-rfa", "task": "clm", "train": material / "rows.jsonl", **options}
+    options |= {"block-length": 16, "learning-rate": 0.01}
+    return ["-m", "hf_rfa.cli", "finetune", *(str(word) for name in options for word in (f"--{name}", options[name]))]
 
 
-def assert_same(found, expected, **tolerance):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, msg=name, **tolerance)
-
-
-def test_steps_in_pieces_give_the_weights_of_whole_ones(material, tmp_path):
-    run(material, tmp_path / "whole", steps=4, per_device_train_batch_size=8)
-    run(material, tmp_path / "pieces", steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=4)
-    assert_same(weights(tmp_path / "pieces"), weights(tmp_path / "whole"), atol=2e-5, rtol=1e-3)
-
-
-def test_checkpointed_activations_give_the_same_weights(material, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "others", "tolerance"),
+    [
+        pytest.param(
+            {"per_device_train_batch_size": 8},
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+            {"atol": 2e-5, "rtol": 1e-3},
+            id="in pieces",
+        ),
+        pytest.param({}, {"checkpointing": True}, {"atol": 1e-6, "rtol": 1e-5}, id="with checkpointed activations"),
+    ],
+)
+def test_steps_give_the_same_weights(options, others, tolerance, material, tmp_path):
     names = inspect.signature(Seq2SeqTrainingArguments).parameters
     option = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
-    run(material, tmp_path / "kept", steps=4)
-    run(material, tmp_path / "again", steps=4, **{option: True})
-    assert_same(weights(tmp_path / "again"), weights(tmp_path / "kept"), atol=1e-6, rtol=1e-5)
+    others = {option if name == "checkpointing" else name: value for name, value in others.items()}
+    run(material, tmp_path / "one", steps=4, **options)
+    run(material, tmp_path / "other", steps=4, **others)
+    assert_same(weights(tmp_path / "other" / "out"), weights(tmp_path / "one" / "out"), **tolerance)
 
 
 def test_bfloat16_follows_float32(material, tmp_path):
     full = run(material, tmp_path / "32", steps=12, evaluate="rows.jsonl")
     half = run(material, tmp_path / "16", steps=12, evaluate="rows.jsonl", bf16=True)
     assert half["eval_loss"] == pytest.approx(full["eval_loss"], rel=0.01)
-    start = json.loads((tmp_path / "32" / "out" / "finetuning.json").read_text())["log"][0]["loss"]
-    assert half["eval_loss"] < start - 0.05
-    assert {tensor.dtype for tensor in weights(tmp_path / "16").values()} == {torch.float32}
+    assert half["eval_loss"] < logged(tmp_path / "32" / "out")[0] - 0.05
+    assert {tensor.dtype for tensor in weights(tmp_path / "16" / "out").values()} == {torch.float32}
 
 
 def test_curves_go_to_tensorboard(material, tmp_path):
@@ -86,8 +83,7 @@ def test_curves_go_to_tensorboard(material, tmp_path):
     run(material, tmp_path, steps=5, report_to="tensorboard")
     (folder,) = (tmp_path / "out" / "runs").iterdir()
     written = events.EventAccumulator(str(folder)).Reload()
-    log = json.loads((tmp_path / "out" / "finetuning.json").read_text())["log"]
-    expected = [(entry["step"], entry["loss"]) for entry in log if "loss" in entry]
+    expected = list(enumerate(logged(tmp_path / "out"), start=1))
     found = [(event.step, event.value) for event in written.Scalars("train/loss")]
     assert len(found) == 5
     assert found == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in expected]
@@ -97,10 +93,9 @@ def test_what_was_being_written_when_a_run_was_killed_is_passed_over(material, t
     options = {"steps": 6, "save_steps": 2}
     (tmp_path / "whole").mkdir()
     run(material, tmp_path / "whole", **options)
-    work = tmp_path / ".out.training"
-    work.mkdir()  # killed at once
+    (tmp_path / ".out.training").mkdir()  # killed at once
     run(material, tmp_path, resume=True, **options)
-    assert_same(weights(tmp_path), weights(tmp_path / "whole"), atol=0, rtol=0)
+    assert_same(weights(tmp_path / "out"), weights(tmp_path / "whole" / "out"), atol=0, rtol=0)
     assert last_checkpoint(tmp_path / "nothing") is None
     for step, state in ((2, '{"global_step": 2}'), (10, '{"global_step": 10}'), (12, '{"global_'), (14, None)):
         (tmp_path / f"checkpoint-{step}").mkdir()
@@ -114,13 +109,14 @@ def test_what_was_being_written_when_a_run_was_killed_is_passed_over(material, t
 def test_a_run_killed_at_random_goes_on_to_the_same_weights(seed, material, tmp_path):
     """SIGKILL, several times in one run, at any point from the first step to the last file written."""
     draws = random.Random(seed)
-    command = [sys.executable, "-m", "hf_rfa.cli", "finetune", "--model", str(material / "gpt2-rfa"), "--task", "clm"]
-    command += ["--train", str(material / "rows.jsonl"), "--block_length", "16", "--max_steps", "60", "--use_cpu"]
-    command += ["--save_steps", "5", "--learning_rate", "0.01", "--disable_tqdm", "true"]
+    options = {"max-steps": 60, "save-steps": 5, "disable-tqdm": "true", "use-cpu": "true"}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
+    def line(folder: Path, *more: str) -> list[str]:
+        return [sys.executable, *command(material, output=folder / "out", **options), *more]
+
     def finish(folder: Path, *more: str) -> None:
-        done = subprocess.run([*command, "--output", str(folder / "out"), *more], capture_output=True, env=environment)
+        done = subprocess.run(line(folder, *more), capture_output=True, env=environment)
         assert done.returncode == 0, done.stderr[-2000:]
 
     (tmp_path / "whole").mkdir()
@@ -128,12 +124,8 @@ def test_a_run_killed_at_random_goes_on_to_the_same_weights(seed, material, tmp_
     work, kills = tmp_path / ".out.training", 0
     for _ in range(3):
         more = ["--resume"] if work.exists() else []
-        process = subprocess.Popen(
-            [*command, "--output", str(tmp_path / "out"), *more],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(line(tmp_path, *more), env=environment, **silent)
         before = len(list(work.glob("checkpoint-*")))
         while process.poll() is None and len(list(work.glob("checkpoint-*"))) == before:
             time.sleep(0.005)
@@ -147,7 +139,7 @@ def test_a_run_killed_at_random_goes_on_to_the_same_weights(seed, material, tmp_
     assert kills
     if not (tmp_path / "out").exists():
         finish(tmp_path, "--resume")
-    assert_same(weights(tmp_path), weights(tmp_path / "whole"), atol=0, rtol=0)
+    assert_same(weights(tmp_path / "out"), weights(tmp_path / "whole" / "out"), atol=0, rtol=0)
     assert [name for name in leftovers(tmp_path) if not name.endswith(".partial")] == ["out", "whole"]
 
 
@@ -191,12 +183,12 @@ def test_language_models_stand_in_the_tables_of_names(config_class):
 
 def test_processes_that_would_train_apart_are_refused(material, tmp_path, monkeypatch):
     """Several were launched, but the training arguments were made without knowing of the others."""
-    options = FinetuneArguments(task="clm", train=str(material / "rows.jsonl"), model=str(material / "gpt2-rfa"))
     arguments = Seq2SeqTrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, max_steps=1)
     assert arguments.world_size == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match=r"2 processes were started.*--use_cpu"):
-        finetune(options, arguments)
+    monkeypatch.setattr(training, "Seq2SeqTrainingArguments", lambda **options: arguments)
+    with pytest.raises(InputError, match=r"2 processes were started.*--use-cpu"):
+        run(material, tmp_path)
     assert leftovers(tmp_path) == []
 
 
@@ -211,38 +203,23 @@ def test_the_command_trains_on_the_cpu_where_there_is_nothing_else(there, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["torch.distributed.run", "--nproc_per_node", "2"],
+        ["accelerate.commands.launch", "--config_file", str(LAUNCH / "ddp.yaml")],
+    ],
+    ids=["torchrun", "accelerate"],
+)
 def test_two_processes_on_a_cpu_train_one_model(launcher, material, tmp_path):
     """As the docs start them: the weights are those of one process with batches twice as large."""
-    together = {
-        "torchrun": ["torch.distributed.run", "--nproc_per_node", "2"],
-        "accelerate": ["accelerate.commands.launch", "--config_file", str(LAUNCH / "ddp.yaml")],
-    }[launcher]
-    shared = ["hf_rfa.cli", "finetune", "--model", str(material / "gpt2-rfa"), "--task", "clm", "--max_steps", "6"]
-    shared += [
-        "--train",
-        str(material / "rows.jsonl"),
-        "--block_length",
-        "16",
-        "--learning_rate",
-        "0.01",
-        "--overwrite",
-    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for name, launch, batch in (("one", [], "4"), ("two", [*together, "-m"], "2"), ("two", [*together, "-m"], "2")):
+    for name, launch, batch in (("one", [], 4), ("two", ["-m", *launcher], 2), ("two", ["-m", *launcher], 2)):
         output = tmp_path / name / "out"
-        command = [
-            sys.executable,
-            "-m",
-            *launch,
-            *shared,
-            "--per_device_train_batch_size",
-            batch,
-            "--output",
-            str(output),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        options = {"max-steps": 6, "overwrite": "true", "per-device-train-batch-size": batch, "output": output}
+        line = [sys.executable, *launch, *command(material, **options)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count("written to") == 1
         assert (output / "config.json").is_file()
-    assert_same(weights(tmp_path / "two"), weights(tmp_path / "one"), atol=2e-4, rtol=1e-3)
+    assert_same(weights(tmp_path / "two" / "out"), weights(tmp_path / "one" / "out"), atol=2e-4, rtol=1e-3)

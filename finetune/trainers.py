@@ -1,0 +1,344 @@
+"""Trainers: parameter groups for RFA, and the two stages of distillation.
+
+Distillation lets a converted model learn from the softmax model that it was made from, in two stages:
+
+1. attention transfer: every RFA layer at once learns the softmax weights of the teacher's layer, on the teacher's inputs.
+   Only feature maps and gates are trained. As the weights of a layer depend on its own φ alone, all layers learn
+   independently (attention distillation as in Zhang et al. 2024, section 4.2, with random features as the initial values).
+2. end to end: the whole model learns the teacher's logits, by KL(teacher ‖ model), and the text itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    Seq2SeqTrainer,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainingArguments,
+    set_seed,
+)
+
+from hf_rfa.convert.activations import capture_inputs, layer_activations, layer_divergence, padding_masks
+from hf_rfa.convert.base_model import rfa_layers
+from hf_rfa.convert.calibration_data import Inputs
+from hf_rfa.convert.pipeline import Progress
+
+from .lora import lora
+from .param_groups import PARAMETER_KINDS, ParameterKind, Rates, freeze, parameter_groups
+from .recipe import Stage
+from .run_folder import last_checkpoint
+
+
+class GroupedTrainer(Trainer):
+    """A `Trainer` whose optimizer, any that it knows, gets the groups of `parameter_groups`.
+
+    Args:
+        rates: learning rate by kind; a kind that is not named has ``args.learning_rate``, and 0 freezes it.
+    """
+
+    def __init__(self, *args: Any, rates: Rates | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rates = rates or {}
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Make the optimizer once."""
+        if self.optimizer is None:
+            trained: Any = self.model if model is None else model
+            rates = {kind: self.rates.get(kind, self.args.learning_rate) for kind in PARAMETER_KINDS}
+            decayed = set(self.get_decay_parameter_names(trained))
+            groups = parameter_groups(trained, rates, weight_decay=self.args.weight_decay, decayed=decayed)
+            cls, options = self.get_optimizer_cls_and_kwargs(self.args, trained)
+            self.optimizer = cls(groups, **options)
+        return self.optimizer
+
+
+class GroupedSeq2SeqTrainer(GroupedTrainer, Seq2SeqTrainer):
+    """`Seq2SeqTrainer` with the groups of `GroupedTrainer`, which leaves the generation configuration as it is."""
+
+    def prediction_step(self, model: Any, *args: Any, **options: Any) -> Any:
+        """Take a step with a copy of the generation configuration: the step fills it in with transformers' defaults."""
+        trained: Any = self.model
+        kept = trained.generation_config
+        trained.generation_config = copy.deepcopy(kept)
+        trained.generation_config.max_new_tokens = None  # it would win over generation_max_length
+        try:
+            return super().prediction_step(model, *args, **options)
+        finally:
+            trained.generation_config = kept
+
+
+class StopAtNaN(TrainerCallback):
+    """Ends a training whose loss is not finite any more."""
+
+    def on_log(self, args: Any, state: Any, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        """Look at a loss that was logged."""
+        if logs and not math.isfinite(float(logs.get("loss", 0.0))):
+            control.should_training_stop = True
+
+
+def transfer_losses(
+    model: nn.Module, teacher: PreTrainedModel, inputs: Inputs, *, output_mse_weight: float = 0.0
+) -> dict[str, Tensor]:
+    """Return KL(softmax weights ‖ weights of the features) of every RFA layer on one batch, in nats per query, [H] each.
+
+    Args:
+        model: the RFA model, whose projections are still the teacher's.
+        teacher: the model whose layers' inputs are used: the softmax model, or ``model`` itself.
+        inputs: a batch as the models take it.
+        output_mse_weight: weight of the relative squared error of the attention's outputs, added to the KL.
+    """
+    layers = rfa_layers(model)
+    with torch.no_grad(), capture_inputs({name: teacher.get_submodule(name) for name in layers}) as captured:
+        body: Any = teacher.base_model
+        body(**{name: tensor for name, tensor in inputs.items() if name != "labels"}, use_cache=False)
+    masks = padding_masks(inputs)
+    losses = {}
+    for name, layer in layers.items():
+        if name not in captured:
+            continue
+        with torch.no_grad():
+            activations = layer_activations(layer, captured[name], masks)
+        with torch.autocast(activations.key.device.type, enabled=False):
+            hidden_states = captured.pop(name).hidden_states
+            losses[name] = layer_divergence(layer, activations, hidden_states, output_weight=output_mse_weight)
+    return losses
+
+
+class DistillationTrainer(GroupedTrainer):
+    """A trainer of one stage.
+
+    Args:
+        stage: its settings.
+        teacher: the softmax model; None where the loss does not need it.
+    """
+
+    def __init__(self, *args: Any, stage: Stage, teacher: PreTrainedModel | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stage = stage
+        self.teacher: Any = teacher
+
+
+class AttentionTransferTrainer(DistillationTrainer):
+    """Stage 1: the loss is the mean over heads and layers of `transfer_losses`."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of one batch."""
+        unwrapped: Any = self.accelerator.unwrap_model(model)
+        late = self.state.global_step >= round((1.0 - self.stage.student_inputs) * self.state.max_steps)
+        source = unwrapped if late else self.teacher
+        losses = transfer_losses(unwrapped, source, inputs, output_mse_weight=self.stage.output_mse_weight)
+        loss = torch.stack([loss.mean() for loss in losses.values()]).mean()
+        return (loss, {}) if return_outputs else loss
+
+
+class LogitDistillationTrainer(DistillationTrainer):
+    """Stage 2: KL(teacher ‖ model) of the logits, and the loss on the text."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of one batch."""
+        outputs = model(**inputs, use_cache=False)
+        share = self.stage.kl_weight
+        if share == 0 or self.teacher is None:
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+        with torch.no_grad():
+            known = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+            expected = self.teacher(**known, use_cache=False).logits
+        logits, labels = outputs.logits, inputs["labels"]
+        if not self.teacher.config.is_encoder_decoder:  # the logits of a token predict the label after it
+            logits, expected, labels = logits[:, :-1], expected[:, :-1], labels[:, 1:]
+        counted = labels != -100
+        kl = F.kl_div(
+            logits[counted].float().log_softmax(-1),
+            expected[counted].float().log_softmax(-1),
+            log_target=True,
+            reduction="batchmean",
+        )
+        loss = share * kl + (1.0 - share) * outputs.loss
+        return (loss, outputs) if return_outputs else loss
+
+
+class ReportSteps(TrainerCallback):
+    """Passes a training's steps to a `Progress`; of a resumed training, those that are left."""
+
+    def __init__(self, name: str, progress: Progress) -> None:
+        self.name, self.progress = name, progress
+
+    def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """Pass the number of steps."""
+        self.progress(self.name, state.max_steps - state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """Pass that a step is done."""
+        self.progress(None, 1)
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """The course of one stage of training.
+
+    Attributes:
+        name: of the stage.
+        steps: optimizer steps.
+        log: the Trainer's log, in order: losses, learning rates, gradient norms.
+    """
+
+    name: str
+    steps: int
+    log: tuple[dict[str, float], ...]
+
+
+@contextmanager
+def no_dropout(model: nn.Module) -> Iterator[None]:
+    """Set the rates of a model's dropout to 0, and back at the end.
+
+    BART's layers hold rates as numbers, besides dropout layers: ``dropout``, ``activation_dropout``, ``layerdrop``.
+    """
+    rates = [
+        (module, name, getattr(module, name))
+        for module in model.modules()
+        for name in (("p",) if isinstance(module, nn.Dropout) else ("dropout", "activation_dropout", "layerdrop"))
+        if isinstance(getattr(module, name, None), float)
+    ]
+    for module, name, _ in rates:
+        setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, rate in rates:
+            setattr(module, name, rate)
+
+
+@contextmanager
+def _training(model: PreTrainedModel, teacher: PreTrainedModel | None, device: torch.device) -> Iterator[None]:
+    """Prepare a teacher, and undo at the end what a training changes in both models but their weights."""
+    models = [model] if teacher is None else [model, teacher]
+    required = [(parameter, parameter.requires_grad) for each in models for parameter in each.parameters()]
+    use_cache = model.config.use_cache  # which a Trainer sets to its own argument as soon as it is made
+    if teacher is not None:
+        was_training = teacher.training
+        teacher.to(device)  # type: ignore[arg-type]
+        teacher.eval().requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter, before in required:
+            parameter.requires_grad_(before)
+        model.config.use_cache = use_cache
+        model.eval()
+        if teacher is not None:
+            teacher.train(was_training)
+
+
+def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArguments:
+    """Return the Trainer's arguments for one stage of a recipe, with its checkpoints in ``folder``."""
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=stage.steps,
+        per_device_train_batch_size=cast(int, stage.batch_size),
+        learning_rate=stage.learning_rate,
+        bf16=stage.bf16,
+        use_cpu=not torch.accelerator.is_available(),
+        optim="adamw_torch",
+        lr_scheduler_type="cosine",
+        logging_steps=max(1, stage.steps // 50),
+        save_strategy="steps",
+        save_steps=max(1, stage.steps // 5),
+        save_total_limit=1,
+        disable_tqdm=True,  # the caller shows progress, or nothing
+        logging_nan_inf_filter=False,  # a loss that is not finite must not be replaced by the mean of those before
+        report_to=[],
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.accelerator.is_available(),
+        seed=seed,
+    )
+
+
+def train_stage(
+    name: Literal["transfer", "end_to_end"],
+    model: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    data: Any,
+    stage: Stage,
+    folder: Path,
+    *,
+    seed: int = 0,
+    collate: Callable[[Any], Inputs] | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> StageResult:
+    """Train a model in place: its feature maps and gates on the teacher's attention, or the whole of it end to end.
+
+    Args:
+        name: the stage; "transfer" needs a model whose projections are still the teacher's.
+        model: the model.
+        teacher: the softmax model, which may not share weights with ``model``; None if the stage's ``kl_weight`` is 0.
+        data: items of the training data.
+        stage: the settings, with a batch size.
+        folder: of the Trainer's checkpoints.
+        seed: of the order of the data, dropout and LoRA's initial values.
+        collate: makes a batch of items of ``data``; None stacks them.
+        resume: continue from the last whole checkpoint in ``folder``, if there is one.
+        progress: called with the steps, as by `hf_rfa.convert.convert`.
+
+    Raises:
+        FloatingPointError: if the loss is not finite.
+    """
+    transfer = name == "transfer"
+    title = "attention transfer" if transfer else "end to end"
+    rfa, rest = (stage.learning_rate, 0.0) if transfer else (stage.rfa_learning_rate, stage.learning_rate)
+    rates: dict[ParameterKind, float] = {
+        kind: rest if kind in ("projections", "rest") else rfa for kind in PARAMETER_KINDS
+    }
+    arguments = training_arguments(stage, folder, seed=seed)
+    with ExitStack() as undone:
+        undone.enter_context(_training(model, teacher, arguments.device))
+        if transfer:
+            freeze(model, rates)
+        elif stage.lora_rank:
+            set_seed(seed)
+            undone.enter_context(lora(model, stage.lora_rank))
+        if not (transfer or stage.dropout):
+            undone.enter_context(no_dropout(model))
+        trainer = (AttentionTransferTrainer if transfer else LogitDistillationTrainer)(
+            stage=stage,
+            teacher=teacher,
+            rates=rates,
+            model=model,
+            args=arguments,
+            train_dataset=data,
+            data_collator=collate,
+        )
+        trainer.add_callback(StopAtNaN())
+        trainer.remove_callback(PrinterCallback)  # a line for every loss; they are in the result
+        if progress is not None:
+            trainer.add_callback(ReportSteps(title, progress))
+        found = trainer.train(resume_from_checkpoint=last_checkpoint(folder) if resume else None)
+        finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    if not (math.isfinite(found.training_loss) and finite):
+        raise FloatingPointError(
+            f"{title}: the loss is {found.training_loss}. Lower the learning rate, or choose another feature map."
+        )
+    log = tuple({key: float(value) for key, value in entry.items()} for entry in trainer.state.log_history)
+    return StageResult(title, trainer.state.global_step, log)
