@@ -42,8 +42,8 @@ from hf_rfa.inference import load_model
 from hf_rfa.models.feature_maps import FEATURE_MAPS, ProjectedFeatureMap
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config, words
+from .families import make_bart as make_seq2seq
 from .test_convert import leftovers
-from .test_seq2seq import make as make_seq2seq
 
 RECIPE = """
 transfer: {steps: 30, batch_size: 4, block_length: 16, learning_rate: 0.02}

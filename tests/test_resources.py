@@ -27,8 +27,8 @@ from transformers import (
 from hf_rfa import RFAGPT2LMHeadModel, cache_num_bytes
 
 from .conftest import shared
-from .test_gpt2 import make
-from .test_seq2seq import make as make_seq2seq
+from .families import make_bart as make_seq2seq
+from .families import make_gpt2 as make
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
