@@ -46,12 +46,13 @@ SEQ2SEQ_VARIANTS: dict[str, dict[str, Any]] = {
     "per-layer": {"softmax_layers": [0], "softmax_cross_layers": [1], "softmax_encoder_layers": [1]},
     "elu": {"feature_map": "elu", "softmax_encoder_layers": []},
     "hedgehog": {"feature_map": "hedgehog", "num_features": 8},
+    "decoder-alone": {"head": "ForCausalLM", "gate": True, "chunk_size": 5},
 }
 VARIANTS = {"gpt2": DECODER_VARIANTS, "bart": SEQ2SEQ_VARIANTS, "marian": SEQ2SEQ_VARIANTS}
-#: Marian differs from BART in embeddings and norms only: two variants do for it.
+#: Marian differs from BART in embeddings and norms only: few variants do for it.
 CASES = [(family, variant) for family in ("gpt2", "bart") for variant in VARIANTS[family]]
-CASES += [("marian", "both-gate"), ("marian", "per-layer")]
-SEQ2SEQ_CASES = [case for case in CASES if case[0] != "gpt2"]
+CASES += [("marian", variant) for variant in ("both-gate", "per-layer", "decoder-alone")]
+SEQ2SEQ_CASES = [case for case in CASES if case[0] != "gpt2" and case[1] != "decoder-alone"]
 HEADS = [(family, head) for family in FAMILIES for head in FAMILIES[family].architectures]
 GENERATING_HEADS = [each for each in HEADS if each[1].endswith(("LMHeadModel", "CausalLM", "MTModel", "Generation"))]
 CLASSIFIERS = [each for each in HEADS if each[1].endswith("ForSequenceClassification")]
@@ -62,6 +63,7 @@ every_decoder = pytest.mark.parametrize("variant", list(DECODER_VARIANTS))
 every_seq2seq_case = pytest.mark.parametrize(("family", "variant"), SEQ2SEQ_CASES)
 every_head = pytest.mark.parametrize(("family", "head"), HEADS)
 every_generating_head = pytest.mark.parametrize(("family", "head"), GENERATING_HEADS)
+every_model = pytest.mark.parametrize(("family", "name"), HEADS + CASES)
 every_classifier = pytest.mark.parametrize(("family", "head"), CLASSIFIERS)
 
 
@@ -79,12 +81,13 @@ def make(
     **options: Any,
 ) -> PreTrainedModel:
     """Return a tiny RFA model, the family's language model by default; ``options`` are fields of any kind."""
-    fields = VARIANTS[family][variant] if isinstance(variant, str) else (variant or {})
+    fields = {**(VARIANTS[family][variant] if isinstance(variant, str) else variant or {}), **options}
     declared = FAMILIES[family]
-    base = base_config(family, num_labels=options.pop("num_labels", 3))
-    config = declared.rfa_config.from_parent(base, **{**fields, **options})
+    head = head or fields.pop("head", declared.default_architecture)
+    (model_class,) = (classes[1] for name, classes in declared.architectures.items() if name.endswith(head))
+    base = base_config(family, num_labels=fields.pop("num_labels", 3))
     torch.manual_seed(0)
-    return declared.architectures[head or declared.default_architecture][1](config).to(dtype).eval()
+    return model_class(declared.rfa_config.from_parent(base, **fields)).to(dtype).eval()
 
 
 make_gpt2, make_bart = partial(make, "gpt2"), partial(make, "bart")
@@ -95,6 +98,14 @@ def make_head(family: str, head: str | None = None, **options: Any) -> PreTraine
     fields = {"num_features": 8, "gate": True}
     fields |= {"pad_token_id": 0} if family == "gpt2" else {"num_cross_features": 8, "softmax_encoder_layers": []}
     return make(family, fields, head=head, **options)
+
+
+def make_named(family: str, name: str | dict[str, Any], **options: Any) -> PreTrainedModel:
+    """Return the model of a head or of a variant."""
+    heads = FAMILIES[family].architectures
+    return (
+        make_head(family, name, **options) if isinstance(name, str) and name in heads else make(family, name, **options)
+    )
 
 
 def softmax_model(model: PreTrainedModel, family: str, **options: Any) -> PreTrainedModel:
@@ -130,6 +141,27 @@ def read(model: PreTrainedModel, ids: Tensor, *, mask: Tensor | None = None, **o
     if "encoder_outputs" not in options:
         options = {**source(len(ids)), **options}
     return model(decoder_input_ids=ids, decoder_attention_mask=mask, **options)
+
+
+def inputs_for(model: Any) -> dict[str, Tensor]:
+    """Return the inputs of a head, the second row padded."""
+    name, length = type(model).__name__, SOURCE_LENGTH if model.config.is_encoder_decoder else LENGTH
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 61, (ROWS, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if name == "RFABartForSequenceClassification":  # reads the end-of-text token, one per row
+        ids[:, -1] = 2
+        mask[1, :2] = 0
+    else:
+        mask[1, 5:] = 0
+        ids[1, 5:] = model.config.pad_token_id or 0
+    if name == "RFAGPT2DoubleHeadsModel":
+        ids, mask = torch.stack([ids, ids.flip(0)], dim=1), torch.stack([mask, mask.flip(0)], dim=1)
+        return {"input_ids": ids, "attention_mask": mask, "mc_token_ids": torch.full((ROWS, 2), 3)}
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if model.config.is_encoder_decoder and "Classification" not in name and "Answering" not in name:
+        inputs["decoder_input_ids"] = torch.randint(3, 61, (ROWS, LENGTH), generator=generator)
+    return inputs
 
 
 @torch.no_grad()

@@ -43,10 +43,13 @@ from .families import (
 @every_case
 @pytest.mark.parametrize("cuts", [[1], [28], [7, 8, 9, 20], [10, 20]], ids=str)
 def test_multi_token_forwards_on_a_warm_cache_equal_one_pass(family, variant, cuts):
-    model, ids = make(family, variant), tokens()
-    found, cache = logits_by_steps(model, ids, cuts)
-    assert_close(found, logits(model, ids), atol=2e-4 if family == "gpt2" else 3e-4, rtol=1e-4)
+    ids, tolerance = tokens(), {"atol": 2e-4 if family == "gpt2" else 3e-4, "rtol": 1e-4}
+    for dtype in (torch.float32, torch.float64) if cuts == [10, 20] else (torch.float32,):
+        model = make(family, variant, dtype=dtype)
+        found, cache = logits_by_steps(model, ids, cuts)
+        assert_close(found, logits(model, ids), **(tolerance if dtype == torch.float32 else {}))
     assert cache.get_seq_length() == LENGTH
+    assert len(DynamicCache(config=model.config).layers) == (2 if family == "gpt2" else 3)
     for kind, part in caches(cache).items():
         cls, length = {"causal": (RFALayer, LENGTH), "cross": (RFASourceLayer, SOURCE_LENGTH)}[kind]
         for index, layer in enumerate(part.layers):
@@ -70,11 +73,11 @@ def test_the_decoder_is_causal_and_the_encoder_is_not(family, variant):
 
 def attention_modules(model: Any) -> dict[str, list[Any]]:
     """Return all attention modules, RFA or softmax, by the output that holds their weights."""
+    decoder = model.transformer.h if hasattr(model, "transformer") else model.get_decoder().layers
     if not model.config.is_encoder_decoder:
-        return {"attentions": [block.attn for block in model.transformer.h]}
-    encoder, decoder = model.get_encoder().layers, model.get_decoder().layers
+        return {"attentions": [layer.attn if hasattr(layer, "attn") else layer.self_attn for layer in decoder]}
     return {
-        "encoder_attentions": [layer.self_attn for layer in encoder],
+        "encoder_attentions": [layer.self_attn for layer in model.get_encoder().layers],
         "decoder_attentions": [layer.self_attn for layer in decoder],
         "cross_attentions": [layer.encoder_attn for layer in decoder],
     }
@@ -240,48 +243,36 @@ def test_a_document_starts_wherever_positions_do_not_continue(variant):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("softmax_layers", [[], [0]], ids=str)
-def test_cross_attention_of_a_decoder_and_its_cache(softmax_layers):
-    model, ids = make("gpt2", {"softmax_layers": softmax_layers}, add_cross_attention=True), tokens()
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gpt2", {"add_cross_attention": True}),
+        ("gpt2", {"add_cross_attention": True, "softmax_layers": [0]}),
+        ("bart", {"head": "ForCausalLM"}),
+    ],
+)
+def test_cross_attention_of_a_decoder_alone_and_its_cache(family, options):
+    model, ids = make(family, options), tokens()
     hidden, mask = torch.randn(ROWS, 13, WIDTH), torch.ones(ROWS, 13, dtype=torch.long)
     mask[1, 9:] = 0
-    options = {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
-    expected = logits(model, ids, **options)
+    given = {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
+    expected = logits(model, ids, **given)
     changed = torch.where(mask[..., None] == 1, hidden, 99.0)
     assert_close(logits(model, ids, encoder_hidden_states=changed, encoder_attention_mask=mask), expected)
     single = logits(model, ids[1:2], encoder_hidden_states=hidden[1:2, :9])
     assert_close(expected[1:2], single, atol=1e-4, rtol=1e-4)
-    first = model(ids[:, :10], use_cache=True, **options)
-    assert isinstance(first.past_key_values, EncoderDecoderCache)
-    size = cache_num_bytes(first.past_key_values.cross_attention_cache)
-    second = model(ids[:, 10:], past_key_values=first.past_key_values, use_cache=True, **options)
-    assert_close(torch.cat([first.logits, second.logits], 1), expected, atol=2e-4, rtol=1e-4)
-    assert cache_num_bytes(first.past_key_values.cross_attention_cache) == size
-    output = model(ids, output_attentions=True, use_cache=False, **options)
-    assert len(output.cross_attentions) == 2 - len(softmax_layers)  # transformers' SDPA returns none
-    assert_close(output.cross_attentions[-1].sum(-1), torch.ones(ROWS, 3, LENGTH))
-    assert not output.cross_attentions[-1][1, ..., 9:].any()
-
-
-@torch.no_grad()
-def test_a_decoder_alone_given_an_encoders_output():
-    model, ids = make("bart", "both", head="BartForCausalLM"), tokens()
-    hidden, mask = torch.randn(ROWS, SOURCE_LENGTH, WIDTH), source()["attention_mask"]
-    options = {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
-    cache = DynamicCache(config=model.config)  # as `generate` builds it for a model without an encoder
-    first = model(ids[:, :8], past_key_values=cache, use_cache=True, **options)
-    assert isinstance(first.past_key_values, EncoderDecoderCache)
-    second = model(ids[:, 8:], past_key_values=first.past_key_values, **options)
-    found = torch.cat([first.logits, second.logits], dim=1)
-    assert_close(found, logits(model, ids, **options), atol=2e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("head", ["BartForCausalLM", "MarianForCausalLM"])
-def test_the_cache_of_a_decoder_alone_has_the_decoders_layers(head):
-    """Its configuration has the number of an encoder's too."""
-    model, ids = make(head.lower().removesuffix("forcausallm"), "both-gate", head=head, dtype=torch.float64), tokens()
-    assert len(DynamicCache(config=model.config).layers) == 3
-    assert_close(logits_by_steps(model, ids, [8])[0], logits(model, ids))
+    # as `generate` builds it for a model without an encoder, or as the model builds it
+    for cache in (DynamicCache(config=model.config), None):
+        first = model(ids[:, :10], past_key_values=cache, use_cache=True, **given).past_key_values
+        assert isinstance(first, EncoderDecoderCache)
+        size = cache_num_bytes(first.cross_attention_cache)
+        second = model(ids[:, 10:], past_key_values=first, use_cache=True, **given)
+        assert_close(second.logits, expected[:, 10:], atol=2e-4, rtol=1e-4)
+        assert cache_num_bytes(first.cross_attention_cache) == size
+    weights = model(ids, output_attentions=True, use_cache=False, **given).cross_attentions
+    assert len(weights) == len(rfa_modules(model)) // 2  # transformers' SDPA returns none
+    assert_close(weights[-1].sum(-1), torch.ones(ROWS, 3, LENGTH))
+    assert not weights[-1][1, ..., 9:].any()
 
 
 def beams_that_share_a_state(model: Any, hidden: torch.Tensor, mask: torch.Tensor | None = None) -> int:

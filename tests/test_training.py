@@ -6,49 +6,69 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from .families import (
+    HEADS,
     LENGTH,
+    ROWS,
     VARIANTS,
     WIDTH,
     caches,
     every_case,
     every_family,
+    every_model,
+    inputs_for,
     logits,
     logits_by_steps,
     make,
+    make_named,
     read,
     relative_error,
-    source,
     tokens,
 )
 
 
-def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the loss of tokens that a decoder reads, or that a decoder writes after a source."""
-    given = source() if model.config.is_encoder_decoder else {"input_ids": ids}
-    return model(**given, labels=ids, use_cache=False).loss
+def loss_of(model: Any) -> Tensor:
+    """Return the loss of a head, or something like one of a body."""
+    name, inputs, classes = type(model).__name__, inputs_for(model), torch.arange(ROWS)
+    ids, labels = inputs["input_ids"], {}
+    if name.endswith("ForSequenceClassification"):
+        labels = {"labels": classes}
+    elif name.endswith("ForTokenClassification"):
+        labels = {"labels": ids % 3}
+    elif name.endswith("ForQuestionAnswering"):
+        labels = {"start_positions": classes, "end_positions": classes + 2}
+    elif name.endswith("DoubleHeadsModel"):
+        labels = {"labels": ids, "mc_labels": classes % 2}
+    elif name.endswith(("LMHeadModel", "CausalLM", "MTModel", "Generation")):
+        labels = {"labels": inputs.get("decoder_input_ids", ids)}
+    outputs = model(**inputs, **labels, use_cache=False)
+    if not labels:
+        return outputs[0].square().mean()
+    return outputs.loss + outputs.mc_loss if "mc_labels" in labels else outputs.loss
 
 
-@every_case
-def test_a_gradient_step_reaches_every_parameter_and_lowers_the_loss(family, variant):
+@every_model
+def test_a_gradient_step_reaches_every_parameter_and_lowers_the_loss(family, name):
     """Only cross, only causal or both: each trains."""
-    model, ids = make(family, variant).train(), tokens()
-    loss = loss_of(model, ids)
+    model = make_named(family, name).train()
+    loss = loss_of(model)
+    assert torch.isfinite(loss)
     loss.backward()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:  # Marian's positions are fixed
-            assert parameter.grad is not None, name
-            assert torch.isfinite(parameter.grad).all(), name
-            # σ and W of maps whose scale cancels (arccos) may have a zero gradient; the projections may not
-            if name.endswith("attn.c_attn.weight"):
-                assert parameter.grad.any(), name
+    # A decoder alone has cross attention, and nothing to attend to.
+    unreached = "encoder_attn" if type(model).__name__ in ("RFABartForCausalLM", "RFAMarianForCausalLM") else "-"
+    for key, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (parameter.requires_grad and unreached not in key), key
+        assert parameter.grad is None or torch.isfinite(parameter.grad).all(), key
+        # σ and W of maps whose scale cancels (arccos) may have a zero gradient; the projections may not
+        assert not key.endswith("attn.c_attn.weight") or parameter.grad.any(), key
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter -= 1e-3 * parameter.grad / (1e-6 + parameter.grad.norm())
-        assert loss_of(model, ids) < loss.detach()
+        assert loss_of(model) < loss.detach()
 
 
 @pytest.mark.parametrize("variant", ["positive-gate", "gaussian-gate"])
@@ -61,29 +81,26 @@ def test_gradients_equal_those_of_the_parallel_form_in_float64(variant):
     assert_close(*gradients, atol=1e-10, rtol=1e-8)
 
 
+CHECKPOINTED = [("gpt2", name) for name in ("positive-gate", "hybrid", {"redraw_pool": 10, "feature_map": "gaussian"})]
+CHECKPOINTED += [("bart", name) for name in ("both-gate", "everything", "per-layer")]
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(
-    ("family", "variant"),
-    [
-        ("gpt2", "positive-gate"),
-        ("gpt2", "hybrid"),
-        ("gpt2", {"redraw_pool": 10, "feature_map": "gaussian"}),
-        ("bart", "both-gate"),
-        ("bart", "everything"),
-        ("bart", "per-layer"),
-    ],
-)
-def test_gradient_checkpointing_changes_nothing(family, variant, reentrant):
-    ids, gradients = tokens(), []
+@pytest.mark.parametrize(("family", "name"), HEADS + CHECKPOINTED)
+def test_gradient_checkpointing_changes_nothing(family, name, reentrant):
+    gradients = []
     for checkpointed in (False, True):
-        model = make(family, variant).train()
+        model = make_named(family, name).train()
         if checkpointed:  # the later of the names that transformers 5 has had for it
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable({"use_reentrant": reentrant})
+            assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         torch.manual_seed(4)
-        loss_of(model, ids).backward()
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    assert_close(*gradients)
+        loss_of(model).backward()
+        gradients.append({key: parameter.grad for key, parameter in model.named_parameters()})
+    assert_close(*({key: each for key, each in found.items() if each is not None} for found in gradients))
+    getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 DROPOUTS = {
