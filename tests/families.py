@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from hf_rfa.families import FAMILIES
 from hf_rfa.models.attention import RFAAttentionMixin
 
-from .conftest import tiny_parent_config, tiny_seq2seq_config
+from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
 
 ROWS, LENGTH, SOURCE_LENGTH, WIDTH = 3, 29, 17, 24
 
@@ -116,6 +117,14 @@ def softmax_model(model: PreTrainedModel, family: str, **options: Any) -> PreTra
     assert not absent
     assert all("feature_map" in key or ".gate." in key for key in added)
     return base.eval()
+
+
+def save_softmax_model(family: str, folder: Path, **options: Any) -> None:
+    """Save a family's softmax language model and a tokenizer, from which models are converted."""
+    declared = FAMILIES[family]
+    torch.manual_seed(1)
+    declared.architectures[declared.default_architecture][0](base_config(family, **options)).save_pretrained(folder)
+    save_tiny_tokenizer(folder)
 
 
 def tokens(rows: int = ROWS, length: int = LENGTH) -> Tensor:

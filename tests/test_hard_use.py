@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, pipeline
 from hf_rfa.convert import convert
 
 from .conftest import save_tiny_tokenizer
-from .families import make, read, softmax_model, tokens
+from .families import make, read, save_softmax_model, tokens
 
 OPTIONS = {"do_sample": False, "num_beams": 1, "pad_token_id": 1}
 
@@ -39,8 +39,7 @@ def test_two_threads_generate_on_one_model():
 
 
 def test_pipelines(tmp_path):
-    softmax_model(make("gpt2", eos_token_id=2), "gpt2", eos_token_id=2).save_pretrained(tmp_path / "gpt2")
-    save_tiny_tokenizer(tmp_path / "gpt2")
+    save_softmax_model("gpt2", tmp_path / "gpt2", eos_token_id=2)
     convert(tmp_path / "gpt2", tmp_path / "rfa", num_features=8)
     texts = pipeline("text-generation", str(tmp_path / "rfa"), device="cpu")
     found = texts(["w5 w6", "w7 w8 w9"], max_new_tokens=5, do_sample=False)
