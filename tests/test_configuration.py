@@ -139,16 +139,8 @@ GPT2_FIELDS = RFA_FIELDS | {
     "resid_pdrop": CHANCE,
     "initializer_range": DEVIATION,
     "activation_function": ACTIVATION,
-    **dict.fromkeys(
-        (
-            "scale_attn_weights",
-            "scale_attn_by_inverse_layer_idx",
-            "reorder_and_upcast_attn",
-            "tie_word_embeddings",
-            "add_cross_attention",
-        ),
-        FLAG,
-    ),
+    **dict.fromkeys(("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"), FLAG),
+    **dict.fromkeys(("tie_word_embeddings", "add_cross_attention"), FLAG),
 }
 SEQ2SEQ_FIELDS = RFA_FIELDS | {
     "num_cross_features": COUNT,
@@ -163,10 +155,7 @@ SEQ2SEQ_FIELDS = RFA_FIELDS | {
     "max_position_embeddings": ([POSITIONS], [0, -1, None]),
     "dropout": CHANCE,
     "attention_dropout": CHANCE,
-    "decoder_layerdrop": (
-        [0.0, 0.4],
-        [-0.1, 1.5, math.nan, "0.1"],
-    ),  # a float in BART, and None is refused with a dropout
+    "decoder_layerdrop": ([0.0, 0.4], CHANCE[1][:-1]),  # a float in BART, and None is refused with a dropout
     "init_std": DEVIATION,
     "activation_function": ACTIVATION,
     "scale_embedding": ([True, False], [1, "yes"]),

@@ -11,20 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.testing import assert_close
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForPreTraining,
-    AutoModelForQuestionAnswering,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    Cache,
-)
+from transformers import AutoConfig, Cache
 
 from .families import (
     FAMILIES,
@@ -123,12 +114,9 @@ def test_a_checkpoint_says_which_layers_are_rfa(family, variant, tmp_path):
         assert chosen == layers.get(kind, [])
 
 
-AUTO_CLASSES = (
-    *(AutoModel, AutoModelForPreTraining, AutoModelForCausalLM, AutoModelForSeq2SeqLM),
-    *(AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoModelForQuestionAnswering),
-)
-
-
+AUTO_CLASSES = [transformers.AutoModel, transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM]
+AUTO_CLASSES += [transformers.AutoModelForPreTraining, transformers.AutoModelForSequenceClassification]
+AUTO_CLASSES += [transformers.AutoModelForTokenClassification, transformers.AutoModelForQuestionAnswering]
 AUTO_HEADS = [
     (family, auto, softmax_class.__name__)
     for family, declared in FAMILIES.items()
