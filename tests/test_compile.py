@@ -10,7 +10,8 @@ from transformers import CompileConfig
 from .families import make, read, source, tokens
 from .test_generation import generate, long, prompt_for
 
-pytestmark = pytest.mark.slow
+# The inductor imports what torch itself has deprecated.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")]
 
 
 @torch.no_grad()
