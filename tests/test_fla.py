@@ -18,8 +18,8 @@ from hf_rfa.backends.fla_attention import fla_chunked
 from hf_rfa.models.attention import BACKENDS
 from hf_rfa.models.linear_attention import chunked
 
+from .families import make_gpt2 as make
 from .test_fused import DEVICE, draw
-from .test_gpt2 import make
 
 B, H, F, M = 2, 3, 16, 9
 REAL = fla_attention.available(DEVICE)

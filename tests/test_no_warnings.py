@@ -14,9 +14,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BartForConditionalGeneration,
-    GPT2LMHeadModel,
-    MarianMTModel,
     Seq2SeqTrainingArguments,
 )
 from transformers.utils import logging as transformers_logging
@@ -26,20 +23,14 @@ from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.finetune import finetune
 
-from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config, words
+from .conftest import words
+from .families import FAMILIES, every_family, save_softmax_model
 
 RECIPE = """
 transfer: {steps: 3, batch_size: 4, block_length: 16, learning_rate: 0.02}
 end_to_end: {steps: 3, batch_size: 4, block_length: 16, learning_rate: 0.001, rfa_learning_rate: 0.001, kl_weight: 0.5}
 seed: 3
 """
-FAMILIES = {
-    "gpt2": (AutoModelForCausalLM, "clm"),
-    "bart": (AutoModelForSeq2SeqLM, "seq2seq"),
-    "marian": (AutoModelForSeq2SeqLM, "seq2seq"),
-}
-
-
 #: What transformers' Trainer says of the machine: checkpoints a few milliseconds apart have the same time on some disks.
 OF_THE_MACHINE = "mtime may not be reliable on this filesystem"
 
@@ -80,12 +71,9 @@ def said() -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def parents(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("quiet")
-    torch.manual_seed(1)
-    GPT2LMHeadModel(tiny_parent_config(eos_token_id=2, pad_token_id=1)).save_pretrained(folder / "gpt2")
-    BartForConditionalGeneration(tiny_seq2seq_config("bart")).save_pretrained(folder / "bart")
-    MarianMTModel(tiny_seq2seq_config("marian")).save_pretrained(folder / "marian")
-    for name in FAMILIES:
-        save_tiny_tokenizer(folder / name)
+    for family in FAMILIES:
+        special = {"eos_token_id": 2, "pad_token_id": 1} if family == "gpt2" else {}
+        save_softmax_model(family, folder / family, **special)
     (folder / "text.txt").write_text("".join(words(9 + n % 5, n) + "\n" for n in range(60)))
     rows = [f'{{"text": "{words(9, n)}", "source": "{words(4, n)}", "target": "{words(3, n)}"}}\n' for n in range(40)]
     (folder / "rows.jsonl").write_text("".join(rows))
@@ -93,16 +81,16 @@ def parents(tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_collector_hears(said):
+def test_warnings_are_collected(said):
     transformers_logging.get_logger("transformers.any").warning("one")
     warnings.warn("two", UserWarning, stacklevel=1)
     assert said[0] == "one"
     assert "two" in said[1]
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_nothing_is_said(family, parents, tmp_path, said):
-    auto, task = FAMILIES[family]
+@every_family
+def test_ordinary_use_warns_of_nothing(family, parents, tmp_path, said):
+    auto, task = (AutoModelForCausalLM, "clm") if family == "gpt2" else (AutoModelForSeq2SeqLM, "seq2seq")
     convert(parents / family, tmp_path / "rfa", num_features=8, gate=True, window=3, calibrate_on=parents / "text.txt")
     assert said == []
 
@@ -136,8 +124,8 @@ def test_nothing_is_said(family, parents, tmp_path, said):
     assert said == []
 
 
-def test_a_new_head_is_told_of(parents, tmp_path, said):
-    """The one thing that transformers says, it should: a head that no checkpoint holds was started anew."""
+def test_a_new_head_is_warned_of(parents, tmp_path, said):
+    """A head that no checkpoint holds was drawn at random: transformers says so, and nothing else."""
     convert(parents / "gpt2", tmp_path / "rfa", num_features=8)  # on random tokens, among them the one that pads
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "rfa")
     assert len(said) == 1

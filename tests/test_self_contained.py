@@ -10,18 +10,12 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    BartForConditionalGeneration,
-    GPT2LMHeadModel,
-    MarianMTModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import hf_rfa
 from hf_rfa.convert import convert
 
-from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
+from .families import FAMILIES, every_family, save_softmax_model
 
 #: Runs without hf_rfa: loads every head of every checkpoint, and writes what the models say.
 ELSEWHERE = """
@@ -63,13 +57,9 @@ save_file(found, folder / "found.safetensors")
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("self-contained")
-    torch.manual_seed(0)
-    GPT2LMHeadModel(tiny_parent_config(eos_token_id=2)).save_pretrained(folder / "parent-gpt2")
-    BartForConditionalGeneration(tiny_seq2seq_config("bart")).save_pretrained(folder / "parent-bart")
-    MarianMTModel(tiny_seq2seq_config("marian")).save_pretrained(folder / "parent-marian")
-    for name in ("gpt2", "bart", "marian"):
-        save_tiny_tokenizer(folder / f"parent-{name}")
-        convert(folder / f"parent-{name}", folder / name, num_features=8, window=3)
+    for family in FAMILIES:
+        save_softmax_model(family, folder / f"parent-{family}", **({"eos_token_id": 2} if family == "gpt2" else {}))
+        convert(folder / f"parent-{family}", folder / family, num_features=8, window=3)
     return folder
 
 
@@ -80,32 +70,28 @@ def test_every_head_works_without_the_package(checkpoints, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     found = load_file(checkpoints / "found.safetensors")
     ids = torch.tensor([[*range(5, 16), 2]])
-    for name, family in (
-        ("gpt2", AutoModelForCausalLM),
-        ("bart", AutoModelForSeq2SeqLM),
-        ("marian", AutoModelForSeq2SeqLM),
-    ):
-        model = family.from_pretrained(checkpoints / name).eval()
+    for family in FAMILIES:
+        auto = AutoModelForCausalLM if family == "gpt2" else AutoModelForSeq2SeqLM
+        model = auto.from_pretrained(checkpoints / family).eval()
+        options = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
         with torch.no_grad():
-            options = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-            torch.testing.assert_close(found[f"{name} {family.__name__}"], model(ids, **options).logits)
-        assert torch.equal(found[f"{name} tokens"], model.generate(ids, max_new_tokens=9, do_sample=False))
+            torch.testing.assert_close(found[f"{family} {auto.__name__}"], model(ids, **options).logits)
+        assert torch.equal(found[f"{family} tokens"], model.generate(ids, max_new_tokens=9, do_sample=False))
     assert len(found) == 6 + 6 + 3 + 3
 
 
-def test_with_the_package_its_own_classes_are_taken_and_nothing_is_asked(checkpoints):
-    for name, family in (("gpt2", AutoModelForCausalLM), ("bart", AutoModelForSeq2SeqLM)):
-        model = family.from_pretrained(checkpoints / name)
-        assert type(model).__module__.startswith("hf_rfa.")
-        config = json.loads((checkpoints / name / "config.json").read_text())
-        for place in config["auto_map"].values():
-            module, _, cls = place.partition(".")
-            assert hasattr(getattr(hf_rfa.models, module), cls)
-            assert (checkpoints / name / f"{module}.py").is_file()
+@every_family
+def test_with_the_package_its_own_classes_are_loaded_without_trust(family, checkpoints):
+    auto = AutoModelForCausalLM if family == "gpt2" else AutoModelForSeq2SeqLM
+    assert type(auto.from_pretrained(checkpoints / family)).__module__.startswith("hf_rfa.")
+    config = json.loads((checkpoints / family / "config.json").read_text())
+    for place in config["auto_map"].values():
+        module, _, cls = place.partition(".")
+        assert hasattr(getattr(hf_rfa.models, module), cls)
+        assert (checkpoints / family / f"{module}.py").is_file()
 
 
-def test_the_code_says_what_it_needs_and_stands_alone(checkpoints):
-    """No module beside a checkpoint imports hf_rfa by name."""
+def test_no_module_of_a_checkpoint_imports_the_package(checkpoints):
     files = sorted(checkpoints.glob("gpt2/*.py"))
     assert len(files) > 10
     for file in files:

@@ -1,0 +1,207 @@
+"""The models that tests run over: the families, their heads and variants of their attention, in one table."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Cache, EncoderDecoderCache, PreTrainedModel
+
+from hf_rfa.families import FAMILIES
+from hf_rfa.models.attention import RFAAttentionMixin
+
+from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
+
+ROWS, LENGTH, SOURCE_LENGTH, WIDTH = 3, 29, 17, 24
+
+DECODER_VARIANTS: dict[str, dict[str, Any]] = {
+    "positive": {},
+    "positive-gate": {"gate": True},
+    "positive-trainable": {"trainable_projection": True, "orthogonal": False},
+    "gaussian-paper": {"feature_map": "gaussian", "unit_norm": True, "num_features": 16},
+    "gaussian-gate": {"feature_map": "gaussian", "gate": True, "num_features": 16},
+    "arccos": {"feature_map": "arccos", "unit_norm": True},
+    "elu": {"feature_map": "elu"},
+    "t2r": {"feature_map": "t2r", "gate": True},
+    "hedgehog": {"feature_map": "hedgehog"},
+    "hybrid": {"softmax_layers": [1]},
+    "window": {"window": 5},
+    "window-gate": {"window": 4, "gate": True, "chunk_size": 7, "feature_map": "exponential"},
+    "window-elu": {"window": 1, "feature_map": "elu"},
+    "window-gaussian": {"window": 6, "feature_map": "gaussian", "num_features": 16, "softmax_layers": [1]},
+    "small-chunks": {"chunk_size": 3, "gate": True},
+    "float64-state": {"state_dtype": "float64"},
+}
+SEQ2SEQ_VARIANTS: dict[str, dict[str, Any]] = {
+    "both": {},
+    "both-gate": {"gate": True, "chunk_size": 5},
+    "paper": {"feature_map": "gaussian", "unit_norm": True, "num_features": 16, "num_cross_features": 32, "gate": True},
+    "cross-only": {"softmax_layers": [0, 1, 2]},
+    "causal-only": {"softmax_cross_layers": [0, 1, 2]},
+    "everything": {"softmax_encoder_layers": []},
+    "everything-signed": {"feature_map": "gaussian", "unit_norm": True, "softmax_encoder_layers": []},
+    "per-layer": {"softmax_layers": [0], "softmax_cross_layers": [1], "softmax_encoder_layers": [1]},
+    "elu": {"feature_map": "elu", "softmax_encoder_layers": []},
+    "hedgehog": {"feature_map": "hedgehog", "num_features": 8},
+    "decoder-alone": {"head": "ForCausalLM", "gate": True, "chunk_size": 5},
+}
+VARIANTS = {"gpt2": DECODER_VARIANTS, "bart": SEQ2SEQ_VARIANTS, "marian": SEQ2SEQ_VARIANTS}
+#: Marian differs from BART in embeddings and norms only: few variants do for it.
+CASES = [(family, variant) for family in ("gpt2", "bart") for variant in VARIANTS[family]]
+CASES += [("marian", variant) for variant in ("both-gate", "per-layer", "decoder-alone")]
+SEQ2SEQ_CASES = [case for case in CASES if case[0] != "gpt2" and case[1] != "decoder-alone"]
+HEADS = [(family, head) for family in FAMILIES for head in FAMILIES[family].architectures]
+GENERATING_HEADS = [each for each in HEADS if each[1].endswith(("LMHeadModel", "CausalLM", "MTModel", "Generation"))]
+CLASSIFIERS = [each for each in HEADS if each[1].endswith("ForSequenceClassification")]
+
+every_family = pytest.mark.parametrize("family", list(FAMILIES))
+every_case = pytest.mark.parametrize(("family", "variant"), CASES)
+every_decoder = pytest.mark.parametrize("variant", list(DECODER_VARIANTS))
+every_seq2seq_case = pytest.mark.parametrize(("family", "variant"), SEQ2SEQ_CASES)
+every_head = pytest.mark.parametrize(("family", "head"), HEADS)
+every_generating_head = pytest.mark.parametrize(("family", "head"), GENERATING_HEADS)
+every_model = pytest.mark.parametrize(("family", "name"), HEADS + CASES)
+every_classifier = pytest.mark.parametrize(("family", "head"), CLASSIFIERS)
+
+
+def base_config(family: str, **options: Any) -> Any:
+    """Return the tiny configuration of a family's softmax models."""
+    return tiny_parent_config(**options) if family == "gpt2" else tiny_seq2seq_config(family, **options)
+
+
+def make(
+    family: str,
+    variant: str | dict[str, Any] | None = None,
+    *,
+    head: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> PreTrainedModel:
+    """Return a tiny RFA model, the family's language model by default; ``options`` are fields of any kind."""
+    fields = {**(VARIANTS[family][variant] if isinstance(variant, str) else variant or {}), **options}
+    declared = FAMILIES[family]
+    head = head or fields.pop("head", declared.default_architecture)
+    (model_class,) = (classes[1] for name, classes in declared.architectures.items() if name.endswith(head))
+    base = base_config(family, num_labels=fields.pop("num_labels", 3))
+    torch.manual_seed(0)
+    return model_class(declared.rfa_config.from_parent(base, **fields)).to(dtype).eval()
+
+
+make_gpt2, make_bart = partial(make, "gpt2"), partial(make, "bart")
+
+
+def make_head(family: str, head: str | None = None, **options: Any) -> PreTrainedModel:
+    """Return a model with few features, gates, and attention of every kind RFA."""
+    fields = {"num_features": 8, "gate": True}
+    fields |= {"pad_token_id": 0} if family == "gpt2" else {"num_cross_features": 8, "softmax_encoder_layers": []}
+    return make(family, fields, head=head, **options)
+
+
+def make_named(family: str, name: str | dict[str, Any], **options: Any) -> PreTrainedModel:
+    """Return the model of a head or of a variant."""
+    heads = FAMILIES[family].architectures
+    return (
+        make_head(family, name, **options) if isinstance(name, str) and name in heads else make(family, name, **options)
+    )
+
+
+def softmax_model(model: PreTrainedModel, family: str, **options: Any) -> PreTrainedModel:
+    """Return the softmax language model with the weights of an RFA model."""
+    declared = FAMILIES[family]
+    base = declared.architectures[declared.default_architecture][0](base_config(family, **options))
+    absent, added = base.load_state_dict(model.state_dict(), strict=False)
+    assert not absent
+    assert all("feature_map" in key or ".gate." in key for key in added)
+    return base.eval()
+
+
+def save_softmax_model(family: str, folder: Path, **options: Any) -> None:
+    """Save a family's softmax language model and a tokenizer, from which models are converted."""
+    declared = FAMILIES[family]
+    torch.manual_seed(1)
+    declared.architectures[declared.default_architecture][0](base_config(family, **options)).save_pretrained(folder)
+    save_tiny_tokenizer(folder)
+
+
+def tokens(rows: int = ROWS, length: int = LENGTH) -> Tensor:
+    """Return token ids [rows, length] without special tokens."""
+    return torch.randint(3, 61, (rows, length))
+
+
+def source(rows: int = ROWS, side: str = "right") -> dict[str, Tensor]:
+    """Return an encoder's inputs: sources of different lengths, the same at every call, padded on one side."""
+    ids = torch.randint(3, 61, (rows, SOURCE_LENGTH), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        padding = SOURCE_LENGTH - (SOURCE_LENGTH, 9, 3)[row % 3]
+        mask[row, : padding if side == "left" else 0] = 0
+        mask[row, SOURCE_LENGTH - (padding if side == "right" else 0) :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def read(model: PreTrainedModel, ids: Tensor, *, mask: Tensor | None = None, **options: Any) -> Any:
+    """Run a model on tokens of its decoder [B, T]; one with an encoder on `source` too, unless it is given another."""
+    if not model.config.is_encoder_decoder:
+        return model(ids, attention_mask=mask, **options)
+    if "encoder_outputs" not in options:
+        options = {**source(len(ids)), **options}
+    return model(decoder_input_ids=ids, decoder_attention_mask=mask, **options)
+
+
+def inputs_for(model: Any) -> dict[str, Tensor]:
+    """Return the inputs of a head, the second row padded."""
+    name, length = type(model).__name__, SOURCE_LENGTH if model.config.is_encoder_decoder else LENGTH
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 61, (ROWS, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if name == "RFABartForSequenceClassification":  # reads the end-of-text token, one per row
+        ids[:, -1] = 2
+        mask[1, :2] = 0
+    else:
+        mask[1, 5:] = 0
+        ids[1, 5:] = model.config.pad_token_id or 0
+    if name == "RFAGPT2DoubleHeadsModel":
+        ids, mask = torch.stack([ids, ids.flip(0)], dim=1), torch.stack([mask, mask.flip(0)], dim=1)
+        return {"input_ids": ids, "attention_mask": mask, "mc_token_ids": torch.full((ROWS, 2), 3)}
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if model.config.is_encoder_decoder and "Classification" not in name and "Answering" not in name:
+        inputs["decoder_input_ids"] = torch.randint(3, 61, (ROWS, LENGTH), generator=generator)
+    return inputs
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: Tensor, **options: Any) -> Tensor:
+    """Return the logits [B, T, 61] of `read` without a cache."""
+    return read(model, ids, use_cache=False, **options).logits
+
+
+@torch.no_grad()
+def logits_by_steps(model: PreTrainedModel, ids: Tensor, cuts: Any, **options: Any) -> tuple[Tensor, Cache]:
+    """Return the logits of tokens read in pieces that end at ``cuts``, and the cache."""
+    found, start, cache = [], 0, None
+    for stop in (*cuts, ids.shape[1]):
+        output = read(model, ids[:, start:stop], past_key_values=cache, use_cache=True, **options)
+        cache, start = output.past_key_values, stop
+        found.append(output.logits)
+    return torch.cat(found, dim=1), cache
+
+
+def caches(cache: Cache) -> dict[str, Cache]:
+    """Return the parts of a cache by the kind of attention that uses them."""
+    if isinstance(cache, EncoderDecoderCache):
+        return {"causal": cache.self_attention_cache, "cross": cache.cross_attention_cache}
+    return {"causal": cache}
+
+
+def rfa_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's RFA attention modules by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, RFAAttentionMixin)}
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return ‖found − expected‖ / ‖expected‖."""
+    return float((found.float() - expected).norm() / expected.norm())

@@ -1,0 +1,61 @@
+"""`torch.compile` of decoding steps, by hand and by `generate`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import CompileConfig
+
+from .families import make, read, source, tokens
+from .test_generation import generate, long, prompt_for
+
+# The inductor imports what torch itself has deprecated.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [
+        *(("gpt2", variant) for variant in ("positive", "positive-gate", "window-gate")),
+        ("bart", "both-gate"),
+        ("marian", "both-gate"),
+    ],
+)
+def test_a_compiled_decoding_step_is_one_graph(family, variant):
+    """`torch.compile(fullgraph=True)` of a decoding step equals the eager one, and settles after a few graphs."""
+    model, eager = (make(family, variant) for _ in range(2))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    ids, first = tokens(2, 40), tokens(2, 7)
+    given = {} if family == "gpt2" else {"encoder_outputs": model.get_encoder()(source(2)["input_ids"])}
+    cache, expected_cache = (read(each, first, **given).past_key_values for each in (model, eager))
+    torch._dynamo.utils.counters.clear()
+    for t in range(40):
+        if t == 10:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        step = {"input_ids" if family == "gpt2" else "decoder_input_ids": ids[:, t : t + 1], **given}
+        found = compiled(past_key_values=cache, **step)
+        assert_close(found.logits, eager(past_key_values=expected_cache, **step).logits, atol=1e-4, rtol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs <= 3
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [
+        *(("gpt2", variant) for variant in ("positive-gate", "hybrid", "window-gate")),
+        *(("bart", variant) for variant in ("both-gate", "per-layer")),
+    ],
+)
+def test_generate_compiles_by_itself_with_a_static_cache(family, variant):
+    """As it does on a GPU; here it is asked to."""
+    model, ids = long(family, variant, torch.float32), prompt_for(family)
+    torch._dynamo.reset()
+    expected = generate(model, ids, max_new_tokens=25)
+    compile_config = CompileConfig(mode="default")
+    compile_config._compile_all_devices = True
+    found = generate(model, ids, max_new_tokens=25, cache_implementation="static", compile_config=compile_config)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert torch.equal(found, expected)
