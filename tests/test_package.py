@@ -119,12 +119,10 @@ def test_sdist_and_wheel_hold_each_file_once_and_run_where_they_are_installed(tm
     expected = {f"hf_rfa/{path.relative_to(ROOT)}" for name in ("convert", "finetune") for path in files(ROOT / name)}
     expected |= {str(path.relative_to(ROOT)) for name in ("hf_rfa", "hf_rfa_cli") for path in files(ROOT / name)}
     assert sorted(name for name in names if ".dist-info/" not in name) == sorted(expected)
-    code = (
-        "import hf_rfa.convert; from hf_rfa.finetune import settings as s; s.load_settings('copy'); print(s.__file__)"
-    )
+    code = "import hf_rfa.convert; from hf_rfa.finetune import recipe as s; s.load_settings('copy'); print(s.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     found = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True)
-    assert found.strip() == str(tmp_path / "installed/hf_rfa/finetune/settings.py")
+    assert found.strip() == str(tmp_path / "installed/hf_rfa/finetune/recipe.py")
 
 
 def files(folder: Path) -> list[Path]:
