@@ -120,7 +120,7 @@ def test_sdist_and_wheel_hold_each_file_once_and_run_where_they_are_installed(tm
     code = "import hf_rfa.convert; from hf_rfa.finetune import recipe as s; s.load_settings('copy'); print(s.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     found = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True)
-    assert found.strip() == str(tmp_path / "installed/hf_rfa/finetune/settings.py")
+    assert found.strip() == str(tmp_path / "installed/hf_rfa/finetune/recipe.py")
 
 
 def test_import_registers_models_and_loads_nothing_but_itself_and_the_models_that_it_subclasses():
