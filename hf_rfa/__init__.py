@@ -6,10 +6,10 @@ Importing this package registers the RFA models with transformers' Auto classes,
 
 from . import integrations  # noqa: F401  # registers with PEFT
 from .backends import use_backend
-from .cache_files import load_cache, save_cache
+from .cache_files import cache_num_bytes, load_cache, save_cache
 from .errors import InputError
 from .families import FAMILIES, Family, register_family
-from .models.cache_rfa import RFALayer, RFASourceLayer, cache_num_bytes
+from .models.cache_rfa import RFALayer, RFASourceLayer
 from .models.configuration_rfa import (
     RFABartConfig,
     RFAConfigMixin,

@@ -1,4 +1,4 @@
-"""A cache on disk: read a long prompt once, and go on from it in another process."""
+"""Caches: their size, and caches on disk, so that a long prompt is read once and continued in another process."""
 
 from __future__ import annotations
 
@@ -141,3 +141,20 @@ def _restore(kind: str, facts: dict[str, Any], held: dict[str, Tensor | None], w
     if kind == "state":
         layer.cumulative_length = facts["length"]
     return layer
+
+
+def cache_num_bytes(cache: Cache | None) -> int:
+    """Return the bytes that a cache's tensors take: RFA states, and keys and values of softmax layers."""
+    if cache is None:
+        return 0
+    if isinstance(cache, EncoderDecoderCache):
+        return cache_num_bytes(cache.self_attention_cache) + cache_num_bytes(cache.cross_attention_cache)
+    total = 0
+    for layer in cache.layers:
+        held = (
+            cast(Any, layer).tensors()
+            if hasattr(layer, "holds")
+            else [getattr(layer, "keys", None), getattr(layer, "values", None)]
+        )
+        total += sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
+    return total

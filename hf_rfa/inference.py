@@ -25,9 +25,9 @@ from transformers import (
     set_seed,
 )
 
+from .cache_files import cache_num_bytes
 from .errors import InputError
 from .models.attention import AttentionComponent, RFAAttentionMixin
-from .models.cache_rfa import cache_num_bytes
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -15,8 +15,8 @@ from hf_rfa import InputError, RFAGPT2Config, bench
 from hf_rfa.bench.measure import interleaved, peak_bytes
 from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
 from hf_rfa.bench.roofline import decoding_floor, decoding_parameters
+from hf_rfa.cache_files import cache_num_bytes
 from hf_rfa.families import FAMILIES
-from hf_rfa.models.cache_rfa import cache_num_bytes
 
 from .conftest import tiny_parent_config, tiny_seq2seq_config
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHead
 from hf_rfa import bench
 from hf_rfa.bench.models import cache_at, step_inputs
 from hf_rfa.bench.roofline import decoding_floor
+from hf_rfa.cache_files import cache_num_bytes
 from hf_rfa.convert import convert
 from hf_rfa.convert.report import cache_bytes
-from hf_rfa.models.cache_rfa import cache_num_bytes
 
 from .conftest import tiny_parent_config, tiny_seq2seq_config
 

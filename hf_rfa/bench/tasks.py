@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_rfa.models.cache_rfa import cache_num_bytes
+from hf_rfa.cache_files import cache_num_bytes
 
 from .measure import WARMUP_CALLS, interleaved, peak_bytes
 from .models import cache_at, step_inputs

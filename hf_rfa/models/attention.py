@@ -233,15 +233,15 @@ class RFAAttentionMixin(nn.Module):
 
         log_decay, input_scale = (None, None) if self.gate is None else self.gate(hidden_states)  # [B, H, T]
         log_decay, input_scale = mask_padding(padding_mask, log_decay, input_scale)
-        decay = (log_decay, input_scale, padding_mask, document_starts)
+        scales = (log_decay, input_scale, padding_mask, document_starts)
         attn_weights = None
         if output_attentions:  # the outputs of one-hot values are the weights
             one_hot = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
-            attn_weights, _, _ = self._attend(query, key, one_hot, *decay, self._without_values(before, one_hot))
+            attn_weights, _, _ = self._attend(query, key, one_hot, *scales, self._without_values(before, one_hot))
             attn_weights = attn_weights[..., -length:, -length:].to(value.dtype)
         dropped = F.dropout(value, dropout, self.training)
         recording = layer is not None and layer.record_past
-        output, after, recorded = self._attend(query, key, dropped, *decay, before, recording=recording)
+        output, after, recorded = self._attend(query, key, dropped, *scales, before, recording=recording)
         if cache is not None:
             num_tokens = key.shape[-2]
             cache.update(*after, self.rfa_layer_idx, num_tokens=num_tokens, recorded=recorded)  # type: ignore[arg-type]
@@ -270,9 +270,8 @@ class RFAAttentionMixin(nn.Module):
             if found is not None:
                 return found[0], CausalState(found[1], None), None
         if document_starts is not None:  # a gate that lets nothing through
-            log_decay = (
-                key.new_zeros(key.shape[:-1], dtype=compute_dtype(key.dtype)) if log_decay is None else log_decay
-            )
+            if log_decay is None:
+                log_decay = key.new_zeros(key.shape[:-1], dtype=compute_dtype(key.dtype))
             log_decay = log_decay.masked_fill(document_starts[:, None], MASKED_LOGIT)
         if self.window_size and self.attention_component != "linear":
             inputs = window_inputs(
@@ -288,7 +287,9 @@ class RFAAttentionMixin(nn.Module):
         state, shift, outputs, key_features = before.state, None, [], []
         for segment in split_tokens(self._segment_length(query), query, key, value, log_decay, input_scale):
             if torch.is_grad_enabled() and segment[0].shape[-2] < query.shape[-2]:
-                found = checkpoint(self._attend_segment, *segment, state, shift, use_reentrant=False)
+                found = checkpoint(
+                    self._attend_segment, *segment, state, shift, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 found = self._attend_segment(*segment, state, shift)
             output, state, features = found

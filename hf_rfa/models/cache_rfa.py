@@ -382,20 +382,3 @@ def keep_keys_and_values(cache: Cache, layer_idx: int) -> None:
     """
     if layer_idx >= len(cache.layers) or hasattr(cache.layers[layer_idx], "holds"):
         _replace_unused(cache, layer_idx, DynamicLayer())
-
-
-def cache_num_bytes(cache: Cache | None) -> int:
-    """Return the bytes that a cache's tensors take: RFA states, and keys and values of softmax layers."""
-    if cache is None:
-        return 0
-    if isinstance(cache, EncoderDecoderCache):
-        return cache_num_bytes(cache.self_attention_cache) + cache_num_bytes(cache.cross_attention_cache)
-    total = 0
-    for layer in cache.layers:
-        held = (
-            cast(Any, layer).tensors()
-            if hasattr(layer, "holds")
-            else [getattr(layer, "keys", None), getattr(layer, "values", None)]
-        )
-        total += sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
-    return total
