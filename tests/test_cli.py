@@ -43,7 +43,7 @@ def test_convert_prints_its_table(converted):
 
 
 def test_evaluate_states_its_protocol(converted):
-    result = run("evaluate", converted[0], DEMO_TEXT, "--context", "256", "--max-tokens", "2000")
+    result = run("evaluate", converted[0], DEMO_TEXT, "--context-length", "256", "--max-tokens", "2000")
     assert float(re.search(r"perplexity ([\d.]+)", result.stdout).group(1)) < 250
     assert "disjoint windows of 256 tokens" in result.stdout
     assert "1,992 of 2,000 tokens counted" in result.stdout
@@ -90,7 +90,10 @@ def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypat
         (["convert", DEMO_MODEL, "out", "--feature-map", "nope"], "feature_map='nope' is unknown"),
         (["evaluate", DEMO_MODEL, "missing.txt"], "there is no text file missing.txt"),
         (["evaluate", DEMO_MODEL, "."], "there is no text file ."),
-        (["evaluate", DEMO_MODEL, DEMO_TEXT, "--context", "0"], "'--context': it must be at least 2, got 0"),
+        (
+            ["evaluate", DEMO_MODEL, DEMO_TEXT, "--context-length", "0"],
+            "'--context-length': it must be at least 2, got 0",
+        ),
         (["evaluate", DEMO_MODEL, DEMO_TEXT, "--stride", "-1"], "'--stride': it must be at least 1, got -1"),
         (["evaluate", DEMO_MODEL, DEMO_TEXT, "--references", "."], "there is no text file ."),
         (["evaluate", DEMO_MODEL, DEMO_TEXT, "--task", "translation", "--save-predictions", "a/b"], "cannot write to"),
@@ -175,9 +178,9 @@ def test_finetune_lists_its_options(run_cli, capsys):
     assert run_cli("finetune", "--help") == 0
     options = capsys.readouterr().out
     for name in (
-        "--block_length",
-        "--feature_map_rate",
-        "--learning_rate",
+        "--block-length",
+        "--feature-map-rate",
+        "--learning-rate",
         "--recipe",
         "--output OUTPUT",
         "-h, --help",

@@ -53,8 +53,10 @@ def test_fields_given_while_loading_are_checked_too(tmp_path):
     make("gpt2").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"chunk_size must be from 1 .* got 0"):
         RFAGPT2LMHeadModel.from_pretrained(tmp_path, chunk_size=0)
-    with pytest.raises(StrictDataclassError, match="'window' expected int, got float"):
-        RFAGPT2LMHeadModel.from_pretrained(tmp_path, window=1.5)
+    with pytest.raises(StrictDataclassError, match="'window_size' expected int, got float"):
+        RFAGPT2LMHeadModel.from_pretrained(tmp_path, window_size=1.5)
+    with pytest.raises(ValueError, match=r"window_size must be from 0 .* got 1.5"):
+        RFAGPT2LMHeadModel.from_pretrained(tmp_path, window=1.5)  # its old name
 
 
 @pytest.mark.parametrize("name", sorted(FEATURE_MAPS))
@@ -124,7 +126,7 @@ RFA_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "redraw_pool": ([0, 1, 7, 1_000_000], [-1, 2.0, None, HUGE, True]),
     "feature_seed": ([0, 1, 20261121, 2**32 - 1], [-1, 2**32, 1.5, None, "0"]),
     "gate": FLAG,
-    "window": ([0, 1, 2, 5, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
+    "window_size": ([0, 1, 2, 5, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "softmax_layers": LAYERS,
     "chunk_size": ([1, 2, 3, 64, 2**63 - 1], [0, -1, None, 2.5, HUGE]),
     "state_dtype": (["float32", "float64"], ["bfloat16", None, 32, ""]),

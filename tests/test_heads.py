@@ -158,7 +158,7 @@ def test_a_head_is_initialized_where_a_checkpoint_has_none(family, head, tmp_pat
     The missing keys are those that the softmax head misses of a softmax body (a decoder alone: the embeddings, which BART's
     body calls otherwise).
     """
-    body_name = {"gpt2": "GPT2Model", "bart": "BartModel", "marian": "MarianModel"}[family]
+    body_name = FAMILIES[family].rfa_config.AUTO_MAP["AutoModel"].rpartition(".")[2].removeprefix("RFA")
     softmax_body, softmax_head = (FAMILIES[family].architectures[each][0] for each in (body_name, head))
     body = make_head(family, body_name)
     with torch.no_grad():

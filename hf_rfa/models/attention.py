@@ -285,8 +285,10 @@ class RFAAttentionMixin(nn.Module):
             return self._attend_with_window(self._as_state(query), inputs, before, recording=recording)
 
         state, shift, outputs, key_features = before.state, None, [], []
-        for segment in split_tokens(self._segment_length(query), query, key, value, log_decay, input_scale):
-            if torch.is_grad_enabled() and segment[0].shape[-2] < query.shape[-2]:
+        whole = (query, key, value, log_decay, input_scale)
+        in_segments = self._needs_segments(query)
+        for segment in split_tokens(SEGMENT_LENGTH, *whole) if in_segments else (whole,):
+            if in_segments and torch.is_grad_enabled():
                 found = checkpoint(
                     self._attend_segment, *segment, state, shift, use_reentrant=False, preserve_rng_state=False
                 )
@@ -348,13 +350,11 @@ class RFAAttentionMixin(nn.Module):
         recorded = RecordedStep(features.unshifted_key(), None, None, None, floor, inputs) if recording else None
         return output, CausalState(state, stream.window()), recorded
 
-    def _segment_length(self, query: Tensor) -> int:
-        """Return how many tokens have features at a time: all of them, unless the sequence is long."""
-        length = query.shape[-2]
+    def _needs_segments(self, query: Tensor) -> bool:
+        """Return whether a sequence is so long that its features are computed a segment at a time."""
         most = MAX_LENGTH_WITHOUT_SEGMENTS if torch.is_grad_enabled() else SEGMENT_LENGTH
         redrawn = self.training and self.feature_map.redraw_pool > 0  # recomputed features would be others
-        whole = torch.compiler.is_compiling() or redrawn or length <= most
-        return length if whole else SEGMENT_LENGTH
+        return not (torch.compiler.is_compiling() or redrawn) and query.shape[-2] > most
 
     def _without_values(self, before: CausalState, value: Tensor) -> CausalState:
         """Return a state and a window for values of another width, [B, H, T, M], with zeros in place of their own values."""

@@ -5,12 +5,14 @@ where the annotation is a type, and not its name.
 """
 
 import copy
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from transformers import BartConfig, GPT2Config, MarianConfig
+from transformers.activations import ACT2FN
 
 from .cache_rfa import RFA_LAYER_TYPE
 from .feature_maps import FEATURE_MAPS
@@ -154,11 +156,21 @@ class RFAConfigMixin:
                 return f"{self._base_name(name)} must be at least {least}, got {value}."
         return None
 
-    def _check_sizes(self) -> None:
-        """Check the base model's fields that random feature attention is built from; the rest is transformers' to check."""
+    def _check_base_model(self) -> None:
+        """Check the base model's fields without which a model cannot be built or run, before any work starts."""
         problem = self._unusable_size()
         if problem is not None:
             raise ValueError(problem)
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            chance = name.endswith(("dropout", "pdrop", "layerdrop")) and name != "classifier_dropout"  # one head's own
+            if chance and not (value is not None and 0 <= value <= 1):
+                raise ValueError(f"{name} must be a probability from 0 to 1, got {value}.")
+            if name in ("initializer_range", "init_std") and not (value is not None and 0 <= value < math.inf):
+                raise ValueError(f"{name} must be a standard deviation, 0 or larger, got {value}.")
+        activation = self.activation_function  # type: ignore[attr-defined]
+        if activation not in ACT2FN:
+            raise ValueError(f"activation_function={activation!r} is unknown. Known: {', '.join(sorted(ACT2FN))}.")
         for kind in self.FEATURE_COUNTS.values():
             heads, width = self.num_heads_for(kind), self.hidden_size  # type: ignore[attr-defined]
             if width % heads:
@@ -167,7 +179,7 @@ class RFAConfigMixin:
 
     def validate_layer_type(self) -> None:
         """Check the lists of softmax layers; the layer types themselves are derived and always valid."""
-        self._check_sizes()
+        self._check_base_model()
         for name, kind in self.SOFTMAX_LAYERS.items():
             count, layers = self.num_layers_for(kind), getattr(self, name)
             if any(type(index) is not int or not 0 <= index < count for index in layers) or len(set(layers)) < len(
@@ -182,7 +194,7 @@ class RFAConfigMixin:
         Raises:
             ValueError: naming the field, its value, and what is allowed.
         """
-        self._check_sizes()
+        self._check_base_model()
         if self.feature_map not in FEATURE_MAPS:
             raise ValueError(
                 f"feature_map={self.feature_map!r} is unknown. Known: {', '.join(sorted(FEATURE_MAPS))}. For a map of your "
@@ -201,7 +213,7 @@ class RFAConfigMixin:
             ("feature_seed", 0, MAX_SEED, "other seeds draw the same as one of these"),
         ):
             value = getattr(self, name)
-            if not least <= value <= most:
+            if not isinstance(value, int) or not least <= value <= most:  # set by an old name, its type was not checked
                 raise ValueError(f"{name} must be from {least} to {most} ({meaning}), got {value}.")
         if not issubclass(feature_map, RandomFeatureMap) or issubclass(feature_map, ExponentialMap):
             for name in ("redraw_pool", "trainable_projection"):

@@ -265,8 +265,9 @@ class RFAHeadMixin:
     """Gives a head class of a family the RFA body."""
 
     body_class: type[Any]
+    config: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        self.model = self.body_class(config)
+        self.model = self.body_class(self.config)  # which a decoder alone may have copied and changed
         self.post_init()  # type: ignore[attr-defined]
