@@ -83,8 +83,7 @@ class Features(NamedTuple):
 
 
 #: Features of queries and keys by heads, [H, N, d]: φ(q) [H, N, F], φ(k) or None without keys, the shift or None
-#: (`Features.shift`), and the logarithm of the factor by which exp(q·k·s) exceeds φ(q)·φ(k), [H, N, 1]: computed for windowed
-#: maps only, None where nothing is known of it.
+#: (`Features.shift`), and the offset [H, N, 1] (`Features.offset`): of windowed maps only, None where it is ``window_shift``.
 HeadFeatures = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -428,19 +427,20 @@ class ProjectedFeatureMap(FeatureMap):
         dtype = compute_dtype(query.dtype)
         by_heads = None if key is None else to_heads(key.to(dtype))
         found = self.features(self.current_spec(dtype), to_heads(query.to(dtype)), by_heads, least_shift)
-        features, key_features, shift, log_factor = found
+        features, key_features, shift, offsets = found
         return Features(
             from_heads(features, query),
             query.new_empty(0) if key is None or key_features is None else from_heads(key_features, key),
-            self._offset(log_factor, query) if offset else None,
+            self._offset(offsets, query) if offset else None,
             shift,
         )
 
-    def _offset(self, log_factor: Tensor | None, query: Tensor) -> Tensor:
+    def _offset(self, offsets: Tensor | None, query: Tensor) -> Tensor:
         """Return `Features.offset` of queries [B, H, T, d]."""
-        if log_factor is None:
-            log_factor = self.window_shift.new_zeros(self.num_heads, query.shape[0] * query.shape[2], 1)
-        return from_heads(self.window_shift[:, None, None] - log_factor, query)
+        if offsets is None:
+            zeros = self.window_shift.new_zeros(self.num_heads, query.shape[0] * query.shape[2], 1)
+            offsets = self.window_shift[:, None, None] - zeros
+        return from_heads(offsets, query)
 
     def query(self, query: Tensor) -> Tensor:
         """Return the features of queries [B, H, T, d] as [B, H, T, F]."""

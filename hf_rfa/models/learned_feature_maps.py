@@ -139,9 +139,14 @@ class HedgehogMap(LearnedFeatureMap):
         if key is not None:
             key_exponent = self._both_signs(spec.key_linear(spec.key_input(key))) - self.log_scale[:, None, None]
             key_features, shift = exponentiate_keys(key_exponent, least_shift)
-        log_factor = change_by_shift(exponent, shift) if self.windowed else None
+        change = change_by_shift(exponent, shift) if self.windowed else None
         query_features, _ = exponentiate_queries(exponent if shift is None else exponent + shift)
-        return query_features, key_features, shift, log_factor
+        return (
+            query_features,
+            key_features,
+            shift,
+            None if change is None else self.window_shift[:, None, None] - change,
+        )
 
     @staticmethod
     def _both_signs(linear: Tensor) -> Tensor:

@@ -143,11 +143,11 @@ class GaussianMap(RandomFeatureMap):
                 exponent = key_input.square().sum(-1, keepdim=True) / 2 - self.log_scale[:, None, None]
                 factor, shift = exponentiate_keys(exponent, least_shift)
                 key_features = key_features * factor
-        log_factor = None
+        offset = None
         if self.windowed and not self.unit_norm:
-            log_factor = self._log_factor(query_input)
-            log_factor = log_factor if shift is None else log_factor + shift
-        return query_features, key_features, shift, log_factor
+            offset = self.window_shift[:, None, None] - self._log_factor(query_input)
+            offset = offset if shift is None else offset - shift
+        return query_features, key_features, shift, offset
 
     @staticmethod
     def _waves(phase: Tensor) -> Tensor:
@@ -226,11 +226,12 @@ class PositiveMap(RandomFeatureMap):
         key_features, shift = None, least_shift
         if key is not None:
             key_features, shift = exponentiate_keys(spec.key_linear(spec.key_input(key)), least_shift)
-        log_factor = change_by_shift(exponent, shift) if self.windowed and self.unit_norm else None
+        change = change_by_shift(exponent, shift) if self.windowed and self.unit_norm else None
         query_features, log_scale = exponentiate_queries(exponent if shift is None else exponent + shift)
+        offset = None if change is None else self.window_shift[:, None, None] - change
         if self.windowed and not self.unit_norm:
-            log_factor = self._log_factor(query, query_input, log_scale)
-        return query_features, key_features, shift, log_factor
+            offset = self._rest(query, query_input, self.window_shift) - log_scale
+        return query_features, key_features, shift, offset
 
     def key_exponent(self, key: Tensor) -> Tensor:
         """Return W'k̂ + b' − Σ e_i k̂_i² of keys [B, H, T, d], as [B, H, T, D]."""
@@ -244,12 +245,13 @@ class PositiveMap(RandomFeatureMap):
         """Return W' [H, D, d], b' [H, D] and 2e [H, d], None for ones."""
         return self.projection, self.feature_bias, None
 
-    def _log_factor(self, query: Tensor, query_input: Tensor, log_scale: Tensor) -> Tensor:
-        """Return the factor of queries [H, N, d], exp(``log_scale``) of which is that of φ(q)."""
-        constant = self.log_scale[:, None, None] - math.log(self.num_features)
+    def _rest(self, query: Tensor, query_input: Tensor, window_shift: Tensor | float) -> Tensor:
+        """Return the offset of queries [H, N, d] but for their scale: ‖q̂‖²/2 − q·μ s + ``window_shift`` − c + log D."""
+        rest = query_input.square().sum(-1, keepdim=True) / 2
         if self.reparametrizable:  # shifted keys change the kernel by exp(q·μ·s)
-            constant = constant + torch.bmm(query, self.key_shift[:, :, None].to(query.dtype)) * self.scaling
-        return log_scale - query_input.square().sum(-1, keepdim=True) / 2 + constant
+            rest = rest - torch.bmm(query, self.scaling * self.key_shift.to(query.dtype)[:, :, None])
+        constant = window_shift - self.log_scale + math.log(self.num_features)
+        return rest + constant.to(query.dtype)[:, None, None]
 
     def log_normalizer(self, query: Tensor) -> Tensor:
         """See `RandomFeatureMap.log_normalizer`."""
@@ -257,4 +259,4 @@ class PositiveMap(RandomFeatureMap):
         spec = self.current_spec(flat.dtype)
         query_input = spec.query_input(flat)
         _, log_scale = exponentiate_queries(spec.query_linear(query_input))
-        return from_heads(self._log_factor(flat, query_input, log_scale), query)
+        return from_heads(log_scale - self._rest(flat, query_input, 0.0), query)
