@@ -1,6 +1,6 @@
-"""Perplexity after conversion, by feature map and stage of training, beside the softmax parent: tables of docs/quality.md.
+"""Perplexity by feature map and stage of training, and of the base model: tables of benchmarks/results/short-training.md.
 
-    python -m benchmarks.quality MODEL --train TEXT --test NAME=TEXT [--test NAME=TEXT] --output docs/quality.json
+    python -m benchmarks.quality MODEL --train TEXT --test NAME=TEXT [--test NAME=TEXT] --output quality.json
 
 Every row is converted, calibrated on the training text, taught the parent's attention, and trained end to end: all rows on
 the same tokens in the same order, with as many optimiser steps. After each stage the perplexity of the test texts is
@@ -54,8 +54,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "exponential, F = 64": {"feature_map": "exponential", "num_features": 64},
     "exponential, F = 256": {"feature_map": "exponential", "num_features": 256},
     "exponential, gate": {"feature_map": "exponential", "gate": True},
-    "exponential, W = 16": {"feature_map": "exponential", "window": 16},
-    "exponential, W = 64": {"feature_map": "exponential", "window": 64},
+    "exponential, W = 16": {"feature_map": "exponential", "window_size": 16},
+    "exponential, W = 64": {"feature_map": "exponential", "window_size": 64},
 }
 #: Rows with a window are measured three times: whole, and each component alone.
 COMPONENTS: tuple[AttentionComponent, ...] = ("both", "linear", "window")
@@ -205,7 +205,7 @@ def main() -> None:
     console, results = Console(), []
     for row, seed in product(dict.fromkeys([SOFTMAX, *(arguments.row or ROWS)]), arguments.seed):
         for stage, folder in settings.stages(row, seed, stages):
-            for component in COMPONENTS if ROWS.get(row, {}).get("window") else COMPONENTS[:1]:
+            for component in COMPONENTS if ROWS.get(row, {}).get("window_size") else COMPONENTS[:1]:
                 if stage in stages:
                     name = row if component == "both" else f"{row}: {component} alone"
                     found = settings.measure(folder, component)

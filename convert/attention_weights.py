@@ -17,7 +17,7 @@ MIN_SIGNED_WEIGHT = 1e-9
 
 
 class ExactWindow(NamedTuple):
-    """What the weights of the last ``size`` keys are made of, where they are exact (`hf_rfa.models.sliding_window`).
+    """Inputs of the exact weights of the last ``size`` keys (`hf_rfa.models.sliding_window`).
 
     Attributes:
         size: W, the query's own position included.

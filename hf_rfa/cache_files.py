@@ -114,7 +114,7 @@ def _parts(cache: Cache) -> dict[str, list[Any]]:
 
 
 def _describe(layer: Any) -> tuple[str, dict[str, Any]]:
-    """Return what a layer is, and what it knows beside its tensors."""
+    """Return the kind of a layer, and its facts other than tensors."""
     holds = getattr(layer, "holds", None)
     if holds == RFASourceLayer.holds:
         return "source state", {"length": layer.cumulative_length, "rows": layer.rows_per_state}

@@ -35,7 +35,8 @@ def interpolate_positions(embedding: nn.Embedding, count: int) -> Tensor:
 
     Position p of the new table lies at p (n − 1) / (count − 1) of the old one of n rows. Sequences that fitted before see
     other positions too. Of six ways tried without training it gave the best perplexity on long sequences, and none gave a
-    better one within the old range (docs/conversion.md). Rows before position 0, which BART's tables have, are kept.
+    better one within the old range (benchmarks/results/positions.md). Rows before position 0, which BART's tables have, are
+    kept.
     """
     offset = int(getattr(embedding, "offset", 0))
     kept, learned = embedding.weight.data[:offset], embedding.weight.data[offset:].float()
@@ -125,7 +126,7 @@ def register_family(family: Family) -> None:
         raise ValueError(f"{config.__name__} has no RFA fields. Mix RFAConfigMixin or RFASeq2SeqConfigMixin into it.")
     auto_models = family.auto_models
     AutoConfig.register(config.model_type, config)
-    # `save_pretrained` then puts these classes' modules beside the weights, for machines without this package.
+    # `save_pretrained` then copies these classes' modules into the checkpoint, for machines without this package.
     config.register_for_auto_class()
     config.AUTO_MAP = {"AutoConfig": _place(config)}
     for auto_class, model in auto_models.items():

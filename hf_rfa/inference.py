@@ -109,7 +109,7 @@ def load_model(
         name_loss(model)
     tokenizer, problem = load_tokenizer(source)
     if tokenizer is None and need_tokenizer:
-        raise InputError(f"{name}: {problem}. Put the tokenizer's files beside the weights.")
+        raise InputError(f"{name}: {problem}. Put the tokenizer's files into the checkpoint's folder.")
     if tokenizer is not None:
         check_vocabulary(tokenizer, config, name)
     return model.eval(), tokenizer
@@ -125,7 +125,7 @@ def check_vocabulary(tokenizer: Any, config: Any, name: str) -> None:
     if len(tokenizer) > config.vocab_size:
         raise InputError(
             f"{name}: its tokenizer has {len(tokenizer)} entries, but the model's vocabulary has {config.vocab_size}: they "
-            "do not belong together. Put the model's own tokenizer beside the weights."
+            "do not belong together. Put the model's own tokenizer into the checkpoint's folder."
         )
 
 
@@ -142,7 +142,7 @@ def load_tokenizer(source: str | Path) -> tuple[Any, str | None]:
 
 @dataclass(frozen=True)
 class Generation:
-    """What one call of `generate_text` did.
+    """Texts and figures of one call of `generate_text`.
 
     Attributes:
         texts: the new text for each prompt.

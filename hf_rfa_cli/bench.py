@@ -73,7 +73,7 @@ def bench_command(
     if device == "cpu" and (warning := load.warning()):
         warn(warning)
     longest = max(max(each) for each in [*chosen.values(), sizes["sources"] if config.is_encoder_decoder else [0]])
-    given = {"feature_map": feature_map, "num_features": num_features, "window": window_size, "gate": gate}
+    given = {"feature_map": feature_map, "num_features": num_features, "window_size": window_size, "gate": gate}
     try:
         torch.empty(0, device=device)  # before models are made for one that is not there
         options = {name: value for name, value in given.items() if value}

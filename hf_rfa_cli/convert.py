@@ -20,7 +20,7 @@ from .options import Overwrite, References, Resume, UsageError, number, text_fil
 #: What convert/options.py defines, read by its path: importing it as a module of `hf_rfa` would load torch.
 _PACKAGE: Any = find_spec("hf_rfa")
 OPTIONS = SimpleNamespace(**runpy.run_path(f"{_PACKAGE.submodule_search_locations[0]}/convert/options.py"))
-#: Options whose defaults depend on attention transfer. A gate gains nothing beside a window.
+#: Options whose defaults depend on attention transfer. A gate gains nothing with a window.
 DEPENDENT_DEFAULTS = {
     "feature_map": "Default: positive; exponential with --transfer-steps.",
     "gate": "Default: with --transfer-steps and no window.",

@@ -31,7 +31,7 @@ def generate_command(
     num_beams: Beams = 1,
     sample: Annotated[bool, typer.Option("--sample/--greedy", help="Sample, or take the likeliest token.")] = False,
     temperature: Annotated[float, number("Of the sampling.", above=0)] = 1.0,
-    top_k: Annotated[int, number("Sample from so many likeliest tokens; 0 for all.", 0)] = 50,
+    top_k: Annotated[int, number("Sample from the likeliest tokens, this many; 0 for all.", 0)] = 50,
     top_p: Annotated[
         float,
         number("Sample from the likeliest tokens of this total probability.", most=1, above=0),

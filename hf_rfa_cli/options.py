@@ -1,4 +1,4 @@
-"""What commands have in common: options that mean the same in several of them, and what values options may have."""
+"""Options that several commands share, and the values that options may have."""
 
 from __future__ import annotations
 

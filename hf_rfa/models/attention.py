@@ -128,7 +128,7 @@ class RFAPreTrainedMixin:
 
 
 class CausalState(NamedTuple):
-    """What causal attention keeps between tokens.
+    """State of causal attention between tokens.
 
     Attributes:
         state: the recurrent state (`hf_rfa.models.linear_attention.state_shape`), or None at the start.

@@ -26,7 +26,7 @@ MAX_RECORDED_STEPS = 512
 
 
 class RecordedStep(NamedTuple):
-    """What a step added to a layer's tensors, so that `RFALayer.crop` can add a part of it again.
+    """Additions of one step to a layer's tensors, of which `RFALayer.crop` can add a part again.
 
     Attributes:
         key_features: φ(k) of the tokens that joined the state, [B, H, T, F].
@@ -153,7 +153,7 @@ class RFALayer(CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (number of keys, offset) as a growing layer would, for the masks of softmax layers beside this one."""
+        """Return (number of keys, offset) as a growing layer would, for the masks of the model's softmax layers."""
         return self.cumulative_length + query_length, 0
 
     def offload(self) -> None:

@@ -48,7 +48,7 @@ class RFAConfigMixin:
         gate: multiply the state by a learned gate per head and token (RFA-Gate).
         window_size: W, the number of last tokens (the query's own included) that causal attention sees exactly, by softmax
             under one normaliser with the features of all tokens before them; 0 for features alone, at most the model's
-            positions. The cache holds their keys and values beside the state.
+            positions. The cache holds their keys and values next to the state.
         softmax_layers: indices of layers that stay softmax attention; their cache grows with the text.
         chunk_size: tokens that prefill and training handle at once in the quadratic form.
         state_dtype: dtype of the recurrent state, "float32" or "float64" (at least the model's own precision is kept).

@@ -1,4 +1,4 @@
-"""What RFA models with an encoder and a decoder have in common: attention, encoder, decoder, body.
+"""The common part of RFA models with an encoder and a decoder: attention, encoder, decoder, body.
 
 BART and the models that descend from it (Marian, mBART, …) have the same attention, and encoders and decoders that differ in
 embeddings and norms only. A family mixes these classes into its own; see `modeling_rfa_bart`.
@@ -112,7 +112,7 @@ def _no_mask(device: torch.device) -> Tensor:
 
 
 class _RFAStack:
-    """What an encoder and a decoder have in common."""
+    """The common part of an encoder and a decoder."""
 
     attention_class: type[RFASeq2SeqAttention]
     config: Any

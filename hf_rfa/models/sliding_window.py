@@ -37,7 +37,7 @@ def window_shape(size: int, head_dim: int) -> tuple[int, int]:
 
 
 class WindowInputs(NamedTuple):
-    """What enters the window with some tokens.
+    """Inputs of the window from some tokens.
 
     Attributes:
         rows: keys, values and log-weights, [B, H, T, d + M + 1]; M is d, or whatever width the values have.
