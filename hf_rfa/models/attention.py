@@ -303,7 +303,8 @@ class RFAAttentionMixin(nn.Module):
         recorded = None
         if recording:
             recorded = RecordedStep(torch.cat(key_features, dim=-2), value, log_decay, input_scale, floor, None)
-        return torch.cat(outputs, dim=-2), CausalState(state, None), recorded
+        output = torch.cat(outputs, dim=-2) if in_segments else outputs[0]
+        return output, CausalState(state, None), recorded
 
     def _attend_segment(
         self,
