@@ -49,7 +49,9 @@ def test_a_cropped_state_is_that_of_the_tokens_that_stay(name, before, lengths, 
     removed = round(share * recorded)
     ids = torch.randint(0, 39, (2, before + recorded + 3), generator=torch.Generator().manual_seed(recorded))
     mask = torch.ones_like(ids)
-    mask[0, 0] = 0 if padded else 1
+    if padded:  # among the tokens that are removed, too
+        mask[0, 0] = 0
+        mask[1, before + recorded // 2 : before + recorded : 2] = 0
     more = ids[:, -3:]
 
     def read(cache, start, stop, tokens=ids):

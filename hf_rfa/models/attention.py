@@ -458,8 +458,3 @@ class RFAAttentionMixin(nn.Module):
             layer.fill(state, length=encoder_hidden_states.shape[1], rows_per_state=beams)
             past_key_values.is_updated[self.rfa_layer_idx] = True
         return output, attn_weights
-
-
-def rfa_layers(model: nn.Module) -> dict[str, RFAAttentionMixin]:
-    """Return a model's RFA attention modules by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, RFAAttentionMixin)}

@@ -256,8 +256,10 @@ class FeatureMap(nn.Module, ABC):
             offset: also return the offset, for a map that comes with a sliding window.
         """
         keys = query.new_empty(0) if key is None else self.key(key)
-        zeros = query.new_zeros(*query.shape[:-1], 1, dtype=compute_dtype(query.dtype))
-        return Features(self.query(query), keys, self.window_shift[:, None, None] - zeros if offset else None, None)
+        features, offsets = self.query(query), None
+        if offset:
+            offsets = self.window_shift[:, None, None] + features.new_zeros(*features.shape[:-1], 1)
+        return Features(features, keys, offsets, None)
 
     def key_exponent(self, key: Tensor) -> Tensor:
         """Return the exponents of keys [B, H, T, d] without c, [B, H, T, F or 1], for maps with ``has_exponent``."""
