@@ -1,0 +1,21 @@
+"""Recall: what a converted model still knows of its context, which perplexity does not show.
+
+`recall_suite` runs every probe on a model, on its softmax teacher, and on the teacher with a sliding window and sinks of the
+same bytes.
+"""
+
+from .report import draw_report, markdown_table, report_table
+from .suite import FULL, QUICK, Effort, RecallReport, recall_suite
+from .window_control import window_and_sinks
+
+__all__ = [
+    "FULL",
+    "QUICK",
+    "Effort",
+    "RecallReport",
+    "draw_report",
+    "markdown_table",
+    "recall_suite",
+    "report_table",
+    "window_and_sinks",
+]

@@ -1,0 +1,67 @@
+"""What a model keeps of the tokens that it has read: bytes by kind, measured on its cache, and their worth in tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from hf_rfa.models.cache_rfa import RFALayer
+
+#: Tokens after which the growth of a cache is measured.
+SHORT, LONG = 8, 16
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """Bytes of a model's cache for one sequence, in the precision that it runs in.
+
+    Attributes:
+        state: recurrent states of all layers.
+        window: keys, values and weights of the sliding windows.
+        per_token: keys and values that softmax layers add with every token.
+    """
+
+    state: int
+    window: int
+    per_token: int
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that do not grow."""
+        return self.state + self.window
+
+    def after(self, tokens: int) -> int:
+        """Return the bytes after some tokens."""
+        return self.fixed + self.per_token * tokens
+
+    def worth(self, other: CacheMemory, tokens: int) -> float:
+        """Return how many tokens of another model's growing cache the bytes after some tokens would hold."""
+        return self.after(tokens) / other.per_token
+
+
+@torch.no_grad()
+def cache_memory(model: PreTrainedModel) -> CacheMemory:
+    """Return the memory of a causal model's cache, by reading `LONG` tokens with it."""
+    cache = DynamicCache(config=model.config)
+    ids = torch.zeros(1, LONG, dtype=torch.long, device=model.device)
+    model(ids[:, :SHORT], past_key_values=cache, use_cache=True)
+    before = _growing_bytes(cache)
+    model(ids[:, SHORT:], past_key_values=cache, use_cache=True)
+    states = windows = 0
+    for layer in cache.layers:
+        if getattr(layer, "holds", None) == RFALayer.holds:
+            states += _bytes(layer.state)
+            windows += _bytes(layer.window_cache)
+    return CacheMemory(states, windows, (_growing_bytes(cache) - before) // (LONG - SHORT))
+
+
+def _growing_bytes(cache: DynamicCache) -> int:
+    return sum(_bytes(getattr(layer, name, None)) for layer in cache.layers for name in ("keys", "values"))
+
+
+def _bytes(tensor: Any) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()

@@ -1,0 +1,106 @@
+"""How well a causal language model predicts chosen tokens of rows that it reads once."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+#: Tokens that a model reads at once, unless a row alone is longer.
+BATCH_TOKENS = 4096
+#: Logits that are held at once, unless those of a row alone are more.
+BATCH_LOGITS = 2**26
+#: Logits of which the softmax is computed at once.
+SOFTMAX_LOGITS = 2**24
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sequences of tokens, and which of them a model has to predict from those before.
+
+    Attributes:
+        ids: token ids, [N, T], padded at the end with any id.
+        scored: [N, T], True for the tokens to be predicted; never the first of a row.
+    """
+
+    ids: Tensor
+    scored: Tensor
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Predictions of tokens, [N, T] each; what was not to be scored is 0.
+
+    Attributes:
+        nats: negative log-likelihood, float64.
+        correct: whether the token is the most likely one.
+        scored: which tokens were to be predicted.
+    """
+
+    nats: Tensor
+    correct: Tensor
+    scored: Tensor
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the tokens predicted correctly."""
+        return float(self.correct.sum() / self.scored.sum())
+
+    @property
+    def exact(self) -> float:
+        """Share of the rows of which every scored token is predicted: those that greedy decoding would complete."""
+        return float((self.correct | ~self.scored).all(1).double().mean())
+
+    @property
+    def mean_nats(self) -> float:
+        """Mean negative log-likelihood per token."""
+        return float(self.nats.sum() / self.scored.sum())
+
+    @property
+    def row_nats(self) -> float:
+        """Mean negative log-likelihood of all scored tokens of a row together."""
+        return float(self.nats.sum(1).mean())
+
+    def among(self, chosen: Tensor) -> TokenScores:
+        """Return the scores of the scored tokens that are chosen as well, [N, T]."""
+        chosen = chosen & self.scored
+        return TokenScores(self.nats * chosen, self.correct & chosen, chosen)
+
+
+@torch.no_grad()
+def score_tokens(model: PreTrainedModel, rows: Rows) -> TokenScores:
+    """Return how well a model predicts the scored tokens of some rows.
+
+    Args:
+        model: a causal language model, softmax or RFA, in evaluation mode.
+        rows: the tokens. Their logits are computed where a token is to be predicted, and nowhere else.
+    """
+    length, vocab_size = rows.ids.shape[1], model.get_input_embeddings().num_embeddings
+    columns = int(rows.scored.any(0).sum())
+    size = max(1, min(BATCH_TOKENS // length, BATCH_LOGITS // (vocab_size * columns)))
+    found = [_score_batch(model, ids, scored) for ids, scored in zip(rows.ids.split(size), rows.scored.split(size))]
+    nats, correct = (torch.cat(each) for each in zip(*found, strict=True))
+    return TokenScores(nats, correct, rows.scored)
+
+
+def _score_batch(model: PreTrainedModel, ids: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (nats, correct) of a batch, [N, T] each."""
+    columns = scored.any(0).nonzero()[:, 0]  # [C]
+    places = (columns - 1).to(model.device)
+    some = "logits_to_keep" in inspect.signature(model.forward).parameters
+    options = {"logits_to_keep": places} if some else {}
+    logits = model(input_ids=ids.to(model.device), use_cache=False, **options).logits
+    logits = logits if some else logits[:, places]  # [N, C, V]
+    targets = ids[:, columns].to(logits.device)
+    step = max(1, SOFTMAX_LOGITS // (logits.shape[0] * logits.shape[2]))
+    pairs = list(zip(logits.split(step, 1), targets.split(step, 1), strict=True))
+    losses = [F.cross_entropy(some.float().mT, target, reduction="none") for some, target in pairs]
+    hits = [some.argmax(-1) == target for some, target in pairs]
+    nats = torch.zeros(ids.shape, dtype=torch.float64)
+    correct = torch.zeros(ids.shape, dtype=torch.bool)
+    nats[:, columns], correct[:, columns] = torch.cat(losses, 1).double().cpu(), torch.cat(hits, 1).cpu()
+    return nats * scored, correct & scored

@@ -1,0 +1,335 @@
+"""The recall suite: every probe on a model, on its softmax teacher, and on the teacher with a window of the same bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_rfa.errors import InputError
+
+from .generation import WrittenText, agreement, greedy, nats_of, repeated_ngrams, sampled
+from .memory import cache_memory
+from .probes import DEPTHS, Texts, blocks, needle, noise, phone_book, random_tokens, repeated, seen_bigrams
+from .scoring import Rows, score_tokens
+from .window_control import window_and_sinks
+
+#: Most tokens of a row, unless asked for: beyond, a pass over a text costs more than it tells.
+LONGEST = 2048
+#: Entries of the phone books.
+ENTRIES = (5, 10, 20, 40)
+#: Tokens of a haystack at least, and so of a model's positions.
+SHORTEST = 128
+#: Tokens of text that a model continues.
+PROMPT_TOKENS = 128
+#: First tokens that the window of the same bytes keeps.
+SINKS = 4
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is read.
+
+    Attributes:
+        text_tokens: tokens of the text scored at each context length.
+        repeated_tokens: tokens of each length of repetitions.
+        books: phone books of each size.
+        needles: most haystacks of each length and depth; of long ones there are fewer, see `needles_of`.
+        prompts: prompts that are continued.
+        new_tokens: tokens of a continuation.
+        every: which of the lengths are tried: every first, second or third, from the longest down.
+    """
+
+    text_tokens: int = 8192
+    repeated_tokens: int = 8192
+    books: int = 64
+    needles: int = 8
+    prompts: int = 16
+    new_tokens: int = 64
+    every: int = 1
+
+    def needles_of(self, length: int) -> int:
+        """Return the number of haystacks of a length and depth."""
+        return max(1, min(self.needles, self.needles * 256 // length, 2048 // length + self.needles // 8))
+
+
+FULL = Effort()
+QUICK = Effort(text_tokens=4096, repeated_tokens=2048, books=16, needles=2, prompts=4, new_tokens=32, every=2)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One setting of a probe: rows of tokens, and what is reported of them.
+
+    Attributes:
+        name: of the probe.
+        setting: in words, such as "20 entries".
+        rows: the tokens.
+        chance: accuracy of a guess.
+        whole: whether all scored tokens of a row count together, as the digits of a number do.
+    """
+
+    name: str
+    setting: str
+    rows: Rows
+    chance: float
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The result of one setting of a probe for one model.
+
+    Attributes:
+        probe: name of the probe.
+        setting: in words.
+        accuracy: share of the tokens, or of the whole answers, that the model gives the highest probability; None for text.
+        nats: mean negative log-likelihood per token, or of the whole answer.
+        chance: accuracy of a guess.
+        count: tokens or answers scored.
+    """
+
+    probe: str
+    setting: str
+    accuracy: float | None
+    nats: float
+    chance: float | None
+    count: int
+
+
+@dataclass
+class Column:
+    """All results of one model.
+
+    Attributes:
+        name: what the column is called.
+        memory: bytes after the longest text, in tokens of the teacher's cache; None without a teacher.
+        num_bytes: the same in bytes.
+        figures: by probe and setting.
+        written: figures of generation; None where it was left out.
+    """
+
+    name: str
+    memory: float | None
+    num_bytes: int
+    figures: list[Figure] = field(default_factory=list)
+    written: WrittenText | None = None
+
+
+@dataclass
+class RecallReport:
+    """Results of the suite.
+
+    Attributes:
+        columns: one per model.
+        seed: of all that is drawn.
+        protocol: what was read, in words.
+        skipped: probes that did not apply, and why.
+    """
+
+    columns: list[Column]
+    seed: int
+    protocol: str
+    skipped: dict[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as numbers and texts for JSON."""
+        return asdict(self)
+
+
+def powers_of_two(first: int, last: int) -> list[int]:
+    """Return the powers of two from ``first`` to ``last``."""
+    return [2**k for k in range(math.ceil(math.log2(first)), int(math.log2(max(1, last))) + 1)]
+
+
+def make_probes(
+    tokenizer: Any, positions: int, text: Tensor | None, effort: Effort, seed: int
+) -> tuple[list[Probe], dict[str, str]]:
+    """Return the rows of all probes for a model, and why some are left out.
+
+    Args:
+        tokenizer: the model's.
+        positions: most tokens of a row.
+        text: token ids of a real text, [N], or None.
+        effort: how much is read.
+        seed: of all that is drawn.
+    """
+    texts, probes, skipped = Texts(tokenizer), [], {}
+    words = sorted(set(range(tokenizer.vocab_size)) - set(tokenizer.all_special_ids))
+
+    def lengths(first: int, last: int) -> list[int]:
+        return sorted(powers_of_two(first, last)[:: -effort.every])
+
+    for length in lengths(16, positions // 2):
+        first = random_tokens(words, length, max(2, effort.repeated_tokens // (2 * length)), Random(f"{seed} random {length}"))
+        probes.append(Probe("random tokens again", f"{length} tokens", repeated(first), 1 / len(words)))
+    for entries in ENTRIES:
+        rows = phone_book(texts, entries, effort.books, Random(f"{seed} book {entries}"))
+        if rows.ids.shape[1] > positions:
+            skipped[f"phone book, {entries} entries"] = f"{rows.ids.shape[1]} tokens, but only {positions} positions"
+            continue
+        probes.append(Probe("phone book", f"{entries} entries", rows, 1 / 900, whole=True))
+    hays = {"noise": noise(texts, positions, Random(f"{seed} noise"))}
+    if text is not None:
+        hays["text"] = text.tolist()
+    for kind, hay in hays.items():
+        for length in lengths(SHORTEST, positions):
+            for depth in DEPTHS:
+                rows = needle(texts, hay, length, depth, effort.needles_of(length), Random(f"{seed} {kind} {length} {depth}"))
+                probes.append(Probe(f"needle in {kind}", f"{length} tokens, depth {depth:g}", rows, 1 / 900, whole=True))
+    if text is None:
+        reason = "no text was given"
+        skipped |= {name: reason for name in ("text again", "needle in text", "text", "generation")}
+        return probes, skipped
+    for length in lengths(64, positions // 2):
+        rows = blocks(text, length, max(2, effort.repeated_tokens // (2 * length)))
+        if len(rows.ids):
+            probes.append(Probe("text again", f"{length} tokens", repeated(rows.ids), 1 / len(words)))
+        else:
+            skipped[f"text again, {length} tokens"] = f"the text has {len(text)} tokens"
+    for length in lengths(SHORTEST, positions):
+        rows = blocks(text, length, max(1, effort.text_tokens // length))
+        if len(rows.ids):
+            probes.append(Probe("text", f"context {length}", rows, 0.0))
+        else:
+            skipped[f"text, context {length}"] = f"the text has {len(text)} tokens"
+    return probes, skipped
+
+
+def run_probe(model: PreTrainedModel, probe: Probe) -> Iterator[Figure]:
+    """Yield the results of one probe: one, or for text that of all tokens, of seen bigrams and of the others."""
+    scores = score_tokens(model, probe.rows)
+    about = {"probe": probe.name, "setting": probe.setting}
+    if probe.name == "text":
+        seen = seen_bigrams(probe.rows.ids)
+        for kind, some in (("", scores), (", seen bigrams", scores.among(seen)), (", others", scores.among(~seen))):
+            if some.scored.any():
+                setting = probe.setting + kind
+                yield Figure(probe.name, setting, None, some.mean_nats, None, int(some.scored.sum()))
+    elif probe.whole:
+        yield Figure(**about, accuracy=scores.exact, nats=scores.row_nats, chance=probe.chance, count=len(probe.rows.ids))
+    else:
+        count = int(scores.scored.sum())
+        yield Figure(**about, accuracy=scores.accuracy, nats=scores.mean_nats, chance=probe.chance, count=count)
+
+
+def recall_suite(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    teacher: PreTrainedModel | None = None,
+    text: Tensor | None = None,
+    controls: Sequence[tuple[int, int]] | None = None,
+    max_length: int | None = None,
+    effort: Effort = FULL,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> RecallReport:
+    """Measure what a causal model recalls of its context, beside its teacher and a window of the same bytes.
+
+    Args:
+        model: a causal language model, RFA or softmax, in evaluation mode.
+        tokenizer: its tokenizer.
+        teacher: the softmax model that it was made from, or None.
+        text: token ids of a text that the model has not been trained on, [N]; without one the probes of text are left out.
+        controls: (window, sinks) of models to compare with, which are the teacher, or the model itself where there is no
+            teacher, limited to that view. None compares with a window of the same bytes and `SINKS` sinks where there is a
+            teacher, and with none where there is not.
+        max_length: most tokens of a row; None takes the model's positions, but at most `LONGEST`.
+        effort: how much is read.
+        seed: of all that is drawn.
+        progress: called with (settings done, settings in all).
+
+    Returns:
+        The figures, the same to the last digit for the same seed on the same machine.
+
+    Raises:
+        InputError: for a model with an encoder, without enough positions, or whose teacher is another kind of model.
+    """
+    length = check_model(model, tokenizer, teacher, max_length)
+    probes, skipped = make_probes(tokenizer, length, text, effort, seed)
+    own = cache_memory(model)
+    base = own if teacher is None else cache_memory(teacher)
+    columns: list[tuple[Column, PreTrainedModel, tuple[int, int] | None]] = []
+
+    def add(name: str, each: PreTrainedModel, num_bytes: int, view: tuple[int, int] | None = None) -> None:
+        worth = num_bytes / base.per_token if base.per_token else None
+        columns.append((Column(name, worth, num_bytes), each, view))
+
+    if teacher is not None:
+        add("softmax", teacher, base.after(length))
+    if controls is None:
+        controls = [] if teacher is None else [(max(1, round(own.after(length) / base.per_token) - SINKS), SINKS)]
+    for window, sinks in controls:
+        name = f"window {window} + {sinks} sinks"
+        add(name, teacher or model, base.per_token * min(length, window + sinks), (window, sinks))
+    add("this model", model, own.after(length))
+
+    prompts = None if text is None else blocks(text, PROMPT_TOKENS, effort.prompts).ids
+    has_prompts = prompts is not None and len(prompts) > 0 and PROMPT_TOKENS + effort.new_tokens <= length
+    if text is not None and not has_prompts:
+        skipped["generation"] = f"it needs {PROMPT_TOKENS + effort.new_tokens} tokens of text and positions"
+    total, done = len(columns) * (len(probes) + has_prompts), 0
+    wanted: Tensor | None = None
+    for column, each, view in columns:
+        with nullcontext() if view is None else window_and_sinks(each, *view):
+            for probe in probes:
+                column.figures += run_probe(each, probe)
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+            if prompts is not None and has_prompts:
+                best, drawn = greedy(each, prompts, effort.new_tokens), sampled(each, prompts, effort.new_tokens, seed)
+        if prompts is not None and has_prompts:
+            wanted = best if each is teacher and view is None else wanted
+            same = None if wanted is None else agreement(best, wanted)
+            nats = None if teacher is None else nats_of(teacher, prompts, drawn)
+            column.written = WrittenText(same, nats, repeated_ngrams(drawn))
+            done += 1
+            if progress is not None:
+                progress(done, total)
+    protocol = (
+        f"rows of at most {length} tokens; {effort.text_tokens:,} tokens of text per context length, the first of a row not "
+        f"counted; {effort.books} phone books of each size; up to {effort.needles} needles of each length at {len(DEPTHS)} "
+        f"depths; {effort.prompts} prompts of {PROMPT_TOKENS} tokens continued by {effort.new_tokens}; seed {seed}"
+    )
+    return RecallReport([column for column, _, _ in columns], seed, protocol, skipped)
+
+
+def check_model(model: Any, tokenizer: Any, teacher: Any, max_length: int | None) -> int:
+    """Return the most tokens of a row.
+
+    Raises:
+        InputError: if the probes cannot be run on a model.
+    """
+    if model.config.is_encoder_decoder:
+        raise InputError(
+            "the recall suite is for decoders that stand alone: its probes are texts to be continued. For a model with an "
+            "encoder use --task translation or --task summarization."
+        )
+    if tokenizer is None:
+        raise InputError(
+            "the recall suite needs the model's tokenizer: phone books and needles are texts. Put its files into the folder."
+        )
+    positions = getattr(model.config, "max_position_embeddings", None) or LONGEST
+    length = min(positions, max_length or LONGEST)
+    if max_length is not None and max_length > positions:
+        raise InputError(f"rows of {max_length} tokens are longer than the model's {positions} positions.")
+    if length < SHORTEST:
+        raise InputError(
+            f"the model has {positions} positions, but the recall suite needs rows of at least {SHORTEST} tokens: its "
+            "shortest haystack."
+        )
+    if teacher is not None and teacher.config.vocab_size != model.config.vocab_size:
+        raise InputError(
+            f"the teacher has {teacher.config.vocab_size} tokens and the model {model.config.vocab_size}: they do not belong "
+            "together."
+        )
+    return length
