@@ -27,6 +27,7 @@ LAYERS = [
     ["hf_rfa"],
     ["hf_rfa.convert"],
     ["hf_rfa.finetune"],
+    ["hf_rfa.recall"],
     ["hf_rfa.bench"],
     ["hf_rfa_cli"],
     ["hf_rfa.cli"],

@@ -52,7 +52,8 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
     before = _growing_bytes(cache)
     model(ids[:, SHORT:], past_key_values=cache, use_cache=True)
     states = windows = 0
-    for layer in cache.layers:
+    layers: list[Any] = cache.layers
+    for layer in layers:
         if getattr(layer, "holds", None) == RFALayer.holds:
             states += _bytes(layer.state)
             windows += _bytes(layer.window_cache)

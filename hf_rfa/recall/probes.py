@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -19,11 +20,15 @@ from torch import Tensor
 from .scoring import Rows
 
 #: What the phone book's entries and the needles are named by: common words, a single token for most tokenizers.
-NAMES = tuple(
-    "Alice Anna Arthur Ben Carl Charles Daniel David Edward Emma Eric Frank George Grace Harry Helen Henry Jack James Jane "
-    "John Joseph Julia Kate Kevin Laura Lewis Louis Lucy Maria Mark Martin Mary Max Michael Neil Oliver Oscar Paul Peter "
-    "Philip Ralph Richard Robert Rose Sam Sarah Simon Sophie Stephen Susan Thomas Tom Victor Walter William".split()
+# fmt: off
+NAMES = (
+    "Alice", "Anna", "Arthur", "Ben", "Carl", "Charles", "Daniel", "David", "Edward", "Emma", "Eric", "Frank",
+    "George", "Grace", "Harry", "Helen", "Henry", "Jack", "James", "Jane", "John", "Joseph", "Julia", "Kate", "Kevin",
+    "Laura", "Lewis", "Louis", "Lucy", "Maria", "Mark", "Martin", "Mary", "Max", "Michael", "Neil", "Oliver", "Oscar",
+    "Paul", "Peter", "Philip", "Ralph", "Richard", "Robert", "Rose", "Sam", "Sarah", "Simon", "Sophie", "Stephen",
+    "Susan", "Thomas", "Tom", "Victor", "Walter", "William",
 )
+# fmt: on
 #: What the noise around a needle consists of.
 NOISE = (
     "The river is wide. ",
@@ -97,7 +102,7 @@ def seen_bigrams(ids: Tensor) -> Tensor:
     found = torch.zeros_like(ids, dtype=torch.bool)
     for row, tokens in enumerate(ids.tolist()):
         seen: set[tuple[int, int]] = set()
-        for place, bigram in enumerate(zip(tokens, tokens[1:], strict=False), start=1):
+        for place, bigram in enumerate(pairwise(tokens), start=1):
             found[row, place] = bigram in seen
             seen.add(bigram)
     return found

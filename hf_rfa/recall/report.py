@@ -61,9 +61,9 @@ def _number(value: float | None, shown: str) -> str:
 
 #: What the numbers of the table are.
 LEGEND = (
-    "text: perplexity, of all tokens, of those whose bigram occurred before in the row, and of the others. All else: % of the "
-    "tokens, of the numbers in the phone book or of the needles that the model gives the highest probability, and in brackets "
-    "nats per token, or per number."
+    "text: perplexity, of all tokens, of those whose bigram occurred before in the row, and of the others. All else: % of "
+    "the tokens, of the numbers in the phone book or of the needles that the model gives the highest probability, and in "
+    "brackets nats per token, or per number."
 )
 
 
@@ -101,7 +101,9 @@ def draw_report(report: RecallReport, path: Path) -> None:
         return 100 * _accuracy(figures)
 
     _panel(panels[0], report, "text", "perplexity by context", exp_nats)
-    for panel, name in zip(panels[1:5], ("random tokens again", "text again", "phone book", "needle in text"), strict=True):
+    for panel, name in zip(
+        panels[1:5], ("random tokens again", "text again", "phone book", "needle in text"), strict=True
+    ):
         _panel(panel, report, name, f"{name}: % right by length", percent)
     _panel(panels[5], report, "needle in text", "needle in text: % right by depth", percent, by_depth=True)
     for panel in panels:

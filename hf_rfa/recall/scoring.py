@@ -79,10 +79,14 @@ def score_tokens(model: PreTrainedModel, rows: Rows) -> TokenScores:
         model: a causal language model, softmax or RFA, in evaluation mode.
         rows: the tokens. Their logits are computed where a token is to be predicted, and nowhere else.
     """
-    length, vocab_size = rows.ids.shape[1], model.get_input_embeddings().num_embeddings
+    length, embeddings = rows.ids.shape[1], model.get_input_embeddings()
+    vocab_size = int(embeddings.num_embeddings)  # type: ignore[arg-type]
     columns = int(rows.scored.any(0).sum())
     size = max(1, min(BATCH_TOKENS // length, BATCH_LOGITS // (vocab_size * columns)))
-    found = [_score_batch(model, ids, scored) for ids, scored in zip(rows.ids.split(size), rows.scored.split(size))]
+    found = [
+        _score_batch(model, ids, scored)
+        for ids, scored in zip(rows.ids.split(size), rows.scored.split(size), strict=True)
+    ]
     nats, correct = (torch.cat(each) for each in zip(*found, strict=True))
     return TokenScores(nats, correct, rows.scored)
 

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -168,7 +167,9 @@ def make_probes(
         return sorted(powers_of_two(first, last)[:: -effort.every])
 
     for length in lengths(16, positions // 2):
-        first = random_tokens(words, length, max(2, effort.repeated_tokens // (2 * length)), Random(f"{seed} random {length}"))
+        first = random_tokens(
+            words, length, max(2, effort.repeated_tokens // (2 * length)), Random(f"{seed} random {length}")
+        )
         probes.append(Probe("random tokens again", f"{length} tokens", repeated(first), 1 / len(words)))
     for entries in ENTRIES:
         rows = phone_book(texts, entries, effort.books, Random(f"{seed} book {entries}"))
@@ -182,8 +183,12 @@ def make_probes(
     for kind, hay in hays.items():
         for length in lengths(SHORTEST, positions):
             for depth in DEPTHS:
-                rows = needle(texts, hay, length, depth, effort.needles_of(length), Random(f"{seed} {kind} {length} {depth}"))
-                probes.append(Probe(f"needle in {kind}", f"{length} tokens, depth {depth:g}", rows, 1 / 900, whole=True))
+                rows = needle(
+                    texts, hay, length, depth, effort.needles_of(length), Random(f"{seed} {kind} {length} {depth}")
+                )
+                probes.append(
+                    Probe(f"needle in {kind}", f"{length} tokens, depth {depth:g}", rows, 1 / 900, whole=True)
+                )
     if text is None:
         reason = "no text was given"
         skipped |= {name: reason for name in ("text again", "needle in text", "text", "generation")}
@@ -214,7 +219,9 @@ def run_probe(model: PreTrainedModel, probe: Probe) -> Iterator[Figure]:
                 setting = probe.setting + kind
                 yield Figure(probe.name, setting, None, some.mean_nats, None, int(some.scored.sum()))
     elif probe.whole:
-        yield Figure(**about, accuracy=scores.exact, nats=scores.row_nats, chance=probe.chance, count=len(probe.rows.ids))
+        yield Figure(
+            **about, accuracy=scores.exact, nats=scores.row_nats, chance=probe.chance, count=len(probe.rows.ids)
+        )
     else:
         count = int(scores.scored.sum())
         yield Figure(**about, accuracy=scores.accuracy, nats=scores.mean_nats, chance=probe.chance, count=count)
