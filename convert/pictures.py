@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,9 +45,7 @@ def compare_attention(model: nn.Module, base_model: PreTrainedModel, inputs: Inp
     row = trim({name: tensor[:1].to(base_model.device) for name, tensor in inputs.items() if name != "labels"})
     row = {name: tensor[:, :SHOWN] for name, tensor in row.items()}
     layers, masks = rfa_layers(model), padding_masks(row)
-    with capture_inputs({name: base_model.get_submodule(name) for name in layers}) as captured:
-        body: Any = base_model.base_model
-        body(**row, use_cache=False)
+    captured = capture_inputs(base_model, layers, row)
     activations = {name: layer_activations(layers[name], each, masks) for name, each in captured.items()}
     heads = sorted(
         (float(divergence), name, head)

@@ -95,7 +95,7 @@ def convert(
 
     swapped = _score(model, inputs)
     report_progress("calibrating", len(rfa_layers(model)))
-    gains = calibrate(model, base_model, inputs, on_layer=lambda name: report_progress(None, 1))
+    gains = calibrate(model, base_model, inputs, on_layer=lambda: report_progress(None, 1))
     model, sensitivities = _make_hybrid(model, base_model, inputs, options, report_progress)
 
     report_progress("measuring", 1)
