@@ -23,12 +23,9 @@ _MINE: set[Path] = set()
 
 
 def check_destination(destination: Path, *, overwrite: bool, sources: tuple[Path, ...] = ()) -> None:
-    """Raise a `InputError` if a folder cannot be written to ``destination``.
+    """Raise an `InputError` if a folder cannot be written to ``destination``, or would replace one of the ``sources``.
 
-    Args:
-        destination: the folder to be.
-        overwrite: whether a folder that is there may be replaced.
-        sources: folders that are read from, and so may not be replaced.
+    With ``overwrite`` it may replace a checkpoint.
     """
     for source in sources:
         if destination.resolve() == source.resolve():
@@ -62,7 +59,7 @@ def _check_folder(destination: Path) -> None:
 
 
 def check_space(destination: Path, num_bytes: int) -> None:
-    """Raise a `InputError` if the disk of ``destination`` has less than ``num_bytes`` free."""
+    """Raise an `InputError` if the disk of ``destination`` has less than ``num_bytes`` free."""
     existing = _existing_parent(destination)
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
@@ -119,17 +116,14 @@ def remove_leftovers(destination: Path) -> None:
 
 def _is_running(pid: int) -> bool:
     """Return whether another process has this number; where that cannot be told, it may have."""
-    if pid == os.getpid():  # in a container every run may have the same one
-        return False
-    if os.name != "posix":
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    if os.name == "posix":
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # it is another user's
+    return pid != os.getpid()  # in a container every run may have the same one
 
 
 @contextmanager

@@ -14,11 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData, snapshot_download
-from huggingface_hub.errors import (
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
@@ -92,8 +88,9 @@ def open_checkpoint(name: str | Path, *, allow_pickle: bool = False) -> Checkpoi
     Raises:
         InputError: if it is missing, unreadable, broken, of a family that is not supported, or RFA already.
     """
-    folder = _locate(str(name), allow_pickle=allow_pickle)
-    _check_model_type(folder, str(name))
+    name = str(name)
+    folder = _locate(name, allow_pickle=allow_pickle)
+    _check_model_type(folder, name)
     config = read_config(folder)
     family = FAMILIES[config.model_type]
     architecture = (config.architectures or [family.default_architecture])[0]
@@ -101,10 +98,11 @@ def open_checkpoint(name: str | Path, *, allow_pickle: bool = False) -> Checkpoi
         raise InputError(
             f"{name} is a {architecture}, which cannot be converted. Supported: {', '.join(family.architectures)}."
         )
-    files = _weight_files(folder, str(name), allow_pickle=allow_pickle)
-    if files[0].suffix != ".bin":
+    files = _weight_files(folder, name, allow_pickle=allow_pickle)
+    checkpoint = Checkpoint(name, folder, config, family, architecture, files)
+    if not checkpoint.uses_pickle:
         _check_tensors(files)
-    return Checkpoint(str(name), folder, config, family, architecture, files)
+    return checkpoint
 
 
 def _locate(name: str, *, allow_pickle: bool) -> Path:
@@ -227,18 +225,16 @@ def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str) -> PreTraine
     Raises:
         InputError: if a tensor is missing or has the wrong shape.
     """
-    model_class: Any = checkpoint.family.architectures[checkpoint.architecture][1]
-    with quiet():
-        model, info = model_class.from_pretrained(
-            checkpoint.folder,
-            config=config,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            use_safetensors=not checkpoint.uses_pickle,
-            weights_only=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            device_map=None if checkpoint.uses_pickle else _device_map(model_class, config, checkpoint.num_bytes),
-        )
+    model, info = _from_pretrained(
+        checkpoint.family.architectures[checkpoint.architecture][1],
+        checkpoint.folder,
+        config,
+        num_bytes=0 if checkpoint.uses_pickle else checkpoint.num_bytes,
+        dtype=dtype,
+        use_safetensors=not checkpoint.uses_pickle,
+        weights_only=True,
+        ignore_mismatched_sizes=True,
+    )
     mismatched = sorted(info["mismatched_keys"])
     missing = sorted(set(info["missing_keys"]) - set(new_keys(model)) - {key for key, *_ in mismatched})
     if missing:
@@ -261,26 +257,11 @@ def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str) -> PreTraine
     return model.eval()
 
 
-def load_converted(model_class: Any, folder: Path, config: Any) -> PreTrainedModel:
-    """Load a converted checkpoint that has just been written.
-
-    Args:
-        model_class: class of the RFA model.
-        folder: where it was written.
-        config: its configuration.
-
-    Raises:
-        InputError: if its tensors are not those of the model.
-    """
+def load_converted(model_class: Any, folder: Path) -> PreTrainedModel:
+    """Load a converted checkpoint that has just been written; raise an `InputError` if its tensors are not the model's."""
+    config = model_class.config_class.from_pretrained(folder)
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    with quiet():
-        model, info = model_class.from_pretrained(
-            folder,
-            dtype="auto",
-            use_safetensors=True,
-            output_loading_info=True,
-            device_map=_device_map(model_class, config, num_bytes),
-        )
+    model, info = _from_pretrained(model_class, folder, config, num_bytes=num_bytes, dtype="auto", use_safetensors=True)
     problems = [f"{kind} {key}" for kind in ("missing", "unexpected", "mismatched") for key in info[f"{kind}_keys"]]
     problems += [f"mismatched {key}" for key, found, expected in offloaded_shapes(model) if found != expected]
     if problems:
@@ -288,20 +269,25 @@ def load_converted(model_class: Any, folder: Path, config: Any) -> PreTrainedMod
     return model.eval()
 
 
-def _device_map(model_class: Any, config: Any, num_bytes: int) -> dict[str, str] | None:
-    """Return the devices of a model's parts for a checkpoint of ``num_bytes``; None puts all in memory."""
-    return None if num_bytes <= MAX_BYTES_IN_MEMORY else blocks_on_disk(model_class, config)
+def _from_pretrained(
+    model_class: Any, folder: Path, config: Any, *, num_bytes: int, **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return a model and the names of its unfit tensors; the blocks of more than `MAX_BYTES_IN_MEMORY` stay on disk."""
+    device_map = blocks_on_disk(model_class, config) if num_bytes > MAX_BYTES_IN_MEMORY else None
+    with quiet():
+        return model_class.from_pretrained(
+            folder, config=config, device_map=device_map, output_loading_info=True, **options
+        )
 
 
 def _reset_in_float32(model: PreTrainedModel) -> None:
     """Initialize feature maps and gates again, in float32: transformers did it in the checkpoint's dtype."""
     for layer in rfa_layers(model).values():
-        for module in (layer.feature_map, layer.gate):
-            if module is not None:
-                module.float()
-                for tensor in module.state_dict(keep_vars=True).values():
-                    tensor._is_hf_initialized = False
-                module.reset_parameters()
+        for module in filter(None, (layer.feature_map, layer.gate)):
+            module.float()
+            for tensor in module.state_dict(keep_vars=True).values():
+                tensor._is_hf_initialized = False
+            module.reset_parameters()
 
 
 def new_keys(model: PreTrainedModel) -> list[str]:

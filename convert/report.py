@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
 
@@ -258,37 +259,6 @@ UNTRAINED = (
     "untouched. Distil or fine-tune it before you rely on it."
 )
 
-CONSTANT = """A recurrent state of fixed size replaces the cache of keys and values, so a token costs the same time and
-memory at any length."""
-
-GROWING = """A recurrent state of fixed size replaces the cache of keys and values, except in the softmax layers: their cache
-grows with the sequence or its source, and so does the cost of a token."""
-
-CARD = """# {title}
-
-This is [{source}]({link}) with its softmax attention replaced by random feature attention (Peng et al., 2021), converted by
-[hf-rfa](https://pypi.org/project/hf-rfa/) {version}. {costs}
-
-{untrained}
-
-{use}
-## How it was made
-
-```bash
-{command}
-```
-
-| | |
-|---|---|
-{rows}
-
-{notes}{picture}## Sources
-
-- Hao Peng, Nikolaos Pappas, Dani Yogatama, Roy Schwartz, Noah A. Smith, Lingpeng Kong: *Random Feature Attention*. ICLR 2021.
-- Angelos Katharopoulos, Apoorv Vyas, Nikolaos Pappas, François Fleuret: *Transformers are RNNs: Fast Autoregressive
-  Transformers with Linear Attention*. ICML 2020.
-"""
-
 USE = """## Use
 
 ```python
@@ -300,14 +270,6 @@ model = {auto_class}.from_pretrained("{name}")
 
 Where hf-rfa is not installed, the code in the checkpoint loads it:
 `{auto_class}.from_pretrained("{name}", trust_remote_code=True)`.
-"""
-
-ATTENTION = """Above: divergence of every head's attention weights from softmax, before and after calibration. Below:
-attention weights of the base model and of this model, for the heads with the least, the median and the largest divergence
-(`conversion.json` has the figures).
-
-![attention](attention.png)
-
 """
 
 #: The Auto class that loads a model class, and the hub's name of its task, by the ending of the class's name.
@@ -339,29 +301,21 @@ def use_section(auto_class: str, name: str, feature_map: str) -> str:
 def model_card(report: ConversionReport, checkpoint: Checkpoint) -> ModelCard:
     """Return the model card of a conversion, with the license, the languages and the task that the checkpoint's states."""
     auto_class, task = head_of(checkpoint.architecture)
-    hub_name, theirs = checkpoint.hub_name, checkpoint.card_data()
-    data: dict[str, Any] = {
-        "library_name": "transformers",
-        "pipeline_tag": task,
-        "tags": ["hf-rfa", "random-feature-attention", "linear-attention"],
-    }
-    if hub_name is not None:
-        data["base_model"] = hub_name
-    for field in ("license", "license_name", "license_link", "language", "pipeline_tag"):
-        if theirs.get(field) is not None:
-            data[field] = theirs.get(field)
-    destination = report.destination.rstrip("/").rsplit("/", 1)[-1]
-    content = CARD.format(
-        title=destination,
+    theirs = checkpoint.card_data()
+    fields = ("license", "license_name", "license_link", "language", "pipeline_tag")
+    data = {"library_name": "transformers", "pipeline_tag": task, "base_model": checkpoint.hub_name}
+    data |= {field: theirs.get(field) for field in fields if theirs.get(field) is not None}
+    tags = ["hf-rfa", "random-feature-attention", "linear-attention"]
+    title = report.destination.rstrip("/").rsplit("/", 1)[-1]
+    hub_name = checkpoint.hub_name
+    return ModelCard.from_template(
+        ModelCardData(**data, tags=tags),
+        template_path=str(Path(__file__).with_name("model_card.md")),
+        title=title,
         source=hub_name or report.source.rstrip("/").rsplit("/", 1)[-1],
-        link="#how-it-was-made" if hub_name is None else f"https://huggingface.co/{hub_name}",
+        link=f"https://huggingface.co/{hub_name}" if hub_name else "#how-it-was-made",
         version=__version__,
-        costs=GROWING if report.grows else CONSTANT,
         untrained=UNTRAINED,
-        use=use_section(auto_class, destination, report.feature_map),
-        command=report.command,
-        rows="\n".join(f"| {name} | {value} |" for name, value in report.rows()),
-        notes="".join(f"{note}\n\n" for note in report.notes),
-        picture=ATTENTION if report.gains else "",
+        use=use_section(auto_class, title, report.feature_map),
+        report=report,
     )
-    return ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{content}")
