@@ -43,21 +43,18 @@ def _layers(option: str, text: str | None) -> Any:
 
 def _parameter(field: Field, panel: str, text: str) -> inspect.Parameter:
     """Return the parameter of a typer command for a field of `hf_rfa.convert.ConversionOptions`."""
-    kind, default, flag = field.type, field.default, OPTIONS.flag_of(field.name)
+    name, default, flag = field.name, field.default, OPTIONS.flag_of(field.name)
+    kind: Any = {"calibrate_on": Path | None, **dict.fromkeys(LAYERS, str | None)}.get(name, field.type)
     text = text[0].upper() + text[1:]
-    if field.name in DEPENDENT_DEFAULTS:
-        kind, default, text = kind | None, None, f"{text} {DEPENDENT_DEFAULTS[field.name]}"  # type: ignore[operator]
-    if field.name in OPTIONS.MINIMUM:
-        option = number(text, OPTIONS.MINIMUM[field.name], name=flag)
+    if name in DEPENDENT_DEFAULTS:
+        kind, default, text = kind | None, None, f"{text} {DEPENDENT_DEFAULTS[name]}"
+    if name in OPTIONS.MINIMUM:
+        option = number(text, OPTIONS.MINIMUM[name], names=(flag,))
     else:
-        option = typer.Option(flag, help=text, callback=text_file if field.name == "calibrate_on" else None)
-    if field.name in LAYERS:
-        kind = str | None
-    elif field.name == "calibrate_on":
-        kind = Path | None
+        option = typer.Option(flag, help=text, callback=text_file if name == "calibrate_on" else None)
     option.rich_help_panel = panel
-    annotation = Annotated[kind, option]  # type: ignore[valid-type]
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    annotation = Annotated[kind, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _with_conversion_options(command: Any) -> Any:
