@@ -24,21 +24,13 @@ QUERY_BLOCK = 128
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Queries, keys and values of one attention layer of the softmax model.
+    """Queries, keys and values of one attention layer of the softmax model; masks are None where nothing is padded."""
 
-    Attributes:
-        query: [N, H, Tq, d].
-        key: [N, H, Tk, d].
-        value: [N, H, Tk, d].
-        query_mask: [N, Tq], True for tokens, or None where nothing is padded.
-        key_mask: [N, Tk], True for tokens, or None.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    query_mask: Tensor | None = None
-    key_mask: Tensor | None = None
+    query: Tensor  # [N, H, Tq, d]
+    key: Tensor  # [N, H, Tk, d]
+    value: Tensor  # [N, H, Tk, d]
+    query_mask: Tensor | None = None  # [N, Tq], True for tokens
+    key_mask: Tensor | None = None  # [N, Tk]
 
     def queries(self) -> Tensor:
         """Return the queries of all tokens, [H, n, d], in float32."""

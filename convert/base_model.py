@@ -29,13 +29,7 @@ def softmax_base_model(model: PreTrainedModel, architecture: str, config: PreTra
 
 
 def share_weights(model: PreTrainedModel, cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model of another class or configuration that shares the weights it has in common with ``model``.
-
-    Args:
-        model: has every weight that the other needs.
-        cls: class of the other model.
-        config: its configuration.
-    """
+    """Return a model of another class or configuration, all of whose weights are shared with ``model``."""
     with torch.device("meta"):
         other = cls(config)
     needed = other.state_dict().keys()

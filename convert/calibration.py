@@ -154,11 +154,7 @@ class _Comparison:
 def calibrate_layer(
     layer: RFAAttentionMixin, activations: LayerActivations, hidden_states: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Calibrate one layer on its queries and keys, and on its inputs if it has a gate.
-
-    Returns:
-        KL(softmax ‖ RFA) of its heads before and after, each [H].
-    """
+    """Calibrate a layer, its gate if there are ``hidden_states``; return KL(softmax ‖ RFA) before and after, each [H]."""
     feature_map = layer.feature_map
     keys = activations.keys()
     comparison = _Comparison(layer, activations, hidden_states)

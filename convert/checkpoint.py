@@ -34,22 +34,13 @@ MAX_BYTES_IN_MEMORY = 1_000_000_000
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A softmax checkpoint that can be converted.
+    """A softmax checkpoint that can be converted."""
 
-    Attributes:
-        name: its folder or its name on the hub, as the user gave it.
-        folder: folder of its files.
-        config: its configuration.
-        family: its model family.
-        architecture: name of its model class.
-        weight_files: its weights, in one or more files.
-    """
-
-    name: str
+    name: str  # its folder or its name on the hub, as the user gave it
     folder: Path
     config: PreTrainedConfig
     family: Family
-    architecture: str
+    architecture: str  # name of its model class
     weight_files: tuple[Path, ...]
 
     @property
@@ -213,17 +204,12 @@ def quiet() -> Iterator[None]:
 
 
 def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str) -> PreTrainedModel:
-    """Load softmax weights into an RFA model, and check that they fit and that only feature maps and gates are missing.
+    """Load softmax weights, in ``dtype`` or "auto", into an RFA model that is configured by ``config``.
 
     The blocks of a checkpoint over `MAX_BYTES_IN_MEMORY` stay in its files, unless those are pickles.
 
-    Args:
-        checkpoint: the softmax checkpoint.
-        config: configuration of the RFA model.
-        dtype: of the weights, "auto" for the checkpoint's.
-
     Raises:
-        InputError: if a tensor is missing or has the wrong shape.
+        InputError: if a tensor other than those of feature maps and gates is missing, or has the wrong shape.
     """
     model, info = _from_pretrained(
         checkpoint.family.architectures[checkpoint.architecture][1],
@@ -283,6 +269,7 @@ def _from_pretrained(
 def _reset_in_float32(model: PreTrainedModel) -> None:
     """Initialize feature maps and gates again, in float32: transformers did it in the checkpoint's dtype."""
     for layer in rfa_layers(model).values():
+        module: Any
         for module in filter(None, (layer.feature_map, layer.gate)):
             module.float()
             for tensor in module.state_dict(keep_vars=True).values():

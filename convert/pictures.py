@@ -37,10 +37,7 @@ class HeadMap:
 def compare_attention(model: nn.Module, base_model: PreTrainedModel, inputs: Inputs) -> list[HeadMap]:
     """Return the maps of the heads with the least, the median and the largest divergence.
 
-    Args:
-        model: the RFA model.
-        base_model: the softmax model.
-        inputs: what the models are called with; the first `SHOWN` tokens of the first row are compared.
+    The first `SHOWN` tokens of the first row of the models' ``inputs`` are compared.
     """
     row = trim({name: tensor[:1].to(base_model.device) for name, tensor in inputs.items() if name != "labels"})
     row = {name: tensor[:, :SHOWN] for name, tensor in row.items()}
@@ -54,8 +51,7 @@ def compare_attention(model: nn.Module, base_model: PreTrainedModel, inputs: Inp
     )
     maps = []
     for divergence, name, head in (heads[index] for index in sorted({0, len(heads) // 2, len(heads) - 1}) if heads):
-        compared = compare_weights(layers[name], activations[name], captured[name].hidden_states)
-        target, log_weights = next(compared)
+        target, log_weights = next(compare_weights(layers[name], activations[name], captured[name].hidden_states))
         maps.append(HeadMap(name, head, divergence, target.softmax[0, head].cpu(), log_weights[0, head].exp().cpu()))
     return maps
 

@@ -295,7 +295,7 @@ def model_card(report: ConversionReport, checkpoint: Checkpoint) -> ModelCard:
     auto_class, task = head_of(checkpoint.architecture)
     theirs = checkpoint.card_data()
     fields = ("license", "license_name", "license_link", "language", "pipeline_tag")
-    data = {"library_name": "transformers", "pipeline_tag": task, "base_model": checkpoint.hub_name}
+    data: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task, "base_model": checkpoint.hub_name}
     data |= {field: theirs.get(field) for field in fields if theirs.get(field) is not None}
     tags = ["hf-rfa", "random-feature-attention", "linear-attention"]
     title = report.destination.rstrip("/").rsplit("/", 1)[-1]
