@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard, ModelCardData, snapshot_download
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -48,11 +48,6 @@ class Checkpoint:
         """Its name on the hub, or None for a folder."""
         return None if Path(self.name).expanduser().is_dir() else self.name
 
-    def card_data(self) -> ModelCardData:
-        """Return the metadata of its model card, empty without one."""
-        path = self.folder / "README.md"
-        return ModelCard.load(path).data if path.is_file() else ModelCardData()
-
     @property
     def uses_pickle(self) -> bool:
         """Whether the weights are pickled instead of safetensors."""
@@ -62,11 +57,6 @@ class Checkpoint:
     def num_bytes(self) -> int:
         """Bytes of the weight files."""
         return sum(path.stat().st_size for path in self.weight_files)
-
-    @property
-    def shard_size(self) -> int | None:
-        """Bytes of the largest weight file, or None if there is one file."""
-        return max(path.stat().st_size for path in self.weight_files) if len(self.weight_files) > 1 else None
 
 
 def open_checkpoint(name: str | Path, *, allow_pickle: bool = False) -> Checkpoint:
@@ -132,11 +122,9 @@ def _check_model_type(folder: Path, name: str) -> None:
         raise InputError(f"cannot read {path}: {error}") from error
     if model_type in [family.rfa_config.model_type for family in FAMILIES.values()]:
         raise InputError(f"{name} is an RFA checkpoint already (model_type {model_type!r}). Convert its base model.")
-    supported = sorted(FAMILIES)
-    if model_type not in supported:
-        raise InputError(
-            f"{name} has model_type {model_type!r}, which cannot be converted. Supported: {', '.join(supported)}."
-        )
+    if model_type not in list(FAMILIES):
+        supported = ", ".join(sorted(FAMILIES))
+        raise InputError(f"{name} has model_type {model_type!r}, which cannot be converted. Supported: {supported}.")
 
 
 def _weight_files(folder: Path, name: str, *, allow_pickle: bool) -> tuple[Path, ...]:

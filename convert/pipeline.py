@@ -202,9 +202,12 @@ def _logits(model: PreTrainedModel, probe: Inputs) -> Tensor:
 
 
 def _write(model: PreTrainedModel, tokenizer: Any, checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the model, in shards no larger than the checkpoint's, and the tokenizer, if there is one."""
+    """Write the model, in shards no larger than the checkpoint's if that has several, and the tokenizer, if there is one."""
+    sizes = [path.stat().st_size for path in checkpoint.weight_files]
     with quiet():
-        model.save_pretrained(folder, max_shard_size=min(MAX_SHARD_SIZE, checkpoint.shard_size or MAX_SHARD_SIZE))
+        model.save_pretrained(
+            folder, max_shard_size=min(MAX_SHARD_SIZE, max(sizes) if len(sizes) > 1 else MAX_SHARD_SIZE)
+        )
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

@@ -293,7 +293,8 @@ def use_section(auto_class: str, name: str, feature_map: str) -> str:
 def model_card(report: ConversionReport, checkpoint: Checkpoint) -> ModelCard:
     """Return the model card of a conversion, with the license, the languages and the task that the checkpoint's states."""
     auto_class, task = head_of(checkpoint.architecture)
-    theirs = checkpoint.card_data()
+    path = checkpoint.folder / "README.md"
+    theirs = ModelCard.load(path).data if path.is_file() else ModelCardData()
     fields = ("license", "license_name", "license_link", "language", "pipeline_tag")
     data: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task, "base_model": checkpoint.hub_name}
     data |= {field: theirs.get(field) for field in fields if theirs.get(field) is not None}
