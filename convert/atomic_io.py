@@ -16,7 +16,7 @@ from typing import IO
 
 from hf_rfa.errors import InputError
 
-#: Suffix of the names of folders and files that are being written.
+#: Suffix of the names of folders that are being written.
 PARTIAL = ".partial"
 #: Folders that this process is writing.
 _MINE: set[Path] = set()
@@ -128,23 +128,16 @@ def _is_running(pid: int) -> bool:
 
 @contextmanager
 def new_file(destination: Path) -> Iterator[IO[str]]:
-    """Open a text file (UTF-8) beside ``destination``, and rename it to ``destination`` at the end.
+    """Open a text file (UTF-8) in a `folder_beside` ``destination``, and move it there at the end, after `check_file`.
 
     On any error or interrupt the file is removed. Where ``destination`` is a link, the file that it leads to is written.
-
-    Raises:
-        InputError: see `check_file`.
     """
     check_file(destination)
     destination = destination.resolve()
-    handle, name = tempfile.mkstemp(prefix=f".{destination.name}.", suffix=PARTIAL, dir=destination.parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
+    with folder_beside(destination) as work:
+        with (work / "file").open("w", encoding="utf-8") as file:
             yield file
-        os.chmod(name, 0o644)
-        os.replace(name, destination)
-    finally:
-        Path(name).unlink(missing_ok=True)
+        (work / "file").replace(destination)
 
 
 def check_new_file(destination: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from .console import console, shown_steps
+from .console import console, report_of
 from .options import Overwrite, References, Resume, Seed, UsageError, number, text_file
 
 #: The option for the folder to write; finetune also takes transformers' name of it.
@@ -42,21 +42,19 @@ def distill_command(
     from hf_rfa.finetune.distill import distill
 
     destination = Path(f"{checkpoint.rstrip('/')}-distilled") if output is None else output
-    with shown_steps() as progress:
-        report = distill(
-            checkpoint,
-            destination,
-            teacher=teacher,
-            data=data,
-            references=references,
-            recipe=recipe,
-            transfer_steps=transfer_steps,
-            end_to_end_steps=end_to_end_steps,
-            resume=resume,
-            overwrite=overwrite,
-            progress=progress,
-        )
-    console.print(report.table())
+    report_of(
+        distill,
+        checkpoint,
+        destination,
+        teacher=teacher,
+        data=data,
+        references=references,
+        recipe=recipe,
+        transfer_steps=transfer_steps,
+        end_to_end_steps=end_to_end_steps,
+        resume=resume,
+        overwrite=overwrite,
+    )
     console.print(f"written to {destination}")
 
 
