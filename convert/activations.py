@@ -99,23 +99,22 @@ def compare_weights(
     query, key = activations.query.to(dtype), activations.key.to(dtype)
     least_shift = layer.feature_map.least_shift(None)
     features = layer.feature_map(query, key, least_shift=least_shift, offset=layer.window_size > 0)
+    window = ExactWindow(layer.window_size, query * layer.scaling, key, features.offset) if layer.window_size else None
     gated = layer.gate is not None and hidden_states is not None
     log_decay, input_scale = layer.gate(hidden_states) if gated else (None, None)  # type: ignore[misc]
     log_decay, input_scale = mask_padding(activations.key_mask, log_decay, input_scale)
-    weights_of = partial(
-        log_attention_weights,
-        features.query,
-        features.key,
-        log_decay=log_decay,
-        input_scale=input_scale,
-        causal=layer.rfa_kind == "causal",
-        denominator_floor=layer.feature_map.denominator_floor,
-    )
-    if layer.window_size:
-        exact = ExactWindow(layer.window_size, query * layer.scaling, key, features.offset)
-        weights_of = partial(weights_of, window=exact)
     for target in softmax_weights(layer, activations) if targets is None else targets:
-        yield target, weights_of(rows=target.rows)
+        log_weights = log_attention_weights(
+            features.query,
+            features.key,
+            rows=target.rows,
+            log_decay=log_decay,
+            input_scale=input_scale,
+            causal=layer.rfa_kind == "causal",
+            denominator_floor=layer.feature_map.denominator_floor,
+            window=window,
+        )
+        yield target, log_weights
 
 
 def layer_divergence(

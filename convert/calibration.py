@@ -102,9 +102,7 @@ def calibrate(
 class _Comparison:
     """The divergence of a layer's attention weights from softmax, on the first `COMPARED_TOKENS` queries."""
 
-    def __init__(
-        self, layer: RFAAttentionMixin, activations: LayerActivations, hidden_states: Tensor | None = None
-    ) -> None:
+    def __init__(self, layer: RFAAttentionMixin, activations: LayerActivations, hidden_states: Tensor | None) -> None:
         rows = max(1, COMPARED_TOKENS // activations.query.shape[2])
         self.layer, self.activations = layer, activations.rows(rows)
         self.hidden_states = None if hidden_states is None else hidden_states[:rows]

@@ -256,13 +256,12 @@ def _from_pretrained(
 
 def _reset_in_float32(model: PreTrainedModel) -> None:
     """Initialize feature maps and gates again, in float32: transformers did it in the checkpoint's dtype."""
-    for layer in rfa_layers(model).values():
-        module: Any
-        for module in filter(None, (layer.feature_map, layer.gate)):
-            module.float()
-            for tensor in module.state_dict(keep_vars=True).values():
-                tensor._is_hf_initialized = False
-            module.reset_parameters()
+    modules: list[Any] = [part for layer in rfa_layers(model).values() for part in (layer.feature_map, layer.gate)]
+    for module in filter(None, modules):
+        module.float()
+        for tensor in module.state_dict(keep_vars=True).values():
+            tensor._is_hf_initialized = False
+        module.reset_parameters()
 
 
 def new_keys(model: PreTrainedModel) -> list[str]:

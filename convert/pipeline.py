@@ -104,7 +104,7 @@ def convert(
     report_progress("measuring", 1)
     perplexities = None
     if swapped is not None:
-        softmax, calibrated = score_labels(base_model, batches(inputs)), score_labels(model, batches(inputs))
+        softmax, calibrated = (score_labels(each, batches(inputs)) for each in (base_model, model))
         perplexities = Perplexities(
             softmax=softmax.perplexity,
             swapped=swapped.perplexity,
