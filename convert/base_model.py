@@ -18,12 +18,9 @@ def rfa_layers(model: nn.Module) -> dict[str, RFAAttentionMixin]:
 
 
 def softmax_base_model(model: PreTrainedModel, architecture: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the softmax model that shares every weight with an RFA model, at no cost in memory.
+    """Return the softmax model of class ``architecture`` that shares every weight with an RFA model, at no cost in memory.
 
-    Args:
-        model: the RFA model.
-        architecture: name of the softmax class, a key of its family's ``architectures``.
-        config: the softmax configuration; its number of positions has to fit ``model``.
+    ``config`` is the softmax configuration, whose number of positions has to fit ``model``.
     """
     return share_weights(model, FAMILIES[config.model_type].architectures[architecture][0], config)
 

@@ -73,16 +73,9 @@ def calibrate(
     *,
     on_layer: Callable[[], None],
 ) -> list[LayerGain]:
-    """Calibrate every RFA layer of a model, in place.
+    """Calibrate every RFA layer that ``inputs`` reach, in place, call ``on_layer`` after each, and return their gains.
 
-    Args:
-        model: the RFA model.
-        base_model: its softmax base model, with modules of the same names.
-        inputs: what the model is called with (`hf_rfa.convert.calibration_data`).
-        on_layer: called when a layer is calibrated.
-
-    Returns:
-        The gain of every layer that these inputs reach: a decoder with cross attention that no encoder feeds is not reached.
+    A decoder's cross attention that no encoder feeds is not reached. The base model has modules of the same names.
     """
     layers, masks = rfa_layers(model), padding_masks(inputs)
     gains: list[LayerGain] = []

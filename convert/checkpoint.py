@@ -60,14 +60,11 @@ class Checkpoint:
 
 
 def open_checkpoint(name: str | Path, *, allow_pickle: bool = False) -> Checkpoint:
-    """Find a checkpoint and check that it can be converted.
-
-    Args:
-        name: a folder, or a name on the hub (the only case in which the network may be used).
-        allow_pickle: whether weights that are only there as a pickle may be loaded.
+    """Find a checkpoint, a folder or a name on the hub (then alone the network is used), and check it.
 
     Raises:
-        InputError: if it is missing, unreadable, broken, of a family that is not supported, or RFA already.
+        InputError: if it is missing, unreadable, broken, of a family that is not supported, RFA already, or a pickle without
+            ``allow_pickle``.
     """
     name = str(name)
     folder = _locate(name, allow_pickle=allow_pickle)

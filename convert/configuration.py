@@ -27,11 +27,7 @@ SAME_NAMES = ("feature_map", "unit_norm", "orthogonal", "trainable_projection", 
 
 
 def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
-    """Return the RFA configuration, still with the checkpoint's number of positions.
-
-    Raises:
-        InputError: for options that this checkpoint cannot have, or that convert no layer.
-    """
+    """Return the RFA configuration, with the checkpoint's number of positions; an `InputError` if an option does not fit."""
     _check_options(checkpoint, options)
     config_class = checkpoint.family.rfa_config
     values: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAMES}

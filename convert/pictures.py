@@ -57,12 +57,9 @@ def compare_attention(model: nn.Module, base_model: PreTrainedModel, inputs: Inp
 
 
 def draw_attention(path: Path, stages: dict[str, dict[str, tuple[float, ...]]], maps: list[HeadMap]) -> None:
-    """Draw every head's divergence after each stage, and below it attention maps of base model and RFA model.
+    """Draw every head's divergence after each stage, and below it maps of `compare_attention`, to a PNG file.
 
-    Args:
-        path: PNG to write.
-        stages: by stage and layer, KL(softmax ‖ RFA) of every head, in nats per query.
-        maps: from `compare_attention`.
+    ``stages`` has KL(softmax ‖ RFA) of every head in nats per query, by stage and layer.
     """
     layers = list(next(iter(stages.values())))
     columns = max(2, len(stages))

@@ -77,7 +77,7 @@ def evaluate_command(
     for name in GENERATION_OPTIONS if task == "perplexity" else PERPLEXITY_OPTIONS:
         if context.params[name] != defaults[name]:
             raise UsageError(f"--{name.replace('_', '-')} has no effect with --task {task}. Leave it out.")
-    from hf_rfa.convert.atomic_io import check_new_file, new_file
+    from hf_rfa.convert.atomic_io import check_file, new_file
     from hf_rfa.convert.calibration_data import tokenize
     from hf_rfa.convert.text_io import read_documents, read_pairs
     from hf_rfa.finetune import GenerationScores, evaluate_generation, perplexity, results
@@ -91,7 +91,7 @@ def evaluate_command(
             text, references, source_field=source_field, target_field=target_field, limit=limit
         )
     if save_predictions is not None:
-        check_new_file(save_predictions)
+        check_file(save_predictions, replace=False)
     loaded, tokenizer = load_model(model, kind="causal" if task == "perplexity" else "seq2seq", dtype=dtype)
     use_attention_component(loaded, attention_component)
     with shown_count("evaluating") as on_batch:

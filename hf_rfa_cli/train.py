@@ -139,12 +139,12 @@ def make_data_command(
     seed: Seed = 0,
 ) -> None:
     """Write a data set that a program makes: ListOps expressions with their values, or sequences to be copied."""
-    from hf_rfa.convert.atomic_io import check_new_file, new_file
+    from hf_rfa.convert.atomic_io import check_file, new_file
     from hf_rfa.finetune.synthetic import DATA_SETS
 
     make, least, most = DATA_SETS[name]
     drawn = make(rows, min_length=min_length or least, max_length=max_length or most, seed=seed)
-    check_new_file(output)
+    check_file(output, replace=False)
     with new_file(output) as file:
         file.writelines(json.dumps(row) + "\n" for row in drawn)
     console.print(f"{rows} rows written to {output}")
