@@ -135,9 +135,11 @@ def new_file(destination: Path) -> Iterator[IO[str]]:
     check_file(destination)
     destination = destination.resolve()
     with folder_beside(destination) as work:
-        with (work / "file").open("w", encoding="utf-8") as file:
+        path = work / "file"
+        with path.open("w", encoding="utf-8") as file:
             yield file
-        (work / "file").replace(destination)
+        path.chmod(0o644)
+        path.replace(destination)
 
 
 def check_file(destination: Path, *, replace: bool = True) -> None:
