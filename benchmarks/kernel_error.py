@@ -77,8 +77,7 @@ def main() -> None:
                 model.load_state_dict(parent.state_dict(), strict=False)
                 twin = softmax_base_model(model, "GPT2LMHeadModel", parent.config)
                 layers = rfa_layers(model)
-                with capture_inputs({key: twin.get_submodule(key) for key in layers}) as recorded:
-                    twin(**inputs, use_cache=False)
+                recorded = capture_inputs(twin, layers, inputs)
                 for key, layer in layers.items():
                     sample = layer_activations(layer, recorded[key], padding_masks(inputs))
                     if calibrated:

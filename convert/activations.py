@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.feature_maps import compute_dtype
@@ -22,21 +24,13 @@ QUERY_BLOCK = 128
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Queries, keys and values of one attention layer of the softmax model.
+    """Queries, keys and values of one attention layer of the softmax model; masks are None where nothing is padded."""
 
-    Attributes:
-        query: [N, H, Tq, d].
-        key: [N, H, Tk, d].
-        value: [N, H, Tk, d].
-        query_mask: [N, Tq], True for tokens, or None where nothing is padded.
-        key_mask: [N, Tk], True for tokens, or None.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    query_mask: Tensor | None = None
-    key_mask: Tensor | None = None
+    query: Tensor  # [N, H, Tq, d]
+    key: Tensor  # [N, H, Tk, d]
+    value: Tensor  # [N, H, Tk, d]
+    query_mask: Tensor | None = None  # [N, Tq], True for tokens
+    key_mask: Tensor | None = None  # [N, Tk]
 
     def queries(self) -> Tensor:
         """Return the queries of all tokens, [H, n, d], in float32."""
@@ -63,19 +57,12 @@ def _tokens(x: Tensor, mask: Tensor | None) -> Tensor:
     return (rows.flatten(0, 1) if mask is None else rows[mask]).transpose(0, 1)
 
 
-@dataclass(frozen=True)
-class SoftmaxWeights:
-    """Softmax attention weights of a block of a layer's queries, over the keys that causal ones can see.
-
-    Attributes:
-        rows: the queries of the block.
-        softmax: [N, H, rows, keys].
-        negative_entropy: [N, H, rows].
-    """
+class SoftmaxWeights(NamedTuple):
+    """Softmax attention weights of a block of a layer's queries, over the keys that causal ones can see."""
 
     rows: slice
-    softmax: Tensor
-    negative_entropy: Tensor
+    softmax: Tensor  # [N, H, rows, keys]
+    negative_entropy: Tensor  # [N, H, rows]
 
 
 @torch.no_grad()
@@ -106,36 +93,28 @@ def compare_weights(
 ) -> Iterator[tuple[SoftmaxWeights, Tensor]]:
     """Yield the softmax weights of a layer, and the logarithms of the attention weights that its features give.
 
-    Args:
-        layer: the RFA layer.
-        activations: its queries and keys in the softmax model.
-        hidden_states: its input there, for a gate; None leaves a gate out.
-        targets: the softmax weights of ``activations``; None computes them.
+    The arguments are those of `layer_divergence`.
     """
     dtype = compute_dtype(activations.query.dtype)
     query, key = activations.query.to(dtype), activations.key.to(dtype)
-    window = None
     least_shift = layer.feature_map.least_shift(None)
     features = layer.feature_map(query, key, least_shift=least_shift, offset=layer.window_size > 0)
-    if layer.window_size:
-        window = ExactWindow(layer.window_size, query * layer.scaling, key, features.offset)
+    window = ExactWindow(layer.window_size, query * layer.scaling, key, features.offset) if layer.window_size else None
     gated = layer.gate is not None and hidden_states is not None
     log_decay, input_scale = layer.gate(hidden_states) if gated else (None, None)  # type: ignore[misc]
     log_decay, input_scale = mask_padding(activations.key_mask, log_decay, input_scale)
     for target in softmax_weights(layer, activations) if targets is None else targets:
-        yield (
-            target,
-            log_attention_weights(
-                features.query,
-                features.key,
-                rows=target.rows,
-                log_decay=log_decay,
-                input_scale=input_scale,
-                causal=layer.rfa_kind == "causal",
-                denominator_floor=layer.feature_map.denominator_floor,
-                window=window,
-            ),
+        log_weights = log_attention_weights(
+            features.query,
+            features.key,
+            rows=target.rows,
+            log_decay=log_decay,
+            input_scale=input_scale,
+            causal=layer.rfa_kind == "causal",
+            denominator_floor=layer.feature_map.denominator_floor,
+            window=window,
         )
+        yield target, log_weights
 
 
 def layer_divergence(
@@ -178,43 +157,42 @@ class LayerInputs(NamedTuple):
     encoder_hidden_states: Tensor | None
 
 
-@contextmanager
 def capture_inputs(
-    modules: dict[str, nn.Module], visit: Callable[[str, LayerInputs], None] | None = None
-) -> Iterator[dict[str, LayerInputs]]:
-    """Capture the inputs of attention modules, by name.
+    model: PreTrainedModel,
+    names: Iterable[str],
+    inputs: dict[str, Tensor],
+    visit: Callable[[str, LayerInputs], None] | None = None,
+) -> dict[str, LayerInputs]:
+    """Run a model without its head, and return the inputs of attention modules by name.
 
     Args:
-        modules: the attention modules by name.
-        visit: called with a module's name and inputs, which are then not kept; None keeps them in the dictionary.
+        model: the softmax model, or the RFA model.
+        names: of the modules; one that ``inputs`` do not reach is left out of the result.
+        inputs: what the model is called with; ``labels`` are ignored.
+        visit: called with a module's name and inputs, which are then not kept.
     """
     captured: dict[str, LayerInputs] = {}
-    keep = visit or captured.__setitem__
 
-    def hook(name: str) -> Callable[..., None]:
-        def capture(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            hidden_states = args[0] if args else kwargs["hidden_states"]
-            keep(name, LayerInputs(hidden_states, kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))))
+    def capture(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        source = kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
+        (visit or captured.__setitem__)(name, LayerInputs(hidden_states, source))
 
-        return capture
-
-    handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in modules.items()]
-    try:
-        yield captured
-    finally:
-        for handle in handles:
-            handle.remove()
+    body: Any = model.base_model
+    with ExitStack() as hooks, torch.no_grad():
+        for name in names:
+            module = model.get_submodule(name)
+            hooks.enter_context(module.register_forward_pre_hook(partial(capture, name), with_kwargs=True))
+        body(**{name: tensor.to(model.device) for name, tensor in inputs.items() if name != "labels"}, use_cache=False)
+    return captured
 
 
 def layer_activations(
     layer: RFAAttentionMixin, inputs: LayerInputs, masks: dict[str, Tensor | None]
 ) -> LayerActivations:
-    """Return the queries, keys and values of a layer.
+    """Return the queries, keys and values of an RFA layer, whose projections are the softmax layer's.
 
-    Args:
-        layer: the RFA layer, whose projections are the softmax layer's.
-        inputs: its inputs, from `capture_inputs`.
-        masks: the masks of the model's inputs, from `padding_masks`.
+    ``inputs`` are the layer's, of `capture_inputs`, and ``masks`` those of the model's inputs (`padding_masks`).
     """
     if layer.rfa_kind != "cross":
         query, key, value = layer.project(inputs.hidden_states)
@@ -229,7 +207,7 @@ def padding_masks(inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
 
     def mask(name: str) -> Tensor | None:
         found = inputs.get(name)
-        return None if found is None or bool((found != 0).all()) else found != 0
+        return None if found is None or bool(found.all()) else found != 0
 
     if "decoder_input_ids" in inputs:
         return {"causal": mask("decoder_attention_mask"), "encoder": mask("attention_mask")}

@@ -16,19 +16,16 @@ from typing import IO
 
 from hf_rfa.errors import InputError
 
-#: Suffix of the names of folders and files that are being written.
+#: Suffix of the names of folders that are being written.
 PARTIAL = ".partial"
 #: Folders that this process is writing.
 _MINE: set[Path] = set()
 
 
 def check_destination(destination: Path, *, overwrite: bool, sources: tuple[Path, ...] = ()) -> None:
-    """Raise a `InputError` if a folder cannot be written to ``destination``.
+    """Raise an `InputError` if a folder cannot be written to ``destination``, or would replace one of the ``sources``.
 
-    Args:
-        destination: the folder to be.
-        overwrite: whether a folder that is there may be replaced.
-        sources: folders that are read from, and so may not be replaced.
+    With ``overwrite`` it may replace a checkpoint.
     """
     for source in sources:
         if destination.resolve() == source.resolve():
@@ -62,7 +59,7 @@ def _check_folder(destination: Path) -> None:
 
 
 def check_space(destination: Path, num_bytes: int) -> None:
-    """Raise a `InputError` if the disk of ``destination`` has less than ``num_bytes`` free."""
+    """Raise an `InputError` if the disk of ``destination`` has less than ``num_bytes`` free."""
     existing = _existing_parent(destination)
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
@@ -119,49 +116,36 @@ def remove_leftovers(destination: Path) -> None:
 
 def _is_running(pid: int) -> bool:
     """Return whether another process has this number; where that cannot be told, it may have."""
-    if pid == os.getpid():  # in a container every run may have the same one
-        return False
-    if os.name != "posix":
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    if os.name == "posix":
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # it is another user's
+    return pid != os.getpid()  # in a container every run may have the same one
 
 
 @contextmanager
 def new_file(destination: Path) -> Iterator[IO[str]]:
-    """Open a text file (UTF-8) beside ``destination``, and rename it to ``destination`` at the end.
+    """Open a text file (UTF-8) in a `folder_beside` ``destination``, and move it there at the end, after `check_file`.
 
     On any error or interrupt the file is removed. Where ``destination`` is a link, the file that it leads to is written.
-
-    Raises:
-        InputError: see `check_file`.
     """
     check_file(destination)
     destination = destination.resolve()
-    handle, name = tempfile.mkstemp(prefix=f".{destination.name}.", suffix=PARTIAL, dir=destination.parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
+    with folder_beside(destination) as work:
+        path = work / "file"
+        with path.open("w", encoding="utf-8") as file:
             yield file
-        os.chmod(name, 0o644)
-        os.replace(name, destination)
-    finally:
-        Path(name).unlink(missing_ok=True)
+        path.chmod(0o644)
+        path.replace(destination)
 
 
-def check_new_file(destination: Path) -> None:
-    """Raise an `InputError` if a new file cannot be written to ``destination``."""
-    if destination.exists() or destination.is_symlink():
+def check_file(destination: Path, *, replace: bool = True) -> None:
+    """Raise an `InputError` if a file cannot be written to ``destination``, or may not ``replace`` one that is there."""
+    if not replace and (destination.exists() or destination.is_symlink()):
         raise InputError(f"{destination} exists and is kept. Choose another name, or remove it.")
-    check_file(destination)
-
-
-def check_file(destination: Path) -> None:
-    """Raise an `InputError` if a file cannot be written to ``destination``; a file that is there will be replaced."""
     if destination.exists() and not destination.is_file():
         raise InputError(f"{destination} exists and is not a file; it is kept. Choose another name.")
     parent = destination.resolve().parent

@@ -17,19 +17,12 @@ MIN_SIGNED_WEIGHT = 1e-9
 
 
 class ExactWindow(NamedTuple):
-    """Inputs of the exact weights of the last ``size`` keys (`hf_rfa.models.sliding_window`).
+    """Inputs of the exact weights of the last ``size`` keys (`hf_rfa.models.sliding_window`)."""
 
-    Attributes:
-        size: W, the query's own position included.
-        query: scaled queries, [B, H, Tq, d].
-        key: [B, H, Tk, d].
-        offset: what makes exp(q·k·s) commensurate with φ(q)·φ(k), [B, H, Tq, 1].
-    """
-
-    size: int
-    query: Tensor
-    key: Tensor
-    offset: Tensor
+    size: int  # W, the query's own position included
+    query: Tensor  # scaled, [B, H, Tq, d]
+    key: Tensor  # [B, H, Tk, d]
+    offset: Tensor  # makes exp(q·k·s) commensurate with φ(q)·φ(k), [B, H, Tq, 1]
 
 
 def log_attention_weights(
@@ -64,11 +57,9 @@ def log_attention_weights(
     scores = query @ key.transpose(-1, -2)
     tiny = torch.finfo(scores.dtype).tiny
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-    near = torch.zeros_like(seen)
     if causal:
         seen = seen.tril(rows.start)
-    if window is not None:
-        near = seen.triu(rows.start - window.size + 1)
+    near = torch.zeros_like(seen) if window is None else seen.triu(rows.start - window.size + 1)
     log_factor: Tensor | float = 0.0  # of decay and input scale
     if input_scale is not None:
         input_scale = input_scale[..., None, columns].to(scores.dtype)

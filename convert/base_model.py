@@ -18,24 +18,15 @@ def rfa_layers(model: nn.Module) -> dict[str, RFAAttentionMixin]:
 
 
 def softmax_base_model(model: PreTrainedModel, architecture: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the softmax model that shares every weight with an RFA model, at no cost in memory.
+    """Return the softmax model of class ``architecture`` that shares every weight with an RFA model, at no cost in memory.
 
-    Args:
-        model: the RFA model.
-        architecture: name of the softmax class, a key of its family's ``architectures``.
-        config: the softmax configuration; its number of positions has to fit ``model``.
+    ``config`` is the softmax configuration, whose number of positions has to fit ``model``.
     """
     return share_weights(model, FAMILIES[config.model_type].architectures[architecture][0], config)
 
 
 def share_weights(model: PreTrainedModel, cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model of another class or configuration that shares the weights it has in common with ``model``.
-
-    Args:
-        model: has every weight that the other needs.
-        cls: class of the other model.
-        config: its configuration.
-    """
+    """Return a model of another class or configuration, all of whose weights are shared with ``model``."""
     with torch.device("meta"):
         other = cls(config)
     needed = other.state_dict().keys()

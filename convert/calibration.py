@@ -20,14 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.memory import give_back_memory
-from hf_rfa.models.attention import Gate, RFAAttentionMixin
+from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.feature_maps import FeatureMap
 from hf_rfa.models.random_feature_maps import PositiveMap
 
@@ -72,18 +71,11 @@ def calibrate(
     base_model: PreTrainedModel,
     inputs: dict[str, Tensor],
     *,
-    on_layer: Callable[[str], None] | None = None,
+    on_layer: Callable[[], None],
 ) -> list[LayerGain]:
-    """Calibrate every RFA layer of a model, in place.
+    """Calibrate every RFA layer that ``inputs`` reach, in place, call ``on_layer`` after each, and return their gains.
 
-    Args:
-        model: the RFA model.
-        base_model: its softmax base model, with modules of the same names.
-        inputs: what the model is called with (`hf_rfa.convert.calibration_data`).
-        on_layer: called with a layer's name when it is calibrated.
-
-    Returns:
-        The gain of every layer that these inputs reach: a decoder with cross attention that no encoder feeds is not reached.
+    A decoder's cross attention that no encoder feeds is not reached. The base model has modules of the same names.
     """
     layers, masks = rfa_layers(model), padding_masks(inputs)
     gains: list[LayerGain] = []
@@ -94,22 +86,16 @@ def calibrate(
         before, after = calibrate_layer(layers[name], activations, layer_inputs.hidden_states)
         gains.append(LayerGain(name, tuple(before.tolist()), tuple(after.tolist())))
         give_back_memory()
-        if on_layer is not None:
-            on_layer(name)
+        on_layer()
 
-    with capture_inputs({name: base_model.get_submodule(name) for name in layers}, visit):
-        body: Any = base_model.base_model
-        device = base_model.device
-        body(**{name: tensor.to(device) for name, tensor in inputs.items() if name != "labels"}, use_cache=False)
+    capture_inputs(base_model, layers, inputs, visit)
     return gains
 
 
 class _Comparison:
     """The divergence of a layer's attention weights from softmax, on the first `COMPARED_TOKENS` queries."""
 
-    def __init__(
-        self, layer: RFAAttentionMixin, activations: LayerActivations, hidden_states: Tensor | None = None
-    ) -> None:
+    def __init__(self, layer: RFAAttentionMixin, activations: LayerActivations, hidden_states: Tensor | None) -> None:
         rows = max(1, COMPARED_TOKENS // activations.query.shape[2])
         self.layer, self.activations = layer, activations.rows(rows)
         self.hidden_states = None if hidden_states is None else hidden_states[:rows]
@@ -141,9 +127,8 @@ class _Comparison:
         mean_softmax_share = self.activations.mean(torch.cat(softmax_shares, dim=-1))  # [H]
 
         def change(shift: Tensor) -> Tensor:
-            return (
-                self.activations.mean(torch.log1p(rfa_share * torch.expm1(shift)[:, None])) - mean_softmax_share * shift
-            )
+            rise = torch.log1p(rfa_share * torch.expm1(shift)[:, None])
+            return self.activations.mean(rise) - mean_softmax_share * shift
 
         low = torch.full_like(mean_softmax_share, -MAX_WINDOW_SHIFT)
         high = -low
@@ -160,11 +145,7 @@ class _Comparison:
 def calibrate_layer(
     layer: RFAAttentionMixin, activations: LayerActivations, hidden_states: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Calibrate one layer on its queries and keys, and on its inputs if it has a gate.
-
-    Returns:
-        KL(softmax ‖ RFA) of its heads before and after, each [H].
-    """
+    """Calibrate a layer, its gate if there are ``hidden_states``; return KL(softmax ‖ RFA) before and after, each [H]."""
     feature_map = layer.feature_map
     keys = activations.keys()
     comparison = _Comparison(layer, activations, hidden_states)
@@ -177,7 +158,9 @@ def calibrate_layer(
     if isinstance(feature_map, PositiveMap) and not feature_map.redraw_pool and feature_map.reparametrizable:
         _shape_projection(feature_map, activations.queries(), keys)
     if layer.gate is not None and hidden_states is not None:
-        _set_time_scales(layer.gate, comparison)
+        gate, scales = layer.gate, [max(2.0, share * layer.gate.max_positions) for share in GATE_TIME_SCALES]
+        best = _nearest(comparison, scales, lambda scale: gate.set_time_scales(torch.full_like(gate.bias, scale)))
+        gate.set_time_scales(best)
     if feature_map.has_sigma:
         _set_temperature(feature_map, keys, comparison)
     if feature_map.windowed:
@@ -227,14 +210,6 @@ def _nearest(comparison: _Comparison, values: Sequence[float], set_to: Callable[
         better = divergence < best - 1e-6
         best, chosen = torch.where(better, divergence, best), torch.where(better, value, chosen)
     return chosen
-
-
-def _set_time_scales(gate: Gate, comparison: _Comparison) -> None:
-    """Set every head's time scale to the one that is nearest the softmax weights (step 4)."""
-    scales = [max(2.0, share * gate.max_positions) for share in GATE_TIME_SCALES]
-    gate.set_time_scales(
-        _nearest(comparison, scales, lambda scale: gate.set_time_scales(torch.full_like(gate.bias, scale)))
-    )
 
 
 def _set_temperature(feature_map: FeatureMap, keys: Tensor, comparison: _Comparison) -> None:

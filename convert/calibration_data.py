@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -48,8 +49,7 @@ def random_inputs(config: Any, *, seed: int, tokens: int = RANDOM_TOKENS) -> Inp
 def shift_right(ids: Tensor, config: Any) -> Tensor:
     """Return decoder inputs for the tokens that they are to predict."""
     start = config.decoder_start_token_id
-    start = config.bos_token_id if start is None else start
-    return torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], dim=1)
+    return F.pad(ids[:, :-1], (1, 0), value=config.bos_token_id if start is None else start)
 
 
 def tokenize(tokenizer: Any, documents: Iterable[str], *, most: int | None = None) -> Tensor:
@@ -73,25 +73,16 @@ def tokenize(tokenizer: Any, documents: Iterable[str], *, most: int | None = Non
 def calibration_inputs(config: Any, tokenizer: Any, documents: Iterable[str] | None, *, seed: int) -> Inputs:
     """Return the first `TEXT_TOKENS` tokens of some documents, or `RANDOM_TOKENS` random ones where there are none.
 
-    A decoder alone gets blocks, with labels. A model with an encoder gets sources, whose outputs `add_outputs` adds.
-
-    Raises:
-        InputError: if the documents are not a single full block.
+    A decoder alone gets blocks. A model with an encoder gets sources, whose outputs `add_outputs` adds.
     """
     if documents is None:
         return random_inputs(config, seed=seed)
-    length = min(BLOCK_LENGTH, config.max_position_embeddings)
-    if config.is_encoder_decoder:
-        return text_sources(tokenizer, documents, length)
-    return text_blocks(tokenizer, documents, length)
+    read = text_sources if config.is_encoder_decoder else text_blocks
+    return read(tokenizer, documents, min(BLOCK_LENGTH, config.max_position_embeddings))
 
 
 def text_blocks(tokenizer: Any, documents: Iterable[str], length: int, *, tokens: int = TEXT_TOKENS) -> Inputs:
-    """Return the first ``tokens`` tokens of some documents as blocks of ``length``, for a decoder that stands alone.
-
-    Raises:
-        InputError: if there is not a single full block.
-    """
+    """Return the first ``tokens`` tokens as blocks of ``length``, for a decoder alone; an `InputError` if none is full."""
     ids = tokenize(tokenizer, documents, most=tokens)
     count = len(ids) // length
     if count == 0:
@@ -104,13 +95,14 @@ def text_sources(tokenizer: Any, documents: Iterable[str], max_length: int) -> I
     """Return sources for an encoder, padded: each line of a document is one, cut to ``max_length`` tokens."""
     sources: list[str] = []
     count = 0
-    for line in (line for document in documents for line in document.splitlines() if line.strip()):
+    for line in filter(str.strip, (line for document in documents for line in document.splitlines())):
         sources.append(line.strip())
         count += min(max_length, len(tokenizer(sources[-1], verbose=False)["input_ids"]))
         if count >= TEXT_TOKENS:
             break
-    options: dict[str, Any] = {"padding": True, "padding_side": "right", "truncation": True, "max_length": max_length}
-    batch = tokenizer(sources, return_tensors="pt", **options)
+    batch = tokenizer(
+        sources, return_tensors="pt", padding=True, padding_side="right", truncation=True, max_length=max_length
+    )
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
 
 
@@ -122,11 +114,11 @@ def add_outputs(base_model: PreTrainedModel, inputs: Inputs) -> Inputs:
         The inputs with ``decoder_input_ids`` and ``decoder_attention_mask``, and for answers their ``labels``.
     """
     config: Any = base_model.config
+    mask = inputs["attention_mask"]
     if not base_model.can_generate():
-        mask = inputs["attention_mask"]
         return inputs | {
             "decoder_input_ids": shift_right(inputs["input_ids"], config),
-            "decoder_attention_mask": torch.cat([torch.ones_like(mask[:, :1]), mask[:, :-1]], dim=1),
+            "decoder_attention_mask": F.pad(mask[:, :-1], (1, 0), value=1),
         }
     limit = min(OUTPUT_TOKENS, config.max_position_embeddings - 1)
     sources = {name: tensor.to(base_model.device) for name, tensor in inputs.items()}
@@ -135,7 +127,7 @@ def add_outputs(base_model: PreTrainedModel, inputs: Inputs) -> Inputs:
     # After the first end-of-text token all is padding; the token that decoding starts with may be an end-of-text token too.
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ended = torch.isin(ids[:, 1:], torch.tensor(ends)).cumsum(1) > 0
-    ended_before = torch.cat([torch.zeros_like(ended[:, :1]), ended[:, :-1]], dim=1)
+    ended_before = F.pad(ended[:, :-1], (1, 0), value=False)
     return inputs | {
         "decoder_input_ids": ids[:, :-1],
         "decoder_attention_mask": (~ended_before).long(),

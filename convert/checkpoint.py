@@ -13,12 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard, ModelCardData, snapshot_download
-from huggingface_hub.errors import (
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
@@ -38,33 +34,19 @@ MAX_BYTES_IN_MEMORY = 1_000_000_000
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A softmax checkpoint that can be converted.
+    """A softmax checkpoint that can be converted."""
 
-    Attributes:
-        name: its folder or its name on the hub, as the user gave it.
-        folder: folder of its files.
-        config: its configuration.
-        family: its model family.
-        architecture: name of its model class.
-        weight_files: its weights, in one or more files.
-    """
-
-    name: str
+    name: str  # its folder or its name on the hub, as the user gave it
     folder: Path
     config: PreTrainedConfig
     family: Family
-    architecture: str
+    architecture: str  # name of its model class
     weight_files: tuple[Path, ...]
 
     @property
     def hub_name(self) -> str | None:
         """Its name on the hub, or None for a folder."""
         return None if Path(self.name).expanduser().is_dir() else self.name
-
-    def card_data(self) -> ModelCardData:
-        """Return the metadata of its model card, empty without one."""
-        path = self.folder / "README.md"
-        return ModelCard.load(path).data if path.is_file() else ModelCardData()
 
     @property
     def uses_pickle(self) -> bool:
@@ -76,24 +58,17 @@ class Checkpoint:
         """Bytes of the weight files."""
         return sum(path.stat().st_size for path in self.weight_files)
 
-    @property
-    def shard_size(self) -> int | None:
-        """Bytes of the largest weight file, or None if there is one file."""
-        return max(path.stat().st_size for path in self.weight_files) if len(self.weight_files) > 1 else None
-
 
 def open_checkpoint(name: str | Path, *, allow_pickle: bool = False) -> Checkpoint:
-    """Find a checkpoint and check that it can be converted.
-
-    Args:
-        name: a folder, or a name on the hub (the only case in which the network may be used).
-        allow_pickle: whether weights that are only there as a pickle may be loaded.
+    """Find a checkpoint, a folder or a name on the hub (then alone the network is used), and check it.
 
     Raises:
-        InputError: if it is missing, unreadable, broken, of a family that is not supported, or RFA already.
+        InputError: if it is missing, unreadable, broken, of a family that is not supported, RFA already, or a pickle without
+            ``allow_pickle``.
     """
-    folder = _locate(str(name), allow_pickle=allow_pickle)
-    _check_model_type(folder, str(name))
+    name = str(name)
+    folder = _locate(name, allow_pickle=allow_pickle)
+    _check_model_type(folder, name)
     config = read_config(folder)
     family = FAMILIES[config.model_type]
     architecture = (config.architectures or [family.default_architecture])[0]
@@ -101,10 +76,11 @@ def open_checkpoint(name: str | Path, *, allow_pickle: bool = False) -> Checkpoi
         raise InputError(
             f"{name} is a {architecture}, which cannot be converted. Supported: {', '.join(family.architectures)}."
         )
-    files = _weight_files(folder, str(name), allow_pickle=allow_pickle)
-    if files[0].suffix != ".bin":
+    files = _weight_files(folder, name, allow_pickle=allow_pickle)
+    checkpoint = Checkpoint(name, folder, config, family, architecture, files)
+    if not checkpoint.uses_pickle:
         _check_tensors(files)
-    return Checkpoint(str(name), folder, config, family, architecture, files)
+    return checkpoint
 
 
 def _locate(name: str, *, allow_pickle: bool) -> Path:
@@ -143,11 +119,9 @@ def _check_model_type(folder: Path, name: str) -> None:
         raise InputError(f"cannot read {path}: {error}") from error
     if model_type in [family.rfa_config.model_type for family in FAMILIES.values()]:
         raise InputError(f"{name} is an RFA checkpoint already (model_type {model_type!r}). Convert its base model.")
-    supported = sorted(FAMILIES)
-    if model_type not in supported:
-        raise InputError(
-            f"{name} has model_type {model_type!r}, which cannot be converted. Supported: {', '.join(supported)}."
-        )
+    if model_type not in list(FAMILIES):
+        supported = ", ".join(sorted(FAMILIES))
+        raise InputError(f"{name} has model_type {model_type!r}, which cannot be converted. Supported: {supported}.")
 
 
 def _weight_files(folder: Path, name: str, *, allow_pickle: bool) -> tuple[Path, ...]:
@@ -215,30 +189,23 @@ def quiet() -> Iterator[None]:
 
 
 def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str) -> PreTrainedModel:
-    """Load softmax weights into an RFA model, and check that they fit and that only feature maps and gates are missing.
+    """Load softmax weights, in ``dtype`` or "auto", into an RFA model that is configured by ``config``.
 
     The blocks of a checkpoint over `MAX_BYTES_IN_MEMORY` stay in its files, unless those are pickles.
 
-    Args:
-        checkpoint: the softmax checkpoint.
-        config: configuration of the RFA model.
-        dtype: of the weights, "auto" for the checkpoint's.
-
     Raises:
-        InputError: if a tensor is missing or has the wrong shape.
+        InputError: if a tensor other than those of feature maps and gates is missing, or has the wrong shape.
     """
-    model_class: Any = checkpoint.family.architectures[checkpoint.architecture][1]
-    with quiet():
-        model, info = model_class.from_pretrained(
-            checkpoint.folder,
-            config=config,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            use_safetensors=not checkpoint.uses_pickle,
-            weights_only=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            device_map=None if checkpoint.uses_pickle else _device_map(model_class, config, checkpoint.num_bytes),
-        )
+    model, info = _from_pretrained(
+        checkpoint.family.architectures[checkpoint.architecture][1],
+        checkpoint.folder,
+        config,
+        num_bytes=0 if checkpoint.uses_pickle else checkpoint.num_bytes,
+        dtype=dtype,
+        use_safetensors=not checkpoint.uses_pickle,
+        weights_only=True,
+        ignore_mismatched_sizes=True,
+    )
     mismatched = sorted(info["mismatched_keys"])
     missing = sorted(set(info["missing_keys"]) - set(new_keys(model)) - {key for key, *_ in mismatched})
     if missing:
@@ -261,26 +228,11 @@ def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str) -> PreTraine
     return model.eval()
 
 
-def load_converted(model_class: Any, folder: Path, config: Any) -> PreTrainedModel:
-    """Load a converted checkpoint that has just been written.
-
-    Args:
-        model_class: class of the RFA model.
-        folder: where it was written.
-        config: its configuration.
-
-    Raises:
-        InputError: if its tensors are not those of the model.
-    """
+def load_converted(model_class: Any, folder: Path) -> PreTrainedModel:
+    """Load a converted checkpoint that has just been written; raise an `InputError` if its tensors are not the model's."""
+    config = model_class.config_class.from_pretrained(folder)
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    with quiet():
-        model, info = model_class.from_pretrained(
-            folder,
-            dtype="auto",
-            use_safetensors=True,
-            output_loading_info=True,
-            device_map=_device_map(model_class, config, num_bytes),
-        )
+    model, info = _from_pretrained(model_class, folder, config, num_bytes=num_bytes, dtype="auto", use_safetensors=True)
     problems = [f"{kind} {key}" for kind in ("missing", "unexpected", "mismatched") for key in info[f"{kind}_keys"]]
     problems += [f"mismatched {key}" for key, found, expected in offloaded_shapes(model) if found != expected]
     if problems:
@@ -288,20 +240,25 @@ def load_converted(model_class: Any, folder: Path, config: Any) -> PreTrainedMod
     return model.eval()
 
 
-def _device_map(model_class: Any, config: Any, num_bytes: int) -> dict[str, str] | None:
-    """Return the devices of a model's parts for a checkpoint of ``num_bytes``; None puts all in memory."""
-    return None if num_bytes <= MAX_BYTES_IN_MEMORY else blocks_on_disk(model_class, config)
+def _from_pretrained(
+    model_class: Any, folder: Path, config: Any, *, num_bytes: int, **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return a model and the names of its unfit tensors; the blocks of more than `MAX_BYTES_IN_MEMORY` stay on disk."""
+    device_map = blocks_on_disk(model_class, config) if num_bytes > MAX_BYTES_IN_MEMORY else None
+    with quiet():
+        return model_class.from_pretrained(
+            folder, config=config, device_map=device_map, output_loading_info=True, **options
+        )
 
 
 def _reset_in_float32(model: PreTrainedModel) -> None:
     """Initialize feature maps and gates again, in float32: transformers did it in the checkpoint's dtype."""
-    for layer in rfa_layers(model).values():
-        for module in (layer.feature_map, layer.gate):
-            if module is not None:
-                module.float()
-                for tensor in module.state_dict(keep_vars=True).values():
-                    tensor._is_hf_initialized = False
-                module.reset_parameters()
+    modules: list[Any] = [part for layer in rfa_layers(model).values() for part in (layer.feature_map, layer.gate)]
+    for module in filter(None, modules):
+        module.float()
+        for tensor in module.state_dict(keep_vars=True).values():
+            tensor._is_hf_initialized = False
+        module.reset_parameters()
 
 
 def new_keys(model: PreTrainedModel) -> list[str]:

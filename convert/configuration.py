@@ -22,26 +22,16 @@ OPTIONS_BY_KIND: dict[AttentionKind, tuple[str, str]] = {
     "cross": ("cross_layers", "num_cross_features"),
     "encoder": ("encoder_layers", "num_encoder_features"),
 }
+#: The options that are named as the configuration's fields.
+SAME_NAMES = ("feature_map", "unit_norm", "orthogonal", "trainable_projection", "redraw_pool", "gate")
 
 
 def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
-    """Return the RFA configuration, still with the checkpoint's number of positions.
-
-    Raises:
-        InputError: for options that this checkpoint cannot have, or that convert no layer.
-    """
+    """Return the RFA configuration, with the checkpoint's number of positions; an `InputError` if an option does not fit."""
     _check_options(checkpoint, options)
     config_class = checkpoint.family.rfa_config
-    values: dict[str, Any] = {
-        "feature_map": options.feature_map,
-        "unit_norm": options.unit_norm,
-        "orthogonal": options.orthogonal,
-        "trainable_projection": options.trainable_projection,
-        "redraw_pool": options.redraw_pool,
-        "gate": options.gate,
-        "window": options.window_size,
-        "feature_seed": options.seed,
-    }
+    values: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAMES}
+    values |= {"window": options.window_size, "feature_seed": options.seed}
     values |= {field: getattr(options, OPTIONS_BY_KIND[kind][1]) for field, kind in config_class.FEATURE_COUNTS.items()}
     try:
         plain = config_class.from_parent(checkpoint.config)
@@ -55,17 +45,15 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
                 raise InputError(f"{name} to convert must be indices from 0 to {count - 1}, got {wanted}.")
             values[field] = [index for index in range(count) if index not in converted]
         config = config_class.from_parent(checkpoint.config, **values)
-    except InputError:
-        raise
     except (ValueError, StrictDataclassError) as error:
         raise InputError(str(error.__cause__ or error)) from error
     if not any(map(config.any_rfa, config_class.SOFTMAX_LAYERS.values())):
         raise InputError("no layer is left to convert. Name at least one in layers, cross_layers or encoder_layers.")
     for name in ("gate", "window_size"):
-        if getattr(options, name) and not config.any_rfa("causal"):
+        value = getattr(options, name)
+        if value and not config.any_rfa("causal"):
             raise InputError(
-                f"{name}={getattr(options, name)} is of causal attention, and none is converted. Leave it out, or name "
-                "layers."
+                f"{name}={value} is of causal attention, and none is converted. Leave it out, or name layers."
             )
     return config
 
@@ -74,10 +62,10 @@ def _check_options(checkpoint: Checkpoint, options: ConversionOptions) -> None:
     """Raise an `InputError` for attention that a checkpoint does not have, or for too few positions."""
     present = checkpoint.family.rfa_config.SOFTMAX_LAYERS.values()
     for name in (name for kind, names in OPTIONS_BY_KIND.items() if kind not in present for name in names):
-        if getattr(options, name) is not None:
+        value = getattr(options, name)
+        if value is not None:
             raise InputError(
-                f"{name}={getattr(options, name)} does not apply to {checkpoint.config.model_type}, which has no such "
-                "attention."
+                f"{name}={value} does not apply to {checkpoint.config.model_type}, which has no such attention."
             )
     positions = checkpoint.config.max_position_embeddings
     if options.max_positions is not None and options.max_positions <= positions:

@@ -21,10 +21,6 @@ def blocks_on_disk(cls: Any, config: Any) -> dict[str, str]:
     """Return the device map that leaves a model's blocks on disk, except for feature maps and gates.
 
     Embeddings and heads are in memory: they may be tied, or have to be extended.
-
-    Args:
-        cls: class of the model.
-        config: its configuration.
     """
     with torch.device("meta"):
         model = cls(config)

@@ -19,12 +19,7 @@ MAX_NATS = 700.0
 
 @dataclass(frozen=True)
 class LabelScore:
-    """How likely a model finds some labels.
-
-    Attributes:
-        nats: mean negative log-likelihood per label counted; not finite where the model's logits are not.
-        tokens: labels counted.
-    """
+    """Mean negative log-likelihood of the labels that count; not finite where the model's logits are not."""
 
     nats: float
     tokens: int
@@ -54,9 +49,7 @@ def score_labels(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -
         logits = model(**inputs, use_cache=False).logits  # [N, T, V]
         if not model.config.is_encoder_decoder:
             logits, labels = logits[:, :-1], labels[:, 1:]
-        losses = F.cross_entropy(
-            logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
-        )  # [N, T]
+        losses = F.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none")
         total += float(losses.double().sum())
         tokens += int(labels.ne(IGNORED_LABEL).sum())
     return LabelScore(total / tokens, tokens)

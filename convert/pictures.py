@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,17 +37,12 @@ class HeadMap:
 def compare_attention(model: nn.Module, base_model: PreTrainedModel, inputs: Inputs) -> list[HeadMap]:
     """Return the maps of the heads with the least, the median and the largest divergence.
 
-    Args:
-        model: the RFA model.
-        base_model: the softmax model.
-        inputs: what the models are called with; the first `SHOWN` tokens of the first row are compared.
+    The first `SHOWN` tokens of the first row of the models' ``inputs`` are compared.
     """
     row = trim({name: tensor[:1].to(base_model.device) for name, tensor in inputs.items() if name != "labels"})
     row = {name: tensor[:, :SHOWN] for name, tensor in row.items()}
     layers, masks = rfa_layers(model), padding_masks(row)
-    with capture_inputs({name: base_model.get_submodule(name) for name in layers}) as captured:
-        body: Any = base_model.base_model
-        body(**row, use_cache=False)
+    captured = capture_inputs(base_model, layers, row)
     activations = {name: layer_activations(layers[name], each, masks) for name, each in captured.items()}
     heads = sorted(
         (float(divergence), name, head)
@@ -57,19 +51,15 @@ def compare_attention(model: nn.Module, base_model: PreTrainedModel, inputs: Inp
     )
     maps = []
     for divergence, name, head in (heads[index] for index in sorted({0, len(heads) // 2, len(heads) - 1}) if heads):
-        compared = compare_weights(layers[name], activations[name], captured[name].hidden_states)
-        target, log_weights = next(compared)
+        target, log_weights = next(compare_weights(layers[name], activations[name], captured[name].hidden_states))
         maps.append(HeadMap(name, head, divergence, target.softmax[0, head].cpu(), log_weights[0, head].exp().cpu()))
     return maps
 
 
 def draw_attention(path: Path, stages: dict[str, dict[str, tuple[float, ...]]], maps: list[HeadMap]) -> None:
-    """Draw every head's divergence after each stage, and below it attention maps of base model and RFA model.
+    """Draw every head's divergence after each stage, and below it maps of `compare_attention`, to a PNG file.
 
-    Args:
-        path: PNG to write.
-        stages: by stage and layer, KL(softmax ‖ RFA) of every head, in nats per query.
-        maps: from `compare_attention`.
+    ``stages`` has KL(softmax ‖ RFA) of every head in nats per query, by stage and layer.
     """
     layers = list(next(iter(stages.values())))
     columns = max(2, len(stages))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +25,7 @@ from .calibration_data import Inputs, add_outputs, batches, calibration_inputs, 
 from .checkpoint import Checkpoint, load_converted, load_rfa_model, open_checkpoint, quiet
 from .configuration import import_words, rfa_config
 from .options import RENAMED, ConversionOptions
-from .perplexity import LabelScore, score_labels
+from .perplexity import score_labels
 from .pictures import HeadMap, compare_attention, draw_attention
 from .report import ConversionReport, Perplexities, model_card, model_figures, notes
 from .sensitivity import LayerSensitivity, keep_softmax, measure_sensitivity
@@ -93,13 +92,26 @@ def convert(
     if options.calibrate_on is not None:
         inputs = _add_labels(base_model, inputs, report_progress)
 
-    swapped = _score(model, inputs)
+    swapped = score_labels(model, batches(inputs)) if "labels" in inputs else None
     report_progress("calibrating", len(rfa_layers(model)))
-    gains = calibrate(model, base_model, inputs, on_layer=lambda name: report_progress(None, 1))
-    model, sensitivities = _make_hybrid(model, base_model, inputs, options, report_progress)
+    gains = calibrate(model, base_model, inputs, on_layer=lambda: report_progress(None, 1))
+    sensitivities: list[LayerSensitivity] = []
+    if options.keep_softmax:
+        report_progress("measuring layers", len(rfa_layers(model)) * len(batches(inputs)))
+        sensitivities = measure_sensitivity(model, base_model, inputs, on_batch=lambda: report_progress(None, 1))
+        model = keep_softmax(model, sensitivities, options.keep_softmax)
 
     report_progress("measuring", 1)
-    scores = {"softmax": _score(base_model, inputs), "swapped": swapped, "calibrated": _score(model, inputs)}
+    perplexities = None
+    if swapped is not None:
+        softmax, calibrated = (score_labels(each, batches(inputs)) for each in (base_model, model))
+        perplexities = Perplexities(
+            softmax=softmax.perplexity,
+            swapped=swapped.perplexity,
+            calibrated=calibrated.perplexity,
+            tokens=softmax.tokens,
+            own_outputs=config.is_encoder_decoder,
+        )
     maps = compare_attention(model, base_model, inputs)
     del base_model
     gc.collect()
@@ -122,8 +134,8 @@ def convert(
             command=command,
             gains=tuple(gains),
             sensitivities=tuple(sensitivities),
-            perplexities=_perplexities(scores, config),
-            max_logit_difference=_verify(model_class, config, folder, probe, expected),
+            perplexities=perplexities,
+            max_logit_difference=_verify(model_class, folder, probe, expected),
             notes=notes(found, config, options, no_tokenizer),
             **figures,
         )
@@ -182,33 +194,6 @@ def _add_labels(base_model: PreTrainedModel, inputs: Inputs, report_progress: Pr
     return inputs | {"labels": inputs["input_ids"]} if hasattr(base_model, "lm_head") else inputs
 
 
-def _score(model: PreTrainedModel, inputs: Inputs) -> LabelScore:
-    """Return how likely a model finds the labels; without any, of no token."""
-    return score_labels(model, batches(inputs)) if "labels" in inputs else LabelScore(math.nan, 0)
-
-
-def _make_hybrid(
-    model: PreTrainedModel,
-    base_model: PreTrainedModel,
-    inputs: Inputs,
-    options: ConversionOptions,
-    report_progress: Progress,
-) -> tuple[PreTrainedModel, list[LayerSensitivity]]:
-    """Return the model with its most sensitive layers softmax, as many as asked for, and the sensitivity of all."""
-    if not options.keep_softmax:
-        return model, []
-    report_progress("measuring layers", len(rfa_layers(model)) * len(batches(inputs)))
-    sensitivities = measure_sensitivity(model, base_model, inputs, on_batch=lambda: report_progress(None, 1))
-    return keep_softmax(model, sensitivities, options.keep_softmax), sensitivities
-
-
-def _perplexities(scores: dict[str, LabelScore], config: Any) -> Perplexities | None:
-    """Return the perplexities of the models by their scores, or None if there were no labels."""
-    tokens = scores["softmax"].tokens
-    values = {name: score.perplexity for name, score in scores.items()}
-    return Perplexities(**values, tokens=tokens, own_outputs=config.is_encoder_decoder) if tokens else None
-
-
 @torch.no_grad()
 def _logits(model: PreTrainedModel, probe: Inputs) -> Tensor:
     """Return the model's first output on some tokens: logits, or hidden states for a model without a head."""
@@ -217,9 +202,12 @@ def _logits(model: PreTrainedModel, probe: Inputs) -> Tensor:
 
 
 def _write(model: PreTrainedModel, tokenizer: Any, checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the model, in shards no larger than the checkpoint's, and the tokenizer, if there is one."""
+    """Write the model, in shards no larger than the checkpoint's if that has several, and the tokenizer, if there is one."""
+    sizes = [path.stat().st_size for path in checkpoint.weight_files]
     with quiet():
-        model.save_pretrained(folder, max_shard_size=min(MAX_SHARD_SIZE, checkpoint.shard_size or MAX_SHARD_SIZE))
+        model.save_pretrained(
+            folder, max_shard_size=min(MAX_SHARD_SIZE, max(sizes) if len(sizes) > 1 else MAX_SHARD_SIZE)
+        )
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
@@ -234,9 +222,9 @@ def _write_report(report: ConversionReport, checkpoint: Checkpoint, maps: list[H
         draw_attention(folder / "attention.png", stages, maps)
 
 
-def _verify(model_class: Any, config: Any, folder: Path, probe: Inputs, expected: Tensor) -> float:
+def _verify(model_class: Any, folder: Path, probe: Inputs, expected: Tensor) -> float:
     """Load the written checkpoint; return the largest difference of its logits from those before it was written."""
-    found = _logits(load_converted(model_class, folder, config), probe)
+    found = _logits(load_converted(model_class, folder), probe)
     difference = float((found - expected).abs().max())
     if not torch.isfinite(found).all() or difference > MAX_RELOAD_ERROR * float(expected.abs().max()):
         raise InputError(

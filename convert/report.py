@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
 
@@ -93,6 +94,7 @@ class ConversionReport:
     def rows(self) -> list[tuple[str, str]]:
         """Return the figures as (name, value) pairs, for the table and the model card."""
         share = self.added_parameters / self.num_parameters
+        growth = "and the softmax layers' growing cache" if self.grows else "at any length"
         converted = {kind: f"{rfa} of {count}" for kind, (rfa, count) in self.layers.items()}
         features = {kind: str(count) for kind, count in self.feature_dims.items()}
         rows = [
@@ -100,11 +102,7 @@ class ConversionReport:
             ("feature map", f"{self.feature_map}, features per head: {_by_kind(features)}"),
             ("parameters added", f"{self.added_parameters:,} ({share:.3%} of {self.num_parameters:,})"),
             ("numbers in buffers added", f"{self.added_buffers:,}"),
-            (
-                "state per sequence",
-                f"{_size(self.state_bytes)}, "
-                + ("and the softmax layers' growing cache" if self.grows else "at any length"),
-            ),
+            ("state per sequence", f"{_size(self.state_bytes)}, {growth}"),
         ]
         of = " of source and output" if "cross" in self.layers else ""
         for length, softmax in self.cache_bytes.items():
@@ -122,20 +120,15 @@ class ConversionReport:
         if self.perplexities is not None:
             found = self.perplexities
             text = "the base model's own outputs" if found.own_outputs else "the calibration text"
-            rows.append(
-                (
-                    f"perplexity on {text} ({found.tokens:,} tokens)",
-                    f"softmax {found.softmax:.2f}, swapped {found.swapped:.2f}, calibrated {found.calibrated:.2f}",
-                )
-            )
+            values = f"softmax {found.softmax:.2f}, swapped {found.swapped:.2f}, calibrated {found.calibrated:.2f}"
+            rows.append((f"perplexity on {text} ({found.tokens:,} tokens)", values))
         rows.append(("largest logit difference after reloading", f"{self.max_logit_difference:.1e}"))
         return rows
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values; ``damages`` has the sensitivities as earlier versions wrote them."""
-        values = asdict(self)
         old = [{"kind": each.kind, "layer": each.layer, "damage": each.divergence} for each in self.sensitivities]
-        return values | {"damages": old}
+        return asdict(self) | {"damages": old}
 
     def table(self) -> Table:
         """Return the figures as a table to print."""
@@ -163,7 +156,7 @@ def _size(num_bytes: int) -> str:
 
 
 def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -> int:
-    """Return the bytes that a cache holds for one sequence; an encoder's attention keeps none.
+    """Return the bytes that an RFA model's cache holds for one sequence; an encoder's attention keeps none.
 
     Args:
         model: the RFA model; its softmax layers keep keys and values.
@@ -202,8 +195,8 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
             layers[kind] = (len(found), config.num_layers_for(kind))
         if found:
             feature_dims[kind] = found[0].feature_map.feature_dim
-    parameters = {name for name, _ in model.named_parameters()}
-    sizes, new = {key: tensor.numel() for key, tensor in model.state_dict().items()}, new_keys(model)
+    parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    state, new = model.state_dict(), new_keys(model)
     positions = config.max_position_embeddings
     extended = sum(
         (positions - checkpoint.config.max_position_embeddings) * embedding.embedding_dim
@@ -215,9 +208,9 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
         "layers": layers,
         "feature_map": config.feature_map,
         "feature_dims": feature_dims,
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "added_parameters": extended + sum(sizes[key] for key in new if key in parameters),
-        "added_buffers": sum(sizes[key] for key in new if key not in parameters),
+        "num_parameters": sum(parameters.values()),
+        "added_parameters": extended + sum(parameters.get(key, 0) for key in new),
+        "added_buffers": sum(state[key].numel() for key in new if key not in parameters),
         "state_bytes": cache_bytes(model, 0),
         "own_cache_bytes": {length: cache_bytes(model, length) for length in lengths},
         "cache_bytes": {length: cache_bytes(model, length, softmax=True) for length in lengths},
@@ -238,8 +231,8 @@ def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_to
     if no_tokenizer is not None:
         found.append(f"The result has no tokenizer (of the checkpoint: {no_tokenizer}).")
     for field, kind in config.SOFTMAX_LAYERS.items():
-        if kind != "encoder" and getattr(config, field):
-            indices = getattr(config, field)
+        indices = getattr(config, field)
+        if kind != "encoder" and indices:
             kept = ("layer " if len(indices) == 1 else "layers ") + ", ".join(map(str, indices))
             length = "sequence" if kind == "causal" else "source"
             found.append(f"The {kind} attention of {kept} is softmax: its cache grows with the {length}.")
@@ -258,37 +251,6 @@ UNTRAINED = (
     "untouched. Distil or fine-tune it before you rely on it."
 )
 
-CONSTANT = """A recurrent state of fixed size replaces the cache of keys and values, so a token costs the same time and
-memory at any length."""
-
-GROWING = """A recurrent state of fixed size replaces the cache of keys and values, except in the softmax layers: their cache
-grows with the sequence or its source, and so does the cost of a token."""
-
-CARD = """# {title}
-
-This is [{source}]({link}) with its softmax attention replaced by random feature attention (Peng et al., 2021), converted by
-[hf-rfa](https://pypi.org/project/hf-rfa/) {version}. {costs}
-
-{untrained}
-
-{use}
-## How it was made
-
-```bash
-{command}
-```
-
-| | |
-|---|---|
-{rows}
-
-{notes}{picture}## Sources
-
-- Hao Peng, Nikolaos Pappas, Dani Yogatama, Roy Schwartz, Noah A. Smith, Lingpeng Kong: *Random Feature Attention*. ICLR 2021.
-- Angelos Katharopoulos, Apoorv Vyas, Nikolaos Pappas, François Fleuret: *Transformers are RNNs: Fast Autoregressive
-  Transformers with Linear Attention*. ICML 2020.
-"""
-
 USE = """## Use
 
 ```python
@@ -300,14 +262,6 @@ model = {auto_class}.from_pretrained("{name}")
 
 Where hf-rfa is not installed, the code in the checkpoint loads it:
 `{auto_class}.from_pretrained("{name}", trust_remote_code=True)`.
-"""
-
-ATTENTION = """Above: divergence of every head's attention weights from softmax, before and after calibration. Below:
-attention weights of the base model and of this model, for the heads with the least, the median and the largest divergence
-(`conversion.json` has the figures).
-
-![attention](attention.png)
-
 """
 
 #: The Auto class that loads a model class, and the hub's name of its task, by the ending of the class's name.
@@ -331,37 +285,30 @@ def head_of(architecture: str) -> tuple[str, str]:
 def use_section(auto_class: str, name: str, feature_map: str) -> str:
     """Return the section of a card that says how an RFA model is loaded."""
     module = outside_module(feature_map)
-    nameless = module in (None, "__main__")
-    own_map = "" if nameless else f"import {module}  # registers the feature map {feature_map}\n"
+    named = module not in (None, "__main__")
+    own_map = f"import {module}  # registers the feature map {feature_map}\n" if named else ""
     return USE.format(auto_class=auto_class, name=name, own_map=own_map)
 
 
 def model_card(report: ConversionReport, checkpoint: Checkpoint) -> ModelCard:
     """Return the model card of a conversion, with the license, the languages and the task that the checkpoint's states."""
     auto_class, task = head_of(checkpoint.architecture)
-    hub_name, theirs = checkpoint.hub_name, checkpoint.card_data()
-    data: dict[str, Any] = {
-        "library_name": "transformers",
-        "pipeline_tag": task,
-        "tags": ["hf-rfa", "random-feature-attention", "linear-attention"],
-    }
-    if hub_name is not None:
-        data["base_model"] = hub_name
-    for field in ("license", "license_name", "license_link", "language", "pipeline_tag"):
-        if theirs.get(field) is not None:
-            data[field] = theirs.get(field)
-    destination = report.destination.rstrip("/").rsplit("/", 1)[-1]
-    content = CARD.format(
-        title=destination,
+    path = checkpoint.folder / "README.md"
+    theirs = ModelCard.load(path).data if path.is_file() else ModelCardData()
+    fields = ("license", "license_name", "license_link", "language", "pipeline_tag")
+    data: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task, "base_model": checkpoint.hub_name}
+    data |= {field: theirs.get(field) for field in fields if theirs.get(field) is not None}
+    tags = ["hf-rfa", "random-feature-attention", "linear-attention"]
+    title = report.destination.rstrip("/").rsplit("/", 1)[-1]
+    hub_name = checkpoint.hub_name
+    return ModelCard.from_template(
+        ModelCardData(**data, tags=tags),
+        template_path=str(Path(__file__).with_name("model_card.md")),
+        title=title,
         source=hub_name or report.source.rstrip("/").rsplit("/", 1)[-1],
-        link="#how-it-was-made" if hub_name is None else f"https://huggingface.co/{hub_name}",
+        link=f"https://huggingface.co/{hub_name}" if hub_name else "#how-it-was-made",
         version=__version__,
-        costs=GROWING if report.grows else CONSTANT,
         untrained=UNTRAINED,
-        use=use_section(auto_class, destination, report.feature_map),
-        command=report.command,
-        rows="\n".join(f"| {name} | {value} |" for name, value in report.rows()),
-        notes="".join(f"{note}\n\n" for note in report.notes),
-        picture=ATTENTION if report.gains else "",
+        use=use_section(auto_class, title, report.feature_map),
+        report=report,
     )
-    return ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{content}")

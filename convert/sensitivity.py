@@ -20,11 +20,8 @@ from .calibration_data import Inputs, batches
 class LayerSensitivity:
     """Effect on the outputs of converting one attention layer and no other.
 
-    Attributes:
-        kind: of attention.
-        layer: its index.
-        divergence: KL(base model ‖ model) of the logits in nats per token; for a model without a head the squared
-            difference of the hidden states relative to their squares.
+    ``divergence`` is KL(base model ‖ model) of the logits in nats per token; for a model without a head the squared
+    difference of the hidden states relative to their squares.
     """
 
     kind: AttentionKind
@@ -46,13 +43,9 @@ def _with_rfa_layers(model: PreTrainedModel, chosen: set[tuple[AttentionKind, in
 def measure_sensitivity(
     model: PreTrainedModel, base_model: PreTrainedModel, inputs: Inputs, *, on_batch: Callable[[], None]
 ) -> list[LayerSensitivity]:
-    """Return the sensitivity of each RFA layer, the most sensitive first.
+    """Return the sensitivity of each RFA layer on inputs of both models, the most sensitive first.
 
-    Args:
-        model: the RFA model.
-        base_model: its softmax base model.
-        inputs: what the models are called with.
-        on_batch: called for every batch (`hf_rfa.convert.calibration_data.batches`), once per layer.
+    ``on_batch`` is called for every batch (`hf_rfa.convert.calibration_data.batches`), once per layer.
     """
     places = [(layer.rfa_kind, layer.rfa_layer_idx) for layer in rfa_layers(model).values()]
     variants = [_with_rfa_layers(model, {place}) for place in places]

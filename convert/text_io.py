@@ -25,14 +25,11 @@ def read_documents(path: str | Path) -> Iterator[str]:
     path = Path(path)
     found = False
     with open_text(path) as file:
-        if _is_json_lines(path):
-            documents: Iterator[str] = (fields["text"] for fields in _read_json_lines(file, path, ("text",)))
-        else:
-            documents = iter([file.read()])
-        for document in documents:
-            if document.strip():
+        records = _read_json_lines(file, path, "text") if _is_json_lines(path) else [{"text": file.read()}]
+        for record in records:
+            if record["text"].strip():
                 found = True
-                yield document
+                yield record["text"]
     if not found:
         raise InputError(f"{path} has no text in it.")
 
@@ -66,7 +63,7 @@ def read_pairs(
                 f"{path} holds no references. Pass --references with one a line, or a .jsonl file with both in each object."
             )
         with open_text(path) as file:
-            records = list(_read_json_lines(file, path, (source_field, target_field)))
+            records = list(_read_json_lines(file, path, source_field, target_field))
         sources, targets = ([record[name] for record in records] for name in (source_field, target_field))
     else:
         sources, targets = (read_lines(Path(each)) for each in (path, references))
@@ -97,7 +94,7 @@ def open_text(path: Path) -> Iterator[IO[str]]:
 
 
 def _is_json_lines(path: Path) -> bool:
-    return [suffix for suffix in path.suffixes if suffix != ".gz"][-1:] == [".jsonl"]
+    return path.name.removesuffix(".gz").endswith(".jsonl")
 
 
 def read_lines(path: Path) -> list[str]:
@@ -107,7 +104,7 @@ def read_lines(path: Path) -> list[str]:
         return [line.rstrip("\n") for line in file]
 
 
-def _read_json_lines(lines: Iterable[str], path: Path, names: tuple[str, ...]) -> Iterator[dict[str, str]]:
+def _read_json_lines(lines: Iterable[str], path: Path, *names: str) -> Iterator[dict[str, str]]:
     """Yield the objects of a JSON lines file, each of which has to have some fields of text."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():

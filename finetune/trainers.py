@@ -102,9 +102,7 @@ def transfer_losses(
         output_mse_weight: weight of the relative squared error of the attention's outputs, added to the KL.
     """
     layers = rfa_layers(model)
-    with torch.no_grad(), capture_inputs({name: teacher.get_submodule(name) for name in layers}) as captured:
-        body: Any = teacher.base_model
-        body(**{name: tensor for name, tensor in inputs.items() if name != "labels"}, use_cache=False)
+    captured = capture_inputs(teacher, layers, inputs)
     masks = padding_masks(inputs)
     losses = {}
     for name, layer in layers.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -94,17 +95,22 @@ def load_cache(path: str | Path, model: Any) -> Cache:
             held = {name: tensors.get(f"{part}.{index}.{name}") for name in TENSORS[facts["kind"]]}
             if any(tensor is not None for tensor in held.values()):  # or the model has not used this layer yet
                 kind = _kind(model.config, part, index)
-                cache.layers[index] = _restore(kind, facts, held, f"{path}, layer {index} of {part} attention")
+                if kind != facts["kind"]:
+                    where = f"{path}, layer {index} of {part} attention"
+                    raise InputError(
+                        f"{where}: the file has {facts['kind']}, and the model {kind}: it is another model's."
+                    )
+                cache.layers[index] = _restore(kind, facts, held)
     # Only now: it looks at what its caches hold.
     return EncoderDecoderCache(*caches.values()) if "cross" in caches else caches["self"]
 
 
 def _kind(config: Any, part: str, index: int) -> str:
     """Return the kind of cache layer that a model's attention uses."""
-    kinds: dict[str, tuple[AttentionKind, str]] = {"self": ("causal", "state"), "cross": ("cross", "source state")}
-    attention, kind = kinds[part]
-    rfa = isinstance(config, RFAConfigMixin) and config.is_rfa(attention, index)
-    return kind if rfa else "keys and values"
+    attention: AttentionKind = "cross" if part == "cross" else "causal"
+    if not isinstance(config, RFAConfigMixin) or not config.is_rfa(attention, index):
+        return "keys and values"
+    return "source state" if part == "cross" else "state"
 
 
 def _parts(cache: Cache) -> dict[str, list[Any]]:
@@ -125,10 +131,8 @@ def _describe(layer: Any) -> tuple[str, dict[str, Any]]:
     raise InputError(f"a cache with a {type(layer).__name__} cannot be saved; one with a DynamicCache can.")
 
 
-def _restore(kind: str, facts: dict[str, Any], held: dict[str, Tensor | None], where: str) -> Any:
-    """Return a layer with what a file holds of it; ``kind`` is the one that the model uses."""
-    if kind != facts["kind"]:
-        raise InputError(f"{where}: the file has {facts['kind']}, and the model {kind}: it is another model's.")
+def _restore(kind: str, facts: dict[str, Any], held: dict[str, Tensor | None]) -> Any:
+    """Return a layer with what a file holds of it."""
     first = cast(Tensor, next(iter(held.values())))
     if kind == "source state":
         source = RFASourceLayer()
@@ -145,16 +149,10 @@ def _restore(kind: str, facts: dict[str, Any], held: dict[str, Tensor | None], w
 
 def cache_num_bytes(cache: Cache | None) -> int:
     """Return the bytes that a cache's tensors take: RFA states, and keys and values of softmax layers."""
-    if cache is None:
-        return 0
-    if isinstance(cache, EncoderDecoderCache):
-        return cache_num_bytes(cache.self_attention_cache) + cache_num_bytes(cache.cross_attention_cache)
     total = 0
-    for layer in cache.layers:
+    for layer in () if cache is None else chain(*_parts(cache).values()):
         held = (
-            cast(Any, layer).tensors()
-            if hasattr(layer, "holds")
-            else [getattr(layer, "keys", None), getattr(layer, "values", None)]
+            layer.tensors() if hasattr(layer, "holds") else (getattr(layer, name, None) for name in ("keys", "values"))
         )
-        total += sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
+        total += sum(tensor.nbytes for tensor in held if tensor is not None)
     return total

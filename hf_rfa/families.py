@@ -33,10 +33,9 @@ NAME_TABLES: dict[Any, dict[str, Any]] = {
 def interpolate_positions(embedding: nn.Embedding, count: int) -> Tensor:
     """Return learned positions stretched to ``count`` by linear interpolation (position interpolation, Chen et al. 2023).
 
-    Position p of the new table lies at p (n − 1) / (count − 1) of the old one of n rows. Sequences that fitted before see
-    other positions too. Of six ways tried without training it gave the best perplexity on long sequences, and none gave a
-    better one within the old range (benchmarks/results/positions.md). Rows before position 0, which BART's tables have, are
-    kept.
+    Position p of the new table lies at p (n − 1) / (count − 1) of the old one of n rows, so that sequences that fitted before
+    see other positions too; benchmarks/results/positions.md compares five other ways. Rows before position 0, which BART's
+    tables have, are kept.
     """
     offset = int(getattr(embedding, "offset", 0))
     kept, learned = embedding.weight.data[:offset], embedding.weight.data[offset:].float()

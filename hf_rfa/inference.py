@@ -32,19 +32,12 @@ from .models.attention import AttentionComponent, RFAAttentionMixin
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 ModelKind = Literal["causal", "seq2seq"]
-KINDS: dict[ModelKind, str] = {
-    "causal": "a decoder that stands alone",
-    "seq2seq": "an encoder and a decoder",
-}
+KINDS: dict[ModelKind, str] = {"causal": "a decoder that stands alone", "seq2seq": "an encoder and a decoder"}
 
 #: Files of which a folder with a tokenizer has at least one.
 TOKENIZER_VOCABULARIES = (
-    "tokenizer.json",
-    "merges.txt",
-    "source.spm",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-    "vocab.txt",
+    *("tokenizer.json", "merges.txt", "vocab.txt"),
+    *("source.spm", "sentencepiece.bpe.model", "spiece.model"),
 )
 #: Errors of transformers for a configuration, or for weights, that it cannot take.
 CONFIG_ERRORS = (OSError, ValueError, KeyError, TypeError, StrictDataclassError)
@@ -52,11 +45,7 @@ WEIGHT_ERRORS = (*CONFIG_ERRORS, RuntimeError, SafetensorError)
 
 
 def read_config(source: str | Path) -> PreTrainedConfig:
-    """Return the configuration of a checkpoint, a folder or a name on the hub.
-
-    Raises:
-        InputError: if there is none, or if it cannot be used.
-    """
+    """Return the configuration of a checkpoint, a folder or a name on the hub; an `InputError` if none can be used."""
     try:
         return AutoConfig.from_pretrained(source)
     except CONFIG_ERRORS as error:
@@ -210,10 +199,8 @@ def generate_text(
     seq2seq = kind_of(model.config) == "seq2seq"
     for number, (each, row) in enumerate(zip(prompts, rows, strict=True), start=1):
         if len(row) == 0 or (seq2seq and not each.strip()):
-            which = f" {number} of {len(rows)}" if len(rows) > 1 else ""
-            raise InputError(
-                f"the {'source' if seq2seq else 'prompt'}{which} is empty: there is nothing to start from."
-            )
+            which = ("source" if seq2seq else "prompt") + (f" {number} of {len(rows)}" if len(rows) > 1 else "")
+            raise InputError(f"the {which} is empty: there is nothing to start from.")
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     # New tokens follow the last one of a prompt; an encoder's positions start with the first one of a source.
     pads = partial(pad_sequence, batch_first=True, padding_side="right" if seq2seq else "left")

@@ -6,12 +6,12 @@ import json
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from .console import console, shown_count, warn
-from .options import Dtype, UsageError, in_a_folder, number
+from .options import UsageError, in_a_folder, number
 
 
 class Task(StrEnum):
@@ -40,7 +40,7 @@ def bench_command(
     compiled: Annotated[bool, typer.Option("--compile", help="Both under torch.compile as well.")] = False,
     steps: Annotated[int, number("Steps timed per point; medians are reported.", 1)] = 11,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
-    dtype: Annotated[Dtype, typer.Option(help="Precision of both.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Precision of both.")] = "float32",
     output: Annotated[
         Path | None,
         typer.Option(callback=in_a_folder, help="Write OUTPUT.json, and one picture a task, OUTPUT-TASK.png."),

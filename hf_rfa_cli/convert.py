@@ -11,10 +11,11 @@ from dataclasses import Field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
+from .console import console, report_of
 from .options import Overwrite, References, Resume, UsageError, number, text_file
 
 #: What convert/options.py defines, read by its path: importing it as a module of `hf_rfa` would load torch.
@@ -43,21 +44,18 @@ def _layers(option: str, text: str | None) -> Any:
 
 def _parameter(field: Field, panel: str, text: str) -> inspect.Parameter:
     """Return the parameter of a typer command for a field of `hf_rfa.convert.ConversionOptions`."""
-    kind, default, flag = field.type, field.default, OPTIONS.flag_of(field.name)
+    name, default, flag = field.name, field.default, OPTIONS.flag_of(field.name)
+    kind: Any = {"calibrate_on": Path | None, **dict.fromkeys(LAYERS, str | None)}.get(name, field.type)
     text = text[0].upper() + text[1:]
-    if field.name in DEPENDENT_DEFAULTS:
-        kind, default, text = kind | None, None, f"{text} {DEPENDENT_DEFAULTS[field.name]}"  # type: ignore[operator]
-    if field.name in OPTIONS.MINIMUM:
-        option = number(text, OPTIONS.MINIMUM[field.name], name=flag)
+    if name in DEPENDENT_DEFAULTS:
+        kind, default, text = kind | None, None, f"{text} {DEPENDENT_DEFAULTS[name]}"
+    if name in OPTIONS.MINIMUM:
+        option = number(text, OPTIONS.MINIMUM[name], names=(flag,))
     else:
-        option = typer.Option(flag, help=text, callback=text_file if field.name == "calibrate_on" else None)
-    if field.name in LAYERS:
-        kind = str | None
-    elif field.name == "calibrate_on":
-        kind = Path | None
+        option = typer.Option(flag, help=text, callback=text_file if name == "calibrate_on" else None)
     option.rich_help_panel = panel
-    annotation = Annotated[kind, option]  # type: ignore[valid-type]
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    annotation = Annotated[kind, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _with_conversion_options(command: Any) -> Any:
@@ -119,8 +117,6 @@ def convert_command(
     from hf_rfa.finetune.distill import check_one_process, distill
     from hf_rfa.finetune.run_folder import check_training_folder, training_folder
 
-    from .console import console, shown_steps
-
     check_one_process()
     check_destination(destination, overwrite=overwrite, sources=(Path(checkpoint),))
     check_training_folder(training_folder(destination), resume=resume)
@@ -128,31 +124,24 @@ def convert_command(
         converted = folder / destination.name
         command = shlex.join(["hf-rfa", *(word for word in sys.argv[1:] if word != "--resume")])
         _convert(checkpoint, converted, command=command, **options)
-        with shown_steps() as progress:
-            report = distill(
-                converted,
-                destination,
-                teacher=checkpoint,
-                data=cast(Path, data),
-                references=references,
-                transfer_steps=transfer_steps,
-                end_to_end_steps=0,
-                resume=resume,
-                overwrite=overwrite,
-                command=command,
-                progress=progress,
-            )
-    console.print(report.table())
+        report_of(
+            distill,
+            converted,
+            destination,
+            teacher=checkpoint,
+            data=data,
+            references=references,
+            transfer_steps=transfer_steps,
+            end_to_end_steps=0,
+            resume=resume,
+            overwrite=overwrite,
+            command=command,
+        )
 
 
 def _convert(checkpoint: str, destination: Path, **options: Any) -> None:
     """Convert with a progress bar, and print the report."""
     from hf_rfa.convert import convert
 
-    from .console import console, shown_steps
-
-    with shown_steps() as progress:
-        report = convert(checkpoint, destination, progress=progress, **options)
-    console.print(report.table())
-    for note in report.notes:
+    for note in report_of(convert, checkpoint, destination, **options).notes:
         console.print(note)

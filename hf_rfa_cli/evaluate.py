@@ -9,18 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from .console import console, shown_count, warn
-from .options import (
-    BatchSize,
-    Beams,
-    LoadedDtype,
-    Model,
-    ModelDtype,
-    References,
-    UsageError,
-    in_a_folder,
-    number,
-    text_file,
-)
+from .options import BatchSize, Beams, Model, ModelDtype, References, UsageError, in_a_folder, number, text_file
 
 #: Two samples of 1,000 tokens of one text differ by a seventh in perplexity (the demo's model on its text).
 FEW_TOKENS = 1000
@@ -78,7 +67,7 @@ def evaluate_command(
         bool, typer.Option("--record", help="Add the result to evaluation.json and the model card of the checkpoint.")
     ] = False,
     batch_size: BatchSize = 8,
-    dtype: ModelDtype = LoadedDtype.auto,
+    dtype: ModelDtype = "auto",
 ) -> None:
     """Measure the perplexity of a text, or how well a model translates or summarises.
 
@@ -88,24 +77,22 @@ def evaluate_command(
     for name in GENERATION_OPTIONS if task == "perplexity" else PERPLEXITY_OPTIONS:
         if context.params[name] != defaults[name]:
             raise UsageError(f"--{name.replace('_', '-')} has no effect with --task {task}. Leave it out.")
-    from hf_rfa.convert.atomic_io import check_new_file, new_file
+    from hf_rfa.convert.atomic_io import check_file, new_file
     from hf_rfa.convert.calibration_data import tokenize
     from hf_rfa.convert.text_io import read_documents, read_pairs
     from hf_rfa.finetune import GenerationScores, evaluate_generation, perplexity, results
     from hf_rfa.inference import load_model, use_attention_component
 
     folder = results.check_recordable(model) if record else None
-    documents: list[str] = []
-    sources: list[str] = []
-    targets: list[str] = []
     if task == "perplexity":
         documents = list(read_documents(text))
     else:
-        fields: Any = {"source_field": source_field, "target_field": target_field}
-        sources, targets = read_pairs(text, references, limit=limit, **fields)
+        sources, targets = read_pairs(
+            text, references, source_field=source_field, target_field=target_field, limit=limit
+        )
     if save_predictions is not None:
-        check_new_file(save_predictions)
-    loaded, tokenizer = load_model(model, kind="causal" if task == "perplexity" else "seq2seq", dtype=dtype.value)
+        check_file(save_predictions, replace=False)
+    loaded, tokenizer = load_model(model, kind="causal" if task == "perplexity" else "seq2seq", dtype=dtype)
     use_attention_component(loaded, attention_component)
     with shown_count("evaluating") as on_batch:
         shared: Any = {"batch_size": batch_size, "on_batch": on_batch}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from .console import console, errors
-from .options import BatchSize, Beams, LoadedDtype, Model, ModelDtype, Seed, UsageError, number, text_file
+from .options import BatchSize, Beams, Model, ModelDtype, Seed, UsageError, number, text_file
 
 STDIN = Path("-")
 
@@ -33,13 +33,12 @@ def generate_command(
     temperature: Annotated[float, number("Of the sampling.", above=0)] = 1.0,
     top_k: Annotated[int, number("Sample from the likeliest tokens, this many; 0 for all.", 0)] = 50,
     top_p: Annotated[
-        float,
-        number("Sample from the likeliest tokens of this total probability.", most=1, above=0),
+        float, number("Sample from the likeliest tokens of this total probability.", most=1, above=0)
     ] = 1.0,
     seed: Seed = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
     batch_size: BatchSize = 8,
-    dtype: ModelDtype = LoadedDtype.auto,
+    dtype: ModelDtype = "auto",
 ) -> None:
     """Continue prompts, or translate or summarise sources, and report speed and memory.
 
@@ -62,7 +61,7 @@ def generate_command(
 
     from hf_rfa.inference import generate_text, load_model
 
-    loaded, tokenizer = load_model(model, dtype=dtype.value)
+    loaded, tokenizer = load_model(model, dtype=dtype)
     streamer = TextStreamer(tokenizer, skip_special_tokens=True) if len(prompts) == num_beams == 1 else None
     results = []
     for start in range(0, len(prompts), batch_size):

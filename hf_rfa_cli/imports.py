@@ -39,14 +39,7 @@ def importing(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import modules, each of them once.
-
-    Args:
-        names: of modules that Python finds, or paths of ``.py`` files.
-
-    Raises:
-        UsageError: if one cannot be found, or a file has the name of another module.
-    """
+    """Import modules that Python finds, and ``.py`` files, each once; a `UsageError` says what is wrong with one."""
     for name in names:
         try:
             _import_file(Path(name).resolve()) if name.endswith(".py") else importlib.import_module(name)

@@ -79,17 +79,13 @@ def main() -> None:
     except UsageError as error:
         message = error.format_message() + (f" See {error.ctx.command_path} --help." if error.ctx else "")
     except (ValueError, FloatingPointError) as error:  # the latter for a training whose loss is not finite
-        if isinstance(error, ValueError) and not _is_input_error(error):
+        from hf_rfa.errors import InputError
+
+        if not isinstance(error, InputError | FloatingPointError):
             raise
         message = str(error)
     errors.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
     sys.exit(1)
-
-
-def _is_input_error(error: ValueError) -> bool:
-    from hf_rfa.errors import InputError
-
-    return isinstance(error, InputError)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,32 +34,25 @@ def current_names(command: str, words: list[str]) -> list[str]:
 
 def number(
     text: str,
-    least: float | None = None,
-    most: float | None = None,
+    least: float = -math.inf,
+    most: float = math.inf,
     *,
     above: float = -math.inf,
-    name: str | None = None,
+    names: tuple[str, ...] = (),
 ) -> Any:
-    """Return the declaration of an option whose value is a number from ``least`` to ``most``, or larger than ``above``.
+    """Return an option with the help ``text`` and a number from ``least`` to ``most``, which is also larger than ``above``.
 
-    Args:
-        text: its help.
-        least: the least that it may be.
-        most: the most that it may be.
-        above: what it has to be larger than.
-        name: the option, where it is not named as its parameter.
+    ``names`` are the option's, where it is not named as its parameter.
     """
-    limits = (("above", None if above == -math.inf else above), ("at least", least), ("at most", most))
-    bounds = " and ".join(f"{words} {limit}" for words, limit in limits if limit is not None)
+    limits = (("above", above), ("at least", least), ("at most", most))
+    bounds = " and ".join(f"{words} {limit}" for words, limit in limits if math.isfinite(limit))
 
     def check(value: float | None) -> float | None:
-        """Return the value."""
-        low, high = (-math.inf if least is None else least), (math.inf if most is None else most)
-        if value is not None and not (low <= value <= high and above < value < math.inf):
+        if value is not None and not (least <= value <= most and above < value < math.inf):
             raise typer.BadParameter(f"it must be {bounds}, got {value}.")
         return value
 
-    return typer.Option(*([name] if name else []), callback=check, help=text)
+    return typer.Option(*names, callback=check, help=text)
 
 
 def text_file(path: Path | None) -> Path | None:
@@ -77,21 +69,10 @@ def in_a_folder(path: Path | None) -> Path | None:
     return path
 
 
-#: The precision of a model that is made.
-Dtype = Literal["float32", "bfloat16", "float16"]
-
-
-class LoadedDtype(StrEnum):
-    """The precision of a model that is loaded."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
 Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the hub.")]
-ModelDtype = Annotated[LoadedDtype, typer.Option("--dtype", help="Precision; auto for the checkpoint's own.")]
+ModelDtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Precision; auto for the checkpoint's own.")
+]
 #: numpy and torch both take these.
 Seed = Annotated[int, number("Seed of what is drawn at random.", 0, 2**32 - 1)]
 Beams = Annotated[int, number("Beams of generation; 1 for none.", 1)]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from .console import console, shown_steps
+from .console import console, report_of
 from .options import Overwrite, References, Resume, Seed, UsageError, number, text_file
 
 #: The option for the folder to write; finetune also takes transformers' name of it.
@@ -42,21 +42,19 @@ def distill_command(
     from hf_rfa.finetune.distill import distill
 
     destination = Path(f"{checkpoint.rstrip('/')}-distilled") if output is None else output
-    with shown_steps() as progress:
-        report = distill(
-            checkpoint,
-            destination,
-            teacher=teacher,
-            data=data,
-            references=references,
-            recipe=recipe,
-            transfer_steps=transfer_steps,
-            end_to_end_steps=end_to_end_steps,
-            resume=resume,
-            overwrite=overwrite,
-            progress=progress,
-        )
-    console.print(report.table())
+    report_of(
+        distill,
+        checkpoint,
+        destination,
+        teacher=teacher,
+        data=data,
+        references=references,
+        recipe=recipe,
+        transfer_steps=transfer_steps,
+        end_to_end_steps=end_to_end_steps,
+        resume=resume,
+        overwrite=overwrite,
+    )
     console.print(f"written to {destination}")
 
 
@@ -141,12 +139,12 @@ def make_data_command(
     seed: Seed = 0,
 ) -> None:
     """Write a data set that a program makes: ListOps expressions with their values, or sequences to be copied."""
-    from hf_rfa.convert.atomic_io import check_new_file, new_file
+    from hf_rfa.convert.atomic_io import check_file, new_file
     from hf_rfa.finetune.synthetic import DATA_SETS
 
     make, least, most = DATA_SETS[name]
     drawn = make(rows, min_length=min_length or least, max_length=max_length or most, seed=seed)
-    check_new_file(output)
+    check_file(output, replace=False)
     with new_file(output) as file:
         file.writelines(json.dumps(row) + "\n" for row in drawn)
     console.print(f"{rows} rows written to {output}")
