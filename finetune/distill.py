@@ -90,15 +90,15 @@ def distill(
     model, tokenizer = load_model(str(checkpoint), dtype="float32")
     softmax_model, _ = load_model(str(teacher), kind=kind_of(model.config), dtype="float32", need_tokenizer=False)
     _check_teacher(model, softmax_model, str(checkpoint), str(teacher), transfer=settings.transfer.steps > 0)
-    settings = _resolve(settings, model.config, softmax_model.config)
-    datasets = {
-        name: _load(model, tokenizer, data, references, cast(int, stage.block_length))
-        for name, stage in settings.stages().items()
-        if stage.steps
-    }
-    for name, dataset in datasets.items():
-        if len(dataset) <= HELD_OUT:
-            raise InputError(f"the data gives {len(dataset)} items for {name}; more than {HELD_OUT} are needed.")
+    configs: tuple[Any, ...] = (model.config, softmax_model.config)
+    settings = settings.resolve(model.config, min(config.max_position_embeddings for config in configs))
+    datasets = {}
+    for name, stage in settings.stages().items():
+        if stage.steps:
+            datasets[name] = _load(model, tokenizer, data, references, cast(int, stage.block_length))
+            if len(datasets[name]) <= HELD_OUT:
+                count = len(datasets[name])
+                raise InputError(f"the data gives {count} items for {name}; more than {HELD_OUT} are needed.")
     paths = {"teacher": teacher, "data": data, "references": references}
     described = {name: None if path is None else str(Path(path).resolve()) for name, path in paths.items()}
     check_settings(work, described | {"recipe": settings.to_dict()}, resume=resume)
@@ -156,19 +156,6 @@ def _check_teacher(
                 f"{checkpoint} no longer has the weights of {teacher_name} (tensor {name} differs), so that its attention "
                 "cannot be taught by transfer. Pass --transfer-steps 0, or the checkpoint as it was converted."
             )
-
-
-def _resolve(recipe: Recipe, config: Any, teacher_config: Any) -> Recipe:
-    """Return a recipe with the block length and the batch size of its stages."""
-    positions = min(config.max_position_embeddings, teacher_config.max_position_embeddings)
-    for name, stage in recipe.stages().items():
-        if stage.steps and stage.block_length is not None and stage.block_length > positions:
-            raise InputError(
-                f"recipe: {name}.block_length is {stage.block_length}, but the models have {positions} positions."
-            )
-    return Recipe(
-        **{name: stage.resolve(config, positions) for name, stage in recipe.stages().items()}, seed=recipe.seed
-    )
 
 
 def _load(model: PreTrainedModel, tokenizer: Any, data: Any, references: Any, length: int) -> Dataset:

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from hf_rfa.convert.atomic_io import check_destination, new_folder
+from hf_rfa.convert.perplexity import IGNORED_LABEL, MAX_NATS
 from hf_rfa.errors import InputError
 from hf_rfa.inference import check_length
 
@@ -36,8 +37,7 @@ from .data import (
     single_documents,
     token_pairs,
 )
-from .generation import answer_length
-from .metrics import BleuMetric
+from .evaluation import BleuMetric, answer_length
 from .models import load_config_and_tokenizer, load_model_to_train, resolve_block_length
 from .param_groups import freeze
 from .report import plot_losses
@@ -129,7 +129,7 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     if "evaluate" in prepared:
         metrics |= trainer.evaluate()
         if options.task == "clm":
-            metrics["eval_perplexity"] = math.exp(min(700.0, metrics["eval_loss"]))
+            metrics["eval_perplexity"] = math.exp(min(MAX_NATS, metrics["eval_loss"]))
     model.config.use_cache = use_cache
     trainer.save_model(str(work / "final"))  # gathers what several processes hold
     if first:
@@ -209,7 +209,7 @@ def _accuracy(prediction: Any, *, shift: int) -> dict[str, float]:
     found, wanted = prediction.predictions, prediction.label_ids
     if shift:
         found, wanted = found[:, :-shift], wanted[:, shift:]
-    counted = wanted != -100
+    counted = wanted != IGNORED_LABEL
     return {"accuracy": float((found == wanted)[counted].mean())}
 
 
@@ -217,7 +217,9 @@ def _bleu(prediction: Any, *, tokenizer: Any) -> dict[str, float]:
     """Return the BLEU of generated sequences."""
 
     def texts(ids: np.ndarray) -> list[str]:
-        return tokenizer.batch_decode(np.where(ids == -100, tokenizer.pad_token_id, ids), skip_special_tokens=True)
+        return tokenizer.batch_decode(
+            np.where(ids == IGNORED_LABEL, tokenizer.pad_token_id, ids), skip_special_tokens=True
+        )
 
     found = BleuMetric().compute(predictions=texts(prediction.predictions), references=texts(prediction.label_ids))
     return {"bleu": cast(dict[str, Any], found)["bleu"]}

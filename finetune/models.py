@@ -34,13 +34,20 @@ def load_config_and_tokenizer(options: FinetuneArguments) -> tuple[Any, Any]:
     Raises:
         InputError: if one of them cannot be read, or they do not belong together.
     """
-    if options.model_type is not None:
-        tokenizer = _tokenizer(options)
-        return _new_config(options.model_type, options.overrides(), tokenizer), tokenizer
-    name = str(options.model)
-    config = read_config(name)
-    tokenizer = _tokenizer(options)
-    check_vocabulary(tokenizer, config, name)
+    config: Any = None if options.model is None else read_config(options.model)
+    if options.byte_tokenizer:
+        tokenizer: Any = ByT5Tokenizer(extra_ids=0)
+    else:
+        name = str(options.tokenizer or options.model)
+        path = Path(name).expanduser()
+        tokenizer, problem = load_tokenizer(path if path.exists() else name)
+        if tokenizer is None:
+            raise InputError(f"{name}: {problem}. Pass --tokenizer, or --byte-tokenizer.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if config is None:
+        config = _new_config(str(options.model_type), options.overrides(), tokenizer)
+    check_vocabulary(tokenizer, config, options.model or f"config_overrides for {options.model_type}")
     return config, tokenizer
 
 
@@ -59,29 +66,11 @@ def _new_config(model_type: str, overrides: dict[str, Any], tokenizer: Any) -> A
         raise InputError(f"cannot make a configuration of type {model_type}: {error}") from error
     if unknown:
         raise InputError(f"config_overrides: the configuration of {model_type} has no field {', '.join(unknown)}.")
-    check_vocabulary(tokenizer, config, f"config_overrides for {model_type}")
     return config
 
 
-def _tokenizer(options: FinetuneArguments) -> Any:
-    if options.byte_tokenizer:
-        return ByT5Tokenizer(extra_ids=0)
-    name = str(options.tokenizer or options.model)
-    path = Path(name).expanduser()
-    tokenizer, problem = load_tokenizer(path if path.exists() else name)
-    if tokenizer is None:
-        raise InputError(f"{name}: {problem}. Pass --tokenizer, or --byte-tokenizer.")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
 def resolve_block_length(options: FinetuneArguments, config: Any) -> int:
-    """Return the tokens per block.
-
-    Raises:
-        InputError: if the model has fewer positions.
-    """
+    """Return the tokens per block; raise an `InputError` if the model has fewer positions."""
     positions = config.max_position_embeddings
     length = min(BLOCK_LENGTH, positions) if options.block_length is None else options.block_length
     if not 2 <= length <= positions:
@@ -90,11 +79,7 @@ def resolve_block_length(options: FinetuneArguments, config: Any) -> int:
 
 
 def load_model_to_train(options: FinetuneArguments, config: Any) -> Any:
-    """Return the model, with the checkpoint's weights or new ones.
-
-    Raises:
-        InputError: if there is none for the task.
-    """
+    """Return the model, with the checkpoint's weights or new ones; raise an `InputError` if there is none for the task."""
     auto_class = TASK_CLASSES[options.task]
     try:
         if options.source() is None:

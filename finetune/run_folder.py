@@ -16,11 +16,7 @@ def training_folder(destination: Path) -> Path:
 
 
 def check_training_folder(work: Path, *, resume: bool) -> None:
-    """Check that a training folder is there if, and only if, its run is to be resumed.
-
-    Raises:
-        InputError: if it holds an interrupted run that is not to be resumed, or if there is none to resume.
-    """
+    """Raise an `InputError` unless a training folder is there if, and only if, its run is to be resumed."""
     if work.exists() and not resume:
         raise InputError(f"{work} holds an interrupted run. Pass --resume to continue it, or remove it.")
     if resume and not work.exists():
