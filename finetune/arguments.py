@@ -52,8 +52,7 @@ class FinetuneArguments:
     evaluate_split: str = field(default="validation", metadata={"help": "Split of it to evaluate on."})
     text_column: str = field(default="text", metadata={"help": "Column with the text (clm, classify)."})
     prompt_column: str | None = field(
-        default=None,
-        metadata={"help": "Column with prompts, which precede the texts and are not learned (clm)."},
+        default=None, metadata={"help": "Column with prompts, which precede the texts and are not learned (clm)."}
     )
     label_column: str = field(default="label", metadata={"help": "Column with the label (classify)."})
     source_column: str = field(

@@ -28,7 +28,7 @@ from .arguments import processes_started
 from .card import copy_referred, data_name, table_of, trained_card
 from .data import PairCollator, joined_blocks, load_pairs, token_pairs
 from .param_groups import is_rfa_parameter
-from .recipe import Recipe, Stage
+from .recipe import Recipe
 from .report import HELD_OUT, DistillationReport, plot_losses
 from .run_folder import check_settings, check_training_folder, training_folder
 from .trainers import train_stage, transfer_losses
@@ -189,24 +189,19 @@ def _train(
 ) -> None:
     """Run the stages that have data, and measure on the items that none of them learns."""
     collate: Any = default_data_collator if kind_of(model.config) == "causal" else PairCollator(tokenizer, model=model)
-    batch: Inputs = {}
+    first = next(iter(datasets.values()))
+    batch: Inputs = collate([first[index] for index in range(len(first) - HELD_OUT, len(first))])
+    for name, each in (("teacher", teacher), ("converted", model)):
+        report.perplexities[name] = score_labels(each, [batch]).perplexity
     for name, dataset in datasets.items():
-        stage: Stage = getattr(report.recipe, name)
-        count = len(dataset) - HELD_OUT
-        if not batch:
-            batch = collate([dataset[index] for index in range(count, len(dataset))])
-            report.perplexities |= {
-                "teacher": score_labels(teacher, [batch]).perplexity,
-                "converted": score_labels(model, [batch]).perplexity,
-            }
         if name == "transfer":
             report.before = _divergences(model, teacher, batch)
         result = train_stage(
             cast(Any, name),
             model,
             teacher,
-            dataset.select(range(count)),
-            stage,
+            dataset.select(range(len(dataset) - HELD_OUT)),
+            report.recipe.stages()[name],
             work / name,
             seed=report.recipe.seed,
             collate=collate,

@@ -28,15 +28,7 @@ from hf_rfa.inference import check_length
 
 from .arguments import FinetuneArguments, processes_started
 from .card import copy_referred, data_name, table_of, trained_card
-from .data import (
-    check_columns,
-    labelled_texts,
-    load_data,
-    load_pairs,
-    packed_blocks,
-    single_documents,
-    token_pairs,
-)
+from .data import check_columns, labelled_texts, load_data, load_pairs, packed_blocks, single_documents, token_pairs
 from .evaluation import BleuMetric, answer_length
 from .models import load_config_and_tokenizer, load_model_to_train, resolve_block_length
 from .param_groups import freeze
@@ -184,12 +176,10 @@ def _prepare(
         known = columns["labels"] = labels["train"]
         if len(known) < 2:
             raise InputError(f"{options.train} has one label only ({known[0]}): there is nothing to learn.")
-        for label in labels.get("evaluate", []):
-            if label not in known:
-                raise InputError(
-                    f"{options.evaluate}: label {label!r} is not among those of the training data: {', '.join(known)}."
-                )
-        config.num_labels = len(known)
+        if new := [label for label in labels.get("evaluate", []) if label not in known]:
+            raise InputError(
+                f"{options.evaluate}: label {new[0]!r} is not among those of the training data: {', '.join(known)}."
+            )
         config.id2label, config.label2id = dict(enumerate(known)), {label: n for n, label in enumerate(known)}
         config.pad_token_id = tokenizer.pad_token_id
     prepared = {name: encode(each, tokenizer, length=length, **columns) for name, each in data.items()}
