@@ -14,6 +14,11 @@ import numpy as np
 import torch
 from huggingface_hub import ModelCard
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    ByT5Tokenizer,
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
     Seq2SeqTrainingArguments,
@@ -22,15 +27,23 @@ from transformers import (
 )
 
 from hf_rfa.convert.atomic_io import check_destination, new_folder
+from hf_rfa.convert.calibration_data import BLOCK_LENGTH
 from hf_rfa.convert.perplexity import IGNORED_LABEL, MAX_NATS
 from hf_rfa.errors import InputError
-from hf_rfa.inference import check_length
+from hf_rfa.inference import (
+    CONFIG_ERRORS,
+    WEIGHT_ERRORS,
+    check_length,
+    check_vocabulary,
+    load_tokenizer,
+    name_loss,
+    read_config,
+)
 
 from .arguments import FinetuneArguments, processes_started
 from .card import copy_referred, data_name, table_of, trained_card
 from .data import check_columns, labelled_texts, load_data, load_pairs, packed_blocks, single_documents, token_pairs
 from .evaluation import BleuMetric, answer_length
-from .models import load_config_and_tokenizer, load_model_to_train, resolve_block_length
 from .param_groups import freeze
 from .report import plot_losses
 from .run_folder import check_settings, check_training_folder, last_checkpoint, training_folder
@@ -48,6 +61,14 @@ SETTINGS_OF_A_RUN = (
 )
 #: The tasks in words, for model cards.
 TASK_NAMES = {"clm": "language modelling", "seq2seq": "sequence to sequence", "classify": "classification"}
+#: The Auto classes of their models.
+TASK_CLASSES: dict[str, Any] = {
+    "clm": AutoModelForCausalLM,
+    "seq2seq": AutoModelForSeq2SeqLM,
+    "classify": AutoModelForSequenceClassification,
+}
+#: Ids of special tokens that a new model takes from its tokenizer.
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) -> dict[str, float]:
@@ -86,7 +107,10 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
         check_training_folder(work, resume=options.resume)
 
     config, tokenizer = load_config_and_tokenizer(options)
-    length = resolve_block_length(options, config)
+    positions = config.max_position_embeddings
+    length = min(BLOCK_LENGTH, positions) if options.block_length is None else options.block_length
+    if not 2 <= length <= positions:
+        raise InputError(f"block_length must be from 2 to the model's {positions} positions, got {length}.")
     data = _load(options)
     with arguments.main_process_first(desc="preparing the data"):  # the others find it in the cache
         prepared = _prepare(options, data, tokenizer, config, length)
@@ -137,6 +161,59 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
             _card(destination.resolve().name, options, trainer, metrics).save(folder / "README.md")
         shutil.rmtree(work, ignore_errors=True)
     return metrics
+
+
+def load_config_and_tokenizer(options: FinetuneArguments) -> tuple[Any, Any]:
+    """Return the configuration of the model to train, and its tokenizer; raise an `InputError` if there are none that fit."""
+    config: Any = None if options.model is None else read_config(options.model)
+    if options.byte_tokenizer:
+        tokenizer: Any = ByT5Tokenizer(extra_ids=0)
+    else:
+        name = str(options.tokenizer or options.model)
+        path = Path(name).expanduser()
+        tokenizer, problem = load_tokenizer(path if path.exists() else name)
+        if tokenizer is None:
+            raise InputError(f"{name}: {problem}. Pass --tokenizer, or --byte-tokenizer.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if config is None:
+        config = _new_config(str(options.model_type), options.overrides(), tokenizer)
+    check_vocabulary(tokenizer, config, options.model or f"config_overrides for {options.model_type}")
+    return config, tokenizer
+
+
+def _new_config(model_type: str, overrides: dict[str, Any], tokenizer: Any) -> Any:
+    """Return a configuration of a type, for a tokenizer."""
+    values = {"vocab_size": len(tokenizer)}
+    values |= {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
+    try:
+        known = AutoConfig.for_model(model_type)
+        unknown = [name for name in overrides if not hasattr(known, name)]
+        values |= {name: value for name, value in overrides.items() if name not in unknown}
+        if "decoder_start_token_id" in vars(known):
+            values.setdefault("decoder_start_token_id", values["eos_token_id"])
+        config = AutoConfig.for_model(model_type, **values)
+    except CONFIG_ERRORS as error:
+        raise InputError(f"cannot make a configuration of type {model_type}: {error}") from error
+    if unknown:
+        raise InputError(f"config_overrides: the configuration of {model_type} has no field {', '.join(unknown)}.")
+    return config
+
+
+def load_model_to_train(options: FinetuneArguments, config: Any) -> Any:
+    """Return the model, with the checkpoint's weights or new ones; raise an `InputError` if there is none for the task."""
+    auto_class = TASK_CLASSES[options.task]
+    try:
+        if options.source() is None:
+            model = auto_class.from_config(config)
+        else:
+            model = auto_class.from_pretrained(options.model, config=config, dtype="float32", use_safetensors=True)
+    except WEIGHT_ERRORS as error:
+        name = options.model or options.model_type
+        raise InputError(f"cannot load a model for {options.task} from {name}: {error}") from error
+    if options.task == "clm":
+        name_loss(model)
+    return model
 
 
 def _load(options: FinetuneArguments) -> dict[str, Any]:

@@ -40,11 +40,7 @@ def last_checkpoint(work: Path) -> str | None:
 
 
 def check_settings(work: Path, settings: dict[str, Any], *, resume: bool) -> None:
-    """Write the settings of a run into its folder, or compare them with those of the interrupted run there.
-
-    Raises:
-        InputError: if a run is to be resumed with other settings.
-    """
+    """Write the settings of a run into its folder; raise an `InputError` if the interrupted run there had others."""
     path = work / "settings.json"
     if not path.exists():  # a run may have been killed before it was written
         work.mkdir(parents=True, exist_ok=resume)

@@ -49,10 +49,7 @@ def listops(rows: int, *, min_length: int, max_length: int, seed: int) -> Iterat
     """Yield ListOps expressions (Nangia & Bowman 2018) with ``text`` and ``label``, the digit that they are worth.
 
     A target length in symbols is drawn uniformly, and digits are replaced by lists, wherever there is room, until it is
-    reached.
-
-    Raises:
-        InputError: if no expression has such a length.
+    reached. Lengths that no expression has raise an `InputError`.
     """
     if not 4 <= min_length <= max_length:
         raise InputError(f"min_length and max_length must be 4 <= {min_length} <= {max_length}.")
@@ -95,10 +92,7 @@ def _expression(draws: random.Random, length: int) -> str:
 def copy_task(rows: int, *, min_length: int, max_length: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield sequences of digits to be copied (Katharopoulos et al. 2020), of lengths drawn uniformly.
 
-    ``prompt`` is the sequence and "|", ``text`` its copy.
-
-    Raises:
-        InputError: for lengths that are none.
+    ``prompt`` is the sequence and "|", ``text`` its copy. Lengths that are none raise an `InputError`.
     """
     if not 1 <= min_length <= max_length:
         raise InputError(f"min_length and max_length must be 1 <= {min_length} <= {max_length}.")

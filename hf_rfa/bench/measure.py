@@ -81,8 +81,7 @@ def _synchronize(device: torch.device) -> None:
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     """Return the most bytes that one call takes in addition to what was allocated before it, such as weights.
 
-    On an accelerator torch's allocations are counted, on a CPU the whole process. None for a CPU without Linux, which alone
-    reports it.
+    On an accelerator torch's allocations are counted, on a CPU the whole process, which Linux alone reports: None elsewhere.
     """
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
