@@ -59,16 +59,8 @@ def train(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     measured = folder.with_name(f"{folder.name}.json")
     if measured.is_file():
         return json.loads(measured.read_text())
-    command = [
-        sys.executable,
-        "-m",
-        "hf_rfa.cli",
-        "finetune",
-        *to_words(settings),
-        "--output",
-        str(folder),
-        "--overwrite",
-    ]
+    words = to_words({**settings, "output": folder, "overwrite": True})
+    command = [sys.executable, "-m", "hf_rfa.cli", "finetune", *words]
     with folder.with_name(f"{folder.name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         _, status, used = os.wait4(process.pid, 0)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -86,12 +85,9 @@ def main() -> None:
                     found[count].append(errors(layer, sample.query, sample.key))
         for index, what in enumerate(("kernel", "weights")):
             means = [sum(pair[index] for pair in found[count]) / len(found[count]) for count in COUNTS]
-            steps = [
-                math.log(b / a) / math.log(n / m)
-                for (a, b), (m, n) in zip(pairwise(means), pairwise(COUNTS), strict=True)
-            ]
+            slope = math.log(means[-1] / means[0]) / math.log(COUNTS[-1] / COUNTS[0])
             label = f"{name}, calibrated" if calibrated else name
-            shown.add_row(label, what, *(f"{value:.3g}" for value in means), f"{sum(steps) / len(steps):.2f}")
+            shown.add_row(label, what, *(f"{value:.3g}" for value in means), f"{slope:.2f}")
     Console().print(shown)
 
 

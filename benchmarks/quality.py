@@ -11,12 +11,12 @@ Results are kept in ``--work`` and not computed again: an interrupted run, or on
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -61,75 +61,63 @@ ROWS: dict[str, dict[str, Any]] = {
 COMPONENTS: tuple[AttentionComponent, ...] = ("both", "linear", "window")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings that all rows share."""
+def measure(settings: Namespace, checkpoint: Path, component: AttentionComponent) -> dict[str, float]:
+    """Return the perplexities of a checkpoint by text and context; each is measured once."""
+    stored = settings.work / f"{checkpoint.name}, {component}, {settings.max_tokens or 'all'} tokens.json"
+    found = json.loads(stored.read_text()) if stored.is_file() else {}
+    keys = {f"{text}, context {context}": (text, context) for text, context in product(settings.test, settings.context)}
+    model: Any = None
+    for key, (text, context) in keys.items():
+        if key in found:
+            continue
+        if model is None:
+            model, tokenizer = load_model(str(checkpoint), dtype="float32")
+            use_attention_component(model, component)
+        ids = tokenize(tokenizer, read_documents(settings.test[text]), most=settings.max_tokens)
+        found[key] = perplexity(model, ids, context_length=context).perplexity
+        with new_file(stored) as file:
+            json.dump(found, file, indent=2)
+    return {key: found[key] for key in keys}
 
-    model: str
-    train: Path
-    tests: dict[str, Path]
-    contexts: tuple[int, ...]
-    max_tokens: int | None
-    recipe: Recipe
-    work: Path
 
-    def measure(self, checkpoint: Path, component: AttentionComponent) -> dict[str, float]:
-        """Return the perplexities of a checkpoint by text and context; each is measured once."""
-        stored = self.work / f"{checkpoint.name}, {component}, {self.max_tokens or 'all'} tokens.json"
-        found = json.loads(stored.read_text()) if stored.is_file() else {}
-        keys = {f"{text}, context {context}": (text, context) for text, context in product(self.tests, self.contexts)}
-        model: Any = None
-        for key, (text, context) in keys.items():
-            if key in found:
-                continue
-            if model is None:
-                model, tokenizer = load_model(str(checkpoint), dtype="float32")
-                use_attention_component(model, component)
-            ids = tokenize(tokenizer, read_documents(self.tests[text]), most=self.max_tokens)
-            found[key] = perplexity(model, ids, context_length=context).perplexity
-            with new_file(stored) as file:
-                json.dump(found, file, indent=2)
-        return {key: found[key] for key in keys}
-
-    def stages(self, row: str, seed: int, stages: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
-        """Make a row's checkpoints, and yield (stage, folder). A checkpoint that exists is not made again."""
-        base = self.work / f"{row}, seed {seed}"
-        recipe = replace(self.recipe, seed=seed)
-        if row == SOFTMAX:
-            yield "start", Path(self.model)
-            if "end to end" in stages:
-                folder = Path(f"{base}, end to end")
-                if not folder.exists():
-                    self.finetune_parent(folder, recipe)
-                yield "end to end", folder
-            return
-        if not base.exists():
-            convert(self.model, base, calibrate_on=self.train, seed=seed, **ROWS[row])
-        yield "start", base
-        last = base
-        others: dict[str, Any] = {"transfer": {"end_to_end_steps": 0}, "end to end": {"transfer_steps": 0}}
-        for stage, other in others.items():
-            if stage not in stages or (row == "elu" and stage == "transfer"):  # elu has nothing to learn in the first
-                continue
-            folder = Path(f"{base}, {stage}")
+def make_stages(settings: Namespace, row: str, seed: int) -> Iterator[tuple[str, Path]]:
+    """Make a row's checkpoints, and yield (stage, folder). A checkpoint that exists is not made again."""
+    base = settings.work / f"{row}, seed {seed}"
+    recipe = replace(settings.recipe, seed=seed)
+    if row == SOFTMAX:
+        yield "start", Path(settings.model)
+        if "end to end" in settings.stage:
+            folder = Path(f"{base}, end to end")
             if not folder.exists():
-                other |= {"teacher": self.model, "data": self.train, "recipe": recipe}
-                distill(last, folder, **other, resume=training_folder(folder).exists())
-            yield stage, folder
-            last = folder
+                finetune_parent(settings, folder, recipe)
+            yield "end to end", folder
+        return
+    if not base.exists():
+        convert(settings.model, base, calibrate_on=settings.train, seed=seed, **ROWS[row])
+    yield "start", base
+    folder = base
+    for stage, other in (("transfer", "end_to_end_steps"), ("end to end", "transfer_steps")):
+        if stage not in settings.stage or (row == "elu" and stage == "transfer"):  # elu has nothing to learn in it
+            continue
+        last, folder = folder, Path(f"{base}, {stage}")
+        if not folder.exists():
+            options: dict[str, Any] = {other: 0, "resume": training_folder(folder).exists()}
+            distill(last, folder, teacher=settings.model, data=settings.train, recipe=recipe, **options)
+        yield stage, folder
 
-    def finetune_parent(self, folder: Path, recipe: Recipe) -> None:
-        """Train the softmax parent on the tokens of the end-to-end stage."""
-        model, tokenizer = load_model(self.model, dtype="float32")
-        stage = recipe.end_to_end.resolve(model.config, model.config.max_position_embeddings)
-        data = joined_blocks(tokenizer, read_documents(self.train), cast(int, stage.block_length))
-        work = training_folder(folder)
-        alone = replace(stage, kl_weight=0.0, lora_rank=0)
-        train_stage("end_to_end", model, None, data, alone, work, seed=recipe.seed, resume=True)
-        with new_folder(folder) as place:
-            model.save_pretrained(place)
-            tokenizer.save_pretrained(place)
-        shutil.rmtree(work)
+
+def finetune_parent(settings: Namespace, folder: Path, recipe: Recipe) -> None:
+    """Train the softmax parent on the tokens of the end-to-end stage."""
+    model, tokenizer = load_model(settings.model, dtype="float32")
+    stage = recipe.resolve(model.config, model.config.max_position_embeddings).end_to_end
+    data = joined_blocks(tokenizer, read_documents(settings.train), cast(int, stage.block_length))
+    work = training_folder(folder)
+    alone = replace(stage, kl_weight=0.0, lora_rank=0)
+    train_stage("end_to_end", model, None, data, alone, work, seed=recipe.seed, resume=True)
+    with new_folder(folder) as place:
+        model.save_pretrained(place)
+        tokenizer.save_pretrained(place)
+    shutil.rmtree(work)
 
 
 def means(results: list[dict[str, Any]], key: str) -> dict[str, dict[str, tuple[float, float]]]:
@@ -179,7 +167,7 @@ def plot(results: list[dict[str, Any]], key: str, path: Path) -> None:
 
 def main() -> None:
     """Run the grid."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", help="softmax checkpoint")
     parser.add_argument("--train", type=Path, required=True, help="text to train on")
     parser.add_argument("--test", action="append", required=True, metavar="NAME=TEXT", help="text to measure on")
@@ -191,34 +179,30 @@ def main() -> None:
     parser.add_argument("--recipe", default="default")
     parser.add_argument("--work", type=Path, default=Path("quality-work"), help="folder for checkpoints")
     parser.add_argument("--output", type=Path, help="JSON to write; the picture goes beside it")
-    arguments = parser.parse_args()
+    settings = parser.parse_args()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
 
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    tests = {name: Path(path) for name, _, path in (each.partition("=") for each in arguments.test)}
-    recipe = Recipe.load(arguments.recipe)
-    settings = Settings(
-        arguments.model, arguments.train, tests, tuple(arguments.context), arguments.max_tokens, recipe, arguments.work
-    )
-    stages = tuple(arguments.stage or STAGES)
+    settings.work.mkdir(parents=True, exist_ok=True)
+    settings.test = {name: Path(path) for name, _, path in (each.partition("=") for each in settings.test)}
+    settings.recipe, settings.stage = Recipe.load(settings.recipe), settings.stage or STAGES
     console, results = Console(), []
-    for row, seed in product(dict.fromkeys([SOFTMAX, *(arguments.row or ROWS)]), arguments.seed):
-        for stage, folder in settings.stages(row, seed, stages):
+    for row, seed in product(dict.fromkeys([SOFTMAX, *(settings.row or ROWS)]), settings.seed):
+        for stage, folder in make_stages(settings, row, seed):
             for component in COMPONENTS if ROWS.get(row, {}).get("window_size") else COMPONENTS[:1]:
-                if stage in stages:
+                if stage in settings.stage:
                     name = row if component == "both" else f"{row}: {component} alone"
-                    found = settings.measure(folder, component)
+                    found = measure(settings, folder, component)
                     results.append({"row": name, "seed": seed, "stage": stage, "perplexities": found})
                     console.print(f"{name}, seed {seed}, {stage}: {found}")
     keys = list(results[0]["perplexities"])
     for key in keys:
         console.print(table_of(results, key))
-    if arguments.output is not None:
-        with new_file(arguments.output) as file:
-            described = {"recipe": recipe.to_dict(), "max_tokens": arguments.max_tokens, "results": results}
+    if settings.output is not None:
+        with new_file(settings.output) as file:
+            described = {"recipe": settings.recipe.to_dict(), "max_tokens": settings.max_tokens, "results": results}
             json.dump(described, file, indent=2)
-        plot(results, keys[0], arguments.output.with_suffix(".png"))
+        plot(results, keys[0], settings.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -29,15 +29,13 @@ def main() -> None:
     args = parser.parse_args()
     rfa = str(args.output / "rfa")
     args.output.mkdir(parents=True, exist_ok=True)
-    commands = [["convert", args.model, rfa, "--calibrate", str(HERE / "calibration.txt.gz"), "--overwrite"]]
-    for model in (args.model, rfa):
-        commands.append(["evaluate", model, str(HERE / "heldout.txt.gz"), "--max-tokens", str(args.tokens)])
-    for model in (args.model, rfa):
-        commands.append(["generate", model, "--prompt", PROMPT, *SAMPLING.split()])
-    commands.append(
-        ["bench", "--model", rfa, "--lengths", "128,1024,4096,8192", "--output", str(args.output / "speed")]
-    )
-    for words in commands:
+    text, models = str(HERE / "heldout.txt.gz"), (args.model, rfa)
+    for words in (
+        ["convert", args.model, rfa, "--calibrate", str(HERE / "calibration.txt.gz"), "--overwrite"],
+        *(["evaluate", model, text, "--max-tokens", str(args.tokens)] for model in models),
+        *(["generate", model, "--prompt", PROMPT, *SAMPLING.split()] for model in models),
+        ["bench", "--model", rfa, "--lengths", "128,1024,4096,8192", "--output", str(args.output / "speed")],
+    ):
         console.rule()
         console.print(f"hf-rfa {shlex.join(words)}", style="bold", markup=False, highlight=False, soft_wrap=True)
         app(words, standalone_mode=False)

@@ -5,7 +5,6 @@ Distillation (`hf_rfa.finetune.distill`) is imported by itself: it needs transfo
 
 from hf_rfa.convert.calibration_data import tokenize
 
-from .evaluation import Perplexity, perplexity
-from .generation import GenerationScores, evaluate_generation
+from .evaluation import GenerationScores, Perplexity, evaluate_generation, perplexity
 
 __all__ = ["GenerationScores", "Perplexity", "evaluate_generation", "perplexity", "tokenize"]

@@ -52,8 +52,7 @@ class FinetuneArguments:
     evaluate_split: str = field(default="validation", metadata={"help": "Split of it to evaluate on."})
     text_column: str = field(default="text", metadata={"help": "Column with the text (clm, classify)."})
     prompt_column: str | None = field(
-        default=None,
-        metadata={"help": "Column with prompts, which precede the texts and are not learned (clm)."},
+        default=None, metadata={"help": "Column with prompts, which precede the texts and are not learned (clm)."}
     )
     label_column: str = field(default="label", metadata={"help": "Column with the label (classify)."})
     source_column: str = field(
@@ -98,22 +97,11 @@ class FinetuneArguments:
         return {kind: rate for kind, rate in zip(PARAMETER_KINDS, given, strict=True) if rate is not None}
 
     def overrides(self) -> dict[str, Any]:
-        """Return the fields of the new model's configuration.
-
-        Raises:
-            InputError: if they are not a JSON object.
-        """
+        """Return the fields of the new model's configuration; raise an `InputError` if they are not a JSON object."""
         return read_overrides(self.config_overrides or "{}")
 
     def check(self, *, max_steps: int) -> None:
-        """Check what can be checked before anything is read.
-
-        Args:
-            max_steps: of the training arguments.
-
-        Raises:
-            InputError: naming the option, its value and what is expected.
-        """
+        """Raise an `InputError` for what can be seen to be wrong before anything is read, given the training's steps."""
         tasks = get_args(TrainingTask)
         if self.task not in tasks:
             raise InputError(f"task must be one of {', '.join(tasks)}, got {self.task!r}.")

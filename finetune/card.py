@@ -1,16 +1,19 @@
-"""The model card of a checkpoint after training: its origin, its training and its use."""
+"""The model card of a checkpoint: after training its origin, training and use; and results of evaluations."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_rfa.convert.atomic_io import check_file, new_file
 from hf_rfa.convert.report import TRAINING, USE, head_of, use_section
+from hf_rfa.errors import InputError
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 #: Files beside a checkpoint that its card refers to. Figures of an evaluation are not among them: they hold for old weights.
@@ -25,6 +28,10 @@ PICTURE = re.compile(r"(?m)^!\[.*\]\(.*\)\n")
 PLAIN_USE = re.sub(r"import hf_rfa.*\n|{own_map}|(?<=```\n)\n(?s:.*)", "", USE)
 #: The paragraph on training of a model that had none, as `hf_rfa.convert` writes it.
 UNTRAINED = re.compile(rf"(?m)^{re.escape(TRAINING)} none .*$")
+#: File with the results of evaluations, beside a checkpoint, and their section in its card.
+EVALUATION_FILE, EVALUATION_HEADING = "evaluation.json", "## Evaluation"
+#: Names that the hub has for our tasks.
+HUB_TASKS = {"perplexity": "text-generation", "translation": "translation", "summarization": "summarization"}
 
 
 def data_name(source: str) -> str:
@@ -47,23 +54,15 @@ def copy_referred(source: str | None, folder: Path) -> None:
 
 
 def trained_card(model: Any, *, name: str, source: str | None, summary: str, section: str) -> ModelCard:
-    """Return the card of a trained model.
+    """Return the card of a trained model in a folder ``name``, with a sentence on what was done and a section on how.
 
-    A card that hf-rfa wrote keeps its text, but for its title, its use and the results of other weights. Of any other card
-    only the metadata for the hub are kept.
-
-    Args:
-        model: the trained model.
-        name: of its folder.
-        source: folder or hub name of the checkpoint that was trained; None for a new model.
-        summary: what was done, a sentence.
-        section: how, under a heading.
+    The card of its source (a folder or hub name; None for a new model) keeps its text if hf-rfa wrote it, but for its title,
+    its use and the results of other weights. Of any other card only the metadata for the hub are kept.
     """
-    folder = Path(source).expanduser() if source is not None else None
-    path = folder / "README.md" if folder is not None else None
-    old = ModelCard.load(path) if path is not None and path.is_file() else None
+    folder = None if source is None else Path(source).expanduser()
+    old = ModelCard.load(folder / "README.md") if folder is not None and (folder / "README.md").is_file() else None
     data: Any = old.data if old is not None else ModelCardData(library_name="transformers", tags=["hf-rfa"])
-    if source is not None and folder is not None and not folder.exists():
+    if folder is not None and not folder.exists():
         data.base_model = source
     data.eval_results = data.model_name = None
     auto_class, task = head_of(type(model).__name__)
@@ -76,9 +75,7 @@ def trained_card(model: Any, *, name: str, source: str | None, summary: str, sec
 
     start, *sections = re.split(r"(?m)^(?=## )", old.text if old is not None else "")
     if TRAINING in start:
-        paragraphs = start.strip().split("\n\n")
-        paragraphs[0] = f"# {name}"
-        start = "\n\n".join(paragraphs)
+        start = f"# {name}\n\n" + start.strip().partition("\n\n")[2]
         start, untrained = UNTRAINED.subn(lambda found: f"{TRAINING} {summary}", start)
         start += "" if untrained else f" Then {summary}"
     else:
@@ -93,3 +90,52 @@ def trained_card(model: Any, *, name: str, source: str | None, summary: str, sec
     ]
     body = "\n\n".join(part.strip() for part in (start, use, *kept, section))
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
+
+
+def check_recordable(checkpoint: str) -> Path:
+    """Return the folder of a checkpoint; raise an `InputError` if it is none, or if results cannot be written into it."""
+    folder = Path(checkpoint).expanduser()
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"--record writes into the folder of the checkpoint, but {checkpoint} is not a folder with a checkpoint."
+        )
+    for name in (EVALUATION_FILE, "README.md"):
+        check_file(folder / name)
+    return folder
+
+
+def record_result(folder: Path, *, task: str, data: str, scores: dict[str, float], protocol: str) -> None:
+    """Add scores by metric to ``evaluation.json`` and the model card; those of the same task, data and protocol are replaced.
+
+    The task is one of `HUB_TASKS`, the data a name, the protocol a description in words.
+    """
+    path, card_path = folder / EVALUATION_FILE, folder / "README.md"
+    results: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    new = {"task": task, "data": data, "protocol": protocol, "scores": scores}
+    results = [each for each in results if {**each, "scores": scores} != new] + [new]
+    scored = [(each, *score) for each in results for score in each["scores"].items()]
+    card = ModelCard.load(card_path) if card_path.is_file() else ModelCard("---\nlibrary_name: transformers\n---\n")
+    metadata: Any = card.data
+    metadata.model_name = metadata.model_name or folder.resolve().name
+    metadata.eval_results = [
+        EvalResult(
+            task_type=HUB_TASKS[each["task"]],
+            dataset_type=each["data"],
+            dataset_name=each["data"],
+            metric_type=name.lower(),
+            metric_name=name,
+            metric_value=round(value, 4),
+        )
+        for each, name, value in scored
+    ]
+    rows = [
+        f"| {each['data']} | {name} | {value:.2f} | {each['protocol'].replace('|', ', ')} |"
+        for each, name, value in scored
+    ]
+    section = "\n".join([EVALUATION_HEADING, "", "| data | metric | | protocol |", "|---|---|---|---|", *rows, ""])
+    text = re.sub(rf"(?ms)^{EVALUATION_HEADING}$.*?(?=^## |\Z)", "", card.text).rstrip()
+    card.text = f"{text}\n\n{section}" if text else section
+    with new_file(path) as file:
+        json.dump(results, file, indent=2)
+    with new_file(card_path) as file:
+        file.write(str(card))

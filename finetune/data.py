@@ -12,6 +12,7 @@ from datasets.exceptions import DatasetGenerationError
 from transformers import DataCollatorForSeq2Seq
 
 from hf_rfa.convert.calibration_data import Inputs, tokenize
+from hf_rfa.convert.perplexity import IGNORED_LABEL
 from hf_rfa.convert.text_io import open_text, read_pairs
 from hf_rfa.errors import InputError
 
@@ -63,19 +64,10 @@ def load_data(source: str, *, split: str = "train", config: str | None = None, s
 
 
 def load_pairs(
-    sources: str | Path,
-    references: str | Path | None = None,
-    *,
-    source_column: str = "source",
-    target_column: str = "target",
+    sources: str | Path, references: str | Path | None, *, source_column: str = "source", target_column: str = "target"
 ) -> Dataset:
-    """Load pairs of texts, from two files of lines or from a ``.jsonl`` file with both, as a data set with two columns.
-
-    Raises:
-        InputError: if they cannot be read, are empty, or differ in length.
-    """
-    fields: Any = {} if references else {"source_field": source_column, "target_field": target_column}
-    texts, targets = read_pairs(sources, references, **fields)
+    """Load pairs of texts as `read_pairs` does, as a data set with two columns."""
+    texts, targets = read_pairs(sources, references, source_field=source_column, target_field=target_column)
     return Dataset.from_dict({source_column: texts, target_column: targets})
 
 
@@ -139,25 +131,7 @@ def _documents(
             before = tokenizer(prompt, **options)["input_ids"] if prompt else []
             after = tokenizer(text, **options)["input_ids"]
             after += end if after[-1:] != end else []
-            yield before + after, [-100] * len(before) + after
-
-
-def _blocks(documents: Iterable[tuple[list[int], list[int]]], length: int) -> Iterator[dict[str, list[int]]]:
-    """Yield full blocks of the documents' tokens, with positions that restart at every document and block."""
-    ids: list[int] = []
-    labels: list[int] = []
-    positions: list[int] = []
-    for document, wanted in documents:
-        start = 0
-        while start < len(document):
-            stop = min(len(document), start + length - len(ids))
-            ids += document[start:stop]
-            labels += [-100, *wanted[start + 1 : stop]]
-            positions += range(stop - start)
-            start = stop
-            if len(ids) == length:
-                yield {"input_ids": ids, "position_ids": positions, "labels": labels}
-                ids, labels, positions = [], [], []
+            yield before + after, [IGNORED_LABEL] * len(before) + after
 
 
 def packed_blocks(
@@ -171,8 +145,18 @@ def packed_blocks(
     """
 
     def pack(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
-        rows = list(_blocks(_documents(batch, tokenizer, text_column, prompt_column), length))
-        return {name: [row[name] for row in rows] for name in ("input_ids", "position_ids", "labels")}
+        ids: list[int] = []
+        positions: list[int] = []
+        labels: list[int] = []
+        for document, wanted in _documents(batch, tokenizer, text_column, prompt_column):
+            begin = len(ids)
+            ids += document
+            positions += [place - max(begin, place - place % length) for place in range(begin, len(ids))]
+            labels += wanted
+        labels = [label if position else IGNORED_LABEL for label, position in zip(labels, positions, strict=True)]
+        starts = range(0, len(ids) - length + 1, length)
+        columns = {"input_ids": ids, "position_ids": positions, "labels": labels}
+        return {name: [column[start : start + length] for start in starts] for name, column in columns.items()}
 
     return data.map(pack, batched=True, batch_size=DOCUMENTS_PER_PACKING, remove_columns=_columns(data))
 
@@ -212,7 +196,7 @@ class PairCollator(DataCollatorForSeq2Seq):
     def __call__(self, features: Any, return_tensors: Any = None) -> Inputs:
         """Return a batch as the model takes it."""
         batch = dict(super().__call__(features, return_tensors))
-        return {**batch, "decoder_attention_mask": (batch["labels"] != -100).long()}
+        return {**batch, "decoder_attention_mask": (batch["labels"] != IGNORED_LABEL).long()}
 
 
 def labelled_texts(

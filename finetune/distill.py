@@ -28,7 +28,7 @@ from .arguments import processes_started
 from .card import copy_referred, data_name, table_of, trained_card
 from .data import PairCollator, joined_blocks, load_pairs, token_pairs
 from .param_groups import is_rfa_parameter
-from .recipe import Recipe, Stage
+from .recipe import Recipe
 from .report import HELD_OUT, DistillationReport, plot_losses
 from .run_folder import check_settings, check_training_folder, training_folder
 from .trainers import train_stage, transfer_losses
@@ -90,15 +90,15 @@ def distill(
     model, tokenizer = load_model(str(checkpoint), dtype="float32")
     softmax_model, _ = load_model(str(teacher), kind=kind_of(model.config), dtype="float32", need_tokenizer=False)
     _check_teacher(model, softmax_model, str(checkpoint), str(teacher), transfer=settings.transfer.steps > 0)
-    settings = _resolve(settings, model.config, softmax_model.config)
-    datasets = {
-        name: _load(model, tokenizer, data, references, cast(int, stage.block_length))
-        for name, stage in settings.stages().items()
-        if stage.steps
-    }
-    for name, dataset in datasets.items():
-        if len(dataset) <= HELD_OUT:
-            raise InputError(f"the data gives {len(dataset)} items for {name}; more than {HELD_OUT} are needed.")
+    configs: tuple[Any, ...] = (model.config, softmax_model.config)
+    settings = settings.resolve(model.config, min(config.max_position_embeddings for config in configs))
+    datasets = {}
+    for name, stage in settings.stages().items():
+        if stage.steps:
+            datasets[name] = _load(model, tokenizer, data, references, cast(int, stage.block_length))
+            if len(datasets[name]) <= HELD_OUT:
+                count = len(datasets[name])
+                raise InputError(f"the data gives {count} items for {name}; more than {HELD_OUT} are needed.")
     paths = {"teacher": teacher, "data": data, "references": references}
     described = {name: None if path is None else str(Path(path).resolve()) for name, path in paths.items()}
     check_settings(work, described | {"recipe": settings.to_dict()}, resume=resume)
@@ -158,19 +158,6 @@ def _check_teacher(
             )
 
 
-def _resolve(recipe: Recipe, config: Any, teacher_config: Any) -> Recipe:
-    """Return a recipe with the block length and the batch size of its stages."""
-    positions = min(config.max_position_embeddings, teacher_config.max_position_embeddings)
-    for name, stage in recipe.stages().items():
-        if stage.steps and stage.block_length is not None and stage.block_length > positions:
-            raise InputError(
-                f"recipe: {name}.block_length is {stage.block_length}, but the models have {positions} positions."
-            )
-    return Recipe(
-        **{name: stage.resolve(config, positions) for name, stage in recipe.stages().items()}, seed=recipe.seed
-    )
-
-
 def _load(model: PreTrainedModel, tokenizer: Any, data: Any, references: Any, length: int) -> Dataset:
     """Return the training data of a stage: blocks of a text, or pairs for a model with an encoder."""
     if kind_of(model.config) == "seq2seq":
@@ -202,24 +189,19 @@ def _train(
 ) -> None:
     """Run the stages that have data, and measure on the items that none of them learns."""
     collate: Any = default_data_collator if kind_of(model.config) == "causal" else PairCollator(tokenizer, model=model)
-    batch: Inputs = {}
+    first = next(iter(datasets.values()))
+    batch: Inputs = collate([first[index] for index in range(len(first) - HELD_OUT, len(first))])
+    for name, each in (("teacher", teacher), ("converted", model)):
+        report.perplexities[name] = score_labels(each, [batch]).perplexity
     for name, dataset in datasets.items():
-        stage: Stage = getattr(report.recipe, name)
-        count = len(dataset) - HELD_OUT
-        if not batch:
-            batch = collate([dataset[index] for index in range(count, len(dataset))])
-            report.perplexities |= {
-                "teacher": score_labels(teacher, [batch]).perplexity,
-                "converted": score_labels(model, [batch]).perplexity,
-            }
         if name == "transfer":
             report.before = _divergences(model, teacher, batch)
         result = train_stage(
             cast(Any, name),
             model,
             teacher,
-            dataset.select(range(count)),
-            stage,
+            dataset.select(range(len(dataset) - HELD_OUT)),
+            report.recipe.stages()[name],
             work / name,
             seed=report.recipe.seed,
             collate=collate,

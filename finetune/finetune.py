@@ -14,6 +14,11 @@ import numpy as np
 import torch
 from huggingface_hub import ModelCard
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    ByT5Tokenizer,
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
     Seq2SeqTrainingArguments,
@@ -22,23 +27,23 @@ from transformers import (
 )
 
 from hf_rfa.convert.atomic_io import check_destination, new_folder
+from hf_rfa.convert.calibration_data import BLOCK_LENGTH
+from hf_rfa.convert.perplexity import IGNORED_LABEL, MAX_NATS
 from hf_rfa.errors import InputError
-from hf_rfa.inference import check_length
+from hf_rfa.inference import (
+    CONFIG_ERRORS,
+    WEIGHT_ERRORS,
+    check_length,
+    check_vocabulary,
+    load_tokenizer,
+    name_loss,
+    read_config,
+)
 
 from .arguments import FinetuneArguments, processes_started
 from .card import copy_referred, data_name, table_of, trained_card
-from .data import (
-    check_columns,
-    labelled_texts,
-    load_data,
-    load_pairs,
-    packed_blocks,
-    single_documents,
-    token_pairs,
-)
-from .generation import answer_length
-from .metrics import BleuMetric
-from .models import load_config_and_tokenizer, load_model_to_train, resolve_block_length
+from .data import check_columns, labelled_texts, load_data, load_pairs, packed_blocks, single_documents, token_pairs
+from .evaluation import BleuMetric, answer_length
 from .param_groups import freeze
 from .report import plot_losses
 from .run_folder import check_settings, check_training_folder, last_checkpoint, training_folder
@@ -56,6 +61,14 @@ SETTINGS_OF_A_RUN = (
 )
 #: The tasks in words, for model cards.
 TASK_NAMES = {"clm": "language modelling", "seq2seq": "sequence to sequence", "classify": "classification"}
+#: The Auto classes of their models.
+TASK_CLASSES: dict[str, Any] = {
+    "clm": AutoModelForCausalLM,
+    "seq2seq": AutoModelForSeq2SeqLM,
+    "classify": AutoModelForSequenceClassification,
+}
+#: Ids of special tokens that a new model takes from its tokenizer.
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) -> dict[str, float]:
@@ -94,7 +107,10 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
         check_training_folder(work, resume=options.resume)
 
     config, tokenizer = load_config_and_tokenizer(options)
-    length = resolve_block_length(options, config)
+    positions = config.max_position_embeddings
+    length = min(BLOCK_LENGTH, positions) if options.block_length is None else options.block_length
+    if not 2 <= length <= positions:
+        raise InputError(f"block_length must be from 2 to the model's {positions} positions, got {length}.")
     data = _load(options)
     with arguments.main_process_first(desc="preparing the data"):  # the others find it in the cache
         prepared = _prepare(options, data, tokenizer, config, length)
@@ -129,7 +145,7 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     if "evaluate" in prepared:
         metrics |= trainer.evaluate()
         if options.task == "clm":
-            metrics["eval_perplexity"] = math.exp(min(700.0, metrics["eval_loss"]))
+            metrics["eval_perplexity"] = math.exp(min(MAX_NATS, metrics["eval_loss"]))
     model.config.use_cache = use_cache
     trainer.save_model(str(work / "final"))  # gathers what several processes hold
     if first:
@@ -145,6 +161,59 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
             _card(destination.resolve().name, options, trainer, metrics).save(folder / "README.md")
         shutil.rmtree(work, ignore_errors=True)
     return metrics
+
+
+def load_config_and_tokenizer(options: FinetuneArguments) -> tuple[Any, Any]:
+    """Return the configuration of the model to train, and its tokenizer; raise an `InputError` if there are none that fit."""
+    config: Any = None if options.model is None else read_config(options.model)
+    if options.byte_tokenizer:
+        tokenizer: Any = ByT5Tokenizer(extra_ids=0)
+    else:
+        name = str(options.tokenizer or options.model)
+        path = Path(name).expanduser()
+        tokenizer, problem = load_tokenizer(path if path.exists() else name)
+        if tokenizer is None:
+            raise InputError(f"{name}: {problem}. Pass --tokenizer, or --byte-tokenizer.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if config is None:
+        config = _new_config(str(options.model_type), options.overrides(), tokenizer)
+    check_vocabulary(tokenizer, config, options.model or f"config_overrides for {options.model_type}")
+    return config, tokenizer
+
+
+def _new_config(model_type: str, overrides: dict[str, Any], tokenizer: Any) -> Any:
+    """Return a configuration of a type, for a tokenizer."""
+    values = {"vocab_size": len(tokenizer)}
+    values |= {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
+    try:
+        known = AutoConfig.for_model(model_type)
+        unknown = [name for name in overrides if not hasattr(known, name)]
+        values |= {name: value for name, value in overrides.items() if name not in unknown}
+        if "decoder_start_token_id" in vars(known):
+            values.setdefault("decoder_start_token_id", values["eos_token_id"])
+        config = AutoConfig.for_model(model_type, **values)
+    except CONFIG_ERRORS as error:
+        raise InputError(f"cannot make a configuration of type {model_type}: {error}") from error
+    if unknown:
+        raise InputError(f"config_overrides: the configuration of {model_type} has no field {', '.join(unknown)}.")
+    return config
+
+
+def load_model_to_train(options: FinetuneArguments, config: Any) -> Any:
+    """Return the model, with the checkpoint's weights or new ones; raise an `InputError` if there is none for the task."""
+    auto_class = TASK_CLASSES[options.task]
+    try:
+        if options.source() is None:
+            model = auto_class.from_config(config)
+        else:
+            model = auto_class.from_pretrained(options.model, config=config, dtype="float32", use_safetensors=True)
+    except WEIGHT_ERRORS as error:
+        name = options.model or options.model_type
+        raise InputError(f"cannot load a model for {options.task} from {name}: {error}") from error
+    if options.task == "clm":
+        name_loss(model)
+    return model
 
 
 def _load(options: FinetuneArguments) -> dict[str, Any]:
@@ -184,12 +253,10 @@ def _prepare(
         known = columns["labels"] = labels["train"]
         if len(known) < 2:
             raise InputError(f"{options.train} has one label only ({known[0]}): there is nothing to learn.")
-        for label in labels.get("evaluate", []):
-            if label not in known:
-                raise InputError(
-                    f"{options.evaluate}: label {label!r} is not among those of the training data: {', '.join(known)}."
-                )
-        config.num_labels = len(known)
+        if new := [label for label in labels.get("evaluate", []) if label not in known]:
+            raise InputError(
+                f"{options.evaluate}: label {new[0]!r} is not among those of the training data: {', '.join(known)}."
+            )
         config.id2label, config.label2id = dict(enumerate(known)), {label: n for n, label in enumerate(known)}
         config.pad_token_id = tokenizer.pad_token_id
     prepared = {name: encode(each, tokenizer, length=length, **columns) for name, each in data.items()}
@@ -209,7 +276,7 @@ def _accuracy(prediction: Any, *, shift: int) -> dict[str, float]:
     found, wanted = prediction.predictions, prediction.label_ids
     if shift:
         found, wanted = found[:, :-shift], wanted[:, shift:]
-    counted = wanted != -100
+    counted = wanted != IGNORED_LABEL
     return {"accuracy": float((found == wanted)[counted].mean())}
 
 
@@ -217,7 +284,9 @@ def _bleu(prediction: Any, *, tokenizer: Any) -> dict[str, float]:
     """Return the BLEU of generated sequences."""
 
     def texts(ids: np.ndarray) -> list[str]:
-        return tokenizer.batch_decode(np.where(ids == -100, tokenizer.pad_token_id, ids), skip_special_tokens=True)
+        return tokenizer.batch_decode(
+            np.where(ids == IGNORED_LABEL, tokenizer.pad_token_id, ids), skip_special_tokens=True
+        )
 
     found = BleuMetric().compute(predictions=texts(prediction.predictions), references=texts(prediction.label_ids))
     return {"bleu": cast(dict[str, Any], found)["bleu"]}

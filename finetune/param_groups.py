@@ -1,22 +1,32 @@
-"""Groups of parameters that fit RFA: each kind with its own learning rate, or frozen."""
+"""Which parameters are trained, and how fast: kinds that fit RFA, each with its own learning rate or frozen, and LoRA."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_rfa.errors import InputError
+
 ParameterKind = Literal["feature_maps", "sigma", "gates", "projections", "rest"]
 PARAMETER_KINDS: tuple[ParameterKind, ...] = get_args(ParameterKind)
 #: Learning rates by kind of parameter; 0 freezes a kind.
 Rates = Mapping[ParameterKind, float]
+#: Linear layers without LoRA: heads, which are trained themselves, or are the vocabulary's.
+HEADS = ["lm_head", "score", "classifier"]
 
 
 def is_rfa_parameter(name: str) -> bool:
     """Return whether a parameter, by its name in the model, belongs to a feature map or a gate."""
     return not {"feature_map", "gate"}.isdisjoint(name.split("."))
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear layers of a model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, ParameterKind]:
@@ -25,9 +35,8 @@ def parameter_kinds(model: nn.Module) -> dict[str, ParameterKind]:
     Projections are the linear layers within an attention layer, RFA or softmax. transformers names the class of every
     attention layer ``…Attention``; a checkpoint may bring its own copy of a class, so the class itself does not tell.
     """
-    attention = [name for name, module in model.named_modules() if type(module).__name__.endswith("Attention")]
-    linear = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
-    prefixes = tuple(f"{name}." for name in attention)
+    linear = linear_layers(model)
+    prefixes = tuple(f"{name}." for name, each in model.named_modules() if type(each).__name__.endswith("Attention"))
 
     def kind(name: str) -> ParameterKind:
         if is_rfa_parameter(name):
@@ -43,12 +52,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return optimizer groups, one per kind and decay; a rate of 0 leaves its kind out.
 
-    Args:
-        model: the model.
-        rates: learning rate by kind.
-        weight_decay: of the parameters named in ``decayed``, or of all.
-        decayed: names of the parameters that decay; None for all. Feature maps and gates never do: decay would pull them away
-            from the kernel that they stand for.
+    The parameters named in ``decayed`` decay, or all. Feature maps and gates never do: decay would pull them away from the
+    kernel that they stand for.
     """
     kinds = parameter_kinds(model)
     groups: dict[tuple[ParameterKind, bool], list[nn.Parameter]] = {}
@@ -68,3 +73,35 @@ def freeze(model: nn.Module, rates: Rates) -> None:
     for name, parameter in model.named_parameters():
         if rates.get(kinds[name]) == 0:
             parameter.requires_grad_(False)
+
+
+@contextmanager
+def lora(model: nn.Module, rank: int) -> Iterator[None]:
+    """Train LoRA matrices of ``rank`` (Hu et al. 2022; α is 2 × rank), feature maps and gates, and no other weights.
+
+    The model is changed in place, so the Trainer's checkpoints hold all of it. At the end the matrices are merged into the
+    weights of their layers and removed.
+
+    Raises:
+        InputError: if peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, LoraModel
+    except ImportError as error:
+        raise InputError("lora_rank needs peft: pip install 'hf-rfa[peft]', or set lora_rank to 0.") from error
+    linear = linear_layers(model)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=sorted({name.rpartition(".")[2] for name in linear if {*HEADS}.isdisjoint(name.split("."))}),
+        exclude_modules=HEADS,
+        fan_in_fan_out=any(isinstance(each, Conv1D) for each in linear.values()),
+    )
+    tuner: Any = LoraModel(model, config, "default")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name or is_rfa_parameter(name))
+    try:
+        yield
+    finally:
+        tuner.merge_and_unload(safe_merge=True)
+        vars(model).pop("peft_config", None)

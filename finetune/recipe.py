@@ -23,14 +23,7 @@ OLD_NAMES = {"own_inputs": "student_inputs", "output_weight": "output_mse_weight
 
 
 def read_recipe(command: Literal["distill", "finetune"], name: str | Path) -> tuple[Path, dict[str, Any]]:
-    """Read a YAML file of settings.
-
-    Args:
-        command: the command that it is for.
-        name: of a recipe that comes with the package, or the path of a file.
-
-    Returns:
-        The file, and the settings in it.
+    """Return a YAML file of settings for a command, and what it holds: a recipe that comes with the package, or a path.
 
     Raises:
         InputError: if there is none, or if it holds no settings.
@@ -113,17 +106,6 @@ class Stage:
             if not allowed(value) and not (value is None and setting in ("batch_size", "block_length")):
                 raise InputError(f"recipe: {name}.{setting} must be {words}, got {value!r}.")
 
-    def resolve(self, config: Any, positions: int) -> Stage:
-        """Return this stage with every number stated.
-
-        Args:
-            config: the model's configuration.
-            positions: the most tokens that both models take.
-        """
-        length = min(BLOCK_LENGTH, positions) if self.block_length is None else self.block_length
-        size = PAIRS_PER_STEP if config.is_encoder_decoder else max(1, TOKENS_PER_STEP // length)
-        return replace(self, block_length=length, batch_size=size if self.batch_size is None else self.batch_size)
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -179,17 +161,32 @@ class Recipe:
             stages[name] = stages[name] if steps is None else replace(stages[name], steps=steps)
         return Recipe(**stages, seed=self.seed)
 
+    def resolve(self, config: Any, positions: int) -> Recipe:
+        """Return this recipe with the block length and the batch size of its stages.
+
+        Args:
+            config: the model's configuration.
+            positions: the most tokens that both models take.
+
+        Raises:
+            InputError: if a stage's blocks are longer than that.
+        """
+        stages = {}
+        for name, stage in self.stages().items():
+            length = min(BLOCK_LENGTH, positions) if stage.block_length is None else stage.block_length
+            if stage.steps and length > positions:
+                raise InputError(f"recipe: {name}.block_length is {length}, but the models have {positions} positions.")
+            size = PAIRS_PER_STEP if config.is_encoder_decoder else max(1, TOKENS_PER_STEP // length)
+            stages[name] = replace(stage, block_length=length, batch_size=stage.batch_size or size)
+        return Recipe(**stages, seed=self.seed)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values."""
         return asdict(self)
 
 
 def load_settings(name: str | Path, *, small: bool = False) -> dict[str, Any]:
-    """Load a recipe of `hf-rfa finetune`: its options by name.
-
-    Args:
-        name: of a recipe that comes with the package, or the path of a YAML file.
-        small: let the options under ``small`` in it win; fields of ``config_overrides`` one by one.
+    """Load a recipe of `hf-rfa finetune`, named as in `read_recipe`: its options by name, those under ``small`` if asked for.
 
     Raises:
         InputError: if there is no such recipe, it cannot be read, or has no small variant.
@@ -210,11 +207,7 @@ def merge(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_overrides(text: str) -> dict[str, Any]:
-    """Return the fields of a configuration that are given as a JSON object.
-
-    Raises:
-        InputError: if the text is no JSON object.
-    """
+    """Return the fields of a configuration that are given as a JSON object; raise an `InputError` if the text is none."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:

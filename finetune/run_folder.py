@@ -16,11 +16,7 @@ def training_folder(destination: Path) -> Path:
 
 
 def check_training_folder(work: Path, *, resume: bool) -> None:
-    """Check that a training folder is there if, and only if, its run is to be resumed.
-
-    Raises:
-        InputError: if it holds an interrupted run that is not to be resumed, or if there is none to resume.
-    """
+    """Raise an `InputError` unless a training folder is there if, and only if, its run is to be resumed."""
     if work.exists() and not resume:
         raise InputError(f"{work} holds an interrupted run. Pass --resume to continue it, or remove it.")
     if resume and not work.exists():
@@ -44,11 +40,7 @@ def last_checkpoint(work: Path) -> str | None:
 
 
 def check_settings(work: Path, settings: dict[str, Any], *, resume: bool) -> None:
-    """Write the settings of a run into its folder, or compare them with those of the interrupted run there.
-
-    Raises:
-        InputError: if a run is to be resumed with other settings.
-    """
+    """Write the settings of a run into its folder; raise an `InputError` if the interrupted run there had others."""
     path = work / "settings.json"
     if not path.exists():  # a run may have been killed before it was written
         work.mkdir(parents=True, exist_ok=resume)

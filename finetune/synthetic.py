@@ -25,13 +25,9 @@ SEPARATOR = "|"
 
 
 def evaluate_listops(text: str) -> int:
-    """Return the value of a ListOps expression, 0 to 9.
+    """Return the value of a ListOps expression, 0 to 9; raise a `ValueError` if the text is none.
 
-    Args:
-        text: in prefix form, a character a symbol: an operator opens a list, "]" closes it: ``M25m71]9]`` is 9.
-
-    Raises:
-        ValueError: if it is not an expression.
+    A character is a symbol: an operator opens a list, "]" closes it. ``M25m71]9]`` is 9.
     """
     lists: list[tuple[str, list[int]]] = [("", [])]
     for symbol in text:
@@ -52,16 +48,8 @@ def evaluate_listops(text: str) -> int:
 def listops(rows: int, *, min_length: int, max_length: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield ListOps expressions (Nangia & Bowman 2018) with ``text`` and ``label``, the digit that they are worth.
 
-    A target length is drawn uniformly, and digits are replaced by lists, wherever there is room, until it is reached.
-
-    Args:
-        rows: how many.
-        min_length: of an expression, in symbols.
-        max_length: of one, in the same units.
-        seed: of the draws.
-
-    Raises:
-        InputError: if no expression has such a length.
+    A target length in symbols is drawn uniformly, and digits are replaced by lists, wherever there is room, until it is
+    reached. Lengths that no expression has raise an `InputError`.
     """
     if not 4 <= min_length <= max_length:
         raise InputError(f"min_length and max_length must be 4 <= {min_length} <= {max_length}.")
@@ -93,29 +81,18 @@ def _expression(draws: random.Random, length: int) -> str:
         used += count + 1
         if depth + 1 < MAX_DEPTH:
             leaves += [(parent[place], each, depth + 1) for each in range(1, count + 1)]
-    return _write(root, draws)
 
+    def written(node: list[Any]) -> str:
+        elements = (str(draws.randrange(10)) if each is None else written(each) for each in node[1:])
+        return node[0] + "".join(elements) + CLOSE
 
-def _write(node: list[Any], draws: random.Random) -> str:
-    parts = [node[0]]
-    for element in node[1:]:
-        parts.append(str(draws.randrange(10)) if element is None else _write(element, draws))
-    return "".join(parts) + CLOSE
+    return written(root)
 
 
 def copy_task(rows: int, *, min_length: int, max_length: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield sequences of digits to be copied (Katharopoulos et al. 2020).
+    """Yield sequences of digits to be copied (Katharopoulos et al. 2020), of lengths drawn uniformly.
 
-    ``prompt`` is the sequence and "|", ``text`` its copy.
-
-    Args:
-        rows: how many.
-        min_length: of a sequence, drawn uniformly.
-        max_length: of one, in the same units.
-        seed: of the draws.
-
-    Raises:
-        InputError: for lengths that are none.
+    ``prompt`` is the sequence and "|", ``text`` its copy. Lengths that are none raise an `InputError`.
     """
     if not 1 <= min_length <= max_length:
         raise InputError(f"min_length and max_length must be 1 <= {min_length} <= {max_length}.")

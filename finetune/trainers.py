@@ -35,10 +35,10 @@ from transformers import (
 from hf_rfa.convert.activations import capture_inputs, layer_activations, layer_divergence, padding_masks
 from hf_rfa.convert.base_model import rfa_layers
 from hf_rfa.convert.calibration_data import Inputs
+from hf_rfa.convert.perplexity import IGNORED_LABEL
 from hf_rfa.convert.pipeline import Progress
 
-from .lora import lora
-from .param_groups import PARAMETER_KINDS, ParameterKind, Rates, freeze, parameter_groups
+from .param_groups import PARAMETER_KINDS, ParameterKind, Rates, freeze, lora, parameter_groups
 from .recipe import Stage
 from .run_folder import last_checkpoint
 
@@ -95,11 +95,9 @@ def transfer_losses(
 ) -> dict[str, Tensor]:
     """Return KL(softmax weights ‖ weights of the features) of every RFA layer on one batch, in nats per query, [H] each.
 
-    Args:
-        model: the RFA model, whose projections are still the teacher's.
-        teacher: the model whose layers' inputs are used: the softmax model, or ``model`` itself.
-        inputs: a batch as the models take it.
-        output_mse_weight: weight of the relative squared error of the attention's outputs, added to the KL.
+    The projections of the RFA model are still the teacher's. The inputs of the layers are those that the teacher's layers
+    have, which may be the softmax model or ``model`` itself. ``output_mse_weight`` weighs the relative squared error of the
+    attention's outputs, which is added to the KL.
     """
     layers = rfa_layers(model)
     captured = capture_inputs(teacher, layers, inputs)
@@ -117,64 +115,44 @@ def transfer_losses(
 
 
 class DistillationTrainer(GroupedTrainer):
-    """A trainer of one stage.
-
-    Args:
-        stage: its settings.
-        teacher: the softmax model; None where the loss does not need it.
-    """
+    """A trainer of one stage, with its settings and the softmax model, which may be None where the loss does not need it."""
 
     def __init__(self, *args: Any, stage: Stage, teacher: PreTrainedModel | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.stage = stage
         self.teacher: Any = teacher
+        self.model_accepts_loss_kwargs = False  # the losses are means over a batch
 
 
 class AttentionTransferTrainer(DistillationTrainer):
     """Stage 1: the loss is the mean over heads and layers of `transfer_losses`."""
 
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
         """Return the loss of one batch."""
         unwrapped: Any = self.accelerator.unwrap_model(model)
         late = self.state.global_step >= round((1.0 - self.stage.student_inputs) * self.state.max_steps)
         source = unwrapped if late else self.teacher
         losses = transfer_losses(unwrapped, source, inputs, output_mse_weight=self.stage.output_mse_weight)
-        loss = torch.stack([loss.mean() for loss in losses.values()]).mean()
-        return (loss, {}) if return_outputs else loss
+        return torch.stack([loss.mean() for loss in losses.values()]).mean()
 
 
 class LogitDistillationTrainer(DistillationTrainer):
     """Stage 2: KL(teacher ‖ model) of the logits, and the loss on the text."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.model_accepts_loss_kwargs = False
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
         """Return the loss of one batch."""
         outputs = model(**inputs, use_cache=False)
         share = self.stage.kl_weight
         if share == 0 or self.teacher is None:
-            return (outputs.loss, outputs) if return_outputs else outputs.loss
+            return outputs.loss
         with torch.no_grad():
             known = {name: tensor for name, tensor in inputs.items() if name != "labels"}
             expected = self.teacher(**known, use_cache=False).logits
         logits, labels = outputs.logits, inputs["labels"]
         if not self.teacher.config.is_encoder_decoder:  # the logits of a token predict the label after it
             logits, expected, labels = logits[:, :-1], expected[:, :-1], labels[:, 1:]
-        counted = labels != -100
-        kl = F.kl_div(
-            logits[counted].float().log_softmax(-1),
-            expected[counted].float().log_softmax(-1),
-            log_target=True,
-            reduction="batchmean",
-        )
-        loss = share * kl + (1.0 - share) * outputs.loss
-        return (loss, outputs) if return_outputs else loss
+        ours, theirs = (each[labels != IGNORED_LABEL].float().log_softmax(-1) for each in (logits, expected))
+        return share * F.kl_div(ours, theirs, log_target=True, reduction="batchmean") + (1.0 - share) * outputs.loss
 
 
 class ReportSteps(TrainerCallback):
@@ -194,13 +172,7 @@ class ReportSteps(TrainerCallback):
 
 @dataclass(frozen=True)
 class StageResult:
-    """The course of one stage of training.
-
-    Attributes:
-        name: of the stage.
-        steps: optimizer steps.
-        log: the Trainer's log, in order: losses, learning rates, gradient norms.
-    """
+    """A stage of training: its name, its optimizer steps, and the Trainer's log (losses, learning rates, gradient norms)."""
 
     name: str
     steps: int
@@ -213,40 +185,13 @@ def no_dropout(model: nn.Module) -> Iterator[None]:
 
     BART's layers hold rates as numbers, besides dropout layers: ``dropout``, ``activation_dropout``, ``layerdrop``.
     """
-    rates = [
-        (module, name, getattr(module, name))
-        for module in model.modules()
-        for name in (("p",) if isinstance(module, nn.Dropout) else ("dropout", "activation_dropout", "layerdrop"))
-        if isinstance(getattr(module, name, None), float)
-    ]
-    for module, name, _ in rates:
-        setattr(module, name, 0.0)
-    try:
+    with ExitStack() as undone:
+        for module in model.modules():
+            for name in ("p",) if isinstance(module, nn.Dropout) else ("dropout", "activation_dropout", "layerdrop"):
+                if isinstance(rate := getattr(module, name, None), float):
+                    undone.callback(setattr, module, name, rate)
+                    setattr(module, name, 0.0)
         yield
-    finally:
-        for module, name, rate in rates:
-            setattr(module, name, rate)
-
-
-@contextmanager
-def _training(model: PreTrainedModel, teacher: PreTrainedModel | None, device: torch.device) -> Iterator[None]:
-    """Prepare a teacher, and undo at the end what a training changes in both models but their weights."""
-    models = [model] if teacher is None else [model, teacher]
-    required = [(parameter, parameter.requires_grad) for each in models for parameter in each.parameters()]
-    use_cache = model.config.use_cache  # which a Trainer sets to its own argument as soon as it is made
-    if teacher is not None:
-        was_training = teacher.training
-        teacher.to(device)  # type: ignore[arg-type]
-        teacher.eval().requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter, before in required:
-            parameter.requires_grad_(before)
-        model.config.use_cache = use_cache
-        model.eval()
-        if teacher is not None:
-            teacher.train(was_training)
 
 
 def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArguments:
@@ -311,7 +256,14 @@ def train_stage(
     }
     arguments = training_arguments(stage, folder, seed=seed)
     with ExitStack() as undone:
-        undone.enter_context(_training(model, teacher, arguments.device))
+        for each in (model, teacher) if teacher is not None else (model,):
+            for parameter in each.parameters():
+                undone.callback(parameter.requires_grad_, parameter.requires_grad)
+        undone.callback(model.eval)
+        undone.callback(setattr, model.config, "use_cache", model.config.use_cache)  # which a Trainer turns off
+        if teacher is not None:
+            undone.callback(teacher.train, teacher.training)
+            teacher.to(arguments.device).eval().requires_grad_(False)  # type: ignore[arg-type]
         if transfer:
             freeze(model, rates)
         elif stage.lora_rank:
@@ -327,8 +279,8 @@ def train_stage(
             args=arguments,
             train_dataset=data,
             data_collator=collate,
+            callbacks=[StopAtNaN()],
         )
-        trainer.add_callback(StopAtNaN())
         trainer.remove_callback(PrinterCallback)  # a line for every loss; they are in the result
         if progress is not None:
             trainer.add_callback(ReportSteps(title, progress))

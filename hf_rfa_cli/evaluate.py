@@ -80,10 +80,11 @@ def evaluate_command(
     from hf_rfa.convert.atomic_io import check_file, new_file
     from hf_rfa.convert.calibration_data import tokenize
     from hf_rfa.convert.text_io import read_documents, read_pairs
-    from hf_rfa.finetune import GenerationScores, evaluate_generation, perplexity, results
+    from hf_rfa.finetune import GenerationScores, evaluate_generation, perplexity
+    from hf_rfa.finetune.card import check_recordable, record_result
     from hf_rfa.inference import load_model, use_attention_component
 
-    folder = results.check_recordable(model) if record else None
+    folder = check_recordable(model) if record else None
     if task == "perplexity":
         documents = list(read_documents(text))
     else:
@@ -124,4 +125,4 @@ def evaluate_command(
     console.print(f"protocol: {result.protocol}", markup=False, highlight=False, soft_wrap=True)
     if folder is not None:
         alone = "" if attention_component == "both" else f"; {attention_component} component alone"
-        results.record(folder, task=task, data=text.name, scores=scores, protocol=result.protocol + alone)
+        record_result(folder, task=task, data=text.name, scores=scores, protocol=result.protocol + alone)

@@ -12,9 +12,8 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from hf_rfa import InputError, RFAGPT2Config, bench
-from hf_rfa.bench.measure import interleaved, peak_bytes
+from hf_rfa.bench.measure import decoding_floor, decoding_parameters, interleaved, peak_bytes
 from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
-from hf_rfa.bench.roofline import decoding_floor, decoding_parameters
 from hf_rfa.cache_files import cache_num_bytes
 from hf_rfa.families import FAMILIES
 

@@ -14,7 +14,7 @@ from transformers import BartForConditionalGeneration, GPT2ForSequenceClassifica
 from hf_rfa import RFABartForConditionalGeneration, RFAGPT2ForSequenceClassification, RFAGPT2LMHeadModel
 from hf_rfa.convert import convert
 from hf_rfa.convert.report import UNTRAINED
-from hf_rfa.finetune import results
+from hf_rfa.finetune.card import record_result
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
 
@@ -75,7 +75,7 @@ def test_the_card_of_a_conversion(material, monkeypatch):
     ],
 )
 def test_the_card_of_a_fine_tuned_model(model, task, cls, hub_task, material, tmp_path, monkeypatch):
-    results.record(material / model, task="perplexity", data="seen.txt", scores={"perplexity": 7.77}, protocol="once")
+    record_result(material / model, task="perplexity", data="seen.txt", scores={"perplexity": 7.77}, protocol="once")
     options = {"learning_rate": 0.005, "feature_map_rate": 0.0, "evaluate": "rows.jsonl"}
     metrics = run(material, tmp_path, model, task, steps=3, **options)
     card = card_of(tmp_path / "out", cls, monkeypatch)

@@ -28,7 +28,7 @@ from hf_rfa.convert.perplexity import score_labels
 from hf_rfa.convert.sensitivity import measure_sensitivity
 from hf_rfa.convert.text_io import read_pairs
 from hf_rfa.finetune import evaluate_generation
-from hf_rfa.finetune.metrics import BleuMetric, RougeMetric
+from hf_rfa.finetune.evaluation import BleuMetric, RougeMetric
 from hf_rfa.inference import generate_text, load_model
 
 from .conftest import DEMO_MODEL, save_tiny_tokenizer, shared, tiny_seq2seq_config

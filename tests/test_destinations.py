@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from hf_rfa import InputError, cli, save_cache
 from hf_rfa.convert import convert
 from hf_rfa.convert.atomic_io import check_file, new_file, new_folder
-from hf_rfa.finetune.results import check_recordable
+from hf_rfa.finetune.card import check_recordable
 
 from .conftest import DEMO_MODEL, DEMO_TEXT, tiny_parent_config
 

@@ -16,7 +16,7 @@ from hf_rfa.convert.checkpoint import open_checkpoint
 from hf_rfa.convert.text_io import read_documents
 from hf_rfa.finetune import perplexity, tokenize
 from hf_rfa.finetune.arguments import FinetuneArguments
-from hf_rfa.finetune.models import load_config_and_tokenizer, load_model_to_train
+from hf_rfa.finetune.finetune import load_config_and_tokenizer, load_model_to_train
 from hf_rfa.inference import generate_text, load_model
 from hf_rfa_cli.bench import bench_command
 

@@ -20,7 +20,7 @@ from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel, cli
 from hf_rfa.convert import InputError
 from hf_rfa.finetune import finetune as finetune_module
 from hf_rfa.finetune.data import load_data, packed_blocks
-from hf_rfa.finetune.generation import evaluate_generation
+from hf_rfa.finetune.evaluation import evaluate_generation
 from hf_rfa.finetune.param_groups import PARAMETER_KINDS, is_rfa_parameter, parameter_groups, parameter_kinds
 from hf_rfa.finetune.trainers import GroupedTrainer
 from hf_rfa.inference import load_model

@@ -13,8 +13,8 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHeadModel
 
 from hf_rfa import bench
+from hf_rfa.bench.measure import decoding_floor
 from hf_rfa.bench.models import cache_at, step_inputs
-from hf_rfa.bench.roofline import decoding_floor
 from hf_rfa.cache_files import cache_num_bytes
 from hf_rfa.convert import convert
 from hf_rfa.convert.report import cache_bytes

@@ -1,4 +1,4 @@
-"""Time and peak memory of calls, and the load of the machine that they run on."""
+"""Time and peak memory of calls, the load of the machine that they run on, and the least time of a decoding step on it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from hf_rfa.memory import give_back_memory
+from hf_rfa.models.attention import RFAAttentionMixin
 
 #: Calls that `interleaved` makes first and does not count.
 WARMUP_CALLS = 2
@@ -76,14 +79,9 @@ def _synchronize(device: torch.device) -> None:
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """Return the most bytes that a call takes in addition to what was allocated before it, such as weights.
+    """Return the most bytes that one call takes in addition to what was allocated before it, such as weights.
 
-    Args:
-        call: is called once.
-        device: an accelerator, whose allocations by torch are counted, or the CPU, where the whole process is.
-
-    Returns:
-        None for the CPU of a system that does not report it: any but Linux.
+    On an accelerator torch's allocations are counted, on a CPU the whole process, which Linux alone reports: None elsewhere.
     """
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
@@ -104,3 +102,63 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
 def _status_bytes(name: str) -> int:
     """Return a field of the process's status file in bytes."""
     return next(1024 * int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Measured limits of a device.
+
+    Attributes:
+        bandwidth: bytes per second that a matrix-vector product reads.
+        peak: floating-point operations per second of a large matrix product.
+    """
+
+    bandwidth: float
+    peak: float
+
+    def milliseconds(self, num_bytes: float, operations: float) -> float:
+        """Return the least time for a number of bytes and of operations."""
+        return 1000.0 * max(num_bytes / self.bandwidth, operations / self.peak)
+
+
+@torch.no_grad()
+def measure_machine(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Machine:
+    """Measure a device; takes a few seconds and half a gigabyte."""
+    device = torch.device(device)
+    size = 2048 if device.type == "cpu" else 8192
+    matrix = torch.randn(8192, 16384, device=device).to(dtype)
+    vector = torch.randn(16384, device=device).to(dtype)
+    square = torch.randn(size, size, device=device).to(dtype)
+    reading = interleaved({"": lambda: matrix @ vector}, 5, device)[""] / 1000
+    multiplying = interleaved({"": lambda: square @ square}, 5, device)[""] / 1000
+    return Machine(matrix.numel() * matrix.element_size() / reading, 2.0 * size**3 / multiplying)
+
+
+def decoding_parameters(model: Any) -> int:
+    """Return the number of parameters that a decoding step multiplies with: the decoder's, and the output's matrix."""
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else model.base_model
+    unused = {id(p) for module in decoder.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    counted = sum(
+        parameter.numel()
+        for name, parameter in decoder.named_parameters()
+        # keys and values of an encoder's output are computed once, before the first step
+        if id(parameter) not in unused and not ("encoder_attn.k_proj" in name or "encoder_attn.v_proj" in name)
+    )
+    return counted + model.get_output_embeddings().weight.numel()
+
+
+def decoding_floor(model: Any, machine: Machine, *, batch: int, cache_bytes: int) -> float:
+    """Return the least milliseconds of a decoding step of ``batch`` sequences with a cache of ``cache_bytes``.
+
+    Weights are read once, keys and values once, a causal state is read and written once.
+    """
+    config, count = model.config, decoding_parameters(model)
+    size = next(model.parameters()).element_size()
+    linear = machine.milliseconds(count * size, 2.0 * count * batch)
+    layers = [each for each in model.modules() if isinstance(each, RFAAttentionMixin) and each.rfa_kind == "causal"]
+    if not layers:
+        return linear + machine.milliseconds(cache_bytes, cache_bytes / size)
+    heads, width = len(layers) * config.num_heads_for("causal"), config.head_dim_for("causal")
+    state = 4.0 * batch * heads * layers[0].feature_map.feature_dim * (width + 1)
+    maps = heads * config.num_features_for("causal") * width  # W, read once; q and k are multiplied with it
+    return linear + machine.milliseconds(4.0 * maps + state + cache_bytes, 4.0 * maps * batch + state)

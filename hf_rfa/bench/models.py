@@ -40,12 +40,9 @@ SHAPES: dict[str, Any] = {
 
 
 def pair(config: Any, positions: int, **options: Any) -> tuple[Any, Any]:
-    """Return a softmax model with random weights, and an RFA model with the same weights.
+    """Return a softmax model with random weights, and an RFA model with the same weights, each with so many positions.
 
-    Args:
-        config: the configuration of either.
-        positions: positions of both.
-        **options: fields of `RFAConfigMixin` for the RFA model of a softmax configuration.
+    The configuration is that of either. Options are fields of `RFAConfigMixin` for the RFA model of a softmax configuration.
 
     Raises:
         InputError: for a family that has no RFA models, or for options with an RFA configuration.
@@ -94,13 +91,7 @@ def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0
     """Return a cache as after ``position`` tokens.
 
     The cost of a step does not depend on a cache's values: softmax layers, also those of a hybrid, get random keys and
-    values instead of a prefill.
-
-    Args:
-        model: the model.
-        inputs: of one step (`step_inputs`).
-        position: tokens seen.
-        room: free slots of a softmax model's `StaticCache`, or 0 for a `DynamicCache`.
+    values instead of a prefill. A softmax model with ``room``, free slots, gets a `StaticCache` instead of a `DynamicCache`.
     """
     config = model.config
     own: Any = DynamicCache(config=config)

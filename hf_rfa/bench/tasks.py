@@ -12,9 +12,8 @@ import torch
 
 from hf_rfa.cache_files import cache_num_bytes
 
-from .measure import WARMUP_CALLS, interleaved, peak_bytes
+from .measure import WARMUP_CALLS, Machine, decoding_floor, interleaved, peak_bytes
 from .models import cache_at, step_inputs
-from .roofline import Machine, decoding_floor
 
 #: Slots that a static cache has past the position where it is timed, in addition to the steps timed.
 STATIC_CACHE_MARGIN = 64
@@ -119,19 +118,20 @@ def whole_sequences(
     steps: int = 3,
     progress: Progress | None = None,
 ) -> list[Point]:
-    """Time the processing of whole sequences.
+    """Time the processing of whole sequences, with arguments like those of `decoding`.
 
-    Args:
-        task: "prefill" to read prompts into a cache, up to the last token's logits, or "training" for a loss and its
-            gradients.
-        softmax: the softmax model, with enough positions.
-        rfa: the RFA model, with enough positions.
-        lengths: tokens of a sequence.
-        batches: sequences processed at once.
-        steps: runs timed per point and contestant.
-        progress: receives (points done, points in all).
+    The task is "prefill" to read prompts into a cache, up to the last token's logits, or "training" for a loss and its
+    gradients.
     """
-    run = _prefill if task == "prefill" else _train
+
+    def run(model: Any, ids: torch.Tensor) -> None:
+        if task == "prefill":
+            with torch.no_grad():
+                model(ids, use_cache=True, logits_to_keep=1)
+        else:
+            model(ids, labels=ids, use_cache=False).loss.backward()
+            model.zero_grad(set_to_none=True)
+
     points, found = list(product(batches, lengths)), []
     for batch, length in points:
         ids = torch.randint(0, rfa.config.vocab_size, (batch, length), device=rfa.device)
@@ -142,13 +142,3 @@ def whole_sequences(
         if progress is not None:
             progress(len(found), len(points))
     return found
-
-
-@torch.no_grad()
-def _prefill(model: Any, ids: torch.Tensor) -> None:
-    model(ids, use_cache=True, logits_to_keep=1)
-
-
-def _train(model: Any, ids: torch.Tensor) -> None:
-    model(ids, labels=ids, use_cache=False).loss.backward()
-    model.zero_grad(set_to_none=True)
