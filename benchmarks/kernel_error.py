@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.convert.activations import capture_inputs, layer_activations, padding_masks
+from hf_rfa.convert.attention_weights import log_normalizer
 from hf_rfa.convert.base_model import rfa_layers, softmax_base_model
 from hf_rfa.convert.calibration import calibrate_layer
 from hf_rfa.convert.calibration_data import text_blocks
@@ -42,7 +43,7 @@ def errors(layer: RFAAttentionMixin, query: Tensor, key: Tensor) -> tuple[float,
     visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
     exact = (query @ key.transpose(-1, -2)) * layer.scaling
     features = feature_map(query, key)
-    estimate = feature_map.log_normalizer(query).exp() * (features[0] @ features[1].transpose(-1, -2))  # type: ignore[operator]
+    estimate = log_normalizer(feature_map, query).exp() * (features[0] @ features[1].transpose(-1, -2))
     kernel = float((estimate / exact.exp() - 1).abs()[..., visible].median())
     softmax = exact.masked_fill(~visible, -math.inf).softmax(-1)
     one_hot = torch.eye(key.shape[2]).expand(*key.shape[:2], -1, -1)  # whose outputs are the weights

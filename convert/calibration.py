@@ -41,6 +41,7 @@ from .activations import (
     padding_masks,
     softmax_weights,
 )
+from .attention_weights import key_exponents
 from .base_model import rfa_layers
 
 #: Time scales that step 4 tries, in units of the model's positions; the first one wins ties. Longer ones would hardly be
@@ -266,5 +267,5 @@ def _set_log_scale(feature_map: FeatureMap, key: Tensor) -> None:
     """
     if not feature_map.has_exponent:
         return
-    mass = feature_map.key_exponent(key[None])[0].logsumexp(-1)
+    mass = key_exponents(feature_map, key[None])[0].logsumexp(-1)
     feature_map.log_scale.copy_(torch.maximum(mass.median(dim=1).values, mass.amax(1) - MAX_LOG_KEY_MASS))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_rfa.convert.attention_weights import log_attention_weights
+from hf_rfa.convert.attention_weights import log_attention_weights, log_normalizer
 from hf_rfa.convert.calibration import _set_log_scale, fit_projection
 from hf_rfa.models.feature_maps import FEATURE_MAPS, EluMap
 from hf_rfa.models.linear_attention import linear_attention
@@ -31,7 +31,7 @@ def moderate_queries_and_keys(tokens: int = 6):
 @torch.no_grad()
 def kernel(feature_map, query, key):
     features = feature_map(query, key)
-    return feature_map.log_normalizer(query).exp() * (features[0] @ features[1].transpose(-1, -2))
+    return log_normalizer(feature_map, query).exp() * (features[0] @ features[1].transpose(-1, -2))
 
 
 def exact_kernel(feature_map, query, key):
@@ -109,7 +109,7 @@ def test_a_shaped_projection_leaves_the_kernel_unbiased_and_lowers_its_variance(
 
 @pytest.mark.parametrize("orthogonal", [False, True])
 def test_rows_of_the_projection_are_standard_normal(orthogonal):
-    options = {"num_heads": 4, "num_features": 256, "head_dim": 16, "layer_idx": 3, "orthogonal": orthogonal}
+    options = {"shape": (4, 256, 16), "layer_idx": 3, "orthogonal": orthogonal}
     drawn = torch.stack([draw_projection(seed=seed, **options) for seed in range(20)])
     assert abs(float(drawn.mean())) < 0.02
     assert float(drawn.var()) == pytest.approx(1.0, abs=0.02)
@@ -120,7 +120,7 @@ def test_rows_of_the_projection_are_standard_normal(orthogonal):
 
 
 def test_draws_differ_by_seed_layer_head_and_draw_and_repeat():
-    options = {"num_heads": 2, "num_features": 8, "head_dim": 4}
+    options = {"shape": (2, 8, 4)}
     first = draw_projection(seed=0, layer_idx=0, **options)
     assert torch.equal(first, draw_projection(seed=0, layer_idx=0, **options))
     others = [
@@ -134,9 +134,7 @@ def test_draws_differ_by_seed_layer_head_and_draw_and_repeat():
 
 def test_xl_has_matrices_enough():
     """48 layers × 25 heads: more than a pool of 500 holds."""
-    seen = {
-        float(draw_projection(num_heads=25, num_features=2, head_dim=4, seed=0, layer_idx=i).sum()) for i in range(48)
-    }
+    seen = {float(draw_projection((25, 2, 4), seed=0, layer_idx=index).sum()) for index in range(48)}
     assert len(seen) == 48
 
 
@@ -242,7 +240,7 @@ def test_impossible_feature_counts_are_refused(name, count):
 
 def test_maps_without_a_softmax_kernel_say_so():
     with pytest.raises(NotImplementedError, match="arccos"):
-        build("arccos").log_normalizer(torch.zeros(1, H, 1, D_HEAD))
+        log_normalizer(build("arccos"), torch.zeros(1, H, 1, D_HEAD))
     assert not issubclass(EluMap, RandomFeatureMap)
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.convert import convert
+from hf_rfa.convert.attention_weights import key_exponents
 from hf_rfa.models.feature_maps import FEATURE_MAPS
 from hf_rfa.models.linear_attention import linear_attention
 
@@ -54,7 +55,7 @@ def demanding_model(**options) -> RFAGPT2LMHeadModel:
 
 def set_log_scale(feature_map, args):
     """Make a head's largest key feature e^0, as calibration does."""
-    feature_map.log_scale.copy_(feature_map.key_exponent(args[1]).amax((0, 2, 3)))
+    feature_map.log_scale.copy_(key_exponents(feature_map, args[1]).amax((0, 2, 3)))
 
 
 def smallest_products(model, ids):

@@ -19,7 +19,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -62,12 +61,13 @@ def least_shift_above(largest: Tensor, least: Tensor) -> Tensor:
 
 
 class Features(NamedTuple):
-    """Features of some queries and keys of one layer.
+    """Features of some queries and keys of one layer. Within a map they are by heads: [H, N, ·] in place of [B, H, T, ·].
 
     Attributes:
         query: φ(q), [B, H, T, F].
         key: φ(k), [B, H, T', F]; empty without keys.
-        offset: o, [B, H, T, 1], which makes exp(q·k·s + o) commensurate with φ(q)·φ(k); None unless asked for.
+        offset: o, [B, H, T, 1], which makes exp(q·k·s + o) commensurate with φ(q)·φ(k); None unless asked for, and by heads
+            where it is ``window_shift``.
         shift: r ≤ 0, [H, 1, F], or [H, 1, 1] where a head's features share one: the key features are e^−r times those that
             a state holds. None for r = 0, always so without gradients.
     """
@@ -80,11 +80,6 @@ class Features(NamedTuple):
     def unshifted_key(self) -> Tensor:
         """Return φ(k) as states hold it, [B, H, T', F]."""
         return self.key if self.shift is None else self.key * self.shift.exp()
-
-
-#: Features of queries and keys by heads, [H, N, d]: φ(q) [H, N, F], φ(k) or None without keys, the shift or None
-#: (`Features.shift`), and the offset [H, N, 1] (`Features.offset`): of windowed maps only, None where it is ``window_shift``.
-HeadFeatures = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class FeatureMap(nn.Module, ABC):
@@ -261,10 +256,6 @@ class FeatureMap(nn.Module, ABC):
             offsets = self.window_shift[:, None, None] + features.new_zeros(*features.shape[:-1], 1)
         return Features(features, keys, offsets, None)
 
-    def key_exponent(self, key: Tensor) -> Tensor:
-        """Return the exponents of keys [B, H, T, d] without c, [B, H, T, F or 1], for maps with ``has_exponent``."""
-        raise NotImplementedError(f"feature_map={self.name!r} has no exponents.")
-
     def least_shift(self, state: Tensor | None) -> Tensor | None:
         """Return the least `Features.shift` at which a state does not overflow, or None where nothing is to be shifted.
 
@@ -351,11 +342,9 @@ class FeatureSpec:
 
     def contiguous(self) -> FeatureSpec:
         """Return this specification with weights that lie in memory as matrix products read them."""
-        query_weight = self.query_weight.contiguous()
-        shared = self.key_weight is self.query_weight
-        return replace(
-            self, query_weight=query_weight, key_weight=query_weight if shared else self.key_weight.contiguous()
-        )
+        weight = self.query_weight.contiguous()
+        key_weight = weight if self.key_weight is self.query_weight else self.key_weight.contiguous()
+        return replace(self, query_weight=weight, key_weight=key_weight)
 
 
 class ProjectedFeatureMap(FeatureMap):
@@ -400,8 +389,10 @@ class ProjectedFeatureMap(FeatureMap):
         """Return `spec`; in evaluation without gradients it is kept until a parameter or buffer changes."""
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.spec(dtype)
-        versions = tensor_versions(chain(self._parameters.values(), self._buffers.values()))
-        if versions is None:
+        # Writing through ``.data`` escapes the versions; `train` and `_apply` also forget what is kept.
+        try:
+            versions = [(x.data_ptr(), x._version) for x in (*self._parameters.values(), *self._buffers.values())]  # type: ignore[union-attr]
+        except RuntimeError:  # tensors made in inference mode have no version, and some no storage
             return self.spec(dtype)
         if self._cached_spec is None or self._cached_spec[0] != (dtype, versions):
             self._cached_spec = (dtype, versions), self.spec(dtype).contiguous()
@@ -417,10 +408,8 @@ class ProjectedFeatureMap(FeatureMap):
         return super()._apply(*args, **kwargs)
 
     @abstractmethod
-    def features(
-        self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None
-    ) -> HeadFeatures:
-        """Return features of queries [H, N, d] and keys [H, N', d] or None; see `HeadFeatures`."""
+    def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
+        """Return features by heads, of queries [H, N, d] and keys [H, N', d] or None; see `forward`."""
 
     def forward(
         self, query: Tensor, key: Tensor | None = None, *, least_shift: Tensor | None = None, offset: bool = False
@@ -429,20 +418,13 @@ class ProjectedFeatureMap(FeatureMap):
         dtype = compute_dtype(query.dtype)
         by_heads = None if key is None else to_heads(key.to(dtype))
         found = self.features(self.current_spec(dtype), to_heads(query.to(dtype)), by_heads, least_shift)
-        features, key_features, shift, offsets = found
-        return Features(
-            from_heads(features, query),
-            query.new_empty(0) if key is None or key_features is None else from_heads(key_features, key),
-            self._offset(offsets, query) if offset else None,
-            shift,
-        )
-
-    def _offset(self, offsets: Tensor | None, query: Tensor) -> Tensor:
-        """Return `Features.offset` of queries [B, H, T, d]."""
-        if offsets is None:
-            zeros = self.window_shift.new_zeros(self.num_heads, query.shape[0] * query.shape[2], 1)
-            offsets = self.window_shift[:, None, None] - zeros
-        return from_heads(offsets, query)
+        key_features = found.key if key is None else from_heads(found.key, key)
+        offsets = None
+        if offset:
+            zeros = found.query.new_zeros(*found.query.shape[:-1], 1)
+            offsets = self.window_shift[:, None, None] + zeros if found.offset is None else found.offset
+            offsets = from_heads(offsets, query)
+        return Features(from_heads(found.query, query), key_features, offsets, found.shift)
 
     def query(self, query: Tensor) -> Tensor:
         """Return the features of queries [B, H, T, d] as [B, H, T, F]."""
@@ -466,35 +448,40 @@ def from_heads(flat: Tensor, like: Tensor) -> Tensor:
     return flat.view(heads, batch, length, -1).transpose(0, 1)
 
 
-def tensor_versions(tensors: Any) -> list[tuple[int, int]] | None:
-    """Return what changes when one of some tensors does, or None if that cannot be told.
-
-    Writing through ``.data`` escapes it; maps also forget what they keep on every change of mode or device.
-    """
-    try:
-        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
-    except RuntimeError:  # tensors made in inference mode have no version, and some no storage
-        return None
-
-
 def exponentiate_queries(exponent: Tensor) -> tuple[Tensor, Tensor]:
     """Return exp(exponent − l) and l, [H, N, 1], which makes a query's largest feature e^40."""
     maximum = exponent.detach().amax(dim=-1, keepdim=True) - QUERY_EXPONENT
     return _exponentiate(_subtract(exponent, maximum)), maximum
 
 
-def change_by_shift(exponent: Tensor, shift: Tensor | None) -> Tensor | None:
-    """Return the logarithm of the factor that a shift takes from φ(q)·φ(k), since a query's largest feature stays e^40."""
-    if shift is None:
-        return None
-    exponent = exponent.detach()
-    return (exponent + shift).amax(dim=-1, keepdim=True) - exponent.amax(dim=-1, keepdim=True)
+def exponential_features(
+    query: Tensor, key: Tensor | None, least_shift: Tensor | None, window_shift: Tensor | None
+) -> tuple[Features, Tensor]:
+    """Return features of the kind exp(·) by heads, and l of `exponentiate_queries`.
+
+    Args:
+        query: exponents of the queries, [H, N, F].
+        key: exponents of the keys, [H, N', F], with the head's constant subtracted, or None.
+        least_shift: see `FeatureMap.forward`.
+        window_shift: [H], for an offset that follows the shift; None for no offset.
+    """
+    key_features, shift, offset = query.new_empty(0), least_shift, None
+    if key is not None:
+        key_features, shift = exponentiate_keys(key, least_shift)
+    if shift is not None:
+        exponent, query = query.detach(), query + shift
+        if window_shift is not None:  # the shift takes a factor from φ(q)·φ(k), as a query's largest feature stays e^40
+            change = query.detach().amax(dim=-1, keepdim=True) - exponent.amax(dim=-1, keepdim=True)
+            offset = window_shift[:, None, None] - change
+    features, log_scale = exponentiate_queries(query)
+    return Features(features, key_features, offset, shift), log_scale
 
 
-def rectified(spec: FeatureSpec, query: Tensor, key: Tensor | None) -> HeadFeatures:
-    """Return features of the kind max(0, ·)."""
-    query = F.relu(spec.query_linear(spec.query_input(query)))
-    return query, None if key is None else F.relu(spec.key_linear(spec.key_input(key))), None, None
+def rectified_features(spec: FeatureSpec, query: Tensor, key: Tensor | None) -> Features:
+    """Return features of the kind max(0, ·) by heads, of queries [H, N, d] and keys [H, N', d]."""
+    query_features = F.relu(spec.query_linear(spec.query_input(query)))
+    key_features = query.new_empty(0) if key is None else F.relu(spec.key_linear(spec.key_input(key)))
+    return Features(query_features, key_features, None, None)
 
 
 def exponentiate_keys(exponent: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor | None]:

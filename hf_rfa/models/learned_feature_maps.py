@@ -11,16 +11,14 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .feature_maps import (
+    Features,
     FeatureSpec,
-    HeadFeatures,
     ProjectedFeatureMap,
-    change_by_shift,
-    exponentiate_keys,
-    exponentiate_queries,
-    rectified,
+    exponential_features,
+    rectified_features,
     register_feature_map,
 )
-from .random_feature_maps import PositiveMap, RandomFeatureMap, draw_for
+from .random_feature_maps import PositiveMap, RandomFeatureMap, draw_projection
 
 
 @register_feature_map("exponential")
@@ -63,13 +61,6 @@ class ExponentialMap(PositiveMap):
             key_norm=self.norm_weight.to(dtype)[:, :, None] / 2,
         )
 
-    def _key_parameters(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.key_projection, self.key_bias, self.norm_weight
-
-    def log_normalizer(self, query: Tensor) -> Tensor:
-        """Raise NotImplementedError: once it is trained, this map estimates no kernel."""
-        raise NotImplementedError(f"feature_map={self.name!r} is trained away from the softmax kernel.")
-
 
 class LearnedFeatureMap(ProjectedFeatureMap):
     """A map with a learned matrix and bias per head, the same for queries and keys."""
@@ -105,13 +96,11 @@ class T2RMap(LearnedFeatureMap):
 
     def initial_projection(self) -> Tensor:
         """Return independent N(0, 1) entries from the map's seed."""
-        return draw_for(self, orthogonal=False)
+        return draw_projection(self.projection.shape, seed=self.seed, layer_idx=self.layer_idx, orthogonal=False)
 
-    def features(
-        self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None
-    ) -> HeadFeatures:
+    def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
         """See `ProjectedFeatureMap.features`."""
-        return rectified(spec, query, key)
+        return rectified_features(spec, query, key)
 
 
 @register_feature_map("hedgehog")
@@ -130,32 +119,15 @@ class HedgehogMap(LearnedFeatureMap):
         """Return the identity for every head."""
         return torch.eye(self.head_dim).expand(self.num_heads, -1, -1)
 
-    def features(
-        self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None
-    ) -> HeadFeatures:
+    def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
         """See `ProjectedFeatureMap.features`."""
-        exponent = self._both_signs(spec.query_linear(spec.query_input(query)))
-        key_features, shift = None, least_shift
+        exponent, key_exponent = self._both_signs(spec.query_linear(spec.query_input(query))), None
         if key is not None:
             key_exponent = self._both_signs(spec.key_linear(spec.key_input(key))) - self.log_scale[:, None, None]
-            key_features, shift = exponentiate_keys(key_exponent, least_shift)
-        change = change_by_shift(exponent, shift) if self.windowed else None
-        query_features, _ = exponentiate_queries(exponent if shift is None else exponent + shift)
-        return (
-            query_features,
-            key_features,
-            shift,
-            None if change is None else self.window_shift[:, None, None] - change,
-        )
+        return exponential_features(exponent, key_exponent, least_shift, self.window_shift if self.windowed else None)[
+            0
+        ]
 
     @staticmethod
     def _both_signs(linear: Tensor) -> Tensor:
         return torch.cat([linear, -linear], dim=-1)
-
-    def key_exponent(self, key: Tensor) -> Tensor:
-        """Return ±(Wk̂ + b) of keys [B, H, T, d], as [B, H, T, 2d]."""
-        key = self.key_input(key)
-        linear = torch.einsum("bhtd,hfd->bhtf", key, self.projection.to(key.dtype)) + self.bias[:, None, :].to(
-            key.dtype
-        )
-        return self._both_signs(linear)
