@@ -6,7 +6,7 @@ Distillation compares the weights with a softmax teacher's, in quadratic time. N
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -114,7 +114,7 @@ def key_exponents(feature_map: FeatureMap, key: Tensor) -> Tensor:
     if isinstance(feature_map, GaussianMap):
         return squares.sum(-1, keepdim=True) / 2
     if isinstance(feature_map, ExponentialMap):
-        weight, bias = feature_map.key_projection, feature_map.key_bias
+        weight, bias = feature_map.key_projection, cast(Tensor, feature_map.key_bias)
         squares = squares * feature_map.norm_weight[:, None, :]
     elif isinstance(feature_map, PositiveMap):
         weight, bias = feature_map.projection, feature_map.feature_bias

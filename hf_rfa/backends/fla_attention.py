@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.linear_attention import (
+    Tokens,
     denominator,
     divide,
     key_norm_sums,
@@ -59,32 +60,25 @@ def fla_chunked(
 
 
 def attend(
-    layer: RFAAttentionMixin,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor | None,
-    input_scale: Tensor | None,
-    document_starts: Tensor | None,
-    state: Tensor | None,
+    layer: RFAAttentionMixin, query: Tensor, tokens: Tokens, document_starts: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Attend causally; arguments as for `RFAAttentionMixin.attend`.
+    """Attend causally to tokens, and to those before them in the state; see `RFAAttentionMixin.attend`.
 
     Returns:
         The output and the new state; None for what torch does better: one token, packed documents, float64.
     """
-    feature_map = layer.feature_map
+    feature_map, log_decay, input_scale = layer.feature_map, tokens.log_decay, tokens.input_scale
     one = state is not None and query.shape[-2] == 1
     dtype = torch.promote_types(layer.state_dtype, torch.promote_types(query.dtype, torch.float32))
     if one or document_starts is not None or dtype != torch.float32:
         return None
-    features = feature_map(query, key, least_shift=feature_map.least_shift(state))
+    features = feature_map(query, tokens.key, least_shift=feature_map.least_shift(state))
     state = rescale(state, None, features.shift)
     floor = feature_map.denominator_floor
     decays: dict[str, Any] = {"log_decay": log_decay, "input_scale": input_scale}
     rows = state if state is None or floor is None else state[..., :-1, :]
     sums, rows = fla_chunked(
-        features.query, features.key, with_ones(value, torch.float32), **decays, initial_state=rows
+        features.query, features.key, with_ones(tokens.value, torch.float32), **decays, initial_state=rows
     )
     norms = None
     if floor is not None:

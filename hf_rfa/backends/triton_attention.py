@@ -30,6 +30,7 @@ from hf_rfa.models.feature_maps import (
 from hf_rfa.models.learned_feature_maps import HedgehogMap, T2RMap
 from hf_rfa.models.linear_attention import (
     MASKED_LOGIT,
+    Tokens,
     denominator,
     divide,
     key_norm_sums,
@@ -125,16 +126,9 @@ def kernel_inputs(feature_map: FeatureMap, query: Tensor, key: Tensor) -> Kernel
 
 
 def attend(
-    layer: RFAAttentionMixin,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor | None,
-    input_scale: Tensor | None,
-    document_starts: Tensor | None,
-    state: Tensor | None,
+    layer: RFAAttentionMixin, query: Tensor, tokens: Tokens, document_starts: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Attend causally; arguments as for `RFAAttentionMixin.attend`.
+    """Attend causally to tokens, and to those before them in the state; see `RFAAttentionMixin.attend`.
 
     Returns:
         The output and the new state, which one token without gradients updates in place; None for what the kernels cannot
@@ -143,17 +137,17 @@ def attend(
     feature_map = layer.feature_map
     if layer.state_dtype != torch.float32 or compute_dtype(query.dtype) != torch.float32:
         return None
-    inputs = kernel_inputs(feature_map, query, key)
+    inputs = kernel_inputs(feature_map, query, tokens.key)
     if inputs is None:
         return None
+    scales: Any = {"log_decay": tokens.log_decay, "input_scale": tokens.input_scale}
     one = query.shape[-2] == 1 and not torch.is_grad_enabled()
     if state is not None and one and not feature_map.signed and document_starts is None:
-        return fused_step(inputs, value, state, log_decay=log_decay, input_scale=input_scale), state
+        return fused_step(inputs, tokens.value, state, **scales), state
     return fused_attention(
         inputs,
-        value,
-        log_decay=log_decay,
-        input_scale=input_scale,
+        tokens.value,
+        **scales,
         document_starts=document_starts,
         initial_state=state,
         denominator_floor=feature_map.denominator_floor,

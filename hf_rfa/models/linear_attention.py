@@ -20,7 +20,7 @@ computed in the dtype of the features: float32, or float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,19 +33,33 @@ MASKED_LOGIT = -1e30
 MIN_DIFFERENTIABLE_DIVISOR = 3e-20
 
 
+class Tokens(NamedTuple):
+    """Inputs of causal attention from some tokens, without their queries.
+
+    Attributes:
+        key: [B, H, T, d].
+        value: [B, H, T, M], where M is d, or T for one-hot values.
+        log_decay: log g, [B, H, T], ≤ 0 and 0 for padding, or None for g = 1.
+        input_scale: w, [B, H or 1, T], 0 for padding, or None for ones.
+        padding_mask: [B, T], 0 for padding, or None where nothing is padded.
+    """
+
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor | None = None
+    input_scale: Tensor | None = None
+    padding_mask: Tensor | None = None
+
+    def first(self, count: int) -> Tokens:
+        """Return the first ``count`` tokens."""
+        scales = (None if each is None else each[..., :count] for each in self[2:])
+        return Tokens(self.key[..., :count, :], self.value[..., :count, :], *scales)
+
+
 def mask_padding(
     padding_mask: Tensor | None, log_decay: Tensor | None, input_scale: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Make padding neither add to the state nor decay it.
-
-    Args:
-        padding_mask: [B, T], 1 for a token and 0 for padding, or None where nothing is padded.
-        log_decay: [B, H, T] or None.
-        input_scale: [B, H, T] or None (all ones).
-
-    Returns:
-        (log_decay, input_scale), with input_scale [B, 1, T] where only the padding sets it.
-    """
+    """Return log_decay and input_scale, with which padding neither adds to the state nor decays it; see `Tokens`."""
     if padding_mask is None:
         return log_decay, input_scale
     keep = padding_mask[:, None, :] != 0
@@ -89,28 +103,16 @@ def parallel(
 ) -> tuple[Tensor, Tensor]:
     """Compute the recurrence in its quadratic form: the definition that the other forms are tested against.
 
-    Args:
-        query: features of the queries, [B, H, T, F].
-        key: features of the keys, [B, H, T, F].
-        value: [B, H, T, M].
-        log_decay: log g, [B, H, T], ≤ 0, or None for g = 1.
-        input_scale: w, [B, H or 1, T], or None for ones.
-        initial_state: [B, H, F, M], or None for zeros.
-
-    Returns:
-        The outputs [B, H, T, M] and the state after the last token [B, H, F, M].
+    Arguments are those of `linear_attention`, with values [B, H, T, M] in the dtype of the features and a state [B, H, F, M].
+    Returns the outputs [B, H, T, M] and the state after the last token.
     """
     value = scale_rows(value, input_scale)  # scalars multiply values, which are narrower than features
+    log_decay = None if log_decay is None else log_decay.to(key.dtype)
     scores = query @ key.transpose(-1, -2)
-    if log_decay is None:
-        output = scores.tril() @ value
-        return output if initial_state is None else output + query @ initial_state, _advance(
-            key, value, None, initial_state
-        )
-    log_decay = log_decay.to(key.dtype)
-    output = (scores * segment_sums(log_decay).exp()) @ value
+    output = (scores.tril() if log_decay is None else scores * segment_sums(log_decay).exp()) @ value
     if initial_state is not None:
-        output = output + (query @ initial_state) * log_decay.cumsum(-1).exp()[..., None]
+        past = query @ initial_state
+        output = output + (past if log_decay is None else past * log_decay.cumsum(-1).exp()[..., None])
     return output, _advance(key, value, log_decay, initial_state)
 
 
@@ -254,33 +256,26 @@ def recurrent(
 
 
 def _recurrence(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor | None,
-    input_scale: Tensor | None,
-    state: Tensor | None,
-    chunk_size: int,
+    query: Tensor, key: Tensor, value: Tensor, *, initial_state: Tensor | None, chunk_size: int, **scales: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute the form that fits: `recurrent` for one token on a state, else `chunked`."""
-    if state is not None and query.shape[-2] == 1:
-        return recurrent(query, key, value, log_decay=log_decay, input_scale=input_scale, initial_state=state)
-    decays = {"log_decay": log_decay, "input_scale": input_scale}
-    return chunked(query, key, value, **decays, initial_state=state, chunk_size=chunk_size)
+    if initial_state is not None and query.shape[-2] == 1:
+        return recurrent(query, key, value, **scales, initial_state=initial_state)
+    return chunked(query, key, value, **scales, initial_state=initial_state, chunk_size=chunk_size)
 
 
 def denominator(normalizer: Tensor, query: Tensor, key_norm_sum: Tensor | None, floor: float | None) -> Tensor:
     """Return what the numerator is divided by: the one rule for the denominator.
 
-    The normalizer φ(q)·z is raised to ``floor`` × ‖φ(q)‖ × n, where n = Σ w ‖φ(k)‖ ≥ ‖z‖ decays as the state does. The bound
-    scales with φ, with the gates and with the number of tokens, so that rescaling any of them changes nothing. Features
-    without negative entries cannot cancel, and need no floor.
+    The normalizer φ(q)·z is raised to ``floor`` × ‖φ(q)‖ × n, where n = Σ w ‖φ(k)‖ ≥ ‖z‖ decays as the state does. Rescaling
+    φ, the gates or the number of tokens therefore changes nothing.
 
     Args:
         normalizer: φ(q)·z, [B, H, T, 1].
         query: features of the queries, [B, H, T, F].
-        key_norm_sum: n, [B, H, T, 1], or None for features without negative entries.
-        floor: smallest cosine between φ(q) and z that is divided by, or None for features without negative entries.
+        key_norm_sum: n, [B, H, T, 1], or None.
+        floor: smallest cosine between φ(q) and z that is divided by. None for features without negative entries, which
+            cannot cancel.
 
     Returns:
         [B, H, T, 1]; 0 where nothing has been seen yet (all padding).
@@ -307,12 +302,9 @@ def differentiable(x: Tensor, divisor: Tensor) -> Tensor:
 
 
 def rescale(state: Tensor | None, before: Tensor | None, after: Tensor | None) -> Tensor | None:
-    """Return a state of features with the shift ``before`` as one of features with the shift ``after``.
+    """Return a state [B, H, rows, d + 1] of features with one shift as a state of features with another.
 
-    Args:
-        state: [B, H, rows, d + 1], or None at the start.
-        before: [H, 1, rows or 1] (`hf_rfa.models.feature_maps.Features.shift`), or None for 0.
-        after: as ``before``.
+    Both shifts are [H, 1, rows or 1] (`hf_rfa.models.feature_maps.Features.shift`), or None for 0.
     """
     if state is None or (before is None and after is None):
         return state
@@ -343,16 +335,20 @@ def key_norm_sums(
     initial: Tensor | None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
-    """Return n of `denominator`: the recurrence with one feature, ‖φ(k)‖ [B, H, T, 1], and no values but ones.
+    """Return n of `denominator` after every token, [B, H, T, 1], and after the last, [B, H, 1, 1].
 
-    ``initial`` [B, H, 1, 1] is n before these tokens, updated in place as a state is; the other arguments are those of
-    `linear_attention`.
-
-    Returns:
-        n after every token, [B, H, T, 1], and after the last, [B, H, 1, 1].
+    n is the recurrence with one feature, ``key_norm`` = ‖φ(k)‖ [B, H, T, 1], and ones for values. ``initial`` [B, H, 1, 1]
+    is n before these tokens, updated in place as a state is. The other arguments are those of `linear_attention`.
     """
-    ones = torch.ones_like(key_norm)
-    return _recurrence(ones, key_norm, ones, log_decay, input_scale, initial, chunk_size)
+    ones, scales = torch.ones_like(key_norm), {"log_decay": log_decay, "input_scale": input_scale}
+    return _recurrence(ones, key_norm, ones, **scales, initial_state=initial, chunk_size=chunk_size)
+
+
+def _split_norm_row(state: Tensor | None, floor: float | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return a state's rows [B, H, F, d + 1] and its n [B, H, 1, 1], which that of signed features has (`with_norm_row`)."""
+    if state is None or floor is None:
+        return state, None
+    return state[..., :-1, :], state[..., -1:, -1:]
 
 
 def linear_attention(
@@ -383,10 +379,11 @@ def linear_attention(
         The outputs [B, H, T, d] in the dtype of the features, the new state, and what the outputs were divided by,
         [B, H, T, 1] (`denominator`).
     """
-    value, rows, norms = with_ones(value, key.dtype), initial_state, None
-    if denominator_floor is not None and initial_state is not None:
-        rows, norms = initial_state[..., :-1, :], initial_state[..., -1:, -1:]
-    sums, rows = _recurrence(query, key, value, log_decay, input_scale, rows, chunk_size)
+    rows, norms = _split_norm_row(initial_state, denominator_floor)
+    scales = {"log_decay": log_decay, "input_scale": input_scale}
+    sums, rows = _recurrence(
+        query, key, with_ones(value, key.dtype), **scales, initial_state=rows, chunk_size=chunk_size
+    )
     if denominator_floor is None:
         return divide(sums[..., :-1], sums[..., -1:]), rows, sums[..., -1:]
     norms, last = key_norm_sums(key.norm(dim=-1, keepdim=True), log_decay, input_scale, norms, chunk_size)
@@ -405,18 +402,16 @@ def final_state(
     initial_state: Tensor | None = None,
     denominator_floor: float | None = None,
 ) -> Tensor:
-    """Return the state after some tokens, without their outputs. Arguments as for `linear_attention`.
+    """Return the state after some tokens, [B, H, rows, d + 1] (`state_shape`), without their outputs.
 
-    It is also the state of cross and bidirectional attention, whose queries all read it (`attend_with_state`).
-
-    Returns:
-        [B, H, rows, d + 1] (`state_shape`).
+    It is also the state of cross and bidirectional attention, whose queries all read it (`attend_with_state`). Arguments
+    are those of `linear_attention`.
     """
     value = scale_rows(with_ones(value, key.dtype), input_scale)
     log_decay = None if log_decay is None else log_decay.to(key.dtype)
     if denominator_floor is None:
         return _advance(key, value, log_decay, initial_state)
-    rows, norms = (None, None) if initial_state is None else (initial_state[..., :-1, :], initial_state[..., -1:, -1:])
+    rows, norms = _split_norm_row(initial_state, denominator_floor)
     key_norm = scale_rows(key.norm(dim=-1, keepdim=True), input_scale)
     norms = _advance(torch.ones_like(key_norm), key_norm, log_decay, norms)
     return with_norm_row(_advance(key, value, log_decay, rows), norms)
@@ -438,8 +433,8 @@ def attend_with_state(query: Tensor, state: Tensor, *, denominator_floor: float 
     groups = state.shape[0]
     if batch != groups:  # the queries of one state row become one longer list of queries
         query = query.view(groups, -1, heads, length, features).transpose(1, 2).reshape(groups, heads, -1, features)
-    rows, norms = (state, None) if denominator_floor is None else (state[..., :-1, :], state[..., -1:, -1:])
-    output = query @ rows
+    rows, norms = _split_norm_row(state, denominator_floor)
+    output = query @ cast(Tensor, rows)
     output = divide(output[..., :-1], denominator(output[..., -1:], query, norms, denominator_floor))
     if batch != groups:
         output = output.view(groups, heads, -1, length, output.shape[-1]).transpose(1, 2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from .attention import RFAAttentionMixin
-from .cache_rfa import keep_keys_and_values, past_length, self_attention_cache, source_layer_of, unread_length
+from .cache_rfa import cross_layer_of, past_length, self_attention_cache, unread_length
 from .configuration_rfa import AttentionKind
 from .masking import check_positions, local_padding
 
@@ -185,8 +185,7 @@ class RFADecoderMixin(_RFAStack):
         if not isinstance(cache, EncoderDecoderCache):
             cache = EncoderDecoderCache(cache, DynamicCache(config=self.config))
         for index in range(self.config.decoder_layers):  # before self-attention changes a cache that is refused
-            put = keep_keys_and_values if index in softmax_layers else source_layer_of
-            put(cache.cross_attention_cache, index)
+            cross_layer_of(cache.cross_attention_cache, index, softmax=index in softmax_layers)
         return cache
 
     def forward(

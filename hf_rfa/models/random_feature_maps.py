@@ -61,8 +61,8 @@ class RandomFeatureMap(ProjectedFeatureMap):
 
     def draw(self, number: int) -> Tensor:
         """Return draw ``number`` of this layer's matrix."""
-        given = {"seed": self.seed, "layer_idx": self.layer_idx, "orthogonal": self.orthogonal}
-        return draw_projection(self.projection.shape, draw=number, **given)
+        shape, seed, layer_idx = self.projection.shape, self.seed, self.layer_idx
+        return draw_projection(shape, seed=seed, layer_idx=layer_idx, draw=number, orthogonal=self.orthogonal)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
