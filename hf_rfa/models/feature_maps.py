@@ -145,35 +145,36 @@ class FeatureMap(nn.Module, ABC):
         self.num_features = self.resolve_num_features(num_features, head_dim)
         self.orthogonal, self.trainable, self.redraw_pool = orthogonal, trainable, redraw_pool
         self.windowed, self.seed, self.layer_idx = windowed, seed, layer_idx
+        self._initial_values: dict[str, float] = {}
         self.build()
         if not any(tensor.is_meta for tensor in self.state_dict().values()):
             self.reset_parameters()
 
     def build(self) -> None:
-        """Add this map's parameters and buffers; `reset_parameters` sets them."""
-        shape = (self.num_heads, self.head_dim)
+        """Add this map's parameters and buffers (`add`)."""
         if self.has_sigma:
-            self.sigma = nn.Parameter(torch.empty(shape))
+            self.add("sigma", self.num_heads, self.head_dim, initial=1.0, trainable=True)
         if self.reparametrizable:
-            self.register_buffer("balance", torch.empty(shape))
-            self.register_buffer("key_shift", torch.empty(shape))
+            self.add("balance", self.num_heads, self.head_dim, initial=1.0)
+            self.add("key_shift", self.num_heads, self.head_dim)
         if self.has_exponent:
-            self.register_buffer("log_scale", torch.empty(self.num_heads))
+            self.add("log_scale", self.num_heads)
         if self.windowed:
-            self.window_shift = nn.Parameter(torch.empty(self.num_heads))
+            self.add("window_shift", self.num_heads, trainable=True)
+
+    def add(self, name: str, *shape: int, initial: float = 0.0, trainable: bool = False) -> None:
+        """Add a parameter, or a buffer if it is not trainable, whose entries `reset_parameters` sets to ``initial``."""
+        if trainable:
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        else:
+            self.register_buffer(name, torch.empty(shape))
+        self._initial_values[name] = initial
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize every parameter and buffer that no checkpoint has set."""
-        if self.has_sigma:
-            init.ones_(self.sigma)
-        if self.reparametrizable:
-            init.ones_(self.balance)
-            init.zeros_(self.key_shift)
-        if self.has_exponent:
-            init.zeros_(self.log_scale)
-        if self.windowed:
-            init.zeros_(self.window_shift)
+        for name, value in self._initial_values.items():
+            init.constant_(getattr(self, name), value)
 
     @classmethod
     def resolve_num_features(cls, num_features: int | None, head_dim: int, *, name: str = "num_features") -> int:
@@ -259,8 +260,7 @@ class FeatureMap(nn.Module, ABC):
     def least_shift(self, state: Tensor | None) -> Tensor | None:
         """Return the least `Features.shift` at which a state does not overflow, or None where nothing is to be shifted.
 
-        Args:
-            state: the state that the features meet (`hf_rfa.models.linear_attention.state_shape`), or None at the start.
+        The state is the one that the features meet (`hf_rfa.models.linear_attention.state_shape`), or None at the start.
         """
         if not (self.has_exponent and torch.is_grad_enabled()):
             return None
@@ -329,7 +329,7 @@ class FeatureSpec:
         """Return k̂ of keys by heads, [H, N, d]."""
         if self.unit_norm:
             return F.normalize(key, dim=-1) * self.key_scale
-        return key * self.key_scale if self.key_mean is None else _multiply(key - self.key_mean, self.key_scale)
+        return key * self.key_scale if self.key_mean is None else _into(key - self.key_mean, "mul", self.key_scale)
 
     def query_linear(self, query_input: Tensor) -> Tensor:
         """Return Wq̂ + b, [H, N, D]."""
@@ -338,7 +338,7 @@ class FeatureSpec:
     def key_linear(self, key_input: Tensor) -> Tensor:
         """Return W'k̂ + b' − Σ e_i k̂_i², [H, N, D]."""
         linear = torch.baddbmm(self.key_bias, key_input, self.key_weight)
-        return linear if self.key_norm is None else _subtract(linear, torch.bmm(key_input.square(), self.key_norm))
+        return linear if self.key_norm is None else _into(linear, "sub", torch.bmm(key_input.square(), self.key_norm))
 
     def contiguous(self) -> FeatureSpec:
         """Return this specification with weights that lie in memory as matrix products read them."""
@@ -360,11 +360,7 @@ class ProjectedFeatureMap(FeatureMap):
         """Add W, and what every map has."""
         super().build()
         self._cached_spec: tuple[Any, FeatureSpec] | None = None
-        projection = torch.empty(self.num_heads, self.num_features, self.head_dim)
-        if self.trainable:
-            self.projection = nn.Parameter(projection)
-        else:
-            self.register_buffer("projection", projection)
+        self.add("projection", self.num_heads, self.num_features, self.head_dim, trainable=self.trainable)
 
     def matrix(self) -> Tensor:
         """Return W."""
@@ -451,19 +447,16 @@ def from_heads(flat: Tensor, like: Tensor) -> Tensor:
 def exponentiate_queries(exponent: Tensor) -> tuple[Tensor, Tensor]:
     """Return exp(exponent − l) and l, [H, N, 1], which makes a query's largest feature e^40."""
     maximum = exponent.detach().amax(dim=-1, keepdim=True) - QUERY_EXPONENT
-    return _exponentiate(_subtract(exponent, maximum)), maximum
+    return _into(_into(exponent, "sub", maximum), "exp"), maximum
 
 
 def exponential_features(
     query: Tensor, key: Tensor | None, least_shift: Tensor | None, window_shift: Tensor | None
 ) -> tuple[Features, Tensor]:
-    """Return features of the kind exp(·) by heads, and l of `exponentiate_queries`.
+    """Return features by heads with exponents ``query`` [H, N, F] and ``key`` [H, N', F], and l of `exponentiate_queries`.
 
-    Args:
-        query: exponents of the queries, [H, N, F].
-        key: exponents of the keys, [H, N', F], with the head's constant subtracted, or None.
-        least_shift: see `FeatureMap.forward`.
-        window_shift: [H], for an offset that follows the shift; None for no offset.
+    The head's constant is subtracted from ``key`` already, or ``key`` is None. With a ``window_shift`` [H] the features have
+    an offset, which follows their shift.
     """
     key_features, shift, offset = query.new_empty(0), least_shift, None
     if key is not None:
@@ -485,32 +478,15 @@ def rectified_features(spec: FeatureSpec, query: Tensor, key: Tensor | None) -> 
 
 
 def exponentiate_keys(exponent: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return exp(min(exponent, 25) − r) of exponents [H, N, n], and r: the least shift at which none of them overflows.
-
-    Args:
-        exponent: with the head's constant subtracted.
-        least: r is at least this; None for r = 0.
-    """
+    """Return exp(min(exponent, 25) − r) of exponents [H, N, n] and r ≥ ``least``, at which none overflows. None is r = 0."""
     if least is None:
-        return _exponentiate(_at_most(exponent, MAX_EXPONENT)), None
+        return _into(_into(exponent, "clamp", None, MAX_EXPONENT), "exp"), None
     shift = least_shift_above(exponent.detach().amax(dim=1, keepdim=True), least)
     exponent = (exponent - shift).clamp(max=MAX_EXPONENT)  # where r < 0 none reaches it
     exponent = torch.where(exponent < MIN_DIFFERENTIABLE_EXPONENT, exponent.detach(), exponent)
     return exponent.exp(), shift
 
 
-# In place without gradients: fresh memory costs more time than the arithmetic.
-def _multiply(x: Tensor, y: Tensor) -> Tensor:
-    return x * y if torch.is_grad_enabled() else x.mul_(y)
-
-
-def _subtract(x: Tensor, y: Tensor) -> Tensor:
-    return x - y if torch.is_grad_enabled() else x.sub_(y)
-
-
-def _at_most(x: Tensor, most: float) -> Tensor:
-    return x.clamp(max=most) if torch.is_grad_enabled() else x.clamp_(max=most)
-
-
-def _exponentiate(x: Tensor) -> Tensor:
-    return x.exp() if torch.is_grad_enabled() else x.exp_()
+def _into(x: Tensor, operation: str, *args: Any) -> Tensor:
+    """Return ``x.operation(*args)``; in place without gradients, since fresh memory costs more time than the arithmetic."""
+    return getattr(x, operation if torch.is_grad_enabled() else f"{operation}_")(*args)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import initialization as init
 
 from .feature_maps import (
@@ -18,7 +18,7 @@ from .feature_maps import (
     rectified_features,
     register_feature_map,
 )
-from .random_feature_maps import PositiveMap, RandomFeatureMap, draw_projection
+from .random_feature_maps import PositiveMap, draw_projection
 
 
 @register_feature_map("exponential")
@@ -30,6 +30,9 @@ class ExponentialMap(PositiveMap):
     """
 
     key_projection: Tensor
+    query_bias: Tensor
+    key_bias: Tensor
+    norm_weight: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{**kwargs, "trainable": True})
@@ -37,19 +40,16 @@ class ExponentialMap(PositiveMap):
     def build(self) -> None:
         """Add W, W', b, b' and a."""
         ProjectedFeatureMap.build(self)
-        self.key_projection = nn.Parameter(torch.empty(self.num_heads, self.num_features, self.head_dim))
-        self.query_bias = nn.Parameter(torch.empty(self.num_heads, self.num_features))
-        self.key_bias = nn.Parameter(torch.empty(self.num_heads, self.num_features))
-        self.norm_weight = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
+        self.add("key_projection", self.num_heads, self.num_features, self.head_dim, trainable=True)
+        self.add("query_bias", self.num_heads, self.num_features, trainable=True)
+        self.add("key_bias", self.num_heads, self.num_features, trainable=True)
+        self.add("norm_weight", self.num_heads, self.head_dim, initial=1.0, trainable=True)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw W, copy it to W', and set the rest such that φ is that of `PositiveMap`."""
-        RandomFeatureMap.reset_parameters(self)
+        super().reset_parameters()
         init.copy_(self.key_projection, self.draw(0))
-        init.zeros_(self.query_bias)
-        init.zeros_(self.key_bias)
-        init.ones_(self.norm_weight)
 
     def spec(self, dtype: torch.dtype) -> FeatureSpec:
         """See `ProjectedFeatureMap.spec`."""
@@ -65,20 +65,21 @@ class ExponentialMap(PositiveMap):
 class LearnedFeatureMap(ProjectedFeatureMap):
     """A map with a learned matrix and bias per head, the same for queries and keys."""
 
+    bias: Tensor
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{**kwargs, "trainable": True})
 
     def build(self) -> None:
         """Add W and the bias."""
         super().build()
-        self.bias = nn.Parameter(torch.empty(self.num_heads, self.num_features))
+        self.add("bias", self.num_heads, self.num_features, trainable=True)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set W to `initial_projection` and the bias to 0."""
+        """Set W to `initial_projection`, and initialize the rest."""
         super().reset_parameters()
         init.copy_(self.projection, self.initial_projection())
-        init.zeros_(self.bias)
 
     @abstractmethod
     def initial_projection(self) -> Tensor:

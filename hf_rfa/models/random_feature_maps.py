@@ -152,13 +152,7 @@ class PositiveMap(RandomFeatureMap):
     def build(self) -> None:
         """Add b, and what every random map has."""
         super().build()
-        self.register_buffer("feature_bias", torch.empty(self.num_heads, self.num_features))
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw W, and initialize the rest."""
-        super().reset_parameters()
-        init.zeros_(self.feature_bias)
+        self.add("feature_bias", self.num_heads, self.num_features)
 
     def spec(self, dtype: torch.dtype) -> FeatureSpec:
         """See `ProjectedFeatureMap.spec`: b on both sides, c, and e_i = ½ for keys."""
