@@ -233,9 +233,11 @@ def _nearest(comparison: _Comparison, values: Sequence[float], set_to: Callable[
 def _set_time_scales(gate: Gate, comparison: _Comparison) -> None:
     """Set every head's time scale to the one that is nearest the softmax weights (step 4)."""
     scales = [max(2.0, share * gate.max_positions) for share in GATE_TIME_SCALES]
-    gate.set_time_scales(
-        _nearest(comparison, scales, lambda scale: gate.set_time_scales(torch.full_like(gate.bias, scale)))
-    )
+
+    def set_to(scale: Tensor | float) -> None:  # 1 / (1 − g) where w·x is 0
+        gate.bias.copy_((torch.as_tensor(scale).expand_as(gate.bias) - 1.0).log())
+
+    set_to(_nearest(comparison, scales, set_to))
 
 
 def _set_temperature(feature_map: FeatureMap, keys: Tensor, comparison: _Comparison) -> None:

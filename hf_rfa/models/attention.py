@@ -85,17 +85,12 @@ class Gate(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set the weight to 0 and the bias by the time scales, where no checkpoint has set them."""
-        longest, shortest = math.log(4.0 * self.max_positions), math.log(max(2.0, self.max_positions / 4.0))
-        time_scales = torch.linspace(shortest, longest, self.num_heads).exp()
         if self.weight.is_meta:
             return
+        longest, shortest = math.log(4.0 * self.max_positions), math.log(max(2.0, self.max_positions / 4.0))
+        time_scales = torch.linspace(shortest, longest, self.num_heads).exp()
         init.zeros_(self.weight)
         init.copy_(self.bias, (time_scales - 1.0).log())
-
-    @torch.no_grad()
-    def set_time_scales(self, time_scales: Tensor) -> None:
-        """Set the bias such that the heads' time scales 1 / (1 − g) are these, [H], in tokens and above 1, where w·x is 0."""
-        self.bias.copy_((time_scales - 1.0).log())
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return (log g, 1 − g) for hidden states [B, T, width], each [B, H, T] in the computing dtype."""
@@ -107,9 +102,7 @@ class Gate(nn.Module):
 class RFAPreTrainedMixin:
     """The part of every RFA model's base class: initial values of feature maps and gates, which stay in float32.
 
-    Raises:
-        ValueError: for a configuration that is not valid; ``from_pretrained(…, window_size=8)`` sets fields after a
-            configuration was checked.
+    Fields are checked once more here: ``from_pretrained(…, window_size=8)`` sets them after the configuration was made.
     """
 
     # Feature maps and gates cost few bytes, and rounding them to 16 bits costs accuracy.
@@ -195,9 +188,6 @@ class RFAAttentionMixin(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Self-attention: attend to keys and values, and if causal to those that the cache has seen before.
 
-        Dropout cannot act on single attention weights, which never exist: in training it drops a token's value for all
-        queries of a head, and leaves the token in the normalizer, as dropout on softmax weights does.
-
         Args:
             query: [B, H, T, d].
             key: [B, H, T, d].
@@ -206,9 +196,9 @@ class RFAAttentionMixin(nn.Module):
             cache: the cache whose layer is read and updated, or None.
             padding_mask: [B, T], 0 for padding, or None; it includes tokens before these of which the cache holds keys and
                 values (`hf_rfa.models.cache_rfa.unread_length`).
-            document_starts: [B, T], True where a document starts that sees nothing before it, or None; only with causal
-                attention.
-            dropout: probability of dropping a value in training.
+            document_starts: [B, T], True where a document starts that sees nothing before it, or None; causal attention only.
+            dropout: probability, in training, of dropping a token's value for all queries of a head: single attention weights
+                never exist. The token stays in the normalizer, as with dropout on softmax weights.
             output_attentions: whether to return the attention weights, at quadratic cost.
 
         Returns:

@@ -176,17 +176,14 @@ class RFALayer(CacheLayerMixin):
         self.cumulative_length = 0
         self._forget()
 
-    def _select(self, index: Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows of the batch."""
         self._forget()
-        self._change(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+        self._change(lambda tensor: tensor.index_select(0, indices.to(tensor.device)))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the batch for beam search."""
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given rows of the batch."""
-        self._select(indices)
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
@@ -255,10 +252,11 @@ class RFASourceLayer(RFALayer):
             return
         rows = torch.arange(beam_idx.shape[0], device=beam_idx.device)
         if not torch.equal(beam_idx // self.rows_per_state, rows // self.rows_per_state):
-            self._select(beam_idx)
+            self.batch_select_indices(beam_idx)
 
-    def _select(self, index: Tensor) -> None:
-        super()._select(index // self.rows_per_state)
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows of the batch, each of which then reads a state of its own."""
+        super().batch_select_indices(indices // self.rows_per_state)
         self.rows_per_state = 1
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -6,7 +6,7 @@ embeddings and norms only. A family mixes these classes into its own; see `model
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -69,17 +69,17 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
         output_rfa_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; arguments as for the family's own attention, and what the encoder and the decoder below add.
+        """Attend; arguments as for the family's own attention, whose mask is for softmax layers, and these.
 
         Args:
             hidden_states: [B, T, width].
             key_value_states: the encoder's output, [B, S, width], for cross attention.
             past_key_values: the cache.
-            attention_mask: not used: it is made for softmax layers.
+            attention_mask: not used.
             padding_mask: [B, T], 0 for padding, or None.
             source_padding_mask: [B, S], 0 for padding, or None, for cross attention.
             output_rfa_attentions: whether to return the attention weights.
-            **kwargs: further arguments for softmax layers.
+            **kwargs: not used.
 
         Returns:
             The output [B, T, width], and the weights [B, H, T, T or S] or None.
@@ -115,14 +115,25 @@ class _RFAStack:
     """The common part of an encoder and a decoder."""
 
     attention_class: type[RFASeq2SeqAttention]
+    #: The attention modules of a layer by name, and the attention that each is.
+    kinds: ClassVar[dict[str, AttentionKind]]
     config: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        for index, layer in enumerate(self.layers):  # type: ignore[attr-defined]
+            for name, kind in self.kinds.items():
+                if config.is_rfa(kind, index):
+                    setattr(layer, name, self.attention_class(config, kind=kind, layer_idx=index))
+        self.post_init()  # type: ignore[attr-defined]
 
     def _length(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, torch.device]:
         """Return the number of tokens and their device; without exactly one of the two the parent raises."""
-        inputs = input_ids if input_ids is not None else inputs_embeds
-        if inputs is None:
+        if input_ids is not None:
+            return input_ids.shape[-1], input_ids.device
+        if inputs_embeds is None:
             raise ValueError("pass either token ids or embeddings.")
-        return (inputs.shape[-1] if input_ids is not None else inputs.shape[-2]), inputs.device
+        return inputs_embeds.shape[-2], inputs_embeds.device
 
     def _wants_weights(self, kwargs: dict[str, Any]) -> bool:
         wanted = kwargs.get("output_attentions")
@@ -132,12 +143,7 @@ class _RFAStack:
 class RFAEncoderMixin(_RFAStack):
     """An encoder whose attention layers but those in ``config.softmax_encoder_layers`` are RFA (bidirectional)."""
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
-        for index, layer in enumerate(self.layers):  # type: ignore[attr-defined]
-            if config.is_rfa("encoder", index):
-                layer.self_attn = self.attention_class(config, kind="encoder", layer_idx=index)
-        self.post_init()  # type: ignore[attr-defined]
+    kinds = {"self_attn": "encoder"}
 
     def forward(
         self,
@@ -166,14 +172,7 @@ class RFAEncoderMixin(_RFAStack):
 class RFADecoderMixin(_RFAStack):
     """A decoder whose causal and cross attention are RFA, but for ``config.softmax_layers`` and ``softmax_cross_layers``."""
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
-        for index, layer in enumerate(self.layers):  # type: ignore[attr-defined]
-            if config.is_rfa("causal", index):
-                layer.self_attn = self.attention_class(config, kind="causal", layer_idx=index)
-            if config.is_rfa("cross", index):
-                layer.encoder_attn = self.attention_class(config, kind="cross", layer_idx=index)
-        self.post_init()  # type: ignore[attr-defined]
+    kinds = {"self_attn": "causal", "encoder_attn": "cross"}
 
     def _prepare_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
         """Return a cache for self- and cross attention, each of whose layers is of the kind that the model has there."""
@@ -236,37 +235,35 @@ class RFADecoderMixin(_RFAStack):
         )
 
 
-class RFABodyMixin:
-    """An encoder and a decoder, in place of the family's own."""
+class _RFAParts:
+    """Replaces parts of a family's model by the classes that class attributes name."""
 
-    encoder_class: type[Any]
-    decoder_class: type[Any]
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
-        self.encoder = self.encoder_class(config)
-        self.decoder = self.decoder_class(config)
-        self.post_init()  # type: ignore[attr-defined]
-
-
-class RFADecoderWrapperMixin:
-    """The body of a decoder that stands alone."""
-
-    decoder_class: type[Any]
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
-        self.decoder = self.decoder_class(config)
-        self.post_init()  # type: ignore[attr-defined]
-
-
-class RFAHeadMixin:
-    """Gives a head class of a family the RFA body."""
-
-    body_class: type[Any]
+    #: The parts by the names of the class attributes.
+    parts: ClassVar[dict[str, str]]
     config: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        self.model = self.body_class(self.config)  # which a decoder alone may have copied and changed
+        for attribute, name in self.parts.items():
+            setattr(
+                self, name, getattr(self, attribute)(self.config)
+            )  # which a decoder alone may have copied and changed
         self.post_init()  # type: ignore[attr-defined]
+
+
+class RFABodyMixin(_RFAParts):
+    """An encoder and a decoder, in place of the family's own."""
+
+    parts = {"encoder_class": "encoder", "decoder_class": "decoder"}
+
+
+class RFADecoderWrapperMixin(_RFAParts):
+    """The body of a decoder that stands alone."""
+
+    parts = {"decoder_class": "decoder"}
+
+
+class RFAHeadMixin(_RFAParts):
+    """Gives a head class of a family the RFA body."""
+
+    parts = {"body_class": "model"}
