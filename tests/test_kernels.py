@@ -23,7 +23,6 @@ from hf_rfa.models.linear_attention import (
     parallel,
     recurrent,
     scale_rows,
-    state_shape,
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -299,7 +298,7 @@ def test_attention_to_a_source_is_what_the_weights_say(signed, data):
         state = final_state(
             case.key[:, :, piece], case.value[:, :, piece], input_scale=weights, initial_state=state, **options
         )
-    assert state.shape[-2:] == state_shape(case.key.shape[-1], case.value.shape[-1], signed=signed)
+    assert state.shape[-2:] == (case.key.shape[-1] + signed, case.value.shape[-1] + 1)
     implied = attention_weights(case, options["denominator_floor"], causal=False)
     expected = implied @ case.value
     tolerance = 1e-9 * max(1.0, float(expected.abs().max()))

@@ -276,11 +276,11 @@ def fused_attention(
     Args:
         inputs: queries, keys and the map to their features.
         value: [B, H, T, d].
-        log_decay: [B, H, T], ≤ 0, or None for g = 1.
+        log_decay: as there, and so are input_scale, initial_state and denominator_floor.
         input_scale: [B, H or 1, T], 0 for padding, or None for ones.
         document_starts: [B, T], True where a document starts, or None.
-        initial_state: the state so far (`hf_rfa.models.linear_attention.state_shape`), or None at the start.
-        denominator_floor: see `hf_rfa.models.linear_attention.denominator`.
+        initial_state: the state so far, or None at the start.
+        denominator_floor: None for features without negative entries.
         chunk: tokens of a chunk, a power of 2 from 16 on.
         least_shift: see `hf_rfa.models.feature_maps.FeatureMap.forward`.
 

@@ -67,12 +67,7 @@ class Gate(nn.Module):
     Not a linear layer: it returns two things, in float32, and what adapts or quantizes linear layers has to pass it by.
 
     Its initial value does not depend on x, and spreads the heads' time scales 1 / (1 − g) evenly on a logarithmic scale
-    from a quarter of the model's positions to four times their number (chrono initialization).
-
-    Args:
-        hidden_size: width of x.
-        num_heads: H.
-        max_positions: the model's positions.
+    from a quarter of the model's ``max_positions`` to four times their number (chrono initialization).
     """
 
     def __init__(self, hidden_size: int, num_heads: int, max_positions: int) -> None:
@@ -399,7 +394,7 @@ class RFAAttentionMixin(nn.Module):
             encoder_hidden_states: the encoder's output, [B, S, width]; not read again once the cache holds its sums.
             past_key_values: the `EncoderDecoderCache`, or None.
             padding_mask: [B, S], 0 for padding, or None.
-            dropout: probability of dropping a value in training, see `attend`.
+            dropout: as for `attend`.
             output_attentions: whether to return the attention weights.
 
         Returns:

@@ -54,7 +54,7 @@ class RecordedStep(NamedTuple):
 
 
 class RFALayer(CacheLayerMixin):
-    """Holds the state [B, H, F, d + 1] (S and, as its last column, z) of one attention layer, and counts its tokens.
+    """Holds the state [B, H, F, d + 1] of one attention layer (`hf_rfa.models.linear_attention`), and counts its tokens.
 
     With a sliding window it also holds the last tokens' keys and values (`hf_rfa.models.sliding_window`), [B, H, W, 2d + 1].
     Both take the same memory after ten tokens and after a million.
@@ -124,15 +124,9 @@ class RFALayer(CacheLayerMixin):
         recorded: RecordedStep | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Store the state and the window after some tokens, and return both.
+        """Store the state and the window (None without one) after some tokens, and return both.
 
-        Args:
-            state: the new state.
-            window: the new window, or None for attention without one.
-            *args: not used.
-            num_tokens: tokens since `read`, padding included.
-            recorded: what they added, needed while the layer records.
-            **kwargs: not used.
+        ``num_tokens`` counts those since `read`, padding included; ``recorded`` is what they added, while the layer records.
 
         Raises:
             TypeError: if an attention layer that is not RFA writes keys and values to this layer.
@@ -225,19 +219,16 @@ class RFASourceLayer(RFALayer):
     """
 
     holds = "RFA source state"
-    _layer_type = None  # type: ignore[assignment]  # made by `source_layer_of`, not from a configuration
+    _layer_type = None  # type: ignore[assignment]  # made by `cross_layer_of`, not from a configuration
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.rows_per_state = 1
 
     def fill(self, state: Tensor, *, length: int, rows_per_state: int) -> None:
-        """Store the state.
+        """Store the state [N, H, rows, d + 1] (`hf_rfa.models.linear_attention.final_state`) of ``length`` source tokens.
 
-        Args:
-            state: [N, H, rows, d + 1], from `hf_rfa.models.linear_attention.final_state`.
-            length: number of source tokens, padding included.
-            rows_per_state: rows of the batch that read one row of the state.
+        The length includes padding; ``rows_per_state`` rows of the batch read one row of the state.
         """
         self.lazy_initialization(state, state)
         self.state, self.cumulative_length, self.rows_per_state = state, length, rows_per_state
@@ -299,12 +290,8 @@ def rfa_layer_of(cache: Cache, layer_idx: int) -> tuple[RFALayer, tuple[Tensor, 
 def cross_layer_of(cache: Cache, layer_idx: int, *, softmax: bool = False) -> Any:
     """Return layer ``layer_idx`` of a cross-attention cache, made one of the right kind before its first use.
 
-    Both caches of an `EncoderDecoderCache` are built from the layer types of self-attention.
-
-    Args:
-        cache: the cache of cross attention.
-        layer_idx: the layer.
-        softmax: whether it is to hold keys and values, instead of the state of an `RFASourceLayer`.
+    Both caches of an `EncoderDecoderCache` are built from the layer types of self-attention. The right kind is an
+    `RFASourceLayer`, or a layer for keys and values where attention is ``softmax``.
 
     Raises:
         TypeError: if a layer of the other kind is in use.

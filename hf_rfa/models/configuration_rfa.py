@@ -126,10 +126,6 @@ class RFAConfigMixin:
         """Return whether attention of a kind is RFA in a layer."""
         return layer_idx not in self.softmax_layers_for(kind)
 
-    def all_rfa(self, kind: AttentionKind) -> bool:
-        """Return whether attention of a kind is RFA in every layer."""
-        return not self.softmax_layers_for(kind)
-
     def any_rfa(self, kind: AttentionKind) -> bool:
         """Return whether attention of a kind is RFA in some layer."""
         return len(self.softmax_layers_for(kind)) < self.num_layers_for(kind)
@@ -137,10 +133,8 @@ class RFAConfigMixin:
     @property
     def layer_types(self) -> list[str]:
         """The cache layer of every layer: "rfa", or "full_attention" for the layers that stay softmax."""
-        return [
-            RFA_LAYER_TYPE if self.is_rfa("causal", index) else "full_attention"
-            for index in range(self.num_layers_for("causal"))
-        ]
+        is_rfa = (self.is_rfa("causal", index) for index in range(self.num_layers_for("causal")))
+        return [RFA_LAYER_TYPE if each else "full_attention" for each in is_rfa]
 
     def _base_name(self, name: str) -> str:
         """Return the base model's name of a field."""
@@ -216,17 +210,14 @@ class RFAConfigMixin:
                 raise ValueError(f"{name} must be from {least} to {most} ({meaning}), got {value}.")
         random = issubclass(feature_map, RandomFeatureMap) and not issubclass(feature_map, ExponentialMap)
         no_matrix = f"has no effect with feature_map={self.feature_map!r}, which has no random matrix that stays"
-        for names, allowed, problem in (
-            (["redraw_pool"], random, no_matrix),
-            (["trainable_projection"], random, no_matrix),
-            (["redraw_pool", "trainable_projection"], False, "exclude each other: a matrix is redrawn or trained"),
-            (
-                ["unit_norm"],
-                not issubclass(feature_map, LearnedFeatureMap),
-                f"does not apply to feature_map={self.feature_map!r}, which learns from raw q and k",
-            ),
+        raw = f"does not apply to feature_map={self.feature_map!r}, which learns from raw q and k"
+        for names, refused, problem in (
+            (["redraw_pool"], not random, no_matrix),
+            (["trainable_projection"], not random, no_matrix),
+            (["redraw_pool", "trainable_projection"], True, "exclude each other: a matrix is redrawn or trained"),
+            (["unit_norm"], issubclass(feature_map, LearnedFeatureMap), raw),
         ):
-            if not allowed and all(getattr(self, name) for name in names):
+            if refused and all(getattr(self, name) for name in names):
                 given = " and ".join(f"{name}={getattr(self, name)}" for name in names)
                 raise ValueError(f"{given} {problem}. Leave {'one of them' if len(names) > 1 else 'it'} out.")
 

@@ -181,21 +181,18 @@ class FeatureMap(nn.Module, ABC):
         """Return D: ``num_features``, or the map's default.
 
         Raises:
-            ValueError: if D < 1, or if the map's D follows from the head's width and another one is asked for; it calls the
-                number ``name``.
+            ValueError: if D < 1, or if the map's D follows from the head's width and is another; ``name`` is the number's.
         """
-        if cls.default_num_features is None:
-            if num_features not in (None, head_dim):
-                raise ValueError(
-                    f"{name}={num_features} does not fit feature_map={cls.name!r}, which has one feature map row "
-                    f"per dimension of the head ({head_dim}). Leave {name} out, or take another feature map."
-                )
-            return head_dim
-        if num_features is None:
-            return cls.default_num_features
-        if num_features < 1:
+        default = cls.default_num_features
+        if default is None and num_features not in (None, head_dim):
+            raise ValueError(
+                f"{name}={num_features} does not fit feature_map={cls.name!r}, which has one feature map row "
+                f"per dimension of the head ({head_dim}). Leave {name} out, or take another feature map."
+            )
+        found = (head_dim if default is None else default) if num_features is None else num_features
+        if found < 1:
             raise ValueError(f"{name} must be at least 1, got {num_features}.")
-        return num_features
+        return found
 
     @property
     def signed(self) -> bool:
@@ -260,7 +257,7 @@ class FeatureMap(nn.Module, ABC):
     def least_shift(self, state: Tensor | None) -> Tensor | None:
         """Return the least `Features.shift` at which a state does not overflow, or None where nothing is to be shifted.
 
-        The state is the one that the features meet (`hf_rfa.models.linear_attention.state_shape`), or None at the start.
+        The state is the one that the features meet (`hf_rfa.models.linear_attention`), or None at the start.
         """
         if not (self.has_exponent and torch.is_grad_enabled()):
             return None

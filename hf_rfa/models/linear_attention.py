@@ -13,8 +13,9 @@ Padding has w = 0 and log g = 0, so that it neither adds to the state nor decays
 and one rule, `denominator`, says what the numerator is divided by. `final_state` and `attend_with_state` are its two halves
 where every query sees every key: cross and bidirectional attention.
 
-Shapes: B batch, H heads, T tokens, F features, d width of a head, M = d + 1 columns of values and ones. Everything is
-computed in the dtype of the features: float32, or float64.
+Shapes: B batch, H heads, T tokens, F features, d width of a head, M = d + 1 columns of values and ones. A state is
+[B, H, F, d + 1], S with z as its last column; features with negative entries add a row for n (`with_norm_row`). Everything
+is computed in the dtype of the features: float32, or float64.
 """
 
 from __future__ import annotations
@@ -206,10 +207,9 @@ def _chunked_in_place(
     batch, heads, length, features = query.shape
     columns = value.shape[-1]
     query, key, value = (tensor.reshape(batch * heads, length, -1) for tensor in (query, key, value))
-    if state is None:
-        sums = query.new_zeros(batch * heads, features, columns)
-    else:
-        sums = state.reshape(batch * heads, features, columns).clone()
+    sums = query.new_zeros(batch * heads, features, columns)
+    if state is not None:
+        sums.copy_(state.reshape(sums.shape))
     outputs = query.new_empty(batch * heads, length, columns)
     for start in range(0, length, chunk_size):
         here = slice(start, start + chunk_size)
@@ -221,10 +221,8 @@ def _chunked_in_place(
 
 
 def updates_in_place() -> bool:
-    """Return whether one token may update its state in place: not with gradients, nor in torch's old tracer.
-
-    That tracer, which ``torch.onnx.export(…, dynamo=False)`` uses, loses such updates.
-    """
+    """Return whether one token may update its state in place: not with gradients, nor in torch's old tracer."""
+    # ``torch.onnx.export(…, dynamo=False)`` uses that tracer, which loses such updates.
     return not (torch.is_grad_enabled() or torch.jit.is_tracing())
 
 
@@ -265,20 +263,17 @@ def _recurrence(
 
 
 def denominator(normalizer: Tensor, query: Tensor, key_norm_sum: Tensor | None, floor: float | None) -> Tensor:
-    """Return what the numerator is divided by: the one rule for the denominator.
+    """Return what the numerator is divided by, [B, H, T, 1]; 0 where nothing has been seen yet (all padding).
 
-    The normalizer φ(q)·z is raised to ``floor`` × ‖φ(q)‖ × n, where n = Σ w ‖φ(k)‖ ≥ ‖z‖ decays as the state does. Rescaling
-    φ, the gates or the number of tokens therefore changes nothing.
+    Features without negative entries cannot cancel, and need neither n nor a floor: it is the normalizer. Others raise it to
+    ``floor`` × ‖φ(q)‖ × n, where n = Σ w ‖φ(k)‖ ≥ ‖z‖ decays as the state does, so that rescaling φ, the gates or the number
+    of tokens changes nothing.
 
     Args:
         normalizer: φ(q)·z, [B, H, T, 1].
         query: features of the queries, [B, H, T, F].
         key_norm_sum: n, [B, H, T, 1], or None.
-        floor: smallest cosine between φ(q) and z that is divided by. None for features without negative entries, which
-            cannot cancel.
-
-    Returns:
-        [B, H, T, 1]; 0 where nothing has been seen yet (all padding).
+        floor: smallest cosine between φ(q) and z that is divided by, or None.
     """
     if key_norm_sum is None or floor is None:
         return normalizer
@@ -313,11 +308,6 @@ def rescale(state: Tensor | None, before: Tensor | None, after: Tensor | None) -
     return state * half * half
 
 
-def state_shape(num_features: int, head_dim: int, *, signed: bool) -> tuple[int, int]:
-    """Return the (rows, columns) of one head's state: S with z as a last column, and a row for n if φ has signs."""
-    return num_features + signed, head_dim + 1
-
-
 def with_ones(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [value, 1] in ``dtype``: the column whose output is the normalizer."""
     return F.pad(value.to(dtype), (0, 1), value=1.0)
@@ -337,8 +327,8 @@ def key_norm_sums(
 ) -> tuple[Tensor, Tensor]:
     """Return n of `denominator` after every token, [B, H, T, 1], and after the last, [B, H, 1, 1].
 
-    n is the recurrence with one feature, ``key_norm`` = ‖φ(k)‖ [B, H, T, 1], and ones for values. ``initial`` [B, H, 1, 1]
-    is n before these tokens, updated in place as a state is. The other arguments are those of `linear_attention`.
+    n is the recurrence with one feature, ``key_norm`` = ‖φ(k)‖ [B, H, T, 1], and ones for values. ``initial`` is n before
+    these tokens, updated in place as a state is. The other arguments are those of `linear_attention`.
     """
     ones, scales = torch.ones_like(key_norm), {"log_decay": log_decay, "input_scale": input_scale}
     return _recurrence(ones, key_norm, ones, **scales, initial_state=initial, chunk_size=chunk_size)
@@ -370,8 +360,7 @@ def linear_attention(
         value: [B, H, T, d], any floating dtype.
         log_decay: log g, [B, H, T], ≤ 0, or None for g = 1.
         input_scale: w, [B, H or 1, T], 0 for padding, or None for ones.
-        initial_state: the state so far (`state_shape`), or None at the start; updated in place for one token without
-            gradients.
+        initial_state: the state so far, or None at the start; updated in place for one token without gradients.
         denominator_floor: see `denominator`; None for features without negative entries.
         chunk_size: tokens handled at once in the quadratic form.
 
@@ -402,7 +391,7 @@ def final_state(
     initial_state: Tensor | None = None,
     denominator_floor: float | None = None,
 ) -> Tensor:
-    """Return the state after some tokens, [B, H, rows, d + 1] (`state_shape`), without their outputs.
+    """Return the state after some tokens, without their outputs.
 
     It is also the state of cross and bidirectional attention, whose queries all read it (`attend_with_state`). Arguments
     are those of `linear_attention`.
@@ -418,19 +407,14 @@ def final_state(
 
 
 def attend_with_state(query: Tensor, state: Tensor, *, denominator_floor: float | None = None) -> Tensor:
-    """Read a finished state without changing it: cross and bidirectional attention.
+    """Return the outputs [B, H, T, d] of queries that read a finished state, unchanged: cross and bidirectional attention.
 
     Args:
         query: features of the queries, [B, H, T, F].
-        state: from `final_state`, [N, H, rows, d + 1]; every row of N serves B / N rows of ``query`` in succession, as the
-            beams of one sequence do.
+        state: from `final_state`; each of its N rows serves B / N rows of ``query`` in succession, the beams of a sequence.
         denominator_floor: see `denominator`.
-
-    Returns:
-        [B, H, T, d].
     """
-    batch, heads, length, features = query.shape
-    groups = state.shape[0]
+    (batch, heads, length, features), groups = query.shape, state.shape[0]
     if batch != groups:  # the queries of one state row become one longer list of queries
         query = query.view(groups, -1, heads, length, features).transpose(1, 2).reshape(groups, heads, -1, features)
     rows, norms = _split_norm_row(state, denominator_floor)

@@ -67,21 +67,13 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
         output_rfa_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; arguments as for `GPT2Attention`, and what `RFAGPT2Model` adds.
+        """Attend; arguments as for `GPT2Attention`, whose mask is for softmax layers, and what `RFAGPT2Model` adds.
 
-        Args:
-            hidden_states: [B, T, width].
-            past_key_values: the cache.
-            attention_mask: not used: it is made for softmax layers.
-            encoder_hidden_states: [B, S, width], for cross attention.
-            encoder_attention_mask: mask of the encoder's tokens, in any form that `padding_of_mask` reads.
-            padding_mask: [B, T], 0 for padding, or None.
-            document_starts: [B, T], True where a document starts, or None.
-            output_rfa_attentions: whether self-attention returns its weights.
-            **kwargs: further arguments for softmax layers.
+        ``padding_mask`` is [B, T], 0 for padding, or None; ``encoder_attention_mask`` has any form that `padding_of_mask`
+        reads. ``document_starts`` is [B, T], True where a document starts, or None.
 
         Returns:
-            The output [B, T, width], and the weights [B, H, T, T or S] or None.
+            The output [B, T, width], and the weights [B, H, T, T or S], or None if they are not asked for.
         """
         if self.is_cross_attention:
             output, weights = self.attend_to_source(

@@ -21,10 +21,7 @@ from .masking import check_positions, local_padding
 class RFASeq2SeqAttention(RFAAttentionMixin):
     """Random feature attention for an attention class with ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``.
 
-    Args:
-        config: an `RFASeq2SeqConfigMixin`.
-        kind: the decoder's causal or cross attention, or the encoder's.
-        layer_idx: the layer.
+    ``kind`` says whether it is the decoder's causal or cross attention, or the encoder's.
     """
 
     num_heads: int
@@ -71,18 +68,10 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; arguments as for the family's own attention, whose mask is for softmax layers, and these.
 
-        Args:
-            hidden_states: [B, T, width].
-            key_value_states: the encoder's output, [B, S, width], for cross attention.
-            past_key_values: the cache.
-            attention_mask: not used.
-            padding_mask: [B, T], 0 for padding, or None.
-            source_padding_mask: [B, S], 0 for padding, or None, for cross attention.
-            output_rfa_attentions: whether to return the attention weights.
-            **kwargs: not used.
+        ``padding_mask`` [B, T] and, for cross attention, ``source_padding_mask`` [B, S] are 0 for padding, or None.
 
         Returns:
-            The output [B, T, width], and the weights [B, H, T, T or S] or None.
+            The output [B, T, width], and the weights [B, H, T, T or S], or None without ``output_rfa_attentions``.
         """
         if self.rfa_kind == "cross":
             output, weights = self.attend_to_source(
@@ -162,7 +151,7 @@ class RFAEncoderMixin(_RFAStack):
         if self.config.any_rfa("encoder"):
             kwargs["padding_mask"] = local_padding(attention_mask, length)
             kwargs["output_rfa_attentions"] = self._wants_weights(kwargs)
-        if self.config.all_rfa("encoder"):
+        if not self.config.softmax_layers_for("encoder"):
             attention_mask = _no_mask(device)
         return super().forward(  # type: ignore[misc]
             input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
@@ -213,7 +202,7 @@ class RFADecoderMixin(_RFAStack):
             attention_mask = attention_mask["full_attention"]
         if self.config.any_rfa("causal"):
             kwargs["padding_mask"] = local_padding(attention_mask, length + unread_length(past_key_values, self.config))
-        if self.config.all_rfa("causal"):
+        if not self.config.softmax_layers_for("causal"):
             attention_mask = _no_mask(device)
         if encoder_hidden_states is not None:
             past_key_values = self._prepare_cache(past_key_values, use_cache)
@@ -221,7 +210,7 @@ class RFADecoderMixin(_RFAStack):
             if not finished or kwargs["output_rfa_attentions"]:  # a finished state is read without any mask
                 source_length = encoder_hidden_states.shape[1]
                 kwargs["source_padding_mask"] = local_padding(encoder_attention_mask, source_length)
-            if self.config.all_rfa("cross"):
+            if not self.config.softmax_layers_for("cross"):
                 encoder_attention_mask = _no_mask(device)
         return super().forward(  # type: ignore[misc]
             input_ids=input_ids,

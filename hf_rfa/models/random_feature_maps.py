@@ -27,7 +27,7 @@ from .feature_maps import (
 def draw_projection(
     shape: Sequence[int], *, seed: int, layer_idx: int, draw: int = 0, orthogonal: bool = True
 ) -> Tensor:
-    """Draw the random matrices of one layer.
+    """Return the random matrices of one layer, [H, D, d] in float32; every row is distributed as N(0, I).
 
     Args:
         shape: [H, D, d]: heads, rows per head, columns.
@@ -36,9 +36,6 @@ def draw_projection(
         draw: number of the draw, 0 being the one for evaluation and the others the pool for training.
         orthogonal: whether blocks of d rows are orthogonal, with the norms of Gaussian rows (Yu et al. 2016,
             Choromanski et al. 2021), instead of independent.
-
-    Returns:
-        [H, D, d] in float32; every row is distributed as N(0, I).
     """
     num_heads, num_features, head_dim = shape
     # torch's generator for the CPU reads the lowest 32 bits of a seed, and refuses one of more than 64.

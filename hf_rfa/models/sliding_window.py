@@ -32,11 +32,6 @@ from .linear_attention import (
 )
 
 
-def window_shape(size: int, head_dim: int) -> tuple[int, int]:
-    """Return the (rows, columns) of one head's window: keys, values and log-weights."""
-    return size, 2 * head_dim + 1
-
-
 class Stream(NamedTuple):
     """The window followed by the new tokens, padding moved to the front.
 
@@ -84,12 +79,9 @@ class Stream(NamedTuple):
 
 
 def stream_of(tokens: Tokens, window: Tensor | None, size: int) -> Stream:
-    """Return a window followed by new tokens.
+    """Return a window [B, H, W, d + M + 1], or None at the start, followed by new tokens with keys in float32 or float64.
 
-    Args:
-        tokens: the new ones, with keys in float32 or float64.
-        window: [B, H, W, d + M + 1], or None at the start.
-        size: W ≥ 1, the query's own position included.
+    ``size`` is W ≥ 1, the query's own position included.
     """
     key, value, log_decay, input_scale, padding_mask = tokens
     log_weights = torch.zeros_like(key[..., 0])
@@ -112,10 +104,7 @@ def stream_of(tokens: Tokens, window: Tensor | None, size: int) -> Stream:
 def first_to_leave(key_features: Tensor, count: int, padding_mask: Tensor | None) -> Tensor:
     """Return φ(k), [B, H, count, F], of what leaves the window when the first ``count`` of some tokens enter it.
 
-    Args:
-        key_features: φ(k) of what left when all of them entered, [B, H, T, F].
-        count: how many enter.
-        padding_mask: that of all of them, [B, T], or None.
+    ``key_features`` [B, H, T, F] are of what left when all of them entered, whose padding mask is [B, T], or None.
     """
     if padding_mask is None:
         return key_features[..., :count, :]
@@ -142,8 +131,7 @@ def sliding_window_attention(
         stream: the window and the new tokens.
         features: of these queries and of the stream's ``leaving_keys``, with an offset.
         scaling: s.
-        initial_state: sums over all tokens that left the window before (`hf_rfa.models.linear_attention.state_shape`), or
-            None at the start.
+        initial_state: the state of all tokens that left the window before, or None at the start.
         denominator_floor: see `hf_rfa.models.linear_attention.denominator`.
         chunk_size: queries handled at once.
         window_only: leave out all that has left the window.
