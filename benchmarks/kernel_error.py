@@ -30,7 +30,7 @@ from hf_rfa.convert.calibration_data import text_blocks
 from hf_rfa.convert.text_io import read_documents
 from hf_rfa.inference import load_model
 from hf_rfa.models.attention import RFAAttentionMixin
-from hf_rfa.models.linear_attention import linear_attention
+from hf_rfa.models.linear_attention import Tokens, linear_attention
 
 COUNTS = (64, 256, 1024, 4096)
 VARIANTS = (("positive", False), ("positive", True), ("gaussian", False))
@@ -48,7 +48,7 @@ def errors(layer: RFAAttentionMixin, query: Tensor, key: Tensor) -> tuple[float,
     softmax = exact.masked_fill(~visible, -math.inf).softmax(-1)
     one_hot = torch.eye(key.shape[2]).expand(*key.shape[:2], -1, -1)  # whose outputs are the weights
     weights, *_ = linear_attention(
-        features.query, features.key, one_hot, denominator_floor=feature_map.denominator_floor
+        features.query, Tokens(features.key, one_hot), denominator_floor=feature_map.denominator_floor
     )
     return kernel, float((softmax - weights).abs().sum(-1).mean() / 2)
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hf_rfa.convert.attention_weights import log_attention_weights, log_normalizer
 from hf_rfa.convert.calibration import _set_log_scale, fit_projection
 from hf_rfa.models.feature_maps import FEATURE_MAPS, EluMap
-from hf_rfa.models.linear_attention import linear_attention
 from hf_rfa.models.random_feature_maps import RandomFeatureMap, draw_projection
+
+from .families import attend_with_features
 
 H, D_HEAD = 2, 8
 KERNEL_MAPS = [("positive", False), ("gaussian", False), ("gaussian", True), ("positive", True)]
@@ -256,7 +257,7 @@ def test_gradients_of_log_weights_are_finite_where_features_are_far_apart(name):
     least_shift = feature_map.least_shift(None)
     features = feature_map(query.requires_grad_(), key.requires_grad_(), least_shift=least_shift)[:2]
     logs = log_attention_weights(*features, rows=slice(0, 40))
-    (logs.clamp_min(-1e9).sum() + linear_attention(*features, value)[0].sum()).backward()
+    (logs.clamp_min(-1e9).sum() + attend_with_features(*features, value)[0].sum()).backward()
     for tensor in (query, key, *(each for each in feature_map.parameters() if each.grad is not None)):
         assert torch.isfinite(tensor.grad).all()
 
@@ -269,10 +270,10 @@ def test_keys_far_heavier_than_the_calibrated_ones_overflow_nothing(name):
         feature_map.log_scale.fill_(-200.0)
     query, key, value = (torch.randn(1, H, 300, D_HEAD, requires_grad=True) for _ in range(3))
     signs = {"denominator_floor": feature_map.denominator_floor}
-    output, state, _ = linear_attention(*feature_map(query, key)[:2], value, **signs)
+    output, state, _ = attend_with_features(*feature_map(query, key)[:2], value, **signs)
     output.square().sum().backward()
     with torch.no_grad():
-        without_gradients, *_ = linear_attention(*feature_map.eval()(query, key)[:2], value, **signs)
+        without_gradients, *_ = attend_with_features(*feature_map.eval()(query, key)[:2], value, **signs)
     for tensor in (output, state, without_gradients, query.grad, key.grad, value.grad):
         assert torch.isfinite(tensor).all()
     torch.testing.assert_close(without_gradients, output, rtol=1e-4, atol=1e-4)
@@ -295,7 +296,7 @@ def test_the_error_of_signed_features_does_not_explode(unit_norm):
             query *= sharpness
             scores = query @ key.mT
         expected = scores.masked_fill(~seen, -math.inf).softmax(-1) @ value
-        found, *_ = linear_attention(
+        found, *_ = attend_with_features(
             *feature_map(query, key)[:2], value, denominator_floor=feature_map.denominator_floor
         )
         assert (found - expected).square().mean() < 2 * expected.square().mean(), sharpness

@@ -25,7 +25,7 @@ def attend(query, key, value, features, size, scaling, *, state=None, window=Non
     output, state = sliding_window_attention(
         query,
         stream,
-        features(query, stream.leaving_keys),
+        features(query, stream.leaving().key),
         scaling=scaling,
         initial_state=state,
         denominator_floor=denominator_floor,

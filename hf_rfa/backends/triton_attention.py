@@ -30,7 +30,6 @@ from hf_rfa.models.feature_maps import (
 from hf_rfa.models.learned_feature_maps import HedgehogMap, T2RMap
 from hf_rfa.models.linear_attention import (
     MASKED_LOGIT,
-    Tokens,
     denominator,
     divide,
     key_norm_sums,
@@ -126,7 +125,14 @@ def kernel_inputs(feature_map: FeatureMap, query: Tensor, key: Tensor) -> Kernel
 
 
 def attend(
-    layer: RFAAttentionMixin, query: Tensor, tokens: Tokens, document_starts: Tensor | None, state: Tensor | None
+    layer: RFAAttentionMixin,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor | None,
+    input_scale: Tensor | None,
+    document_starts: Tensor | None,
+    state: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
     """Attend causally to tokens, and to those before them in the state; see `RFAAttentionMixin.attend`.
 
@@ -137,16 +143,16 @@ def attend(
     feature_map = layer.feature_map
     if layer.state_dtype != torch.float32 or compute_dtype(query.dtype) != torch.float32:
         return None
-    inputs = kernel_inputs(feature_map, query, tokens.key)
+    inputs = kernel_inputs(feature_map, query, key)
     if inputs is None:
         return None
-    scales: Any = {"log_decay": tokens.log_decay, "input_scale": tokens.input_scale}
+    scales: Any = {"log_decay": log_decay, "input_scale": input_scale}
     one = query.shape[-2] == 1 and not torch.is_grad_enabled()
     if state is not None and one and not feature_map.signed and document_starts is None:
-        return fused_step(inputs, tokens.value, state, **scales), state
+        return fused_step(inputs, value, state, **scales), state
     return fused_attention(
         inputs,
-        tokens.value,
+        value,
         **scales,
         document_starts=document_starts,
         initial_state=state,

@@ -242,7 +242,7 @@ class RFAAttentionMixin(nn.Module):
         feature_map, log_decay = self.feature_map, tokens.log_decay
         plain = not self.window_size and not recording and tokens.value.shape[-1] == tokens.key.shape[-1]
         if self.backend != "torch" and plain and not torch.compiler.is_compiling():
-            found = BACKENDS[self.backend].attend(self, query, tokens, document_starts, state)
+            found = BACKENDS[self.backend].attend(self, query, *tokens[:4], document_starts, state)
             if found is not None:
                 return *found, None, None
         if document_starts is not None:  # a gate that lets nothing through
@@ -254,7 +254,8 @@ class RFAAttentionMixin(nn.Module):
             size, tokens = self.window_size, tokens._replace(key=self._as_state(tokens.key))
             stream = stream_of(tokens, window, size)  # [B, H, W + T, d + M + 1]
             query = in_stream_order(self._as_state(query), stream)
-            features = self._features(query, stream.leaving_keys, feature_map.least_shift(state), offset=True)
+            least_shift = feature_map.least_shift(state)
+            features = self._features(query, stream.leaving().key, least_shift, offset=True)
             output, state = sliding_window_attention(
                 query,
                 stream,
@@ -288,8 +289,8 @@ class RFAAttentionMixin(nn.Module):
             key_features = features.unshifted_key() if recording else None
             return output, cast(Tensor, rescale(state, features.shift, None)), key_features
         shift, outputs, keys = None, [], []
-        for queries, *rest in split_tokens(SEGMENT_LENGTH, query, *tokens[:4]):
-            inputs = (queries, Tokens(*rest), state, shift)  # type: ignore[arg-type]
+        for queries, segment in split_tokens(SEGMENT_LENGTH, query, tokens):
+            inputs = (queries, segment, state, shift)
             if torch.is_grad_enabled():
                 found = checkpoint(self._attend_segment, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -310,10 +311,7 @@ class RFAAttentionMixin(nn.Module):
         features = self._features(query, tokens.key, least_shift)
         output, state, _ = linear_attention(
             features.query,
-            features.key,
-            tokens.value,
-            log_decay=tokens.log_decay,
-            input_scale=tokens.input_scale,
+            tokens._replace(key=features.key),
             initial_state=rescale(state, shift, features.shift),
             denominator_floor=self.feature_map.denominator_floor,
             chunk_size=self.chunk_size,
@@ -360,11 +358,11 @@ class RFAAttentionMixin(nn.Module):
         features = self._features(query, key, self.feature_map.least_shift(None))
         _, input_scale = mask_padding(padding_mask, None, None)
         floor: Any = {"denominator_floor": self.feature_map.denominator_floor}
-        attn_weights = None
+        keys, attn_weights = Tokens(features.key, value, None, input_scale), None
         if output_attentions:
-            sums = final_state(features.key, one_hot_values(key), input_scale=input_scale, **floor)
+            sums = final_state(keys._replace(value=one_hot_values(key)), **floor)
             attn_weights = attend_with_state(features.query, sums, **floor).to(value.dtype)
-        state = final_state(features.key, F.dropout(value, dropout, self.training), input_scale=input_scale, **floor)
+        state = final_state(keys._replace(value=F.dropout(value, dropout, self.training)), **floor)
         output = attend_with_state(features.query, state, **floor).to(value.dtype)
         return output, cast(Tensor, rescale(state, features.shift, None)), attn_weights
 

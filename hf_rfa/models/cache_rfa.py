@@ -42,15 +42,13 @@ class RecordedStep(NamedTuple):
 
     def replay(self, count: int, state: Tensor | None, window: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the state and the window after the first ``count`` tokens."""
-        tokens = self.tokens.first(count)
-        joining: Any = {name: getattr(tokens, name) for name in ("value", "log_decay", "input_scale")}
-        key_features = self.key_features[..., :count, :]
+        tokens, key_features = self.tokens.first(count), self.key_features[..., :count, :]
         if self.window_size:
             stream = stream_of(tokens, window, self.window_size)
             key_features = first_to_leave(self.key_features, count, self.tokens.padding_mask)
-            joining, window = stream.leaving(), stream.window()
-        floor = self.denominator_floor
-        return final_state(key_features, **joining, initial_state=state, denominator_floor=floor), window
+            tokens, window = stream.leaving(), stream.window()
+        tokens = tokens._replace(key=key_features)
+        return final_state(tokens, initial_state=state, denominator_floor=self.denominator_floor), window
 
 
 class RFALayer(CacheLayerMixin):

@@ -20,8 +20,8 @@ is computed in the dtype of the features: float32, or float64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +38,8 @@ class Tokens(NamedTuple):
     """Inputs of causal attention from some tokens, without their queries.
 
     Attributes:
-        key: [B, H, T, d].
-        value: [B, H, T, M], where M is d, or T for one-hot values.
+        key: [B, H, T, d]; for the recurrence features of the keys, [B, H, T, F], float32 or float64.
+        value: [B, H, T, M], any floating dtype; M is d, or T for one-hot values.
         log_decay: log g, [B, H, T], ≤ 0 and 0 for padding, or None for g = 1.
         input_scale: w, [B, H or 1, T], 0 for padding, or None for ones.
         padding_mask: [B, T], 0 for padding, or None where nothing is padded.
@@ -50,6 +50,10 @@ class Tokens(NamedTuple):
     log_decay: Tensor | None = None
     input_scale: Tensor | None = None
     padding_mask: Tensor | None = None
+
+    def scaled_value(self) -> Tensor:
+        """Return w v, [B, H, T, M]."""
+        return scale_rows(self.value, self.input_scale)
 
     def first(self, count: int) -> Tokens:
         """Return the first ``count`` tokens."""
@@ -93,21 +97,18 @@ def scale_rows(rows: Tensor, input_scale: Tensor | None) -> Tensor:
     return rows if input_scale is None else rows * input_scale[..., None].to(rows.dtype)
 
 
-def parallel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def parallel(query: Tensor, tokens: Tokens, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute the recurrence in its quadratic form: the definition that the other forms are tested against.
 
-    Arguments are those of `linear_attention`, with values [B, H, T, M] in the dtype of the features and a state [B, H, F, M].
-    Returns the outputs [B, H, T, M] and the state after the last token.
+    Args:
+        query: features of the queries, [B, H, T, F].
+        tokens: features of the keys, values [B, H, T, M] of the same dtype, log-decays and input scales.
+        initial_state: [B, H, F, M], or None for zeros.
+
+    Returns:
+        The outputs [B, H, T, M] and the state after the last token.
     """
-    value = scale_rows(value, input_scale)  # scalars multiply values, which are narrower than features
+    key, value, log_decay = tokens.key, tokens.scaled_value(), tokens.log_decay  # values are narrower than features
     log_decay = None if log_decay is None else log_decay.to(key.dtype)
     scores = query @ key.transpose(-1, -2)
     output = (scores.tril() if log_decay is None else scores * segment_sums(log_decay).exp()) @ value
@@ -128,14 +129,7 @@ def _advance(key: Tensor, value: Tensor, log_decay: Tensor | None, initial_state
 
 
 def chunked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    query: Tensor, tokens: Tokens, initial_state: Tensor | None = None, chunk_size: int = DEFAULT_CHUNK_SIZE
 ) -> tuple[Tensor, Tensor]:
     """Compute the recurrence chunk by chunk: quadratic within a chunk, a state from chunk to chunk.
 
@@ -145,35 +139,28 @@ def chunked(
     if query.shape[-2] == 0:
         raise ValueError(f"the recurrence got no tokens: query has shape {tuple(query.shape)}")
     if isinstance(query.shape[-2], torch.SymInt):
-        return _chunked_at_once(query, key, scale_rows(value, input_scale), log_decay, initial_state, chunk_size)
-    if log_decay is None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _chunked_in_place(query, key, scale_rows(value, input_scale), initial_state, chunk_size)
+        return _chunked_at_once(query, tokens, initial_state, chunk_size)
+    if tokens.log_decay is None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _chunked_in_place(query, tokens, initial_state, chunk_size)
     outputs, state = [], initial_state
-    for q, k, v, decay, scale in split_tokens(chunk_size, query, key, value, log_decay, input_scale):
-        output, state = parallel(q, k, v, log_decay=decay, input_scale=scale, initial_state=state)
+    for queries, chunk in split_tokens(chunk_size, query, tokens):
+        output, state = parallel(queries, chunk, state)
         outputs.append(output)
     return torch.cat(outputs, dim=-2), cast(Tensor, state)
 
 
-def split_tokens(
-    size: int, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor | None, input_scale: Tensor | None
-) -> zip[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
-    """Return the inputs of the recurrence, ``size`` tokens at a time.
+def split_tokens(size: int, query: Tensor, tokens: Tokens) -> Iterator[tuple[Tensor, Tokens]]:
+    """Return queries and tokens, ``size`` at a time; padding masks, which no recurrence reads, are left out.
 
     Each tensor is split once, not sliced: the gradient of each slice would be as long as the sequence.
     """
     count = -(-query.shape[-2] // size)
-
-    def split(tensor: Tensor | None) -> Sequence[Tensor] | Sequence[None]:
-        return [None] * count if tensor is None else tensor.split(size, dim=-1)
-
-    rows = (tensor.split(size, dim=-2) for tensor in (query, key, value))
-    return zip(*rows, split(log_decay), split(input_scale), strict=True)
+    rows = (tensor.split(size, dim=-2) for tensor in (query, *tokens[:2]))
+    scales = ([None] * count if each is None else each.split(size, dim=-1) for each in tokens[2:4])
+    return ((queries, Tokens(*rest)) for queries, *rest in zip(*rows, *scales, strict=True))
 
 
-def _chunked_at_once(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor | None, state: Tensor | None, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _chunked_at_once(query: Tensor, tokens: Tokens, state: Tensor | None, chunk_size: int) -> tuple[Tensor, Tensor]:
     """Compute `chunked` for a length that an exporter leaves open: all chunks at once, so that one graph serves any number.
 
     The last chunks are filled with tokens that add nothing. There are two at least, since a graph for one chunk differs.
@@ -184,9 +171,9 @@ def _chunked_at_once(
     def split(x: Tensor) -> Tensor:
         return F.pad(x, (0, 0, 0, count * chunk_size - length)).unfold(2, chunk_size, chunk_size).transpose(-1, -2)
 
-    query, key, value = (split(x) for x in (query, key, value))
-    log_decay = None if log_decay is None else split(log_decay.to(key.dtype)[..., None])[..., 0]
-    output, sums = parallel(query, key, value, log_decay=log_decay)
+    query, key, value = (split(x) for x in (query, tokens.key, tokens.scaled_value()))
+    log_decay = None if tokens.log_decay is None else split(tokens.log_decay.to(key.dtype)[..., None])[..., 0]
+    output, sums = parallel(query, Tokens(key, value, log_decay))
     first = torch.zeros_like(sums[:, :, :1]) if state is None else state[:, :, None]
     sums = torch.cat([first, sums], dim=2).flatten(-2)
     if log_decay is None:
@@ -200,13 +187,12 @@ def _chunked_at_once(
     return output.flatten(2, 3).index_select(2, torch.arange(length, device=output.device)), sums[:, :, -1]
 
 
-def _chunked_in_place(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _chunked_in_place(query: Tensor, tokens: Tokens, state: Tensor | None, chunk_size: int) -> tuple[Tensor, Tensor]:
     """Compute `chunked` without gates and gradients: products are added to the sums in place."""
     batch, heads, length, features = query.shape
-    columns = value.shape[-1]
-    query, key, value = (tensor.reshape(batch * heads, length, -1) for tensor in (query, key, value))
+    columns = tokens.value.shape[-1]
+    inputs = (query, tokens.key, tokens.scaled_value())
+    query, key, value = (tensor.reshape(batch * heads, length, -1) for tensor in inputs)
     sums = query.new_zeros(batch * heads, features, columns)
     if state is not None:
         sums.copy_(state.reshape(sums.shape))
@@ -226,22 +212,13 @@ def updates_in_place() -> bool:
     return not (torch.is_grad_enabled() or torch.jit.is_tracing())
 
 
-def recurrent(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    initial_state: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Advance the recurrence by one token (T = 1).
+def recurrent(query: Tensor, tokens: Tokens, initial_state: Tensor) -> tuple[Tensor, Tensor]:
+    """Advance the recurrence by one token (T = 1); arguments and results are those of `parallel`.
 
-    Without gradients ``initial_state`` is updated in place, so that decoding allocates no new state. Arguments and results
-    are those of `parallel`.
+    Without gradients ``initial_state`` is updated in place, so that decoding allocates no new state.
     """
-    value, state = scale_rows(value, input_scale), initial_state
-    decay = None if log_decay is None else log_decay.to(state.dtype).exp()[..., None]
+    key, value, state = tokens.key, tokens.scaled_value(), initial_state
+    decay = None if tokens.log_decay is None else tokens.log_decay.to(state.dtype).exp()[..., None]
     if not updates_in_place():
         state = state if decay is None else state * decay
         state = state + key.transpose(-1, -2) * value
@@ -253,13 +230,11 @@ def recurrent(
     return query @ state, state
 
 
-def _recurrence(
-    query: Tensor, key: Tensor, value: Tensor, *, initial_state: Tensor | None, chunk_size: int, **scales: Any
-) -> tuple[Tensor, Tensor]:
+def _recurrence(query: Tensor, tokens: Tokens, state: Tensor | None, chunk_size: int) -> tuple[Tensor, Tensor]:
     """Compute the form that fits: `recurrent` for one token on a state, else `chunked`."""
-    if initial_state is not None and query.shape[-2] == 1:
-        return recurrent(query, key, value, **scales, initial_state=initial_state)
-    return chunked(query, key, value, **scales, initial_state=initial_state, chunk_size=chunk_size)
+    if state is not None and query.shape[-2] == 1:
+        return recurrent(query, tokens, state)
+    return chunked(query, tokens, state, chunk_size)
 
 
 def denominator(normalizer: Tensor, query: Tensor, key_norm_sum: Tensor | None, floor: float | None) -> Tensor:
@@ -330,8 +305,8 @@ def key_norm_sums(
     n is the recurrence with one feature, ``key_norm`` = ‖φ(k)‖ [B, H, T, 1], and ones for values. ``initial`` is n before
     these tokens, updated in place as a state is. The other arguments are those of `linear_attention`.
     """
-    ones, scales = torch.ones_like(key_norm), {"log_decay": log_decay, "input_scale": input_scale}
-    return _recurrence(ones, key_norm, ones, **scales, initial_state=initial, chunk_size=chunk_size)
+    ones = torch.ones_like(key_norm)
+    return _recurrence(ones, Tokens(key_norm, ones, log_decay, input_scale), initial, chunk_size)
 
 
 def _split_norm_row(state: Tensor | None, floor: float | None) -> tuple[Tensor | None, Tensor | None]:
@@ -343,11 +318,8 @@ def _split_norm_row(state: Tensor | None, floor: float | None) -> tuple[Tensor |
 
 def linear_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tokens: Tokens,
     *,
-    log_decay: Tensor | None = None,
-    input_scale: Tensor | None = None,
     initial_state: Tensor | None = None,
     denominator_floor: float | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
@@ -356,10 +328,7 @@ def linear_attention(
 
     Args:
         query: features of the queries, [B, H, T, F], float32 or float64.
-        key: features of the keys, [B, H, T, F].
-        value: [B, H, T, d], any floating dtype.
-        log_decay: log g, [B, H, T], ≤ 0, or None for g = 1.
-        input_scale: w, [B, H or 1, T], 0 for padding, or None for ones.
+        tokens: features of the keys, values [B, H, T, d], log-decays and input scales.
         initial_state: the state so far, or None at the start; updated in place for one token without gradients.
         denominator_floor: see `denominator`; None for features without negative entries.
         chunk_size: tokens handled at once in the quadratic form.
@@ -369,10 +338,8 @@ def linear_attention(
         [B, H, T, 1] (`denominator`).
     """
     rows, norms = _split_norm_row(initial_state, denominator_floor)
-    scales = {"log_decay": log_decay, "input_scale": input_scale}
-    sums, rows = _recurrence(
-        query, key, with_ones(value, key.dtype), **scales, initial_state=rows, chunk_size=chunk_size
-    )
+    key, value, log_decay, input_scale, _ = tokens
+    sums, rows = _recurrence(query, tokens._replace(value=with_ones(value, key.dtype)), rows, chunk_size)
     if denominator_floor is None:
         return divide(sums[..., :-1], sums[..., -1:]), rows, sums[..., -1:]
     norms, last = key_norm_sums(key.norm(dim=-1, keepdim=True), log_decay, input_scale, norms, chunk_size)
@@ -383,27 +350,21 @@ def linear_attention(
 
 
 def final_state(
-    key: Tensor,
-    value: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    denominator_floor: float | None = None,
+    tokens: Tokens, *, initial_state: Tensor | None = None, denominator_floor: float | None = None
 ) -> Tensor:
-    """Return the state after some tokens, without their outputs.
+    """Return the state after some tokens, without their outputs. Arguments are those of `linear_attention`.
 
-    It is also the state of cross and bidirectional attention, whose queries all read it (`attend_with_state`). Arguments
-    are those of `linear_attention`.
+    It is also the state of cross and bidirectional attention, whose queries all read it (`attend_with_state`).
     """
+    key, value, log_decay, input_scale, _ = tokens
     value = scale_rows(with_ones(value, key.dtype), input_scale)
     log_decay = None if log_decay is None else log_decay.to(key.dtype)
-    if denominator_floor is None:
-        return _advance(key, value, log_decay, initial_state)
     rows, norms = _split_norm_row(initial_state, denominator_floor)
+    rows = _advance(key, value, log_decay, rows)
+    if denominator_floor is None:
+        return rows
     key_norm = scale_rows(key.norm(dim=-1, keepdim=True), input_scale)
-    norms = _advance(torch.ones_like(key_norm), key_norm, log_decay, norms)
-    return with_norm_row(_advance(key, value, log_decay, rows), norms)
+    return with_norm_row(rows, _advance(torch.ones_like(key_norm), key_norm, log_decay, norms))
 
 
 def attend_with_state(query: Tensor, state: Tensor, *, denominator_floor: float | None = None) -> Tensor:

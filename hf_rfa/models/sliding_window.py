@@ -13,7 +13,7 @@ state. Padding is moved to the front of the stream, so that it takes no token's 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -54,19 +54,14 @@ class Stream(NamedTuple):
         """T."""
         return self.rows.shape[-2] - self.size
 
-    @property
-    def leaving_keys(self) -> Tensor:
-        """The keys that leave the window for the state, [B, H, T, d]."""
-        return self.rows[..., : self.length, : self.head_dim]
-
-    def leaving(self) -> dict[str, Tensor | None]:
-        """Return what joins the state: value [B, H, T, M], log_decay [B, H, T] or None, and input_scale [B, H, T]."""
-        log_weights, log_decay = self.rows[..., : self.length, -1], None
-        if self.log_decay is not None:  # tokens have decayed W times when they leave
+    def leaving(self) -> Tokens:
+        """Return the tokens that leave the window for the state, as they join it."""
+        rows, log_decay = self.rows[..., : self.length, :], None
+        log_weights = rows[..., -1]
+        if self.log_decay is not None:  # they have decayed W times by then
             log_weights = log_weights + self.log_decay[..., 1:].unfold(-1, self.size, 1).sum(-1)
             log_decay = self.log_decay[..., self.size :]
-        value = self.rows[..., : self.length, self.head_dim : -1]
-        return {"value": value, "log_decay": log_decay, "input_scale": log_weights.exp()}
+        return Tokens(rows[..., : self.head_dim], rows[..., self.head_dim : -1], log_decay, log_weights.exp())
 
     def window(self) -> Tensor:
         """Return the window after the new tokens, [B, H, W, d + M + 1]."""
@@ -129,7 +124,7 @@ def sliding_window_attention(
     Args:
         query: [B, H, T, d], in the order of the stream (`in_stream_order`).
         stream: the window and the new tokens.
-        features: of these queries and of the stream's ``leaving_keys``, with an offset.
+        features: of these queries and of the keys that leave the window (`Stream.leaving`), with an offset.
         scaling: s.
         initial_state: the state of all tokens that left the window before, or None at the start.
         denominator_floor: see `hf_rfa.models.linear_attention.denominator`.
@@ -141,8 +136,7 @@ def sliding_window_attention(
     """
     far, state, divisor = linear_attention(
         features.query,
-        features.key,
-        **cast(dict[str, Any], stream.leaving()),
+        stream.leaving()._replace(key=features.key),
         initial_state=rescale(initial_state, None, features.shift),
         denominator_floor=denominator_floor,
         chunk_size=chunk_size,
