@@ -29,7 +29,7 @@ from hf_rfa.backends.triton_attention import KernelInputs, fused_attention, fuse
 from hf_rfa.bench.measure import interleaved
 from hf_rfa.convert.atomic_io import new_file
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
-from hf_rfa.models.linear_attention import divide, linear_attention
+from hf_rfa.models.linear_attention import Tokens, divide, linear_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -37,7 +37,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def plain(feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Attend in torch."""
     query, key, *_ = feature_map(query, key, least_shift=feature_map.least_shift(None))
-    return linear_attention(query, key, value, **options)[0]
+    return linear_attention(query, Tokens(key, value), **options)[0]
 
 
 def fused(feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

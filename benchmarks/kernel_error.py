@@ -22,13 +22,14 @@ from torch import Tensor
 
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.convert.activations import capture_inputs, layer_activations, padding_masks
+from hf_rfa.convert.attention_weights import log_normalizer
 from hf_rfa.convert.base_model import rfa_layers, softmax_base_model
 from hf_rfa.convert.calibration import calibrate_layer
 from hf_rfa.convert.calibration_data import text_blocks
 from hf_rfa.convert.text_io import read_documents
 from hf_rfa.inference import load_model
 from hf_rfa.models.attention import RFAAttentionMixin
-from hf_rfa.models.linear_attention import linear_attention
+from hf_rfa.models.linear_attention import Tokens, linear_attention
 
 COUNTS = (64, 256, 1024, 4096)
 VARIANTS = (("positive", False), ("positive", True), ("gaussian", False))
@@ -41,12 +42,12 @@ def errors(layer: RFAAttentionMixin, query: Tensor, key: Tensor) -> tuple[float,
     visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
     exact = (query @ key.transpose(-1, -2)) * layer.scaling
     features = feature_map(query, key)
-    estimate = feature_map.log_normalizer(query).exp() * (features[0] @ features[1].transpose(-1, -2))  # type: ignore[operator]
+    estimate = log_normalizer(feature_map, query).exp() * (features[0] @ features[1].transpose(-1, -2))
     kernel = float((estimate / exact.exp() - 1).abs()[..., visible].median())
     softmax = exact.masked_fill(~visible, -math.inf).softmax(-1)
     one_hot = torch.eye(key.shape[2]).expand(*key.shape[:2], -1, -1)  # whose outputs are the weights
     weights, *_ = linear_attention(
-        features.query, features.key, one_hot, denominator_floor=feature_map.denominator_floor
+        features.query, Tokens(features.key, one_hot), denominator_floor=feature_map.denominator_floor
     )
     return kernel, float((softmax - weights).abs().sum(-1).mean() / 2)
 

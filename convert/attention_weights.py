@@ -1,16 +1,20 @@
-"""Logarithms of the attention weights that features stand for: what distillation compares with a softmax teacher's.
+"""Logarithms of the attention weights that features stand for, of their kernels, and of the features of keys.
 
-They take quadratic time; no model needs them to run.
+Distillation compares the weights with a softmax teacher's, in quadratic time. No model needs any of these to run.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from hf_rfa.models.feature_maps import FeatureMap, exponentiate_queries
+from hf_rfa.models.learned_feature_maps import ExponentialMap, HedgehogMap
 from hf_rfa.models.linear_attention import MASKED_LOGIT, denominator, differentiable, divide
+from hf_rfa.models.random_feature_maps import GaussianMap, PositiveMap
 
 #: Attention weights of signed features are raised to this before a logarithm is taken.
 MIN_SIGNED_WEIGHT = 1e-9
@@ -88,3 +92,58 @@ def log_attention_weights(
             log_total = torch.logaddexp(log_total, in_window)
     logits = logits.masked_fill(~seen, MASKED_LOGIT)
     return logits.log_softmax(-1) if log_total is None else logits - log_total
+
+
+def key_exponents(feature_map: FeatureMap, key: Tensor) -> Tensor:
+    """Return the exponents of keys [B, H, T, d] without the head's constant c, [B, H, T, F] or [B, H, T, 1] for ``gaussian``.
+
+    Raises:
+        NotImplementedError: for maps whose features have no exponents, and for such maps from outside hf-rfa.
+    """
+    key = feature_map.key_input(key)
+    squares = key.square()
+    if isinstance(feature_map, GaussianMap):
+        return squares.sum(-1, keepdim=True) / 2
+    if isinstance(feature_map, ExponentialMap):
+        weight, bias = feature_map.key_projection, cast(Tensor, feature_map.key_bias)
+        squares = squares * feature_map.norm_weight[:, None, :]
+    elif isinstance(feature_map, PositiveMap):
+        weight, bias = feature_map.projection, feature_map.feature_bias
+    elif isinstance(feature_map, HedgehogMap):
+        weight, bias = feature_map.projection, feature_map.bias
+    else:
+        raise NotImplementedError(f"feature_map={feature_map.name!r} has no exponents.")
+    linear = torch.einsum("bhtd,hfd->bhtf", key, weight.to(key.dtype)) + bias[:, None, :].to(key.dtype)
+    if isinstance(feature_map, HedgehogMap):
+        return torch.cat([linear, -linear], dim=-1)
+    return linear - squares.sum(-1, keepdim=True) / 2
+
+
+def log_normalizer(feature_map: FeatureMap, query: Tensor) -> Tensor:
+    """Return the logarithm of the factor that φ(q)·φ(k) leaves out because it cancels, for q [B, H, T, d], as [B, H, T, 1].
+
+    exp(log_normalizer(q)) φ(q)·φ(k) is an unbiased estimate of exp(q·k·s) (of exp(−‖q̂ − k̂‖²/2) for ``gaussian`` with unit
+    norms).
+
+    Raises:
+        NotImplementedError: for maps that estimate no softmax kernel, or do so no more once they are trained.
+    """
+    if not isinstance(feature_map, (GaussianMap, PositiveMap)) or isinstance(feature_map, ExponentialMap):
+        raise NotImplementedError(f"feature_map={feature_map.name!r} does not estimate the softmax kernel.")
+    prepared = feature_map.query_input(query)
+    half_norm = prepared.square().sum(-1, keepdim=True) / 2
+    constant = feature_map.log_scale[:, None, None] - math.log(feature_map.num_features)
+    if isinstance(feature_map, GaussianMap):
+        return (
+            torch.zeros_like(half_norm) - math.log(feature_map.num_features)
+            if feature_map.unit_norm
+            else half_norm + constant
+        )
+    exponent = torch.einsum("bhtd,hfd->bhtf", prepared, feature_map.projection) + feature_map.feature_bias[:, None, :]
+    _, log_scale = exponentiate_queries(exponent)
+    log_factor = log_scale - half_norm + constant
+    if feature_map.reparametrizable:  # shifted keys change the kernel by exp(q·μ·s)
+        log_factor = log_factor + feature_map.scaling * (query * feature_map.key_shift[:, None, :]).sum(
+            -1, keepdim=True
+        )
+    return log_factor

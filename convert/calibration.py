@@ -40,6 +40,7 @@ from .activations import (
     padding_masks,
     softmax_weights,
 )
+from .attention_weights import key_exponents
 from .base_model import rfa_layers
 
 #: Time scales that step 4 tries, in units of the model's positions; the first one wins ties. Longer ones would hardly be
@@ -158,9 +159,7 @@ def calibrate_layer(
     if isinstance(feature_map, PositiveMap) and not feature_map.redraw_pool and feature_map.reparametrizable:
         _shape_projection(feature_map, activations.queries(), keys)
     if layer.gate is not None and hidden_states is not None:
-        gate, scales = layer.gate, [max(2.0, share * layer.gate.max_positions) for share in GATE_TIME_SCALES]
-        best = _nearest(comparison, scales, lambda scale: gate.set_time_scales(torch.full_like(gate.bias, scale)))
-        gate.set_time_scales(best)
+        _set_time_scales(layer.gate, comparison)
     if feature_map.has_sigma:
         _set_temperature(feature_map, keys, comparison)
     if feature_map.windowed:
@@ -212,6 +211,16 @@ def _nearest(comparison: _Comparison, values: Sequence[float], set_to: Callable[
     return chosen
 
 
+def _set_time_scales(gate: Gate, comparison: _Comparison) -> None:
+    """Set every head's time scale to the one that is nearest the softmax weights (step 4)."""
+    scales = [max(2.0, share * gate.max_positions) for share in GATE_TIME_SCALES]
+
+    def set_to(scale: Tensor | float) -> None:  # 1 / (1 − g) where w·x is 0
+        gate.bias.copy_((torch.as_tensor(scale).expand_as(gate.bias) - 1.0).log())
+
+    set_to(_nearest(comparison, scales, set_to))
+
+
 def _set_temperature(feature_map: FeatureMap, keys: Tensor, comparison: _Comparison) -> None:
     """Set σ of every head to the temperature that is nearest the softmax weights (step 5), with its best shift."""
 
@@ -241,5 +250,5 @@ def _set_log_scale(feature_map: FeatureMap, key: Tensor) -> None:
     """
     if not feature_map.has_exponent:
         return
-    mass = feature_map.key_exponent(key[None])[0].logsumexp(-1)
+    mass = key_exponents(feature_map, key[None])[0].logsumexp(-1)
     feature_map.log_scale.copy_(torch.maximum(mass.median(dim=1).values, mass.amax(1) - MAX_LOG_KEY_MASS))

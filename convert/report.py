@@ -14,8 +14,6 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from hf_rfa.models.configuration_rfa import AttentionKind
-from hf_rfa.models.linear_attention import state_shape
-from hf_rfa.models.sliding_window import window_shape
 from hf_rfa.version import __version__
 
 from .base_model import rfa_layers
@@ -178,9 +176,10 @@ def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -
 def _state_bytes(layer: Any, dtype: torch.dtype) -> int:
     """Return the bytes of an RFA layer's state, and of its window."""
     feature_map = layer.feature_map
-    shapes = [state_shape(feature_map.feature_dim, feature_map.head_dim, signed=feature_map.signed)]
+    rows, columns = feature_map.feature_dim + feature_map.signed, feature_map.head_dim + 1
+    shapes = [(rows, columns)]
     if layer.window_size:
-        shapes.append(window_shape(layer.window_size, feature_map.head_dim))
+        shapes.append((layer.window_size, 2 * feature_map.head_dim + 1))
     return feature_map.num_heads * sum(map(math.prod, shapes)) * torch.promote_types(layer.state_dtype, dtype).itemsize
 
 

@@ -13,6 +13,7 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 
 from hf_rfa.families import FAMILIES
 from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.linear_attention import Tokens, linear_attention
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
 
@@ -205,3 +206,16 @@ def rfa_modules(model: nn.Module) -> dict[str, nn.Module]:
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """Return ‖found − expected‖ / ‖expected‖."""
     return float((found.float() - expected).norm() / expected.norm())
+
+
+def attend_with_features(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`linear_attention` of features, with log-decays and input scales among the options."""
+    return linear_attention(query, Tokens(key, value, log_decay, input_scale), **options)

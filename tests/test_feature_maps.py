@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_rfa.convert.attention_weights import log_attention_weights
+from hf_rfa.convert.attention_weights import log_attention_weights, log_normalizer
 from hf_rfa.convert.calibration import _set_log_scale, fit_projection
 from hf_rfa.models.feature_maps import FEATURE_MAPS, EluMap
-from hf_rfa.models.linear_attention import linear_attention
 from hf_rfa.models.random_feature_maps import RandomFeatureMap, draw_projection
+
+from .families import attend_with_features
 
 H, D_HEAD = 2, 8
 KERNEL_MAPS = [("positive", False), ("gaussian", False), ("gaussian", True), ("positive", True)]
@@ -31,7 +32,7 @@ def moderate_queries_and_keys(tokens: int = 6):
 @torch.no_grad()
 def kernel(feature_map, query, key):
     features = feature_map(query, key)
-    return feature_map.log_normalizer(query).exp() * (features[0] @ features[1].transpose(-1, -2))
+    return log_normalizer(feature_map, query).exp() * (features[0] @ features[1].transpose(-1, -2))
 
 
 def exact_kernel(feature_map, query, key):
@@ -109,7 +110,7 @@ def test_a_shaped_projection_leaves_the_kernel_unbiased_and_lowers_its_variance(
 
 @pytest.mark.parametrize("orthogonal", [False, True])
 def test_rows_of_the_projection_are_standard_normal(orthogonal):
-    options = {"num_heads": 4, "num_features": 256, "head_dim": 16, "layer_idx": 3, "orthogonal": orthogonal}
+    options = {"shape": (4, 256, 16), "layer_idx": 3, "orthogonal": orthogonal}
     drawn = torch.stack([draw_projection(seed=seed, **options) for seed in range(20)])
     assert abs(float(drawn.mean())) < 0.02
     assert float(drawn.var()) == pytest.approx(1.0, abs=0.02)
@@ -120,7 +121,7 @@ def test_rows_of_the_projection_are_standard_normal(orthogonal):
 
 
 def test_draws_differ_by_seed_layer_head_and_draw_and_repeat():
-    options = {"num_heads": 2, "num_features": 8, "head_dim": 4}
+    options = {"shape": (2, 8, 4)}
     first = draw_projection(seed=0, layer_idx=0, **options)
     assert torch.equal(first, draw_projection(seed=0, layer_idx=0, **options))
     others = [
@@ -134,9 +135,7 @@ def test_draws_differ_by_seed_layer_head_and_draw_and_repeat():
 
 def test_xl_has_matrices_enough():
     """48 layers × 25 heads: more than a pool of 500 holds."""
-    seen = {
-        float(draw_projection(num_heads=25, num_features=2, head_dim=4, seed=0, layer_idx=i).sum()) for i in range(48)
-    }
+    seen = {float(draw_projection((25, 2, 4), seed=0, layer_idx=index).sum()) for index in range(48)}
     assert len(seen) == 48
 
 
@@ -242,7 +241,7 @@ def test_impossible_feature_counts_are_refused(name, count):
 
 def test_maps_without_a_softmax_kernel_say_so():
     with pytest.raises(NotImplementedError, match="arccos"):
-        build("arccos").log_normalizer(torch.zeros(1, H, 1, D_HEAD))
+        log_normalizer(build("arccos"), torch.zeros(1, H, 1, D_HEAD))
     assert not issubclass(EluMap, RandomFeatureMap)
 
 
@@ -258,7 +257,7 @@ def test_gradients_of_log_weights_are_finite_where_features_are_far_apart(name):
     least_shift = feature_map.least_shift(None)
     features = feature_map(query.requires_grad_(), key.requires_grad_(), least_shift=least_shift)[:2]
     logs = log_attention_weights(*features, rows=slice(0, 40))
-    (logs.clamp_min(-1e9).sum() + linear_attention(*features, value)[0].sum()).backward()
+    (logs.clamp_min(-1e9).sum() + attend_with_features(*features, value)[0].sum()).backward()
     for tensor in (query, key, *(each for each in feature_map.parameters() if each.grad is not None)):
         assert torch.isfinite(tensor.grad).all()
 
@@ -271,10 +270,10 @@ def test_keys_far_heavier_than_the_calibrated_ones_overflow_nothing(name):
         feature_map.log_scale.fill_(-200.0)
     query, key, value = (torch.randn(1, H, 300, D_HEAD, requires_grad=True) for _ in range(3))
     signs = {"denominator_floor": feature_map.denominator_floor}
-    output, state, _ = linear_attention(*feature_map(query, key)[:2], value, **signs)
+    output, state, _ = attend_with_features(*feature_map(query, key)[:2], value, **signs)
     output.square().sum().backward()
     with torch.no_grad():
-        without_gradients, *_ = linear_attention(*feature_map.eval()(query, key)[:2], value, **signs)
+        without_gradients, *_ = attend_with_features(*feature_map.eval()(query, key)[:2], value, **signs)
     for tensor in (output, state, without_gradients, query.grad, key.grad, value.grad):
         assert torch.isfinite(tensor).all()
     torch.testing.assert_close(without_gradients, output, rtol=1e-4, atol=1e-4)
@@ -297,7 +296,7 @@ def test_the_error_of_signed_features_does_not_explode(unit_norm):
             query *= sharpness
             scores = query @ key.mT
         expected = scores.masked_fill(~seen, -math.inf).softmax(-1) @ value
-        found, *_ = linear_attention(
+        found, *_ = attend_with_features(
             *feature_map(query, key)[:2], value, denominator_floor=feature_map.denominator_floor
         )
         assert (found - expected).square().mean() < 2 * expected.square().mean(), sharpness

@@ -16,7 +16,7 @@ import torch
 from hf_rfa.backends import fla_attention, use_backend
 from hf_rfa.backends.fla_attention import fla_chunked
 from hf_rfa.models.attention import BACKENDS
-from hf_rfa.models.linear_attention import chunked
+from hf_rfa.models.linear_attention import Tokens, chunked
 
 from .families import make_gpt2 as make
 from .test_fused import DEVICE, draw
@@ -87,7 +87,8 @@ def test_outputs_state_and_gradients_are_those_of_our_form(simple_gla, without, 
         "initial_state": draw(B, H, F, M, seed=5).requires_grad_(),
     }
     options = {name: None if name in without else tensor for name, tensor in options.items()}
-    found, expected = (form(query, key, value, **options) for form in (fla_chunked, chunked))
+    tokens = Tokens(key, value, options["log_decay"], options["input_scale"])
+    found, expected = (form(query, tokens, options["initial_state"]) for form in (fla_chunked, chunked))
     leaves = [query, key, value, *(tensor for tensor in options.values() if tensor is not None)]
     weights = [torch.randn_like(each) for each in expected]
     gradients = [

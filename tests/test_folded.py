@@ -14,7 +14,7 @@ import hf_rfa.models.attention
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.models.attention import SEGMENT_LENGTH
 from hf_rfa.models.feature_maps import FEATURE_MAPS, ProjectedFeatureMap
-from hf_rfa.models.linear_attention import chunked, parallel
+from hf_rfa.models.linear_attention import Tokens, chunked, parallel
 
 PROJECTED = [name for name, cls in FEATURE_MAPS.items() if issubclass(cls, ProjectedFeatureMap)]
 
@@ -119,9 +119,9 @@ def test_sums_in_place_are_the_sums(length, chunk_size, weighted, started, seed)
     weights = (draw(2, 1, length) > 0).double() if weighted else None
     state = draw(2, 3, 4, 5) if started else None
     kept = None if state is None else state.clone()
-    expected, end = parallel(query, key, value, input_scale=weights, initial_state=state)
+    expected, end = parallel(query, Tokens(key, value, None, weights), state)
     with torch.no_grad():
-        found, found_end = chunked(query, key, value, input_scale=weights, initial_state=state, chunk_size=chunk_size)
+        found, found_end = chunked(query, Tokens(key, value, None, weights), state, chunk_size)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(found_end, end)
     if state is not None:

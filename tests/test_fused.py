@@ -12,7 +12,9 @@ from hf_rfa.backends import use_backend
 from hf_rfa.backends.triton_attention import available, fused_attention, fused_step, kernel_inputs
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.feature_maps import FEATURE_MAPS
-from hf_rfa.models.linear_attention import MASKED_LOGIT, linear_attention
+from hf_rfa.models.linear_attention import MASKED_LOGIT
+
+from .families import attend_with_features
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 B, H, D = 2, 2, 8
@@ -59,7 +61,7 @@ def problem(name: str, length: int, *, gate=True, weights=True, state=True):
         before = [draw(B, H, 6, D, seed=seed) for seed in range(6, 9)]
         signs = {"denominator_floor": feature_map.denominator_floor}
         with torch.no_grad():
-            options["initial_state"] = linear_attention(*feature_map(*before[:2])[:2], before[2], **signs)[1]
+            options["initial_state"] = attend_with_features(*feature_map(*before[:2])[:2], before[2], **signs)[1]
         options["initial_state"].requires_grad_()
     return feature_map, query, key, value, options
 
@@ -76,7 +78,7 @@ def assert_close(found, expected, tolerance=2e-5):
 def test_outputs_states_and_gradients_are_those_of_the_plain_form(name, length):
     feature_map, query, key, value, options = problem(name, length)
     signs = {"denominator_floor": feature_map.denominator_floor}
-    expected = linear_attention(*feature_map(query, key)[:2], value, **options, **signs)[:2]
+    expected = attend_with_features(*feature_map(query, key)[:2], value, **options, **signs)[:2]
     found = fused_attention(
         kernel_inputs(feature_map, query, key),
         value,
@@ -103,7 +105,7 @@ def test_what_is_left_out_is_left_out(without):
         "exponential", 21, gate=kept["log_decay"], weights=kept["input_scale"], state=kept["initial_state"]
     )
     assert {name: each is not None for name, each in options.items()} == kept
-    expected = linear_attention(*feature_map(query, key)[:2], value, **options)[:2]
+    expected = attend_with_features(*feature_map(query, key)[:2], value, **options)[:2]
     found = fused_attention(kernel_inputs(feature_map, query, key), value, **options, chunk=16)
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other)
@@ -121,7 +123,7 @@ def test_documents_see_nothing_of_each_other(name, gated):
     gate = torch.zeros(B, H, length, device=DEVICE) if options["log_decay"] is None else options["log_decay"]
     signs = {"denominator_floor": feature_map.denominator_floor}
     plain = {**options, "log_decay": gate.masked_fill(starts[:, None], MASKED_LOGIT)}
-    expected = linear_attention(*feature_map(query, key)[:2], value, **plain, **signs)[:2]
+    expected = attend_with_features(*feature_map(query, key)[:2], value, **plain, **signs)[:2]
     found = fused_attention(
         kernel_inputs(feature_map, query, key),
         value,
@@ -145,7 +147,7 @@ def test_a_step_is_the_recurrence_and_works_in_place(name):
     with torch.no_grad():
         mine, theirs = options["initial_state"].detach().clone(), options["initial_state"].detach().clone()
         given = {each: options[each] for each in ("log_decay", "input_scale")}
-        expected, theirs, _ = linear_attention(*feature_map(query, key)[:2], value, initial_state=theirs, **given)
+        expected, theirs, _ = attend_with_features(*feature_map(query, key)[:2], value, initial_state=theirs, **given)
         found = fused_step(kernel_inputs(feature_map, query, key), value, mine, **given)
     assert_close(found, expected)
     assert_close(mine, theirs)

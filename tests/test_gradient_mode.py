@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.convert import convert
+from hf_rfa.convert.attention_weights import key_exponents
 from hf_rfa.models.feature_maps import FEATURE_MAPS
-from hf_rfa.models.linear_attention import linear_attention
+from hf_rfa.models.linear_attention import Tokens, linear_attention
 
 from .conftest import tiny_parent_config
 
@@ -54,7 +55,7 @@ def demanding_model(**options) -> RFAGPT2LMHeadModel:
 
 def set_log_scale(feature_map, args):
     """Make a head's largest key feature e^0, as calibration does."""
-    feature_map.log_scale.copy_(feature_map.key_exponent(args[1]).amax((0, 2, 3)))
+    feature_map.log_scale.copy_(key_exponents(feature_map, args[1]).amax((0, 2, 3)))
 
 
 def smallest_products(model, ids):
@@ -171,7 +172,7 @@ def test_features_that_overflow_nothing_in_float32_cannot_make_a_gradient_infini
     for scale in (1.0, 10.0, 30.0, 100.0):
         query, key, value = (torch.randn(1, 1, 40, 4).mul(scale).requires_grad_() for _ in range(3))
         query_features, key_features, _, _ = feature_map(query, key, least_shift=feature_map.least_shift(None))
-        output, *_ = linear_attention(query_features, key_features, value)
+        output, *_ = linear_attention(query_features, Tokens(key_features, value))
         output.square().sum().backward()
         assert all(torch.isfinite(each.grad).all() for each in (query, key, value))
         assert all(torch.isfinite(each.grad).all() for each in feature_map.parameters())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_rfa.models.linear_attention import (
+    Tokens,
     _chunked_at_once,
     attend_with_state,
     chunked,
@@ -22,8 +23,6 @@ from hf_rfa.models.linear_attention import (
     mask_padding,
     parallel,
     recurrent,
-    scale_rows,
-    state_shape,
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -48,14 +47,10 @@ class Case:
                     tensor.requires_grad_()
         return Case(**fields)
 
-    def options(self, piece: slice = slice(None)) -> dict:
-        return {
-            "log_decay": None if self.log_gate is None else self.log_gate[..., piece],
-            "input_scale": None if self.weights is None else self.weights[..., piece],
-        }
-
-    def piece(self, piece: slice) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query[..., piece, :], self.key[..., piece, :], self.value[..., piece, :]
+    def piece(self, piece: slice = slice(None)) -> tuple[Tensor, Tokens]:
+        tokens = Tokens(self.key, self.value, self.log_gate, self.weights)
+        scales = (None if each is None else each[..., piece] for each in tokens[2:4])
+        return self.query[..., piece, :], Tokens(tokens.key[..., piece, :], tokens.value[..., piece, :], *scales)
 
 
 def loop(case: Case) -> tuple[Tensor, Tensor]:
@@ -80,7 +75,7 @@ def token_by_token(case: Case) -> tuple[Tensor, Tensor]:
     outputs = []
     for t in range(case.query.shape[2]):
         piece = slice(t, t + 1)
-        output, state = recurrent(*case.piece(piece), **case.options(piece), initial_state=state)
+        output, state = recurrent(*case.piece(piece), initial_state=state)
         outputs.append(output)
     return torch.cat(outputs, dim=2), state
 
@@ -130,21 +125,13 @@ def test_forms_agree(dtype, case, chunk_size):
     expected = loop(case)
     given_case = case.to(dtype)
     forms = {
-        "parallel": parallel(*given_case.piece(slice(None)), **given_case.options(), initial_state=given_case.state),
+        "parallel": parallel(*given_case.piece(), initial_state=given_case.state),
         "chunked": chunked(
-            *given_case.piece(slice(None)),
-            **given_case.options(),
+            *given_case.piece(),
             initial_state=given_case.state,
             chunk_size=chunk_size,
         ),
-        "all chunks at once": _chunked_at_once(
-            given_case.query,
-            given_case.key,
-            scale_rows(given_case.value, given_case.weights),
-            given_case.log_gate,
-            given_case.state,
-            chunk_size,
-        ),
+        "all chunks at once": _chunked_at_once(*given_case.piece(), given_case.state, chunk_size),
         "recurrent": token_by_token(given_case),
     }
     with torch.no_grad():
@@ -169,10 +156,10 @@ def test_gradients_agree(dtype, case, chunk_size):
     expected = gradients(case.to(torch.float64, grad=True), loop)
 
     def run_parallel(case):
-        return parallel(*case.piece(slice(None)), **case.options(), initial_state=case.state)
+        return parallel(*case.piece(), initial_state=case.state)
 
     def run_chunked(case):
-        return chunked(*case.piece(slice(None)), **case.options(), initial_state=case.state, chunk_size=chunk_size)
+        return chunked(*case.piece(), initial_state=case.state, chunk_size=chunk_size)
 
     for run in (run_parallel, run_chunked, token_by_token):
         for found, wanted in zip(gradients(case.to(dtype, grad=True), run), expected, strict=True):
@@ -190,7 +177,7 @@ def test_any_split_gives_the_same(case, data):
     for start, stop in pairwise(cuts):
         piece = slice(start, stop)
         form = recurrent if stop - start == 1 and state is not None and data.draw(st.booleans()) else chunked
-        output, state = form(*case.piece(piece), **case.options(piece), initial_state=state)
+        output, state = form(*case.piece(piece), initial_state=state)
         outputs.append(output)
     expected = loop(case)
     assert relative_error(torch.cat(outputs, dim=2), expected[0]) <= 1e-10
@@ -221,9 +208,8 @@ def test_a_final_state_is_that_of_the_loop_in_values_and_gradients(signed, dtype
         state = None
         for start, stop in pairwise(cuts):
             piece = slice(start, stop)
-            _, key, value = case.piece(piece)
             floor = 0.1 if signed else None
-            state = final_state(key, value, **case.options(piece), initial_state=state, denominator_floor=floor)
+            state = final_state(case.piece(piece)[1], initial_state=state, denominator_floor=floor)
         return state
 
     def values_and_gradients(case: Case, run) -> list[Tensor]:
@@ -263,9 +249,8 @@ def attention_weights(case: Case, floor: float | None, *, causal: bool = True) -
 def test_attention_is_the_same_in_any_form_and_is_what_the_weights_say(signed, data):
     case = data.draw(cases(signed=signed))
     options = {"denominator_floor": 0.1 if signed else None}
-    run = {**case.options(), **options}
-    whole, state, _ = linear_attention(case.query, case.key, case.value, chunk_size=1000, **run)
-    pieces, other_state, _ = linear_attention(case.query, case.key, case.value, chunk_size=7, **run)
+    whole, state, _ = linear_attention(*case.piece(), chunk_size=1000, **options)
+    pieces, other_state, _ = linear_attention(*case.piece(), chunk_size=7, **options)
     weights = attention_weights(case, options["denominator_floor"])
     assert relative_error(pieces, whole) <= 1e-9
     assert relative_error(other_state, state) <= 1e-10
@@ -276,9 +261,7 @@ def test_attention_is_the_same_in_any_form_and_is_what_the_weights_say(signed, d
             for t in range(case.query.shape[2]):
                 piece = slice(t, t + 1)
                 before = step_state
-                output, step_state, _ = linear_attention(
-                    *case.piece(piece), **case.options(piece), **options, initial_state=step_state
-                )
+                output, step_state, _ = linear_attention(*case.piece(piece), **options, initial_state=step_state)
                 assert not no_grad or before is None or step_state is before, "decoding must reuse the state"
                 outputs.append(output)
         assert relative_error(torch.cat(outputs, dim=2), whole) <= 1e-9
@@ -295,11 +278,9 @@ def test_attention_to_a_source_is_what_the_weights_say(signed, data):
     cut, options = data.draw(st.integers(0, length)), {"denominator_floor": 0.1 if signed else None}
     state = None
     for piece in (slice(0, cut), slice(cut, length)):
-        weights = None if case.weights is None else case.weights[..., piece]
-        state = final_state(
-            case.key[:, :, piece], case.value[:, :, piece], input_scale=weights, initial_state=state, **options
-        )
-    assert state.shape[-2:] == state_shape(case.key.shape[-1], case.value.shape[-1], signed=signed)
+        tokens = case.piece(piece)[1]._replace(log_decay=None)
+        state = final_state(tokens, initial_state=state, **options)
+    assert state.shape[-2:] == (case.key.shape[-1] + signed, case.value.shape[-1] + 1)
     implied = attention_weights(case, options["denominator_floor"], causal=False)
     expected = implied @ case.value
     tolerance = 1e-9 * max(1.0, float(expected.abs().max()))
@@ -315,7 +296,7 @@ def test_attention_to_a_source_is_what_the_weights_say(signed, data):
 def test_a_source_of_nothing_but_padding_gives_zero(signed):
     key, value = torch.rand(1, 2, 5, 4), torch.randn(1, 2, 5, 3)
     floor = 0.1 if signed else None
-    state = final_state(key, value, input_scale=torch.zeros(1, 1, 5), denominator_floor=floor)
+    state = final_state(Tokens(key, value, None, torch.zeros(1, 1, 5)), denominator_floor=floor)
     output = attend_with_state(torch.rand(1, 2, 3, 4), state, denominator_floor=floor)
     assert torch.equal(output, torch.zeros(1, 2, 3, 3))
 
@@ -327,19 +308,20 @@ def test_denominator_rule_is_scale_free(signed):
     if not signed:
         query, key = query.abs(), key.abs()
     options = {"denominator_floor": 0.1 if signed else None}
-    expected, *_ = linear_attention(query, key, value, **options)
+    expected, *_ = linear_attention(query, Tokens(key, value), **options)
     for factor in (1e-12, 1e12):
         weights = torch.full((1, 2, 40), factor, dtype=torch.float64)
-        torch.testing.assert_close(linear_attention(query * factor, key, value, **options)[0], expected)
-        torch.testing.assert_close(linear_attention(query, key * factor, value, **options)[0], expected)
-        torch.testing.assert_close(linear_attention(query, key, value, input_scale=weights, **options)[0], expected)
+        torch.testing.assert_close(linear_attention(query * factor, Tokens(key, value), **options)[0], expected)
+        torch.testing.assert_close(linear_attention(query, Tokens(key * factor, value), **options)[0], expected)
+        tokens = Tokens(key, value, None, weights)
+        torch.testing.assert_close(linear_attention(query, tokens, **options)[0], expected)
 
 
 def test_signed_features_are_never_divided_by_less_than_the_floor():
     """Denominators near or under zero stay finite and bounded: |output| ≤ max |v| / floor."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 2, 300, n, generator=generator) for n in (6, 6, 3))
-    output, *_ = linear_attention(query, key, value, denominator_floor=0.1)
+    output, *_ = linear_attention(query, Tokens(key, value), denominator_floor=0.1)
     assert torch.isfinite(output).all()
     assert float(output.abs().max()) <= float(value.abs().max()) / 0.1 * 1.001
 
@@ -360,11 +342,11 @@ def test_gates_near_one_do_not_collapse(strength):
     """w = 1 − g → 0 scales numerator and normaliser alike: the output stays an average of the values."""
     log_gate = torch.full((1, 1, 50), -strength)
     key = torch.rand(1, 1, 50, 4) + 0.1
-    output, *_ = linear_attention(key, key, torch.ones(1, 1, 50, 3), log_decay=log_gate, input_scale=-log_gate.expm1())
+    output, *_ = linear_attention(key, Tokens(key, torch.ones(1, 1, 50, 3), log_gate, -log_gate.expm1()))
     torch.testing.assert_close(output, torch.ones_like(output))
 
 
 def test_empty_sequences_are_refused():
     empty = torch.zeros(1, 1, 0, 4)
     with pytest.raises(ValueError, match="no tokens"):
-        chunked(empty, empty, empty)
+        chunked(empty, Tokens(empty, empty))

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from hf_rfa.convert.attention_weights import ExactWindow, log_attention_weights
 from hf_rfa.models.feature_maps import FEATURE_MAPS, Features
-from hf_rfa.models.linear_attention import denominator
-from hf_rfa.models.sliding_window import in_stream_order, sliding_window_attention, stream_of, window_inputs
+from hf_rfa.models.linear_attention import Tokens, denominator
+from hf_rfa.models.sliding_window import in_stream_order, sliding_window_attention, stream_of
 
 
 def attend(query, key, value, features, size, scaling, *, state=None, window=None, denominator_floor=None, **options):
     """Attend to some tokens as the attention layer does; return outputs, state and window."""
     chunk_size = options.pop("chunk_size", 5)
-    stream = stream_of(window_inputs(key, value, size=size, **options), window)
+    stream = stream_of(Tokens(key, value, **options), window, size)
     query = in_stream_order(query, stream)
     output, state = sliding_window_attention(
         query,
         stream,
-        features(query, stream.leaving_keys),
+        features(query, stream.leaving().key),
         scaling=scaling,
         initial_state=state,
         denominator_floor=denominator_floor,

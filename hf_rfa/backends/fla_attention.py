@@ -16,11 +16,11 @@ from torch import Tensor
 
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.linear_attention import (
+    Tokens,
     denominator,
     divide,
     key_norm_sums,
     rescale,
-    scale_rows,
     with_norm_row,
     with_ones,
 )
@@ -34,24 +34,16 @@ def available(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("fla") is not None
 
 
-def fla_chunked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def fla_chunked(query: Tensor, tokens: Tokens, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute what `hf_rfa.models.linear_attention.chunked` computes.
 
     Log-decays have to be finite and small: it takes differences of their cumulative sums, so that a decay of −∞, or nearly,
     cannot mark a document's start.
     """
     operations: Any = importlib.import_module("fla.ops.simple_gla")
-    value = scale_rows(value, input_scale)
-    query, key, value = (tensor.transpose(1, 2).contiguous() for tensor in (query, key, value))
-    gate = None if log_decay is None else log_decay.to(query.dtype).transpose(1, 2).contiguous()
+    inputs = (query, tokens.key, tokens.scaled_value())
+    query, key, value = (tensor.transpose(1, 2).contiguous() for tensor in inputs)
+    gate = None if tokens.log_decay is None else tokens.log_decay.to(query.dtype).transpose(1, 2).contiguous()
     output, state = operations.chunk_simple_gla(
         query, key, value, g=gate, scale=1.0, initial_state=initial_state, output_final_state=True
     )
@@ -68,7 +60,7 @@ def attend(
     document_starts: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Attend causally; arguments as for `RFAAttentionMixin.attend`.
+    """Attend causally to tokens, and to those before them in the state; see `RFAAttentionMixin.attend`.
 
     Returns:
         The output and the new state; None for what torch does better: one token, packed documents, float64.
@@ -81,11 +73,9 @@ def attend(
     features = feature_map(query, key, least_shift=feature_map.least_shift(state))
     state = rescale(state, None, features.shift)
     floor = feature_map.denominator_floor
-    decays: dict[str, Any] = {"log_decay": log_decay, "input_scale": input_scale}
     rows = state if state is None or floor is None else state[..., :-1, :]
-    sums, rows = fla_chunked(
-        features.query, features.key, with_ones(value, torch.float32), **decays, initial_state=rows
-    )
+    inputs = Tokens(features.key, with_ones(value, torch.float32), log_decay, input_scale)
+    sums, rows = fla_chunked(features.query, inputs, rows)
     norms = None
     if floor is not None:
         before = None if state is None else state[..., -1:, -1:].clone()

@@ -134,7 +134,7 @@ def attend(
     document_starts: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Attend causally; arguments as for `RFAAttentionMixin.attend`.
+    """Attend causally to tokens, and to those before them in the state; see `RFAAttentionMixin.attend`.
 
     Returns:
         The output and the new state, which one token without gradients updates in place; None for what the kernels cannot
@@ -146,14 +146,14 @@ def attend(
     inputs = kernel_inputs(feature_map, query, key)
     if inputs is None:
         return None
+    scales: Any = {"log_decay": log_decay, "input_scale": input_scale}
     one = query.shape[-2] == 1 and not torch.is_grad_enabled()
     if state is not None and one and not feature_map.signed and document_starts is None:
-        return fused_step(inputs, value, state, log_decay=log_decay, input_scale=input_scale), state
+        return fused_step(inputs, value, state, **scales), state
     return fused_attention(
         inputs,
         value,
-        log_decay=log_decay,
-        input_scale=input_scale,
+        **scales,
         document_starts=document_starts,
         initial_state=state,
         denominator_floor=feature_map.denominator_floor,
@@ -282,11 +282,11 @@ def fused_attention(
     Args:
         inputs: queries, keys and the map to their features.
         value: [B, H, T, d].
-        log_decay: [B, H, T], ≤ 0, or None for g = 1.
+        log_decay: as there, and so are input_scale, initial_state and denominator_floor.
         input_scale: [B, H or 1, T], 0 for padding, or None for ones.
         document_starts: [B, T], True where a document starts, or None.
-        initial_state: the state so far (`hf_rfa.models.linear_attention.state_shape`), or None at the start.
-        denominator_floor: see `hf_rfa.models.linear_attention.denominator`.
+        initial_state: the state so far, or None at the start.
+        denominator_floor: None for features without negative entries.
         chunk: tokens of a chunk, a power of 2 from 16 on.
         least_shift: see `hf_rfa.models.feature_maps.FeatureMap.forward`.
 

@@ -27,13 +27,9 @@ def exponents(x, weight, bias, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def query_features(exponent, used, KIND: tl.constexpr, TOP: tl.constexpr):
-    """Return (φ(q), its derivative by the exponent) of [C, F]; ``used`` [F] marks the features that are there."""
-    if KIND == 0:
-        shown = tl.where(used[None, :], exponent, float("-inf"))
-        feature = tl.exp(shown - tl.max(shown, axis=1)[:, None] + TOP)
-        slope = feature
-    elif KIND == 1:
+def bounded_features(exponent, KIND: tl.constexpr):
+    """Return (φ(x), its derivative by the exponent) of [C, F] for the kinds sin, ReLU and elu + 1."""
+    if KIND == 1:
         feature = tl.sin(exponent)
         slope = tl.cos(exponent)
     elif KIND == 2:
@@ -43,6 +39,18 @@ def query_features(exponent, used, KIND: tl.constexpr, TOP: tl.constexpr):
         below = tl.exp(tl.minimum(exponent, 0.0))
         feature = tl.where(exponent > 0, exponent + 1.0, below)
         slope = tl.where(exponent > 0, 1.0, below)
+    return feature, slope
+
+
+@triton.jit
+def query_features(exponent, used, KIND: tl.constexpr, TOP: tl.constexpr):
+    """Return (φ(q), its derivative by the exponent) of [C, F]; ``used`` [F] marks the features that are there."""
+    if KIND == 0:
+        shown = tl.where(used[None, :], exponent, float("-inf"))
+        feature = tl.exp(shown - tl.max(shown, axis=1)[:, None] + TOP)
+        slope = feature
+    else:
+        feature, slope = bounded_features(exponent, KIND)
     return tl.where(used[None, :], feature, 0.0), tl.where(used[None, :], slope, 0.0)
 
 
@@ -52,16 +60,8 @@ def key_features(exponent, used, KIND: tl.constexpr, LEAST: tl.constexpr, MOST: 
     if KIND == 0:
         feature = tl.exp(tl.minimum(exponent, MOST))
         slope = tl.where((exponent >= LEAST) & (exponent <= MOST), feature, 0.0)
-    elif KIND == 1:
-        feature = tl.sin(exponent)
-        slope = tl.cos(exponent)
-    elif KIND == 2:
-        feature = tl.maximum(exponent, 0.0)
-        slope = tl.where(exponent > 0, 1.0, 0.0)
     else:
-        below = tl.exp(tl.minimum(exponent, 0.0))
-        feature = tl.where(exponent > 0, exponent + 1.0, below)
-        slope = tl.where(exponent > 0, 1.0, below)
+        feature, slope = bounded_features(exponent, KIND)
     return tl.where(used[None, :], feature, 0.0), tl.where(used[None, :], slope, 0.0)
 
 

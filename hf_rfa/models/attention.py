@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from .cache_rfa import RecordedStep, rfa_layer_of, source_layer_of
+from .cache_rfa import RecordedStep, cross_layer_of, rfa_layer_of
 from .configuration_rfa import AttentionKind
 from .feature_maps import FEATURE_MAPS, FeatureMap, Features, compute_dtype
 from .linear_attention import (
     MASKED_LOGIT,
+    Tokens,
     attend_with_state,
     final_state,
     linear_attention,
@@ -30,7 +31,7 @@ from .linear_attention import (
     split_tokens,
 )
 from .masking import beams_per_source
-from .sliding_window import WindowInputs, in_stream_order, sliding_window_attention, stream_of, window_inputs
+from .sliding_window import in_stream_order, sliding_window_attention, stream_of
 
 #: Added to a layer's index where its random matrices are drawn, so that cross attention has others than causal attention.
 DRAW_OFFSET: dict[AttentionKind, int] = {"causal": 0, "cross": 100_000, "encoder": 200_000}
@@ -66,12 +67,7 @@ class Gate(nn.Module):
     Not a linear layer: it returns two things, in float32, and what adapts or quantizes linear layers has to pass it by.
 
     Its initial value does not depend on x, and spreads the heads' time scales 1 / (1 − g) evenly on a logarithmic scale
-    from a quarter of the model's positions to four times their number (chrono initialization).
-
-    Args:
-        hidden_size: width of x.
-        num_heads: H.
-        max_positions: the model's positions.
+    from a quarter of the model's ``max_positions`` to four times their number (chrono initialization).
     """
 
     def __init__(self, hidden_size: int, num_heads: int, max_positions: int) -> None:
@@ -84,17 +80,12 @@ class Gate(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set the weight to 0 and the bias by the time scales, where no checkpoint has set them."""
-        longest, shortest = math.log(4.0 * self.max_positions), math.log(max(2.0, self.max_positions / 4.0))
-        time_scales = torch.linspace(shortest, longest, self.num_heads).exp()
         if self.weight.is_meta:
             return
+        longest, shortest = math.log(4.0 * self.max_positions), math.log(max(2.0, self.max_positions / 4.0))
+        time_scales = torch.linspace(shortest, longest, self.num_heads).exp()
         init.zeros_(self.weight)
         init.copy_(self.bias, (time_scales - 1.0).log())
-
-    @torch.no_grad()
-    def set_time_scales(self, time_scales: Tensor) -> None:
-        """Set the bias such that the heads' time scales 1 / (1 − g) are these, [H], in tokens and above 1, where w·x is 0."""
-        self.bias.copy_((time_scales - 1.0).log())
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return (log g, 1 − g) for hidden states [B, T, width], each [B, H, T] in the computing dtype."""
@@ -106,9 +97,7 @@ class Gate(nn.Module):
 class RFAPreTrainedMixin:
     """The part of every RFA model's base class: initial values of feature maps and gates, which stay in float32.
 
-    Raises:
-        ValueError: for a configuration that is not valid; ``from_pretrained(…, window_size=8)`` sets fields after a
-            configuration was checked.
+    Fields are checked once more here: ``from_pretrained(…, window_size=8)`` sets them after the configuration was made.
     """
 
     # Feature maps and gates cost few bytes, and rounding them to 16 bits costs accuracy.
@@ -127,16 +116,9 @@ class RFAPreTrainedMixin:
             super()._init_weights(module)  # type: ignore[misc]
 
 
-class CausalState(NamedTuple):
-    """State of causal attention between tokens.
-
-    Attributes:
-        state: the recurrent state (`hf_rfa.models.linear_attention.state_shape`), or None at the start.
-        window: the sliding window [B, H, W, 2d + 1], or None at the start and without a window.
-    """
-
-    state: Tensor | None
-    window: Tensor | None
+def one_hot_values(key: Tensor) -> Tensor:
+    """Return values [B, H, T, T] of keys [B, H, T, d] such that the outputs of attention are the attention weights."""
+    return torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
 
 
 class RFAAttentionMixin(nn.Module):
@@ -201,9 +183,6 @@ class RFAAttentionMixin(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Self-attention: attend to keys and values, and if causal to those that the cache has seen before.
 
-        Dropout cannot act on single attention weights, which never exist: in training it drops a token's value for all
-        queries of a head, and leaves the token in the normalizer, as dropout on softmax weights does.
-
         Args:
             query: [B, H, T, d].
             key: [B, H, T, d].
@@ -212,9 +191,9 @@ class RFAAttentionMixin(nn.Module):
             cache: the cache whose layer is read and updated, or None.
             padding_mask: [B, T], 0 for padding, or None; it includes tokens before these of which the cache holds keys and
                 values (`hf_rfa.models.cache_rfa.unread_length`).
-            document_starts: [B, T], True where a document starts that sees nothing before it, or None; only with causal
-                attention.
-            dropout: probability of dropping a value in training.
+            document_starts: [B, T], True where a document starts that sees nothing before it, or None; causal attention only.
+            dropout: probability, in training, of dropping a token's value for all queries of a head: single attention weights
+                never exist. The token stays in the normalizer, as with dropout on softmax weights.
             output_attentions: whether to return the attention weights, at quadratic cost.
 
         Returns:
@@ -229,144 +208,127 @@ class RFAAttentionMixin(nn.Module):
             key, value = (torch.cat(each, dim=-2) for each in zip(prefix, (key, value), strict=True))
             query = F.pad(query, (0, 0, key.shape[-2] - length, 0))
             hidden_states = F.pad(hidden_states, (0, 0, key.shape[-2] - length, 0))
-        before = CausalState(None, None) if layer is None else CausalState(*layer.read(query.device))
+        state, window = (None, None) if layer is None else layer.read(query.device)
 
         log_decay, input_scale = (None, None) if self.gate is None else self.gate(hidden_states)  # [B, H, T]
-        log_decay, input_scale = mask_padding(padding_mask, log_decay, input_scale)
-        scales = (log_decay, input_scale, padding_mask, document_starts)
+        tokens = Tokens(key, value, *mask_padding(padding_mask, log_decay, input_scale), padding_mask)
         attn_weights = None
-        if output_attentions:  # the outputs of one-hot values are the weights
-            one_hot = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
-            attn_weights, _, _ = self._attend(query, key, one_hot, *scales, self._without_values(before, one_hot))
-            attn_weights = attn_weights[..., -length:, -length:].to(value.dtype)
-        dropped = F.dropout(value, dropout, self.training)
+        if output_attentions:
+            one_hot = tokens._replace(value=one_hot_values(key))
+            held = self._without_values(key.shape[-2], state, window)
+            attn_weights = self._attend(query, one_hot, document_starts, *held)[0][..., -length:, -length:]
+            attn_weights = attn_weights.to(value.dtype)
+        tokens = tokens._replace(value=F.dropout(value, dropout, self.training))
         recording = layer is not None and layer.record_past
-        output, after, recorded = self._attend(query, key, dropped, *scales, before, recording=recording)
+        output, state, window, recorded = self._attend(
+            query, tokens, document_starts, state, window, recording=recording
+        )
         if cache is not None:
             num_tokens = key.shape[-2]
-            cache.update(*after, self.rfa_layer_idx, num_tokens=num_tokens, recorded=recorded)  # type: ignore[arg-type]
+            cache.update(state, window, self.rfa_layer_idx, num_tokens=num_tokens, recorded=recorded)  # type: ignore[arg-type]
         return output[..., -length:, :].to(value.dtype), attn_weights
 
     def _attend(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor | None,
-        input_scale: Tensor | None,
-        padding_mask: Tensor | None,
+        tokens: Tokens,
         document_starts: Tensor | None,
-        before: CausalState,
+        state: Tensor | None,
+        window: Tensor | None,
         *,
         recording: bool = False,
-    ) -> tuple[Tensor, CausalState, RecordedStep | None]:
-        """Attend causally: the output [B, H, T, M] of values [B, H, T, M], what is kept, and what joined it."""
-        floor = self.feature_map.denominator_floor
-        plain = not self.window_size and not recording and value.shape[-1] == key.shape[-1]
+    ) -> tuple[Tensor, Tensor, Tensor | None, RecordedStep | None]:
+        """Attend causally: the output [B, H, T, M], the new state and window, and what `RFALayer.crop` needs if recording."""
+        feature_map, log_decay = self.feature_map, tokens.log_decay
+        plain = not self.window_size and not recording and tokens.value.shape[-1] == tokens.key.shape[-1]
         if self.backend != "torch" and plain and not torch.compiler.is_compiling():
-            found = BACKENDS[self.backend].attend(
-                self, query, key, value, log_decay, input_scale, document_starts, before.state
-            )
+            found = BACKENDS[self.backend].attend(self, query, *tokens[:4], document_starts, state)
             if found is not None:
-                return found[0], CausalState(found[1], None), None
+                return *found, None, None
         if document_starts is not None:  # a gate that lets nothing through
             if log_decay is None:
-                log_decay = key.new_zeros(key.shape[:-1], dtype=compute_dtype(key.dtype))
-            log_decay = log_decay.masked_fill(document_starts[:, None], MASKED_LOGIT)
-        if self.window_size and self.attention_component != "linear":
-            inputs = window_inputs(
-                self._as_state(key),
-                value,
-                size=self.window_size,
-                log_decay=log_decay,
-                input_scale=input_scale,
-                padding_mask=padding_mask,
-            )
-            return self._attend_with_window(self._as_state(query), inputs, before, recording=recording)
+                log_decay = tokens.key.new_zeros(tokens.key.shape[:-1], dtype=compute_dtype(tokens.key.dtype))
+            tokens = tokens._replace(log_decay=log_decay.masked_fill(document_starts[:, None], MASKED_LOGIT))
 
-        state, shift, outputs, key_features = before.state, None, [], []
-        whole = (query, key, value, log_decay, input_scale)
-        in_segments = self._needs_segments(query)
-        for segment in split_tokens(SEGMENT_LENGTH, *whole) if in_segments else (whole,):
-            if in_segments and torch.is_grad_enabled():
-                found = checkpoint(
-                    self._attend_segment, *segment, state, shift, use_reentrant=False, preserve_rng_state=False
-                )
+        if self.window_size and self.attention_component != "linear":
+            size, tokens = self.window_size, tokens._replace(key=self._as_state(tokens.key))
+            stream = stream_of(tokens, window, size)  # [B, H, W + T, d + M + 1]
+            query = in_stream_order(self._as_state(query), stream)
+            least_shift = feature_map.least_shift(state)
+            features = self._features(query, stream.leaving().key, least_shift, offset=True)
+            output, state = sliding_window_attention(
+                query,
+                stream,
+                features,
+                scaling=self.scaling,
+                initial_state=state,
+                denominator_floor=feature_map.denominator_floor,
+                chunk_size=self.chunk_size,
+                window_only=self.attention_component == "window",
+            )
+            window, key_features = stream.window(), features.unshifted_key() if recording else None
+        else:
+            size, window = 0, None
+            output, state, key_features = self._attend_to_past(query, tokens, state, recording)
+        recorded = None
+        if key_features is not None:
+            recorded = RecordedStep(tokens, key_features, feature_map.denominator_floor, size)
+        return output, state, window, recorded
+
+    def _attend_to_past(
+        self, query: Tensor, tokens: Tokens, state: Tensor | None, recording: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Attend causally through features: the output [B, H, T, M], the new state, and φ(k) if recording.
+
+        Features of a long sequence are computed a segment at a time, and again for the gradients.
+        """
+        most = MAX_LENGTH_WITHOUT_SEGMENTS if torch.is_grad_enabled() else SEGMENT_LENGTH
+        redrawn = self.training and self.feature_map.redraw_pool > 0  # recomputed features would be others
+        if torch.compiler.is_compiling() or redrawn or query.shape[-2] <= most:
+            output, state, features = self._attend_segment(query, tokens, state, None)
+            key_features = features.unshifted_key() if recording else None
+            return output, cast(Tensor, rescale(state, features.shift, None)), key_features
+        shift, outputs, keys = None, [], []
+        for queries, segment in split_tokens(SEGMENT_LENGTH, query, tokens):
+            inputs = (queries, segment, state, shift)
+            if torch.is_grad_enabled():
+                found = checkpoint(self._attend_segment, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                found = self._attend_segment(*segment, state, shift)
+                found = self._attend_segment(*inputs)
             output, state, features = found
             shift = features.shift
             outputs.append(output)
             if recording:
-                key_features.append(features.unshifted_key())
-        state = rescale(state, shift, None)
-        recorded = None
-        if recording:
-            recorded = RecordedStep(torch.cat(key_features, dim=-2), value, log_decay, input_scale, floor, None)
-        output = torch.cat(outputs, dim=-2) if in_segments else outputs[0]
-        return output, CausalState(state, None), recorded
+                keys.append(features.unshifted_key())
+        state = cast(Tensor, rescale(state, shift, None))
+        return torch.cat(outputs, dim=-2), state, torch.cat(keys, dim=-2) if recording else None
 
     def _attend_segment(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor | None,
-        input_scale: Tensor | None,
-        state: Tensor | None,
-        shift: Tensor | None,
+        self, query: Tensor, tokens: Tokens, state: Tensor | None, shift: Tensor | None
     ) -> tuple[Tensor, Tensor, Features]:
         """Attend causally to some tokens in succession: output, state, whose shift is that of the features, and features."""
-        features = self._features(query, key, self.feature_map.least_shift(state) if shift is None else shift)
+        least_shift = self.feature_map.least_shift(state) if shift is None else shift
+        features = self._features(query, tokens.key, least_shift)
         output, state, _ = linear_attention(
             features.query,
-            features.key,
-            value,
-            log_decay=log_decay,
-            input_scale=input_scale,
+            tokens._replace(key=features.key),
             initial_state=rescale(state, shift, features.shift),
             denominator_floor=self.feature_map.denominator_floor,
             chunk_size=self.chunk_size,
         )
         return output, state, features
 
-    def _attend_with_window(
-        self, query: Tensor, inputs: WindowInputs, before: CausalState, *, recording: bool
-    ) -> tuple[Tensor, CausalState, RecordedStep | None]:
-        """Attend causally to the window, and through features to what has left it; see `_attend`."""
-        stream = stream_of(inputs, before.window)  # [B, H, W + T, d + M + 1]
-        query = in_stream_order(query, stream)
-        features = self._features(query, stream.leaving_keys, self.feature_map.least_shift(before.state), offset=True)
-        floor = self.feature_map.denominator_floor
-        output, state = sliding_window_attention(
-            query,
-            stream,
-            features,
-            scaling=self.scaling,
-            initial_state=before.state,
-            denominator_floor=floor,
-            chunk_size=self.chunk_size,
-            window_only=self.attention_component == "window",
-        )
-        recorded = RecordedStep(features.unshifted_key(), None, None, None, floor, inputs) if recording else None
-        return output, CausalState(state, stream.window()), recorded
-
-    def _needs_segments(self, query: Tensor) -> bool:
-        """Return whether a sequence is so long that its features are computed a segment at a time."""
-        most = MAX_LENGTH_WITHOUT_SEGMENTS if torch.is_grad_enabled() else SEGMENT_LENGTH
-        redrawn = self.training and self.feature_map.redraw_pool > 0  # recomputed features would be others
-        return not (torch.compiler.is_compiling() or redrawn) and query.shape[-2] > most
-
-    def _without_values(self, before: CausalState, value: Tensor) -> CausalState:
-        """Return a state and a window for values of another width, [B, H, T, M], with zeros in place of their own values."""
-        state, window = before
-        width, d = value.shape[-1], self.feature_map.head_dim
+    def _without_values(
+        self, width: int, state: Tensor | None, window: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return a state and a window for values of another width, with zeros in place of their own values."""
+        d = self.feature_map.head_dim
         if state is not None:
             state = torch.cat([state.new_zeros(*state.shape[:-1], width), state[..., -1:]], dim=-1)
         if window is not None:
             zeros = window.new_zeros(*window.shape[:-1], width)
             window = torch.cat([window[..., :d], zeros, window[..., -1:]], dim=-1)
-        return CausalState(state, window)
+        return state, window
 
     def _as_state(self, tensor: Tensor) -> Tensor:
         """Return a tensor in the dtype of the state."""
@@ -395,15 +357,13 @@ class RFAAttentionMixin(nn.Module):
         """
         features = self._features(query, key, self.feature_map.least_shift(None))
         _, input_scale = mask_padding(padding_mask, None, None)
-        floor = self.feature_map.denominator_floor
-        attn_weights = None
-        if output_attentions:  # the outputs of one-hot values are the weights
-            one_hot = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
-            sums = final_state(features.key, one_hot, input_scale=input_scale, denominator_floor=floor)
-            attn_weights = attend_with_state(features.query, sums, denominator_floor=floor).to(value.dtype)
-        dropped = F.dropout(value, dropout, self.training)
-        state = final_state(features.key, dropped, input_scale=input_scale, denominator_floor=floor)
-        output = attend_with_state(features.query, state, denominator_floor=floor).to(value.dtype)
+        floor: Any = {"denominator_floor": self.feature_map.denominator_floor}
+        keys, attn_weights = Tokens(features.key, value, None, input_scale), None
+        if output_attentions:
+            sums = final_state(keys._replace(value=one_hot_values(key)), **floor)
+            attn_weights = attend_with_state(features.query, sums, **floor).to(value.dtype)
+        state = final_state(keys._replace(value=F.dropout(value, dropout, self.training)), **floor)
+        output = attend_with_state(features.query, state, **floor).to(value.dtype)
         return output, cast(Tensor, rescale(state, features.shift, None)), attn_weights
 
     @without_autocast
@@ -432,7 +392,7 @@ class RFAAttentionMixin(nn.Module):
             encoder_hidden_states: the encoder's output, [B, S, width]; not read again once the cache holds its sums.
             past_key_values: the `EncoderDecoderCache`, or None.
             padding_mask: [B, S], 0 for padding, or None.
-            dropout: probability of dropping a value in training, see `attend`.
+            dropout: as for `attend`.
             output_attentions: whether to return the attention weights.
 
         Returns:
@@ -444,7 +404,7 @@ class RFAAttentionMixin(nn.Module):
         query = self.project_query(hidden_states)
         layer: Any = None
         if isinstance(past_key_values, EncoderDecoderCache):
-            layer = source_layer_of(past_key_values.cross_attention_cache, self.rfa_layer_idx)
+            layer = cross_layer_of(past_key_values.cross_attention_cache, self.rfa_layer_idx)
         if layer is not None and layer.state is not None and not output_attentions:
             return self._read(query, layer.state), None
         if encoder_hidden_states is None:

@@ -15,8 +15,8 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
-from .linear_attention import final_state
-from .sliding_window import WindowInputs, advance_window
+from .linear_attention import Tokens, final_state
+from .sliding_window import first_to_leave, stream_of
 
 #: Name of the layer type in ``config.layer_types``; `DynamicCache` makes one `RFALayer` for each entry of that name.
 RFA_LAYER_TYPE = "rfa"
@@ -29,24 +29,30 @@ class RecordedStep(NamedTuple):
     """Additions of one step to a layer's tensors, of which `RFALayer.crop` can add a part again.
 
     Attributes:
+        tokens: the tokens of the step; keys are not read without a window.
         key_features: φ(k) of the tokens that joined the state, [B, H, T, F].
-        value: [B, H, T, d], or None where a window holds the values.
-        log_decay: [B, H, T], or None.
-        input_scale: [B, H or 1, T], or None.
         denominator_floor: that of the feature map.
-        window: what entered the window, or None for attention without one.
+        window_size: W, or 0 without a window.
     """
 
+    tokens: Tokens
     key_features: Tensor
-    value: Tensor | None
-    log_decay: Tensor | None
-    input_scale: Tensor | None
     denominator_floor: float | None
-    window: WindowInputs | None
+    window_size: int
+
+    def replay(self, count: int, state: Tensor | None, window: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the state and the window after the first ``count`` tokens."""
+        tokens, key_features = self.tokens.first(count), self.key_features[..., :count, :]
+        if self.window_size:
+            stream = stream_of(tokens, window, self.window_size)
+            key_features = first_to_leave(self.key_features, count, self.tokens.padding_mask)
+            tokens, window = stream.leaving(), stream.window()
+        tokens = tokens._replace(key=key_features)
+        return final_state(tokens, initial_state=state, denominator_floor=self.denominator_floor), window
 
 
 class RFALayer(CacheLayerMixin):
-    """Holds the state [B, H, F, d + 1] (S and, as its last column, z) of one attention layer, and counts its tokens.
+    """Holds the state [B, H, F, d + 1] of one attention layer (`hf_rfa.models.linear_attention`), and counts its tokens.
 
     With a sliding window it also holds the last tokens' keys and values (`hf_rfa.models.sliding_window`), [B, H, W, 2d + 1].
     Both take the same memory after ten tokens and after a million.
@@ -93,7 +99,7 @@ class RFALayer(CacheLayerMixin):
         self.window_cache = None if self.window_cache is None else function(self.window_cache)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Record the device; the first `update` brings the state."""
+        """Set the device; the first `update` brings the state."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -103,7 +109,8 @@ class RFALayer(CacheLayerMixin):
         if len(self._steps) == MAX_RECORDED_STEPS:
             self._forget()
         if self.record_past and not self._steps:
-            self._before = tuple(None if each is None else each.clone() for each in (self.state, self.window_cache))  # type: ignore[assignment]
+            state, window = self.state, self.window_cache
+            self._before = None if state is None else state.clone(), None if window is None else window.clone()
         return self.state, self.window_cache
 
     def update(  # type: ignore[override]
@@ -115,18 +122,9 @@ class RFALayer(CacheLayerMixin):
         recorded: RecordedStep | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Store the state and the window after some tokens.
+        """Store the state and the window (None without one) after some tokens, and return both.
 
-        Args:
-            state: the new state.
-            window: the new window, or None for attention without one.
-            *args: not used.
-            num_tokens: tokens since `read`, padding included.
-            recorded: what they added, needed while the layer records.
-            **kwargs: not used.
-
-        Returns:
-            The state and the window.
+        ``num_tokens`` counts those since `read`, padding included; ``recorded`` is what they added, while the layer records.
 
         Raises:
             TypeError: if an attention layer that is not RFA writes keys and values to this layer.
@@ -170,17 +168,14 @@ class RFALayer(CacheLayerMixin):
         self.cumulative_length = 0
         self._forget()
 
-    def _select(self, index: Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows of the batch."""
         self._forget()
-        self._change(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+        self._change(lambda tensor: tensor.index_select(0, indices.to(tensor.device)))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the batch for beam search."""
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given rows of the batch."""
-        self._select(indices)
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
@@ -208,29 +203,10 @@ class RFALayer(CacheLayerMixin):
             (self.state, self.window_cache), kept = self._before, recorded - count
             for step, length in self._steps:
                 if kept > 0:
-                    self.state, self.window_cache = _replay(step, min(length, kept), self.state, self.window_cache)
+                    self.state, self.window_cache = step.replay(min(length, kept), self.state, self.window_cache)
                 kept -= length
             self.cumulative_length -= count
         self._forget()
-
-
-def _replay(
-    step: RecordedStep, count: int, state: Tensor | None, window: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the state and the window after the first ``count`` tokens of a step."""
-    log_decay, input_scale = (None if each is None else each[..., :count] for each in step[2:4])
-    key_features, value = step.key_features, step.value
-    if step.window is not None:
-        key_features, value, log_decay, input_scale, window = advance_window(step.window, key_features, count, window)
-    state = final_state(
-        key_features[..., :count, :],
-        cast(Tensor, value)[..., :count, :],
-        log_decay=log_decay,
-        input_scale=input_scale,
-        initial_state=state,
-        denominator_floor=step.denominator_floor,
-    )
-    return state, window
 
 
 class RFASourceLayer(RFALayer):
@@ -241,19 +217,16 @@ class RFASourceLayer(RFALayer):
     """
 
     holds = "RFA source state"
-    _layer_type = None  # type: ignore[assignment]  # made by `source_layer_of`, not from a configuration
+    _layer_type = None  # type: ignore[assignment]  # made by `cross_layer_of`, not from a configuration
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.rows_per_state = 1
 
     def fill(self, state: Tensor, *, length: int, rows_per_state: int) -> None:
-        """Store the state.
+        """Store the state [N, H, rows, d + 1] (`hf_rfa.models.linear_attention.final_state`) of ``length`` source tokens.
 
-        Args:
-            state: [N, H, rows, d + 1], from `hf_rfa.models.linear_attention.final_state`.
-            length: number of source tokens, padding included.
-            rows_per_state: rows of the batch that read one row of the state.
+        The length includes padding; ``rows_per_state`` rows of the batch read one row of the state.
         """
         self.lazy_initialization(state, state)
         self.state, self.cumulative_length, self.rows_per_state = state, length, rows_per_state
@@ -268,10 +241,11 @@ class RFASourceLayer(RFALayer):
             return
         rows = torch.arange(beam_idx.shape[0], device=beam_idx.device)
         if not torch.equal(beam_idx // self.rows_per_state, rows // self.rows_per_state):
-            self._select(beam_idx)
+            self.batch_select_indices(beam_idx)
 
-    def _select(self, index: Tensor) -> None:
-        super()._select(index // self.rows_per_state)
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows of the batch, each of which then reads a state of its own."""
+        super().batch_select_indices(indices // self.rows_per_state)
         self.rows_per_state = 1
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -297,10 +271,9 @@ def rfa_layer_of(cache: Cache, layer_idx: int) -> tuple[RFALayer, tuple[Tensor, 
     Raises:
         TypeError: if the layer is of a kind that cannot be replaced.
     """
-    _grow(cache, layer_idx)
+    layer = _layer_at(cache, layer_idx)
     if cache.offloading:  # what was fetched may be on its way
         torch.accelerator.current_stream().wait_stream(cache.prefetch_stream)
-    layer: Any = cache.layers[layer_idx]
     if getattr(layer, "holds", None) == RFALayer.holds:
         return layer, None
     if type(layer) is not DynamicLayer:
@@ -310,6 +283,36 @@ def rfa_layer_of(cache: Cache, layer_idx: int) -> tuple[RFALayer, tuple[Tensor, 
         )
     cache.layers[layer_idx] = new = RFALayer()
     return new, (cast(Tensor, layer.keys), cast(Tensor, layer.values)) if layer.get_seq_length() else None
+
+
+def cross_layer_of(cache: Cache, layer_idx: int, *, softmax: bool = False) -> Any:
+    """Return layer ``layer_idx`` of a cross-attention cache, made one of the right kind before its first use.
+
+    Both caches of an `EncoderDecoderCache` are built from the layer types of self-attention. The right kind is an
+    `RFASourceLayer`, or a layer for keys and values where attention is ``softmax``.
+
+    Raises:
+        TypeError: if a layer of the other kind is in use.
+    """
+    layer = _layer_at(cache, layer_idx)
+    holds = getattr(layer, "holds", None)
+    if holds == (None if softmax else RFASourceLayer.holds):
+        return layer
+    new = DynamicLayer() if softmax else RFASourceLayer()
+    if getattr(layer, "is_initialized", False):
+        raise TypeError(
+            f"layer {layer_idx} of the cross-attention cache is a {type(layer).__name__} in use, but the model needs a "
+            f"{type(new).__name__} there: the cache was filled by another model."
+        )
+    cache.layers[layer_idx] = new
+    return new
+
+
+def _layer_at(cache: Cache, layer_idx: int) -> Any:
+    """Return a layer of a cache, which gets layers up to it if it was built without a configuration."""
+    while len(cache.layers) <= layer_idx:
+        cache.layers.append(DynamicLayer())
+    return cache.layers[layer_idx]
 
 
 def unread_length(cache: Cache | None, config: Any) -> int:
@@ -339,46 +342,3 @@ def past_length(cache: Cache | None) -> int:
 def self_attention_cache(cache: Cache | None) -> Cache | None:
     """Return the part of a cache that self-attention uses."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-
-
-def _grow(cache: Cache, layer_idx: int) -> None:
-    """Give a cache that was built without a configuration the layers up to ``layer_idx``."""
-    while len(cache.layers) <= layer_idx:
-        cache.layers.append(DynamicLayer())
-
-
-def _replace_unused(cache: Cache, layer_idx: int, new: CacheLayerMixin) -> None:
-    """Put ``new`` in the place of a cache layer that holds nothing yet.
-
-    Both caches of an `EncoderDecoderCache` are built from one list of layer types, that of self-attention; cross attention
-    puts its own kind in place before its first use.
-    """
-    _grow(cache, layer_idx)
-    old = cache.layers[layer_idx]
-    if getattr(old, "is_initialized", False):
-        raise TypeError(
-            f"layer {layer_idx} of the cross-attention cache is a {type(old).__name__} in use, but the model needs a "
-            f"{type(new).__name__} there: the cache was filled by another model."
-        )
-    cache.layers[layer_idx] = new
-
-
-def source_layer_of(cache: Cache, layer_idx: int) -> RFASourceLayer:
-    """Return the layer ``layer_idx`` of a cross-attention cache, made an `RFASourceLayer` before its first use.
-
-    Raises:
-        TypeError: if the layer holds keys and values.
-    """
-    if layer_idx >= len(cache.layers) or getattr(cache.layers[layer_idx], "holds", None) != RFASourceLayer.holds:
-        _replace_unused(cache, layer_idx, RFASourceLayer())
-    return cast(RFASourceLayer, cache.layers[layer_idx])
-
-
-def keep_keys_and_values(cache: Cache, layer_idx: int) -> None:
-    """Make a layer of a cross-attention cache one that softmax attention can use, before its first use.
-
-    Raises:
-        TypeError: if the layer holds a state.
-    """
-    if layer_idx >= len(cache.layers) or hasattr(cache.layers[layer_idx], "holds"):
-        _replace_unused(cache, layer_idx, DynamicLayer())

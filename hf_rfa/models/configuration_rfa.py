@@ -5,7 +5,7 @@ where the annotation is a type, and not its name.
 """
 
 import copy
-import math
+import sys
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
@@ -63,9 +63,7 @@ class RFAConfigMixin:
     feature_seed: int = 0
     gate: bool = False
     window_size: int = 0
-    softmax_layers: list[Any] = field(
-        default_factory=list
-    )  # `validate_layer_type` says more of a wrong entry than its type
+    softmax_layers: list[Any] = field(default_factory=list)  # `validate_layer_type` says more than a type would
     chunk_size: int = 64
     state_dtype: str = "float32"
 
@@ -128,10 +126,6 @@ class RFAConfigMixin:
         """Return whether attention of a kind is RFA in a layer."""
         return layer_idx not in self.softmax_layers_for(kind)
 
-    def all_rfa(self, kind: AttentionKind) -> bool:
-        """Return whether attention of a kind is RFA in every layer."""
-        return not self.softmax_layers_for(kind)
-
     def any_rfa(self, kind: AttentionKind) -> bool:
         """Return whether attention of a kind is RFA in some layer."""
         return len(self.softmax_layers_for(kind)) < self.num_layers_for(kind)
@@ -139,10 +133,8 @@ class RFAConfigMixin:
     @property
     def layer_types(self) -> list[str]:
         """The cache layer of every layer: "rfa", or "full_attention" for the layers that stay softmax."""
-        return [
-            RFA_LAYER_TYPE if self.is_rfa("causal", index) else "full_attention"
-            for index in range(self.num_layers_for("causal"))
-        ]
+        is_rfa = (self.is_rfa("causal", index) for index in range(self.num_layers_for("causal")))
+        return [RFA_LAYER_TYPE if each else "full_attention" for each in is_rfa]
 
     def _base_name(self, name: str) -> str:
         """Return the base model's name of a field."""
@@ -158,16 +150,18 @@ class RFAConfigMixin:
 
     def _check_base_model(self) -> None:
         """Check the base model's fields without which a model cannot be built or run, before any work starts."""
-        problem = self._unusable_size()
-        if problem is not None:
+        if problem := self._unusable_size():
             raise ValueError(problem)
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            chance = name.endswith(("dropout", "pdrop", "layerdrop")) and name != "classifier_dropout"  # one head's own
-            if chance and not (value is not None and 0 <= value <= 1):
-                raise ValueError(f"{name} must be a probability from 0 to 1, got {value}.")
-            if name in ("initializer_range", "init_std") and not (value is not None and 0 <= value < math.inf):
-                raise ValueError(f"{name} must be a standard deviation, 0 or larger, got {value}.")
+            if name.endswith(("dropout", "pdrop", "layerdrop")) and name != "classifier_dropout":  # one head's own
+                most, kind = 1.0, "a probability from 0 to 1"
+            elif name in ("initializer_range", "init_std"):
+                most, kind = sys.float_info.max, "a standard deviation, 0 or larger"
+            else:
+                continue
+            if value is None or not 0 <= value <= most:
+                raise ValueError(f"{name} must be {kind}, got {value}.")
         activation = self.activation_function  # type: ignore[attr-defined]
         if activation not in ACT2FN:
             raise ValueError(f"activation_function={activation!r} is unknown. Known: {', '.join(sorted(ACT2FN))}.")
@@ -182,9 +176,8 @@ class RFAConfigMixin:
         self._check_base_model()
         for name, kind in self.SOFTMAX_LAYERS.items():
             count, layers = self.num_layers_for(kind), getattr(self, name)
-            if any(type(index) is not int or not 0 <= index < count for index in layers) or len(set(layers)) < len(
-                layers
-            ):
+            valid = all(type(index) is int and 0 <= index < count for index in layers)
+            if not valid or len(set(layers)) < len(layers):
                 allowed = f"distinct layer indices from 0 to {count - 1}" if count else "empty, for there are no layers"
                 raise ValueError(f"{name} must be {allowed}, got {layers}.")
 
@@ -215,23 +208,18 @@ class RFAConfigMixin:
             value = getattr(self, name)
             if not isinstance(value, int) or not least <= value <= most:  # set by an old name, its type was not checked
                 raise ValueError(f"{name} must be from {least} to {most} ({meaning}), got {value}.")
-        if not issubclass(feature_map, RandomFeatureMap) or issubclass(feature_map, ExponentialMap):
-            for name in ("redraw_pool", "trainable_projection"):
-                if getattr(self, name):
-                    raise ValueError(
-                        f"{name}={getattr(self, name)} has no effect with feature_map={self.feature_map!r}, which has no "
-                        f"random matrix that stays. Leave it out."
-                    )
-        if self.redraw_pool and self.trainable_projection:
-            raise ValueError(
-                f"redraw_pool={self.redraw_pool} and trainable_projection=True exclude each other: a matrix is redrawn or "
-                "trained. Leave one of them out."
-            )
-        if self.unit_norm and issubclass(feature_map, LearnedFeatureMap):
-            raise ValueError(
-                f"unit_norm=True does not apply to feature_map={self.feature_map!r}, which learns from raw q and k. Leave "
-                "it out."
-            )
+        random = issubclass(feature_map, RandomFeatureMap) and not issubclass(feature_map, ExponentialMap)
+        no_matrix = f"has no effect with feature_map={self.feature_map!r}, which has no random matrix that stays"
+        raw = f"does not apply to feature_map={self.feature_map!r}, which learns from raw q and k"
+        for names, refused, problem in (
+            (["redraw_pool"], not random, no_matrix),
+            (["trainable_projection"], not random, no_matrix),
+            (["redraw_pool", "trainable_projection"], True, "exclude each other: a matrix is redrawn or trained"),
+            (["unit_norm"], issubclass(feature_map, LearnedFeatureMap), raw),
+        ):
+            if refused and all(getattr(self, name) for name in names):
+                given = " and ".join(f"{name}={getattr(self, name)}" for name in names)
+                raise ValueError(f"{given} {problem}. Leave {'one of them' if len(names) > 1 else 'it'} out.")
 
     #: Where transformers finds the classes of this family in a checkpoint that holds their code, by auto class.
     AUTO_MAP: ClassVar[dict[str, str]] = {}
@@ -279,22 +267,10 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
     softmax_encoder_layers: list[Any] | None = None
 
     FEATURE_COUNTS = {"num_features": "causal", "num_cross_features": "cross", "num_encoder_features": "encoder"}
-    SOFTMAX_LAYERS = {
-        "softmax_layers": "causal",
-        "softmax_cross_layers": "cross",
-        "softmax_encoder_layers": "encoder",
-    }
-    SIZES = dict.fromkeys(
-        (
-            "vocab_size",
-            "d_model",
-            "max_position_embeddings",
-            "decoder_layers",
-            "encoder_attention_heads",
-            "decoder_attention_heads",
-        ),
-        1,
-    ) | {"encoder_layers": 0}  # a decoder that stands alone may come without any
+    SOFTMAX_LAYERS = {"softmax_layers": "causal", "softmax_cross_layers": "cross", "softmax_encoder_layers": "encoder"}
+    # A decoder that stands alone may come without any layers of an encoder.
+    SIZES = {"vocab_size": 1, "d_model": 1, "max_position_embeddings": 1, "decoder_layers": 1, "encoder_layers": 0}
+    SIZES |= {"encoder_attention_heads": 1, "decoder_attention_heads": 1}
 
     def __post_init__(self, **kwargs: Any) -> None:
         """State every default, so that a checkpoint says which of its layers are RFA."""

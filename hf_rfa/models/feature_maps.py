@@ -19,7 +19,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -62,12 +61,13 @@ def least_shift_above(largest: Tensor, least: Tensor) -> Tensor:
 
 
 class Features(NamedTuple):
-    """Features of some queries and keys of one layer.
+    """Features of some queries and keys of one layer. Within a map they are by heads: [H, N, ·] in place of [B, H, T, ·].
 
     Attributes:
         query: φ(q), [B, H, T, F].
         key: φ(k), [B, H, T', F]; empty without keys.
-        offset: o, [B, H, T, 1], which makes exp(q·k·s + o) commensurate with φ(q)·φ(k); None unless asked for.
+        offset: o, [B, H, T, 1], which makes exp(q·k·s + o) commensurate with φ(q)·φ(k); None unless asked for, and by heads
+            where it is ``window_shift``.
         shift: r ≤ 0, [H, 1, F], or [H, 1, 1] where a head's features share one: the key features are e^−r times those that
             a state holds. None for r = 0, always so without gradients.
     """
@@ -80,11 +80,6 @@ class Features(NamedTuple):
     def unshifted_key(self) -> Tensor:
         """Return φ(k) as states hold it, [B, H, T', F]."""
         return self.key if self.shift is None else self.key * self.shift.exp()
-
-
-#: Features of queries and keys by heads, [H, N, d]: φ(q) [H, N, F], φ(k) or None without keys, the shift or None
-#: (`Features.shift`), and the offset [H, N, 1] (`Features.offset`): of windowed maps only, None where it is ``window_shift``.
-HeadFeatures = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class FeatureMap(nn.Module, ABC):
@@ -150,56 +145,54 @@ class FeatureMap(nn.Module, ABC):
         self.num_features = self.resolve_num_features(num_features, head_dim)
         self.orthogonal, self.trainable, self.redraw_pool = orthogonal, trainable, redraw_pool
         self.windowed, self.seed, self.layer_idx = windowed, seed, layer_idx
+        self._initial_values: dict[str, float] = {}
         self.build()
         if not any(tensor.is_meta for tensor in self.state_dict().values()):
             self.reset_parameters()
 
     def build(self) -> None:
-        """Add this map's parameters and buffers; `reset_parameters` sets them."""
-        shape = (self.num_heads, self.head_dim)
+        """Add this map's parameters and buffers (`add`)."""
         if self.has_sigma:
-            self.sigma = nn.Parameter(torch.empty(shape))
+            self.add("sigma", self.num_heads, self.head_dim, initial=1.0, trainable=True)
         if self.reparametrizable:
-            self.register_buffer("balance", torch.empty(shape))
-            self.register_buffer("key_shift", torch.empty(shape))
+            self.add("balance", self.num_heads, self.head_dim, initial=1.0)
+            self.add("key_shift", self.num_heads, self.head_dim)
         if self.has_exponent:
-            self.register_buffer("log_scale", torch.empty(self.num_heads))
+            self.add("log_scale", self.num_heads)
         if self.windowed:
-            self.window_shift = nn.Parameter(torch.empty(self.num_heads))
+            self.add("window_shift", self.num_heads, trainable=True)
+
+    def add(self, name: str, *shape: int, initial: float = 0.0, trainable: bool = False) -> None:
+        """Add a parameter, or a buffer if it is not trainable, whose entries `reset_parameters` sets to ``initial``."""
+        if trainable:
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        else:
+            self.register_buffer(name, torch.empty(shape))
+        self._initial_values[name] = initial
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize every parameter and buffer that no checkpoint has set."""
-        if self.has_sigma:
-            init.ones_(self.sigma)
-        if self.reparametrizable:
-            init.ones_(self.balance)
-            init.zeros_(self.key_shift)
-        if self.has_exponent:
-            init.zeros_(self.log_scale)
-        if self.windowed:
-            init.zeros_(self.window_shift)
+        for name, value in self._initial_values.items():
+            init.constant_(getattr(self, name), value)
 
     @classmethod
     def resolve_num_features(cls, num_features: int | None, head_dim: int, *, name: str = "num_features") -> int:
         """Return D: ``num_features``, or the map's default.
 
         Raises:
-            ValueError: if D < 1, or if the map's D follows from the head's width and another one is asked for; it calls the
-                number ``name``.
+            ValueError: if D < 1, or if the map's D follows from the head's width and is another; ``name`` is the number's.
         """
-        if cls.default_num_features is None:
-            if num_features not in (None, head_dim):
-                raise ValueError(
-                    f"{name}={num_features} does not fit feature_map={cls.name!r}, which has one feature map row "
-                    f"per dimension of the head ({head_dim}). Leave {name} out, or take another feature map."
-                )
-            return head_dim
-        if num_features is None:
-            return cls.default_num_features
-        if num_features < 1:
+        default = cls.default_num_features
+        if default is None and num_features not in (None, head_dim):
+            raise ValueError(
+                f"{name}={num_features} does not fit feature_map={cls.name!r}, which has one feature map row "
+                f"per dimension of the head ({head_dim}). Leave {name} out, or take another feature map."
+            )
+        found = (head_dim if default is None else default) if num_features is None else num_features
+        if found < 1:
             raise ValueError(f"{name} must be at least 1, got {num_features}.")
-        return num_features
+        return found
 
     @property
     def signed(self) -> bool:
@@ -261,15 +254,10 @@ class FeatureMap(nn.Module, ABC):
             offsets = self.window_shift[:, None, None] + features.new_zeros(*features.shape[:-1], 1)
         return Features(features, keys, offsets, None)
 
-    def key_exponent(self, key: Tensor) -> Tensor:
-        """Return the exponents of keys [B, H, T, d] without c, [B, H, T, F or 1], for maps with ``has_exponent``."""
-        raise NotImplementedError(f"feature_map={self.name!r} has no exponents.")
-
     def least_shift(self, state: Tensor | None) -> Tensor | None:
         """Return the least `Features.shift` at which a state does not overflow, or None where nothing is to be shifted.
 
-        Args:
-            state: the state that the features meet (`hf_rfa.models.linear_attention.state_shape`), or None at the start.
+        The state is the one that the features meet (`hf_rfa.models.linear_attention`), or None at the start.
         """
         if not (self.has_exponent and torch.is_grad_enabled()):
             return None
@@ -338,7 +326,7 @@ class FeatureSpec:
         """Return k̂ of keys by heads, [H, N, d]."""
         if self.unit_norm:
             return F.normalize(key, dim=-1) * self.key_scale
-        return key * self.key_scale if self.key_mean is None else _multiply(key - self.key_mean, self.key_scale)
+        return key * self.key_scale if self.key_mean is None else _into(key - self.key_mean, "mul", self.key_scale)
 
     def query_linear(self, query_input: Tensor) -> Tensor:
         """Return Wq̂ + b, [H, N, D]."""
@@ -347,15 +335,13 @@ class FeatureSpec:
     def key_linear(self, key_input: Tensor) -> Tensor:
         """Return W'k̂ + b' − Σ e_i k̂_i², [H, N, D]."""
         linear = torch.baddbmm(self.key_bias, key_input, self.key_weight)
-        return linear if self.key_norm is None else _subtract(linear, torch.bmm(key_input.square(), self.key_norm))
+        return linear if self.key_norm is None else _into(linear, "sub", torch.bmm(key_input.square(), self.key_norm))
 
     def contiguous(self) -> FeatureSpec:
         """Return this specification with weights that lie in memory as matrix products read them."""
-        query_weight = self.query_weight.contiguous()
-        shared = self.key_weight is self.query_weight
-        return replace(
-            self, query_weight=query_weight, key_weight=query_weight if shared else self.key_weight.contiguous()
-        )
+        weight = self.query_weight.contiguous()
+        key_weight = weight if self.key_weight is self.query_weight else self.key_weight.contiguous()
+        return replace(self, query_weight=weight, key_weight=key_weight)
 
 
 class ProjectedFeatureMap(FeatureMap):
@@ -371,11 +357,7 @@ class ProjectedFeatureMap(FeatureMap):
         """Add W, and what every map has."""
         super().build()
         self._cached_spec: tuple[Any, FeatureSpec] | None = None
-        projection = torch.empty(self.num_heads, self.num_features, self.head_dim)
-        if self.trainable:
-            self.projection = nn.Parameter(projection)
-        else:
-            self.register_buffer("projection", projection)
+        self.add("projection", self.num_heads, self.num_features, self.head_dim, trainable=self.trainable)
 
     def matrix(self) -> Tensor:
         """Return W."""
@@ -400,8 +382,10 @@ class ProjectedFeatureMap(FeatureMap):
         """Return `spec`; in evaluation without gradients it is kept until a parameter or buffer changes."""
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.spec(dtype)
-        versions = tensor_versions(chain(self._parameters.values(), self._buffers.values()))
-        if versions is None:
+        # Writing through ``.data`` escapes the versions; `train` and `_apply` also forget what is kept.
+        try:
+            versions = [(x.data_ptr(), x._version) for x in (*self._parameters.values(), *self._buffers.values())]  # type: ignore[union-attr]
+        except RuntimeError:  # tensors made in inference mode have no version, and some no storage
             return self.spec(dtype)
         if self._cached_spec is None or self._cached_spec[0] != (dtype, versions):
             self._cached_spec = (dtype, versions), self.spec(dtype).contiguous()
@@ -417,10 +401,8 @@ class ProjectedFeatureMap(FeatureMap):
         return super()._apply(*args, **kwargs)
 
     @abstractmethod
-    def features(
-        self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None
-    ) -> HeadFeatures:
-        """Return features of queries [H, N, d] and keys [H, N', d] or None; see `HeadFeatures`."""
+    def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
+        """Return features by heads, of queries [H, N, d] and keys [H, N', d] or None; see `forward`."""
 
     def forward(
         self, query: Tensor, key: Tensor | None = None, *, least_shift: Tensor | None = None, offset: bool = False
@@ -429,20 +411,13 @@ class ProjectedFeatureMap(FeatureMap):
         dtype = compute_dtype(query.dtype)
         by_heads = None if key is None else to_heads(key.to(dtype))
         found = self.features(self.current_spec(dtype), to_heads(query.to(dtype)), by_heads, least_shift)
-        features, key_features, shift, offsets = found
-        return Features(
-            from_heads(features, query),
-            query.new_empty(0) if key is None or key_features is None else from_heads(key_features, key),
-            self._offset(offsets, query) if offset else None,
-            shift,
-        )
-
-    def _offset(self, offsets: Tensor | None, query: Tensor) -> Tensor:
-        """Return `Features.offset` of queries [B, H, T, d]."""
-        if offsets is None:
-            zeros = self.window_shift.new_zeros(self.num_heads, query.shape[0] * query.shape[2], 1)
-            offsets = self.window_shift[:, None, None] - zeros
-        return from_heads(offsets, query)
+        key_features = found.key if key is None else from_heads(found.key, key)
+        offsets = None
+        if offset:
+            zeros = found.query.new_zeros(*found.query.shape[:-1], 1)
+            offsets = self.window_shift[:, None, None] + zeros if found.offset is None else found.offset
+            offsets = from_heads(offsets, query)
+        return Features(from_heads(found.query, query), key_features, offsets, found.shift)
 
     def query(self, query: Tensor) -> Tensor:
         """Return the features of queries [B, H, T, d] as [B, H, T, F]."""
@@ -466,64 +441,49 @@ def from_heads(flat: Tensor, like: Tensor) -> Tensor:
     return flat.view(heads, batch, length, -1).transpose(0, 1)
 
 
-def tensor_versions(tensors: Any) -> list[tuple[int, int]] | None:
-    """Return what changes when one of some tensors does, or None if that cannot be told.
-
-    Writing through ``.data`` escapes it; maps also forget what they keep on every change of mode or device.
-    """
-    try:
-        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
-    except RuntimeError:  # tensors made in inference mode have no version, and some no storage
-        return None
-
-
 def exponentiate_queries(exponent: Tensor) -> tuple[Tensor, Tensor]:
     """Return exp(exponent − l) and l, [H, N, 1], which makes a query's largest feature e^40."""
     maximum = exponent.detach().amax(dim=-1, keepdim=True) - QUERY_EXPONENT
-    return _exponentiate(_subtract(exponent, maximum)), maximum
+    return _into(_into(exponent, "sub", maximum), "exp"), maximum
 
 
-def change_by_shift(exponent: Tensor, shift: Tensor | None) -> Tensor | None:
-    """Return the logarithm of the factor that a shift takes from φ(q)·φ(k), since a query's largest feature stays e^40."""
-    if shift is None:
-        return None
-    exponent = exponent.detach()
-    return (exponent + shift).amax(dim=-1, keepdim=True) - exponent.amax(dim=-1, keepdim=True)
+def exponential_features(
+    query: Tensor, key: Tensor | None, least_shift: Tensor | None, window_shift: Tensor | None
+) -> tuple[Features, Tensor]:
+    """Return features by heads with exponents ``query`` [H, N, F] and ``key`` [H, N', F], and l of `exponentiate_queries`.
+
+    The head's constant is subtracted from ``key`` already, or ``key`` is None. With a ``window_shift`` [H] the features have
+    an offset, which follows their shift.
+    """
+    key_features, shift, offset = query.new_empty(0), least_shift, None
+    if key is not None:
+        key_features, shift = exponentiate_keys(key, least_shift)
+    if shift is not None:
+        exponent, query = query.detach(), query + shift
+        if window_shift is not None:  # the shift takes a factor from φ(q)·φ(k), as a query's largest feature stays e^40
+            change = query.detach().amax(dim=-1, keepdim=True) - exponent.amax(dim=-1, keepdim=True)
+            offset = window_shift[:, None, None] - change
+    features, log_scale = exponentiate_queries(query)
+    return Features(features, key_features, offset, shift), log_scale
 
 
-def rectified(spec: FeatureSpec, query: Tensor, key: Tensor | None) -> HeadFeatures:
-    """Return features of the kind max(0, ·)."""
-    query = F.relu(spec.query_linear(spec.query_input(query)))
-    return query, None if key is None else F.relu(spec.key_linear(spec.key_input(key))), None, None
+def rectified_features(spec: FeatureSpec, query: Tensor, key: Tensor | None) -> Features:
+    """Return features of the kind max(0, ·) by heads, of queries [H, N, d] and keys [H, N', d]."""
+    query_features = F.relu(spec.query_linear(spec.query_input(query)))
+    key_features = query.new_empty(0) if key is None else F.relu(spec.key_linear(spec.key_input(key)))
+    return Features(query_features, key_features, None, None)
 
 
 def exponentiate_keys(exponent: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return exp(min(exponent, 25) − r) of exponents [H, N, n], and r: the least shift at which none of them overflows.
-
-    Args:
-        exponent: with the head's constant subtracted.
-        least: r is at least this; None for r = 0.
-    """
+    """Return exp(min(exponent, 25) − r) of exponents [H, N, n] and r ≥ ``least``, at which none overflows. None is r = 0."""
     if least is None:
-        return _exponentiate(_at_most(exponent, MAX_EXPONENT)), None
+        return _into(_into(exponent, "clamp", None, MAX_EXPONENT), "exp"), None
     shift = least_shift_above(exponent.detach().amax(dim=1, keepdim=True), least)
     exponent = (exponent - shift).clamp(max=MAX_EXPONENT)  # where r < 0 none reaches it
     exponent = torch.where(exponent < MIN_DIFFERENTIABLE_EXPONENT, exponent.detach(), exponent)
     return exponent.exp(), shift
 
 
-# In place without gradients: fresh memory costs more time than the arithmetic.
-def _multiply(x: Tensor, y: Tensor) -> Tensor:
-    return x * y if torch.is_grad_enabled() else x.mul_(y)
-
-
-def _subtract(x: Tensor, y: Tensor) -> Tensor:
-    return x - y if torch.is_grad_enabled() else x.sub_(y)
-
-
-def _at_most(x: Tensor, most: float) -> Tensor:
-    return x.clamp(max=most) if torch.is_grad_enabled() else x.clamp_(max=most)
-
-
-def _exponentiate(x: Tensor) -> Tensor:
-    return x.exp() if torch.is_grad_enabled() else x.exp_()
+def _into(x: Tensor, operation: str, *args: Any) -> Tensor:
+    """Return ``x.operation(*args)``; in place without gradients, since fresh memory costs more time than the arithmetic."""
+    return getattr(x, operation if torch.is_grad_enabled() else f"{operation}_")(*args)

@@ -7,20 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import initialization as init
 
 from .feature_maps import (
+    Features,
     FeatureSpec,
-    HeadFeatures,
     ProjectedFeatureMap,
-    change_by_shift,
-    exponentiate_keys,
-    exponentiate_queries,
-    rectified,
+    exponential_features,
+    rectified_features,
     register_feature_map,
 )
-from .random_feature_maps import PositiveMap, RandomFeatureMap, draw_for
+from .random_feature_maps import PositiveMap, draw_projection
 
 
 @register_feature_map("exponential")
@@ -32,6 +30,9 @@ class ExponentialMap(PositiveMap):
     """
 
     key_projection: Tensor
+    query_bias: Tensor
+    key_bias: Tensor
+    norm_weight: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{**kwargs, "trainable": True})
@@ -39,19 +40,16 @@ class ExponentialMap(PositiveMap):
     def build(self) -> None:
         """Add W, W', b, b' and a."""
         ProjectedFeatureMap.build(self)
-        self.key_projection = nn.Parameter(torch.empty(self.num_heads, self.num_features, self.head_dim))
-        self.query_bias = nn.Parameter(torch.empty(self.num_heads, self.num_features))
-        self.key_bias = nn.Parameter(torch.empty(self.num_heads, self.num_features))
-        self.norm_weight = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
+        self.add("key_projection", self.num_heads, self.num_features, self.head_dim, trainable=True)
+        self.add("query_bias", self.num_heads, self.num_features, trainable=True)
+        self.add("key_bias", self.num_heads, self.num_features, trainable=True)
+        self.add("norm_weight", self.num_heads, self.head_dim, initial=1.0, trainable=True)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw W, copy it to W', and set the rest such that φ is that of `PositiveMap`."""
-        RandomFeatureMap.reset_parameters(self)
+        super().reset_parameters()
         init.copy_(self.key_projection, self.draw(0))
-        init.zeros_(self.query_bias)
-        init.zeros_(self.key_bias)
-        init.ones_(self.norm_weight)
 
     def spec(self, dtype: torch.dtype) -> FeatureSpec:
         """See `ProjectedFeatureMap.spec`."""
@@ -63,16 +61,11 @@ class ExponentialMap(PositiveMap):
             key_norm=self.norm_weight.to(dtype)[:, :, None] / 2,
         )
 
-    def _key_parameters(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.key_projection, self.key_bias, self.norm_weight
-
-    def log_normalizer(self, query: Tensor) -> Tensor:
-        """Raise NotImplementedError: once it is trained, this map estimates no kernel."""
-        raise NotImplementedError(f"feature_map={self.name!r} is trained away from the softmax kernel.")
-
 
 class LearnedFeatureMap(ProjectedFeatureMap):
     """A map with a learned matrix and bias per head, the same for queries and keys."""
+
+    bias: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{**kwargs, "trainable": True})
@@ -80,14 +73,13 @@ class LearnedFeatureMap(ProjectedFeatureMap):
     def build(self) -> None:
         """Add W and the bias."""
         super().build()
-        self.bias = nn.Parameter(torch.empty(self.num_heads, self.num_features))
+        self.add("bias", self.num_heads, self.num_features, trainable=True)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set W to `initial_projection` and the bias to 0."""
+        """Set W to `initial_projection`, and initialize the rest."""
         super().reset_parameters()
         init.copy_(self.projection, self.initial_projection())
-        init.zeros_(self.bias)
 
     @abstractmethod
     def initial_projection(self) -> Tensor:
@@ -105,13 +97,11 @@ class T2RMap(LearnedFeatureMap):
 
     def initial_projection(self) -> Tensor:
         """Return independent N(0, 1) entries from the map's seed."""
-        return draw_for(self, orthogonal=False)
+        return draw_projection(self.projection.shape, seed=self.seed, layer_idx=self.layer_idx, orthogonal=False)
 
-    def features(
-        self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None
-    ) -> HeadFeatures:
+    def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
         """See `ProjectedFeatureMap.features`."""
-        return rectified(spec, query, key)
+        return rectified_features(spec, query, key)
 
 
 @register_feature_map("hedgehog")
@@ -130,32 +120,15 @@ class HedgehogMap(LearnedFeatureMap):
         """Return the identity for every head."""
         return torch.eye(self.head_dim).expand(self.num_heads, -1, -1)
 
-    def features(
-        self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None
-    ) -> HeadFeatures:
+    def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
         """See `ProjectedFeatureMap.features`."""
-        exponent = self._both_signs(spec.query_linear(spec.query_input(query)))
-        key_features, shift = None, least_shift
+        exponent, key_exponent = self._both_signs(spec.query_linear(spec.query_input(query))), None
         if key is not None:
             key_exponent = self._both_signs(spec.key_linear(spec.key_input(key))) - self.log_scale[:, None, None]
-            key_features, shift = exponentiate_keys(key_exponent, least_shift)
-        change = change_by_shift(exponent, shift) if self.windowed else None
-        query_features, _ = exponentiate_queries(exponent if shift is None else exponent + shift)
-        return (
-            query_features,
-            key_features,
-            shift,
-            None if change is None else self.window_shift[:, None, None] - change,
-        )
+        return exponential_features(exponent, key_exponent, least_shift, self.window_shift if self.windowed else None)[
+            0
+        ]
 
     @staticmethod
     def _both_signs(linear: Tensor) -> Tensor:
         return torch.cat([linear, -linear], dim=-1)
-
-    def key_exponent(self, key: Tensor) -> Tensor:
-        """Return ±(Wk̂ + b) of keys [B, H, T, d], as [B, H, T, 2d]."""
-        key = self.key_input(key)
-        linear = torch.einsum("bhtd,hfd->bhtf", key, self.projection.to(key.dtype)) + self.bias[:, None, :].to(
-            key.dtype
-        )
-        return self._both_signs(linear)

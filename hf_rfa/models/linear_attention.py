@@ -13,14 +13,15 @@ Padding has w = 0 and log g = 0, so that it neither adds to the state nor decays
 and one rule, `denominator`, says what the numerator is divided by. `final_state` and `attend_with_state` are its two halves
 where every query sees every key: cross and bidirectional attention.
 
-Shapes: B batch, H heads, T tokens, F features, d width of a head, M = d + 1 columns of values and ones. Everything is
-computed in the dtype of the features: float32, or float64.
+Shapes: B batch, H heads, T tokens, F features, d width of a head, M = d + 1 columns of values and ones. A state is
+[B, H, F, d + 1], S with z as its last column; features with negative entries add a row for n (`with_norm_row`). Everything
+is computed in the dtype of the features: float32, or float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Iterator
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,19 +34,37 @@ MASKED_LOGIT = -1e30
 MIN_DIFFERENTIABLE_DIVISOR = 3e-20
 
 
+class Tokens(NamedTuple):
+    """Inputs of causal attention from some tokens, without their queries.
+
+    Attributes:
+        key: [B, H, T, d]; for the recurrence features of the keys, [B, H, T, F], float32 or float64.
+        value: [B, H, T, M], any floating dtype; M is d, or T for one-hot values.
+        log_decay: log g, [B, H, T], ≤ 0 and 0 for padding, or None for g = 1.
+        input_scale: w, [B, H or 1, T], 0 for padding, or None for ones.
+        padding_mask: [B, T], 0 for padding, or None where nothing is padded.
+    """
+
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor | None = None
+    input_scale: Tensor | None = None
+    padding_mask: Tensor | None = None
+
+    def scaled_value(self) -> Tensor:
+        """Return w v, [B, H, T, M]."""
+        return scale_rows(self.value, self.input_scale)
+
+    def first(self, count: int) -> Tokens:
+        """Return the first ``count`` tokens."""
+        scales = (None if each is None else each[..., :count] for each in self[2:])
+        return Tokens(self.key[..., :count, :], self.value[..., :count, :], *scales)
+
+
 def mask_padding(
     padding_mask: Tensor | None, log_decay: Tensor | None, input_scale: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Make padding neither add to the state nor decay it.
-
-    Args:
-        padding_mask: [B, T], 1 for a token and 0 for padding, or None where nothing is padded.
-        log_decay: [B, H, T] or None.
-        input_scale: [B, H, T] or None (all ones).
-
-    Returns:
-        (log_decay, input_scale), with input_scale [B, 1, T] where only the padding sets it.
-    """
+    """Return log_decay and input_scale, with which padding neither adds to the state nor decays it; see `Tokens`."""
     if padding_mask is None:
         return log_decay, input_scale
     keep = padding_mask[:, None, :] != 0
@@ -78,39 +97,24 @@ def scale_rows(rows: Tensor, input_scale: Tensor | None) -> Tensor:
     return rows if input_scale is None else rows * input_scale[..., None].to(rows.dtype)
 
 
-def parallel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def parallel(query: Tensor, tokens: Tokens, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute the recurrence in its quadratic form: the definition that the other forms are tested against.
 
     Args:
         query: features of the queries, [B, H, T, F].
-        key: features of the keys, [B, H, T, F].
-        value: [B, H, T, M].
-        log_decay: log g, [B, H, T], ≤ 0, or None for g = 1.
-        input_scale: w, [B, H or 1, T], or None for ones.
+        tokens: features of the keys, values [B, H, T, M] of the same dtype, log-decays and input scales.
         initial_state: [B, H, F, M], or None for zeros.
 
     Returns:
-        The outputs [B, H, T, M] and the state after the last token [B, H, F, M].
+        The outputs [B, H, T, M] and the state after the last token.
     """
-    value = scale_rows(value, input_scale)  # scalars multiply values, which are narrower than features
+    key, value, log_decay = tokens.key, tokens.scaled_value(), tokens.log_decay  # values are narrower than features
+    log_decay = None if log_decay is None else log_decay.to(key.dtype)
     scores = query @ key.transpose(-1, -2)
-    if log_decay is None:
-        output = scores.tril() @ value
-        return output if initial_state is None else output + query @ initial_state, _advance(
-            key, value, None, initial_state
-        )
-    log_decay = log_decay.to(key.dtype)
-    output = (scores * segment_sums(log_decay).exp()) @ value
+    output = (scores.tril() if log_decay is None else scores * segment_sums(log_decay).exp()) @ value
     if initial_state is not None:
-        output = output + (query @ initial_state) * log_decay.cumsum(-1).exp()[..., None]
+        past = query @ initial_state
+        output = output + (past if log_decay is None else past * log_decay.cumsum(-1).exp()[..., None])
     return output, _advance(key, value, log_decay, initial_state)
 
 
@@ -125,14 +129,7 @@ def _advance(key: Tensor, value: Tensor, log_decay: Tensor | None, initial_state
 
 
 def chunked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    query: Tensor, tokens: Tokens, initial_state: Tensor | None = None, chunk_size: int = DEFAULT_CHUNK_SIZE
 ) -> tuple[Tensor, Tensor]:
     """Compute the recurrence chunk by chunk: quadratic within a chunk, a state from chunk to chunk.
 
@@ -142,35 +139,28 @@ def chunked(
     if query.shape[-2] == 0:
         raise ValueError(f"the recurrence got no tokens: query has shape {tuple(query.shape)}")
     if isinstance(query.shape[-2], torch.SymInt):
-        return _chunked_at_once(query, key, scale_rows(value, input_scale), log_decay, initial_state, chunk_size)
-    if log_decay is None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _chunked_in_place(query, key, scale_rows(value, input_scale), initial_state, chunk_size)
+        return _chunked_at_once(query, tokens, initial_state, chunk_size)
+    if tokens.log_decay is None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _chunked_in_place(query, tokens, initial_state, chunk_size)
     outputs, state = [], initial_state
-    for q, k, v, decay, scale in split_tokens(chunk_size, query, key, value, log_decay, input_scale):
-        output, state = parallel(q, k, v, log_decay=decay, input_scale=scale, initial_state=state)
+    for queries, chunk in split_tokens(chunk_size, query, tokens):
+        output, state = parallel(queries, chunk, state)
         outputs.append(output)
     return torch.cat(outputs, dim=-2), cast(Tensor, state)
 
 
-def split_tokens(
-    size: int, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor | None, input_scale: Tensor | None
-) -> zip[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
-    """Return the inputs of the recurrence, ``size`` tokens at a time.
+def split_tokens(size: int, query: Tensor, tokens: Tokens) -> Iterator[tuple[Tensor, Tokens]]:
+    """Return queries and tokens, ``size`` at a time; padding masks, which no recurrence reads, are left out.
 
     Each tensor is split once, not sliced: the gradient of each slice would be as long as the sequence.
     """
     count = -(-query.shape[-2] // size)
-
-    def split(tensor: Tensor | None) -> Sequence[Tensor] | Sequence[None]:
-        return [None] * count if tensor is None else tensor.split(size, dim=-1)
-
-    rows = (tensor.split(size, dim=-2) for tensor in (query, key, value))
-    return zip(*rows, split(log_decay), split(input_scale), strict=True)
+    rows = (tensor.split(size, dim=-2) for tensor in (query, *tokens[:2]))
+    scales = ([None] * count if each is None else each.split(size, dim=-1) for each in tokens[2:4])
+    return ((queries, Tokens(*rest)) for queries, *rest in zip(*rows, *scales, strict=True))
 
 
-def _chunked_at_once(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor | None, state: Tensor | None, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _chunked_at_once(query: Tensor, tokens: Tokens, state: Tensor | None, chunk_size: int) -> tuple[Tensor, Tensor]:
     """Compute `chunked` for a length that an exporter leaves open: all chunks at once, so that one graph serves any number.
 
     The last chunks are filled with tokens that add nothing. There are two at least, since a graph for one chunk differs.
@@ -181,9 +171,9 @@ def _chunked_at_once(
     def split(x: Tensor) -> Tensor:
         return F.pad(x, (0, 0, 0, count * chunk_size - length)).unfold(2, chunk_size, chunk_size).transpose(-1, -2)
 
-    query, key, value = (split(x) for x in (query, key, value))
-    log_decay = None if log_decay is None else split(log_decay.to(key.dtype)[..., None])[..., 0]
-    output, sums = parallel(query, key, value, log_decay=log_decay)
+    query, key, value = (split(x) for x in (query, tokens.key, tokens.scaled_value()))
+    log_decay = None if tokens.log_decay is None else split(tokens.log_decay.to(key.dtype)[..., None])[..., 0]
+    output, sums = parallel(query, Tokens(key, value, log_decay))
     first = torch.zeros_like(sums[:, :, :1]) if state is None else state[:, :, None]
     sums = torch.cat([first, sums], dim=2).flatten(-2)
     if log_decay is None:
@@ -197,17 +187,15 @@ def _chunked_at_once(
     return output.flatten(2, 3).index_select(2, torch.arange(length, device=output.device)), sums[:, :, -1]
 
 
-def _chunked_in_place(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor | None, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _chunked_in_place(query: Tensor, tokens: Tokens, state: Tensor | None, chunk_size: int) -> tuple[Tensor, Tensor]:
     """Compute `chunked` without gates and gradients: products are added to the sums in place."""
     batch, heads, length, features = query.shape
-    columns = value.shape[-1]
-    query, key, value = (tensor.reshape(batch * heads, length, -1) for tensor in (query, key, value))
-    if state is None:
-        sums = query.new_zeros(batch * heads, features, columns)
-    else:
-        sums = state.reshape(batch * heads, features, columns).clone()
+    columns = tokens.value.shape[-1]
+    inputs = (query, tokens.key, tokens.scaled_value())
+    query, key, value = (tensor.reshape(batch * heads, length, -1) for tensor in inputs)
+    sums = query.new_zeros(batch * heads, features, columns)
+    if state is not None:
+        sums.copy_(state.reshape(sums.shape))
     outputs = query.new_empty(batch * heads, length, columns)
     for start in range(0, length, chunk_size):
         here = slice(start, start + chunk_size)
@@ -219,29 +207,18 @@ def _chunked_in_place(
 
 
 def updates_in_place() -> bool:
-    """Return whether one token may update its state in place: not with gradients, nor in torch's old tracer.
-
-    That tracer, which ``torch.onnx.export(…, dynamo=False)`` uses, loses such updates.
-    """
+    """Return whether one token may update its state in place: not with gradients, nor in torch's old tracer."""
+    # ``torch.onnx.export(…, dynamo=False)`` uses that tracer, which loses such updates.
     return not (torch.is_grad_enabled() or torch.jit.is_tracing())
 
 
-def recurrent(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    initial_state: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Advance the recurrence by one token (T = 1).
+def recurrent(query: Tensor, tokens: Tokens, initial_state: Tensor) -> tuple[Tensor, Tensor]:
+    """Advance the recurrence by one token (T = 1); arguments and results are those of `parallel`.
 
-    Without gradients ``initial_state`` is updated in place, so that decoding allocates no new state. Arguments and results
-    are those of `parallel`.
+    Without gradients ``initial_state`` is updated in place, so that decoding allocates no new state.
     """
-    value, state = scale_rows(value, input_scale), initial_state
-    decay = None if log_decay is None else log_decay.to(state.dtype).exp()[..., None]
+    key, value, state = tokens.key, tokens.scaled_value(), initial_state
+    decay = None if tokens.log_decay is None else tokens.log_decay.to(state.dtype).exp()[..., None]
     if not updates_in_place():
         state = state if decay is None else state * decay
         state = state + key.transpose(-1, -2) * value
@@ -253,37 +230,25 @@ def recurrent(
     return query @ state, state
 
 
-def _recurrence(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor | None,
-    input_scale: Tensor | None,
-    state: Tensor | None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
+def _recurrence(query: Tensor, tokens: Tokens, state: Tensor | None, chunk_size: int) -> tuple[Tensor, Tensor]:
     """Compute the form that fits: `recurrent` for one token on a state, else `chunked`."""
     if state is not None and query.shape[-2] == 1:
-        return recurrent(query, key, value, log_decay=log_decay, input_scale=input_scale, initial_state=state)
-    decays = {"log_decay": log_decay, "input_scale": input_scale}
-    return chunked(query, key, value, **decays, initial_state=state, chunk_size=chunk_size)
+        return recurrent(query, tokens, state)
+    return chunked(query, tokens, state, chunk_size)
 
 
 def denominator(normalizer: Tensor, query: Tensor, key_norm_sum: Tensor | None, floor: float | None) -> Tensor:
-    """Return what the numerator is divided by: the one rule for the denominator.
+    """Return what the numerator is divided by, [B, H, T, 1]; 0 where nothing has been seen yet (all padding).
 
-    The normalizer φ(q)·z is raised to ``floor`` × ‖φ(q)‖ × n, where n = Σ w ‖φ(k)‖ ≥ ‖z‖ decays as the state does. The bound
-    scales with φ, with the gates and with the number of tokens, so that rescaling any of them changes nothing. Features
-    without negative entries cannot cancel, and need no floor.
+    Features without negative entries cannot cancel, and need neither n nor a floor: it is the normalizer. Others raise it to
+    ``floor`` × ‖φ(q)‖ × n, where n = Σ w ‖φ(k)‖ ≥ ‖z‖ decays as the state does, so that rescaling φ, the gates or the number
+    of tokens changes nothing.
 
     Args:
         normalizer: φ(q)·z, [B, H, T, 1].
         query: features of the queries, [B, H, T, F].
-        key_norm_sum: n, [B, H, T, 1], or None for features without negative entries.
-        floor: smallest cosine between φ(q) and z that is divided by, or None for features without negative entries.
-
-    Returns:
-        [B, H, T, 1]; 0 where nothing has been seen yet (all padding).
+        key_norm_sum: n, [B, H, T, 1], or None.
+        floor: smallest cosine between φ(q) and z that is divided by, or None.
     """
     if key_norm_sum is None or floor is None:
         return normalizer
@@ -307,23 +272,15 @@ def differentiable(x: Tensor, divisor: Tensor) -> Tensor:
 
 
 def rescale(state: Tensor | None, before: Tensor | None, after: Tensor | None) -> Tensor | None:
-    """Return a state of features with the shift ``before`` as one of features with the shift ``after``.
+    """Return a state [B, H, rows, d + 1] of features with one shift as a state of features with another.
 
-    Args:
-        state: [B, H, rows, d + 1], or None at the start.
-        before: [H, 1, rows or 1] (`hf_rfa.models.feature_maps.Features.shift`), or None for 0.
-        after: as ``before``.
+    Both shifts are [H, 1, rows or 1] (`hf_rfa.models.feature_maps.Features.shift`), or None for 0.
     """
     if state is None or (before is None and after is None):
         return state
     log_factor = (0.0 if before is None else before) - (0.0 if after is None else after)
     half = (cast(Tensor, log_factor).transpose(-1, -2) / 2).exp()  # all of it may overflow where the product does not
     return state * half * half
-
-
-def state_shape(num_features: int, head_dim: int, *, signed: bool) -> tuple[int, int]:
-    """Return the (rows, columns) of one head's state: S with z as a last column, and a row for n if φ has signs."""
-    return num_features + signed, head_dim + 1
 
 
 def with_ones(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -343,25 +300,26 @@ def key_norm_sums(
     initial: Tensor | None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
-    """Return n of `denominator`: the recurrence with one feature, ‖φ(k)‖ [B, H, T, 1], and no values but ones.
+    """Return n of `denominator` after every token, [B, H, T, 1], and after the last, [B, H, 1, 1].
 
-    ``initial`` [B, H, 1, 1] is n before these tokens, updated in place as a state is; the other arguments are those of
-    `linear_attention`.
-
-    Returns:
-        n after every token, [B, H, T, 1], and after the last, [B, H, 1, 1].
+    n is the recurrence with one feature, ``key_norm`` = ‖φ(k)‖ [B, H, T, 1], and ones for values. ``initial`` is n before
+    these tokens, updated in place as a state is. The other arguments are those of `linear_attention`.
     """
     ones = torch.ones_like(key_norm)
-    return _recurrence(ones, key_norm, ones, log_decay, input_scale, initial, chunk_size)
+    return _recurrence(ones, Tokens(key_norm, ones, log_decay, input_scale), initial, chunk_size)
+
+
+def _split_norm_row(state: Tensor | None, floor: float | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return a state's rows [B, H, F, d + 1] and its n [B, H, 1, 1], which that of signed features has (`with_norm_row`)."""
+    if state is None or floor is None:
+        return state, None
+    return state[..., :-1, :], state[..., -1:, -1:]
 
 
 def linear_attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tokens: Tokens,
     *,
-    log_decay: Tensor | None = None,
-    input_scale: Tensor | None = None,
     initial_state: Tensor | None = None,
     denominator_floor: float | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
@@ -370,12 +328,8 @@ def linear_attention(
 
     Args:
         query: features of the queries, [B, H, T, F], float32 or float64.
-        key: features of the keys, [B, H, T, F].
-        value: [B, H, T, d], any floating dtype.
-        log_decay: log g, [B, H, T], ≤ 0, or None for g = 1.
-        input_scale: w, [B, H or 1, T], 0 for padding, or None for ones.
-        initial_state: the state so far (`state_shape`), or None at the start; updated in place for one token without
-            gradients.
+        tokens: features of the keys, values [B, H, T, d], log-decays and input scales.
+        initial_state: the state so far, or None at the start; updated in place for one token without gradients.
         denominator_floor: see `denominator`; None for features without negative entries.
         chunk_size: tokens handled at once in the quadratic form.
 
@@ -383,10 +337,9 @@ def linear_attention(
         The outputs [B, H, T, d] in the dtype of the features, the new state, and what the outputs were divided by,
         [B, H, T, 1] (`denominator`).
     """
-    value, rows, norms = with_ones(value, key.dtype), initial_state, None
-    if denominator_floor is not None and initial_state is not None:
-        rows, norms = initial_state[..., :-1, :], initial_state[..., -1:, -1:]
-    sums, rows = _recurrence(query, key, value, log_decay, input_scale, rows, chunk_size)
+    rows, norms = _split_norm_row(initial_state, denominator_floor)
+    key, value, log_decay, input_scale, _ = tokens
+    sums, rows = _recurrence(query, tokens._replace(value=with_ones(value, key.dtype)), rows, chunk_size)
     if denominator_floor is None:
         return divide(sums[..., :-1], sums[..., -1:]), rows, sums[..., -1:]
     norms, last = key_norm_sums(key.norm(dim=-1, keepdim=True), log_decay, input_scale, norms, chunk_size)
@@ -397,49 +350,36 @@ def linear_attention(
 
 
 def final_state(
-    key: Tensor,
-    value: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    denominator_floor: float | None = None,
+    tokens: Tokens, *, initial_state: Tensor | None = None, denominator_floor: float | None = None
 ) -> Tensor:
-    """Return the state after some tokens, without their outputs. Arguments as for `linear_attention`.
+    """Return the state after some tokens, without their outputs. Arguments are those of `linear_attention`.
 
     It is also the state of cross and bidirectional attention, whose queries all read it (`attend_with_state`).
-
-    Returns:
-        [B, H, rows, d + 1] (`state_shape`).
     """
+    key, value, log_decay, input_scale, _ = tokens
     value = scale_rows(with_ones(value, key.dtype), input_scale)
     log_decay = None if log_decay is None else log_decay.to(key.dtype)
+    rows, norms = _split_norm_row(initial_state, denominator_floor)
+    rows = _advance(key, value, log_decay, rows)
     if denominator_floor is None:
-        return _advance(key, value, log_decay, initial_state)
-    rows, norms = (None, None) if initial_state is None else (initial_state[..., :-1, :], initial_state[..., -1:, -1:])
+        return rows
     key_norm = scale_rows(key.norm(dim=-1, keepdim=True), input_scale)
-    norms = _advance(torch.ones_like(key_norm), key_norm, log_decay, norms)
-    return with_norm_row(_advance(key, value, log_decay, rows), norms)
+    return with_norm_row(rows, _advance(torch.ones_like(key_norm), key_norm, log_decay, norms))
 
 
 def attend_with_state(query: Tensor, state: Tensor, *, denominator_floor: float | None = None) -> Tensor:
-    """Read a finished state without changing it: cross and bidirectional attention.
+    """Return the outputs [B, H, T, d] of queries that read a finished state, unchanged: cross and bidirectional attention.
 
     Args:
         query: features of the queries, [B, H, T, F].
-        state: from `final_state`, [N, H, rows, d + 1]; every row of N serves B / N rows of ``query`` in succession, as the
-            beams of one sequence do.
+        state: from `final_state`; each of its N rows serves B / N rows of ``query`` in succession, the beams of a sequence.
         denominator_floor: see `denominator`.
-
-    Returns:
-        [B, H, T, d].
     """
-    batch, heads, length, features = query.shape
-    groups = state.shape[0]
+    (batch, heads, length, features), groups = query.shape, state.shape[0]
     if batch != groups:  # the queries of one state row become one longer list of queries
         query = query.view(groups, -1, heads, length, features).transpose(1, 2).reshape(groups, heads, -1, features)
-    rows, norms = (state, None) if denominator_floor is None else (state[..., :-1, :], state[..., -1:, -1:])
-    output = query @ rows
+    rows, norms = _split_norm_row(state, denominator_floor)
+    output = query @ cast(Tensor, rows)
     output = divide(output[..., :-1], denominator(output[..., -1:], query, norms, denominator_floor))
     if batch != groups:
         output = output.view(groups, heads, -1, length, output.shape[-1]).transpose(1, 2)

@@ -13,9 +13,7 @@ from transformers.utils.import_utils import is_tracing
 def local_padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
     """Return the padding mask of the last ``length`` tokens, [B, length], or None if none of them is padding.
 
-    Args:
-        attention_mask: [B, past + length], 1 for tokens and 0 for padding, or None.
-        length: number of tokens in this forward pass.
+    ``attention_mask`` is None, or [B, tokens so far] with 1 for tokens and 0 for padding.
 
     Raises:
         ValueError: for any other shape: a recurrence can leave tokens out for all queries, not for some.
@@ -35,12 +33,9 @@ def local_padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
 
 
 def document_starts(position_ids: Tensor | None) -> Tensor | None:
-    """Return where a new document starts, [B, T], in rows that hold several (packed batches), or None if none does.
+    """Return where a new document starts in rows that hold several (packed batches), [B, T], or None if none does.
 
-    As transformers has it, a document starts where positions do not go on by one.
-
-    Args:
-        position_ids: [B, T] or None.
+    As transformers has it, a document starts where ``position_ids`` [B, T] do not go on by one.
     """
     if position_ids is None or position_ids.ndim != 2:
         return None
@@ -51,8 +46,7 @@ def document_starts(position_ids: Tensor | None) -> Tensor | None:
 def padding_of_mask(mask: Tensor | None) -> Tensor | None:
     """Return the padding mask [B, S] behind a mask that transformers prepared for cross attention.
 
-    Args:
-        mask: None, [B, S], or [B, 1, 1 or T, S] as booleans (True for tokens) or as numbers to add (0 for tokens).
+    That is None, [B, S], or [B, 1, 1 or T, S] as booleans (True for tokens) or as numbers to add (0 for tokens).
     """
     if mask is None or mask.ndim == 2:
         return mask
@@ -72,9 +66,7 @@ def check_positions(last: int, count: int) -> None:
 def beams_per_source(encoder_hidden_states: Tensor, padding_mask: Tensor | None) -> int:
     """Return n such that every n rows of a batch in succession are equal, as `generate` repeats a source for its beams.
 
-    Args:
-        encoder_hidden_states: [B, S, width].
-        padding_mask: [B, S], or None.
+    The batch is ``encoder_hidden_states`` [B, S, width] with a ``padding_mask`` [B, S] or None.
     """
     if encoder_hidden_states.shape[0] == 1 or is_tracing(encoder_hidden_states):
         return 1

@@ -5,8 +5,6 @@ Every class subclasses transformers' own; every parameter keeps its name and sha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,7 +35,7 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
         super().__init__(config, is_cross_attention=is_cross_attention, layer_idx=layer_idx)
         kind: AttentionKind = "cross" if is_cross_attention else "causal"
         self.init_rfa(config, kind=kind, scaling=self.scaling, layer_idx=layer_idx)
-        # Set for the time of a call by `RFAGPT2Model`: GPT-2's block hands no further arguments to cross attention.
+        # Set at every call of `RFAGPT2Model`: GPT-2's block hands no further arguments to cross attention.
         self.output_rfa_attentions = False
 
     def _split_heads(self, states: Tensor) -> Tensor:
@@ -69,21 +67,13 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
         output_rfa_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; arguments as for `GPT2Attention`, and what `RFAGPT2Model` adds.
+        """Attend; arguments as for `GPT2Attention`, whose mask is for softmax layers, and what `RFAGPT2Model` adds.
 
-        Args:
-            hidden_states: [B, T, width].
-            past_key_values: the cache.
-            attention_mask: not used: it is made for softmax layers.
-            encoder_hidden_states: [B, S, width], for cross attention.
-            encoder_attention_mask: mask of the encoder's tokens, in any form that `padding_of_mask` reads.
-            padding_mask: [B, T], 0 for padding, or None.
-            document_starts: [B, T], True where a document starts, or None.
-            output_rfa_attentions: whether to return the attention weights.
-            **kwargs: further arguments for softmax layers.
+        ``padding_mask`` is [B, T], 0 for padding, or None; ``encoder_attention_mask`` has any form that `padding_of_mask`
+        reads. ``document_starts`` is [B, T], True where a document starts, or None.
 
         Returns:
-            The output [B, T, width], and the weights [B, H, T, T or S] or None.
+            The output [B, T, width], and the weights [B, H, T, T or S], or None if they are not asked for.
         """
         if self.is_cross_attention:
             output, weights = self.attend_to_source(
@@ -183,35 +173,24 @@ class RFAGPT2Model(RFAGPT2PreTrainedModel, GPT2Model):
         output_weights = kwargs.get("output_attentions")
         if output_weights is None:
             output_weights = self.config.output_attentions
-        with self._cross_attention_weights(bool(output_weights)):
-            return super().forward(
-                input_ids,
-                past_key_values=past_key_values,
-                attention_mask=attention_mask,
-                token_type_ids=token_type_ids,
-                position_ids=position_ids,
-                inputs_embeds=inputs_embeds,
-                encoder_hidden_states=encoder_hidden_states,
-                encoder_attention_mask=encoder_attention_mask,
-                use_cache=use_cache,
-                padding_mask=padding_mask,
-                document_starts=starts,
-                output_rfa_attentions=bool(output_weights),
-                **kwargs,
-            )
-
-    @contextmanager
-    def _cross_attention_weights(self, wanted: bool) -> Iterator[None]:
-        """Let cross-attention layers return their weights, if ``wanted``."""
-        modules = self.modules() if wanted else []
-        layers = [layer for layer in modules if isinstance(layer, RFAGPT2Attention) and layer.is_cross_attention]
-        for layer in layers:
-            layer.output_rfa_attentions = True
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.output_rfa_attentions = False
+        for block in self.h:
+            if isinstance(cross_attention := getattr(block, "crossattention", None), RFAGPT2Attention):
+                cross_attention.output_rfa_attentions = bool(output_weights)
+        return super().forward(
+            input_ids,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            use_cache=use_cache,
+            padding_mask=padding_mask,
+            document_starts=starts,
+            output_rfa_attentions=bool(output_weights),
+            **kwargs,
+        )
 
 
 class _RFAGPT2Head(RFAGPT2PreTrainedModel):

@@ -6,14 +6,14 @@ embeddings and norms only. A family mixes these classes into its own; see `model
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from .attention import RFAAttentionMixin
-from .cache_rfa import keep_keys_and_values, past_length, self_attention_cache, source_layer_of, unread_length
+from .cache_rfa import cross_layer_of, past_length, self_attention_cache, unread_length
 from .configuration_rfa import AttentionKind
 from .masking import check_positions, local_padding
 
@@ -21,10 +21,7 @@ from .masking import check_positions, local_padding
 class RFASeq2SeqAttention(RFAAttentionMixin):
     """Random feature attention for an attention class with ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``.
 
-    Args:
-        config: an `RFASeq2SeqConfigMixin`.
-        kind: the decoder's causal or cross attention, or the encoder's.
-        layer_idx: the layer.
+    ``kind`` says whether it is the decoder's causal or cross attention, or the encoder's.
     """
 
     num_heads: int
@@ -69,20 +66,12 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
         output_rfa_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; arguments as for the family's own attention, and what the encoder and the decoder below add.
+        """Attend; arguments as for the family's own attention, whose mask is for softmax layers, and these.
 
-        Args:
-            hidden_states: [B, T, width].
-            key_value_states: the encoder's output, [B, S, width], for cross attention.
-            past_key_values: the cache.
-            attention_mask: not used: it is made for softmax layers.
-            padding_mask: [B, T], 0 for padding, or None.
-            source_padding_mask: [B, S], 0 for padding, or None, for cross attention.
-            output_rfa_attentions: whether to return the attention weights.
-            **kwargs: further arguments for softmax layers.
+        ``padding_mask`` [B, T] and, for cross attention, ``source_padding_mask`` [B, S] are 0 for padding, or None.
 
         Returns:
-            The output [B, T, width], and the weights [B, H, T, T or S] or None.
+            The output [B, T, width], and the weights [B, H, T, T or S], or None without ``output_rfa_attentions``.
         """
         if self.rfa_kind == "cross":
             output, weights = self.attend_to_source(
@@ -115,14 +104,25 @@ class _RFAStack:
     """The common part of an encoder and a decoder."""
 
     attention_class: type[RFASeq2SeqAttention]
+    #: The attention modules of a layer by name, and the attention that each is.
+    kinds: ClassVar[dict[str, AttentionKind]]
     config: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        for index, layer in enumerate(self.layers):  # type: ignore[attr-defined]
+            for name, kind in self.kinds.items():
+                if config.is_rfa(kind, index):
+                    setattr(layer, name, self.attention_class(config, kind=kind, layer_idx=index))
+        self.post_init()  # type: ignore[attr-defined]
 
     def _length(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, torch.device]:
         """Return the number of tokens and their device; without exactly one of the two the parent raises."""
-        inputs = input_ids if input_ids is not None else inputs_embeds
-        if inputs is None:
+        if input_ids is not None:
+            return input_ids.shape[-1], input_ids.device
+        if inputs_embeds is None:
             raise ValueError("pass either token ids or embeddings.")
-        return (inputs.shape[-1] if input_ids is not None else inputs.shape[-2]), inputs.device
+        return inputs_embeds.shape[-2], inputs_embeds.device
 
     def _wants_weights(self, kwargs: dict[str, Any]) -> bool:
         wanted = kwargs.get("output_attentions")
@@ -132,12 +132,7 @@ class _RFAStack:
 class RFAEncoderMixin(_RFAStack):
     """An encoder whose attention layers but those in ``config.softmax_encoder_layers`` are RFA (bidirectional)."""
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
-        for index, layer in enumerate(self.layers):  # type: ignore[attr-defined]
-            if config.is_rfa("encoder", index):
-                layer.self_attn = self.attention_class(config, kind="encoder", layer_idx=index)
-        self.post_init()  # type: ignore[attr-defined]
+    kinds = {"self_attn": "encoder"}
 
     def forward(
         self,
@@ -156,7 +151,7 @@ class RFAEncoderMixin(_RFAStack):
         if self.config.any_rfa("encoder"):
             kwargs["padding_mask"] = local_padding(attention_mask, length)
             kwargs["output_rfa_attentions"] = self._wants_weights(kwargs)
-        if self.config.all_rfa("encoder"):
+        if not self.config.softmax_layers_for("encoder"):
             attention_mask = _no_mask(device)
         return super().forward(  # type: ignore[misc]
             input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
@@ -166,14 +161,7 @@ class RFAEncoderMixin(_RFAStack):
 class RFADecoderMixin(_RFAStack):
     """A decoder whose causal and cross attention are RFA, but for ``config.softmax_layers`` and ``softmax_cross_layers``."""
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
-        for index, layer in enumerate(self.layers):  # type: ignore[attr-defined]
-            if config.is_rfa("causal", index):
-                layer.self_attn = self.attention_class(config, kind="causal", layer_idx=index)
-            if config.is_rfa("cross", index):
-                layer.encoder_attn = self.attention_class(config, kind="cross", layer_idx=index)
-        self.post_init()  # type: ignore[attr-defined]
+    kinds = {"self_attn": "causal", "encoder_attn": "cross"}
 
     def _prepare_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
         """Return a cache for self- and cross attention, each of whose layers is of the kind that the model has there."""
@@ -185,8 +173,7 @@ class RFADecoderMixin(_RFAStack):
         if not isinstance(cache, EncoderDecoderCache):
             cache = EncoderDecoderCache(cache, DynamicCache(config=self.config))
         for index in range(self.config.decoder_layers):  # before self-attention changes a cache that is refused
-            put = keep_keys_and_values if index in softmax_layers else source_layer_of
-            put(cache.cross_attention_cache, index)
+            cross_layer_of(cache.cross_attention_cache, index, softmax=index in softmax_layers)
         return cache
 
     def forward(
@@ -215,7 +202,7 @@ class RFADecoderMixin(_RFAStack):
             attention_mask = attention_mask["full_attention"]
         if self.config.any_rfa("causal"):
             kwargs["padding_mask"] = local_padding(attention_mask, length + unread_length(past_key_values, self.config))
-        if self.config.all_rfa("causal"):
+        if not self.config.softmax_layers_for("causal"):
             attention_mask = _no_mask(device)
         if encoder_hidden_states is not None:
             past_key_values = self._prepare_cache(past_key_values, use_cache)
@@ -223,7 +210,7 @@ class RFADecoderMixin(_RFAStack):
             if not finished or kwargs["output_rfa_attentions"]:  # a finished state is read without any mask
                 source_length = encoder_hidden_states.shape[1]
                 kwargs["source_padding_mask"] = local_padding(encoder_attention_mask, source_length)
-            if self.config.all_rfa("cross"):
+            if not self.config.softmax_layers_for("cross"):
                 encoder_attention_mask = _no_mask(device)
         return super().forward(  # type: ignore[misc]
             input_ids=input_ids,
@@ -237,37 +224,35 @@ class RFADecoderMixin(_RFAStack):
         )
 
 
-class RFABodyMixin:
-    """An encoder and a decoder, in place of the family's own."""
+class _RFAParts:
+    """Replaces parts of a family's model by the classes that class attributes name."""
 
-    encoder_class: type[Any]
-    decoder_class: type[Any]
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
-        self.encoder = self.encoder_class(config)
-        self.decoder = self.decoder_class(config)
-        self.post_init()  # type: ignore[attr-defined]
-
-
-class RFADecoderWrapperMixin:
-    """The body of a decoder that stands alone."""
-
-    decoder_class: type[Any]
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
-        self.decoder = self.decoder_class(config)
-        self.post_init()  # type: ignore[attr-defined]
-
-
-class RFAHeadMixin:
-    """Gives a head class of a family the RFA body."""
-
-    body_class: type[Any]
+    #: The parts by the names of the class attributes.
+    parts: ClassVar[dict[str, str]]
     config: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        self.model = self.body_class(self.config)  # which a decoder alone may have copied and changed
+        for attribute, name in self.parts.items():
+            setattr(
+                self, name, getattr(self, attribute)(self.config)
+            )  # which a decoder alone may have copied and changed
         self.post_init()  # type: ignore[attr-defined]
+
+
+class RFABodyMixin(_RFAParts):
+    """An encoder and a decoder, in place of the family's own."""
+
+    parts = {"encoder_class": "encoder", "decoder_class": "decoder"}
+
+
+class RFADecoderWrapperMixin(_RFAParts):
+    """The body of a decoder that stands alone."""
+
+    parts = {"decoder_class": "decoder"}
+
+
+class RFAHeadMixin(_RFAParts):
+    """Gives a head class of a family the RFA body."""
+
+    parts = {"body_class": "model"}

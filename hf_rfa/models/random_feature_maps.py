@@ -6,6 +6,7 @@ Random matrices are drawn per layer and head from a seed, and saved with the mod
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,45 +14,30 @@ from torch import Tensor
 from transformers import initialization as init
 
 from .feature_maps import (
+    Features,
     FeatureSpec,
-    HeadFeatures,
     ProjectedFeatureMap,
-    change_by_shift,
-    compute_dtype,
+    exponential_features,
     exponentiate_keys,
-    exponentiate_queries,
-    from_heads,
-    rectified,
+    rectified_features,
     register_feature_map,
-    to_heads,
 )
 
 
 def draw_projection(
-    *,
-    num_heads: int,
-    num_features: int,
-    head_dim: int,
-    seed: int,
-    layer_idx: int,
-    draw: int = 0,
-    orthogonal: bool = True,
+    shape: Sequence[int], *, seed: int, layer_idx: int, draw: int = 0, orthogonal: bool = True
 ) -> Tensor:
-    """Draw the random matrices of one layer.
+    """Return the random matrices of one layer, [H, D, d] in float32; every row is distributed as N(0, I).
 
     Args:
-        num_heads: H.
-        num_features: D, rows per head.
-        head_dim: d, columns.
+        shape: [H, D, d]: heads, rows per head, columns.
         seed: the model's seed for random features.
         layer_idx: the layer, so that layers draw different matrices.
         draw: number of the draw, 0 being the one for evaluation and the others the pool for training.
         orthogonal: whether blocks of d rows are orthogonal, with the norms of Gaussian rows (Yu et al. 2016,
             Choromanski et al. 2021), instead of independent.
-
-    Returns:
-        [H, D, d] in float32; every row is distributed as N(0, I).
     """
+    num_heads, num_features, head_dim = shape
     # torch's generator for the CPU reads the lowest 32 bits of a seed, and refuses one of more than 64.
     generator = torch.Generator().manual_seed(((seed * 1_000_003 + layer_idx) * 1_000_003 + draw) % 2**32)
     rows = math.ceil(num_features / head_dim) * head_dim if orthogonal else num_features
@@ -65,19 +51,6 @@ def draw_projection(
     return gaussian[:, :num_features].float()
 
 
-def draw_for(feature_map: ProjectedFeatureMap, *, draw: int = 0, orthogonal: bool) -> Tensor:
-    """Return the random matrix of a map's layer, by its seed (`draw_projection`)."""
-    return draw_projection(
-        num_heads=feature_map.num_heads,
-        num_features=feature_map.num_features,
-        head_dim=feature_map.head_dim,
-        seed=feature_map.seed,
-        layer_idx=feature_map.layer_idx,
-        draw=draw,
-        orthogonal=orthogonal,
-    )
-
-
 class RandomFeatureMap(ProjectedFeatureMap):
     """A map with a random matrix, fixed, redrawn in training, or trained from its random initial value."""
 
@@ -85,7 +58,8 @@ class RandomFeatureMap(ProjectedFeatureMap):
 
     def draw(self, number: int) -> Tensor:
         """Return draw ``number`` of this layer's matrix."""
-        return draw_for(self, draw=number, orthogonal=self.orthogonal)
+        shape, seed, layer_idx = self.projection.shape, self.seed, self.layer_idx
+        return draw_projection(shape, seed=seed, layer_idx=layer_idx, draw=number, orthogonal=self.orthogonal)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -99,16 +73,6 @@ class RandomFeatureMap(ProjectedFeatureMap):
             return self.projection
         number = 1 + int(torch.randint(self.redraw_pool, ()))
         return self.draw(number).to(self.projection.device)
-
-    def log_normalizer(self, query: Tensor) -> Tensor:
-        """Return the logarithm of the factor that φ(q)·φ(k) leaves out because it cancels, [B, H, T, 1].
-
-        exp(log_normalizer(q)) φ(q)·φ(k) is an unbiased estimate of exp(q·k·s) (of exp(−‖q̂ − k̂‖²/2) for unit norms).
-
-        Raises:
-            NotImplementedError: for maps that estimate no softmax kernel.
-        """
-        raise NotImplementedError(f"feature_map={self.name!r} does not estimate the softmax kernel.")
 
 
 @register_feature_map("gaussian")
@@ -129,13 +93,11 @@ class GaussianMap(RandomFeatureMap):
         """F = 2D."""
         return 2 * self.num_features
 
-    def features(
-        self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None
-    ) -> HeadFeatures:
+    def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
         """See `ProjectedFeatureMap.features`: one shift for all features of a head."""
         query_input = spec.query_input(query)
         query_features = self._waves(spec.query_linear(query_input))
-        key_features, shift = None, None if self.unit_norm else least_shift
+        key_features, shift = query.new_empty(0), None if self.unit_norm else least_shift
         if key is not None:
             key_input = spec.key_input(key)
             key_features = self._waves(spec.key_linear(key_input))
@@ -145,27 +107,15 @@ class GaussianMap(RandomFeatureMap):
                 key_features = key_features * factor
         offset = None
         if self.windowed and not self.unit_norm:
-            offset = self.window_shift[:, None, None] - self._log_factor(query_input)
+            constant = self.log_scale[:, None, None] - math.log(self.num_features)
+            log_factor = query_input.square().sum(-1, keepdim=True) / 2 + constant
+            offset = self.window_shift[:, None, None] - log_factor
             offset = offset if shift is None else offset - shift
-        return query_features, key_features, shift, offset
+        return Features(query_features, key_features, offset, shift)
 
     @staticmethod
     def _waves(phase: Tensor) -> Tensor:
         return torch.cat([phase.sin(), phase.cos()], dim=-1)
-
-    def key_exponent(self, key: Tensor) -> Tensor:
-        """Return ‖k̂‖²/2 of keys [B, H, T, d], as [B, H, T, 1]."""
-        return self.key_input(key).square().sum(-1, keepdim=True) / 2
-
-    def _log_factor(self, query_input: Tensor) -> Tensor:
-        constant = self.log_scale[:, None, None] - math.log(self.num_features)
-        return query_input.square().sum(-1, keepdim=True) / 2 + constant
-
-    def log_normalizer(self, query: Tensor) -> Tensor:
-        """See `RandomFeatureMap.log_normalizer`."""
-        if self.unit_norm:
-            return torch.full_like(query[..., :1], -math.log(self.num_features))
-        return from_heads(self._log_factor(to_heads(self.query_input(query))), query)
 
 
 @register_feature_map("arccos")
@@ -178,11 +128,9 @@ class ArcCosMap(RandomFeatureMap):
         weight = spec.query_weight / math.sqrt(self.num_features)
         return replace(spec, query_weight=weight, key_weight=weight)
 
-    def features(
-        self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None
-    ) -> HeadFeatures:
+    def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
         """See `ProjectedFeatureMap.features`."""
-        return rectified(spec, query, key)
+        return rectified_features(spec, query, key)
 
 
 @register_feature_map("positive")
@@ -201,13 +149,7 @@ class PositiveMap(RandomFeatureMap):
     def build(self) -> None:
         """Add b, and what every random map has."""
         super().build()
-        self.register_buffer("feature_bias", torch.empty(self.num_heads, self.num_features))
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw W, and initialize the rest."""
-        super().reset_parameters()
-        init.zeros_(self.feature_bias)
+        self.add("feature_bias", self.num_heads, self.num_features)
 
     def spec(self, dtype: torch.dtype) -> FeatureSpec:
         """See `ProjectedFeatureMap.spec`: b on both sides, c, and e_i = ½ for keys."""
@@ -217,46 +159,17 @@ class PositiveMap(RandomFeatureMap):
         constant = self.log_scale.to(dtype)[:, None, None]
         return replace(spec, query_bias=bias, key_bias=bias - constant, key_norm=half)
 
-    def features(
-        self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None
-    ) -> HeadFeatures:
+    def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
         """See `ProjectedFeatureMap.features`."""
         query_input = spec.query_input(query)
-        exponent = spec.query_linear(query_input)
-        key_features, shift = None, least_shift
-        if key is not None:
-            key_features, shift = exponentiate_keys(spec.key_linear(spec.key_input(key)), least_shift)
-        change = change_by_shift(exponent, shift) if self.windowed and self.unit_norm else None
-        query_features, log_scale = exponentiate_queries(exponent if shift is None else exponent + shift)
-        offset = None if change is None else self.window_shift[:, None, None] - change
-        if self.windowed and not self.unit_norm:
-            offset = self._rest(query, query_input, self.window_shift) - log_scale
-        return query_features, key_features, shift, offset
-
-    def key_exponent(self, key: Tensor) -> Tensor:
-        """Return W'k̂ + b' − Σ e_i k̂_i² of keys [B, H, T, d], as [B, H, T, D]."""
-        key = self.key_input(key)
-        weight, bias, norm = self._key_parameters()
-        squares = key.square() if norm is None else key.square() * norm[:, None, :]
-        projected = torch.einsum("bhtd,hfd->bhtf", key, weight.to(key.dtype)) + bias[:, None, :].to(key.dtype)
-        return projected - squares.sum(-1, keepdim=True) / 2
-
-    def _key_parameters(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return W' [H, D, d], b' [H, D] and 2e [H, d], None for ones."""
-        return self.projection, self.feature_bias, None
-
-    def _rest(self, query: Tensor, query_input: Tensor, window_shift: Tensor | float) -> Tensor:
-        """Return the offset of queries [H, N, d] but for their scale: ‖q̂‖²/2 − q·μ s + ``window_shift`` − c + log D."""
-        rest = query_input.square().sum(-1, keepdim=True) / 2
+        key_exponent = None if key is None else spec.key_linear(spec.key_input(key))
+        window_shift = self.window_shift if self.windowed and self.unit_norm else None
+        found, log_scale = exponential_features(spec.query_linear(query_input), key_exponent, least_shift, window_shift)
+        if not self.windowed or self.unit_norm:
+            return found
+        # The offset is ‖q̂‖²/2 − q·μ s + window_shift − c + log D − l, summed in this order: calibration depends on it.
+        offset = query_input.square().sum(-1, keepdim=True) / 2
         if self.reparametrizable:  # shifted keys change the kernel by exp(q·μ·s)
-            rest = rest - torch.bmm(query, self.scaling * self.key_shift.to(query.dtype)[:, :, None])
-        constant = window_shift - self.log_scale + math.log(self.num_features)
-        return rest + constant.to(query.dtype)[:, None, None]
-
-    def log_normalizer(self, query: Tensor) -> Tensor:
-        """See `RandomFeatureMap.log_normalizer`."""
-        flat = to_heads(query.to(compute_dtype(query.dtype)))
-        spec = self.current_spec(flat.dtype)
-        query_input = spec.query_input(flat)
-        _, log_scale = exponentiate_queries(spec.query_linear(query_input))
-        return from_heads(log_scale - self._rest(flat, query_input, 0.0), query)
+            offset = offset - torch.bmm(query, self.scaling * self.key_shift.to(query.dtype)[:, :, None])
+        constant = self.window_shift - self.log_scale + math.log(self.num_features)
+        return found._replace(offset=offset + constant.to(query.dtype)[:, None, None] - log_scale)

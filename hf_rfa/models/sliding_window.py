@@ -23,35 +23,13 @@ from .feature_maps import Features
 from .linear_attention import (
     DEFAULT_CHUNK_SIZE,
     MASKED_LOGIT,
+    Tokens,
     decay_to_end,
     differentiable,
     linear_attention,
     rescale,
     segment_sums,
 )
-
-
-def window_shape(size: int, head_dim: int) -> tuple[int, int]:
-    """Return the (rows, columns) of one head's window: keys, values and log-weights."""
-    return size, 2 * head_dim + 1
-
-
-class WindowInputs(NamedTuple):
-    """Inputs of the window from some tokens.
-
-    Attributes:
-        rows: keys, values and log-weights, [B, H, T, d + M + 1]; M is d, or whatever width the values have.
-        log_decay: [B, H, T], or None for g = 1.
-        padding_mask: [B, T], 0 for padding, or None where nothing is padded.
-        head_dim: d.
-        size: W.
-    """
-
-    rows: Tensor
-    log_decay: Tensor | None
-    padding_mask: Tensor | None
-    head_dim: int
-    size: int
 
 
 class Stream(NamedTuple):
@@ -76,26 +54,14 @@ class Stream(NamedTuple):
         """T."""
         return self.rows.shape[-2] - self.size
 
-    @property
-    def leaving_keys(self) -> Tensor:
-        """The keys that leave the window for the state, [B, H, T, d]."""
-        return self.rows[..., : self.length, : self.head_dim]
-
-    @property
-    def leaving_values(self) -> Tensor:
-        """Their values, [B, H, T, M]."""
-        return self.rows[..., : self.length, self.head_dim : -1]
-
-    def leaving_scale(self) -> Tensor:
-        """Return the input scale of the tokens that leave, [B, H, T]: they have decayed W times by then."""
-        log_weights = self.rows[..., : self.length, -1]
-        if self.log_decay is not None:
+    def leaving(self) -> Tokens:
+        """Return the tokens that leave the window for the state, as they join it."""
+        rows, log_decay = self.rows[..., : self.length, :], None
+        log_weights = rows[..., -1]
+        if self.log_decay is not None:  # they have decayed W times by then
             log_weights = log_weights + self.log_decay[..., 1:].unfold(-1, self.size, 1).sum(-1)
-        return log_weights.exp()
-
-    def leaving_decay(self) -> Tensor | None:
-        """Return the log-decay of the state as they join it, [B, H, T], or None."""
-        return None if self.log_decay is None else self.log_decay[..., self.size :]
+            log_decay = self.log_decay[..., self.size :]
+        return Tokens(rows[..., : self.head_dim], rows[..., self.head_dim : -1], log_decay, log_weights.exp())
 
     def window(self) -> Tensor:
         """Return the window after the new tokens, [B, H, W, d + M + 1]."""
@@ -107,73 +73,39 @@ class Stream(NamedTuple):
         return rows if torch.is_grad_enabled() else rows.clone()
 
 
-def window_inputs(
-    key: Tensor,
-    value: Tensor,
-    *,
-    size: int,
-    log_decay: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    padding_mask: Tensor | None = None,
-) -> WindowInputs:
-    """Return what enters the window with new tokens.
+def stream_of(tokens: Tokens, window: Tensor | None, size: int) -> Stream:
+    """Return a window [B, H, W, d + M + 1], or None at the start, followed by new tokens with keys in float32 or float64.
 
-    Args:
-        key: [B, H, T, d], float32 or float64.
-        value: [B, H, T, M].
-        size: W ≥ 1, the query's own position included.
-        log_decay: [B, H, T], ≤ 0 and 0 for padding, or None for g = 1.
-        input_scale: [B, H or 1, T], 0 for padding, or None for ones.
-        padding_mask: [B, T], 0 for padding, or None where nothing is padded.
+    ``size`` is W ≥ 1, the query's own position included.
     """
+    key, value, log_decay, input_scale, padding_mask = tokens
     log_weights = torch.zeros_like(key[..., 0])
     if input_scale is not None:
         scale = input_scale.to(key.dtype).expand_as(log_weights)
         log_weights = scale.clamp_min(torch.finfo(key.dtype).tiny).log().masked_fill(scale == 0, MASKED_LOGIT)
     rows = torch.cat([key, value.to(key.dtype), log_weights[..., None]], dim=-1)
-    log_decay = None if log_decay is None else log_decay.to(key.dtype)
-    return WindowInputs(rows, log_decay, padding_mask, key.shape[-1], size)
-
-
-def stream_of(inputs: WindowInputs, window: Tensor | None) -> Stream:
-    """Return the window [B, H, W, d + M + 1], None at the start, followed by new tokens."""
-    rows, log_decay, padding_mask, head_dim, size = inputs
     if window is None:
         # Empty places hold copies of a token: a key of zeros can have larger features than all keys of a trained head.
         window = F.pad(rows[..., :1, :-1].expand(-1, -1, size, -1), (0, 1), value=MASKED_LOGIT)
     rows = torch.cat([window.to(rows.dtype), rows], dim=-2)
-    log_decay = None if log_decay is None else F.pad(log_decay, (size, 0))
+    log_decay = None if log_decay is None else F.pad(log_decay.to(key.dtype), (size, 0))
     if padding_mask is None:
-        return Stream(rows, log_decay, None, head_dim, size)
+        return Stream(rows, log_decay, None, key.shape[-1], size)
     places = _padding_first(rows[:, 0, :, -1] > MASKED_LOGIT / 2)
-    rows = _take(rows, places)
     log_decay = None if log_decay is None else _take(log_decay[..., None], places)[..., 0]
-    return Stream(rows, log_decay, _padding_first(padding_mask), head_dim, size)
+    return Stream(_take(rows, places), log_decay, _padding_first(padding_mask), key.shape[-1], size)
 
 
-def advance_window(
-    inputs: WindowInputs, key_features: Tensor, count: int, window: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Let the first ``count`` of some tokens enter the window.
+def first_to_leave(key_features: Tensor, count: int, padding_mask: Tensor | None) -> Tensor:
+    """Return φ(k), [B, H, count, F], of what leaves the window when the first ``count`` of some tokens enter it.
 
-    Args:
-        inputs: all the tokens.
-        key_features: φ(k) of what left the window when all of them entered, [B, H, T, F].
-        count: how many enter.
-        window: the window before.
-
-    Returns:
-        What joins the state: key features, values, log-decay and input scale; and the new window.
+    ``key_features`` [B, H, T, F] are of what left when all of them entered, whose padding mask is [B, T], or None.
     """
-    rows, log_decay, mask, head_dim, size = inputs
-    log_decay = None if log_decay is None else log_decay[..., :count]
-    if mask is not None:
-        # Padding stands in front: without that of the other tokens, all that follows it moves up.
-        moved = (mask[:, count:] == 0).sum(1, keepdim=True) + torch.arange(count, device=mask.device)
-        key_features, mask = _take(key_features, moved), mask[:, :count]
-    stream = stream_of(WindowInputs(rows[..., :count, :], log_decay, mask, head_dim, size), window)
-    key_features = key_features[..., :count, :]
-    return key_features, stream.leaving_values, stream.leaving_decay(), stream.leaving_scale(), stream.window()
+    if padding_mask is None:
+        return key_features[..., :count, :]
+    # Padding stands in front: without that of the other tokens, all that follows it moves up.
+    dropped = (padding_mask[:, count:] == 0).sum(1, keepdim=True)
+    return _take(key_features, dropped + torch.arange(count, device=padding_mask.device))
 
 
 def sliding_window_attention(
@@ -192,10 +124,9 @@ def sliding_window_attention(
     Args:
         query: [B, H, T, d], in the order of the stream (`in_stream_order`).
         stream: the window and the new tokens.
-        features: of these queries and of the stream's ``leaving_keys``, with an offset.
+        features: of these queries and of the keys that leave the window (`Stream.leaving`), with an offset.
         scaling: s.
-        initial_state: sums over all tokens that left the window before (`hf_rfa.models.linear_attention.state_shape`), or
-            None at the start.
+        initial_state: the state of all tokens that left the window before, or None at the start.
         denominator_floor: see `hf_rfa.models.linear_attention.denominator`.
         chunk_size: queries handled at once.
         window_only: leave out all that has left the window.
@@ -205,10 +136,7 @@ def sliding_window_attention(
     """
     far, state, divisor = linear_attention(
         features.query,
-        features.key,
-        stream.leaving_values,
-        log_decay=stream.leaving_decay(),
-        input_scale=stream.leaving_scale(),
+        stream.leaving()._replace(key=features.key),
         initial_state=rescale(initial_state, None, features.shift),
         denominator_floor=denominator_floor,
         chunk_size=chunk_size,
