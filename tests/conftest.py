@@ -113,6 +113,11 @@ def words(count: int, start: int = 0) -> str:
     return " ".join(f"w{4 + (start + n * n) % 57}" for n in range(count))
 
 
+def leftovers(folder: Path) -> list[str]:
+    """Return the names in a folder: what a refusal or an interruption has left there."""
+    return sorted(path.name for path in folder.iterdir())
+
+
 @pytest.fixture(scope="session")
 def tiny_seq2seq_parents(tmp_path_factory) -> dict[str, Path]:
     """Folders of tiny softmax checkpoints with an encoder, by family."""
@@ -144,5 +149,18 @@ def run_cli(monkeypatch):
         with pytest.raises(SystemExit) as end:
             cli.main()
         return end.value.code
+
+    return run
+
+
+@pytest.fixture
+def refused_command(run_cli, capsys):
+    """A command line that has to be refused: it takes words, and returns the message, its line breaks taken out."""
+
+    def run(*words: object) -> str:
+        assert run_cli(*words) == 1
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return " ".join(said.split())
 
     return run

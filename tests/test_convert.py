@@ -36,7 +36,15 @@ from hf_rfa.convert.base_model import softmax_base_model
 from hf_rfa.convert.calibration_data import random_inputs
 from hf_rfa_cli.main import app, main
 
-from .conftest import DEMO_MODEL, DEMO_TEXT, save_tiny_tokenizer, shared, tiny_parent_config, tiny_seq2seq_config
+from .conftest import (
+    DEMO_MODEL,
+    DEMO_TEXT,
+    leftovers,
+    save_tiny_tokenizer,
+    shared,
+    tiny_parent_config,
+    tiny_seq2seq_config,
+)
 
 SCRIPT = Path(sys.executable).parent / "hf-rfa"
 
@@ -63,10 +71,6 @@ def copy_of(source: Path, destination: Path) -> Path:
         path.chmod(0o644)
     destination.chmod(0o755)
     return destination
-
-
-def leftovers(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,7 @@ from hf_rfa.inference import load_model
 from hf_rfa.models.feature_maps import FEATURE_MAPS, ProjectedFeatureMap
 from hf_rfa_cli import convert as cli_convert
 
-from .conftest import tiny_parent_config, tiny_seq2seq_config, words
-from .test_convert import leftovers
+from .conftest import leftovers, tiny_parent_config, tiny_seq2seq_config, words
 from .training import assert_same, interrupted, save_checkpoints, weights
 
 RECIPE = """

@@ -26,8 +26,7 @@ from hf_rfa.finetune.trainers import GroupedTrainer
 from hf_rfa.inference import load_model
 from hf_rfa_cli.options import UsageError
 
-from .conftest import tiny_parent_config, words
-from .test_convert import leftovers
+from .conftest import leftovers, tiny_parent_config, words
 from .training import assert_same, interrupted, logged, run, save_checkpoints, weights, write_rows
 
 LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"

@@ -24,8 +24,7 @@ from hf_rfa.finetune.finetune import finetune
 from hf_rfa.finetune.recipe import FOLDER, load_settings, with_recipe
 from hf_rfa.finetune.synthetic import CLOSE, OPERATORS, copy_task, evaluate_listops, listops
 
-from .conftest import save_tiny_tokenizer
-from .test_convert import leftovers
+from .conftest import leftovers, save_tiny_tokenizer
 from .training import run, write_rows
 
 RECIPES = sorted(path.stem for path in (FOLDER / "finetune").glob("*.yaml"))

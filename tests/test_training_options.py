@@ -27,8 +27,7 @@ from hf_rfa.finetune.run_folder import last_checkpoint
 from hf_rfa_cli import train as cli_train
 
 from . import training
-from .conftest import words
-from .test_convert import leftovers
+from .conftest import leftovers, words
 from .training import assert_same, logged, run, save_checkpoints, weights, write_rows
 
 LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"

@@ -10,27 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import BartForConditionalGeneration, GPT2LMHeadModel, MarianMTModel, Seq2SeqTrainingArguments
+from transformers import Seq2SeqTrainingArguments
 
 from hf_rfa.convert import convert
 from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.finetune import finetune
 
-from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
-
-CLASSES = {"gpt2": GPT2LMHeadModel, "bart": BartForConditionalGeneration, "marian": MarianMTModel}
+from .families import save_softmax_model
 
 
-def save_checkpoints(folder: Path, *families: str, config: dict | None = None, **options) -> Path:
+def save_checkpoints(
+    folder: Path, *families: str, config: dict | None = None, card: str | None = None, **options
+) -> Path:
     """Save tiny softmax models with tokenizers as FAMILY, and as FAMILY-rfa what `convert` makes of them."""
-    torch.manual_seed(1)
     for name in families:
-        if name == "gpt2":
-            described = tiny_parent_config(**{"eos_token_id": 2, **(config or {})})
-        else:
-            described = tiny_seq2seq_config(name, **(config or {}))
-        CLASSES[name](described).save_pretrained(folder / name)
-        save_tiny_tokenizer(folder / name)
+        save_softmax_model(name, folder / name, **({"eos_token_id": 2} if name == "gpt2" else {}), **(config or {}))
+        if card is not None:
+            (folder / name / "README.md").write_text(card)
         convert(folder / name, folder / f"{name}-rfa", **options)
     return folder
 
