@@ -158,20 +158,13 @@ def test_no_two_layers_draw_the_same_random_matrices(family):
     assert float(torch.corrcoef(matrices).fill_diagonal_(0).abs().max()) < 0.2
 
 
-SWITCHES = {
-    "gpt2": [
-        {"scale_attn_weights": False},
-        {"scale_attn_by_inverse_layer_idx": True},
-        {"reorder_and_upcast_attn": True},
-        {"n_inner": 11},
-        {"activation_function": "relu"},
-        {"layer_norm_epsilon": 0.1},
-    ],
-    "bart": [{"scale_embedding": True}, {"activation_function": "relu"}, {}],
-}
+SWITCHES = {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}
+SWITCHES |= {"n_inner": 11, "activation_function": "relu", "layer_norm_epsilon": 0.1}
+SWITCHED = [("gpt2", {name: value}) for name, value in SWITCHES.items()]
+SWITCHED += [("bart", each) for each in ({"scale_embedding": True}, {"activation_function": "relu"}, {})]
 
 
-@pytest.mark.parametrize(("family", "switches"), [(name, each) for name, all_ in SWITCHES.items() for each in all_])
+@pytest.mark.parametrize(("family", "switches"), SWITCHED)
 def test_with_very_many_features_it_is_the_softmax_model(family, switches):
     """Every switch of the softmax model keeps its meaning, in all kinds of attention."""
     width = {"initializer_range" if family == "gpt2" else "init_std": 0.1}
@@ -246,9 +239,8 @@ def test_a_document_starts_wherever_positions_do_not_continue(variant):
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("gpt2", {"add_cross_attention": True}),
-        ("gpt2", {"add_cross_attention": True, "softmax_layers": [0]}),
-        ("bart", {"head": "ForCausalLM"}),
+        *(("gpt2", {"add_cross_attention": True, **each}) for each in ({}, {"softmax_layers": [0]})),
+        ("bart", "decoder-alone"),
     ],
 )
 def test_cross_attention_of_a_decoder_alone_and_its_cache(family, options):

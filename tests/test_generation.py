@@ -215,20 +215,6 @@ def test_encoder_outputs_are_taken_instead_of_a_source():
     assert torch.equal(found, generate(model, ids, max_new_tokens=20))
 
 
-def test_generate_uses_the_prompt():
-    model = long("gpt2", "positive")
-    assert not torch.equal(*(generate(model, torch.full((1, 9), token), max_new_tokens=12)[0, 9:] for token in (5, 17)))
-
-
-def test_sampling_is_reproducible_by_seed():
-    model, ids, runs = long("gpt2", "positive", torch.float32), tokens(1, 7), []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        runs.append(generate(model, ids, do_sample=True, top_k=40, top_p=0.9, temperature=1.3, max_new_tokens=30))
-    assert torch.equal(runs[0], runs[1])
-    assert not torch.equal(runs[0], runs[2])
-
-
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 def test_chunked_prefill(chunk):
     model, ids = long("gpt2", "positive-gate"), tokens(2, 21)

@@ -41,13 +41,8 @@ def run(material, tmp_path, model="gpt2-rfa", task="clm", train="rows.jsonl", st
     own = {name: options.pop(name) for name in list(options) if name in FinetuneArguments.__dataclass_fields__}
     training = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1, "report_to": "none"}
     training |= {"max_steps": steps, "use_cpu": True, "disable_tqdm": True, **options}
-    described = {
-        "model": None if model is None else str(material / model),
-        "task": task,
-        "train": str(material / train),
-        "block_length": 16,
-        **own,
-    }
+    described = {"task": task, "train": str(material / train), "block_length": 16, **own}
+    described["model"] = None if model is None else str(material / model)
     if evaluate is not None:
         described["evaluate"] = str(material / evaluate)
     arguments = Seq2SeqTrainingArguments(output_dir=str(tmp_path / "out"), **training)
