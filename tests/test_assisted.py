@@ -16,13 +16,8 @@ from hf_rfa.models.cache_rfa import MAX_RECORDED_STEPS
 from . import families
 from .families import softmax_model
 
-VARIANTS = {
-    "positive": {},
-    "gate": {"gate": True},
-    "signed": {"feature_map": "gaussian", "unit_norm": True},
-    "window": {"window": 3, "gate": True},
-    "hybrid": {"softmax_layers": [1]},
-}
+VARIANTS = {"positive": {}, "gate": {"gate": True}, "signed": {"feature_map": "gaussian", "unit_norm": True}}
+VARIANTS |= {"window": {"window": 3, "gate": True}, "hybrid": {"softmax_layers": [1]}}
 
 
 SIZES = {"n_embd": 16, "n_head": 2, "n_positions": 200, "vocab_size": 40, "eos_token_id": 39}

@@ -101,9 +101,8 @@ def test_output_attentions_are_the_weights_that_give_the_output(family, variant)
         assert len(found[name]) == len(modules)
         for weights, each in zip(found[name], modules, strict=True):
             heads = values[each].unflatten(-1, (weights.shape[1], -1)).transpose(1, 2)
-            expected = (each.c_proj if family == "gpt2" else each.out_proj)(
-                (weights @ heads).transpose(1, 2).flatten(2)
-            )
+            project = each.c_proj if family == "gpt2" else each.out_proj
+            expected = project((weights @ heads).transpose(1, 2).flatten(2))
             exactly = family != "gpt2" and model.config.feature_map == "positive"
             assert_close(outputs[each], expected, atol=1e-5 if exactly else 1e-4, rtol=1e-4)
             if model.config.feature_map == "positive":
@@ -235,14 +234,11 @@ def test_a_document_starts_wherever_positions_do_not_continue(variant):
     assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
 
 
+ALONE = [("gpt2", {"add_cross_attention": True, **each}) for each in ({}, {"softmax_layers": [0]})]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        *(("gpt2", {"add_cross_attention": True, **each}) for each in ({}, {"softmax_layers": [0]})),
-        ("bart", "decoder-alone"),
-    ],
-)
+@pytest.mark.parametrize(("family", "options"), [*ALONE, ("bart", "decoder-alone")])
 def test_cross_attention_of_a_decoder_alone_and_its_cache(family, options):
     model, ids = make(family, options), tokens()
     hidden, mask = torch.randn(ROWS, 13, WIDTH), torch.ones(ROWS, 13, dtype=torch.long)

@@ -43,8 +43,8 @@ from .conftest import (
     save_tiny_tokenizer,
     shared,
     tiny_parent_config,
-    tiny_seq2seq_config,
 )
+from .families import base_config
 
 SCRIPT = Path(sys.executable).parent / "hf-rfa"
 
@@ -73,13 +73,11 @@ def copy_of(source: Path, destination: Path) -> Path:
     return destination
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        *(("gpt2", name) for name in sorted(FEATURE_MAPS)),
-        *((family, name) for family in ("bart", "marian") for name in ("positive", "gaussian", "elu")),
-    ],
-)
+CONVERTED = [("gpt2", name) for name in sorted(FEATURE_MAPS)]
+CONVERTED += [(family, name) for family in ("bart", "marian") for name in ("positive", "gaussian", "elu")]
+
+
+@pytest.mark.parametrize(("family", "name"), CONVERTED)
 def test_every_feature_map_converts_and_keeps_every_weight(family, name, parents, tmp_path):
     options = {} if family == "gpt2" else {"encoder_layers": "all"}
     report = convert(parents[family], tmp_path / "out", feature_map=name, gate=True, **options)
@@ -188,18 +186,17 @@ def test_positions_are_extended(family, count, parents, tmp_path):
     ],
 )
 def test_other_heads(name, auto_class, tmp_path):
-    make = {"GPT2": tiny_parent_config, "Bart": tiny_seq2seq_config, "Mari": tiny_seq2seq_config}[name[:4]]
-    family = [] if name.startswith("GPT2") else ["bart" if name.startswith("Bart") else "marian"]
-    config = make(*family, pad_token_id=1, **({"num_labels": 4} if name.endswith("Classification") else {}))
+    family = {"GPT2": "gpt2", "Bart": "bart", "Mari": "marian"}[name[:4]]
+    config = base_config(family, pad_token_id=1, **({"num_labels": 4} if name.endswith("Classification") else {}))
     getattr(transformers, name)(config).save_pretrained(tmp_path / "parent")
     save_tiny_tokenizer(tmp_path / "parent")
     convert(tmp_path / "parent", tmp_path / "a")
     model = auto_class.from_pretrained(tmp_path / "a")
     assert type(model).__name__ == f"RFA{name}"
     if name.endswith("Classification"):
-        head = model.score if family == [] else model.classification_head.out_proj
+        head = model.score if family == "gpt2" else model.classification_head.out_proj
         assert head.out_features == 4
-    if family and name != "BartForCausalLM":  # for a decoder alone the text is no block of 96 tokens
+    if family != "gpt2" and name != "BartForCausalLM":  # for a decoder alone the text is no block of 96 tokens
         (tmp_path / "text").write_text(SOURCES)
         report = convert(tmp_path / "parent", tmp_path / "b", calibrate_on=tmp_path / "text")
         assert report.perplexities is None

@@ -246,10 +246,8 @@ def test_pairs_are_read_line_by_line(tmp_path):
     """Only newlines end a line: other separators, as U+2028, are part of it."""
     (tmp_path / "a.txt").write_bytes("one\u2028two\r\nthree\x0bfour\nfive".encode())
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"1\n\n3\n"))
-    assert read_pairs(tmp_path / "a.txt", tmp_path / "b.txt.gz") == (
-        ["one\u2028two", "three\x0bfour", "five"],
-        ["1", "", "3"],
-    )
+    lines = ["one\u2028two", "three\x0bfour", "five"]
+    assert read_pairs(tmp_path / "a.txt", tmp_path / "b.txt.gz") == (lines, ["1", "", "3"])
     assert read_pairs(tmp_path / "a.txt", tmp_path / "b.txt.gz", limit=1) == (["one\u2028two"], ["1"])
     (tmp_path / "c.jsonl").write_text(json.dumps({"article": "a\nb", "summary": "c"}) + "\n")
     fields = {"source_field": "article", "target_field": "summary"}

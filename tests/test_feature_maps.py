@@ -286,7 +286,6 @@ def test_the_error_of_signed_features_does_not_explode(unit_norm):
             query *= sharpness
             scores = query @ key.mT
         expected = scores.masked_fill(~seen, -math.inf).softmax(-1) @ value
-        found, *_ = linear_attention(
-            *feature_map(query, key)[:2], value, denominator_floor=feature_map.denominator_floor
-        )
+        features, floor = feature_map(query, key)[:2], feature_map.denominator_floor
+        found, *_ = linear_attention(*features, value, denominator_floor=floor)
         assert (found - expected).square().mean() < 2 * expected.square().mean(), sharpness

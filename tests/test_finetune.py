@@ -6,6 +6,8 @@ import csv
 import gzip
 import json
 import shutil
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import hf_rfa.finetune
 from hf_rfa import cli
 from hf_rfa.convert import InputError
 from hf_rfa.finetune import finetune as finetune_module
@@ -25,7 +28,9 @@ from hf_rfa_cli.options import UsageError
 
 from .conftest import ROOT, leftovers, words
 from .families import make
-from .training import assert_same, interrupted, run, save_checkpoints, weights, write_rows
+from .training import assert_same, interrupted, logged, run, save_checkpoints, weights, write_rows
+
+LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
 
 
 @pytest.fixture(scope="module")
@@ -327,3 +332,23 @@ def test_bad_input(options, match, material, tmp_path):
     with pytest.raises(InputError, match=match):
         run(material, tmp_path, **options)
     assert leftovers(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_two_processes_with_sharded_parameters_give_the_losses_of_one(material, tmp_path):
+    """At the same global batch, by FSDP, which accelerate does not do on CPUs."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
+    shared = ["finetune", "--model", str(material / "gpt2-rfa"), "--task", "clm", "--use-cpu", "--max-steps", "6"]
+    shared += ["--train", str(material / "rows.jsonl"), "--block-length", "16", "--logging-steps", "1"]
+    shared += ["--report-to", "none", "--learning-rate", "0.01", "--ddp-backend", "gloo"]
+    sharding = ["--fsdp", "full_shard", "--fsdp-config", str(LAUNCH / "fsdp.json")]
+    losses = {}
+    for processes, module, batch, parallel in ((1, "hf_rfa.cli", 4, []), (2, "tests.fsdp_on_cpu", 2, sharding)):
+        folder = tmp_path / str(processes)
+        own = ["--per-device-train-batch-size", str(batch), "--output", str(folder)]
+        line = [*launcher, str(processes), "-m", module, *shared, *own, *parallel]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=ROOT)
+        assert done.returncode == 0, done.stderr[-3000:]
+        losses[processes] = logged(folder)
+    assert losses[2] == pytest.approx(losses[1], rel=1e-4)
+    assert_same(weights(tmp_path / "2"), weights(tmp_path / "1"), atol=2e-4, rtol=1e-3)

@@ -124,14 +124,11 @@ def test_beam_search_with_ends_equals_a_hand_rolled_one(variant):
     assert ended > 0
 
 
-@pytest.mark.parametrize(
-    ("family", "variant", "lengths", "beams"),
-    [
-        *((*case, FEW, 1) for case in (*DECODER_CASES, *BART_CASES)),
-        *((*case, FEW, 4) for case in BART_CASES),
-        *(("gpt2", variant, MANY, 1) for variant in ("positive-gate", "window", "hybrid")),
-    ],
-)
+BATCHES = [(*case, FEW, 1) for case in (*DECODER_CASES, *BART_CASES)] + [(*case, FEW, 4) for case in BART_CASES]
+BATCHES += [("gpt2", variant, MANY, 1) for variant in ("positive-gate", "window", "hybrid")]
+
+
+@pytest.mark.parametrize(("family", "variant", "lengths", "beams"), BATCHES)
 def test_batches_of_mixed_lengths_equal_single_runs(family, variant, lengths, beams):
     """Prompts are padded on the left, sources on the right."""
     model = long(family, variant, torch.float64 if lengths is FEW else torch.float32)

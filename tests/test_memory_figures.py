@@ -31,11 +31,9 @@ def taken(model, length: int) -> int:
     return cache_num_bytes(model(ids, **inputs, use_cache=True).past_key_values)
 
 
+GPT2 = [{}, {"feature_map": "gaussian", "gate": True}, {"window": 4}, {"softmax_layers": [1]}]
 HYBRIDS = [
-    ("gpt2", {}),
-    ("gpt2", {"feature_map": "gaussian", "gate": True}),
-    ("gpt2", {"window": 4}),
-    ("gpt2", {"softmax_layers": [1]}),
+    *(("gpt2", each) for each in GPT2),
     ("gpt2", {"softmax_layers": [0], "window": 5, "state_dtype": "float64"}),
     ("bart", {}),
     ("bart", {"softmax_layers": [0, 2], "window": 3}),
