@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.memory import give_back_memory
-from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.attention import Gate, RFAAttentionMixin
 from hf_rfa.models.feature_maps import FeatureMap
 from hf_rfa.models.random_feature_maps import PositiveMap
 

@@ -59,42 +59,18 @@ def _seed() -> None:
 
 def tiny_parent_config(**options) -> GPT2Config:
     """A GPT-2 configuration small enough for any test; its weights are large enough for attention to matter."""
-    values = {
-        "vocab_size": 61,
-        "n_positions": 96,
-        "n_embd": 24,
-        "n_layer": 2,
-        "n_head": 3,
-        "initializer_range": 0.3,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    values = {"vocab_size": 61, "n_positions": 96, "n_embd": 24, "n_layer": 2, "n_head": 3, "initializer_range": 0.3}
+    values |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
     return GPT2Config(**{**values, **options})
 
 
 def tiny_seq2seq_config(family: str, **options) -> BartConfig | MarianConfig:
     """A BART or Marian configuration small enough for any test, its encoder and decoder of different shapes."""
-    values = {
-        "vocab_size": 61,
-        "max_position_embeddings": 96,
-        "d_model": 24,
-        "encoder_layers": 2,
-        "decoder_layers": 3,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 3,
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 40,
-        "init_std": 0.3,
-        "dropout": 0.0,
-        "pad_token_id": 1,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 2,
-        "forced_eos_token_id": None,
-    }
+    values = {"vocab_size": 61, "max_position_embeddings": 96, "d_model": 24, "init_std": 0.3, "dropout": 0.0}
+    values |= {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
+    values |= {"decoder_layers": 3, "decoder_attention_heads": 3, "decoder_ffn_dim": 40}
+    values |= {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    values["forced_eos_token_id"] = None
     return {"bart": BartConfig, "marian": MarianConfig}[family](**{**values, **options})
 
 
@@ -111,6 +87,11 @@ def save_tiny_tokenizer(folder: Path, *, size: int = 61) -> None:
 def words(count: int, start: int = 0) -> str:
     """Return a text of so many of that tokenizer's words."""
     return " ".join(f"w{4 + (start + n * n) % 57}" for n in range(count))
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Return the names in a folder: what a refusal or an interruption has left there."""
+    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture(scope="session")
@@ -144,5 +125,18 @@ def run_cli(monkeypatch):
         with pytest.raises(SystemExit) as end:
             cli.main()
         return end.value.code
+
+    return run
+
+
+@pytest.fixture
+def refused_command(run_cli, capsys):
+    """A command line that has to be refused: it takes words, and returns the message, its line breaks taken out."""
+
+    def run(*words: object) -> str:
+        assert run_cli(*words) == 1
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return " ".join(said.split())
 
     return run

@@ -9,27 +9,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import DynamicCache
 
-from hf_rfa import RFABartConfig, RFABartForConditionalGeneration, RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.models.cache_rfa import MAX_RECORDED_STEPS
 
-from .conftest import tiny_seq2seq_config
+from . import families
+from .families import softmax_model
 
-VARIANTS = {
-    "positive": {},
-    "gate": {"gate": True},
-    "signed": {"feature_map": "gaussian", "unit_norm": True},
-    "window": {"window": 3, "gate": True},
-    "hybrid": {"softmax_layers": [1]},
-}
+VARIANTS = {"positive": {}, "gate": {"gate": True}, "signed": {"feature_map": "gaussian", "unit_norm": True}}
+VARIANTS |= {"window": {"window": 3, "gate": True}, "hybrid": {"softmax_layers": [1]}}
 
 
-def make(name: str, seed: int = 0, **options):
-    torch.manual_seed(seed)
-    options = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 200, "vocab_size": 40, **options}
-    config = RFAGPT2Config(num_features=8, bos_token_id=0, eos_token_id=39, **options, **VARIANTS[name])
-    return RFAGPT2LMHeadModel(config).eval()
+SIZES = {"n_embd": 16, "n_head": 2, "n_positions": 200, "vocab_size": 40, "eos_token_id": 39}
+
+
+def make(name: str, **options):
+    return families.make("gpt2", {"num_features": 8, **VARIANTS[name]}, **{**SIZES, **options})
 
 
 MODELS = {name: make(name) for name in VARIANTS}
@@ -130,12 +125,10 @@ def test_a_recording_that_nobody_crops_stays_small():
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_assisted_decoding_says_what_greedy_search_says(name, assistant):
     model = MODELS[name]
-    softmax_config = GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=200, vocab_size=40, eos_token_id=39)
-    torch.manual_seed(3)
     options = {
         "itself": lambda: {"assistant_model": copy.deepcopy(model)},
-        "other": lambda: {"assistant_model": make("gate", seed=5)},
-        "softmax": lambda: {"assistant_model": GPT2LMHeadModel(softmax_config).eval()},
+        "other": lambda: {"assistant_model": make("gate", n_layer=1)},
+        "softmax": lambda: {"assistant_model": softmax_model(model, "gpt2", **SIZES)},
         "prompt": lambda: {"prompt_lookup_num_tokens": 3},
     }[assistant]()
     prompt = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
@@ -144,24 +137,13 @@ def test_assisted_decoding_says_what_greedy_search_says(name, assistant):
     assert torch.equal(model.generate(prompt, **shared, **options), expected)
 
 
-def test_an_rfa_model_assists_a_softmax_model():
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=200, vocab_size=40, eos_token_id=39)
-    model = GPT2LMHeadModel(config).eval()
-    prompt = torch.tensor([[5, 6, 7, 8]])
-    shared = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(prompt, **shared)
-    assert torch.equal(model.generate(prompt, **shared, assistant_model=MODELS["window"]), expected)
-
-
-def test_assisted_translation():
-    torch.manual_seed(0)
-    models = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        config = RFABartConfig.from_parent(tiny_seq2seq_config("bart"), num_features=8)
-        models.append(RFABartForConditionalGeneration(config).eval())
-    source = torch.tensor([[5, 6, 7, 8, 9, 2]])
-    shared = {"max_new_tokens": 20, "do_sample": False, "num_beams": 1}
-    expected = models[0].generate(source, **shared)
-    assert torch.equal(models[0].generate(source, **shared, assistant_model=models[1]), expected)
+@pytest.mark.parametrize("family", ["gpt2", "bart"])
+def test_an_rfa_model_assists_another_model(family):
+    """A softmax GPT-2 continues, an RFA-BART with other features translates."""
+    if family == "gpt2":
+        model, assistant = softmax_model(make("positive"), family, **SIZES), MODELS["window"]
+    else:
+        model, assistant = (families.make(family, {"num_features": count}) for count in (8, 4))
+    prompt, shared = torch.tensor([[5, 6, 7, 8, 9, 2]]), {"max_new_tokens": 30, "do_sample": False, "num_beams": 1}
+    expected = model.generate(prompt, **shared, pad_token_id=1)
+    assert torch.equal(model.generate(prompt, **shared, pad_token_id=1, assistant_model=assistant), expected)

@@ -101,9 +101,8 @@ def test_output_attentions_are_the_weights_that_give_the_output(family, variant)
         assert len(found[name]) == len(modules)
         for weights, each in zip(found[name], modules, strict=True):
             heads = values[each].unflatten(-1, (weights.shape[1], -1)).transpose(1, 2)
-            expected = (each.c_proj if family == "gpt2" else each.out_proj)(
-                (weights @ heads).transpose(1, 2).flatten(2)
-            )
+            project = each.c_proj if family == "gpt2" else each.out_proj
+            expected = project((weights @ heads).transpose(1, 2).flatten(2))
             exactly = family != "gpt2" and model.config.feature_map == "positive"
             assert_close(outputs[each], expected, atol=1e-5 if exactly else 1e-4, rtol=1e-4)
             if model.config.feature_map == "positive":
@@ -158,20 +157,13 @@ def test_no_two_layers_draw_the_same_random_matrices(family):
     assert float(torch.corrcoef(matrices).fill_diagonal_(0).abs().max()) < 0.2
 
 
-SWITCHES = {
-    "gpt2": [
-        {"scale_attn_weights": False},
-        {"scale_attn_by_inverse_layer_idx": True},
-        {"reorder_and_upcast_attn": True},
-        {"n_inner": 11},
-        {"activation_function": "relu"},
-        {"layer_norm_epsilon": 0.1},
-    ],
-    "bart": [{"scale_embedding": True}, {"activation_function": "relu"}, {}],
-}
+SWITCHES = {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}
+SWITCHES |= {"n_inner": 11, "activation_function": "relu", "layer_norm_epsilon": 0.1}
+SWITCHED = [("gpt2", {name: value}) for name, value in SWITCHES.items()]
+SWITCHED += [("bart", each) for each in ({"scale_embedding": True}, {"activation_function": "relu"}, {})]
 
 
-@pytest.mark.parametrize(("family", "switches"), [(name, each) for name, all_ in SWITCHES.items() for each in all_])
+@pytest.mark.parametrize(("family", "switches"), SWITCHED)
 def test_with_very_many_features_it_is_the_softmax_model(family, switches):
     """Every switch of the softmax model keeps its meaning, in all kinds of attention."""
     width = {"initializer_range" if family == "gpt2" else "init_std": 0.1}
@@ -242,15 +234,11 @@ def test_a_document_starts_wherever_positions_do_not_continue(variant):
     assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
 
 
+ALONE = [("gpt2", {"add_cross_attention": True, **each}) for each in ({}, {"softmax_layers": [0]})]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("gpt2", {"add_cross_attention": True}),
-        ("gpt2", {"add_cross_attention": True, "softmax_layers": [0]}),
-        ("bart", {"head": "ForCausalLM"}),
-    ],
-)
+@pytest.mark.parametrize(("family", "options"), [*ALONE, ("bart", "decoder-alone")])
 def test_cross_attention_of_a_decoder_alone_and_its_cache(family, options):
     model, ids = make(family, options), tokens()
     hidden, mask = torch.randn(ROWS, 13, WIDTH), torch.ones(ROWS, 13, dtype=torch.long)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,16 +14,12 @@ from hf_rfa import InputError, RFAGPT2Config, bench
 from hf_rfa.bench.measure import decoding_floor, decoding_parameters, interleaved, peak_bytes
 from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
 from hf_rfa.cache_files import cache_num_bytes
-from hf_rfa.families import FAMILIES
 
-from .conftest import tiny_parent_config, tiny_seq2seq_config
-
-
-def base_config(family: str) -> Any:
-    return tiny_parent_config() if family == "gpt2" else tiny_seq2seq_config(family)
+from .conftest import tiny_parent_config
+from .families import FAMILIES, base_config, every_family
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bart", "marian"])
+@every_family
 def test_the_models_have_the_same_weights_and_caches_at_the_same_position(family):
     softmax, rfa = bench.pair(base_config(family), 40, window=3)
     others = dict(rfa.named_parameters())
@@ -42,7 +37,7 @@ def test_the_models_have_the_same_weights_and_caches_at_the_same_position(family
     assert sizes[rfa, 30] == sizes[rfa, 5]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bart", "marian"])
+@every_family
 def test_a_converted_checkpoint_is_timed_as_it_is(family):
     """Beside its softmax parent, whose weights it shares; layers that stayed softmax have their own keys and values."""
     parent = base_config(family)
@@ -59,9 +54,8 @@ def test_a_converted_checkpoint_is_timed_as_it_is(family):
     inputs = step_inputs(rfa, 2, 7)
     cache = cache_at(rfa, inputs, 30)
     own = getattr(cache, "self_attention_cache", cache)
-    assert [layer.get_seq_length() for layer in own.layers[: config.num_layers_for("causal")]] == [30] * len(
-        config.layer_types
-    )
+    lengths = [layer.get_seq_length() for layer in own.layers[: config.num_layers_for("causal")]]
+    assert lengths == [30] * len(config.layer_types)
     assert own.layers[1].keys.shape[-2] == 30
     rfa(**inputs, past_key_values=cache)
     with pytest.raises(InputError, match="has its own gate"):
@@ -118,17 +112,10 @@ def test_the_command_writes_figures_and_pictures(run_cli, tmp_path, capsys):
     assert "speed-up" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("load", "cores", "threads", "warned"),
-    [
-        (0.2, 2, 2, False),
-        (1.0, 2, 2, True),
-        (1.0, 2, 1, False),
-        (2.0, 2, 1, True),
-        (6.0, 16, 8, False),
-        (9, 16, 8, True),
-    ],
-)
+BUSY, FREE = [(1.0, 2, 2), (2.0, 2, 1), (9, 16, 8)], [(0.2, 2, 2), (1.0, 2, 1), (6.0, 16, 8)]
+
+
+@pytest.mark.parametrize(("load", "cores", "threads", "warned"), [(*each, each in BUSY) for each in BUSY + FREE])
 def test_figures_say_on_how_many_threads_and_beside_what_they_were_measured(
     load, cores, threads, warned, run_cli, tmp_path, monkeypatch, capsys
 ):

@@ -28,13 +28,8 @@ from .families import (
     tokens,
 )
 
-FILLED_BY = [
-    {"gate": True},
-    {"feature_map": "gaussian", "num_features": 8},
-    {"window": 3, "gate": True},
-    {"softmax_layers": [0]},
-    {"softmax_layers": [1], "window": 3},
-]
+FILLED_BY = [{"gate": True}, {"feature_map": "gaussian", "num_features": 8}, {"window": 3, "gate": True}]
+FILLED_BY += [{"softmax_layers": [0]}, {"softmax_layers": [1], "window": 3}]
 GENERATE = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 1}
 
 
@@ -243,16 +238,13 @@ def test_a_cache_of_another_model_is_refused():
 # Caches on disk
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        *(("gpt2", each) for each in ({}, {"gate": True, "window": 3}, {"softmax_layers": [1]})),
-        ("gpt2", {"add_cross_attention": True}),  # which saw no encoder's output
-        *(("bart", {"softmax_cross_layers": each}) for each in ([], [0, 1, 2])),
-        ("bart", {"softmax_layers": [0], "softmax_cross_layers": [1]}),
-    ],
-    ids=str,
-)
+SAVED = [("gpt2", each) for each in ({}, {"gate": True, "window": 3}, {"softmax_layers": [1]})]
+SAVED += [("gpt2", {"add_cross_attention": True})]  # which saw no encoder's output
+SAVED += [("bart", {"softmax_cross_layers": each}) for each in ([], [0, 1, 2])]
+SAVED += [("bart", {"softmax_layers": [0], "softmax_cross_layers": [1]})]
+
+
+@pytest.mark.parametrize(("family", "options"), SAVED, ids=str)
 @torch.no_grad()
 def test_a_cache_continues_from_disk(family, options, tmp_path):
     model, ids = make(family, options), tokens(2, 9)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_rfa import FEATURE_MAPS, RFAGPT2Config, RFAGPT2LMHeadModel
+from hf_rfa import FEATURE_MAPS
 from hf_rfa.convert import convert
 from hf_rfa.convert.activations import LayerActivations
 from hf_rfa.convert.attention_weights import key_exponents
 from hf_rfa.convert.calibration import GATE_TIME_SCALES, _Comparison, _set_log_scale, _set_temperature, calibrate_layer
 
-from .conftest import tiny_parent_config
+from .families import make
 
 
 def test_calibration_brings_attention_closer_to_the_parent(tiny_parent, tmp_path):
@@ -27,11 +27,8 @@ def test_a_window_is_calibrated_to_the_features(tiny_parent, tmp_path):
         assert all(sum(gain.after) < sum(gain.before) for gain in report.gains)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / feature_map)
         assert float(model.transformer.h[0].attn.feature_map.window_shift.detach().abs().max()) > 0
-        assert report.state_bytes == sum(
-            tensor.numel() * 4
-            for layer in model(torch.ones(1, 5, dtype=torch.long)).past_key_values.layers
-            for tensor in layer.tensors()
-        )
+        layers = model(torch.ones(1, 5, dtype=torch.long)).past_key_values.layers
+        assert report.state_bytes == sum(tensor.numel() * 4 for layer in layers for tensor in layer.tensors())
 
 
 def test_one_heavy_key_does_not_set_the_scale_of_all_others():
@@ -63,8 +60,7 @@ def test_the_heaviest_keys_keep_their_proportions():
 @torch.no_grad()
 def test_every_step_brings_attention_closer_to_the_parent():
     """With one of them undone, and the best temperature for what is left, every head is farther from its softmax weights."""
-    config = RFAGPT2Config.from_parent(tiny_parent_config(n_embd=48, n_head=6), num_features=32)
-    layer = RFAGPT2LMHeadModel(config).transformer.h[0].attn
+    layer = make("gpt2", {"n_embd": 48, "n_head": 6, "num_features": 32}).transformer.h[0].attn
     feature_map = layer.feature_map
     mix, width = torch.randn(6, 8, 8) / 8**0.5, torch.linspace(-0.7, 0.7, 8).exp()
     # Correlated, of other widths on the two sides, and neither of mean 0.
@@ -106,9 +102,8 @@ def distance_sample(decays: torch.Tensor, length: int) -> LayerActivations:
 
 @pytest.mark.parametrize(("window", "left"), [(0, 1e-5), (5, 1e-2)])  # a window's shift is the same for all queries
 def test_the_gates_find_the_spans_of_softmax_attention(window, left):
-    torch.manual_seed(0)
-    config = RFAGPT2Config.from_parent(tiny_parent_config(n_positions=64), gate=True, feature_map="elu", window=window)
-    layer = RFAGPT2LMHeadModel(config).transformer.h[0].attn
+    model = make("gpt2", {"gate": True, "feature_map": "elu", "window": window}, n_positions=64)
+    layer = model.transformer.h[0].attn
     spans = torch.tensor([1 / 8, 1.0, max(GATE_TIME_SCALES)]) * 64
     sample, hidden = distance_sample(1 - 1 / spans, 64), torch.randn(1, 64, 24)
     before = _Comparison(layer, sample, hidden).best_divergence()

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-import torch
 from huggingface_hub import ModelCard
-from transformers import BartForConditionalGeneration, GPT2ForSequenceClassification, GPT2LMHeadModel
+from transformers import GPT2ForSequenceClassification
 
 from hf_rfa import RFABartForConditionalGeneration, RFAGPT2ForSequenceClassification, RFAGPT2LMHeadModel
-from hf_rfa.convert import convert
 from hf_rfa.convert.report import UNTRAINED
 from hf_rfa.finetune.card import record_result
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
 
-from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config, words
-from .test_finetune import run
+from .conftest import words
+from .training import run, save_checkpoints, write_rows
 
 RECIPE = Recipe(
     transfer=Stage(steps=2, block_length=16, batch_size=2, learning_rate=0.03),
@@ -29,16 +26,10 @@ RECIPE = Recipe(
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("cards")
-    torch.manual_seed(1)
-    GPT2LMHeadModel(tiny_parent_config(eos_token_id=2)).save_pretrained(folder / "gpt2")
-    BartForConditionalGeneration(tiny_seq2seq_config("bart")).save_pretrained(folder / "bart")
-    for name in ("gpt2", "bart"):
-        save_tiny_tokenizer(folder / name)
-        (folder / name / "README.md").write_text("---\nlicense: mit\npipeline_tag: translation\n---\n# The parent\n")
-        convert(folder / name, folder / f"{name}-rfa", num_features=8)
+    card = "---\nlicense: mit\npipeline_tag: translation\n---\n# The parent\n"
+    folder = save_checkpoints(tmp_path_factory.mktemp("cards"), "gpt2", "bart", card=card, num_features=8)
     rows = [{"text": words(9, n), "label": n % 2, "source": words(4, n), "target": words(3, n)} for n in range(40)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", rows)
     (folder / "text.txt").write_text(words(500))
     return folder
 

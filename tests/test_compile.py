@@ -13,16 +13,14 @@ from .test_generation import generate, long, prompt_for
 # The inductor imports what torch itself has deprecated.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")]
 
+STEPS = [("gpt2", variant) for variant in ("positive", "positive-gate", "window-gate")]
+STEPS += [(family, "both-gate") for family in ("bart", "marian")]
+LOOPS = [("gpt2", variant) for variant in ("positive-gate", "hybrid", "window-gate")]
+LOOPS += [("bart", variant) for variant in ("both-gate", "per-layer")]
+
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("family", "variant"),
-    [
-        *(("gpt2", variant) for variant in ("positive", "positive-gate", "window-gate")),
-        ("bart", "both-gate"),
-        ("marian", "both-gate"),
-    ],
-)
+@pytest.mark.parametrize(("family", "variant"), STEPS)
 def test_a_compiled_decoding_step_is_one_graph(family, variant):
     """`torch.compile(fullgraph=True)` of a decoding step equals the eager one, and settles after a few graphs."""
     model, eager = (make(family, variant) for _ in range(2))
@@ -42,13 +40,7 @@ def test_a_compiled_decoding_step_is_one_graph(family, variant):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize(
-    ("family", "variant"),
-    [
-        *(("gpt2", variant) for variant in ("positive-gate", "hybrid", "window-gate")),
-        *(("bart", variant) for variant in ("both-gate", "per-layer")),
-    ],
-)
+@pytest.mark.parametrize(("family", "variant"), LOOPS)
 def test_generate_compiles_by_itself_with_a_static_cache(family, variant):
     """As it does on a GPU; here it is asked to."""
     model, ids = long(family, variant, torch.float32), prompt_for(family)

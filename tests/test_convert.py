@@ -34,9 +34,17 @@ from hf_rfa import FEATURE_MAPS, cache_num_bytes
 from hf_rfa.convert import ConversionOptions, InputError, atomic_io, convert, pipeline
 from hf_rfa.convert.base_model import softmax_base_model
 from hf_rfa.convert.calibration_data import random_inputs
-from hf_rfa_cli.main import app, main
+from hf_rfa_cli.main import app
 
-from .conftest import DEMO_MODEL, DEMO_TEXT, save_tiny_tokenizer, shared, tiny_parent_config, tiny_seq2seq_config
+from .conftest import (
+    DEMO_MODEL,
+    DEMO_TEXT,
+    leftovers,
+    save_tiny_tokenizer,
+    shared,
+    tiny_parent_config,
+)
+from .families import base_config
 
 SCRIPT = Path(sys.executable).parent / "hf-rfa"
 
@@ -65,17 +73,11 @@ def copy_of(source: Path, destination: Path) -> Path:
     return destination
 
 
-def leftovers(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+CONVERTED = [("gpt2", name) for name in sorted(FEATURE_MAPS)]
+CONVERTED += [(family, name) for family in ("bart", "marian") for name in ("positive", "gaussian", "elu")]
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        *(("gpt2", name) for name in sorted(FEATURE_MAPS)),
-        *((family, name) for family in ("bart", "marian") for name in ("positive", "gaussian", "elu")),
-    ],
-)
+@pytest.mark.parametrize(("family", "name"), CONVERTED)
 def test_every_feature_map_converts_and_keeps_every_weight(family, name, parents, tmp_path):
     options = {} if family == "gpt2" else {"encoder_layers": "all"}
     report = convert(parents[family], tmp_path / "out", feature_map=name, gate=True, **options)
@@ -110,16 +112,15 @@ def test_conversion_is_reproducible_and_the_seed_matters(tiny_parent, tmp_path):
 
 def test_the_parents_dropout_does_not_act(tiny_parent, tmp_path):
     """Neither in its own answers nor in the queries and keys that calibration sees."""
-    parent = GPT2LMHeadModel.from_pretrained(tiny_parent)
+    parent, found = GPT2LMHeadModel.from_pretrained(tiny_parent), []
     for rate in (0.0, 0.4):
         parent.config.update({"resid_pdrop": rate, "embd_pdrop": rate, "attn_pdrop": rate})
         parent.save_pretrained(tmp_path / f"parent-{rate}")
         convert(tmp_path / f"parent-{rate}", tmp_path / f"out-{rate}", keep_softmax=1)
-    without, dropping = (json.loads((tmp_path / f"out-{rate}" / "conversion.json").read_text()) for rate in (0.0, 0.4))
-    assert dropping["gains"] == without["gains"]
-    assert dropping["damages"] == without["damages"]
-    without, dropping = ((tmp_path / f"out-{rate}" / "model.safetensors").read_bytes() for rate in (0.0, 0.4))
-    assert dropping == without
+        report = json.loads((tmp_path / f"out-{rate}" / "conversion.json").read_text())
+        weights = (tmp_path / f"out-{rate}" / "model.safetensors").read_bytes()
+        found.append((report["gains"], report["damages"], weights))
+    assert found[1] == found[0]
 
 
 def test_paper_map_has_few_extra_parameters(tmp_path):
@@ -131,21 +132,10 @@ def test_paper_map_has_few_extra_parameters(tmp_path):
     assert report.added_parameters < 0.001 * report.num_parameters
 
 
-def test_layers_can_stay_softmax(tiny_parent, tmp_path):
-    report = convert(tiny_parent, tmp_path / "out", layers=[1])
-    assert report.layers == {"causal": (1, 2)}
-    assert any("softmax" in note for note in report.notes)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.config.layer_types == ["full_attention", "rfa"]
-    cache = model(torch.ones(1, 5, dtype=torch.long)).past_key_values
-    assert cache.layers[0].keys.shape[2] == 5
-    assert "hf-rfa convert" in report.command
-    assert report.command.endswith("--layers 1")
-
-
-@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", torch.bfloat16), ("float16", torch.float16)])
-def test_dtype(dtype, expected, tiny_parent, tmp_path):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtype(dtype, tiny_parent, tmp_path):
     convert(tiny_parent, tmp_path / "out", dtype=dtype)
+    expected = getattr(torch, dtype)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert tensors["transformer.wte.weight"].dtype == expected
     assert tensors["transformer.h.0.attn.feature_map.projection"].dtype == torch.float32
@@ -196,18 +186,17 @@ def test_positions_are_extended(family, count, parents, tmp_path):
     ],
 )
 def test_other_heads(name, auto_class, tmp_path):
-    make = {"GPT2": tiny_parent_config, "Bart": tiny_seq2seq_config, "Mari": tiny_seq2seq_config}[name[:4]]
-    family = [] if name.startswith("GPT2") else ["bart" if name.startswith("Bart") else "marian"]
-    config = make(*family, pad_token_id=1, **({"num_labels": 4} if name.endswith("Classification") else {}))
+    family = {"GPT2": "gpt2", "Bart": "bart", "Mari": "marian"}[name[:4]]
+    config = base_config(family, pad_token_id=1, **({"num_labels": 4} if name.endswith("Classification") else {}))
     getattr(transformers, name)(config).save_pretrained(tmp_path / "parent")
     save_tiny_tokenizer(tmp_path / "parent")
     convert(tmp_path / "parent", tmp_path / "a")
     model = auto_class.from_pretrained(tmp_path / "a")
     assert type(model).__name__ == f"RFA{name}"
     if name.endswith("Classification"):
-        head = model.score if family == [] else model.classification_head.out_proj
+        head = model.score if family == "gpt2" else model.classification_head.out_proj
         assert head.out_features == 4
-    if family and name != "BartForCausalLM":  # for a decoder alone the text is no block of 96 tokens
+    if family != "gpt2" and name != "BartForCausalLM":  # for a decoder alone the text is no block of 96 tokens
         (tmp_path / "text").write_text(SOURCES)
         report = convert(tmp_path / "parent", tmp_path / "b", calibrate_on=tmp_path / "text")
         assert report.perplexities is None
@@ -273,22 +262,18 @@ def test_model_card_states_command_and_figures(tmp_path):
     assert tokenizer("Call me")["input_ids"] == AutoTokenizer.from_pretrained(DEMO_MODEL)("Call me")["input_ids"]
 
 
+MANY = {"feature_map": "gaussian", "num_features": 9, "orthogonal": False, "gate": True, "layers": [0], "seed": 5}
+MANY |= {"max_positions": 128, "redraw_pool": 4}
+EACH_KIND = {"layers": [1], "cross_layers": [0, 2], "encoder_layers": [1], "window_size": 2, "unit_norm": True}
+
+
 @pytest.mark.parametrize(
     ("family", "options", "converted"),
     [
-        (
-            "gpt2",
-            {"feature_map": "gaussian", "num_features": 9, "orthogonal": False, "gate": True, "layers": [0], "seed": 5}
-            | {"max_positions": 128, "redraw_pool": 4},
-            {"causal": [0]},
-        ),
+        ("gpt2", MANY, {"causal": [0]}),
         ("bart", {"layers": []}, {"causal": [], "cross": [0, 1, 2], "encoder": []}),
         ("bart", {"cross_layers": []}, {"causal": [0, 1, 2], "cross": [], "encoder": []}),
-        (
-            "bart",
-            {"layers": [1], "cross_layers": [0, 2], "encoder_layers": [1], "window_size": 2, "unit_norm": True},
-            {"causal": [1], "cross": [0, 2], "encoder": [1]},
-        ),
+        ("bart", EACH_KIND, {"causal": [1], "cross": [0, 2], "encoder": [1]}),
     ],
 )
 def test_the_command_on_the_card_gives_the_same_checkpoint(family, options, converted, parents, tmp_path):
@@ -299,13 +284,17 @@ def test_the_command_on_the_card_gives_the_same_checkpoint(family, options, conv
     fields = json.loads((tmp_path / "a" / "config.json").read_text())
     for name, kind in model.config.SOFTMAX_LAYERS.items():
         count = model.config.num_layers_for(kind)
-        assert fields[name] == [index for index in range(count) if index not in converted[kind]]
+        kept = [index for index in range(count) if index not in converted[kind]]
+        assert fields[name] == kept
+        noted = any(note.startswith(f"The {kind} attention of layer") and "is softmax" in note for note in report.notes)
+        assert noted == (kept != [] and kind != "encoder")
     ids = torch.randint(4, 61, (2, 7))
     model.train()(ids, labels=ids).loss.backward()
     torch.optim.SGD(model.parameters(), lr=1e-3).step()
     output = model.eval().generate(ids, max_new_tokens=6, num_beams=2, eos_token_id=None, pad_token_id=1)
     assert output.shape == (2, 13 if family == "gpt2" else 7)
     command = report.command.replace(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert command.startswith("hf-rfa convert ")
     subprocess.run([SCRIPT, *command.split()[1:]], check=True, capture_output=True)
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
@@ -332,27 +321,22 @@ def test_the_command_line_has_every_option():
         assert shown.default == (None if field.name in ("feature_map", "gate") else field.default)
 
 
+TRANSFER = "--distill-steps is called --transfer-steps now"
+
+
 @pytest.mark.parametrize(
     ("words", "message", "name", "value"),
     [
         (["--window", "4"], "--window is called --window-size now", "window_size", 4),
-        (
-            ["--distill-steps=3", "--data", str(DEMO_TEXT)],
-            "--distill-steps is called --transfer-steps now",
-            "gate",
-            True,
-        ),
+        (["--distill-steps=3", "--data", DEMO_TEXT], TRANSFER, "gate", True),
         (["--iid"], "", "orthogonal", False),
     ],
 )
-def test_earlier_flags_work_and_name_the_new_ones(words, message, name, value, tmp_path, monkeypatch, capsys):
+def test_earlier_flags_work_and_name_the_new_ones(words, message, name, value, tmp_path, monkeypatch, run_cli, capsys):
     given = {}
     monkeypatch.setattr("hf_rfa_cli.convert._convert", lambda *paths, **options: given.update(options))
     monkeypatch.setattr("hf_rfa.finetune.distill.distill", lambda *paths, **options: sys.exit(0))
-    monkeypatch.setattr(sys, "argv", ["hf-rfa", "convert", str(DEMO_MODEL), str(tmp_path / "out"), *words])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 0
+    assert run_cli("convert", DEMO_MODEL, tmp_path / "out", *words) == 0
     assert given[name] == value
     assert message in capsys.readouterr().err
 

@@ -6,13 +6,12 @@ import os
 import shutil
 import socket
 import stat
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from hf_rfa import InputError, cli, save_cache
+from hf_rfa import InputError, save_cache
 from hf_rfa.convert import convert
 from hf_rfa.convert.atomic_io import check_file, new_file, new_folder
 from hf_rfa.finetune.card import check_recordable
@@ -43,15 +42,6 @@ def untouched(folder: Path) -> dict[str, int]:
     return {path.name: stat.S_IFMT(path.lstat().st_mode) for path in folder.iterdir()}
 
 
-def refused_command(monkeypatch, capsys, *words: object) -> str:
-    """Run a command that has to refuse its input, and return its message."""
-    monkeypatch.setattr(sys, "argv", ["hf-rfa", *map(str, words)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 1
-    return capsys.readouterr().err
-
-
 @KINDS
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
 @pytest.mark.parametrize(
@@ -65,12 +55,12 @@ def refused_command(monkeypatch, capsys, *words: object) -> str:
     ids=["convert", "convert and distill", "distill", "finetune"],
 )
 def test_commands_refuse_a_destination_that_is_no_folder(
-    command, overwrite, make, tiny_parent, tmp_path, monkeypatch, capsys
+    command, overwrite, make, tiny_parent, tmp_path, refused_command
 ):
     make(tmp_path / "out")
     places = {"parent": tiny_parent, "model": DEMO_MODEL, "text": DEMO_TEXT, "out": tmp_path / "out"}
     before = untouched(tmp_path)
-    said = refused_command(monkeypatch, capsys, *(word.format(**places) for word in command), *overwrite)
+    said = refused_command(*(word.format(**places) for word in command), *overwrite)
     assert "out exists and is not a folder" in said
     assert untouched(tmp_path) == before
 
@@ -140,22 +130,18 @@ def test_a_cache_is_written_where_a_link_leads(tmp_path):
 
 @KINDS
 @pytest.mark.parametrize("name", ["speed.json", "speed-decoding.png"])
-def test_bench_replaces_files_alone_and_says_so_before_it_starts(make, name, tmp_path, monkeypatch, capsys):
+def test_bench_replaces_files_alone_and_says_so_before_it_starts(make, name, tmp_path, monkeypatch, refused_command):
     monkeypatch.setattr("hf_rfa.bench.pair", None)  # nothing is made, or timed
     make(tmp_path / name)
     before = untouched(tmp_path)
-    assert f"{name} exists and is not a file" in refused_command(
-        monkeypatch, capsys, "bench", "--output", tmp_path / "speed"
-    )
-    assert "cannot write to" in refused_command(
-        monkeypatch, capsys, "bench", "--output", tmp_path / "nowhere" / "speed"
-    )
+    assert f"{name} exists and is not a file" in refused_command("bench", "--output", tmp_path / "speed")
+    assert "cannot write to" in refused_command("bench", "--output", tmp_path / "nowhere" / "speed")
     assert untouched(tmp_path) == before
 
 
 @KINDS
 @pytest.mark.parametrize("name", ["evaluation.json", "README.md"])
-def test_evaluate_replaces_files_alone(make, name, tiny_parent, tmp_path, monkeypatch, capsys):
+def test_evaluate_replaces_files_alone(make, name, tiny_parent, tmp_path, refused_command):
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     shutil.copyfile(tiny_parent / "config.json", checkpoint / "config.json")
@@ -165,12 +151,11 @@ def test_evaluate_replaces_files_alone(make, name, tiny_parent, tmp_path, monkey
     make(tmp_path / "answers")
     (tmp_path / "sources").write_text("a")
     words = ["--references", tmp_path / "sources", "--save-predictions", tmp_path / "answers"]
-    said = refused_command(
-        monkeypatch, capsys, "evaluate", checkpoint, tmp_path / "sources", "--task", "translation", *words
-    )
-    assert "answers exists and is kept" in said
-    said = refused_command(monkeypatch, capsys, "make-data", "copy", tmp_path / "answers", "--rows", 1)
-    assert "answers exists and is kept" in said
+    for command in (
+        ("evaluate", checkpoint, tmp_path / "sources", "--task", "translation", *words),
+        ("make-data", "copy", tmp_path / "answers", "--rows", 1),
+    ):
+        assert "answers exists and is kept" in refused_command(*command)
 
 
 def test_the_folder_around_a_source_is_kept(tiny_parent, tmp_path):

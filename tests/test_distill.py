@@ -14,9 +14,9 @@ import pytest
 import torch
 from datasets import Dataset
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GPT2LMHeadModel, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, TrainingArguments
 
-from hf_rfa import RFABartConfig, RFABartForConditionalGeneration, RFAGPT2Config, RFAGPT2LMHeadModel, cli
+from hf_rfa import cli
 from hf_rfa.convert import InputError, activations, convert
 from hf_rfa.convert.activations import LayerActivations
 from hf_rfa.convert.base_model import rfa_layers
@@ -40,8 +40,8 @@ from hf_rfa.inference import load_model
 from hf_rfa.models.feature_maps import FEATURE_MAPS, ProjectedFeatureMap
 from hf_rfa_cli import convert as cli_convert
 
-from .conftest import tiny_parent_config, tiny_seq2seq_config, words
-from .test_convert import leftovers
+from .conftest import leftovers, words
+from .families import make, softmax_model
 from .training import assert_same, interrupted, save_checkpoints, weights
 
 RECIPE = """
@@ -117,8 +117,7 @@ def test_before_training_the_exponential_map_is_the_positive_one():
 def test_divergence_is_the_kl_of_the_weights(gated, monkeypatch):
     """Against a loop in float64 over heads and queries, which are compared a few at a time."""
     monkeypatch.setattr(activations, "QUERY_BLOCK", 4)
-    config = RFAGPT2Config.from_parent(tiny_parent_config(), gate=gated, num_features=16)
-    layer = RFAGPT2LMHeadModel(config).double().transformer.h[0].attn
+    layer = make("gpt2", {"gate": gated, "num_features": 16}, dtype=torch.float64).transformer.h[0].attn
     hidden = torch.randn(2, 9, 24, dtype=torch.float64)
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, 6:] = False
@@ -142,16 +141,14 @@ def test_divergence_is_the_kl_of_the_weights(gated, monkeypatch):
 
 @pytest.mark.parametrize("family", ["gpt2", "bart"])
 def test_logit_loss_is_the_kl_and_the_loss_on_the_text(family, material, tmp_path):
+    model = make(family, {"num_features": 4})
+    teacher = softmax_model(model, family)
+    for parameter in teacher.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
     if family == "gpt2":
-        model = RFAGPT2LMHeadModel(RFAGPT2Config.from_parent(tiny_parent_config())).eval()
-        teacher = GPT2LMHeadModel(tiny_parent_config()).eval()
         ids = torch.randint(1, 61, (3, 8))
         inputs = {"input_ids": ids, "labels": ids}
     else:
-        configs = [
-            RFABartConfig.from_parent(tiny_seq2seq_config("bart"), feature_map=name) for name in ("positive", "elu")
-        ]
-        model, teacher = (RFABartForConditionalGeneration(config).eval() for config in configs)
         pairs = [{"input_ids": [5, 6, 2], "labels": [7, 2]}, {"input_ids": [5, 2], "labels": [8, 9, 10, 2]}]
         inputs = PairCollator(AutoTokenizer.from_pretrained(material / "bart"), model=model)(pairs)
     with torch.no_grad():
@@ -162,6 +159,7 @@ def test_logit_loss_is_the_kl_and_the_loss_on_the_text(family, material, tmp_pat
         ours, theirs, labels = ours[:, :-1], theirs[:, :-1], labels[:, 1:]
     kl = [(theirs[r, t].exp() * (theirs[r, t] - ours[r, t])).sum() for r, t in (labels != -100).nonzero().tolist()]
     nll = [-ours[r, t, labels[r, t]] for r, t in (labels != -100).nonzero().tolist()]
+    assert torch.stack(kl).mean() > 0.1
     for share in (0.0, 0.3, 1.0):
         arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[])
         trainer = LogitDistillationTrainer(model=model, args=arguments, teacher=teacher, stage=Stage(kl_weight=share))
@@ -206,20 +204,23 @@ def test_the_checkpoint_keeps_its_cache(configured, material, tmp_path):
         assert (trained(torch.ones(1, 4, dtype=torch.long)).past_key_values is not None) is configured
 
 
-@pytest.mark.parametrize("name", ["transfer", "end_to_end"])
-def test_a_stage_leaves_the_models_settings_as_they_were(name, pair, tmp_path):
+@pytest.mark.parametrize(("name", "dropout"), [("transfer", False), ("end_to_end", False), ("end_to_end", True)])
+def test_a_stage_leaves_the_models_settings_as_they_were(name, dropout, pair, tmp_path):
     """Gradients of frozen parameters, dropout, and the teacher's mode."""
     model, teacher = pair
     for index, each in enumerate(pair):
         for number, parameter in enumerate(each.parameters()):
             parameter.requires_grad_(number % 3 > index)
-    model.transformer.drop.p = teacher.transformer.drop.p = 0.2
+    dropouts = [module for each in pair for module in each.modules() if isinstance(module, torch.nn.Dropout)]
+    for number, module in enumerate(dropouts):
+        module.p = (0.0, 0.1, 0.2)[number % 3]
     teacher.train()
     before = [(parameter, parameter.requires_grad) for each in pair for parameter in each.parameters()]
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4, 61, (4, 8))]
-    train_stage(name, model, teacher, data, Stage(steps=1, batch_size=2), tmp_path)
+    stage = Stage(steps=1, batch_size=2, dropout=dropout, kl_weight=0.0 if dropout else 0.5)
+    train_stage(name, model, None if dropout else teacher, data, stage, tmp_path)
     assert all(parameter.requires_grad is flag for parameter, flag in before)
-    assert model.transformer.drop.p == teacher.transformer.drop.p == 0.2
+    assert [module.p for module in dropouts] == [(0.0, 0.1, 0.2)[number % 3] for number in range(len(dropouts))]
     assert (teacher.training, model.training) == (True, False)
 
 
@@ -310,31 +311,11 @@ def test_the_models_own_inputs_come_last(material, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", ["gpt2", "bart"])
 def test_dropout_is_off_unless_asked_for_and_back_afterwards(family):
-    if family == "gpt2":
-        model = GPT2LMHeadModel(tiny_parent_config(resid_pdrop=0.2))
-    else:
-        config = RFABartConfig.from_parent(tiny_seq2seq_config("bart", dropout=0.2))
-        model = RFABartForConditionalGeneration(config)
-    model.train()
+    model = make(family, **({"resid_pdrop": 0.2} if family == "gpt2" else {"dropout": 0.2})).train()
     batch = {"input_ids": torch.randint(4, 61, (2, 9)), "labels": torch.randint(4, 61, (2, 9))}
     with no_dropout(model):
         assert torch.equal(model(**batch).loss, model(**batch).loss), "no dropout is left"
     assert not torch.equal(model(**batch).loss, model(**batch).loss)
-
-
-@pytest.mark.parametrize("dropout", [False, True])
-def test_a_models_dropout_is_what_it_was_after_distillation(dropout, tmp_path):
-    model = RFAGPT2LMHeadModel(RFAGPT2Config.from_parent(tiny_parent_config(resid_pdrop=0.2, attn_pdrop=0.1)))
-
-    def rates() -> dict[str, float]:
-        return {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
-
-    before = rates()
-    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4, 61, (4, 8))]
-    stage = Stage(steps=1, batch_size=2, kl_weight=0.0, dropout=dropout)
-    train_stage("end_to_end", model, None, data, stage, tmp_path)
-    assert rates() == before
-    assert 0.2 in before.values()
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bart"])

@@ -19,12 +19,8 @@ from hf_rfa_cli import train as cli_train
 
 from .conftest import ROOT
 
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [path for folder in ("docs", "benchmarks/results") for path in sorted((ROOT / folder).glob("*.md"))]
 MODULES = [
     path for folder in ("hf_rfa", "hf_rfa_cli", "convert", "finetune") for path in sorted((ROOT / folder).rglob("*.py"))
 ]

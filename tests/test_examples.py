@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_rfa
 from demo import run as demo
 
-from .conftest import ROOT, save_tiny_tokenizer, tiny_parent_config
+from .conftest import ROOT
+from .families import save_softmax_model
 from .test_docs import parse
 
 FIGURE = r"perplexity ([\d.]+)"
@@ -35,9 +36,7 @@ def run(name: str, folder: Path, *arguments: object) -> str:
 def tiny(tmp_path_factory) -> Path:
     """A folder with a softmax model that has a tokenizer, and a text."""
     folder = tmp_path_factory.mktemp("examples")
-    torch.manual_seed(0)
-    GPT2LMHeadModel(tiny_parent_config(eos_token_id=2)).save_pretrained(folder / "parent")
-    save_tiny_tokenizer(folder / "parent")
+    save_softmax_model("gpt2", folder / "parent", eos_token_id=2)
     words = torch.randint(4, 61, (900,), generator=torch.Generator().manual_seed(0))
     (folder / "text.txt").write_text(" ".join(f"w{number}" for number in words))
     return folder

@@ -34,16 +34,11 @@ def test_a_forward_pass_is_exported(family):
     assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+WHOLE = [{}, {"gate": True, "feature_map": "gaussian"}, {"softmax_layers": [0]}, {"window": 7}]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"gate": True, "feature_map": "gaussian"},
-        {"softmax_layers": [0]},
-        {"window": 7},
-        pytest.param({"window": 7, "gate": True}, marks=pytest.mark.slow),
-    ],
-    ids=str,
+    "options", [*WHOLE, pytest.param({"window": 7, "gate": True}, marks=pytest.mark.slow)], ids=str
 )
 @torch.no_grad()
 def test_a_forward_pass_is_exported_once_for_all_lengths(options):

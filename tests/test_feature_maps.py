@@ -50,17 +50,9 @@ def test_kernel_is_unbiased_and_its_error_falls_as_one_over_root_d(name, unit_no
     query, key = moderate_queries_and_keys()
     errors = {}
     for num_features in (32, 128, 512):
-        draws = torch.stack(
-            [
-                kernel(
-                    build(name, num_features=num_features, unit_norm=unit_norm, orthogonal=orthogonal, seed=seed),
-                    query,
-                    key,
-                )
-                for seed in range(200)
-            ]
-        )
-        exact = exact_kernel(build(name, num_features=num_features, unit_norm=unit_norm), query, key)
+        options = {"num_features": num_features, "unit_norm": unit_norm, "orthogonal": orthogonal}
+        draws = torch.stack([kernel(build(name, **options, seed=seed), query, key) for seed in range(200)])
+        exact = exact_kernel(build(name, **options), query, key)
         standard_error = draws.std(0) / math.sqrt(len(draws))
         deviations = (draws.mean(0) - exact).abs() / standard_error
         assert float(deviations.max()) < 5.5, "the mean over seeds is further from exp(q·k·s) than chance allows"
@@ -122,15 +114,12 @@ def test_rows_of_the_projection_are_standard_normal(orthogonal):
 
 def test_draws_differ_by_seed_layer_head_and_draw_and_repeat():
     options = {"shape": (2, 8, 4)}
-    first = draw_projection(seed=0, layer_idx=0, **options)
-    assert torch.equal(first, draw_projection(seed=0, layer_idx=0, **options))
+    first, again = (draw_projection(seed=0, layer_idx=0, **options) for _ in range(2))
+    assert torch.equal(first, again)
     others = [
-        draw_projection(seed=1, layer_idx=0, **options),
-        draw_projection(seed=0, layer_idx=1, **options),
-        draw_projection(seed=0, layer_idx=0, draw=1, **options),
-        first.flip(0),
+        draw_projection(**{"seed": 0, "layer_idx": 0, **options, name: 1}) for name in ("seed", "layer_idx", "draw")
     ]
-    assert all(not torch.equal(first, other) for other in others)
+    assert all(not torch.equal(first, other) for other in (*others, first.flip(0)))
 
 
 def test_xl_has_matrices_enough():
@@ -296,7 +285,6 @@ def test_the_error_of_signed_features_does_not_explode(unit_norm):
             query *= sharpness
             scores = query @ key.mT
         expected = scores.masked_fill(~seen, -math.inf).softmax(-1) @ value
-        found, *_ = attend_with_features(
-            *feature_map(query, key)[:2], value, denominator_floor=feature_map.denominator_floor
-        )
+        features, floor = feature_map(query, key)[:2], feature_map.denominator_floor
+        found, *_ = attend_with_features(*features, value, denominator_floor=floor)
         assert (found - expected).square().mean() < 2 * expected.square().mean(), sharpness

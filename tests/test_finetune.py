@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hf_rfa.finetune
-from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel, cli
+from hf_rfa import cli
 from hf_rfa.convert import InputError
 from hf_rfa.finetune import finetune as finetune_module
 from hf_rfa.finetune.data import load_data, packed_blocks
@@ -26,8 +26,8 @@ from hf_rfa.finetune.trainers import GroupedTrainer
 from hf_rfa.inference import load_model
 from hf_rfa_cli.options import UsageError
 
-from .conftest import tiny_parent_config, words
-from .test_convert import leftovers
+from .conftest import ROOT, leftovers, words
+from .families import make
 from .training import assert_same, interrupted, logged, run, save_checkpoints, weights, write_rows
 
 LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
@@ -139,7 +139,7 @@ def test_bytes_from_scratch(material, tmp_path):
 def test_kinds_have_their_own_rates(name, material):
     rates = {kind: 10.0**-n for n, kind in enumerate(PARAMETER_KINDS)}
     if name == "gated":
-        model = RFAGPT2LMHeadModel(RFAGPT2Config.from_parent(tiny_parent_config(), gate=True))
+        model = make("gpt2", {"gate": True})
     else:
         model, _ = load_model(str(material / name))
     kinds = parameter_kinds(model)
@@ -266,7 +266,7 @@ def test_the_command_trains_in_bfloat16_as_documented(material, tmp_path, monkey
     """The line of docs/finetuning.md, where there is a GPU or none."""
     (tmp_path / "reviews.csv").write_text("review,stars\nw5 w6,1\nw7,2\nw8 w9,1\n")
     shutil.copytree(material / "gpt2-rfa", tmp_path / "gpt2-rfa")
-    page = (Path(__file__).parents[1] / "docs" / "finetuning.md").read_text()
+    page = (ROOT / "docs" / "finetuning.md").read_text()
     (line,) = (line for line in page.splitlines() if line.startswith("hf-rfa finetune") and line.endswith("--bf16"))
     monkeypatch.chdir(tmp_path)
     cli.app([*line.split()[1:], "--max_steps", "1", "--report_to", "none"], standalone_mode=False)
@@ -282,17 +282,10 @@ def test_the_command_trains_in_bfloat16_as_documented(material, tmp_path, monkey
     ],
 )
 def test_training_arguments_that_cannot_be_used_are_refused(given, match, material, tmp_path):
-    shared = [
-        "finetune",
-        "--model",
-        str(material / "gpt2-rfa"),
-        "--train",
-        str(material / "rows.jsonl"),
-        "--task",
-        "clm",
-    ]
+    paths = {"model": material / "gpt2-rfa", "train": material / "rows.jsonl", "output": tmp_path / "out"}
+    words = [word for name, path in paths.items() for word in (f"--{name}", str(path))]
     with pytest.raises((InputError, UsageError), match=match):
-        cli.app([*shared, "--output", str(tmp_path / "out"), *given], standalone_mode=False)
+        cli.app(["finetune", "--task", "clm", *words, *given], standalone_mode=False)
     assert leftovers(tmp_path) == []
 
 
@@ -342,22 +335,19 @@ def test_bad_input(options, match, material, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True])
-def test_two_processes_give_the_losses_of_one(sharded, material, tmp_path):
-    """At the same global batch: data parallel, and with parameters sharded (FSDP), which accelerate does not do on CPUs."""
+def test_two_processes_with_sharded_parameters_give_the_losses_of_one(material, tmp_path):
+    """At the same global batch, by FSDP, which accelerate does not do on CPUs."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
     shared = ["finetune", "--model", str(material / "gpt2-rfa"), "--task", "clm", "--use-cpu", "--max-steps", "6"]
     shared += ["--train", str(material / "rows.jsonl"), "--block-length", "16", "--logging-steps", "1"]
     shared += ["--report-to", "none", "--learning-rate", "0.01", "--ddp-backend", "gloo"]
+    sharding = ["--fsdp", "full_shard", "--fsdp-config", str(LAUNCH / "fsdp.json")]
     losses = {}
-    for processes, batch in ((1, 4), (2, 2)):
+    for processes, module, batch, parallel in ((1, "hf_rfa.cli", 4, []), (2, "tests.fsdp_on_cpu", 2, sharding)):
         folder = tmp_path / str(processes)
         own = ["--per-device-train-batch-size", str(batch), "--output", str(folder)]
-        parallel = ["--fsdp", "full_shard", "--fsdp-config", str(LAUNCH / "fsdp.json")]
-        sharding = sharded and processes == 2
-        module = ["-m", "tests.fsdp_on_cpu" if sharding else "hf_rfa.cli"]
-        line = [*launcher, str(processes), *module, *shared, *own, *(parallel if sharding else [])]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[1])
+        line = [*launcher, str(processes), "-m", module, *shared, *own, *parallel]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=ROOT)
         assert done.returncode == 0, done.stderr[-3000:]
         losses[processes] = logged(folder)
     assert losses[2] == pytest.approx(losses[1], rel=1e-4)

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_rfa.models.attention
-from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.models.attention import SEGMENT_LENGTH
 from hf_rfa.models.feature_maps import FEATURE_MAPS, ProjectedFeatureMap
 from hf_rfa.models.linear_attention import Tokens, chunked, parallel
 
+from .families import make_gpt2
+
+SMALL = {"n_embd": 16, "n_head": 2, "num_features": 8, "initializer_range": 0.1}
 PROJECTED = [name for name, cls in FEATURE_MAPS.items() if issubclass(cls, ProjectedFeatureMap)]
 
 
@@ -102,13 +104,7 @@ def test_nothing_is_folded_where_it_cannot_be_told_whether_it_changed():
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    length=st.integers(1, 20),
-    chunk_size=st.integers(1, 7),
-    weighted=st.booleans(),
-    started=st.booleans(),
-    seed=st.integers(0, 100),
-)
+@given(st.integers(1, 20), st.integers(1, 7), st.booleans(), st.booleans(), st.integers(0, 100))
 def test_sums_in_place_are_the_sums(length, chunk_size, weighted, started, seed):
     generator = torch.Generator().manual_seed(seed)
 
@@ -128,24 +124,15 @@ def test_sums_in_place_are_the_sums(length, chunk_size, weighted, started, seed)
         torch.testing.assert_close(state, kept, rtol=0, atol=0)  # a state of the caller's stays as it is
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"gate": True},
-        {"feature_map": "exponential", "gate": True},
-        {"feature_map": "gaussian", "unit_norm": True},
-        {"window_size": 5},
-    ],
-)
+LONG = [{}, {"gate": True}, {"feature_map": "exponential", "gate": True}]
+LONG += [{"feature_map": "gaussian", "unit_norm": True}, {"window_size": 5}]
+
+
+@pytest.mark.parametrize("options", LONG)
 def test_long_texts_in_blocks_are_what_they_are_whole(options, monkeypatch):
     """Values and gradients, with padding on both sides, against a model that computes everything at once."""
-    torch.manual_seed(0)
     length = 2 * SEGMENT_LENGTH + 37
-    config = RFAGPT2Config(
-        n_layer=2, n_embd=16, n_head=2, n_positions=length, vocab_size=50, num_features=8, chunk_size=48, **options
-    )
-    model = RFAGPT2LMHeadModel(config).eval()
+    model = make_gpt2({"chunk_size": 48, **SMALL, **options}, n_positions=length)
     ids = torch.randint(0, 50, (2, length))
     mask = torch.ones_like(ids)
     mask[0, :9], mask[1, -600:] = 0, 0
@@ -169,8 +156,7 @@ def test_long_texts_in_blocks_are_what_they_are_whole(options, monkeypatch):
 
 
 def test_nan_does_not_pass_in_silence():
-    config = RFAGPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=32, vocab_size=50, num_features=8)
-    model = RFAGPT2LMHeadModel(config).eval()
+    model = make_gpt2(SMALL)
     embeddings = torch.randn(1, 6, 16)
     embeddings[0, 2] = float("nan")
     for gradients in (True, False):

@@ -73,72 +73,49 @@ def assert_close(found, expected, tolerance=2e-5):
     assert float((found - expected).abs().max() / scale) < tolerance
 
 
-@pytest.mark.parametrize("length", [1, 16, 37])
-@pytest.mark.parametrize("name", list(MAPS))
-def test_outputs_states_and_gradients_are_those_of_the_plain_form(name, length):
-    feature_map, query, key, value, options = problem(name, length)
-    signs = {"denominator_floor": feature_map.denominator_floor}
-    expected = attend_with_features(*feature_map(query, key)[:2], value, **options, **signs)[:2]
-    found = fused_attention(
-        kernel_inputs(feature_map, query, key),
-        value,
-        **options,
-        denominator_floor=feature_map.denominator_floor,
-        chunk=16,
-    )
-    leaves = [query, key, value, *options.values(), *feature_map.parameters()]
+def assert_forms_agree(feature_map, query, key, value, options, *, starts=None, tolerance=2e-5):
+    """Outputs, states and gradients of the kernels are those of the plain form."""
+    floor, plain = {"denominator_floor": feature_map.denominator_floor}, dict(options)
+    if starts is not None:
+        gate = torch.zeros(query.shape[:3], device=DEVICE) if options["log_decay"] is None else options["log_decay"]
+        plain["log_decay"] = gate.masked_fill(starts[:, None], MASKED_LOGIT)
+    expected = attend_with_features(*feature_map(query, key)[:2], value, **plain, **floor)[:2]
+    inputs = kernel_inputs(feature_map, query, key)
+    found = fused_attention(inputs, value, **options, **floor, document_starts=starts, chunk=16)
+    leaves = [query, key, value, *(each for each in options.values() if each is not None), *feature_map.parameters()]
     weights = [torch.randn_like(each) / each.detach().abs().max() for each in expected]
     gradients = [
         torch.autograd.grad(sum((each * weight).sum() for each, weight in zip(both, weights, strict=True)), leaves)
         for both in (found, expected)
     ]
     for one, other in zip(found, expected, strict=True):
-        assert_close(one, other)
+        assert_close(one, other, tolerance)
     for one, other in zip(*gradients, strict=True):
         assert_close(one, other, 2e-4)
 
 
-@pytest.mark.parametrize("without", ["log_decay", "input_scale", "initial_state", "everything"])
+@pytest.mark.parametrize("length", [1, 16, 37])
+@pytest.mark.parametrize("name", list(MAPS))
+def test_outputs_states_and_gradients_are_those_of_the_plain_form(name, length):
+    assert_forms_agree(*problem(name, length))
+
+
+@pytest.mark.parametrize("without", ["gate", "weights", "state", "everything"])
 def test_what_is_left_out_is_left_out(without):
-    kept = {name: without not in (name, "everything") for name in ("log_decay", "input_scale", "initial_state")}
-    feature_map, query, key, value, options = problem(
-        "exponential", 21, gate=kept["log_decay"], weights=kept["input_scale"], state=kept["initial_state"]
-    )
-    assert {name: each is not None for name, each in options.items()} == kept
-    expected = attend_with_features(*feature_map(query, key)[:2], value, **options)[:2]
-    found = fused_attention(kernel_inputs(feature_map, query, key), value, **options, chunk=16)
-    for one, other in zip(found, expected, strict=True):
-        assert_close(one, other)
+    kept = {name: without not in (name, "everything") for name in ("gate", "weights", "state")}
+    *inputs, options = problem("exponential", 21, **kept)
+    assert [each is not None for each in options.values()] == list(kept.values())
+    assert_forms_agree(*inputs, options)
 
 
 @pytest.mark.parametrize("name", ["positive", "gaussian"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_documents_see_nothing_of_each_other(name, gated):
     """Starts within chunks, at their borders, and several in one."""
-    length = 50
-    feature_map, query, key, value, options = problem(name, length, gate=gated, state=False)
-    starts = torch.zeros(B, length, dtype=torch.bool, device=DEVICE)
+    starts = torch.zeros(B, 50, dtype=torch.bool, device=DEVICE)
     starts[0, [0, 7, 8, 16, 40]] = True
     starts[1, 33] = True
-    gate = torch.zeros(B, H, length, device=DEVICE) if options["log_decay"] is None else options["log_decay"]
-    signs = {"denominator_floor": feature_map.denominator_floor}
-    plain = {**options, "log_decay": gate.masked_fill(starts[:, None], MASKED_LOGIT)}
-    expected = attend_with_features(*feature_map(query, key)[:2], value, **plain, **signs)[:2]
-    found = fused_attention(
-        kernel_inputs(feature_map, query, key),
-        value,
-        **options,
-        document_starts=starts,
-        denominator_floor=feature_map.denominator_floor,
-        chunk=16,
-    )
-    leaves = [query, key, value, *(each for each in options.values() if each is not None)]
-    gradients = []
-    for both in (found, expected):
-        weight = draw(*both[0].shape, seed=9)
-        gradients.append(torch.autograd.grad((both[0] * weight).sum() + both[1].mean(), leaves))
-    for one, other in zip((*found, *gradients[0]), (*expected, *gradients[1]), strict=True):
-        assert_close(one, other, 2e-4)
+    assert_forms_agree(*problem(name, 50, gate=gated, state=False), starts=starts, tolerance=2e-4)
 
 
 @pytest.mark.parametrize("name", [name for name in MAPS if not name.startswith("gaussian")])
@@ -171,15 +148,9 @@ def test_a_model_on_the_kernels_is_the_model(options):
         packed = model(ids, position_ids=positions, labels=ids, use_cache=False).loss
         (loss + packed).backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-        tokens = model.generate(
-            ids[:, :9],
-            attention_mask=mask[:, :9],
-            max_new_tokens=8,
-            do_sample=False,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
+        given = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        given |= {"return_dict_in_generate": True, "output_logits": True}
+        tokens = model.generate(ids[:, :9], attention_mask=mask[:, :9], **given)
         found[backend] = (loss, packed, torch.stack(tokens.logits), gradients)
     for one, other in zip(found["fused"][:3], found["torch"][:3], strict=True):
         assert_close(one, other, 1e-4)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
+from hf_rfa import RFAGPT2LMHeadModel
 from hf_rfa.convert import convert
 from hf_rfa.convert.attention_weights import key_exponents
 from hf_rfa.models.feature_maps import FEATURE_MAPS
 from hf_rfa.models.linear_attention import Tokens, linear_attention
 
-from .conftest import tiny_parent_config
+from .conftest import DEMO_MODEL
+from .families import make
 
 OPTIONS = [{}, {"gate": True}, {"window": 3}, {"window": 3, "gate": True}]
 LENGTH = 23
@@ -26,18 +26,14 @@ def demanding_model(**options) -> RFAGPT2LMHeadModel:
 
     Queries prefer features that are small for every key: the weights of all keys are far below the largest product.
     """
-    torch.manual_seed(0)
-    config = RFAGPT2Config.from_parent(tiny_parent_config(), num_features=options.pop("num_features", None), **options)
-    model = RFAGPT2LMHeadModel(config).double().eval()
+    model = make("gpt2", options, dtype=torch.float64)
     width = model.config.hidden_size
     hooks = []
     with torch.no_grad():
         for block in model.transformer.h:
             attention = block.attn
             attention.c_attn.weight.normal_(std=0.4)
-            if (
-                attention.feature_map.signed
-            ):  # its variance grows with e^‖k‖², so that larger keys leave nothing but noise
+            if attention.feature_map.signed:  # its variance grows with e^‖k‖²: larger keys leave nothing but noise
                 attention.c_attn.bias[width : 2 * width].normal_(std=0.5)
             else:
                 # Beside a window the far part would have no weight left, and its gradients would be rounding errors.
@@ -123,8 +119,7 @@ def test_logits_and_gradients_are_those_of_float64_in_both_modes(name, options):
 @pytest.mark.parametrize("options", [{}, {"window": 16}, {"gate": True}], ids=str)
 def test_the_converted_demo_model_is_the_same_function_in_both_modes(options, tmp_path):
     """A trained model, whose heads have what random ones lack."""
-    source = Path(__file__).parents[1] / "demo" / "model"
-    convert(source, tmp_path / "rfa", **options)
+    convert(DEMO_MODEL, tmp_path / "rfa", **options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "rfa").eval()
     ids = torch.arange(2, 194)[None] * 7 % model.config.vocab_size
     with torch.no_grad():

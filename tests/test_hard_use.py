@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, pipeline
 from hf_rfa.convert import convert
 
 from .conftest import save_tiny_tokenizer
-from .families import make, read, save_softmax_model, tokens
+from .families import VARIANTS, make, read, save_softmax_model, tokens
 
 OPTIONS = {"do_sample": False, "num_beams": 1, "pad_token_id": 1}
 
@@ -59,13 +61,16 @@ def test_pipelines(tmp_path):
 
 def offloaded(model, folder, how):
     """Return the model with weights on disk, or in memory and brought to where they are used, by accelerate."""
-    if how in ("device_map", "auto"):
+    if how in ("device_map", "blocks", "auto"):
         model.save_pretrained(folder / "model", max_shard_size="20KB")
         tensors = model.state_dict()
         owners = {key: key.rpartition(".")[0] for key in tensors}
         # All that belongs to a module without modules in it; BART itself has a buffer.
         places = {name: "disk" for name in owners.values() if not any(model.get_submodule(name).children())}
         places |= {key: "cpu" for key, owner in owners.items() if owner not in places}
+        if how == "blocks":  # one of each stack, whole
+            places = {re.sub(r"(\.(h|layers)\.\d+)\..*", r"\1", name): "cpu" for name in places}
+            places |= {name: "disk" for name in places if name.endswith(".1")}
         size = sum(tensor.nbytes for tensor in tensors.values())
         options = {"device_map": places, "offload_buffers": True}
         if how == "auto":
@@ -80,11 +85,13 @@ def offloaded(model, folder, how):
     return cpu_offload(copied, **options)
 
 
-@pytest.mark.parametrize("how", ["device_map", "auto", "disk_offload", "cpu_offload"])
-@pytest.mark.parametrize(
-    "options", [{"gate": True}, {"window": 3}, {"softmax_layers": [0], "feature_map": "exponential"}], ids=str
-)
-@pytest.mark.parametrize("family", ["gpt2", "bart"])
+HYBRID, BART_HYBRID = {"softmax_layers": [0], "feature_map": "exponential"}, VARIANTS["bart"]["per-layer"]
+WAYS = ["device_map", "auto", "disk_offload", "cpu_offload"]
+OFFLOADED = [*product(["gpt2", "bart"], [{"gate": True}, {"window": 3}, HYBRID], WAYS)]
+OFFLOADED += [("gpt2", HYBRID, "blocks"), ("gpt2", {"gate": True}, "blocks"), ("bart", BART_HYBRID, "blocks")]
+
+
+@pytest.mark.parametrize(("family", "options", "how"), OFFLOADED, ids=str)
 @torch.no_grad()
 def test_weights_that_are_not_in_memory(family, options, how, tmp_path):
     """Every weight and buffer, those of feature maps too, comes when its module is called and goes again."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -346,25 +347,20 @@ def test_logits_of_the_last_tokens_only(model):
     assert_same([run(model, logits_to_keep=1)[0]], [run(model)[0][:, -1:]], 1e-5)
 
 
+PROBLEMS = [
+    ("single_label_classification", [0, 1, 2], F.cross_entropy),
+    ("multi_label_classification", [[1.0, 0, 1], [0, 0, 1], [1, 1, 1]], F.binary_cross_entropy_with_logits),
+    ("regression", [0.5, -1.0, 2.0], lambda logits, labels: F.mse_loss(logits[:, 0], labels)),
+]
+
+
 @every_classifier
-@pytest.mark.parametrize(
-    ("problem", "count", "labels", "loss"),
-    [
-        ("single_label_classification", 3, [0, 1, 2], nn.functional.cross_entropy),
-        (
-            "multi_label_classification",
-            3,
-            [[1.0, 0, 1], [0, 0, 1], [1, 1, 1]],
-            nn.functional.binary_cross_entropy_with_logits,
-        ),
-        ("regression", 1, [0.5, -1.0, 2.0], lambda logits, labels: (logits[:, 0] - labels).square().mean()),
-    ],
-    ids=["single", "multi", "regression"],
-)
-def test_kinds_of_classification(family, head, problem, count, labels, loss):
+@pytest.mark.parametrize(("problem", "labels", "loss"), PROBLEMS, ids=["single", "multi", "regression"])
+def test_kinds_of_classification(family, head, problem, labels, loss):
     """Asked for or found out from the labels, the loss is torch's own."""
     for asked in (problem, None):
-        model, expected = make_head(family, head, num_labels=count, problem_type=asked), torch.tensor(labels)
+        options = {"num_labels": 1 if problem == "regression" else 3, "problem_type": asked}
+        model, expected = make_head(family, head, **options), torch.tensor(labels)
         outputs = model(**inputs_for(model), labels=expected, use_cache=False)
         assert_close(outputs.loss, loss(outputs.logits, expected))
         outputs.loss.backward()

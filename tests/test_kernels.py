@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -67,6 +68,13 @@ def loop(case: Case) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, dim=2), state
 
 
+def all_at_once(case: Case, chunk_size: int | None = None) -> tuple[Tensor, Tensor]:
+    """`parallel`, or `chunked` if there is a size of chunks."""
+    if chunk_size is None:
+        return parallel(*case.piece(), initial_state=case.state)
+    return chunked(*case.piece(), initial_state=case.state, chunk_size=chunk_size)
+
+
 def token_by_token(case: Case) -> tuple[Tensor, Tensor]:
     """`recurrent`, once per token."""
     state = case.state
@@ -125,18 +133,13 @@ def test_forms_agree(dtype, case, chunk_size):
     expected = loop(case)
     given_case = case.to(dtype)
     forms = {
-        "parallel": parallel(*given_case.piece(), initial_state=given_case.state),
-        "chunked": chunked(
-            *given_case.piece(),
-            initial_state=given_case.state,
-            chunk_size=chunk_size,
-        ),
+        "parallel": all_at_once(given_case),
+        "chunked": all_at_once(given_case, chunk_size),
         "all chunks at once": _chunked_at_once(*given_case.piece(), given_case.state, chunk_size),
         "recurrent": token_by_token(given_case),
     }
     with torch.no_grad():
-        in_place = given_case.to(dtype)
-        forms["recurrent in place"] = token_by_token(in_place)
+        forms["recurrent in place"] = token_by_token(given_case.to(dtype))
     for name, found in forms.items():
         for what, a, b in zip(("output", "state"), found, expected, strict=True):
             assert relative_error(a, b) <= TOLERANCE[dtype], (name, what)
@@ -155,17 +158,11 @@ def test_gradients_agree(dtype, case, chunk_size):
 
     expected = gradients(case.to(torch.float64, grad=True), loop)
 
-    def run_parallel(case):
-        return parallel(*case.piece(), initial_state=case.state)
-
-    def run_chunked(case):
-        return chunked(*case.piece(), initial_state=case.state, chunk_size=chunk_size)
-
-    for run in (run_parallel, run_chunked, token_by_token):
+    for run in (all_at_once, partial(all_at_once, chunk_size=chunk_size), token_by_token):
         for found, wanted in zip(gradients(case.to(dtype, grad=True), run), expected, strict=True):
             scale = max(float(x.abs().max()) for x in expected)
             error = float((found.double() - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-3 * scale)
-            assert error <= TOLERANCE[dtype], run.__name__
+            assert error <= TOLERANCE[dtype], run
 
 
 @given(case=cases(), data=st.data())

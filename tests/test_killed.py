@@ -20,15 +20,13 @@ from hf_rfa.convert import atomic_io as writer_module
 from hf_rfa.convert import convert
 from hf_rfa.convert.atomic_io import folder_beside, new_folder, remove_leftovers
 
+from .conftest import leftovers
+
 #: Processes that start from one in which everything has been imported.
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["hf_rfa.cli", "hf_rfa.convert", "tests.test_killed"])
 
 FILES = {"config.json": 1, "model.safetensors": 2, "sub/README.md": 3}
-
-
-def leftovers(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def write_whole(destination: Path, mark: str) -> None:

@@ -19,7 +19,8 @@ from hf_rfa.cache_files import cache_num_bytes
 from hf_rfa.convert import convert
 from hf_rfa.convert.report import cache_bytes
 
-from .conftest import tiny_parent_config, tiny_seq2seq_config
+from .conftest import tiny_parent_config
+from .families import base_config
 
 
 @torch.no_grad()
@@ -30,11 +31,9 @@ def taken(model, length: int) -> int:
     return cache_num_bytes(model(ids, **inputs, use_cache=True).past_key_values)
 
 
+GPT2 = [{}, {"feature_map": "gaussian", "gate": True}, {"window": 4}, {"softmax_layers": [1]}]
 HYBRIDS = [
-    ("gpt2", {}),
-    ("gpt2", {"feature_map": "gaussian", "gate": True}),
-    ("gpt2", {"window": 4}),
-    ("gpt2", {"softmax_layers": [1]}),
+    *(("gpt2", each) for each in GPT2),
     ("gpt2", {"softmax_layers": [0], "window": 5, "state_dtype": "float64"}),
     ("bart", {}),
     ("bart", {"softmax_layers": [0, 2], "window": 3}),
@@ -46,8 +45,7 @@ HYBRIDS = [
 
 @pytest.mark.parametrize(("family", "options"), HYBRIDS)
 def test_the_bytes_of_a_cache_are_those_that_it_takes(family, options):
-    config = tiny_parent_config() if family == "gpt2" else tiny_seq2seq_config(family)
-    softmax, rfa = bench.pair(config, 40, **options)
+    softmax, rfa = bench.pair(base_config(family), 40, **options)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         softmax, rfa = softmax.to(dtype), rfa.to(dtype)
         for length in (1, 7, 40):
@@ -57,8 +55,7 @@ def test_the_bytes_of_a_cache_are_those_that_it_takes(family, options):
 
 @pytest.mark.parametrize(("family", "options"), HYBRIDS)
 def test_a_benchmark_times_caches_as_large_as_they_get(family, options):
-    config = tiny_parent_config() if family == "gpt2" else tiny_seq2seq_config(family)
-    for model in bench.pair(config, 40, **options):
+    for model in bench.pair(base_config(family), 40, **options):
         cache = cache_at(model, step_inputs(model, 1, 30), 30)
         assert cache.get_seq_length() == 30
         assert cache_num_bytes(cache) == taken(model, 30)

@@ -22,15 +22,11 @@ from hf_rfa.convert import convert
 from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.finetune import finetune
+from hf_rfa.finetune.recipe import Recipe, Stage
 
 from .conftest import words
 from .families import FAMILIES, every_family, save_softmax_model
 
-RECIPE = """
-transfer: {steps: 3, batch_size: 4, block_length: 16, learning_rate: 0.02}
-end_to_end: {steps: 3, batch_size: 4, block_length: 16, learning_rate: 0.001, rfa_learning_rate: 0.001, kl_weight: 0.5}
-seed: 3
-"""
 #: What transformers' Trainer says of the machine: checkpoints a few milliseconds apart have the same time on some disks.
 OF_THE_MACHINE = "mtime may not be reliable on this filesystem"
 
@@ -77,7 +73,6 @@ def parents(tmp_path_factory) -> Path:
     (folder / "text.txt").write_text("".join(words(9 + n % 5, n) + "\n" for n in range(60)))
     rows = [f'{{"text": "{words(9, n)}", "source": "{words(4, n)}", "target": "{words(3, n)}"}}\n' for n in range(40)]
     (folder / "rows.jsonl").write_text("".join(rows))
-    (folder / "recipe.yaml").write_text(RECIPE)
     return folder
 
 
@@ -105,13 +100,8 @@ def test_ordinary_use_warns_of_nothing(family, parents, tmp_path, said):
     type(model).from_pretrained(tmp_path / "again", dtype=torch.bfloat16)
     assert said == []
 
-    arguments = Seq2SeqTrainingArguments(
-        output_dir=str(tmp_path / "tuned"),
-        max_steps=3,
-        per_device_train_batch_size=4,
-        report_to="none",
-        disable_tqdm=True,
-    )
+    options = {"max_steps": 3, "per_device_train_batch_size": 4, "report_to": "none", "disable_tqdm": True}
+    arguments = Seq2SeqTrainingArguments(output_dir=str(tmp_path / "tuned"), **options)
     described = {"task": task, "block_length": 16, "train": str(parents / "rows.jsonl")}
     for trained in (tmp_path / "rfa", parents / family):
         finetune(FinetuneArguments(model=str(trained), **described), arguments)
@@ -119,8 +109,8 @@ def test_ordinary_use_warns_of_nothing(family, parents, tmp_path, said):
         arguments.output_dir += "-parent"
 
     data = parents / ("text.txt" if family == "gpt2" else "rows.jsonl")
-    options = {"recipe": parents / "recipe.yaml", "teacher": parents / family}
-    distill(tmp_path / "rfa", tmp_path / "distilled", data=data, **options)
+    recipe = Recipe(*(Stage(steps=3, batch_size=4, block_length=16) for _ in range(2)))
+    distill(tmp_path / "rfa", tmp_path / "distilled", data=data, recipe=recipe, teacher=parents / family)
     assert said == []
 
 

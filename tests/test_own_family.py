@@ -67,15 +67,10 @@ def test_it_is_converted_with_every_weight(folders):
 
 def test_it_decodes_with_a_cache_of_one_size_as_without(folders):
     model = AutoModelForSeq2SeqLM.from_pretrained(folders[1]).eval()
-    options = {"do_sample": False, "num_beams": 1, "return_dict_in_generate": True}
-    sizes = set()
+    ids, sizes = torch.tensor([[5, 6, 7, 2]]), set()
     for count in (6, 60):
-        answers = [
-            model.generate(
-                torch.tensor([[5, 6, 7, 2]]), min_new_tokens=count, max_new_tokens=count, use_cache=use, **options
-            )
-            for use in (True, False)
-        ]
+        options = {"do_sample": False, "num_beams": 1, "min_new_tokens": count, "max_new_tokens": count}
+        answers = [model.generate(ids, **options, use_cache=use, return_dict_in_generate=True) for use in (True, False)]
         assert torch.equal(answers[0].sequences, answers[1].sequences)
         sizes.add(cache_num_bytes(answers[0].past_key_values))
     assert len(sizes) == 1
@@ -104,6 +99,9 @@ class Misnamed(RFABartModel):
     """Has no softmax class of its name."""
 
 
+MISNAMED = "Misnamed subclasses no class Misnamed. Name it RFA and the name of its softmax class."
+
+
 class SameModelType(RFABartConfig):
     model_type = "bart"
 
@@ -112,11 +110,7 @@ class SameModelType(RFABartConfig):
     ("config", "model", "message"),
     [
         (MBartConfig, RFABartModel, "MBartConfig has no RFA fields. Mix RFAConfigMixin"),
-        (
-            RFABartConfig,
-            Misnamed,
-            "Misnamed subclasses no class Misnamed. Name it RFA and the name of its softmax class.",
-        ),
+        (RFABartConfig, Misnamed, MISNAMED),
         (SameModelType, RFABartModel, "'bart' is already used by a Transformers config"),
     ],
 )

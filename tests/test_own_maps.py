@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
-from hf_rfa import FEATURE_MAPS, cli
+from hf_rfa import FEATURE_MAPS
 from hf_rfa.convert import convert
 
 from .conftest import DEMO_MODEL, DEMO_TEXT, tiny_parent_config
@@ -49,39 +49,36 @@ def folder(tmp_path, monkeypatch):
     forget()
 
 
-def hf_rfa(monkeypatch, *words: object) -> int:
-    """Run a command as in a process of its own, and return its status."""
-    forget()
-    monkeypatch.setattr(sys, "argv", ["hf-rfa", *map(str, words)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return end.value.code
+@pytest.fixture
+def hf_rfa(run_cli):
+    """A command, run as in a process of its own; it returns its status."""
+    return lambda *words: forget() or run_cli(*words)
 
 
-def test_a_command_imports_a_map_from_a_file(folder, monkeypatch, capsys):
+def test_a_command_imports_a_map_from_a_file(folder, hf_rfa, capsys):
     """The card says what it takes, and its command does it again."""
     own = ["--import", "my_squares.py"]
-    assert hf_rfa(monkeypatch, "convert", DEMO_MODEL, "out", "--feature-map", "squares", *own) == 0
+    assert hf_rfa("convert", DEMO_MODEL, "out", "--feature-map", "squares", *own) == 0
     said = " ".join(capsys.readouterr().out.split())  # lines are broken where the console ends
     assert "the checkpoint does not hold its code" in said
     card = ModelCard.load(folder / "out" / "README.md").content
     assert "import my_squares  # registers the feature map squares" in card
     (note,) = re.findall(r"The feature map squares is not hf-rfa's own.*", card)
     assert " ".join(note.split()) in said
-    assert hf_rfa(monkeypatch, "generate", "out", "--prompt", "Call me", "--max-new-tokens", 2, *own) == 0
+    assert hf_rfa("generate", "out", "--prompt", "Call me", "--max-new-tokens", 2, *own) == 0
     (command,) = re.findall(r"hf-rfa convert .*", card)
     shutil.rmtree("out")
-    assert hf_rfa(monkeypatch, *shlex.split(command)[1:]) == 0
+    assert hf_rfa(*shlex.split(command)[1:]) == 0
     assert (folder / "out" / "config.json").is_file()
 
 
 @pytest.mark.slow
-def test_every_command_that_takes_a_model_imports_a_map(folder, monkeypatch):
+def test_every_command_that_takes_a_model_imports_a_map(folder, hf_rfa, monkeypatch):
     own = ["--import", "my_squares.py"]
-    assert hf_rfa(monkeypatch, "convert", DEMO_MODEL, "out", "--feature-map", "squares", *own) == 0
-    assert hf_rfa(monkeypatch, "evaluate", "out", DEMO_TEXT, "--context", 32, "--max-tokens", 64, *own) == 0
+    assert hf_rfa("convert", DEMO_MODEL, "out", "--feature-map", "squares", *own) == 0
+    assert hf_rfa("evaluate", "out", DEMO_TEXT, "--context", 32, "--max-tokens", 64, *own) == 0
     steps = ["--transfer-steps", 1, "--end-to-end-steps", 0]
-    assert hf_rfa(monkeypatch, "distill", "out", "--teacher", DEMO_MODEL, "--data", DEMO_TEXT, *steps, *own) == 0
+    assert hf_rfa("distill", "out", "--teacher", DEMO_MODEL, "--data", DEMO_TEXT, *steps, *own) == 0
     card = ModelCard.load(folder / "out-distilled" / "README.md").content
     assert "import my_squares" in card
     lines = re.findall(r"hf-rfa (?:convert|distill) .*", card)
@@ -90,11 +87,11 @@ def test_every_command_that_takes_a_model_imports_a_map(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)  # where a name is enough
     own = ["--import", "my_squares"]
     few = ["--max_steps", 1, "--use_cpu", "true", "--block_length", 16, "--per_device_train_batch_size", 1]
-    assert hf_rfa(monkeypatch, "finetune", "--model", "out", "--task", "clm", "--train", DEMO_TEXT, *few, *own) == 0
+    assert hf_rfa("finetune", "--model", "out", "--task", "clm", "--train", DEMO_TEXT, *few, *own) == 0
     assert "import my_squares" in ModelCard.load(folder / "out-finetuned" / "README.md").content
     tiny_parent_config(n_layer=1).save_pretrained("shape")
     few = ["--lengths", "8", "--batches", "1", "--steps", 1]
-    assert hf_rfa(monkeypatch, "bench", "--model", "shape", "--feature-map", "squares", *few, *own) == 0
+    assert hf_rfa("bench", "--model", "shape", "--feature-map", "squares", *few, *own) == 0
 
 
 def test_python_imports_a_map(folder, monkeypatch):
@@ -118,7 +115,7 @@ def test_python_imports_a_map(folder, monkeypatch):
         AutoModelForCausalLM.from_pretrained("out")
 
 
-def test_a_map_of_a_script_belongs_into_a_module(folder, monkeypatch):
+def test_a_map_of_a_script_belongs_into_a_module(folder):
     GPT2LMHeadModel(tiny_parent_config()).save_pretrained("parent")
     exec(MODULE, {"__name__": "__main__"})
     report = convert("parent", "out", feature_map="squares")
@@ -136,12 +133,12 @@ def test_a_map_of_a_script_belongs_into_a_module(folder, monkeypatch):
         ("broken.py", "No module named 'no_such_module'"),
     ],
 )
-def test_what_cannot_be_imported_is_refused_before_anything_starts(word, said, folder, monkeypatch, capsys):
+def test_what_cannot_be_imported_is_refused_before_anything_starts(word, said, folder, hf_rfa, capsys):
     (folder / "torch.py").write_text(MODULE)
     (folder / "broken.py").write_text("import no_such_module")
     before = sorted(folder.iterdir())
     torch_itself = sys.modules["torch"]
-    assert hf_rfa(monkeypatch, "convert", DEMO_MODEL, "out", "--import", word) == 1
+    assert hf_rfa("convert", DEMO_MODEL, "out", "--import", word) == 1
     error = capsys.readouterr().err
     assert f"--import {word}" in error
     assert said in error
@@ -150,7 +147,7 @@ def test_what_cannot_be_imported_is_refused_before_anything_starts(word, said, f
     assert sorted(path for path in folder.iterdir() if path.name != "__pycache__") == before
 
 
-def test_a_module_is_imported_once(folder, monkeypatch):
+def test_a_module_is_imported_once(folder):
     from hf_rfa_cli.imports import import_modules
 
     import_modules(["my_squares.py"])

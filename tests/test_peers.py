@@ -149,25 +149,12 @@ def test_trl_trains_an_rfa_model(targets, gated, checkpoints, tmp_path):
     model, (_, tokenizer) = gated("gpt2"), load_model(str(checkpoints / "gpt2-rfa"))
     tokenizer.pad_token = tokenizer.eos_token
     rows = [{"prompt": "w5 w6 ", "completion": f"w{7 + n % 3} w9"} for n in range(16)]
-    arguments = trl.SFTConfig(
-        output_dir=str(tmp_path / "t"),
-        use_cpu=True,
-        bf16=False,
-        max_steps=8,
-        learning_rate=0.05,
-        logging_steps=1,
-        per_device_train_batch_size=4,
-        max_length=32,
-        disable_tqdm=True,
-        report_to="none",
-    )
-    trainer = trl.SFTTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        peft_config=LoraConfig(r=2, fan_in_fan_out=True, target_modules=targets),
-    )
+    options = {"max_steps": 8, "learning_rate": 0.05, "per_device_train_batch_size": 4, "max_length": 32}
+    options |= {"use_cpu": True, "bf16": False, "logging_steps": 1, "disable_tqdm": True, "report_to": "none"}
+    arguments = trl.SFTConfig(output_dir=str(tmp_path / "t"), **options)
+    lora = LoraConfig(r=2, fan_in_fan_out=True, target_modules=targets)
+    data = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    trainer = trl.SFTTrainer(model=model, args=arguments, peft_config=lora, **data)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]

@@ -11,9 +11,7 @@ from torch.testing import assert_close
 
 from .families import make, tokens
 from .test_cache import FILLED_BY, GENERATE
-
-# peft 0.21 still reads transformers' old name of it.
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+from .test_peers import pytestmark, train  # noqa: F401 (the mark is of this module too)
 
 
 def prefixed(model: Any) -> Any:
@@ -48,14 +46,7 @@ def test_prefix_tuning_of_a_decoder(options, tmp_path):
             for token in written[ids.shape[1] :]:
                 assert token == adapted(text).logits[0, -1].argmax()
                 text = torch.cat([text, token[None, None]], dim=1)
-    losses = []
-    optimizer = torch.optim.Adam(adapted.prompt_encoder.parameters(), 0.1)
-    for _ in range(6):
-        loss = adapted(ids, attention_mask=mask, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = train(adapted, {"input_ids": ids, "attention_mask": mask, "labels": ids}, rate=0.1)
     assert losses[-1] < losses[0] - 0.05
     adapted.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(make("gpt2", options), tmp_path).eval()

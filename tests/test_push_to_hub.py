@@ -15,13 +15,13 @@ import torch
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_rfa.convert import convert
 from hf_rfa.convert.checkpoint import open_checkpoint
 from hf_rfa.convert.report import UNTRAINED, model_card
 
-from .conftest import save_tiny_tokenizer, tiny_parent_config
+from .training import save_checkpoints
 
 PARENTS_CARD = """---
 license: other
@@ -38,12 +38,7 @@ pipeline_tag: text-generation
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hub")
-    torch.manual_seed(1)
-    GPT2LMHeadModel(tiny_parent_config(eos_token_id=2)).save_pretrained(folder / "parent")
-    save_tiny_tokenizer(folder / "parent")
-    (folder / "parent" / "README.md").write_text(PARENTS_CARD)
-    convert(folder / "parent", folder / "rfa", num_features=8, gate=True)
-    return folder / "rfa"
+    return save_checkpoints(folder, "gpt2", card=PARENTS_CARD, num_features=8, gate=True) / "gpt2-rfa"
 
 
 @pytest.fixture
@@ -138,7 +133,7 @@ def test_the_card_has_what_the_hub_shows(converted):
 
 
 def test_the_card_of_a_parent_from_the_hub_names_it(converted, tmp_path):
-    folder = converted.parent / "parent"
+    folder = converted.parent / "gpt2"
     report = convert(folder, tmp_path / "again", num_features=8)
     for card in (None, "---\nlicense: mit\n---\n"):
         shutil.copytree(folder, tmp_path / "parent", dirs_exist_ok=True)

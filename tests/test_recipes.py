@@ -7,7 +7,6 @@ import random
 
 import pytest
 import torch
-import yaml
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -24,8 +23,7 @@ from hf_rfa.finetune.finetune import finetune
 from hf_rfa.finetune.recipe import FOLDER, load_settings, with_recipe
 from hf_rfa.finetune.synthetic import CLOSE, OPERATORS, copy_task, evaluate_listops, listops
 
-from .conftest import save_tiny_tokenizer
-from .test_convert import leftovers
+from .conftest import leftovers, save_tiny_tokenizer
 from .training import run, write_rows
 
 RECIPES = sorted(path.stem for path in (FOLDER / "finetune").glob("*.yaml"))
@@ -95,14 +93,8 @@ def test_every_recipe_trains(name, small, material, tmp_path):
 
 def test_options_of_the_command_line_win_over_the_recipe(tmp_path):
     (tmp_path / "my.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "task": "clm",
-                "max_steps": 9,
-                "config_overrides": {"n_layer": 3, "n_head": 2},
-                "small": {"max_steps": 5, "config_overrides": {"n_layer": 2}},
-            }
-        )
+        "{task: clm, max_steps: 9, config_overrides: {n_layer: 3, n_head: 2},\n"
+        " small: {max_steps: 5, config_overrides: {n_layer: 2}}}\n"
     )
     shared = ["--train", "x", "--recipe", str(tmp_path / "my.yaml"), "--output_dir", "y", "--use_cpu"]
     options, arguments = parse(with_recipe(shared))
@@ -263,19 +255,8 @@ def test_what_is_no_listops_expression_is_refused(text):
 
 @pytest.mark.parametrize(("name", "make", "least", "most"), [("listops", listops, 20, 30), ("copy", copy_task, 2, 5)])
 def test_the_command_writes_data(name, make, least, most, tmp_path, run_cli, capsys):
-    command = [
-        "make-data",
-        name,
-        tmp_path / name,
-        "--rows",
-        7,
-        "--seed",
-        3,
-        "--min-length",
-        least,
-        "--max-length",
-        most,
-    ]
+    command = ["make-data", name, tmp_path / name, "--rows", 7, "--seed", 3]
+    command += ["--min-length", least, "--max-length", most]
     assert run_cli(*command) == 0
     written = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
     assert written == list(make(7, min_length=least, max_length=most, seed=3))

@@ -20,13 +20,7 @@ from .families import FAMILIES, every_family, save_softmax_model
 #: Runs without hf_rfa: loads every head of every checkpoint, and writes what the models say.
 ELSEWHERE = """
 import sys
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "hf_rfa":
-            raise ModuleNotFoundError(f"No module named {name!r}")
-
-sys.meta_path.insert(0, Absent())
+sys.modules["hf_rfa"] = None  # importing it raises ModuleNotFoundError
 import json, pathlib, torch, transformers
 from safetensors.torch import save_file
 

@@ -75,36 +75,20 @@ def evaluate(tmp_path: Path, tasks: dict[str, dict], **model_args) -> dict:
 def test_lm_eval_scores_a_language_model(checkpoint, tmp_path):
     texts = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
     choices = write_rows(tmp_path / "c.jsonl", [{"q": q, "choices": c, "label": 0} for q, c in CHOICES])
-    found = evaluate(
-        tmp_path,
-        {
-            "rolling": {
-                "dataset_kwargs": {"data_files": {"test": str(texts)}},
-                "output_type": "loglikelihood_rolling",
-                "doc_to_text": "",
-                "doc_to_target": "{{text}}",
-                "metric_list": [{"metric": "byte_perplexity"}],
-            },
-            "choice": {
-                "dataset_kwargs": {"data_files": {"test": str(choices)}},
-                "output_type": "multiple_choice",
-                "doc_to_text": "{{q}}",
-                "doc_to_choice": "{{choices}}",
-                "target_delimiter": "",
-                "doc_to_target": "{{label}}",
-                "metric_list": [{"metric": "acc"}],
-            },
-            "answer": {
-                "dataset_kwargs": {"data_files": {"test": str(choices)}},
-                "output_type": "generate_until",
-                "doc_to_text": "{{q}}",
-                "doc_to_target": "{{choices[0]}}",
-                "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False},
-                "metric_list": [{"metric": "exact_match"}],
-            },
-        },
-        pretrained=checkpoint,
-    )
+
+    def task(output_type: str, file: Path, metric: str, text: str, target: str, **more) -> dict:
+        described = {"output_type": output_type, "doc_to_text": text, "doc_to_target": target, **more}
+        data = {"dataset_kwargs": {"data_files": {"test": str(file)}}}
+        return described | data | {"metric_list": [{"metric": metric}]}
+
+    greedy = {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False}
+    chosen = {"doc_to_choice": "{{choices}}", "target_delimiter": ""}
+    tasks = {
+        "rolling": task("loglikelihood_rolling", texts, "byte_perplexity", "", "{{text}}"),
+        "choice": task("multiple_choice", choices, "acc", "{{q}}", "{{label}}", **chosen),
+        "answer": task("generate_until", choices, "exact_match", "{{q}}", "{{choices[0]}}", generation_kwargs=greedy),
+    }
+    found = evaluate(tmp_path, tasks, pretrained=checkpoint)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
 
     # Texts longer than the model's positions are scored in pieces: the first in its own, the rest from n tokens on.
@@ -199,9 +183,8 @@ def test_transformers_serves_a_converted_model(checkpoint, tmp_path):
         messages = [{"role": "user", "content": "The captain"}]
         answer = json.loads(server.ask("chat/completions", messages=messages, max_tokens=12, temperature=0))
         assert answer["choices"][0]["message"]["content"].strip() == greedy("The captain\n").strip()
-        lines = server.ask(
-            "chat/completions", messages=messages, max_tokens=12, temperature=0, stream=True
-        ).splitlines()
+        options = {"max_tokens": 12, "temperature": 0, "stream": True}
+        lines = server.ask("chat/completions", messages=messages, **options).splitlines()
         parts = [json.loads(line.removeprefix("data:")) for line in lines if line.startswith("data: {")]
         text = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts if part["choices"])
         assert text.strip() == greedy("The captain\n").strip()

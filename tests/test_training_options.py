@@ -27,8 +27,7 @@ from hf_rfa.finetune.run_folder import last_checkpoint
 from hf_rfa_cli import train as cli_train
 
 from . import training
-from .conftest import words
-from .test_convert import leftovers
+from .conftest import leftovers, words
 from .training import assert_same, logged, run, save_checkpoints, weights, write_rows
 
 LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
@@ -49,22 +48,20 @@ def command(material: Path, **options) -> list[str]:
     return ["-m", "hf_rfa.cli", "finetune", *(str(word) for name in options for word in (f"--{name}", options[name]))]
 
 
+PIECES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+NAMES = inspect.signature(Seq2SeqTrainingArguments).parameters
+CHECKPOINTED = {next(each for each in ("activation_checkpointing", "gradient_checkpointing") if each in NAMES): True}
+
+
 @pytest.mark.parametrize(
     ("options", "others", "tolerance"),
     [
-        pytest.param(
-            {"per_device_train_batch_size": 8},
-            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-            {"atol": 2e-5, "rtol": 1e-3},
-            id="in pieces",
-        ),
-        pytest.param({}, {"checkpointing": True}, {"atol": 1e-6, "rtol": 1e-5}, id="with checkpointed activations"),
+        ({"per_device_train_batch_size": 8}, PIECES, {"atol": 2e-5, "rtol": 1e-3}),
+        ({}, CHECKPOINTED, {"atol": 1e-6, "rtol": 1e-5}),
     ],
+    ids=["in pieces", "with checkpointed activations"],
 )
 def test_steps_give_the_same_weights(options, others, tolerance, material, tmp_path):
-    names = inspect.signature(Seq2SeqTrainingArguments).parameters
-    option = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
-    others = {option if name == "checkpointing" else name: value for name, value in others.items()}
     run(material, tmp_path / "one", steps=4, **options)
     run(material, tmp_path / "other", steps=4, **others)
     assert_same(weights(tmp_path / "other" / "out"), weights(tmp_path / "one" / "out"), **tolerance)
@@ -212,14 +209,16 @@ def test_the_command_trains_on_the_cpu_where_there_is_nothing_else(there, tmp_pa
     ids=["torchrun", "accelerate"],
 )
 def test_two_processes_on_a_cpu_train_one_model(launcher, material, tmp_path):
-    """As the docs start them: the weights are those of one process with batches twice as large."""
+    """As the docs start them: losses and weights are those of one process with batches twice as large."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for name, launch, batch in (("one", [], 4), ("two", ["-m", *launcher], 2), ("two", ["-m", *launcher], 2)):
         output = tmp_path / name / "out"
-        options = {"max-steps": 6, "overwrite": "true", "per-device-train-batch-size": batch, "output": output}
-        line = [sys.executable, *launch, *command(material, **options)]
+        options = {"max-steps": 6, "overwrite": "true", "per-device-train-batch-size": batch, "logging-steps": 1}
+        line = [sys.executable, *launch, *command(material, output=output, **options)]
         done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count("written to") == 1
         assert (output / "config.json").is_file()
+    losses = [logged(tmp_path / name / "out") for name in ("one", "two")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert_same(weights(tmp_path / "two" / "out"), weights(tmp_path / "one" / "out"), atol=2e-4, rtol=1e-3)

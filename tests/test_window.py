@@ -22,15 +22,9 @@ def attend(query, key, value, features, size, scaling, *, state=None, window=Non
     chunk_size = options.pop("chunk_size", 5)
     stream = stream_of(Tokens(key, value, **options), window, size)
     query = in_stream_order(query, stream)
-    output, state = sliding_window_attention(
-        query,
-        stream,
-        features(query, stream.leaving().key),
-        scaling=scaling,
-        initial_state=state,
-        denominator_floor=denominator_floor,
-        chunk_size=chunk_size,
-    )
+    given = {"scaling": scaling, "denominator_floor": denominator_floor, "chunk_size": chunk_size}
+    phi = features(query, stream.leaving().key)
+    output, state = sliding_window_attention(query, stream, phi, initial_state=state, **given)
     return output, state, stream.window()
 
 
@@ -75,22 +69,10 @@ class Case:
                 kept = kept * padding[:, None].to(kept.dtype)
                 log_gate = None if log_gate is None else log_gate * padding[:, None].to(kept.dtype)
                 padding = None if bool((padding != 0).all()) else padding
-            query, key, value = (x[:, :, start:stop] for x in (self.query, self.key, self.value))
-            output, state, window = attend(
-                query,
-                key,
-                value,
-                self.features,
-                self.size,
-                self.scaling,
-                log_decay=log_gate,
-                input_scale=kept,
-                padding_mask=padding,
-                state=state,
-                window=window,
-                denominator_floor=0.1 if self.signed else None,
-                chunk_size=chunk_size,
-            )
+            piece = (x[:, :, start:stop] for x in (self.query, self.key, self.value))
+            options = {"log_decay": log_gate, "input_scale": kept, "padding_mask": padding, "chunk_size": chunk_size}
+            options |= {"state": state, "window": window, "denominator_floor": 0.1 if self.signed else None}
+            output, state, window = attend(*piece, self.features, self.size, self.scaling, **options)
             outputs.append(output)
         return torch.cat(outputs, dim=2), state, window
 
@@ -142,14 +124,9 @@ def cases(draw, signed=False):
     if draw(st.booleans()):
         padding = (torch.rand(batch, length, generator=generator) > 0.4).long()
     log_gate = -normal(batch, heads, length).exp() if draw(st.booleans()) else None
-    return Case(
-        *(normal(batch, heads, length, n) for n in (width, width, 3)),
-        log_gate=log_gate,
-        padding=padding,
-        maps=(normal(width, features), normal(width, features), normal(width, 1)),
-        size=draw(st.integers(1, 6)),
-        signed=signed,
-    )
+    inputs = [normal(batch, heads, length, n) for n in (width, width, 3)]
+    maps = normal(width, features), normal(width, features), normal(width, 1)
+    return Case(*inputs, log_gate, padding, maps, draw(st.integers(1, 6)), signed)
 
 
 def tokens_of(case: Case, x: Tensor) -> Tensor:
@@ -224,15 +201,9 @@ def test_log_weights_for_training_are_the_weights(signed, data):
     length, step = case.query.shape[2], data.draw(st.integers(1, 20))
     for start in range(0, length, step):
         rows = slice(start, min(length, start + step))
-        logs = log_attention_weights(
-            phi_q,
-            phi_k,
-            rows=rows,
-            log_decay=log_gate,
-            input_scale=weights,
-            denominator_floor=0.1 if signed else None,
-            window=ExactWindow(case.size, case.query * case.scaling, case.key, offset),
-        )
+        window = ExactWindow(case.size, case.query * case.scaling, case.key, offset)
+        options = {"log_decay": log_gate, "input_scale": weights, "denominator_floor": 0.1 if signed else None}
+        logs = log_attention_weights(phi_q, phi_k, rows=rows, window=window, **options)
         wanted = expected[:, :, rows, : rows.stop]
         wanted = wanted.clamp_min(0) if signed else wanted
         found = torch.nn.functional.pad(logs.exp(), (0, wanted.shape[-1] - logs.shape[-1]))
@@ -271,16 +242,12 @@ def test_large_scores_and_padding_alone_give_finite_outputs_and_gradients(scale)
     query, key, value = (torch.randn(2, 1, 12, 4, generator=generator).mul(scale).requires_grad_() for _ in range(3))
     feature_map = FEATURE_MAPS["positive"](num_heads=1, head_dim=4, num_features=8, scaling=0.5, windowed=True)
     padding = torch.ones(2, 12).index_fill_(0, torch.tensor([1]), 0)
-    output, *_ = attend(
-        query,
-        key,
-        value,
-        lambda q, k: feature_map(q, k, least_shift=feature_map.least_shift(None), offset=True),
-        3,
-        0.5,
-        input_scale=padding[:, None],
-        padding_mask=padding,
-    )
+
+    def features(q, k):
+        return feature_map(q, k, least_shift=feature_map.least_shift(None), offset=True)
+
+    given = {"input_scale": padding[:, None], "padding_mask": padding}
+    output, *_ = attend(query, key, value, features, 3, 0.5, **given)
     output.square().sum().backward()
     assert torch.isfinite(output).all()
     assert (output[1] == 0).all()

@@ -10,27 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import BartForConditionalGeneration, GPT2LMHeadModel, MarianMTModel, Seq2SeqTrainingArguments
+from transformers import Seq2SeqTrainingArguments
 
 from hf_rfa.convert import convert
 from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.finetune import finetune
 
-from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
-
-CLASSES = {"gpt2": GPT2LMHeadModel, "bart": BartForConditionalGeneration, "marian": MarianMTModel}
+from .families import save_softmax_model
 
 
-def save_checkpoints(folder: Path, *families: str, config: dict | None = None, **options) -> Path:
+def save_checkpoints(
+    folder: Path, *families: str, config: dict | None = None, card: str | None = None, **options
+) -> Path:
     """Save tiny softmax models with tokenizers as FAMILY, and as FAMILY-rfa what `convert` makes of them."""
-    torch.manual_seed(1)
     for name in families:
-        if name == "gpt2":
-            described = tiny_parent_config(**{"eos_token_id": 2, **(config or {})})
-        else:
-            described = tiny_seq2seq_config(name, **(config or {}))
-        CLASSES[name](described).save_pretrained(folder / name)
-        save_tiny_tokenizer(folder / name)
+        save_softmax_model(name, folder / name, **({"eos_token_id": 2} if name == "gpt2" else {}), **(config or {}))
+        if card is not None:
+            (folder / name / "README.md").write_text(card)
         convert(folder / name, folder / f"{name}-rfa", **options)
     return folder
 
@@ -45,13 +41,8 @@ def run(material, tmp_path, model="gpt2-rfa", task="clm", train="rows.jsonl", st
     own = {name: options.pop(name) for name in list(options) if name in FinetuneArguments.__dataclass_fields__}
     training = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1, "report_to": "none"}
     training |= {"max_steps": steps, "use_cpu": True, "disable_tqdm": True, **options}
-    described = {
-        "model": None if model is None else str(material / model),
-        "task": task,
-        "train": str(material / train),
-        "block_length": 16,
-        **own,
-    }
+    described = {"task": task, "train": str(material / train), "block_length": 16, **own}
+    described["model"] = None if model is None else str(material / model)
     if evaluate is not None:
         described["evaluate"] = str(material / evaluate)
     arguments = Seq2SeqTrainingArguments(output_dir=str(tmp_path / "out"), **training)
