@@ -99,7 +99,7 @@ def compare_weights(
     query, key = activations.query.to(dtype), activations.key.to(dtype)
     least_shift = layer.feature_map.least_shift(None)
     features = layer.feature_map(query, key, least_shift=least_shift, offset=layer.window_size > 0)
-    window = ExactWindow(layer.window_size, query * layer.scaling, key, features.offset) if layer.window_size else None
+    window = exact_window(layer, query, key, features.offset, activations.key_mask)
     gated = layer.gate is not None and hidden_states is not None
     log_decay, input_scale = layer.gate(hidden_states) if gated else (None, None)  # type: ignore[misc]
     log_decay, input_scale = mask_padding(activations.key_mask, log_decay, input_scale)
@@ -115,6 +115,19 @@ def compare_weights(
             window=window,
         )
         yield target, log_weights
+
+
+def exact_window(
+    layer: RFAAttentionMixin, query: Tensor, key: Tensor, offset: Tensor | None, key_mask: Tensor | None
+) -> ExactWindow | None:
+    """Return what a layer sees exactly, or None for one without a window; ``key_mask`` [N, T] is True for tokens."""
+    if not layer.window_size:
+        return None
+    sinks = None
+    if layer.num_sinks:
+        tokens = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
+        sinks = tokens & (tokens.cumsum(1) <= layer.num_sinks)
+    return ExactWindow(layer.window_size, query * layer.scaling, key, cast(Tensor, offset), sinks)
 
 
 def layer_divergence(

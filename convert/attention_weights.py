@@ -21,12 +21,19 @@ MIN_SIGNED_WEIGHT = 1e-9
 
 
 class ExactWindow(NamedTuple):
-    """Inputs of the exact weights of the last ``size`` keys (`hf_rfa.models.sliding_window`)."""
+    """Inputs of the exact weights of the sinks and of the last ``size`` keys (`hf_rfa.models.sliding_window`)."""
 
     size: int  # W, the query's own position included
     query: Tensor  # scaled, [B, H, Tq, d]
     key: Tensor  # [B, H, Tk, d]
     offset: Tensor  # makes exp(q·k·s) commensurate with φ(q)·φ(k), [B, H, Tq, 1]
+    sinks: Tensor | None  # which keys are sinks, [B, Tk]; None without any
+
+    def near(self, rows: slice) -> Tensor:
+        """Return which of the keys before ``rows.stop`` some queries see exactly, [B or 1, 1, rows, keys]."""
+        seen = torch.ones(rows.stop - rows.start, rows.stop, dtype=torch.bool, device=self.key.device).tril(rows.start)
+        near = seen.triu(rows.start - self.size + 1)[None, None]
+        return near if self.sinks is None else near | (seen & self.sinks[:, None, None, : rows.stop])
 
 
 def log_attention_weights(
@@ -63,7 +70,7 @@ def log_attention_weights(
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
     if causal:
         seen = seen.tril(rows.start)
-    near = torch.zeros_like(seen) if window is None else seen.triu(rows.start - window.size + 1)
+    near = torch.zeros_like(seen) if window is None else window.near(rows)
     log_factor: Tensor | float = 0.0  # of decay and input scale
     if input_scale is not None:
         input_scale = input_scale[..., None, columns].to(scores.dtype)
@@ -85,6 +92,8 @@ def log_attention_weights(
         logits = divide(scores, divisor).clamp_min(MIN_SIGNED_WEIGHT).log() + log_total
     if window is not None:
         exact = window.query[..., rows, :] @ window.key[..., columns, :].transpose(-1, -2) + window.offset[..., rows, :]
+        if window.sinks is not None:  # they are neither scaled nor decayed
+            log_factor = torch.where(window.sinks[:, None, None, columns], 0.0, torch.as_tensor(log_factor).to(exact))
         exact = exact + log_factor
         logits = torch.where(near, exact, logits)
         if log_total is not None:

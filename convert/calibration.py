@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from transformers import PreTrainedModel
 
 from hf_rfa.memory import give_back_memory
 from hf_rfa.models.attention import Gate, RFAAttentionMixin
-from hf_rfa.models.feature_maps import FeatureMap
+from hf_rfa.models.feature_maps import FeatureMap, NoFeatures
 from hf_rfa.models.random_feature_maps import PositiveMap
 
 from .activations import (
@@ -35,12 +36,13 @@ from .activations import (
     LayerInputs,
     capture_inputs,
     compare_weights,
+    exact_window,
     layer_activations,
     layer_divergence,
     padding_masks,
     softmax_weights,
 )
-from .attention_weights import key_exponents
+from .attention_weights import ExactWindow, key_exponents
 from .base_model import rfa_layers
 
 #: Time scales that step 4 tries, in units of the model's positions; the first one wins ties. Longer ones would hardly be
@@ -76,9 +78,11 @@ def calibrate(
 ) -> list[LayerGain]:
     """Calibrate every RFA layer that ``inputs`` reach, in place, call ``on_layer`` after each, and return their gains.
 
-    A decoder's cross attention that no encoder feeds is not reached. The base model has modules of the same names.
+    A decoder's cross attention that no encoder feeds is not reached. The base model has modules of the same names. Layers
+    without features have nothing to calibrate.
     """
-    layers, masks = rfa_layers(model), padding_masks(inputs)
+    masks = padding_masks(inputs)
+    layers = {name: each for name, each in rfa_layers(model).items() if not isinstance(each.feature_map, NoFeatures)}
     gains: list[LayerGain] = []
 
     def visit(name: str, layer_inputs: LayerInputs) -> None:
@@ -118,10 +122,11 @@ class _Comparison:
         With p and m the shares of the softmax and of the RFA weights that fall in the window, a shift by δ changes the
         divergence by E[log(1 + m (e^δ − 1))] − E[p] δ. That is convex, so a golden-section search finds its minimum.
         """
+        query, key, mask = self.activations.query, self.activations.key, self.activations.key_mask
+        window = cast(ExactWindow, exact_window(self.layer, query, key, None, mask))
         softmax_shares, rfa_shares = [], []
         for target, log_weights in compare_weights(self.layer, self.activations, self.hidden_states, self.targets):
-            near = torch.ones(log_weights.shape[-2:], dtype=torch.bool, device=log_weights.device)
-            near = near.triu(target.rows.start - self.layer.window_size + 1)  # [rows, keys]
+            near = window.near(target.rows)
             softmax_shares.append((target.softmax * near).sum(-1))
             rfa_shares.append((log_weights.exp() * near).sum(-1))
         rfa_share = torch.cat(rfa_shares, dim=-1).clamp(0.0, 1.0)  # [N, H, T]

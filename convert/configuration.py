@@ -23,7 +23,16 @@ OPTIONS_BY_KIND: dict[AttentionKind, tuple[str, str]] = {
     "encoder": ("encoder_layers", "num_encoder_features"),
 }
 #: The options that are named as the configuration's fields.
-SAME_NAMES = ("feature_map", "unit_norm", "orthogonal", "trainable_projection", "redraw_pool", "gate")
+SAME_NAMES = (
+    "feature_map",
+    "unit_norm",
+    "orthogonal",
+    "trainable_projection",
+    "redraw_pool",
+    "gate",
+    "window_size",
+    "num_sinks",
+)
 
 
 def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
@@ -31,7 +40,7 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
     _check_options(checkpoint, options)
     config_class = checkpoint.family.rfa_config
     values: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAMES}
-    values |= {"window": options.window_size, "feature_seed": options.seed}
+    values["feature_seed"] = options.seed
     values |= {field: getattr(options, OPTIONS_BY_KIND[kind][1]) for field, kind in config_class.FEATURE_COUNTS.items()}
     try:
         plain = config_class.from_parent(checkpoint.config)
@@ -49,7 +58,7 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
         raise InputError(str(error.__cause__ or error)) from error
     if not any(map(config.any_rfa, config_class.SOFTMAX_LAYERS.values())):
         raise InputError("no layer is left to convert. Name at least one in layers, cross_layers or encoder_layers.")
-    for name in ("gate", "window_size"):
+    for name in ("gate", "window_size", "num_sinks"):
         value = getattr(options, name)
         if value and not config.any_rfa("causal"):
             raise InputError(

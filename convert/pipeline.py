@@ -112,7 +112,7 @@ def convert(
             tokens=softmax.tokens,
             own_outputs=config.is_encoder_decoder,
         )
-    maps = compare_attention(model, base_model, inputs)
+    maps = compare_attention(model, base_model, inputs) if gains else []
     del base_model
     gc.collect()
     give_back_memory()

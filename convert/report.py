@@ -174,12 +174,12 @@ def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -
 
 
 def _state_bytes(layer: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of an RFA layer's state, and of its window."""
+    """Return the bytes of an RFA layer's state, and of its sinks and window."""
     feature_map = layer.feature_map
     rows, columns = feature_map.feature_dim + feature_map.signed, feature_map.head_dim + 1
     shapes = [(rows, columns)]
     if layer.window_size:
-        shapes.append((layer.window_size, 2 * feature_map.head_dim + 1))
+        shapes.append((layer.num_sinks + layer.window_size, 2 * feature_map.head_dim + 1))
     return feature_map.num_heads * sum(map(math.prod, shapes)) * torch.promote_types(layer.state_dtype, dtype).itemsize
 
 
@@ -237,7 +237,7 @@ def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_to
             found.append(f"The {kind} attention of {kept} is softmax: its cache grows with the {length}.")
     if options.max_positions is not None:
         found.append(checkpoint.family.more_positions_note.format(options.max_positions))
-    if options.calibrate_on is None:
+    if options.calibrate_on is None and config.feature_map != "none":
         found.append("Calibrated on random tokens; text like the model's inputs (--calibrate) does better.")
     return tuple(found)
 

@@ -34,6 +34,8 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
     "window-gate": {"window": 4, "gate": True, "chunk_size": 7, "feature_map": "exponential"},
     "window-elu": {"window": 1, "feature_map": "elu"},
     "window-gaussian": {"window": 6, "feature_map": "gaussian", "num_features": 16, "softmax_layers": [1]},
+    "window-sinks": {"window": 4, "num_sinks": 3, "gate": True, "softmax_layers": [0]},
+    "none": {"feature_map": "none", "window": 5, "num_sinks": 2},
     "small-chunks": {"chunk_size": 3, "gate": True},
     "float64-state": {"state_dtype": "float64"},
 }
@@ -48,6 +50,7 @@ SEQ2SEQ_VARIANTS: dict[str, dict[str, Any]] = {
     "per-layer": {"softmax_layers": [0], "softmax_cross_layers": [1], "softmax_encoder_layers": [1]},
     "elu": {"feature_map": "elu", "softmax_encoder_layers": []},
     "hedgehog": {"feature_map": "hedgehog", "num_features": 8},
+    "none": {"feature_map": "none", "window": 4, "num_sinks": 1, "softmax_cross_layers": [0, 1, 2]},
     "decoder-alone": {"head": "ForCausalLM", "gate": True, "chunk_size": 5},
 }
 VARIANTS = {"gpt2": DECODER_VARIANTS, "bart": SEQ2SEQ_VARIANTS, "marian": SEQ2SEQ_VARIANTS}

@@ -58,13 +58,14 @@ def test_fields_given_while_loading_are_checked_too(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(FEATURE_MAPS))
 def test_the_number_of_features_is_the_maps_default_and_stated(name, tmp_path):
-    config = RFAGPT2Config.from_parent(tiny_parent_config(), feature_map=name, gate=True, softmax_layers=[1])
+    options = {"window_size": 4} if name == "none" else {"gate": True}
+    config = RFAGPT2Config.from_parent(tiny_parent_config(), feature_map=name, softmax_layers=[1], **options)
     config.save_pretrained(tmp_path)
     again = RFAGPT2Config.from_pretrained(tmp_path)
     assert again.to_dict() == config.to_dict()
     assert again.layer_types == ["rfa", "full_attention"]
     assert again.n_embd == 24
-    known = {"elu": 8, "hedgehog": 8, "gaussian": 64, "positive": 128}
+    known = {"none": 0, "elu": 8, "hedgehog": 8, "gaussian": 64, "positive": 128}
     assert again.num_features == known.get(name, FEATURE_MAPS[name].default_num_features or 8)
 
 
@@ -124,6 +125,7 @@ RFA_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "feature_seed": ([0, 1, 20261121, 2**32 - 1], [-1, 2**32, 1.5, None, "0"]),
     "gate": FLAG,
     "window_size": ([0, 1, 2, 5, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
+    "num_sinks": ([0, 1, 3, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "softmax_layers": LAYERS,
     "chunk_size": ([1, 2, 3, 64, 2**63 - 1], [0, -1, None, 2.5, HUGE]),
     "state_dtype": (["float32", "float64"], ["bfloat16", None, 32, ""]),
@@ -212,8 +214,17 @@ def wrong_fields(family: str, options: dict[str, Any]) -> set[str]:
     for field in ("redraw_pool", "trainable_projection"):
         if options.get(field) and (name not in RANDOM_MAPS or (pool and trained)):
             wrong.add(field)
-    if options.get("unit_norm") and name in LEARNED_MAPS:
+    if options.get("unit_norm") and name in (*LEARNED_MAPS, "none"):
         wrong.add("unit_norm")
+    if options.get("num_sinks") and not options.get("window_size"):
+        wrong.add("num_sinks")
+    if name == "none":
+        wrong |= {field for field in (*counts, "gate") if options.get(field)}
+        kept = {"softmax_cross_layers": [], "softmax_encoder_layers": None}
+        others = [(options.get(key, value), *stacks[key]) for key, value in kept.items() if key in stacks]
+        converted = any(each is not None and len(each) < options.get(count, most) for each, count, most in others)
+        if not options.get("window_size") or converted:
+            wrong.add("feature_map")
     return wrong
 
 

@@ -160,7 +160,7 @@ def test_trainable_projection_is_a_parameter_and_learns():
     assert trained.sigma.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", sorted(FEATURE_MAPS))
+@pytest.mark.parametrize("name", sorted(FEATURE_MAPS.keys() - {"none"}))
 @given(scale=st.floats(0.0, 60.0), seed=st.integers(0, 100))
 @settings(max_examples=15)
 def test_features_and_gradients_are_finite_for_any_input(name, scale, seed):

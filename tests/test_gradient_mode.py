@@ -87,8 +87,16 @@ def test_the_model_is_as_demanding_as_trained_ones():
         assert -100 < smallest_products(demanding_model(feature_map=name), torch.arange(LENGTH)[None]) < -50
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("name", FEATURE_MAPS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, options) for name in FEATURE_MAPS if name != "none" for options in OPTIONS]
+    + [
+        ("none", {"window": 3}),
+        ("none", {"window": 3, "num_sinks": 4}),
+        ("exponential", {"window": 3, "num_sinks": 4}),
+    ],
+    ids=str,
+)
 def test_logits_and_gradients_are_those_of_float64_in_both_modes(name, options):
     exact = demanding_model(feature_map=name, **options)
     model = copy.deepcopy(exact).float()

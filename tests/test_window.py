@@ -17,10 +17,12 @@ from hf_rfa.models.linear_attention import Tokens, denominator
 from hf_rfa.models.sliding_window import in_stream_order, sliding_window_attention, stream_of
 
 
-def attend(query, key, value, features, size, scaling, *, state=None, window=None, denominator_floor=None, **options):
+def attend(
+    query, key, value, features, size, scaling, *, sinks=0, state=None, window=None, denominator_floor=None, **options
+):
     """Attend to some tokens as the attention layer does; return outputs, state and window."""
     chunk_size = options.pop("chunk_size", 5)
-    stream = stream_of(Tokens(key, value, **options), window, size)
+    stream = stream_of(Tokens(key, value, **options), window, size, sinks)
     query = in_stream_order(query, stream)
     given = {"scaling": scaling, "denominator_floor": denominator_floor, "chunk_size": chunk_size}
     phi = features(query, stream.leaving().key)
@@ -40,6 +42,7 @@ class Case:
     maps: tuple[Tensor, Tensor, Tensor]
     size: int
     signed: bool
+    sinks: int
     scaling: float = 0.7
 
     def features(self, query: Tensor, key: Tensor) -> Features:
@@ -72,6 +75,7 @@ class Case:
             piece = (x[:, :, start:stop] for x in (self.query, self.key, self.value))
             options = {"log_decay": log_gate, "input_scale": kept, "padding_mask": padding, "chunk_size": chunk_size}
             options |= {"state": state, "window": window, "denominator_floor": 0.1 if self.signed else None}
+            options["sinks"] = self.sinks
             output, state, window = attend(*piece, self.features, self.size, self.scaling, **options)
             outputs.append(output)
         return torch.cat(outputs, dim=2), state, window
@@ -88,10 +92,10 @@ class Case:
                     terms, far, mass = {}, 0.0, 0.0
                     for m, j in enumerate(tokens[: n + 1]):
                         factor = 1.0
-                        if self.log_gate is not None:
+                        if self.log_gate is not None and m >= self.sinks:
                             between = tokens[m + 1 : n + 1]
                             factor = (1 - self.log_gate[b, h, j].exp()) * self.log_gate[b, h, between].sum().exp()
-                        if n - m < self.size:
+                        if n - m < self.size or m < self.sinks:
                             score = self.query[b, h, t] @ self.key[b, h, j] * self.scaling + offset[b, h, t, 0]
                             terms[j] = score.exp() * factor
                         else:
@@ -126,7 +130,7 @@ def cases(draw, signed=False):
     log_gate = -normal(batch, heads, length).exp() if draw(st.booleans()) else None
     inputs = [normal(batch, heads, length, n) for n in (width, width, 3)]
     maps = normal(width, features), normal(width, features), normal(width, 1)
-    return Case(*inputs, log_gate, padding, maps, draw(st.integers(1, 6)), signed)
+    return Case(*inputs, log_gate, padding, maps, draw(st.integers(1, 6)), signed, draw(st.integers(0, 4)))
 
 
 def tokens_of(case: Case, x: Tensor) -> Tensor:
@@ -201,7 +205,9 @@ def test_log_weights_for_training_are_the_weights(signed, data):
     length, step = case.query.shape[2], data.draw(st.integers(1, 20))
     for start in range(0, length, step):
         rows = slice(start, min(length, start + step))
-        window = ExactWindow(case.size, case.query * case.scaling, case.key, offset)
+        tokens = torch.ones_like(case.key[:, 0, :, 0]) if case.padding is None else case.padding
+        sinks = (tokens > 0) & (tokens.cumsum(1) <= case.sinks) if case.sinks else None
+        window = ExactWindow(case.size, case.query * case.scaling, case.key, offset, sinks)
         options = {"log_decay": log_gate, "input_scale": weights, "denominator_floor": 0.1 if signed else None}
         logs = log_attention_weights(phi_q, phi_k, rows=rows, window=window, **options)
         wanted = expected[:, :, rows, : rows.stop]

@@ -144,7 +144,8 @@ class RFAAttentionMixin(nn.Module):
     def init_rfa(self, config: Any, *, kind: AttentionKind, scaling: float, layer_idx: int) -> None:
         """Add the feature map, and the gate where the configuration asks for one (causal attention only)."""
         heads = config.num_heads_for(kind)
-        self.window_size = config.window_size if kind == "causal" else 0
+        self.window_size: int = config.window_size if kind == "causal" else 0
+        self.num_sinks: int = config.num_sinks if kind == "causal" else 0
         self.feature_map = FEATURE_MAPS[config.feature_map](
             num_heads=heads,
             head_dim=config.head_dim_for(kind),
@@ -252,7 +253,7 @@ class RFAAttentionMixin(nn.Module):
 
         if self.window_size and self.attention_component != "linear":
             size, tokens = self.window_size, tokens._replace(key=self._as_state(tokens.key))
-            stream = stream_of(tokens, window, size)  # [B, H, W + T, d + M + 1]
+            stream = stream_of(tokens, window, size, self.num_sinks, document_starts)  # [B, H, W + T, d + M + 1]
             query = in_stream_order(self._as_state(query), stream)
             least_shift = feature_map.least_shift(state)
             features = self._features(query, stream.leaving().key, least_shift, offset=True)
@@ -272,7 +273,7 @@ class RFAAttentionMixin(nn.Module):
             output, state, key_features = self._attend_to_past(query, tokens, state, recording)
         recorded = None
         if key_features is not None:
-            recorded = RecordedStep(tokens, key_features, feature_map.denominator_floor, size)
+            recorded = RecordedStep(tokens, key_features, feature_map.denominator_floor, size, self.num_sinks)
         return output, state, window, recorded
 
     def _attend_to_past(

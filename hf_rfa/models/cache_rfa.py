@@ -33,18 +33,20 @@ class RecordedStep(NamedTuple):
         key_features: φ(k) of the tokens that joined the state, [B, H, T, F].
         denominator_floor: that of the feature map.
         window_size: W, or 0 without a window.
+        num_sinks: S.
     """
 
     tokens: Tokens
     key_features: Tensor
     denominator_floor: float | None
     window_size: int
+    num_sinks: int
 
     def replay(self, count: int, state: Tensor | None, window: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the state and the window after the first ``count`` tokens."""
         tokens, key_features = self.tokens.first(count), self.key_features[..., :count, :]
         if self.window_size:
-            stream = stream_of(tokens, window, self.window_size)
+            stream = stream_of(tokens, window, self.window_size, self.num_sinks)
             key_features = first_to_leave(self.key_features, count, self.tokens.padding_mask)
             tokens, window = stream.leaving(), stream.window()
         tokens = tokens._replace(key=key_features)
@@ -54,8 +56,8 @@ class RecordedStep(NamedTuple):
 class RFALayer(CacheLayerMixin):
     """Holds the state [B, H, F, d + 1] of one attention layer (`hf_rfa.models.linear_attention`), and counts its tokens.
 
-    With a sliding window it also holds the last tokens' keys and values (`hf_rfa.models.sliding_window`), [B, H, W, 2d + 1].
-    Both take the same memory after ten tokens and after a million.
+    With a sliding window it also holds the keys and values of the sinks and of the last tokens, [B, H, S + W, 2d + 1]
+    (`hf_rfa.models.sliding_window`). Both take the same memory after ten tokens and after a million.
 
     Earlier states are gone, so that nothing can be cropped, unless the layer records: after `activate_past_recording` it
     keeps a copy of the state and what each step added to it, until `crop` says how many tokens stay. Assisted decoding does

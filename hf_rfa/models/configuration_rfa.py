@@ -15,7 +15,7 @@ from transformers import BartConfig, GPT2Config, MarianConfig
 from transformers.activations import ACT2FN
 
 from .cache_rfa import RFA_LAYER_TYPE
-from .feature_maps import FEATURE_MAPS
+from .feature_maps import FEATURE_MAPS, NoFeatures
 from .learned_feature_maps import ExponentialMap, LearnedFeatureMap
 from .random_feature_maps import RandomFeatureMap
 
@@ -49,6 +49,7 @@ class RFAConfigMixin:
         window_size: W, the number of last tokens (the query's own included) that causal attention sees exactly, by softmax
             under one normaliser with the features of all tokens before them; 0 for features alone, at most the model's
             positions. The cache holds their keys and values next to the state.
+        num_sinks: S, the number of first tokens that causal attention with a window keeps exactly for good.
         softmax_layers: indices of layers that stay softmax attention; their cache grows with the text.
         chunk_size: tokens that prefill and training handle at once in the quadratic form.
         state_dtype: dtype of the recurrent state, "float32" or "float64" (at least the model's own precision is kept).
@@ -63,6 +64,7 @@ class RFAConfigMixin:
     feature_seed: int = 0
     gate: bool = False
     window_size: int = 0
+    num_sinks: int = 0
     softmax_layers: list[Any] = field(default_factory=list)  # `validate_layer_type` says more than a type would
     chunk_size: int = 64
     state_dtype: str = "float32"
@@ -202,12 +204,22 @@ class RFAConfigMixin:
         for name, least, most, meaning in (
             ("chunk_size", 1, torch.iinfo(torch.int64).max, "tokens handled at once"),
             ("window_size", 0, positions, "tokens seen exactly, no more than the model has positions"),
+            ("num_sinks", 0, positions, "first tokens kept exactly, no more than the model has positions"),
             ("redraw_pool", 0, MAX_REDRAW_POOL, "the size of the pool, or 0 for a fixed matrix"),
             ("feature_seed", 0, MAX_SEED, "other seeds draw the same as one of these"),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or not least <= value <= most:  # set by an old name, its type was not checked
                 raise ValueError(f"{name} must be from {least} to {most} ({meaning}), got {value}.")
+        if self.window_size == 0 and (self.num_sinks or feature_map is NoFeatures):
+            given = f"num_sinks={self.num_sinks}" if self.num_sinks else f"feature_map={self.feature_map!r}"
+            raise ValueError(f"{given} must come with a sliding window: set window_size to 1 or more.")
+        kinds = [kind for kind in self.FEATURE_COUNTS.values() if kind != "causal" and self.any_rfa(kind)]
+        if feature_map is NoFeatures and kinds:
+            raise ValueError(
+                f"feature_map={self.feature_map!r} leaves {kinds[0]} attention nothing to see, for it has no window. Keep "
+                "softmax in all of its layers, or take another feature map."
+            )
         random = issubclass(feature_map, RandomFeatureMap) and not issubclass(feature_map, ExponentialMap)
         no_matrix = f"has no effect with feature_map={self.feature_map!r}, which has no random matrix that stays"
         raw = f"does not apply to feature_map={self.feature_map!r}, which learns from raw q and k"
@@ -216,6 +228,8 @@ class RFAConfigMixin:
             (["trainable_projection"], not random, no_matrix),
             (["redraw_pool", "trainable_projection"], True, "exclude each other: a matrix is redrawn or trained"),
             (["unit_norm"], issubclass(feature_map, LearnedFeatureMap), raw),
+            (["unit_norm"], feature_map is NoFeatures, "has no effect without features"),
+            (["gate"], feature_map is NoFeatures, "has no effect without features: there is no state to decay"),
         ):
             if refused and all(getattr(self, name) for name in names):
                 given = " and ".join(f"{name}={getattr(self, name)}" for name in names)

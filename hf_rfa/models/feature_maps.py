@@ -290,6 +290,38 @@ class EluMap(FeatureMap):
         return F.elu(self.key_input(key)) + 1
 
 
+@register_feature_map("none")
+class NoFeatures(FeatureMap):
+    """No features, F = 0: attention sees its sliding window and its sinks alone, and keeps nothing of other tokens."""
+
+    @classmethod
+    def resolve_num_features(cls, num_features: int | None, head_dim: int, *, name: str = "num_features") -> int:
+        """Return 0, or raise a ValueError for another number."""
+        if num_features:
+            raise ValueError(
+                f"{name}={num_features} does not fit feature_map='none', which has no features. Leave it out."
+            )
+        return 0
+
+    def build(self) -> None:
+        """Add nothing: there is nothing that the window's weights have to be commensurate with."""
+
+    def query(self, query: Tensor) -> Tensor:
+        """Return no features."""
+        return query.new_empty(*query.shape[:-1], 0, dtype=compute_dtype(query.dtype))
+
+    def key(self, key: Tensor) -> Tensor:
+        """Return no features."""
+        return self.query(key)
+
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, *, least_shift: Tensor | None = None, offset: bool = False
+    ) -> Features:
+        """Return no features, and an offset of 0."""
+        keys = query if key is None else key
+        return Features(self.query(query), self.key(keys), torch.zeros_like(query[..., :1]) if offset else None, None)
+
+
 @dataclass(frozen=True)
 class FeatureSpec:
     """The linear part of a map, of which every nonlinearity makes its features: Wq̂ + b, and W'k̂ + b' − Σ e_i k̂_i².

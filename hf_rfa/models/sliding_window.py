@@ -2,13 +2,17 @@
 
     y_t ∝ Σ_{t−W < j ≤ t} exp(q_t·k_j·s + o_t) c_tj v_j  +  φ(q_t)ᵀ S_{t−W}        c_tj = w_j g_{j+1} … g_t
 
+The first tokens of a text, its sinks, may be kept exactly for good: softmax heads that need no other token attend to them
+(Xiao et al. 2024, arXiv 2309.17453). They have c_tj = 1, neither scaled nor decayed, and never join the state.
+
 A token's key and value are kept as they are for W steps, and then join the recurrent state: the state lags W tokens behind,
 and what is kept does not grow. The offset o_t makes both kinds of weights commensurate: it takes out of exp(q·k·s) the factor
 that φ leaves out (`hf_rfa.models.feature_maps.Features`).
 
-A window [B, H, W, 2d + 1] holds keys, values and log-weights (log c, `MASKED_LOGIT` for empty places and padding). Followed
-by the new tokens it is the stream: query t, at place W + t of it, sees places t + 1 to W + t exactly, and place t joins the
-state. Padding is moved to the front of the stream, so that it takes no token's place in the window.
+A window [B, H, S + W, 2d + 1] holds keys, values and log-weights (log c, `MASKED_LOGIT` for empty places and padding) of S
+sinks and W last tokens. The last tokens followed by the new ones are the stream: query t, at place W + t of it, sees places
+t + 1 to W + t exactly, and place t joins the state. Padding is moved to the front of the stream, so that it takes no token's
+place in the window. A sink keeps its place in the stream, and weighs nothing there.
 """
 
 from __future__ import annotations
@@ -31,6 +35,23 @@ from .linear_attention import (
     segment_sums,
 )
 
+#: The log-weight of a sink in the stream: nothing, and yet no padding.
+SINK_LOGIT = MASKED_LOGIT / 4
+
+
+class Sinks(NamedTuple):
+    """The first tokens of every text: those held before the new tokens, and those among them.
+
+    Attributes:
+        rows: keys, values and log-weights, [B, H, n, d + M + 1].
+        seen: which of them the new tokens see, in the order of the stream, [B, T, n].
+        held: the sinks to be held from now on, [B, H, S, d + M + 1].
+    """
+
+    rows: Tensor
+    seen: Tensor
+    held: Tensor
+
 
 class Stream(NamedTuple):
     """The window followed by the new tokens, padding moved to the front.
@@ -41,6 +62,7 @@ class Stream(NamedTuple):
         order: the places of the new tokens in the order of the stream, [B, T], or None where nothing is padded.
         head_dim: d.
         size: W.
+        sinks: the first tokens, or None for S = 0.
     """
 
     rows: Tensor
@@ -48,6 +70,7 @@ class Stream(NamedTuple):
     order: Tensor | None
     head_dim: int
     size: int
+    sinks: Sinks | None
 
     @property
     def length(self) -> int:
@@ -64,19 +87,24 @@ class Stream(NamedTuple):
         return Tokens(rows[..., : self.head_dim], rows[..., self.head_dim : -1], log_decay, log_weights.exp())
 
     def window(self) -> Tensor:
-        """Return the window after the new tokens, [B, H, W, d + M + 1]."""
+        """Return the window after the new tokens, [B, H, S + W, d + M + 1]."""
         rows = self.rows[..., self.length :, :]
         if self.log_decay is not None:
             decay = decay_to_end(self.log_decay[..., self.length :])
-            return torch.cat([rows[..., :-1], (rows[..., -1] + decay)[..., None]], dim=-1)
+            rows = torch.cat([rows[..., :-1], (rows[..., -1] + decay)[..., None]], dim=-1)
+        if self.sinks is not None:
+            return torch.cat([self.sinks.held, rows], dim=-2)
         # Not a view of the stream, which would keep all of a long sequence's keys and values.
         return rows if torch.is_grad_enabled() else rows.clone()
 
 
-def stream_of(tokens: Tokens, window: Tensor | None, size: int) -> Stream:
-    """Return a window [B, H, W, d + M + 1], or None at the start, followed by new tokens with keys in float32 or float64.
+def stream_of(
+    tokens: Tokens, window: Tensor | None, size: int, num_sinks: int = 0, document_starts: Tensor | None = None
+) -> Stream:
+    """Return a window [B, H, S + W, d + M + 1], or None at the start, followed by tokens with keys in float32 or float64.
 
-    ``size`` is W ≥ 1, the query's own position included.
+    ``size`` is W ≥ 1, the query's own position included, ``num_sinks`` is S, and ``document_starts`` [B, T] is True where
+    a text begins that has sinks of its own; the decays let nothing of the texts before it through.
     """
     key, value, log_decay, input_scale, padding_mask = tokens
     log_weights = torch.zeros_like(key[..., 0])
@@ -86,14 +114,57 @@ def stream_of(tokens: Tokens, window: Tensor | None, size: int) -> Stream:
     rows = torch.cat([key, value.to(key.dtype), log_weights[..., None]], dim=-1)
     if window is None:
         # Empty places hold copies of a token: a key of zeros can have larger features than all keys of a trained head.
-        window = F.pad(rows[..., :1, :-1].expand(-1, -1, size, -1), (0, 1), value=MASKED_LOGIT)
-    rows = torch.cat([window.to(rows.dtype), rows], dim=-2)
+        window = F.pad(rows[..., :1, :-1].expand(-1, -1, num_sinks + size, -1), (0, 1), value=MASKED_LOGIT)
+    held, last = window.to(rows.dtype).split([num_sinks, size], dim=-2)
+    sinks = None
+    if num_sinks:
+        sinks, rows = _take_sinks(held, rows, padding_mask, document_starts)
+    rows = torch.cat([last, rows], dim=-2)
     log_decay = None if log_decay is None else F.pad(log_decay.to(key.dtype), (size, 0))
     if padding_mask is None:
-        return Stream(rows, log_decay, None, key.shape[-1], size)
-    places = _padding_first(rows[:, 0, :, -1] > MASKED_LOGIT / 2)
+        return Stream(rows, log_decay, None, key.shape[-1], size, sinks)
+    places, order = _padding_first(rows[:, 0, :, -1] > MASKED_LOGIT / 2), _padding_first(padding_mask)
     log_decay = None if log_decay is None else _take(log_decay[..., None], places)[..., 0]
-    return Stream(_take(rows, places), log_decay, _padding_first(padding_mask), key.shape[-1], size)
+    if sinks is not None:
+        sinks = sinks._replace(seen=sinks.seen.gather(1, order[..., None].expand_as(sinks.seen)))
+    return Stream(_take(rows, places), log_decay, order, key.shape[-1], size, sinks)
+
+
+def _take_sinks(
+    held: Tensor, rows: Tensor, padding_mask: Tensor | None, document_starts: Tensor | None
+) -> tuple[Sinks, Tensor]:
+    """Return the sinks with those among some tokens, and the tokens' rows [B, H, T, ·], in which sinks weigh nothing.
+
+    ``held`` [B, H, S, ·] are the sinks before them; there are fewer than S while a text is shorter than that.
+    """
+    (batch, _, length, _), count, device = rows.shape, held.shape[-2], rows.device
+    number_held = (held[:, 0, :, -1] > MASKED_LOGIT / 2).sum(-1, keepdim=True)  # [B, 1]
+    token = torch.ones(batch, length, dtype=torch.bool, device=device) if padding_mask is None else padding_mask != 0
+    before = token.cumsum(-1) - 1  # tokens of the row before each
+    document = torch.zeros_like(before)
+    if document_starts is None:
+        ordinal = before + number_held
+    else:  # counted from the start of the token's own document
+        document = document_starts.cumsum(-1)
+        ordinal = before - torch.where(document_starts, before, -number_held).cummax(-1).values
+    is_sink = token & (ordinal < count)
+    most = min(count, length) if document_starts is None else int(is_sink.sum(-1).max())
+    places = _padding_first(~is_sink)[:, :most]
+    log_weights = torch.where(is_sink.gather(1, places), 0.0, MASKED_LOGIT).to(rows)[:, None, :, None]
+    found = torch.cat([_take(rows, places)[..., :-1], log_weights.expand(-1, rows.shape[1], -1, -1)], dim=-1)
+
+    slots = torch.arange(count, device=device).expand(batch, -1)
+    row_ordinal = torch.cat([slots, ordinal.gather(1, places)], dim=1)  # [B, n]
+    row_document = torch.cat([torch.zeros_like(slots), document.gather(1, places)], dim=1)
+    sinks = torch.cat([held, found], dim=-2)
+    seen = (row_document[:, None] == document[..., None]) & (row_ordinal[:, None] <= ordinal[..., None])
+    last = (row_document == document[:, -1:]) & (sinks[:, 0, :, -1] > MASKED_LOGIT / 2)
+    fills = last[:, None] & (row_ordinal[:, None] == slots[..., None])  # [B, S, n]
+    kept = _take(sinks, fills.int().argmax(-1))
+    log_weights = torch.where(fills.any(-1), 0.0, MASKED_LOGIT).to(rows)[:, None, :, None]
+    kept = torch.cat([kept[..., :-1], log_weights.expand(-1, rows.shape[1], -1, -1)], dim=-1)
+    log_weights = rows[..., -1].masked_fill(is_sink[:, None], SINK_LOGIT)
+    return Sinks(sinks, seen, kept), torch.cat([rows[..., :-1], log_weights[..., None]], dim=-1)
 
 
 def first_to_leave(key_features: Tensor, count: int, padding_mask: Tensor | None) -> Tensor:
@@ -119,7 +190,7 @@ def sliding_window_attention(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     window_only: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attend causally to the window and to what has left it.
+    """Attend causally to the window, to the sinks and to what has left the window.
 
     Args:
         query: [B, H, T, d], in the order of the stream (`in_stream_order`).
@@ -134,22 +205,43 @@ def sliding_window_attention(
     Returns:
         The outputs [B, H, T, M], in the order in which the tokens came, and the new state.
     """
-    far, state, divisor = linear_attention(
-        features.query,
-        stream.leaving()._replace(key=features.key),
-        initial_state=rescale(initial_state, None, features.shift),
-        denominator_floor=denominator_floor,
-        chunk_size=chunk_size,
-    )
-    divisor = differentiable(divisor, divisor)
-    seen = divisor > 0
-    log_far = torch.where(seen, torch.where(seen, divisor, 1.0).log(), MASKED_LOGIT)
-    near, log_near = _attend_to_window(query * scaling, stream, cast(Tensor, features.offset), chunk_size)
-    share = torch.zeros_like(log_near) if window_only else torch.sigmoid(log_far - log_near)
-    output = near + share * (far - near)
+    output, log_exact = _attend_to_window(query * scaling, stream, cast(Tensor, features.offset), chunk_size)
+    if stream.sinks is not None:
+        near, log_near = _attend_to_sinks(query * scaling, stream.sinks, cast(Tensor, features.offset))
+        output = output + torch.sigmoid(log_near - log_exact) * (near - output)
+        log_exact = torch.logaddexp(log_exact, log_near)
+    if features.query.shape[-1] == 0:  # `hf_rfa.models.feature_maps.NoFeatures`
+        state = output.new_zeros(*output.shape[:2], 0, output.shape[-1] + 1)
+    else:
+        far, state, divisor = linear_attention(
+            features.query,
+            stream.leaving()._replace(key=features.key),
+            initial_state=rescale(initial_state, None, features.shift),
+            denominator_floor=denominator_floor,
+            chunk_size=chunk_size,
+        )
+        divisor = differentiable(divisor, divisor)
+        seen = divisor > 0
+        log_far = torch.where(seen, torch.where(seen, divisor, 1.0).log(), MASKED_LOGIT)
+        share = torch.zeros_like(log_exact) if window_only else torch.sigmoid(log_far - log_exact)
+        output = output + share * (far - output)
     if stream.order is not None:
         output = _take(output, stream.order.argsort(dim=1))
     return output, cast(Tensor, rescale(state, features.shift, None))
+
+
+def _attend_to_sinks(query: Tensor, sinks: Sinks, offset: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend exactly to the sinks up to each query's own; see `_attend_to_window` for what is returned."""
+    width = query.shape[-1]
+    logits = query @ sinks.rows[..., :width].mT + sinks.rows[..., -1:].mT + offset  # [B, H, T, n]
+    return _softmax(logits.masked_fill(~sinks.seen[:, None], MASKED_LOGIT), sinks.rows[..., width:-1])
+
+
+def _softmax(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of values by softmax weights, and the logarithm of the normalizer; zeros where nothing is seen."""
+    log_total = logits.logsumexp(-1, keepdim=True)
+    weights = (logits - log_total).exp() * (log_total > MASKED_LOGIT / 2)
+    return weights @ value, log_total
 
 
 def in_stream_order(query: Tensor, stream: Stream) -> Tensor:
@@ -187,8 +279,5 @@ def _attend_to_window(query: Tensor, stream: Stream, offset: Tensor, chunk: int)
     if log_decay is not None:
         logits = logits + segment_sums(F.pad(log_decay, (0, short)).unfold(2, size + chunk, chunk))[..., size:, :]
     band = torch.ones(chunk, size + chunk, dtype=torch.bool, device=query.device).triu(1).tril(size)
-    logits = logits.masked_fill(~band, MASKED_LOGIT)
-    log_total = logits.logsumexp(-1, keepdim=True)
-    weights = (logits - log_total).exp() * (log_total > MASKED_LOGIT / 2)  # padding may see nothing at all
-    output = weights @ blocks[..., width:-1, :].transpose(-1, -2)
+    output, log_total = _softmax(logits.masked_fill(~band, MASKED_LOGIT), blocks[..., width:-1, :].transpose(-1, -2))
     return output.flatten(2, 3)[:, :, places], log_total.flatten(2, 3)[:, :, places]
