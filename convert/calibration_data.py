@@ -52,19 +52,26 @@ def shift_right(ids: Tensor, config: Any) -> Tensor:
     return F.pad(ids[:, :-1], (1, 0), value=config.bos_token_id if start is None else start)
 
 
-def tokenize(tokenizer: Any, documents: Iterable[str], *, most: int | None = None) -> Tensor:
+def tokenize(tokenizer: Any, documents: Iterable[str], *, most: int | None = None, end: str | None = None) -> Tensor:
     """Return the token ids of some documents, joined, each followed by the end-of-text token, [N].
 
     Args:
         tokenizer: the model's tokenizer.
         documents: texts.
         most: the largest number of tokens; None takes all.
+        end: the token after each document; None takes the tokenizer's end of text, where it has one.
+
+    Raises:
+        InputError: if the tokenizer has no token ``end``.
     """
     ids: list[int] = []
+    end_id = tokenizer.eos_token_id if end is None else tokenizer.get_vocab().get(end)
+    if end is not None and end_id is None:
+        raise InputError(f"the tokenizer has no token {end!r} to put after each document.")
     for document in documents:
         ids += tokenizer(document, verbose=False)["input_ids"]
-        if tokenizer.eos_token_id is not None:
-            ids.append(tokenizer.eos_token_id)
+        if end_id is not None:
+            ids.append(end_id)
         if most is not None and len(ids) >= most:
             break
     return torch.tensor(ids[:most], dtype=torch.long)

@@ -30,6 +30,8 @@ PLAIN_USE = re.sub(r"import hf_rfa.*\n|{own_map}|(?<=```\n)\n(?s:.*)", "", USE)
 UNTRAINED = re.compile(rf"(?m)^{re.escape(TRAINING)} none .*$")
 #: File with the results of evaluations, beside a checkpoint, and their section in its card.
 EVALUATION_FILE, EVALUATION_HEADING = "evaluation.json", "## Evaluation"
+#: The section on what the recall suite found (`hf_rfa.recall`), of these weights too.
+RECALL_HEADING = "## Recall"
 #: Names that the hub has for our tasks.
 HUB_TASKS = {"perplexity": "text-generation", "translation": "translation", "summarization": "summarization"}
 
@@ -86,7 +88,7 @@ def trained_card(model: Any, *, name: str, source: str | None, summary: str, sec
     kept = [
         PICTURE.sub("", each) if each.startswith(f"{heading}\n") else each  # the picture is this run's now
         for each in sections
-        if not each.startswith(("## Use\n", "## Evaluation\n"))
+        if not each.startswith(("## Use\n", f"{EVALUATION_HEADING}\n", f"{RECALL_HEADING}\n"))
     ]
     body = "\n\n".join(part.strip() for part in (start, use, *kept, section))
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
@@ -114,7 +116,7 @@ def record_result(folder: Path, *, task: str, data: str, scores: dict[str, float
     new = {"task": task, "data": data, "protocol": protocol, "scores": scores}
     results = [each for each in results if {**each, "scores": scores} != new] + [new]
     scored = [(each, *score) for each in results for score in each["scores"].items()]
-    card = ModelCard.load(card_path) if card_path.is_file() else ModelCard("---\nlibrary_name: transformers\n---\n")
+    card = load_card(folder)
     metadata: Any = card.data
     metadata.model_name = metadata.model_name or folder.resolve().name
     metadata.eval_results = [
@@ -132,10 +134,21 @@ def record_result(folder: Path, *, task: str, data: str, scores: dict[str, float
         f"| {each['data']} | {name} | {value:.2f} | {each['protocol'].replace('|', ', ')} |"
         for each, name, value in scored
     ]
-    section = "\n".join([EVALUATION_HEADING, "", "| data | metric | | protocol |", "|---|---|---|---|", *rows, ""])
-    text = re.sub(rf"(?ms)^{EVALUATION_HEADING}$.*?(?=^## |\Z)", "", card.text).rstrip()
-    card.text = f"{text}\n\n{section}" if text else section
+    replace_section(card, EVALUATION_HEADING, "\n".join(["| data | metric | | protocol |", "|---|---|---|---|", *rows]))
     with new_file(path) as file:
         json.dump(results, file, indent=2)
     with new_file(card_path) as file:
         file.write(str(card))
+
+
+def load_card(folder: Path) -> ModelCard:
+    """Return the card of a checkpoint, or an empty one."""
+    path = folder / "README.md"
+    return ModelCard.load(path) if path.is_file() else ModelCard("---\nlibrary_name: transformers\n---\n")
+
+
+def replace_section(card: ModelCard, heading: str, body: str) -> None:
+    """Put a section at the end of a card, in place of one with the same heading."""
+    text = re.sub(rf"(?ms)^{heading}$.*?(?=^## |\Z)", "", card.text).rstrip()
+    section = f"{heading}\n\n{body}\n"
+    card.text = f"{text}\n\n{section}" if text else section

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from .console import console, shown_count, warn
-from .options import BatchSize, Beams, Model, ModelDtype, References, UsageError, in_a_folder, number, text_file
+from .options import BatchSize, Beams, Model, ModelDtype, References, Seed, UsageError, in_a_folder, number, text_file
+from .recall import measure_recall, run_tasks
 
 #: Two samples of 1,000 tokens of one text differ by a seventh in perplexity (the demo's model on its text).
 FEW_TOKENS = 1000
@@ -19,17 +20,22 @@ GENERATION_OPTIONS = (
     *("references", "source_field", "target_field", "num_beams", "max_new_tokens", "limit", "truncate"),
     *("bleu_tokenizer", "save_predictions"),
 )
+RECALL_OPTIONS = ("teacher", "control", "max_length", "quick", "seed", "document_end")
+#: The group of the help that the options of the suite, and of lm-eval's tasks, stand in.
+SUITE, TASKS = "Recall suite (--suite recall)", "lm-eval"
 
 
 def evaluate_command(
     context: typer.Context,
     model: Model,
     text: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
-            callback=text_file, help="Text (.txt, or .jsonl with a 'text' field; plain or .gz), or sources, one a line."
+            callback=text_file,
+            help="Text (.txt, or .jsonl with a 'text' field; plain or .gz), or sources, one a line. Only --suite and --tasks "
+            "do without.",
         ),
-    ],
+    ] = None,
     task: Annotated[
         Literal["perplexity", "translation", "summarization"],
         typer.Option(help="Perplexity, or BLEU or ROUGE of generated answers."),
@@ -68,15 +74,86 @@ def evaluate_command(
     ] = False,
     batch_size: BatchSize = 8,
     dtype: ModelDtype = "auto",
+    suite: Annotated[
+        Literal["recall"] | None,
+        typer.Option(
+            help="Measure what perplexity hides: recall, copying, needles, generation.", rich_help_panel=SUITE
+        ),
+    ] = None,
+    text_option: Annotated[
+        Path | None,
+        typer.Option("--text", callback=text_file, help="The text, as the argument.", rich_help_panel=SUITE),
+    ] = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(help="Softmax model that it was made from, to compare with.", rich_help_panel=SUITE),
+    ] = None,
+    control: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Also the teacher, or a softmax model itself, limited to WINDOW+SINKS tokens; repeatable. Default: one of "
+            "the same bytes.",
+            metavar="WINDOW+SINKS",
+            rich_help_panel=SUITE,
+        ),
+    ] = None,
+    max_length: Annotated[
+        int | None, number("Recall suite: most tokens of a row. Default: the positions, at most 2048.", 128)
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer rows and lengths: about a fifth of the time.", rich_help_panel=SUITE)
+    ] = False,
+    seed: Seed = 0,
+    document_end: Annotated[
+        str | None,
+        typer.Option(help="Token after each document. Default: the tokenizer's end of text.", rich_help_panel=SUITE),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(callback=in_a_folder, help="Folder for the table, its JSON and PNG.", rich_help_panel=SUITE),
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks of lm-eval to run, by commas (needs lm-eval).", rich_help_panel=TASKS)
+    ] = None,
+    tasks_folder: Annotated[
+        Path | None, typer.Option(help="Folder with the definitions of more tasks.", rich_help_panel=TASKS)
+    ] = None,
 ) -> None:
-    """Measure the perplexity of a text, or how well a model translates or summarises.
+    """Measure the perplexity of a text, how well a model translates or summarises, or what it recalls.
 
     Below 1,000 tokens a perplexity says little, and a warning says so.
     """
-    defaults = {parameter.name: parameter.default for parameter in context.command.params}
-    for name in GENERATION_OPTIONS if task == "perplexity" else PERPLEXITY_OPTIONS:
-        if context.params[name] != defaults[name]:
-            raise UsageError(f"--{name.replace('_', '-')} has no effect with --task {task}. Leave it out.")
+    kind = "--suite recall" if suite else "--tasks" if tasks is not None else f"--task {task}"
+    own = {"--suite recall": (*RECALL_OPTIONS, "output"), "--tasks": ("tasks_folder", "output")}
+    own |= {"--task perplexity": (*PERPLEXITY_OPTIONS, "attention_component")}
+    allowed = own.get(kind, (*GENERATION_OPTIONS, "attention_component"))
+    every = {*RECALL_OPTIONS, "output", "tasks_folder", *PERPLEXITY_OPTIONS, *GENERATION_OPTIONS, "attention_component"}
+    given = context.params | {"control": control or None}  # an empty list, if it is not given
+    changed = {each.name for each in context.command.params if given.get(each.name) != each.default}
+    if suite and tasks is not None:
+        raise UsageError("--suite and --tasks are two evaluations. Run one after the other.")
+    for name in sorted(changed & (every - {*allowed} | ({"task"} if suite or tasks is not None else set()))):
+        raise UsageError(f"--{name.replace('_', '-')} has no effect with {kind}. Leave it out.")
+    if text is not None and text_option is not None:
+        raise UsageError("the text is given twice, as an argument and with --text. Leave one out.")
+    text = text or text_option
+    if suite:
+        about: Any = {
+            "max_length": max_length,
+            "quick": quick,
+            "seed": seed,
+            "document_end": document_end,
+            "dtype": dtype,
+        }
+        measure_recall(model, text, teacher=teacher, controls=control, output=output, record=record, **about)
+        return
+    if tasks is not None:
+        if record or text is not None:
+            raise UsageError(f"{'--record' if record else 'a text'} has no effect with --tasks. Leave it out.")
+        run_tasks(model, tasks, tasks_folder=tasks_folder, output=output, batch_size=batch_size, dtype=dtype)
+        return
+    if text is None:
+        raise UsageError("Missing argument 'TEXT': a file to measure on.")
     from hf_rfa.convert.atomic_io import check_file, new_file
     from hf_rfa.convert.calibration_data import tokenize
     from hf_rfa.convert.text_io import read_documents, read_pairs

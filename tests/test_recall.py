@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
 from random import Random
 from types import SimpleNamespace
 
@@ -13,6 +18,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 
+from hf_rfa.convert.calibration_data import tokenize
+from hf_rfa.convert.text_io import read_documents
 from hf_rfa.errors import InputError
 from hf_rfa.recall import Effort, draw_report, markdown_table, recall_suite, report_table, window_and_sinks
 from hf_rfa.recall.generation import agreement, greedy, repeated_ngrams, sampled
@@ -22,8 +29,17 @@ from hf_rfa.recall.scoring import Rows, score_tokens
 from hf_rfa.recall.suite import make_probes, run_probe
 from hf_rfa.recall.window_control import window_and_sinks_mask
 
-from .conftest import DEMO_MODEL, tiny_parent_config
+from .conftest import DEMO_MODEL, DEMO_TEXT, shared, tiny_parent_config
 
+#: Perplexity and accuracy on a text repeated of SmolLM2-135M-Instruct, by window and sinks, taken with masks of our own.
+FIGURES = {
+    None: (23.4, 0.94),
+    (64, 0): (86.3, 0.27),
+    (128, 0): (52.2, 0.31),
+    (16, 4): (47.5, 0.30),
+    (64, 4): (30.6, 0.37),
+    (128, 4): (27.3, 0.39),
+}
 SMALL = Effort(text_tokens=256, repeated_tokens=256, books=4, needles=2, prompts=2, new_tokens=8, every=2)
 
 
@@ -81,7 +97,7 @@ def all_probes(tokenizer, text=None):
 @pytest.mark.parametrize("view", [None, 40])
 def test_an_oracle_scores_as_far_as_it_sees(tokenizer, view):
     """With all in view everything that was said before is recalled; with 40 tokens what lies within them, exactly."""
-    text = torch.tensor(Random(1).sample(range(3000), 600))
+    text = torch.tensor(Random(1).sample(range(3000), 2200))
     probes = all_probes(tokenizer, text)
     assert {probe.name for probe in probes} == {
         "random tokens again", "text again", "phone book", "needle in noise", "needle in text", "text"
@@ -270,7 +286,7 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recall") / "converted"
     convert(DEMO_MODEL, folder, window_size=8)
     model, teacher = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (folder, DEMO_MODEL))
-    text = torch.randint(0, 256, (600,), generator=torch.Generator().manual_seed(0))
+    text = torch.randint(0, 256, (2200,), generator=torch.Generator().manual_seed(0))
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
 
     def run(**options):
@@ -352,3 +368,81 @@ def test_an_encoder_and_decoder_is_refused(tiny_seq2seq_parents, tokenizer):
     model = BartForConditionalGeneration.from_pretrained(tiny_seq2seq_parents["bart"])
     with pytest.raises(InputError, match="--task translation"):
         recall_suite(model, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--stride", 3], "--stride has no effect with --suite recall"),
+        (["--task", "translation"], "--task has no effect with --suite recall"),
+        (["--control", "3x"], r"such as 64 or 60\+4"),
+        (["--document-end", "<nope>", "--text", DEMO_TEXT], "no token '<nope>'"),
+        (["--tasks", "lambada"], "two evaluations"),
+        (["--text", DEMO_TEXT, DEMO_TEXT], "given twice"),
+        (["--output", DEMO_TEXT], "is a file"),
+    ],
+)
+def test_a_command_that_cannot_be_run_says_so(words, message, run_cli, capsys):
+    assert run_cli("evaluate", DEMO_MODEL, "--suite", "recall", *words) == 1
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+
+
+def test_the_command_line_writes_a_table_a_picture_and_a_section_of_the_card(tmp_path, run_cli, capsys):
+    from hf_rfa.convert import convert
+
+    folder = tmp_path / "converted"
+    convert(DEMO_MODEL, folder, feature_map="none", window_size=12, num_sinks=2)
+    words = ["--suite", "recall", "--text", DEMO_TEXT, "--teacher", DEMO_MODEL, "--quick", "--max-length", 128]
+    assert run_cli("evaluate", folder, *words, "--record", "--output", tmp_path / "out") == 0
+    assert "teacher's" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["recall.json", "recall.md", "recall.png"]
+    card = (folder / "README.md").read_text()
+    assert card.count("## Recall") == 1
+    assert "| | softmax | window 10 + 4 sinks | this model |" in card
+    saved = json.loads((folder / "recall.json").read_text())
+    assert saved["data"] == DEMO_TEXT.name
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+
+
+@pytest.mark.slow
+def test_lm_eval_runs_tasks_of_a_folder(tmp_path, run_cli, capsys):
+    pytest.importorskip("lm_eval")
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": f"The whale swam {n} miles."}) + "\n" for n in range(4))
+    )
+    task = {
+        "task": "whales", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "test_split": "test", "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}], "metadata": {"version": 1},
+    }  # fmt: skip
+    (tmp_path / "whales.yaml").write_text(json.dumps(task))  # JSON is YAML
+    words = ["--tasks", "whales", "--tasks-folder", tmp_path, "--output", tmp_path / "out"]
+    assert run_cli("evaluate", DEMO_MODEL, *words) == 0
+    assert "word_perplexity" in capsys.readouterr().out
+    found = json.loads((tmp_path / "out" / "tasks.json").read_text())["results"]["whales"]
+    assert found["word_perplexity,none"] > 1
+    assert run_cli("evaluate", DEMO_MODEL, "--tasks", "nope") == 1
+    assert "no task 'nope'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_figures_of_a_real_model_under_windows_and_sinks(tmp_path):
+    """SmolLM2-135M-Instruct, 4,096 tokens of Wikipedia: as measured before with a mask handed to the model."""
+    smollm2 = tmp_path / "smollm2"
+    script = shared("models/get-smollm2")
+    made = subprocess.run(["bash", script, smollm2, sys.executable], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"SmolLM2 cannot be had here: {made.stderr.strip().splitlines()[-1]}")
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    text = tokenize(tokenizer, read_documents(shared("data/enwiki/valid.jsonl.gz")), most=8192, end="<|endoftext|>")
+    effort = Effort(text_tokens=4096, repeated_tokens=2048, books=1, needles=1, prompts=1, new_tokens=1, every=1)
+    probes, _ = make_probes(tokenizer, 1024, text, effort, 0)
+    chosen = {"text": "context 1024", "text again": "256 tokens"}
+    rows = {probe.name: probe for probe in probes if chosen.get(probe.name) == probe.setting}
+    found = {}
+    for view in FIGURES:
+        with nullcontext() if view is None else window_and_sinks(model, *view):
+            perplexity, again = (next(run_probe(model, rows[name])) for name in chosen)
+        found[view] = (round(math.exp(perplexity.nats), 1), round(again.accuracy, 2))
+    assert found == FIGURES

@@ -4,7 +4,7 @@
 same bytes.
 """
 
-from .report import draw_report, markdown_table, report_table
+from .report import draw_report, markdown_table, report_table, write_report
 from .suite import FULL, QUICK, Effort, RecallReport, recall_suite
 from .window_control import window_and_sinks
 
@@ -18,4 +18,5 @@ __all__ = [
     "recall_suite",
     "report_table",
     "window_and_sinks",
+    "write_report",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,10 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
 from rich.table import Table
+
+from hf_rfa.convert.atomic_io import check_file, folder_beside, new_file
+from hf_rfa.errors import InputError
+from hf_rfa.finetune.card import RECALL_HEADING, load_card, replace_section
 
 from .suite import Column, Figure, RecallReport
 
@@ -142,3 +147,44 @@ def _panel(
     panel.set_title(title, fontsize=9)
     panel.tick_params(labelsize=7)
     panel.grid(alpha=0.3)
+
+
+#: The files that `write_report` writes.
+FILES = ("recall.json", "recall.png", "recall.md")
+
+
+def check_output(folder: Path | None) -> None:
+    """Raise an `InputError` if a report cannot be written to a folder, which may not exist yet."""
+    if folder is None or not folder.exists():
+        return
+    if not folder.is_dir():
+        raise InputError(f"{folder} is a file; it is kept. Choose another folder for the report.")
+    for name in FILES:
+        check_file(folder / name)
+
+
+def write_report(report: RecallReport, folder: Path, *, data: str | None = None, card: bool = False) -> None:
+    """Write a report as JSON, as a picture, and as a table in Markdown or in a checkpoint's model card.
+
+    Args:
+        report: the figures.
+        folder: where to; made if it is not there.
+        data: name of the text.
+        card: whether the folder is a checkpoint, in whose model card the table becomes a section.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with new_file(folder / "recall.json") as file:
+        json.dump({"data": data, **report.as_dict()}, file, indent=2)
+    with folder_beside(folder / "recall.png") as beside:
+        draw_report(report, beside / "recall.png")
+        (beside / "recall.png").replace(folder / "recall.png")
+    of = "" if data is None else f"Text: {data}. "
+    body = f"![recall](recall.png)\n\n{markdown_table(report)}\n{of}`recall.json` has the needles by depth.\n"
+    if card:
+        found = load_card(folder)
+        replace_section(found, RECALL_HEADING, body)
+        with new_file(folder / "README.md") as file:
+            file.write(str(found))
+    else:
+        with new_file(folder / "recall.md") as file:
+            file.write(body)

@@ -26,6 +26,8 @@ LONGEST = 2048
 ENTRIES = (5, 10, 20, 40)
 #: Tokens of a haystack at least, and so of a model's positions.
 SHORTEST = 128
+#: Tokens from the start of a text that is repeated to the next, where it is not longer: other places of the same documents.
+SPACING = 1024
 #: Tokens of text that a model continues.
 PROMPT_TOKENS = 128
 #: First tokens that the window of the same bytes keeps.
@@ -194,9 +196,10 @@ def make_probes(
         skipped |= {name: reason for name in ("text again", "needle in text", "text", "generation")}
         return probes, skipped
     for length in lengths(64, positions // 2):
-        rows = blocks(text, length, max(2, effort.repeated_tokens // (2 * length)))
+        rows = blocks(text, max(length, SPACING), max(2, effort.repeated_tokens // (2 * length)))
         if len(rows.ids):
-            probes.append(Probe("text again", f"{length} tokens", repeated(rows.ids), 1 / len(words)))
+            first = rows.ids[:, :length]
+            probes.append(Probe("text again", f"{length} tokens", repeated(first), 1 / len(words)))
         else:
             skipped[f"text again, {length} tokens"] = f"the text has {len(text)} tokens"
     for length in lengths(SHORTEST, positions):
