@@ -50,6 +50,9 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
         "hf_rfa.finetune.Perplexity": None,
         "hf_rfa.finetune.evaluate_generation": None,
         "hf_rfa.finetune.GenerationScores": [],
+        "hf_rfa.recall.recall_suite": None,
+        "hf_rfa.recall.RecallReport": ["as_dict"],
+        "hf_rfa.recall.window_and_sinks": None,
     },
     "Training": {
         "hf_rfa.finetune.distill.distill": None,
