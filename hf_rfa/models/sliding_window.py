@@ -12,7 +12,7 @@ that φ leaves out (`hf_rfa.models.feature_maps.Features`).
 A window [B, H, S + W, 2d + 1] holds keys, values and log-weights (log c, `MASKED_LOGIT` for empty places and padding) of S
 sinks and W last tokens. The last tokens followed by the new ones are the stream: query t, at place W + t of it, sees places
 t + 1 to W + t exactly, and place t joins the state. Padding is moved to the front of the stream, so that it takes no token's
-place in the window. A sink keeps its place in the stream, and weighs nothing there.
+place in the window. A sink weighs nothing in the stream, in front of which it stands as padding does.
 """
 
 from __future__ import annotations
@@ -34,10 +34,6 @@ from .linear_attention import (
     rescale,
     segment_sums,
 )
-
-#: The log-weight of a sink in the stream: nothing, and yet no padding.
-SINK_LOGIT = MASKED_LOGIT / 4
-
 
 class Sinks(NamedTuple):
     """The first tokens of every text: those held before the new tokens, and those among them.
@@ -163,7 +159,7 @@ def _take_sinks(
     kept = _take(sinks, fills.int().argmax(-1))
     log_weights = torch.where(fills.any(-1), 0.0, MASKED_LOGIT).to(rows)[:, None, :, None]
     kept = torch.cat([kept[..., :-1], log_weights.expand(-1, rows.shape[1], -1, -1)], dim=-1)
-    log_weights = rows[..., -1].masked_fill(is_sink[:, None], SINK_LOGIT)
+    log_weights = rows[..., -1].masked_fill(is_sink[:, None], MASKED_LOGIT)
     return Sinks(sinks, seen, kept), torch.cat([rows[..., :-1], log_weights[..., None]], dim=-1)
 
 
