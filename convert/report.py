@@ -89,6 +89,12 @@ class ConversionReport:
         """Whether the cache grows with the sequence or the source, because a layer that has one is softmax."""
         return any(rfa < count for kind, (rfa, count) in self.layers.items() if kind != "encoder")
 
+    @property
+    def state_tokens(self) -> float:
+        """The state in tokens of the base model's cache that take as many bytes."""
+        length, softmax = next(iter(self.cache_bytes.items()))
+        return self.state_bytes * length / softmax
+
     def rows(self) -> list[tuple[str, str]]:
         """Return the figures as (name, value) pairs, for the table and the model card."""
         share = self.added_parameters / self.num_parameters
@@ -100,7 +106,7 @@ class ConversionReport:
             ("feature map", f"{self.feature_map}, features per head: {_by_kind(features)}"),
             ("parameters added", f"{self.added_parameters:,} ({share:.3%} of {self.num_parameters:,})"),
             ("numbers in buffers added", f"{self.added_buffers:,}"),
-            ("state per sequence", f"{_size(self.state_bytes)}, {growth}"),
+            ("state per sequence", f"{_size(self.state_bytes)} ({self.state_tokens:,.0f} tokens' worth), {growth}"),
         ]
         of = " of source and output" if "cross" in self.layers else ""
         for length, softmax in self.cache_bytes.items():

@@ -266,11 +266,14 @@ def test_memory_is_that_of_the_cache():
     parent = cache_memory(GPT2LMHeadModel(tiny_parent_config()).eval())
     assert (parent.fixed, parent.per_token) == (0, 384)
     shape = {"vocab_size": 61, "n_positions": 96, "n_embd": 24, "n_layer": 2, "n_head": 3}
-    for keep, window in ((0, 0), (1, 0), (0, 5)):
-        config = RFAGPT2Config(**shape, num_features=16, window_size=window, softmax_layers=list(range(keep)))
+    for keep, window, sinks in ((0, 0, 0), (1, 0, 0), (0, 5, 0), (1, 5, 3)):
+        config = RFAGPT2Config(
+            **shape, num_features=16, window_size=window, num_sinks=sinks, softmax_layers=list(range(keep))
+        )
         found = cache_memory(RFAGPT2LMHeadModel(config).eval())
         assert found.state == (2 - keep) * 3 * config.num_features_for("causal") * 9 * 4
         assert found.window == (2 - keep) * 3 * window * 17 * 4
+        assert found.sinks == (2 - keep) * 3 * sinks * 17 * 4
         assert found.per_token == keep * 192
         assert found.worth(parent, 100) == pytest.approx((found.fixed + 100 * found.per_token) / 384)
 
@@ -302,7 +305,8 @@ def test_the_suite_compares_with_the_teacher_and_a_window_of_the_same_bytes(repo
     window = int(control.name.split()[1])
     assert control.name == f"window {window} + 4 sinks"
     assert control.num_bytes == pytest.approx(own.num_bytes, abs=cache_memory(teacher).per_token / 2)
-    assert own.memory == pytest.approx(cache_memory(model).worth(cache_memory(teacher), 0))
+    assert own.memory == cache_memory(model)
+    assert own.worth == pytest.approx(cache_memory(model).worth(cache_memory(teacher), 0))
     assert softmax.written.agreement == SMALL.new_tokens
     assert all(math.isfinite(figure.nats) for column in found.columns for figure in column.figures)
     assert len({len(column.figures) for column in found.columns}) == 1

@@ -35,6 +35,7 @@ from .linear_attention import (
     segment_sums,
 )
 
+
 class Sinks(NamedTuple):
     """The first tokens of every text: those held before the new tokens, and those among them.
 

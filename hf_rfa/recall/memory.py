@@ -22,17 +22,19 @@ class CacheMemory:
     Attributes:
         state: recurrent states of all layers.
         window: keys, values and weights of the sliding windows.
+        sinks: those of the sinks.
         per_token: keys and values that softmax layers add with every token.
     """
 
     state: int
     window: int
+    sinks: int
     per_token: int
 
     @property
     def fixed(self) -> int:
         """Bytes that do not grow."""
-        return self.state + self.window
+        return self.state + self.window + self.sinks
 
     def after(self, tokens: int) -> int:
         """Return the bytes after some tokens."""
@@ -51,13 +53,16 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
     model(ids[:, :SHORT], past_key_values=cache, use_cache=True)
     before = _growing_bytes(cache)
     model(ids[:, SHORT:], past_key_values=cache, use_cache=True)
+    config: Any = model.config
+    share = config.num_sinks / max(1, config.num_sinks + config.window_size) if hasattr(config, "num_sinks") else 0.0
     states = windows = 0
     layers: list[Any] = cache.layers
     for layer in layers:
         if getattr(layer, "holds", None) == RFALayer.holds:
             states += _bytes(layer.state)
             windows += _bytes(layer.window_cache)
-    return CacheMemory(states, windows, (_growing_bytes(cache) - before) // (LONG - SHORT))
+    sinks = round(share * windows)
+    return CacheMemory(states, windows - sinks, sinks, (_growing_bytes(cache) - before) // (LONG - SHORT))
 
 
 def _growing_bytes(cache: DynamicCache) -> int:

@@ -22,9 +22,10 @@ from .suite import Column, Figure, RecallReport
 def report_rows(report: RecallReport) -> list[tuple[str, list[str]]]:
     """Return (what was measured, a text per column): memory, then a row per setting, needles averaged over their depths."""
     rows = [("cache, bytes", [f"{column.num_bytes:,}" for column in report.columns])]
-    if any(column.memory is not None for column in report.columns):
-        texts = ["" if column.memory is None else f"{column.memory:,.0f}" for column in report.columns]
-        rows.append(("cache, tokens of the teacher's", texts))
+    kinds = [[each.memory.state, each.memory.window, each.memory.sinks] for each in report.columns]
+    rows.append(("of it state + window + sinks", [" + ".join(f"{size:,}" for size in each) for each in kinds]))
+    texts = ["" if column.worth is None else f"{column.worth:,.0f}" for column in report.columns]
+    rows.append(("cache, tokens of the teacher's", texts))
     groups = [_groups(column) for column in report.columns]
     for name in groups[0]:
         cells = [_cell(each[name]) for each in groups]

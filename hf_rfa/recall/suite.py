@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_rfa.errors import InputError
 
 from .generation import WrittenText, agreement, greedy, nats_of, repeated_ngrams, sampled
-from .memory import cache_memory
+from .memory import CacheMemory, cache_memory
 from .probes import DEPTHS, Texts, blocks, needle, noise, phone_book, random_tokens, repeated, seen_bigrams
 from .scoring import Rows, score_tokens
 from .window_control import window_and_sinks
@@ -111,15 +111,17 @@ class Column:
 
     Attributes:
         name: what the column is called.
-        memory: bytes after the longest text, in tokens of the teacher's cache; None without a teacher.
-        num_bytes: the same in bytes.
+        memory: bytes by kind.
+        num_bytes: bytes after the longest row.
+        worth: the same in tokens of the teacher's cache; None where that does not grow.
         figures: by probe and setting.
         written: figures of generation; None where it was left out.
     """
 
     name: str
-    memory: float | None
+    memory: CacheMemory
     num_bytes: int
+    worth: float | None
     figures: list[Figure] = field(default_factory=list)
     written: WrittenText | None = None
 
@@ -269,18 +271,19 @@ def recall_suite(
     base = own if teacher is None else cache_memory(teacher)
     columns: list[tuple[Column, PreTrainedModel, tuple[int, int] | None]] = []
 
-    def add(name: str, each: PreTrainedModel, num_bytes: int, view: tuple[int, int] | None = None) -> None:
-        worth = num_bytes / base.per_token if base.per_token else None
-        columns.append((Column(name, worth, num_bytes), each, view))
+    def add(name: str, each: PreTrainedModel, memory: CacheMemory, view: tuple[int, int] | None = None) -> None:
+        worth = memory.worth(base, length) if base.per_token else None
+        columns.append((Column(name, memory, memory.after(length), worth), each, view))
 
     if teacher is not None:
-        add("softmax", teacher, base.after(length))
+        add("softmax", teacher, base)
     if controls is None:
         controls = [] if teacher is None else [(max(1, round(own.after(length) / base.per_token) - SINKS), SINKS)]
     for window, sinks in controls:
         name = f"window {window} + {sinks} sinks"
-        add(name, teacher or model, base.per_token * min(length, window + sinks), (window, sinks))
-    add("this model", model, own.after(length))
+        limited = CacheMemory(0, base.per_token * window, base.per_token * sinks, 0)
+        add(name, teacher or model, limited, (window, sinks))
+    add("this model", model, own)
 
     prompts = None if text is None else blocks(text, PROMPT_TOKENS, effort.prompts).ids
     has_prompts = prompts is not None and len(prompts) > 0 and PROMPT_TOKENS + effort.new_tokens <= length
