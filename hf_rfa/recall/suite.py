@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -74,14 +74,15 @@ class Probe:
         setting: in words, such as "20 entries".
         rows: the tokens.
         chance: accuracy of a guess.
-        whole: whether all scored tokens of a row count together, as the digits of a number do.
+        kind: whether scored tokens count one by one, or those of a row together as one answer, as the digits of a number do;
+            or as a text, whose seen bigrams and other tokens are told apart.
     """
 
     name: str
     setting: str
     rows: Rows
     chance: float
-    whole: bool = False
+    kind: Literal["tokens", "answer", "text"] = "tokens"
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def make_probes(
         if rows.ids.shape[1] > positions:
             skipped[f"phone book, {entries} entries"] = f"{rows.ids.shape[1]} tokens, but only {positions} positions"
             continue
-        probes.append(Probe("phone book", f"{entries} entries", rows, 1 / 900, whole=True))
+        probes.append(Probe("phone book", f"{entries} entries", rows, 1 / 900, kind="answer"))
     hays = {"noise": noise(texts, positions, Random(f"{seed} noise"))}
     if text is not None:
         hays["text"] = text.tolist()
@@ -191,7 +192,7 @@ def make_probes(
                     texts, hay, length, depth, effort.needles_of(length), Random(f"{seed} {kind} {length} {depth}")
                 )
                 probes.append(
-                    Probe(f"needle in {kind}", f"{length} tokens, depth {depth:g}", rows, 1 / 900, whole=True)
+                    Probe(f"needle in {kind}", f"{length} tokens, depth {depth:g}", rows, 1 / 900, kind="answer")
                 )
     if text is None:
         reason = "no text was given"
@@ -207,7 +208,7 @@ def make_probes(
     for length in lengths(SHORTEST, positions):
         rows = blocks(text, length, max(1, effort.text_tokens // length))
         if len(rows.ids):
-            probes.append(Probe("text", f"context {length}", rows, 0.0))
+            probes.append(Probe("text", f"context {length}", rows, 0.0, kind="text"))
         else:
             skipped[f"text, context {length}"] = f"the text has {len(text)} tokens"
     return probes, skipped
@@ -217,13 +218,13 @@ def run_probe(model: PreTrainedModel, probe: Probe) -> Iterator[Figure]:
     """Yield the results of one probe: one, or for text that of all tokens, of seen bigrams and of the others."""
     scores = score_tokens(model, probe.rows)
     about = {"probe": probe.name, "setting": probe.setting}
-    if probe.name == "text":
+    if probe.kind == "text":
         seen = seen_bigrams(probe.rows.ids)
         for kind, some in (("", scores), (", seen bigrams", scores.among(seen)), (", others", scores.among(~seen))):
             if some.scored.any():
                 setting = probe.setting + kind
                 yield Figure(probe.name, setting, None, some.mean_nats, None, int(some.scored.sum()))
-    elif probe.whole:
+    elif probe.kind == "answer":
         yield Figure(
             **about, accuracy=scores.exact, nats=scores.row_nats, chance=probe.chance, count=len(probe.rows.ids)
         )
