@@ -250,7 +250,7 @@ def recall_suite(
     Args:
         model: a causal language model, RFA or softmax, in evaluation mode.
         tokenizer: its tokenizer.
-        teacher: the softmax model that it was made from, or None.
+        teacher: the softmax model that it was made from, or None. A softmax model without one is its own teacher.
         text: token ids of a text that the model has not been trained on, [N]; without one the probes of text are left out.
         controls: (window, sinks) of models to compare with, which are the teacher, or the model itself where there is no
             teacher, limited to that view. None compares with a window of the same bytes and `SINKS` sinks where there is a
@@ -291,7 +291,10 @@ def recall_suite(
     if text is not None and not has_prompts:
         skipped["generation"] = f"it needs {PROMPT_TOKENS + effort.new_tokens} tokens of text and positions"
     total, done = len(columns) * (len(probes) + has_prompts), 0
+    judge = teacher if teacher is not None else model if own.fixed == 0 else None
     wanted: Tensor | None = None
+    if prompts is not None and has_prompts and judge is not None:
+        wanted = greedy(judge, prompts, effort.new_tokens)
     for column, each, view in columns:
         with nullcontext() if view is None else window_and_sinks(each, *view):
             for probe in probes:
@@ -300,11 +303,11 @@ def recall_suite(
                 if progress is not None:
                     progress(done, total)
             if prompts is not None and has_prompts:
-                best, drawn = greedy(each, prompts, effort.new_tokens), sampled(each, prompts, effort.new_tokens, seed)
+                best = greedy(each, prompts, effort.new_tokens) if each is not judge or view is not None else wanted
+                drawn = sampled(each, prompts, effort.new_tokens, seed)
         if prompts is not None and has_prompts:
-            wanted = best if each is teacher and view is None else wanted
-            same = None if wanted is None else agreement(best, wanted)
-            nats = None if teacher is None else nats_of(teacher, prompts, drawn)
+            same = None if wanted is None or best is None else agreement(best, wanted)
+            nats = None if judge is None else nats_of(judge, prompts, drawn)
             column.written = WrittenText(same, nats, repeated_ngrams(drawn))
             done += 1
             if progress is not None:
