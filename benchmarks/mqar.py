@@ -1,0 +1,341 @@
+"""Multi-query associative recall: what attention with a state of fixed size finds again, by the bytes of the state.
+
+    python -m benchmarks.mqar --output mqar-work [--quick] [--part softmax|converted|scratch] [--kind MAP …]
+
+A row of T tokens begins with N pairs of a key and a value. Later the keys return, each once, and the model has to name the
+value that stood after it (Arora et al. 2023). A softmax GPT-2 of two layers learns this, is converted with every feature map
+and state size, and is measured before and after attention transfer. The same model is also trained with every feature map
+from scratch. A window with sinks and no features is given as many bytes as each state.
+
+Finished settings are kept under ``--output`` and not computed again. Parts may run side by side; run ``converted`` after
+``softmax``. The table (Markdown), JSON and chart of all that is finished are written there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging
+
+from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
+from hf_rfa.convert import convert
+from hf_rfa.convert.atomic_io import new_file
+from hf_rfa.convert.calibration import calibrate
+from hf_rfa.finetune.param_groups import is_rfa_parameter
+from hf_rfa.finetune.recipe import Stage
+from hf_rfa.finetune.trainers import train_stage
+from hf_rfa.inference import load_model
+from hf_rfa.recall.memory import cache_memory
+
+from .mqar_rows import Rows, accuracy, answers, mqar_rows
+
+#: Width of the model, and its standard deviation at first: with GPT-2's 0.02 it does not learn the task in this time.
+WIDTH, INITIAL = 64, 0.1
+SINKS = 4
+#: Tokens of a step, and its largest learning rate.
+TOKENS, RATE = 2048, 3e-3
+#: Options of a feature map, beyond its size, when it is converted or trained from scratch.
+MAPS: dict[str, dict[str, Any]] = {
+    name: {} for name in ("positive", "exponential", "hedgehog", "gaussian", "elu", "none")
+}
+MAPS["positive"] = {"trainable_projection": True}
+MAPS["gaussian"] = {"unit_norm": True, "trainable_projection": True}
+#: Maps whose number of features follows from the width of a head.
+FIXED = ("hedgehog", "elu")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is trained and measured: T tokens and N pairs of a row, and how many."""
+
+    vocab: int = 2048
+    # first new rows in every step: T, N, keys in use, steps
+    curriculum: tuple[tuple[int, int, int, int], ...] = (
+        *((32, 8, 32, 300), (64, 16, 64, 150), (128, 32, 256, 200), (256, 64, 1023, 350)),
+    )
+    # then fixed rows, once, all lengths mixed: T, N, rows
+    train: tuple[tuple[int, int, int], ...] = (
+        (64, 4, 20_000),
+        (128, 8, 5_000),
+        *((256, n, 1_664) for n in (16, 32, 64)),
+    )
+    tests: tuple[tuple[int, int], ...] = ((64, 4), (64, 8), (64, 16), (128, 8), (128, 32), (256, 64))
+    test_rows: int = 200
+    transfer: tuple[int, int, int] = (128, 8, 200)  # T, N, steps
+    converted: tuple[int, ...] = (16, 32, 64, 128)  # D of the feature maps
+    scratch: int = 64
+
+    @property
+    def steps(self) -> int:
+        """Steps of training a model."""
+        fixed = sum(rows // (TOKENS // length) for length, _, rows in self.train)
+        return sum(steps for *_, steps in self.curriculum) + fixed
+
+
+QUICK = Plan(vocab=128, tests=((64, 4), (64, 16), (128, 8)), test_rows=50, converted=(32,), scratch=32)
+QUICK = replace(QUICK, curriculum=((32, 8, 32, 250), (32, 8, 63, 100)), train=((64, 4, 2_560), (128, 8, 640)))
+QUICK = replace(QUICK, transfer=(64, 8, 40))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One model: where it comes from ("softmax", "converted", "scratch"), its feature map, D, and whether it has a gate."""
+
+    origin: str
+    kind: str = "softmax"
+    features: int | None = None
+    gate: bool = False
+
+    @property
+    def name(self) -> str:
+        """A name that is also the name of its file."""
+        parts = [self.origin] + ([] if self.kind == "softmax" else [self.kind])
+        return " ".join(parts + [f"D{self.features}"] * (self.features is not None) + ["gate"] * self.gate)
+
+    def options(self) -> dict[str, Any]:
+        """Return the fields of the RFA configuration; without features D is the size whose bytes the window has."""
+        if self.kind == "none":
+            entries = (self.features or 0) * (WIDTH + 1) // (2 * WIDTH + 1)
+            return {"feature_map": "none", "window_size": entries - SINKS, "num_sinks": SINKS}
+        options = {"feature_map": self.kind, "gate": self.gate, **MAPS[self.kind]}
+        return options if self.features is None else {**options, "num_features": self.features}
+
+
+def measure(model: Any, plan: Plan) -> dict[str, float]:
+    """Return the share of right answers by the kind of test rows, "T, N"."""
+    model.eval()
+    tests = {(length, pairs): 2**31 + 1000 * length + pairs for length, pairs in plan.tests}  # seeds of no other rows
+    return {
+        f"{kind[0]}, {kind[1]}": accuracy(model, mqar_rows(plan.test_rows, *kind, vocab=plan.vocab, seed=seed))
+        for kind, seed in tests.items()
+    }
+
+
+def batches(plan: Plan, seed: int) -> Iterator[Rows]:
+    """Yield the batches of a training: the curriculum, then the fixed rows once, batches of all lengths mixed."""
+    number = 1_000_000 * (seed + 1)  # no test row has such a seed
+    for length, pairs, keys, steps in plan.curriculum:
+        for _ in range(steps):
+            number += 1
+            size = TOKENS // length
+            yield mqar_rows(size, length, pairs, vocab=plan.vocab, seed=number, keys=min(keys, plan.vocab // 2 - 1))
+    fixed: list[Rows] = []
+    for length, pairs, count in plan.train:
+        size = TOKENS // length
+        parts = [part.split(size) for part in mqar_rows(count, length, pairs, vocab=plan.vocab, seed=number + length)]
+        fixed += list(zip(*parts, strict=True))[: count // size]
+    for index in torch.randperm(len(fixed), generator=torch.Generator().manual_seed(seed)).tolist():
+        yield fixed[index]
+
+
+def train(model: Any, plan: Plan, seed: int, on_step: Callable[[], None]) -> None:
+    """Train a model in place, with AdamW and a cosine."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    warm_up = min(100, plan.steps // 10 + 1)
+    cosine = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / warm_up) * (1 + math.cos(math.pi * step / plan.steps)) / 2
+    )
+    model.train()
+    for rows in batches(plan, seed):
+        F.cross_entropy(*answers(model, rows)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        cosine.step()
+        on_step()
+
+
+def new_model(setting: Setting, plan: Plan, seed: int) -> Any:
+    """Return an untrained model of two layers with one head, whose positions start as sinusoids."""
+    torch.manual_seed(seed)
+    positions = max(length for length, *_ in (*plan.tests, *plan.train, *plan.curriculum))
+    sizes = {"vocab_size": plan.vocab, "n_positions": positions, "n_embd": WIDTH, "n_inner": WIDTH, "n_layer": 2}
+    others = {"n_head": 1, "initializer_range": INITIAL, "bos_token_id": 0, "eos_token_id": 0}
+    fields: dict[str, Any] = {**sizes, **others, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}
+    if setting.kind == "softmax":
+        model: Any = GPT2LMHeadModel(GPT2Config(**fields))
+    else:
+        model = RFAGPT2LMHeadModel(RFAGPT2Config(**fields, **setting.options()))
+    angles = torch.arange(positions)[:, None] * 10_000 ** (-torch.arange(0, WIDTH, 2) / WIDTH)
+    model.transformer.wpe.weight.data = INITIAL * torch.cat([angles.sin(), angles.cos()], dim=1)
+    return model
+
+
+def transfer(model: Any, teacher: Any, plan: Plan, seed: int, on_step: Callable[[], None]) -> None:
+    """Let the feature maps learn the teacher's attention on new rows, in place."""
+    length, pairs, steps = plan.transfer
+    size = TOKENS // length
+    ids, _ = mqar_rows(steps * size, length, pairs, vocab=plan.vocab, seed=3_000_000 + seed)
+    rows, stage = [{"input_ids": row} for row in ids], Stage(steps=steps, batch_size=size)
+
+    def progress(name: str | None, _: int) -> None:
+        if name is None:
+            on_step()
+
+    with tempfile.TemporaryDirectory() as work:
+        train_stage("transfer", model, teacher, rows, stage, Path(work), seed=seed, progress=progress)
+
+
+def run(setting: Setting, plan: Plan, folder: Path, seed: int, on_step: Callable[[], None]) -> dict[str, Any]:
+    """Train or convert one model, and return its accuracies by stage, its memory in bytes, and seconds."""
+    started, stages = perf_counter(), {}
+    if setting.origin == "converted":
+        with tempfile.TemporaryDirectory() as place:
+            convert(folder / "softmax", Path(place) / "rfa", seed=seed, **setting.options())
+            model, _ = load_model(str(Path(place) / "rfa"), need_tokenizer=False)
+        teacher, _ = load_model(str(folder / "softmax"), need_tokenizer=False)
+        length, pairs, _ = plan.transfer
+        ids, _ = mqar_rows(TOKENS // length, length, pairs, vocab=plan.vocab, seed=2_000_000 + seed)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        calibrate(model, teacher, inputs, on_layer=lambda: None)
+        stages["before transfer"] = measure(model, plan)
+        if any(is_rfa_parameter(name) for name, _ in model.named_parameters()):
+            transfer(model, teacher, plan, seed, on_step)
+            stages["after transfer"] = measure(model, plan)
+    else:
+        model = new_model(setting, plan, seed)
+        train(model, plan, seed, on_step)
+        stages["trained"] = measure(model, plan)
+        if setting.origin == "softmax":
+            model.save_pretrained(folder / "softmax")
+    memory = asdict(cache_memory(model.eval()))
+    return {**asdict(setting), "stages": stages, "memory": memory, "seconds": perf_counter() - started}
+
+
+def settings_of(plan: Plan, parts: list[str], kinds: list[str]) -> list[Setting]:
+    """Return the settings of some parts, of some feature maps; the softmax model is the first."""
+    found = [Setting("softmax")] if "softmax" in parts else []
+    if "converted" in parts:
+        found += [Setting("converted", kind) for kind in kinds if kind in FIXED]
+        found += [Setting("converted", kind, size) for size in plan.converted for kind in kinds if kind not in FIXED]
+    if "scratch" in parts:
+        for gate in (False, True):
+            allowed = [kind for kind in kinds if not (gate and kind == "none")]
+            found += [Setting("scratch", kind, None if kind in FIXED else plan.scratch, gate) for kind in allowed]
+    return found
+
+
+def steps_of(setting: Setting, plan: Plan) -> int:
+    """Return how many steps a setting trains for."""
+    if setting.origin != "converted":
+        return plan.steps
+    return 0 if setting.kind in ("elu", "none") else plan.transfer[2]
+
+
+def finished(folder: Path, plan: Plan, seed: int) -> dict[str, Any]:
+    """Return the results in a folder by name; those of another plan or seed do not count."""
+    known = json.loads(json.dumps([asdict(plan), seed]))
+    found = {path.stem: json.loads(path.read_text()) for path in sorted((folder / "settings").glob("*.json"))}
+    return {name: each["result"] for name, each in found.items() if [each["plan"], each["seed"]] == known}
+
+
+def rows_of(results: dict[str, Any], plan: Plan) -> list[list[str]]:
+    """Return the lines of the table, its head the first: a line for every setting and stage."""
+    lines = [["model", "state", *(f"{length}, {pairs}" for length, pairs in plan.tests)]]
+    order = {"softmax": 0, "converted": 1, "scratch": 2}
+    for name, result in sorted(results.items(), key=lambda item: (order[item[1]["origin"]], item[0])):
+        memory = result["memory"]
+        fixed = f"{memory['state'] + memory['window']:,} B"
+        shown = f"{memory['per_token']:,} B per token" if memory["per_token"] else fixed
+        for stage, shares in result["stages"].items():
+            title = name if stage == "trained" else f"{name}, {stage}"
+            lines.append([title, shown, *(f"{100 * share:.1f}" for share in shares.values())])
+    return lines
+
+
+def plot(results: dict[str, Any], plan: Plan, path: Path) -> None:
+    """Draw accuracy against bytes of state: a panel for each kind of test rows, a line for each kind of model."""
+    columns = min(3, len(plan.tests))
+    figure = Figure(figsize=(4.2 * columns, 3.2 * math.ceil(len(plan.tests) / columns)), layout="constrained")
+    panels = figure.subplots(math.ceil(len(plan.tests) / columns), columns, squeeze=False).flat
+    colors = {kind: f"C{index}" for index, kind in enumerate(MAPS)}
+    for axes, (length, pairs) in zip(panels, plan.tests, strict=False):
+        lines: dict[tuple[str, str, bool], list[tuple[float, float]]] = {}
+        for result in results.values():
+            memory, shares = result["memory"], list(result["stages"].values())[-1]
+            used = memory["state"] + memory["window"] + length * memory["per_token"]
+            share = 100 * shares[f"{length}, {pairs}"]
+            lines.setdefault((result["origin"], result["kind"], result["gate"]), []).append((used, share))
+        for (origin, kind, gate), points in sorted(lines.items()):
+            style = {"softmax": "k*", "converted": "o-", "scratch": "^" if gate else "s"}[origin]
+            label = "softmax" if origin == "softmax" else f"{kind}{' with gate' if gate else ''}, {origin}"
+            options = {} if origin == "softmax" else {"color": colors[kind]}
+            filled = None if origin != "scratch" else "none"
+            axes.plot(*zip(*sorted(points), strict=True), style, label=label, markerfacecolor=filled, **options)
+        axes.axhline(100 / pairs, color="gray", linestyle=":", linewidth=1)
+        axes.set(title=f"{length} tokens, {pairs} pairs", ylim=(-4, 104), xscale="log")
+        axes.set(xlabel="bytes of state (keys and values for softmax)", ylabel="right answers, %")
+        axes.grid(alpha=0.3)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), fontsize=7, loc="outside right center")
+    figure.savefig(path, dpi=150)
+
+
+def report(folder: Path, plan: Plan, seed: int, console: Console) -> None:
+    """Write the results of a folder as JSON, Markdown and a chart, and print the table."""
+    results = finished(folder, plan, seed)
+    if not results:
+        return
+    with new_file(folder / "mqar.json") as file:
+        json.dump({"plan": asdict(plan), "seed": seed, "results": results}, file, indent=1)
+    head, *lines = rows_of(results, plan)
+    with new_file(folder / "mqar.md") as file:
+        ruled = [head, ["---"] * len(head), *lines]
+        file.write("".join(f"| {' | '.join(line)} |\n" for line in ruled))
+    table = Table(*head, title="right answers in %, by T, N")
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+    plot(results, plan, folder / "mqar.png")
+
+
+def main() -> None:
+    """Run the settings that are not finished."""
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a small vocabulary and few settings, in minutes")
+    parts = ["softmax", "converted", "scratch"]
+    parser.add_argument("--part", action="append", choices=parts, help="default: all")
+    parser.add_argument("--kind", action="append", choices=[*MAPS], help="feature maps; default: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("mqar-work"), help="folder for results and the checkpoint")
+    arguments = parser.parse_args()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    plan, folder, seed = QUICK if arguments.quick else Plan(), arguments.output, arguments.seed
+    kinds = arguments.kind or (["exponential", "elu", "none"] if arguments.quick else [*MAPS])
+    (folder / "settings").mkdir(parents=True, exist_ok=True)
+    done = finished(folder, plan, seed)
+    todo = [each for each in settings_of(plan, arguments.part or parts, kinds) if each.name not in done]
+    if todo and todo[0].origin == "converted" and "softmax" not in done:
+        parser.error("nothing to convert: train the softmax model first (--part softmax)")
+    console = Console()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        total = progress.add_task("", total=sum(steps_of(each, plan) for each in todo))
+        for setting in todo:
+            progress.update(total, description=setting.name)
+            result = run(setting, plan, folder, seed, lambda: progress.advance(total))
+            with new_file(folder / "settings" / f"{setting.name}.json") as file:
+                json.dump({"plan": asdict(plan), "seed": seed, "result": result}, file, indent=1)
+            last = list(result["stages"].values())[-1]
+            shown = ", ".join(f"({kind}) {100 * share:.1f}" for kind, share in last.items())
+            progress.console.print(f"{setting.name}: {shown} % in {result['seconds']:.0f} s")
+    report(folder, plan, seed, console)
+
+
+if __name__ == "__main__":
+    main()
