@@ -36,7 +36,6 @@ from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.convert import convert
 from hf_rfa.convert.atomic_io import new_file
 from hf_rfa.convert.calibration import calibrate
-from hf_rfa.finetune.param_groups import is_rfa_parameter
 from hf_rfa.finetune.recipe import Stage
 from hf_rfa.finetune.trainers import train_stage
 from hf_rfa.inference import load_model
@@ -106,6 +105,10 @@ class Setting:
         """A name that is also the name of its file."""
         parts = [self.origin] + ([] if self.kind == "softmax" else [self.kind])
         return " ".join(parts + [f"D{self.features}"] * (self.features is not None) + ["gate"] * self.gate)
+
+    def steps(self, plan: Plan) -> int:
+        """Return how many steps the model is trained for."""
+        return plan.steps if self.origin != "converted" else plan.transfer[2] * (self.kind not in ("elu", "none"))
 
     def options(self) -> dict[str, Any]:
         """Return the fields of the RFA configuration; without features D is the size whose bytes the window has."""
@@ -204,7 +207,7 @@ def run(setting: Setting, plan: Plan, folder: Path, seed: int, on_step: Callable
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         calibrate(model, teacher, inputs, on_layer=lambda: None)
         stages["before transfer"] = measure(model, plan)
-        if any(is_rfa_parameter(name) for name, _ in model.named_parameters()):
+        if setting.steps(plan):
             transfer(model, teacher, plan, seed, on_step)
             stages["after transfer"] = measure(model, plan)
     else:
@@ -228,13 +231,6 @@ def settings_of(plan: Plan, parts: list[str], kinds: list[str]) -> list[Setting]
             allowed = [kind for kind in kinds if not (gate and kind == "none")]
             found += [Setting("scratch", kind, None if kind in FIXED else plan.scratch, gate) for kind in allowed]
     return found
-
-
-def steps_of(setting: Setting, plan: Plan) -> int:
-    """Return how many steps a setting trains for."""
-    if setting.origin != "converted":
-        return plan.steps
-    return 0 if setting.kind in ("elu", "none") else plan.transfer[2]
 
 
 def finished(folder: Path, plan: Plan, seed: int) -> dict[str, Any]:
@@ -325,7 +321,7 @@ def main() -> None:
     console = Console()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        total = progress.add_task("", total=sum(steps_of(each, plan) for each in todo))
+        total = progress.add_task("", total=sum(each.steps(plan) for each in todo))
         for setting in todo:
             progress.update(total, description=setting.name)
             result = run(setting, plan, folder, seed, lambda: progress.advance(total))
