@@ -17,8 +17,8 @@ import json
 import math
 import tempfile
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -41,13 +41,14 @@ from hf_rfa.finetune.trainers import train_stage
 from hf_rfa.inference import load_model
 from hf_rfa.recall.memory import cache_memory
 
-from .mqar_rows import Rows, accuracy, answers, mqar_rows
+from .mqar_rows import QUICK, QUICK_SCRATCH, SCRATCH, TOKENS, Plan, answers, batches, measure, mqar_rows
 
 #: Width of the model, and its standard deviation at first: with GPT-2's 0.02 it does not learn the task in this time.
 WIDTH, INITIAL = 64, 0.1
 SINKS = 4
-#: Tokens of a step, and its largest learning rate.
-TOKENS, RATE = 2048, 3e-3
+#: Last tokens that feature maps trained from scratch see exactly: in place of the short convolution of other studies.
+SHORT_WINDOW = 4
+SOFTMAX = "softmax"
 #: Options of a feature map, beyond its size, when it is converted or trained from scratch.
 MAPS: dict[str, dict[str, Any]] = {
     name: {} for name in ("positive", "exponential", "hedgehog", "gaussian", "elu", "none")
@@ -59,51 +60,18 @@ FIXED = ("hedgehog", "elu")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How much is trained and measured: T tokens and N pairs of a row, and how many."""
-
-    vocab: int = 2048
-    # first new rows in every step: T, N, keys in use, steps
-    curriculum: tuple[tuple[int, int, int, int], ...] = (
-        *((32, 8, 32, 300), (64, 16, 64, 150), (128, 32, 256, 200), (256, 64, 1023, 350)),
-    )
-    # then fixed rows, once, all lengths mixed: T, N, rows
-    train: tuple[tuple[int, int, int], ...] = (
-        (64, 4, 20_000),
-        (128, 8, 5_000),
-        *((256, n, 1_664) for n in (16, 32, 64)),
-    )
-    tests: tuple[tuple[int, int], ...] = ((64, 4), (64, 8), (64, 16), (128, 8), (128, 32), (256, 64))
-    test_rows: int = 200
-    transfer: tuple[int, int, int] = (128, 8, 200)  # T, N, steps
-    converted: tuple[int, ...] = (16, 32, 64, 128)  # D of the feature maps
-    scratch: int = 64
-
-    @property
-    def steps(self) -> int:
-        """Steps of training a model."""
-        fixed = sum(rows // (TOKENS // length) for length, _, rows in self.train)
-        return sum(steps for *_, steps in self.curriculum) + fixed
-
-
-QUICK = Plan(vocab=128, tests=((64, 4), (64, 16), (128, 8)), test_rows=50, converted=(32,), scratch=32)
-QUICK = replace(QUICK, curriculum=((32, 8, 32, 250), (32, 8, 63, 100)), train=((64, 4, 2_560), (128, 8, 640)))
-QUICK = replace(QUICK, transfer=(64, 8, 40))
-
-
-@dataclass(frozen=True)
 class Setting:
     """One model: where it comes from ("softmax", "converted", "scratch"), its feature map, D, and whether it has a gate."""
 
     origin: str
-    kind: str = "softmax"
+    kind: str = SOFTMAX
     features: int | None = None
     gate: bool = False
 
     @property
     def name(self) -> str:
         """A name that is also the name of its file."""
-        parts = [self.origin] + ([] if self.kind == "softmax" else [self.kind])
+        parts = [self.origin] + ([] if self.origin == self.kind else [self.kind])
         return " ".join(parts + [f"D{self.features}"] * (self.features is not None) + ["gate"] * self.gate)
 
     def steps(self, plan: Plan) -> int:
@@ -116,39 +84,13 @@ class Setting:
             entries = (self.features or 0) * (WIDTH + 1) // (2 * WIDTH + 1)
             return {"feature_map": "none", "window_size": entries - SINKS, "num_sinks": SINKS}
         options = {"feature_map": self.kind, "gate": self.gate, **MAPS[self.kind]}
+        options["window_size"] = SHORT_WINDOW if self.origin == "scratch" else 0
         return options if self.features is None else {**options, "num_features": self.features}
-
-
-def measure(model: Any, plan: Plan) -> dict[str, float]:
-    """Return the share of right answers by the kind of test rows, "T, N"."""
-    model.eval()
-    tests = {(length, pairs): 2**31 + 1000 * length + pairs for length, pairs in plan.tests}  # seeds of no other rows
-    return {
-        f"{kind[0]}, {kind[1]}": accuracy(model, mqar_rows(plan.test_rows, *kind, vocab=plan.vocab, seed=seed))
-        for kind, seed in tests.items()
-    }
-
-
-def batches(plan: Plan, seed: int) -> Iterator[Rows]:
-    """Yield the batches of a training: the curriculum, then the fixed rows once, batches of all lengths mixed."""
-    number = 1_000_000 * (seed + 1)  # no test row has such a seed
-    for length, pairs, keys, steps in plan.curriculum:
-        for _ in range(steps):
-            number += 1
-            size = TOKENS // length
-            yield mqar_rows(size, length, pairs, vocab=plan.vocab, seed=number, keys=min(keys, plan.vocab // 2 - 1))
-    fixed: list[Rows] = []
-    for length, pairs, count in plan.train:
-        size = TOKENS // length
-        parts = [part.split(size) for part in mqar_rows(count, length, pairs, vocab=plan.vocab, seed=number + length)]
-        fixed += list(zip(*parts, strict=True))[: count // size]
-    for index in torch.randperm(len(fixed), generator=torch.Generator().manual_seed(seed)).tolist():
-        yield fixed[index]
 
 
 def train(model: Any, plan: Plan, seed: int, on_step: Callable[[], None]) -> None:
     """Train a model in place, with AdamW and a cosine."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.rate, betas=(0.9, 0.98), weight_decay=0.0)
     warm_up = min(100, plan.steps // 10 + 1)
     cosine = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / warm_up) * (1 + math.cos(math.pi * step / plan.steps)) / 2
@@ -170,7 +112,7 @@ def new_model(setting: Setting, plan: Plan, seed: int) -> Any:
     sizes = {"vocab_size": plan.vocab, "n_positions": positions, "n_embd": WIDTH, "n_inner": WIDTH, "n_layer": 2}
     others = {"n_head": 1, "initializer_range": INITIAL, "bos_token_id": 0, "eos_token_id": 0}
     fields: dict[str, Any] = {**sizes, **others, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}
-    if setting.kind == "softmax":
+    if setting.kind == SOFTMAX:
         model: Any = GPT2LMHeadModel(GPT2Config(**fields))
     else:
         model = RFAGPT2LMHeadModel(RFAGPT2Config(**fields, **setting.options()))
@@ -222,22 +164,33 @@ def run(setting: Setting, plan: Plan, folder: Path, seed: int, on_step: Callable
 
 def settings_of(plan: Plan, parts: list[str], kinds: list[str]) -> list[Setting]:
     """Return the settings of some parts, of some feature maps; the softmax model is the first."""
-    found = [Setting("softmax")] if "softmax" in parts else []
+    found = [Setting(SOFTMAX)] if SOFTMAX in parts else []
     if "converted" in parts:
         found += [Setting("converted", kind) for kind in kinds if kind in FIXED]
-        found += [Setting("converted", kind, size) for size in plan.converted for kind in kinds if kind not in FIXED]
+        found += [
+            Setting("converted", kind, size)
+            for size in plan.converted
+            for kind in kinds
+            if kind not in (*FIXED, SOFTMAX)
+        ]
     if "scratch" in parts:
+        found += [Setting("scratch")] * (SOFTMAX in kinds)
         for gate in (False, True):
-            allowed = [kind for kind in kinds if not (gate and kind == "none")]
+            allowed = [kind for kind in kinds if kind != SOFTMAX and not (gate and kind == "none")]
             found += [Setting("scratch", kind, None if kind in FIXED else plan.scratch, gate) for kind in allowed]
     return found
 
 
-def finished(folder: Path, plan: Plan, seed: int) -> dict[str, Any]:
+def finished(folder: Path, plans: dict[str, Plan], seed: int) -> dict[str, Any]:
     """Return the results in a folder by name; those of another plan or seed do not count."""
-    known = json.loads(json.dumps([asdict(plan), seed]))
+    known = {origin: json.loads(json.dumps([asdict(plan), seed])) for origin, plan in plans.items()}
     found = {path.stem: json.loads(path.read_text()) for path in sorted((folder / "settings").glob("*.json"))}
-    return {name: each["result"] for name, each in found.items() if [each["plan"], each["seed"]] == known}
+    results = {name: each["result"] for name, each in found.items()}
+    return {
+        name: result
+        for name, result in results.items()
+        if [found[name]["plan"], found[name]["seed"]] == known[result["origin"]]
+    }
 
 
 def rows_of(results: dict[str, Any], plan: Plan) -> list[list[str]]:
@@ -281,13 +234,14 @@ def plot(results: dict[str, Any], plan: Plan, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def report(folder: Path, plan: Plan, seed: int, console: Console) -> None:
+def report(folder: Path, plans: dict[str, Plan], seed: int, console: Console) -> None:
     """Write the results of a folder as JSON, Markdown and a chart, and print the table."""
-    results = finished(folder, plan, seed)
+    results, plan = finished(folder, plans, seed), plans[SOFTMAX]
     if not results:
         return
     with new_file(folder / "mqar.json") as file:
-        json.dump({"plan": asdict(plan), "seed": seed, "results": results}, file, indent=1)
+        described = {origin: asdict(each) for origin, each in plans.items()}
+        json.dump({"plans": described, "seed": seed, "results": results}, file, indent=1)
     head, *lines = rows_of(results, plan)
     with new_file(folder / "mqar.md") as file:
         ruled = [head, ["---"] * len(head), *lines]
@@ -303,34 +257,37 @@ def main() -> None:
     """Run the settings that are not finished."""
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small vocabulary and few settings, in minutes")
-    parts = ["softmax", "converted", "scratch"]
+    parts = [SOFTMAX, "converted", "scratch"]
     parser.add_argument("--part", action="append", choices=parts, help="default: all")
-    parser.add_argument("--kind", action="append", choices=[*MAPS], help="feature maps; default: all")
+    parser.add_argument("--kind", action="append", choices=[SOFTMAX, *MAPS], help="default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("mqar-work"), help="folder for results and the checkpoint")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    plan, folder, seed = QUICK if arguments.quick else Plan(), arguments.output, arguments.seed
-    kinds = arguments.kind or (["exponential", "elu", "none"] if arguments.quick else [*MAPS])
+    folder, seed = arguments.output, arguments.seed
+    plan, scratch = (QUICK, QUICK_SCRATCH) if arguments.quick else (Plan(), SCRATCH)
+    plans = {SOFTMAX: plan, "converted": plan, "scratch": scratch}
+    kinds = arguments.kind or (["exponential", "elu", "none"] if arguments.quick else [SOFTMAX, *MAPS])
     (folder / "settings").mkdir(parents=True, exist_ok=True)
-    done = finished(folder, plan, seed)
+    done = finished(folder, plans, seed)
     todo = [each for each in settings_of(plan, arguments.part or parts, kinds) if each.name not in done]
-    if todo and todo[0].origin == "converted" and "softmax" not in done:
+    if todo and todo[0].origin == "converted" and SOFTMAX not in done:
         parser.error("nothing to convert: train the softmax model first (--part softmax)")
     console = Console()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        total = progress.add_task("", total=sum(each.steps(plan) for each in todo))
+        total = progress.add_task("", total=sum(each.steps(plans[each.origin]) for each in todo))
         for setting in todo:
             progress.update(total, description=setting.name)
+            plan = plans[setting.origin]
             result = run(setting, plan, folder, seed, lambda: progress.advance(total))
             with new_file(folder / "settings" / f"{setting.name}.json") as file:
                 json.dump({"plan": asdict(plan), "seed": seed, "result": result}, file, indent=1)
             last = list(result["stages"].values())[-1]
             shown = ", ".join(f"({kind}) {100 * share:.1f}" for kind, share in last.items())
             progress.console.print(f"{setting.name}: {shown} % in {result['seconds']:.0f} s")
-    report(folder, plan, seed, console)
+    report(folder, plans, seed, console)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Rows of multi-query associative recall (Arora et al. 2023), and how many of them a model answers."""
+"""Rows of multi-query associative recall (Arora et al. 2023) to train and to test with, and the share of right answers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +15,51 @@ from hf_rfa.convert.perplexity import IGNORED_LABEL
 Rows = tuple[Tensor, Tensor]
 #: Exponent a of the distribution of the slots in which keys return, p(g) ∝ a g^(a − 1).
 POWER = 0.01
+#: Tokens of a step.
+TOKENS = 2048
 #: Rows whose answers are computed at once.
 SCORED_ROWS = 50
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is trained and measured: T tokens and N pairs of a row, and how many."""
+
+    vocab: int = 2048
+    # first new rows in every step: T, N, keys in use, steps
+    curriculum: tuple[tuple[int, int, int, int], ...] = (
+        *((32, 8, 32, 300), (64, 16, 64, 150), (128, 32, 256, 200), (256, 64, 1023, 350)),
+    )
+    # then fixed rows, once, all lengths mixed: T, N, rows
+    train: tuple[tuple[int, int, int], ...] = (
+        (64, 4, 20_000),
+        (128, 8, 5_000),
+        *((256, n, 1_664) for n in (16, 32, 64)),
+    )
+    tests: tuple[tuple[int, int], ...] = ((64, 4), (64, 8), (64, 16), (128, 8), (128, 32), (256, 64))
+    test_rows: int = 200
+    transfer: tuple[int, int, int] = (128, 8, 200)  # T, N, steps
+    converted: tuple[int, ...] = (16, 32, 64, 128)  # D of the feature maps
+    scratch: int = 64
+    rate: float = 3e-3  # largest learning rate
+
+    @property
+    def steps(self) -> int:
+        """Steps of training a model."""
+        fixed = sum(rows // (TOKENS // length) for length, _, rows in self.train)
+        return sum(steps for *_, steps in self.curriculum) + fixed
+
+
+#: RFA leaves its first plateau only with few pairs and keys, and at a higher rate.
+SCRATCH = Plan(
+    curriculum=((16, 4, 16, 400), (32, 8, 64, 150), (64, 16, 256, 150), (128, 32, 1023, 250)),
+    train=((64, 4, 6_400), (128, 8, 1_600), *((256, n, 528) for n in (16, 32, 64))),
+    rate=6e-3,
+)
+QUICK = Plan(vocab=128, tests=((64, 4), (64, 16), (128, 8)), test_rows=50, converted=(32,), scratch=32)
+QUICK = replace(QUICK, curriculum=((32, 8, 32, 250), (32, 8, 63, 100)), train=((64, 4, 2_560), (128, 8, 640)))
+QUICK = replace(QUICK, transfer=(64, 8, 40))
+QUICK_SCRATCH = replace(QUICK, curriculum=((16, 4, 16, 350), (32, 8, 63, 100)), rate=6e-3)
 
 
 def mqar_rows(count: int, length: int, pairs: int, *, vocab: int, seed: int, keys: int | None = None) -> Rows:
@@ -74,3 +119,30 @@ def accuracy(model: Any, rows: Rows) -> float:
     parts = [answers(model, part) for part in zip(*(each.split(SCORED_ROWS) for each in rows), strict=True)]
     right = torch.cat([logits.argmax(-1) == expected for logits, expected in parts])
     return right.double().mean().item()
+
+
+def measure(model: Any, plan: Plan) -> dict[str, float]:
+    """Return the share of right answers by the kind of test rows, "T, N"."""
+    model.eval()
+    tests = {(length, pairs): 2**31 + 1000 * length + pairs for length, pairs in plan.tests}  # seeds of no other rows
+    return {
+        f"{kind[0]}, {kind[1]}": accuracy(model, mqar_rows(plan.test_rows, *kind, vocab=plan.vocab, seed=seed))
+        for kind, seed in tests.items()
+    }
+
+
+def batches(plan: Plan, seed: int) -> Iterator[Rows]:
+    """Yield the batches of a training: the curriculum, then the fixed rows once, batches of all lengths mixed."""
+    number = 1_000_000 * (seed + 1)  # no test row has such a seed
+    for length, pairs, keys, steps in plan.curriculum:
+        for _ in range(steps):
+            number += 1
+            size = TOKENS // length
+            yield mqar_rows(size, length, pairs, vocab=plan.vocab, seed=number, keys=min(keys, plan.vocab // 2 - 1))
+    fixed: list[Rows] = []
+    for length, pairs, count in plan.train:
+        size = TOKENS // length
+        parts = [part.split(size) for part in mqar_rows(count, length, pairs, vocab=plan.vocab, seed=number + length)]
+        fixed += list(zip(*parts, strict=True))[: count // size]
+    for index in torch.randperm(len(fixed), generator=torch.Generator().manual_seed(seed)).tolist():
+        yield fixed[index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -102,15 +103,16 @@ def test_the_window_has_as_many_bytes_as_the_features():
     for size in (16, 32, 64, 128):
         memories = []
         for kind in ("exponential", "none"):
-            model = mqar.new_model(mqar.Setting("scratch", kind, size), plan, 0).eval()
+            model = mqar.new_model(mqar.Setting("converted", kind, size), plan, 0).eval()
             memories.append(mqar.cache_memory(model).fixed)
         assert 0.9 < memories[1] / memories[0] <= 1.0
 
 
 def test_the_study_runs_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     plan = mqar.Plan(vocab=64, tests=((32, 2), (32, 4)), test_rows=20, converted=(16,), scratch=16)
-    plan = mqar.replace(plan, curriculum=((16, 2, 8, 4),), train=((32, 4, 128),), transfer=(32, 4, 2))
+    plan = replace(plan, curriculum=((16, 2, 8, 4),), train=((32, 4, 128),), transfer=(32, 4, 2))
     monkeypatch.setattr(mqar, "QUICK", plan)
+    monkeypatch.setattr(mqar, "QUICK_SCRATCH", replace(plan, rate=6e-3))
     words = [
         "mqar",
         "--quick",
