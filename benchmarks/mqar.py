@@ -49,14 +49,18 @@ SINKS = 4
 #: Last tokens that feature maps trained from scratch see exactly: in place of the short convolution of other studies.
 SHORT_WINDOW = 4
 SOFTMAX = "softmax"
-#: Options of a feature map, beyond its size, when it is converted or trained from scratch.
+#: Options of each kind of model, beyond its size.
 MAPS: dict[str, dict[str, Any]] = {
-    name: {} for name in ("positive", "exponential", "hedgehog", "gaussian", "elu", "none")
+    "positive": {"trainable_projection": True},
+    "exponential": {},
+    "exponential W4": {"feature_map": "exponential", "window_size": SHORT_WINDOW},
+    "hedgehog": {},
+    "gaussian": {"unit_norm": True, "trainable_projection": True},
+    "elu": {},
+    "none": {},
 }
-MAPS["positive"] = {"trainable_projection": True}
-MAPS["gaussian"] = {"unit_norm": True, "trainable_projection": True}
-#: Maps whose number of features follows from the width of a head.
-FIXED = ("hedgehog", "elu")
+#: Maps whose number of features follows from the width of a head, and kinds of converted models alone.
+FIXED, CONVERTED = ("hedgehog", "elu"), ("exponential W4",)
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,8 @@ class Setting:
         if self.kind == "none":
             entries = (self.features or 0) * (WIDTH + 1) // (2 * WIDTH + 1)
             return {"feature_map": "none", "window_size": entries - SINKS, "num_sinks": SINKS}
-        options = {"feature_map": self.kind, "gate": self.gate, **MAPS[self.kind]}
-        options["window_size"] = SHORT_WINDOW if self.origin == "scratch" else 0
+        window = SHORT_WINDOW if self.origin == "scratch" else 0
+        options = {"feature_map": self.kind, "gate": self.gate, "window_size": window, **MAPS[self.kind]}
         return options if self.features is None else {**options, "num_features": self.features}
 
 
@@ -167,16 +171,13 @@ def settings_of(plan: Plan, parts: list[str], kinds: list[str]) -> list[Setting]
     found = [Setting(SOFTMAX)] if SOFTMAX in parts else []
     if "converted" in parts:
         found += [Setting("converted", kind) for kind in kinds if kind in FIXED]
-        found += [
-            Setting("converted", kind, size)
-            for size in plan.converted
-            for kind in kinds
-            if kind not in (*FIXED, SOFTMAX)
-        ]
+        sized = [kind for kind in kinds if kind not in (*FIXED, SOFTMAX)]
+        found += [Setting("converted", kind, size) for size in plan.converted for kind in sized]
     if "scratch" in parts:
         found += [Setting("scratch")] * (SOFTMAX in kinds)
         for gate in (False, True):
-            allowed = [kind for kind in kinds if kind != SOFTMAX and not (gate and kind == "none")]
+            left_out = (SOFTMAX, *CONVERTED, *["none"] * gate)
+            allowed = [kind for kind in kinds if kind not in left_out]
             found += [Setting("scratch", kind, None if kind in FIXED else plan.scratch, gate) for kind in allowed]
     return found
 
@@ -268,7 +269,7 @@ def main() -> None:
     folder, seed = arguments.output, arguments.seed
     plan, scratch = (QUICK, QUICK_SCRATCH) if arguments.quick else (Plan(), SCRATCH)
     plans = {SOFTMAX: plan, "converted": plan, "scratch": scratch}
-    kinds = arguments.kind or (["exponential", "elu", "none"] if arguments.quick else [SOFTMAX, *MAPS])
+    kinds = arguments.kind or (["exponential", "exponential W4", "none"] if arguments.quick else [SOFTMAX, *MAPS])
     (folder / "settings").mkdir(parents=True, exist_ok=True)
     done = finished(folder, plans, seed)
     todo = [each for each in settings_of(plan, arguments.part or parts, kinds) if each.name not in done]
