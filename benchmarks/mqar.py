@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -196,15 +197,19 @@ def finished(folder: Path, plans: dict[str, Plan], seed: int) -> dict[str, Any]:
 
 def rows_of(results: dict[str, Any], plan: Plan) -> list[list[str]]:
     """Return the lines of the table, its head the first: a line for every setting and stage."""
-    lines = [["model", "state", *(f"{length}, {pairs}" for length, pairs in plan.tests)]]
-    order = {"softmax": 0, "converted": 1, "scratch": 2}
-    for name, result in sorted(results.items(), key=lambda item: (order[item[1]["origin"]], item[0])):
-        memory = result["memory"]
-        fixed = f"{memory['state'] + memory['window']:,} B"
-        shown = f"{memory['per_token']:,} B per token" if memory["per_token"] else fixed
+    lines = [["model", "D", "state, bytes", "stage", *(f"{length}, {pairs}" for length, pairs in plan.tests)]]
+    origins = [SOFTMAX, "converted", "scratch"]
+
+    def place(result: dict[str, Any]) -> tuple[int, str, bool, int]:
+        return origins.index(result["origin"]), result["kind"], result["gate"], result["features"] or 0
+
+    for result in sorted(results.values(), key=place):
+        origin, kind, memory = result["origin"], result["kind"], result["memory"]
+        model = origin if origin == kind else f"{origin} {kind}{', gate' * result['gate']}"
+        fixed = f"{memory['state'] + memory['window']:,}"
+        head = [model, str(result["features"] or ""), f"{memory['per_token']:,} T" if memory["per_token"] else fixed]
         for stage, shares in result["stages"].items():
-            title = name if stage == "trained" else f"{name}, {stage}"
-            lines.append([title, shown, *(f"{100 * share:.1f}" for share in shares.values())])
+            lines.append([*head, stage, *(f"{100 * share:.1f}" for share in shares.values())])
     return lines
 
 
@@ -213,7 +218,7 @@ def plot(results: dict[str, Any], plan: Plan, path: Path) -> None:
     columns = min(3, len(plan.tests))
     figure = Figure(figsize=(4.2 * columns, 3.2 * math.ceil(len(plan.tests) / columns)), layout="constrained")
     panels = figure.subplots(math.ceil(len(plan.tests) / columns), columns, squeeze=False).flat
-    colors = {kind: f"C{index}" for index, kind in enumerate(MAPS)}
+    colors = {kind: f"C{index}" for index, kind in enumerate(MAPS)} | {SOFTMAX: "black"}
     for axes, (length, pairs) in zip(panels, plan.tests, strict=False):
         lines: dict[tuple[str, str, bool], list[tuple[float, float]]] = {}
         for result in results.values():
@@ -222,11 +227,11 @@ def plot(results: dict[str, Any], plan: Plan, path: Path) -> None:
             share = 100 * shares[f"{length}, {pairs}"]
             lines.setdefault((result["origin"], result["kind"], result["gate"]), []).append((used, share))
         for (origin, kind, gate), points in sorted(lines.items()):
-            style = {"softmax": "k*", "converted": "o-", "scratch": "^" if gate else "s"}[origin]
-            label = "softmax" if origin == "softmax" else f"{kind}{' with gate' if gate else ''}, {origin}"
-            options = {} if origin == "softmax" else {"color": colors[kind]}
-            filled = None if origin != "scratch" else "none"
-            axes.plot(*zip(*sorted(points), strict=True), style, label=label, markerfacecolor=filled, **options)
+            style = {"converted": "o-", "scratch": "^" if gate else "s"}.get(origin, "*")
+            label = origin if origin == kind else f"{kind}{', gate' * gate}, {origin}"
+            filled = colors[kind] if origin != "scratch" else "none"
+            x, y = zip(*sorted(points), strict=True)
+            axes.plot(x, y, style, label=label, markerfacecolor=filled, color=colors[kind])
         axes.axhline(100 / pairs, color="gray", linestyle=":", linewidth=1)
         axes.set(title=f"{length} tokens, {pairs} pairs", ylim=(-4, 104), xscale="log")
         axes.set(xlabel="bytes of state (keys and values for softmax)", ylabel="right answers, %")
@@ -245,9 +250,8 @@ def report(folder: Path, plans: dict[str, Plan], seed: int, console: Console) ->
         json.dump({"plans": described, "seed": seed, "results": results}, file, indent=1)
     head, *lines = rows_of(results, plan)
     with new_file(folder / "mqar.md") as file:
-        ruled = [head, ["---"] * len(head), *lines]
-        file.write("".join(f"| {' | '.join(line)} |\n" for line in ruled))
-    table = Table(*head, title="right answers in %, by T, N")
+        file.write("".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *lines)))
+    table = Table(*head, title="right answers in %, by T, N", box=box.SIMPLE)
     for line in lines:
         table.add_row(*line)
     console.print(table)
