@@ -59,7 +59,7 @@ SCRATCH = Plan(
 QUICK = Plan(vocab=128, tests=((64, 4), (64, 16), (128, 8)), test_rows=50, converted=(32,), scratch=32)
 QUICK = replace(QUICK, curriculum=((32, 8, 32, 400), (32, 8, 63, 200)), train=((64, 4, 1_280), (128, 8, 640)))
 QUICK = replace(QUICK, transfer=(64, 8, 40))
-QUICK_SCRATCH = replace(QUICK, curriculum=((16, 4, 16, 450), (32, 8, 63, 100)), train=((64, 4, 640),), rate=6e-3)
+QUICK_SCRATCH = replace(QUICK, curriculum=((16, 4, 16, 350), (32, 8, 63, 60)), train=((64, 4, 640),), rate=6e-3)
 
 
 def mqar_rows(count: int, length: int, pairs: int, *, vocab: int, seed: int, keys: int | None = None) -> Rows:
