@@ -275,6 +275,9 @@ def test_memory_is_that_of_the_cache():
         assert found.window == (2 - keep) * 3 * window * 17 * 4
         assert found.sinks == (2 - keep) * 3 * sinks * 17 * 4
         assert found.per_token == keep * 192
+        assert found.layers == ((found.state // (2 - keep), found.window // (2 - keep), found.sinks // (2 - keep)),) * (
+            2 - keep
+        )
         assert found.worth(parent, 100) == pytest.approx((found.fixed + 100 * found.per_token) / 384)
 
 

@@ -24,12 +24,14 @@ class CacheMemory:
         window: keys, values and weights of the sliding windows.
         sinks: those of the sinks.
         per_token: keys and values that softmax layers add with every token.
+        layers: (state, window, sinks) of every layer; empty where there is none of these.
     """
 
     state: int
     window: int
     sinks: int
     per_token: int
+    layers: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def fixed(self) -> int:
@@ -55,14 +57,15 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
     model(ids[:, SHORT:], past_key_values=cache, use_cache=True)
     config: Any = model.config
     share = config.num_sinks / max(1, config.num_sinks + config.window_size) if hasattr(config, "num_sinks") else 0.0
-    states = windows = 0
+    found = []
     layers: list[Any] = cache.layers
     for layer in layers:
         if getattr(layer, "holds", None) == RFALayer.holds:
-            states += _bytes(layer.state)
-            windows += _bytes(layer.window_cache)
-    sinks = round(share * windows)
-    return CacheMemory(states, windows - sinks, sinks, (_growing_bytes(cache) - before) // (LONG - SHORT))
+            exact = _bytes(layer.window_cache)
+            sinks = round(share * exact)
+            found.append((_bytes(layer.state), exact - sinks, sinks))
+    state, window, sinks = (sum(each) for each in zip(*found, strict=True)) if found else (0, 0, 0)
+    return CacheMemory(state, window, sinks, (_growing_bytes(cache) - before) // (LONG - SHORT), tuple(found))
 
 
 def _growing_bytes(cache: DynamicCache) -> int:
