@@ -28,6 +28,7 @@ from transformers import (
 from .cache_files import cache_num_bytes
 from .errors import InputError
 from .models.attention import AttentionComponent, RFAAttentionMixin
+from .models.feature_maps import NoFeatures
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -241,10 +242,12 @@ def use_attention_component(model: nn.Module, component: AttentionComponent) -> 
         component: "linear" for random features of all tokens, "window" for the window alone, or "both", the default.
 
     Raises:
-        InputError: if the model has no sliding window, for any component but "both".
+        InputError: if the model has no sliding window, for any component but "both"; if it has no features, for "linear".
     """
     layers = [module for module in model.modules() if isinstance(module, RFAAttentionMixin) and module.window_size]
     if not layers and component != "both":
         raise InputError(f"attention_component={component} needs attention with a window, and this model has none.")
+    if component == "linear" and any(isinstance(layer.feature_map, NoFeatures) for layer in layers):
+        raise InputError("attention_component=linear needs features, and this model has none (feature_map='none').")
     for layer in layers:
         layer.attention_component = component

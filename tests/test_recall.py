@@ -186,6 +186,14 @@ def test_scores_are_those_of_the_logits():
     assert half.mean_nats == pytest.approx(float(nats[(scored & (ids < 30))[:, 1:]].mean()), rel=1e-5)
 
 
+def test_likelihoods_that_are_not_finite_are_an_error():
+    model = GPT2LMHeadModel(tiny_parent_config()).eval()
+    model.transformer.ln_f.weight.data.fill_(torch.nan)
+    ids = torch.randint(0, 61, (2, 9))
+    with pytest.raises(InputError, match="not finite"):
+        score_tokens(model, Rows(ids, torch.arange(9).expand(2, -1) > 3))
+
+
 def test_every_row_counts_where_all_scored_tokens_are_right():
     model = Oracle(20, None)
     ids = torch.tensor([[1, 2, 3, 1, 2, 3], [1, 2, 3, 1, 2, 4]])

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache
 from hf_rfa import cache_num_bytes
 from hf_rfa.convert import convert
 from hf_rfa.errors import InputError
+from hf_rfa.inference import use_attention_component
 from hf_rfa.recall import window_and_sinks
 
 from .conftest import leftovers
@@ -147,6 +148,14 @@ def test_packed_texts_have_sinks_of_their_own(variant):
     attention.attend(*last, hidden_states=hidden[:, 12:], cache=own)
     for one, other in zip(cache.layers[0].tensors(), own.layers[0].tensors(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_features_that_are_not_there_cannot_be_looked_at_alone():
+    model = make_gpt2({"feature_map": "none", "window_size": 4})
+    with pytest.raises(InputError, match="attention_component=linear needs features"):
+        use_attention_component(model, "linear")
+    use_attention_component(model, "window")
+    assert torch.isfinite(model(torch.randint(1, 61, (1, 9))).logits).all()
 
 
 def test_a_decoder_with_softmax_cross_attention_may_do_without_features():

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_rfa.errors import InputError
+
 #: Tokens that a model reads at once, unless a row alone is longer.
 BATCH_TOKENS = 4096
 #: Logits that are held at once, unless those of a row alone are more.
@@ -78,6 +80,9 @@ def score_tokens(model: PreTrainedModel, rows: Rows) -> TokenScores:
     Args:
         model: a causal language model, softmax or RFA, in evaluation mode.
         rows: the tokens. Their logits are computed where a token is to be predicted, and nowhere else.
+
+    Raises:
+        InputError: if a likelihood is not finite.
     """
     length, embeddings = rows.ids.shape[1], model.get_input_embeddings()
     vocab_size = int(embeddings.num_embeddings)  # type: ignore[arg-type]
@@ -88,6 +93,8 @@ def score_tokens(model: PreTrainedModel, rows: Rows) -> TokenScores:
         for ids, scored in zip(rows.ids.split(size), rows.scored.split(size), strict=True)
     ]
     nats, correct = (torch.cat(each) for each in zip(*found, strict=True))
+    if not bool(nats.isfinite().all()):
+        raise InputError("the model's likelihoods are not finite: its weights or its dtype are at fault.")
     return TokenScores(nats, correct, rows.scored)
 
 
@@ -95,16 +102,16 @@ def _score_batch(model: PreTrainedModel, ids: Tensor, scored: Tensor) -> tuple[T
     """Return (nats, correct) of a batch, [N, T] each."""
     columns = scored.any(0).nonzero()[:, 0]  # [C]
     places = (columns - 1).to(model.device)
-    some = "logits_to_keep" in inspect.signature(model.forward).parameters
-    options = {"logits_to_keep": places} if some else {}
+    can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+    options = {"logits_to_keep": places} if can_keep else {}
     logits = model(input_ids=ids.to(model.device), use_cache=False, **options).logits
-    logits = logits if some else logits[:, places]  # [N, C, V]
+    logits = logits if can_keep else logits[:, places]  # [N, C, V]
     targets = ids[:, columns].to(logits.device)
     step = max(1, SOFTMAX_LOGITS // (logits.shape[0] * logits.shape[2]))
     pairs = list(zip(logits.split(step, 1), targets.split(step, 1), strict=True))
-    losses = [F.cross_entropy(some.float().mT, target, reduction="none") for some, target in pairs]
-    hits = [some.argmax(-1) == target for some, target in pairs]
+    losses = [F.cross_entropy(each.float().mT, target, reduction="none") for each, target in pairs]
+    hits = [each.argmax(-1) == target for each, target in pairs]
     nats = torch.zeros(ids.shape, dtype=torch.float64)
     correct = torch.zeros(ids.shape, dtype=torch.bool)
     nats[:, columns], correct[:, columns] = torch.cat(losses, 1).double().cpu(), torch.cat(hits, 1).cpu()
-    return nats * scored, correct & scored
+    return nats.where(scored, 0.0), correct & scored
