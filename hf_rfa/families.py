@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -12,8 +13,14 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
-from .models import configuration_rfa, modeling_rfa_bart, modeling_rfa_decoder, modeling_rfa_gpt2, modeling_rfa_marian
-from .models.configuration_rfa import RFABartConfig, RFAConfigMixin, RFAGPT2Config, RFAMarianConfig
+from .models import modeling_rfa_bart, modeling_rfa_decoder, modeling_rfa_gpt2, modeling_rfa_marian
+from .models.configuration_rfa import (
+    RFABartConfig,
+    RFAConfigMixin,
+    RFAGPT2Config,
+    RFAMarianConfig,
+    decoder_config_class,
+)
 
 AUTO_CLASSES: tuple[Any, ...] = (
     auto.AutoModel,
@@ -51,6 +58,32 @@ def continue_sinusoids(embedding: Any, count: int) -> Tensor:
     """Return Marian's sinusoidal positions computed up to ``count``; those that were there stay as they are."""
     longer = type(embedding)(count, embedding.embedding_dim)
     return longer.create_weight().to(embedding.weight.dtype)
+
+
+def has_rotary_positions(config: Any) -> bool:
+    """Return whether a model rotates queries and keys by their positions, so that it has no table of them."""
+    return bool(getattr(config, "rope_parameters", None))
+
+
+def scale_rotations(config: Any, count: int) -> Any:
+    """Return a configuration whose rotations serve ``count`` positions, by YaRN (Peng et al. 2023, arXiv 2309.00071).
+
+    Raises:
+        ValueError: if the rotations are scaled already, by another method than YaRN.
+    """
+    config = copy.deepcopy(config)
+    rotations = config.rope_parameters
+    original = config.max_position_embeddings
+    # Some models have rotations for each type of layer; those of sliding layers see no distance that is new.
+    for parameters in [rotations] if "rope_type" in rotations else [rotations["full_attention"]]:
+        kind = parameters["rope_type"]
+        if kind not in ("default", "yarn"):
+            raise ValueError(f"its rotations are scaled already (rope_type {kind!r}). Leave --max-positions out.")
+        original = parameters.get("original_max_position_embeddings", original)
+        scaling = {"factor": count / original, "original_max_position_embeddings": original}
+        parameters |= {"rope_type": "yarn", **scaling}
+    config.max_position_embeddings = count
+    return config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +136,12 @@ class Family:
         loaded = {auto_class: auto_class._model_mapping.get(self.base_config, None) for auto_class in AUTO_CLASSES}
         by_base = {_base_class(model): model for model in self.model_classes}
         return {auto_class: by_base[base] for auto_class, base in loaded.items() if base in by_base}
+
+    def note_on_positions(self, config: Any, count: int) -> str:
+        """Return the note for the user on what ``count`` positions instead of the base model's change."""
+        if has_rotary_positions(config):
+            return f"The rotations were scaled to {count} positions by YaRN, which short texts see too."
+        return self.more_positions_note.format(count)
 
     @property
     def positions_field(self) -> str:
@@ -225,7 +264,7 @@ def decoder_family(model_type: str) -> Family:
     Raises:
         KeyError: if transformers knows no such ``model_type``.
     """
-    return Family(rfa_config=getattr(configuration_rfa, f"RFA{CONFIG_MAPPING[model_type].__name__}"))
+    return Family(rfa_config=decoder_config_class(CONFIG_MAPPING[model_type]))
 
 
 for _model_type in DECODERS:

@@ -141,7 +141,7 @@ class RFAAttentionMixin(nn.Module):
         """Return the keys and values [B, H, S, d] of what is attended to, [B, S, width]."""
         raise NotImplementedError
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, each [B, H, T, d], of the layer's input [B, T, width] (self-attention)."""
         return self.project_query(hidden_states), *self.project_source(hidden_states)
 

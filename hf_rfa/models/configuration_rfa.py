@@ -385,6 +385,16 @@ class RFADecoderConfigMixin(RFAConfigMixin):
             validate(self)
         super().validate_layer_type()
 
+    def validate_rfa(self) -> None:
+        """Check the fields of random feature attention, and that the base model's attention is a softmax of q·k."""
+        super().validate_rfa()
+        capped = getattr(self, "attn_logit_softcapping", None)
+        if capped is not None:
+            raise ValueError(
+                f"attn_logit_softcapping={capped}: capped logits are no function of q·k that features stand for. Models with "
+                "them are not supported."
+            )
+
 
 @strict
 class RFAGPT2Config(RFAConfigMixin, GPT2Config):
@@ -416,14 +426,15 @@ def __getattr__(name: str) -> type[PreTrainedConfig]:
     base = getattr(transformers, name.removeprefix("RFA"), None) if name.startswith("RFA") else None
     if not (isinstance(base, type) and issubclass(base, PreTrainedConfig)) or base.is_encoder_decoder:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = decoder_config_class(base)
-    return found
+    return decoder_config_class(base)
 
 
 def decoder_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """Return the configuration class of a decoder's RFA models: the fields of ``base`` and of `RFADecoderConfigMixin`."""
     name = f"RFA{base.__name__}"
-    text = f"Configuration of an RFA model: all fields of `{base.__name__}`, and those of `RFAConfigMixin`."
-    # Another model_type than the base model's, so that nothing loads a converted checkpoint as softmax by accident.
-    body = {"model_type": f"rfa_{base.model_type}", "__module__": __name__, "__doc__": text}
-    return strict(type(name, (RFADecoderConfigMixin, base), body))
+    if name not in globals():
+        text = f"Configuration of an RFA model: all fields of `{base.__name__}`, and those of `RFAConfigMixin`."
+        # Another model_type than the base model's, so that nothing loads a converted checkpoint as softmax by accident.
+        body = {"model_type": f"rfa_{base.model_type}", "__module__": __name__, "__doc__": text}
+        globals()[name] = strict(type(name, (RFADecoderConfigMixin, base), body))
+    return globals()[name]

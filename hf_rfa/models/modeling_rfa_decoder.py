@@ -21,9 +21,9 @@ from transformers import AttentionInterface, AutoModel, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from . import configuration_rfa
 from .attention import RFAAttentionMixin, RFAPreTrainedMixin
 from .cache_rfa import RFALayer, past_length, self_attention_cache, unread_length
+from .configuration_rfa import decoder_config_class
 from .masking import check_positions, document_starts, local_padding
 
 #: Name of random feature attention in transformers' attention interface.
@@ -109,6 +109,10 @@ class RFADecoderAttention(RFAAttentionMixin):
 
     def become_rfa(self, config: Any) -> None:
         """Add feature map and gate to a module that was built as the base model's; ``config`` is the RFA model's."""
+        if isinstance(getattr(self, "sinks", None), nn.Parameter) and not config.window_size:
+            raise ValueError(
+                "attention with learned sinks needs a sliding window next to its features: set window_size."
+            )
         # Only this module is to call "rfa": the model's own configuration names what its softmax layers call.
         self.config = copy.copy(config)
         self.config._attn_implementation = INTERFACE
@@ -190,7 +194,8 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if position_ids is None:  # the base model counts the tokens of its mask
             mask = inputs.new_ones(1, past + length, dtype=torch.long) if attention_mask is None else attention_mask
             kwargs["position_ids"] = position_ids = (mask.long().cumsum(-1) * mask - 1)[:, past:]
-        check_positions(int(position_ids.max()), stack.config.max_position_embeddings)
+        count, last = stack.config.max_position_embeddings, past + length - 1
+        check_positions(int(position_ids.max()) if last >= count else last, count)
     embeds = inputs.new_empty(batch, length, 0, dtype=stack.dtype)
     kwargs["attention_mask"] = _softmax_masks(stack.config, embeds, attention_mask, position_ids, cache)
     return (), kwargs
@@ -234,7 +239,7 @@ def rfa_attention_class(base: type[nn.Module]) -> type[nn.Module]:
 def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the RFA class of a decoder's model class, a body or one with a head."""
     base_config: Any = base.config_class
-    config_class: Any = getattr(configuration_rfa, f"RFA{base_config.__name__}")
+    config_class: Any = decoder_config_class(base_config)
     found = _made(base, RFADecoderMixin, f"{base.__name__} with random feature attention.", config_class=config_class)
     if base is AutoModel._model_mapping.get(base_config, None):  # heads of several families build their body by it
         AutoModel.register(config_class, found, exist_ok=True)
