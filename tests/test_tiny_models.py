@@ -32,5 +32,16 @@ def test_fields_reach_the_text_part() -> None:
     assert tiny_config("gemma3", hidden_size=64).get_text_config().hidden_size == 64
 
 
-def test_every_kind_of_layer_is_kept() -> None:
-    assert set(tiny_config("gemma3_text").layer_types) == {"sliding_attention", "full_attention"}
+@pytest.mark.parametrize(
+    ("model_type", "kinds"),
+    [
+        ("gemma3_text", {"sliding_attention", "full_attention"}),
+        ("minimax", {"linear_attention", "full_attention"}),
+        ("qwen3_next", {"linear_attention", "full_attention"}),
+        ("deepseek_v4", {"sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"}),
+    ],
+)
+def test_every_kind_of_layer_is_kept(model_type: str, kinds: set[str]) -> None:
+    config = tiny_config(model_type)
+    assert set(config.layer_types) == kinds
+    assert len(config.layer_types) == config.num_hidden_layers == 3

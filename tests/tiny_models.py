@@ -69,6 +69,7 @@ ZAMBA = {
 
 #: What names do not tell, by model type.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
     "blt": {
         "encoder_config": {"hidden_size_global": WIDTH},
         "decoder_config": {"hidden_size_global": WIDTH},
@@ -87,12 +88,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots3_note": {"head_dim": 16},
     "dots3_note_text": {"head_dim": 16},
     "falcon_h1": {"mamba_d_head": 16},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma3n_text": {  # the two last layers read the cache of the two before
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": 40,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+    },
+    "granitemoehybrid": {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention"], "full_attn_idxs": [2]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"]},
     "mamba2": {"head_dim": 16},
     "musicgen": {"num_codebooks": 1},
     "musicgen_melody": {"num_codebooks": 1},
     "reformer": {"axial_pos_embds": False},
+    "xlm": {"causal": True},
     "xmod": {"default_language": "en_XX"},
     "zamba": ZAMBA | {"attention_head_dim": 16},
     "zamba2": ZAMBA | {"hybrid_layer_ids": [2, 4]},
@@ -212,7 +222,7 @@ def _kept_layers(fields: dict[str, Any], depth: int) -> list[int]:
     """Returns the indices of the layers to keep: one of every kind that a list over layers tells apart, three at least."""
     keep: list[int] = []
     for name, value in fields.items():
-        if isinstance(value, list) and len(value) == depth and depth > 1 and name.endswith(("types", "type")):
+        if isinstance(value, list) and len(value) == depth and name.endswith(("_type", "_types", "no_rope_layers")):
             keep += [value.index(kind) for kind in dict.fromkeys(value)]
     keep = sorted(set(keep))
     rest = [index for index in range(depth) if index not in keep]
