@@ -38,7 +38,7 @@ def test_fields_reach_the_text_part() -> None:
         ("gemma3_text", {"sliding_attention", "full_attention"}),
         ("minimax", {"linear_attention", "full_attention"}),
         ("qwen3_next", {"linear_attention", "full_attention"}),
-        ("deepseek_v4", {"sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"}),
+        ("deepseek_v4", {"compressed_sparse_attention", "heavily_compressed_attention"}),
     ],
 )
 def test_every_kind_of_layer_is_kept(model_type: str, kinds: set[str]) -> None:

@@ -174,6 +174,7 @@ def _shrunk(config: PreTrainedConfig, wanted: dict[str, Any]) -> dict[str, Any]:
     fields = {name: value for name, value in config.to_dict().items() if common.get(name, ...) != value}
     depth = getattr(config, "num_hidden_layers", 0)
     keep = _kept_layers(fields, depth) if isinstance(depth, int) else []
+    listed = any(isinstance(value, list) and len(value) == depth for value in fields.values())
     parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
     small: dict[str, Any] = {}
     for name, value in fields.items():
@@ -190,7 +191,7 @@ def _shrunk(config: PreTrainedConfig, wanted: dict[str, Any]) -> dict[str, Any]:
                 if f"{index:02d}" in value
             }
         elif name in LAYER_COUNTS and value:
-            small[name] = len(keep) or LAYERS
+            small[name] = len(keep) if listed else LAYERS
         elif name in ("head_dim", "num_key_value_heads") and value is None:
             small[name] = SIZES[name]
         elif "drop" in name and isinstance(value, float):
