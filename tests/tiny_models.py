@@ -96,13 +96,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
     },
     "granitemoehybrid": {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    "hrm_text": {"num_hidden_layers": 3, "num_layers_per_stack": None},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention"], "full_attn_idxs": [2]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"]},
     "mamba2": {"head_dim": 16},
+    "moshi": {"sliding_window": POSITIONS},
     "musicgen": {"num_codebooks": 1},
     "musicgen_melody": {"num_codebooks": 1},
     "reformer": {"axial_pos_embds": False},
     "xlm": {"causal": True},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128},  # its state is of widths that 64 divides
     "xmod": {"default_language": "en_XX"},
     "zamba": ZAMBA | {"attention_head_dim": 16},
     "zamba2": ZAMBA | {"hybrid_layer_ids": [2, 4]},
@@ -139,7 +142,7 @@ def tiny_config(model_type: str, **fields: Any) -> PreTrainedConfig:
 
     Args:
         model_type: A key of transformers' mapping of causal language models.
-        **fields: Fields of the text part to set after shrinking.
+        **fields: Fields of the text part to set after shrinking; a number of layers needs the lists over layers with it.
     """
     config_class, taken = CONFIG_MAPPING[model_type], model_class(model_type).config_class
     # a model of a part of a composite configuration, as of its text part, is built from that part
@@ -160,7 +163,7 @@ def tiny_model(
         model_type: A key of transformers' mapping of causal language models.
         attn_implementation: The attention implementation, or None for the model's own default.
         seed: The seed of the weights.
-        **fields: Fields of the text part to set after shrinking.
+        **fields: Fields of the text part to set after shrinking; a number of layers needs the lists over layers with it.
     """
     config = tiny_config(model_type, **fields)
     torch.manual_seed(seed)
