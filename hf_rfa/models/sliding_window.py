@@ -120,7 +120,8 @@ def stream_of(
     log_decay = None if log_decay is None else F.pad(log_decay.to(key.dtype), (size, 0))
     if padding_mask is None:
         return Stream(rows, log_decay, None, key.shape[-1], size, sinks)
-    places, order = _padding_first(rows[:, 0, :, -1] > MASKED_LOGIT / 2), _padding_first(padding_mask)
+    filled = torch.cat([last[:, 0, :, -1] > MASKED_LOGIT / 2, padding_mask != 0], dim=1)
+    places, order = _padding_first(filled), _padding_first(padding_mask)
     log_decay = None if log_decay is None else _take(log_decay[..., None], places)[..., 0]
     if sinks is not None:
         sinks = sinks._replace(seen=sinks.seen.gather(1, order[..., None].expand_as(sinks.seen)))
