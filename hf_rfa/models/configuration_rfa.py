@@ -341,7 +341,7 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
         """
         config = super().get_text_config(decoder=decoder, encoder=encoder)
         if decoder and not encoder:
-            vars(config)["num_hidden_layers"] = self.num_layers_for("causal")
+            vars(config)[self._base_name("num_hidden_layers")] = self.num_layers_for("causal")
         return config
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ NAME_TABLES: tuple[dict[str, str], ...] = (
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
+#: The attention modules of a layer by name, and the attention that each is.
+DECODER_KINDS: dict[str, AttentionKind] = {"self_attn": "causal", "encoder_attn": "cross"}
+ENCODER_KINDS: dict[str, AttentionKind] = {"self_attn": "encoder"}
 
 
 class RFASeq2SeqAttention(RFAAttentionMixin):
@@ -107,50 +110,101 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
         return self.out_proj(output), weights
 
 
-def _no_mask(device: torch.device) -> Tensor:
-    """Return a mask that transformers takes as prepared, so that it builds none of T × T entries: RFA reads none."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-
-
 class RFASeq2SeqMixin(RFAPreTrainedMixin):
-    """A model whose encoders and decoders, at any depth, become RFA once it is built."""
+    """A model whose encoders and decoders are RFA, but for the layers that the configuration lists as softmax.
 
-    config: Any
+    Arguments and results are those of the base model. ``output_attentions=True`` returns RFA's weights, [B, H, T, T] and
+    [B, H, T, S].
+    """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        for part in self.modules():  # type: ignore[attr-defined]
-            if isinstance(part, PreTrainedModel):
-                if not isinstance(part, RFAPreTrainedMixin):
-                    part.__class__ = rfa_model_class(type(part))
-                if isinstance(part, _RFAStack):
-                    part.convert_layers()
+        for part in list(self.modules()):  # type: ignore[attr-defined]
+            if isinstance(part, PreTrainedModel) and isinstance(getattr(part, "layers", None), nn.ModuleList):
+                _become_rfa(part)
+
+    def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Leave the cache out of what Whisper's `generate` returns: it would part it by keys and values."""
+        if not isinstance(seek_outputs, Tensor):
+            seek_outputs = type(seek_outputs)(**{**seek_outputs, "past_key_values": None})
+        return super()._postprocess_outputs(seek_outputs, *args, **kwargs)  # type: ignore[misc]
 
 
-class _RFAStack(RFASeq2SeqMixin):
-    """The common part of an encoder and a decoder."""
+def _become_rfa(stack: Any) -> None:
+    """Make attention modules of an encoder or a decoder RFA, those that its configuration says, and prepare its inputs."""
+    is_decoder = any(hasattr(layer, "encoder_attn") for layer in stack.layers)
+    for index, layer in enumerate(stack.layers):
+        for name, kind in (DECODER_KINDS if is_decoder else ENCODER_KINDS).items():
+            module = getattr(layer, name)
+            if stack.config.is_rfa(kind, index) and not isinstance(module, RFAAttentionMixin):
+                module.__class__ = rfa_attention_class(type(module))
+                module.become_rfa(stack.config, kind, index)
+    if not hasattr(stack, "reads_inputs"):
+        stack.reads_inputs = tuple(inspect.signature(stack.forward).parameters)
+        stack.register_forward_pre_hook(prepare_decoder if is_decoder else prepare_encoder, with_kwargs=True)
 
-    #: The attention modules of a layer by name, and the attention that each is.
-    kinds: ClassVar[dict[str, AttentionKind]]
-    #: Names of the arguments of the family's own forward.
-    arguments: ClassVar[tuple[str, ...]]
 
-    def convert_layers(self) -> None:
-        """Make the attention modules RFA that the configuration says."""
-        for index, layer in enumerate(self.layers):  # type: ignore[attr-defined]
-            for name, kind in self.kinds.items():
-                module = getattr(layer, name)
-                if self.config.is_rfa(kind, index) and not isinstance(module, RFAAttentionMixin):
-                    module.__class__ = rfa_attention_class(type(module))
-                    module.become_rfa(self.config, kind, index)
+def prepare_encoder(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add what RFA layers read to the inputs of an encoder, and take away the mask that they do not.
 
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return all arguments of a call by name."""
-        return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+    Raises:
+        ValueError: for a mask per query, or for a source longer than the encoder's positions.
+    """
+    kwargs, config = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}, stack.config
+    if config.any_rfa("encoder"):
+        kwargs["output_rfa_attentions"] = _wants_weights(stack, kwargs)
+    if "input_ids" in stack.reads_inputs:  # audio has one length, and no padding
+        length, device = _length(kwargs)
+        check_positions(length - 1, config.max_position_embeddings)
+        if config.any_rfa("encoder"):
+            kwargs["padding_mask"] = local_padding(kwargs.get("attention_mask"), length)
+        if not config.softmax_layers_for("encoder"):
+            kwargs["attention_mask"] = _no_mask(device)
+    return (), kwargs
 
-    def _wants_weights(self, kwargs: dict[str, Any]) -> bool:
-        wanted = kwargs.get("output_attentions")
-        return bool(self.config.output_attentions if wanted is None else wanted)
+
+def prepare_decoder(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add what RFA layers read to the inputs of a decoder, and take away the masks that they do not.
+
+    Raises:
+        ValueError: for a mask per query, or for positions past the model's.
+    """
+    kwargs, config = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}, stack.config
+    attention_mask, cache, source = (
+        kwargs.get(name) for name in ("attention_mask", "past_key_values", "encoder_hidden_states")
+    )
+    length, device = _length(kwargs)
+    past = past_length(cache)
+    check_positions(past + length - 1, config.max_position_embeddings)
+    kwargs["output_rfa_attentions"] = _wants_weights(stack, kwargs)
+    if isinstance(attention_mask, dict):  # `generate` makes masks by layer type if none of the layers is RFA
+        kwargs["attention_mask"] = attention_mask = attention_mask["full_attention"]
+    if config.any_rfa("causal"):
+        kwargs["padding_mask"] = local_padding(attention_mask, length + unread_length(cache, config))
+    if not config.softmax_layers_for("causal"):
+        kwargs["attention_mask"] = _no_mask(device)
+    if source is not None:
+        kwargs["past_key_values"] = cache = _prepare_cache(config, cache, kwargs.get("use_cache"))
+        finished = isinstance(cache, EncoderDecoderCache) and any(cache.is_updated.values())
+        if not finished or kwargs["output_rfa_attentions"]:  # a finished state is read without any mask
+            kwargs["source_padding_mask"] = local_padding(kwargs.get("encoder_attention_mask"), source.shape[1])
+        if "encoder_attention_mask" in stack.reads_inputs and not config.softmax_layers_for("cross"):
+            kwargs["encoder_attention_mask"] = _no_mask(device)
+    return (), kwargs
+
+
+def _prepare_cache(config: Any, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+    """Return a cache for self- and cross attention, each of whose layers is of the kind that the model has there."""
+    softmax_layers = config.softmax_cross_layers
+    if cache is None:
+        if not (softmax_layers and (config.use_cache if use_cache is None else use_cache)):
+            return None  # the family's own forward builds it, if one is wanted
+        cache = DynamicCache(config=config)
+    if not isinstance(cache, EncoderDecoderCache):
+        cache = EncoderDecoderCache(cache, DynamicCache(config=config))
+    for index in range(config.decoder_layers):  # before self-attention changes a cache that is refused
+        cross_layer_of(cache.cross_attention_cache, index, softmax=index in softmax_layers)
+    return cache
 
 
 def _length(kwargs: dict[str, Any]) -> tuple[int, torch.device]:
@@ -163,79 +217,14 @@ def _length(kwargs: dict[str, Any]) -> tuple[int, torch.device]:
     return inputs_embeds.shape[-2], inputs_embeds.device
 
 
-class RFAEncoderMixin(_RFAStack):
-    """An encoder whose attention layers but those in ``config.softmax_encoder_layers`` are RFA (bidirectional)."""
-
-    kinds = {"self_attn": "encoder"}
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the encoder; arguments and results are those of the family's own.
-
-        Raises:
-            ValueError: for a mask per query, or for a source longer than the encoder's positions.
-        """
-        kwargs = self.named(args, kwargs)
-        if self.config.any_rfa("encoder"):
-            kwargs["output_rfa_attentions"] = self._wants_weights(kwargs)
-        if "input_ids" in self.arguments:  # audio has one length, and no padding
-            length, device = _length(kwargs)
-            check_positions(length - 1, self.config.max_position_embeddings)
-            if self.config.any_rfa("encoder"):
-                kwargs["padding_mask"] = local_padding(kwargs.get("attention_mask"), length)
-            if not self.config.softmax_layers_for("encoder"):
-                kwargs["attention_mask"] = _no_mask(device)
-        return super().forward(**kwargs)  # type: ignore[misc]
+def _wants_weights(stack: Any, kwargs: dict[str, Any]) -> bool:
+    wanted = kwargs.get("output_attentions")
+    return bool(stack.config.output_attentions if wanted is None else wanted)
 
 
-class RFADecoderMixin(_RFAStack):
-    """A decoder whose causal and cross attention are RFA, but for ``config.softmax_layers`` and ``softmax_cross_layers``."""
-
-    kinds = {"self_attn": "causal", "encoder_attn": "cross"}
-
-    def _prepare_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
-        """Return a cache for self- and cross attention, each of whose layers is of the kind that the model has there."""
-        softmax_layers = self.config.softmax_cross_layers
-        if cache is None:
-            if not (softmax_layers and (self.config.use_cache if use_cache is None else use_cache)):
-                return None  # the family's own forward builds it, if one is wanted
-            cache = DynamicCache(config=self.config)
-        if not isinstance(cache, EncoderDecoderCache):
-            cache = EncoderDecoderCache(cache, DynamicCache(config=self.config))
-        for index in range(self.config.decoder_layers):  # before self-attention changes a cache that is refused
-            cross_layer_of(cache.cross_attention_cache, index, softmax=index in softmax_layers)
-        return cache
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the decoder; arguments and results are those of the family's own.
-
-        ``output_attentions=True`` returns RFA's weights, [B, H, T, T] and [B, H, T, S].
-
-        Raises:
-            ValueError: for a mask per query, or for positions past the model's.
-        """
-        kwargs = self.named(args, kwargs)
-        attention_mask, cache, source = (
-            kwargs.get(name) for name in ("attention_mask", "past_key_values", "encoder_hidden_states")
-        )
-        length, device = _length(kwargs)
-        past = past_length(cache)
-        check_positions(past + length - 1, self.config.max_position_embeddings)
-        kwargs["output_rfa_attentions"] = self._wants_weights(kwargs)
-        if isinstance(attention_mask, dict):  # `generate` makes masks by layer type if none of the layers is RFA
-            kwargs["attention_mask"] = attention_mask = attention_mask["full_attention"]
-        if self.config.any_rfa("causal"):
-            kwargs["padding_mask"] = local_padding(attention_mask, length + unread_length(cache, self.config))
-        if not self.config.softmax_layers_for("causal"):
-            kwargs["attention_mask"] = _no_mask(device)
-        if source is not None:
-            kwargs["past_key_values"] = cache = self._prepare_cache(cache, kwargs.get("use_cache"))
-            finished = isinstance(cache, EncoderDecoderCache) and any(cache.is_updated.values())
-            if not finished or kwargs["output_rfa_attentions"]:  # a finished state is read without any mask
-                mask = kwargs.get("encoder_attention_mask")
-                kwargs["source_padding_mask"] = local_padding(mask, source.shape[1])
-            if "encoder_attention_mask" in self.arguments and not self.config.softmax_layers_for("cross"):
-                kwargs["encoder_attention_mask"] = _no_mask(device)
-        return super().forward(**kwargs)  # type: ignore[misc]
+def _no_mask(device: torch.device) -> Tensor:
+    """Return a mask that transformers takes as prepared, so that it builds none of T × T entries: RFA reads none."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def rfa_attention_class(base: type[nn.Module]) -> type[nn.Module]:
@@ -244,20 +233,17 @@ def rfa_attention_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the RFA class of a model class of an encoder-decoder family: a body, one with a head, or a part of them."""
+    """Return the RFA class of a model class of an encoder-decoder family: a body, or one with a head."""
     base_config: Any = base.config_class
     attributes: dict[str, Any] = {"config_class": seq2seq_config_class(base_config)}
     if PreTrainedModel in base.__bases__:  # the class that the others of a family subclass
         layers = [name for name in vars(sys.modules[base.__module__]) if name.endswith(("EncoderLayer", "DecoderLayer"))]
         attributes["_no_split_modules"] = base._no_split_modules or layers
-        return make_class(globals(), base, (RFAPreTrainedMixin,), f"Base class of {base.__name__}'s RFA models.", **attributes)
+        text = f"Base class of the RFA models that subclass `{base.__name__}`."
+        return make_class(globals(), base, (RFAPreTrainedMixin,), text, **attributes)
     family = next(cls for cls in base.__mro__ if PreTrainedModel in cls.__bases__)
-    mixin = RFASeq2SeqMixin
-    for ending, stack in (("Encoder", RFAEncoderMixin), ("Decoder", RFADecoderMixin)):
-        if base.__name__.endswith(ending):
-            mixin, attributes["arguments"] = stack, tuple(inspect.signature(base.forward).parameters)
     text = f"{base.__name__} with random feature attention."
-    found = make_class(globals(), base, (mixin, rfa_model_class(family)), text, **attributes)
+    found = make_class(globals(), base, (RFASeq2SeqMixin, rfa_model_class(family)), text, **attributes)
     for table in NAME_TABLES:
         if base.__name__ in table.values():
             table[found.config_class.model_type] = found.__name__
