@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from hf_rfa.families import reads_audio
 from hf_rfa.models.configuration_rfa import AttentionKind
 from hf_rfa.version import __version__
 
@@ -62,6 +63,7 @@ class ConversionReport:
         gains: divergence from softmax before and after calibration, by layer.
         sensitivities: sensitivity of every layer, the largest first, if layers were kept softmax by it.
         perplexities: on the calibration text, if there was one.
+        audio_positions: positions of the source at any length of output, for an encoder of audio; None for one of text.
         max_logit_difference: largest difference between the logits of the model in memory and of the reloaded one.
         notes: hints for the user.
     """
@@ -83,6 +85,7 @@ class ConversionReport:
     perplexities: Perplexities | None
     max_logit_difference: float
     notes: tuple[str, ...]
+    audio_positions: int | None = None
 
     @property
     def grows(self) -> bool:
@@ -109,6 +112,7 @@ class ConversionReport:
             ("state per sequence", f"{_size(self.state_bytes)} ({self.state_tokens:,.0f} tokens' worth), {growth}"),
         ]
         of = " of source and output" if "cross" in self.layers else ""
+        of = of if self.audio_positions is None else f" of output and {self.audio_positions:,} of audio"
         for length, softmax in self.cache_bytes.items():
             own = self.own_cache_bytes[length]
             times = f"{max(softmax / own, own / softmax):.1f}"
@@ -164,19 +168,21 @@ def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -
 
     Args:
         model: the RFA model; its softmax layers keep keys and values.
-        length: tokens of the sequence, and of its source where there is one; 0 counts the states alone.
+        length: tokens of the sequence, and of its source where there is one of text; 0 counts the states alone.
         softmax: count the cache of the softmax base model instead.
     """
     config: Any = model.config
     states = {
         (each.rfa_kind, each.rfa_layer_idx): _state_bytes(each, model.dtype) for each in rfa_layers(model).values()
     }
-    keys_and_values = 2 * config.hidden_size * length * model.dtype.itemsize
-    return sum(
-        keys_and_values if softmax else states.get((kind, index), keys_and_values)
-        for kind in (("causal", "cross") if config.is_encoder_decoder else ("causal",))
-        for index in range(config.num_layers_for(kind))
-    )
+    lengths = {"causal": length, "cross": config.max_source_positions if reads_audio(config) and length else length}
+
+    def held(kind: AttentionKind, index: int) -> int:
+        keys_and_values = 2 * config.hidden_size * lengths[kind] * model.dtype.itemsize
+        return keys_and_values if softmax else states.get((kind, index), keys_and_values)
+
+    kinds: tuple[AttentionKind, ...] = ("causal", "cross") if config.is_encoder_decoder else ("causal",)
+    return sum(held(kind, index) for kind in kinds for index in range(config.num_layers_for(kind)))
 
 
 def _state_bytes(layer: Any, dtype: torch.dtype) -> int:
@@ -217,6 +223,7 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
         "added_parameters": extended + sum(parameters.get(key, 0) for key in new),
         "added_buffers": sum(state[key].numel() for key in new if key not in parameters),
         "state_bytes": cache_bytes(model, 0),
+        "audio_positions": config.max_source_positions if reads_audio(config) else None,
         "own_cache_bytes": {length: cache_bytes(model, length) for length in lengths},
         "cache_bytes": {length: cache_bytes(model, length, softmax=True) for length in lengths},
     }
@@ -244,7 +251,8 @@ def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_to
     if options.max_positions is not None:
         found.append(checkpoint.family.note_on_positions(config, options.max_positions))
     if options.calibrate_on is None and config.feature_map != "none":
-        found.append("Calibrated on random tokens; text like the model's inputs (--calibrate) does better.")
+        better = "; text like the model's inputs (--calibrate) does better."
+        found.append("Calibrated on random tokens" + (" and noise for audio." if reads_audio(config) else better))
     return tuple(found)
 
 
@@ -273,6 +281,7 @@ Where hf-rfa is not installed, the code in the checkpoint loads it:
 HEADS = {
     "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
     "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
+    "WhisperForConditionalGeneration": ("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
     "ForConditionalGeneration": ("AutoModelForSeq2SeqLM", "text2text-generation"),
     "MTModel": ("AutoModelForSeq2SeqLM", "translation"),
     "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),

@@ -251,8 +251,8 @@ SINUSOIDS: dict[str, Any] = {
 #: Models with an encoder and a decoder that are built as BART's are, by ``model_type``, and what deviates from learned
 #: positions. `modeling_rfa_seq2seq` makes the classes.
 SEQ2SEQ: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("bart", "mbart", "blenderbot", "blenderbot-small", "plbart"), {}),
-    **dict.fromkeys(("marian", "pegasus", "m2m_100"), SINUSOIDS),
+    **{each: {} for each in ("bart", "mbart", "blenderbot", "blenderbot-small", "plbart")},
+    **{each: SINUSOIDS for each in ("marian", "pegasus", "m2m_100")},
     "whisper": {"position_embedding": "decoder.embed_positions"},
 }
 

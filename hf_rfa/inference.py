@@ -27,6 +27,7 @@ from transformers import (
 
 from .cache_files import cache_num_bytes
 from .errors import InputError
+from .families import reads_audio
 from .models.attention import AttentionComponent, RFAAttentionMixin
 from .models.feature_maps import NoFeatures
 
@@ -84,6 +85,10 @@ def load_model(
         raise InputError(f"{name} has no config.json: it is not a transformers checkpoint.")
     source = path if path.exists() else name
     config = read_config(source)
+    if reads_audio(config):
+        raise InputError(
+            f"{name} reads audio: load it with transformers.AutoModelForSpeechSeq2Seq after import hf_rfa."
+        )
     found = kind_of(config)
     if kind not in (None, found):
         raise InputError(

@@ -409,9 +409,7 @@ def __getattr__(name: str) -> type[PreTrainedConfig]:
     Raises:
         AttributeError: if transformers has no such configuration.
     """
-    base = base_class(__name__, name)
-    if not issubclass(base, PreTrainedConfig):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    base = base_class(__name__, name, PreTrainedConfig)
     return seq2seq_config_class(base) if base.is_encoder_decoder else decoder_config_class(base)
 
 

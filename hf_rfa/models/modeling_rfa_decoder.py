@@ -250,5 +250,5 @@ def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 def __getattr__(name: str) -> Any:
     """Return a class by its name, ``RFALlamaForCausalLM`` say; an AttributeError if transformers has no base class."""
-    base = base_class(__name__, name)
+    base = base_class(__name__, name, nn.Module)
     return rfa_model_class(base) if issubclass(base, PreTrainedModel) else rfa_attention_class(base)

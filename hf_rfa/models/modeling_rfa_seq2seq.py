@@ -144,7 +144,9 @@ def _become_rfa(stack: Any) -> None:
         stack.register_forward_pre_hook(prepare_decoder if is_decoder else prepare_encoder, with_kwargs=True)
 
 
-def prepare_encoder(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def prepare_encoder(
+    stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Add what RFA layers read to the inputs of an encoder, and take away the mask that they do not.
 
     Raises:
@@ -163,7 +165,9 @@ def prepare_encoder(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return (), kwargs
 
 
-def prepare_decoder(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def prepare_decoder(
+    stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Add what RFA layers read to the inputs of a decoder, and take away the masks that they do not.
 
     Raises:
@@ -237,7 +241,9 @@ def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     base_config: Any = base.config_class
     attributes: dict[str, Any] = {"config_class": seq2seq_config_class(base_config)}
     if PreTrainedModel in base.__bases__:  # the class that the others of a family subclass
-        layers = [name for name in vars(sys.modules[base.__module__]) if name.endswith(("EncoderLayer", "DecoderLayer"))]
+        layers = [
+            name for name in vars(sys.modules[base.__module__]) if name.endswith(("EncoderLayer", "DecoderLayer"))
+        ]
         attributes["_no_split_modules"] = base._no_split_modules or layers
         text = f"Base class of the RFA models that subclass `{base.__name__}`."
         return make_class(globals(), base, (RFAPreTrainedMixin,), text, **attributes)
@@ -252,5 +258,5 @@ def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 def __getattr__(name: str) -> Any:
     """Return a class by its name, ``RFABartModel`` say; an AttributeError if transformers has no base class."""
-    base = base_class(__name__, name)
+    base = base_class(__name__, name, nn.Module)
     return rfa_model_class(base) if issubclass(base, PreTrainedModel) else rfa_attention_class(base)

@@ -35,8 +35,8 @@ def make_class(
     return namespace[name]
 
 
-def base_class(module: str, name: str) -> type:
-    """Return the softmax class of the class RFA… ``name`` that ``module`` is asked for.
+def base_class(module: str, name: str, kind: type) -> Any:
+    """Return the softmax class, a subclass of ``kind``, of the class RFA… ``name`` that ``module`` is asked for.
 
     Parts of a model, which transformers does not export, are found once the model is imported: so are those of a pickle.
 
@@ -48,6 +48,6 @@ def base_class(module: str, name: str) -> type:
     if found is None and name.startswith("RFA"):
         families = [each for key, each in list(sys.modules.items()) if key.startswith("transformers.models.")]
         found = next((vars(each)[base_name] for each in families if base_name in vars(each)), None)
-    if not isinstance(found, type):
+    if not (isinstance(found, type) and issubclass(found, kind)):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     return found
