@@ -27,6 +27,7 @@ from transformers import (
 
 from .cache_files import cache_num_bytes
 from .errors import InputError
+from .gguf_files import is_gguf, load_gguf, load_gguf_tokenizer, open_gguf
 from .models.attention import AttentionComponent, RFAAttentionMixin
 from .models.feature_maps import NoFeatures
 
@@ -66,9 +67,9 @@ def load_model(
     """Load a model that generates text, RFA or softmax, and its tokenizer.
 
     Args:
-        name: folder of the checkpoint, or its name on the hub.
+        name: folder of the checkpoint, a GGUF file, or its name on the hub.
         kind: "causal" for a decoder that stands alone, "seq2seq" for an encoder and a decoder, None for either.
-        dtype: "auto" for the checkpoint's own, or one of `DTYPES`.
+        dtype: "auto" for the checkpoint's own, and float32 of a GGUF file; or one of `DTYPES`.
         need_tokenizer: whether a missing tokenizer is an error; otherwise it is returned as None.
 
     Returns:
@@ -80,10 +81,11 @@ def load_model(
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     path = Path(name).expanduser()
-    if path.exists() and not (path / "config.json").is_file():
+    gguf = open_gguf(path) if is_gguf(path) else None
+    if gguf is None and path.exists() and not (path / "config.json").is_file():
         raise InputError(f"{name} has no config.json: it is not a transformers checkpoint.")
     source = path if path.exists() else name
-    config = read_config(source)
+    config = read_config(source) if gguf is None else gguf.config
     found = kind_of(config)
     if kind not in (None, found):
         raise InputError(
@@ -92,12 +94,17 @@ def load_model(
         )
     auto_class: Any = AutoModelForSeq2SeqLM if found == "seq2seq" else AutoModelForCausalLM
     try:
-        model = auto_class.from_pretrained(source, config=config, dtype=dtype, use_safetensors=True)
+        if gguf is None:
+            model = auto_class.from_pretrained(source, config=config, dtype=dtype, use_safetensors=True)
+        else:
+            model = load_gguf(gguf, auto_class, dtype)
+    except InputError:
+        raise
     except WEIGHT_ERRORS as error:
         raise InputError(f"cannot load a model that generates text from {name}: {error}") from error
     if found == "causal":
         name_loss(model)
-    tokenizer, problem = load_tokenizer(source)
+    tokenizer, problem = load_tokenizer(source) if gguf is None else load_gguf_tokenizer(gguf)
     if tokenizer is None and need_tokenizer:
         raise InputError(f"{name}: {problem}. Put the tokenizer's files into the checkpoint's folder.")
     if tokenizer is not None:
