@@ -22,6 +22,8 @@ from .errors import InputError
 
 #: The first bytes of every GGUF file.
 MAGIC = b"GGUF"
+#: Ends of the names of long fields, which the tokenizer alone needs.
+VOCABULARY = (".tokens", ".merges", ".scores", ".token_type")
 #: What reading a broken file, or one that transformers cannot take, raises.
 READ_ERRORS = (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, NotImplementedError)
 
@@ -90,7 +92,7 @@ def open_gguf(path: Path, supported: tuple[str, ...] = ()) -> GGUFFile:
 
     try:
         reader = GGUFReader(path)
-        fields = {name: field.contents() for name, field in reader.fields.items() if not name.endswith(".merges")}
+        fields = {name: field.contents() for name, field in reader.fields.items() if not name.endswith(VOCABULARY)}
         shapes = {tensor.name: tuple(map(int, reversed(tensor.shape))) for tensor in reader.tensors}
         num_values = sum(int(tensor.n_elements) for tensor in reader.tensors)
         precisions = tuple(sorted({tensor.tensor_type.name for tensor in reader.tensors}))
@@ -113,7 +115,7 @@ def open_gguf(path: Path, supported: tuple[str, ...] = ()) -> GGUFFile:
         precisions=precisions,
         license=fields.get("general.license"),
         languages=tuple(fields.get("general.languages") or ()),
-        has_tokenizer="tokenizer.ggml.tokens" in fields,
+        has_tokenizer="tokenizer.ggml.tokens" in reader.fields,
     )
 
 
