@@ -20,6 +20,8 @@ from .attention_weights import ExactWindow, log_attention_weights
 
 #: Queries whose attention weights are held at once.
 QUERY_BLOCK = 128
+#: Arguments of attention modules that say where their tokens stand.
+POSITION_ARGUMENTS = ("position_embeddings", "position_ids")
 
 
 @dataclass(frozen=True)
@@ -164,10 +166,11 @@ def layer_divergence(
 
 
 class LayerInputs(NamedTuple):
-    """Inputs of an attention module: hidden states, and for cross attention the encoder's."""
+    """Inputs of an attention module: hidden states, for cross attention the encoder's, and rotations of its positions."""
 
     hidden_states: Tensor
     encoder_hidden_states: Tensor | None
+    options: dict[str, Any]
 
 
 def capture_inputs(
@@ -189,7 +192,8 @@ def capture_inputs(
     def capture(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         hidden_states = args[0] if args else kwargs["hidden_states"]
         source = kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
-        (visit or captured.__setitem__)(name, LayerInputs(hidden_states, source))
+        options = {name: kwargs[name] for name in POSITION_ARGUMENTS if name in kwargs}
+        (visit or captured.__setitem__)(name, LayerInputs(hidden_states, source, options))
 
     body: Any = model.base_model
     with ExitStack() as hooks, torch.no_grad():
@@ -208,7 +212,7 @@ def layer_activations(
     ``inputs`` are the layer's, of `capture_inputs`, and ``masks`` those of the model's inputs (`padding_masks`).
     """
     if layer.rfa_kind != "cross":
-        query, key, value = layer.project(inputs.hidden_states)
+        query, key, value = layer.project(inputs.hidden_states, **inputs.options)
         mask = masks[layer.rfa_kind]
         return LayerActivations(query, key, value, mask, mask)
     key, value = layer.project_source(cast(Tensor, inputs.encoder_hidden_states))

@@ -32,6 +32,11 @@ def share_weights(model: PreTrainedModel, cls: type[PreTrainedModel], config: Pr
     needed = other.state_dict().keys()
     other.load_state_dict({key: value for key, value in model.state_dict().items() if key in needed}, assign=True)
     other.tie_weights()
+    own = dict(model.named_buffers())
+    for name, buffer in other.named_buffers():
+        if buffer.is_meta and name in own:  # rotary frequencies and the like are in no state dict
+            parent, _, last = name.rpartition(".")
+            setattr(other.get_submodule(parent), last, own[name])
     share_offloaded(model, other)
     other.loss_type = model.loss_type
     if model.can_generate():
@@ -40,7 +45,7 @@ def share_weights(model: PreTrainedModel, cls: type[PreTrainedModel], config: Pr
 
 
 def extend_positions(family: Family, model: PreTrainedModel, count: int) -> None:
-    """Extend a model's positions to ``count``, in place."""
+    """Extend a model's table of positions to ``count``, in place; rotary positions are scaled in its configuration."""
     for embedding in family.position_embeddings(model):
         table = family.more_positions(embedding, count)
         embedding.weight = nn.Parameter(table, requires_grad=embedding.weight.requires_grad)

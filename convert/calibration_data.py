@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
+from hf_rfa.families import has_rotary_positions
 
 from .perplexity import IGNORED_LABEL
 
@@ -83,9 +84,24 @@ def calibration_inputs(config: Any, tokenizer: Any, documents: Iterable[str] | N
     A decoder alone gets blocks. A model with an encoder gets sources, whose outputs `add_outputs` adds.
     """
     if documents is None:
-        return random_inputs(config, seed=seed)
-    read = text_sources if config.is_encoder_decoder else text_blocks
-    return read(tokenizer, documents, min(BLOCK_LENGTH, config.max_position_embeddings))
+        inputs = random_inputs(config, seed=seed)
+    else:
+        read = text_sources if config.is_encoder_decoder else text_blocks
+        inputs = read(tokenizer, documents, min(BLOCK_LENGTH, config.max_position_embeddings))
+    if has_rotary_positions(config):
+        inputs["position_ids"] = shifted_positions(config, *inputs["input_ids"].shape, seed=seed)
+    return inputs
+
+
+def shifted_positions(config: Any, rows: int, length: int, *, seed: int) -> Tensor:
+    """Return positions of rows that start anywhere among those of the model, [rows, length].
+
+    Softmax attention with rotary positions sees distances alone, and features see rotated queries and keys: what is fitted at
+    the first positions is wrong for others.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    most = max(0, config.max_position_embeddings - length)
+    return torch.randint(most + 1, (rows, 1), generator=generator) + torch.arange(length)
 
 
 def text_blocks(tokenizer: Any, documents: Iterable[str], length: int, *, tokens: int = TEXT_TOKENS) -> Inputs:

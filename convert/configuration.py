@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
 from hf_rfa.errors import InputError
+from hf_rfa.families import has_rotary_positions, scale_rotations
 from hf_rfa.models.configuration_rfa import AttentionKind
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
 
@@ -49,10 +51,20 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
             wanted = getattr(options, name)
             if wanted is None:
                 continue
-            converted = range(count) if wanted == "all" else wanted
-            if any(not 0 <= index < count for index in converted):
-                raise InputError(f"{name} to convert must be indices from 0 to {count - 1}, got {wanted}.")
-            values[field] = [index for index in range(count) if index not in converted]
+            possible = [index for index in range(count) if plain.is_rfa(kind, index)]
+            if count and not possible:
+                types = ", ".join(sorted(set(plain.base_layer_types())))
+                raise InputError(
+                    f"no layer of {checkpoint.name} attends to all tokens before it (they are {types}): its cache does not "
+                    "grow, and there is nothing to convert."
+                )
+            converted = possible if wanted == "all" else wanted
+            if any(index not in possible for index in converted):
+                allowed = (
+                    f"from 0 to {count - 1}" if len(possible) == count else "among " + ", ".join(map(str, possible))
+                )
+                raise InputError(f"{name} to convert must be indices {allowed}, got {wanted}.")
+            values[field] = [index for index in possible if index not in converted]
         config = config_class.from_parent(checkpoint.config, **values)
     except (ValueError, StrictDataclassError) as error:
         raise InputError(str(error.__cause__ or error)) from error
@@ -68,7 +80,7 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
 
 
 def _check_options(checkpoint: Checkpoint, options: ConversionOptions) -> None:
-    """Raise an `InputError` for attention that a checkpoint does not have, or for too few positions."""
+    """Raise an `InputError` for attention that a checkpoint does not have."""
     present = checkpoint.family.rfa_config.SOFTMAX_LAYERS.values()
     for name in (name for kind, names in OPTIONS_BY_KIND.items() if kind not in present for name in names):
         value = getattr(options, name)
@@ -76,11 +88,28 @@ def _check_options(checkpoint: Checkpoint, options: ConversionOptions) -> None:
             raise InputError(
                 f"{name}={value} does not apply to {checkpoint.config.model_type}, which has no such attention."
             )
-    positions = checkpoint.config.max_position_embeddings
-    if options.max_positions is not None and options.max_positions <= positions:
+
+
+def with_more_positions(checkpoint: Checkpoint, options: ConversionOptions) -> Checkpoint:
+    """Return the checkpoint, with rotations for the number of positions that is asked for where it has rotary positions.
+
+    Raises:
+        InputError: if there are that many positions already, or if the rotations cannot be scaled.
+    """
+    if options.max_positions is None:
+        return checkpoint
+    config: Any = checkpoint.config
+    if options.max_positions <= config.max_position_embeddings:
         raise InputError(
-            f"max_positions={options.max_positions} does not extend the {positions} positions that {checkpoint.name} has."
+            f"max_positions={options.max_positions} does not extend the {config.max_position_embeddings} positions that "
+            f"{checkpoint.name} has."
         )
+    if not has_rotary_positions(config):  # tables are made longer after the calibration
+        return checkpoint
+    try:
+        return replace(checkpoint, config=scale_rotations(config, options.max_positions))
+    except ValueError as error:
+        raise InputError(f"cannot extend the positions of {checkpoint.name}: {error}") from error
 
 
 def outside_module(feature_map: str) -> str | None:

@@ -23,7 +23,7 @@ from .base_model import extend_positions, rfa_layers, softmax_base_model
 from .calibration import calibrate
 from .calibration_data import Inputs, add_outputs, batches, calibration_inputs, random_inputs
 from .checkpoint import Checkpoint, load_converted, load_rfa_model, open_checkpoint, quiet
-from .configuration import import_words, rfa_config
+from .configuration import import_words, rfa_config, with_more_positions
 from .options import RENAMED, ConversionOptions
 from .perplexity import score_labels
 from .pictures import HeadMap, compare_attention, draw_attention
@@ -83,7 +83,7 @@ def convert(
     command = command or shlex.join(words + import_words(options.feature_map))
 
     report_progress("checking the checkpoint", 1)
-    found = _check(checkpoint, destination, options, overwrite=overwrite)
+    found = with_more_positions(_check(checkpoint, destination, options, overwrite=overwrite), options)
     config = rfa_config(found, options)
     tokenizer, no_tokenizer, inputs = _prepare_inputs(found, options)
 

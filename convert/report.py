@@ -256,7 +256,7 @@ def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_to
             length = "sequence" if kind == "causal" else "source"
             found.append(f"The {kind} attention of {kept} is softmax: its cache grows with the {length}.")
     if options.max_positions is not None:
-        found.append(checkpoint.family.more_positions_note.format(options.max_positions))
+        found.append(checkpoint.family.note_on_positions(config, options.max_positions))
     if options.calibrate_on is None and config.feature_map != "none":
         found.append("Calibrated on random tokens; text like the model's inputs (--calibrate) does better.")
     return tuple(found)

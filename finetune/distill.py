@@ -13,14 +13,14 @@ from datasets import Dataset
 from transformers import PreTrainedModel, default_data_collator
 
 from hf_rfa.convert.atomic_io import check_destination, new_folder
-from hf_rfa.convert.calibration_data import Inputs
+from hf_rfa.convert.calibration_data import Inputs, shifted_positions
 from hf_rfa.convert.configuration import import_words
 from hf_rfa.convert.perplexity import score_labels
 from hf_rfa.convert.pictures import compare_attention, draw_attention
 from hf_rfa.convert.pipeline import MAX_SHARD_SIZE, Progress
 from hf_rfa.convert.text_io import read_documents
 from hf_rfa.errors import InputError
-from hf_rfa.families import FAMILIES
+from hf_rfa.families import FAMILIES, has_rotary_positions
 from hf_rfa.inference import kind_of, load_model, read_config
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
@@ -95,7 +95,7 @@ def distill(
     datasets = {}
     for name, stage in settings.stages().items():
         if stage.steps:
-            datasets[name] = _load(model, tokenizer, data, references, cast(int, stage.block_length))
+            datasets[name] = _load(model, tokenizer, data, references, cast(int, stage.block_length), settings.seed)
             if len(datasets[name]) <= HELD_OUT:
                 count = len(datasets[name])
                 raise InputError(f"the data gives {count} items for {name}; more than {HELD_OUT} are needed.")
@@ -158,13 +158,17 @@ def _check_teacher(
             )
 
 
-def _load(model: PreTrainedModel, tokenizer: Any, data: Any, references: Any, length: int) -> Dataset:
+def _load(model: PreTrainedModel, tokenizer: Any, data: Any, references: Any, length: int, seed: int) -> Dataset:
     """Return the training data of a stage: blocks of a text, or pairs for a model with an encoder."""
     if kind_of(model.config) == "seq2seq":
         return token_pairs(load_pairs(data, references), tokenizer, length=length)
     if references is not None:
         raise InputError("references belong to a model with an encoder; this one is a decoder that stands alone.")
-    return joined_blocks(tokenizer, read_documents(data), length)
+    blocks = joined_blocks(tokenizer, read_documents(data), length)
+    if not has_rotary_positions(model.config):
+        return blocks
+    positions = shifted_positions(model.config, len(blocks), length, seed=seed)
+    return blocks.add_column("position_ids", list(positions.numpy()))
 
 
 def _command(options: dict[str, Any], feature_map: str) -> str:

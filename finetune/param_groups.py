@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -20,8 +21,11 @@ HEADS = ["lm_head", "score", "classifier"]
 
 
 def is_rfa_parameter(name: str) -> bool:
-    """Return whether a parameter, by its name in the model, belongs to a feature map or a gate."""
-    return not {"feature_map", "gate"}.isdisjoint(name.split("."))
+    """Return whether a parameter, by its name in the model, belongs to a feature map or to the gate of an attention layer."""
+    parts = name.split(".")
+    # Layers of experts have a module of that name too.
+    gated = any(part == "gate" and "att" in before for before, part in pairwise(parts))
+    return gated or "feature_map" in parts
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:

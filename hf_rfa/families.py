@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
-from .models import modeling_rfa_bart, modeling_rfa_gpt2, modeling_rfa_marian
-from .models.configuration_rfa import RFABartConfig, RFAConfigMixin, RFAGPT2Config, RFAMarianConfig
+from .models import modeling_rfa_bart, modeling_rfa_decoder, modeling_rfa_gpt2, modeling_rfa_marian
+from .models.configuration_rfa import (
+    RFABartConfig,
+    RFAConfigMixin,
+    RFAGPT2Config,
+    RFAMarianConfig,
+    decoder_config_class,
+)
 
 AUTO_CLASSES: tuple[Any, ...] = (
     auto.AutoModel,
@@ -52,6 +60,32 @@ def continue_sinusoids(embedding: Any, count: int) -> Tensor:
     return longer.create_weight().to(embedding.weight.dtype)
 
 
+def has_rotary_positions(config: Any) -> bool:
+    """Return whether a model rotates queries and keys by their positions, so that it has no table of them."""
+    return bool(getattr(config, "rope_parameters", None))
+
+
+def scale_rotations(config: Any, count: int) -> Any:
+    """Return a configuration whose rotations serve ``count`` positions, by YaRN (Peng et al. 2023, arXiv 2309.00071).
+
+    Raises:
+        ValueError: if the rotations are scaled already, by another method than YaRN.
+    """
+    config = copy.deepcopy(config)
+    rotations = config.rope_parameters
+    original = config.max_position_embeddings
+    # Some models have rotations for each type of layer; those of sliding layers see no distance that is new.
+    for parameters in [rotations] if "rope_type" in rotations else [rotations["full_attention"]]:
+        kind = parameters["rope_type"]
+        if kind not in ("default", "yarn"):
+            raise ValueError(f"its rotations are scaled already (rope_type {kind!r}). Leave --max-positions out.")
+        original = parameters.get("original_max_position_embeddings", original)
+        scaling = {"factor": count / original, "original_max_position_embeddings": original}
+        parameters |= {"rope_type": "yarn", **scaling}
+    config.max_position_embeddings = count
+    return config
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One family of softmax models and its RFA models.
@@ -59,14 +93,14 @@ class Family:
     Attributes:
         rfa_config: configuration class of the RFA models: `RFAConfigMixin` mixed into the family's own.
         models: the RFA model classes, the language model first. Each is the softmax class's name with ``RFA`` before it, and
-            subclasses that class.
+            subclasses that class. None, for a decoder that `modeling_rfa_decoder` serves: those that the Auto classes know.
         position_embedding: attribute name of the modules that hold position embeddings.
         more_positions: makes a longer table of positions from such a module and a count.
         more_positions_note: note for the user on what that changes; ``{}`` stands for the count.
     """
 
     rfa_config: Any
-    models: tuple[type[PreTrainedModel], ...]
+    models: tuple[type[PreTrainedModel], ...] | None = None
     position_embedding: str = "embed_positions"
     more_positions: Callable[[Any, int], Tensor] = interpolate_positions
     more_positions_note: str = "The learned positions were stretched to {} by interpolation, which short texts see too."
@@ -76,10 +110,20 @@ class Family:
         """Configuration class of the softmax models."""
         return next(cls for cls in self.rfa_config.__mro__ if "model_type" in vars(cls) and cls is not self.rfa_config)
 
+    @cached_property
+    def model_classes(self) -> tuple[type[PreTrainedModel], ...]:
+        """The RFA model classes, the language model first."""
+        if self.models is not None:
+            return self.models
+        found = (each._model_mapping.get(self.base_config, None) for each in (auto.AutoModelForCausalLM, *AUTO_CLASSES))
+        return tuple(
+            modeling_rfa_decoder.rfa_model_class(base) for base in dict.fromkeys(found) if isinstance(base, type)
+        )
+
     @property
     def architectures(self) -> dict[str, tuple[type[PreTrainedModel], type[PreTrainedModel]]]:
         """The softmax class and the RFA class, by the name that checkpoints have in ``config.architectures``."""
-        return {base.__name__: (base, model) for model in self.models for base in [_base_class(model)]}
+        return {base.__name__: (base, model) for model in self.model_classes for base in [_base_class(model)]}
 
     @property
     def default_architecture(self) -> str:
@@ -90,8 +134,14 @@ class Family:
     def auto_models(self) -> dict[Any, type[PreTrainedModel]]:
         """The RFA model classes by the Auto class that loads their softmax class."""
         loaded = {auto_class: auto_class._model_mapping.get(self.base_config, None) for auto_class in AUTO_CLASSES}
-        by_base = {_base_class(model): model for model in self.models}
+        by_base = {_base_class(model): model for model in self.model_classes}
         return {auto_class: by_base[base] for auto_class, base in loaded.items() if base in by_base}
+
+    def note_on_positions(self, config: Any, count: int) -> str:
+        """Return the note for the user on what ``count`` positions instead of the base model's change."""
+        if has_rotary_positions(config):
+            return f"The rotations were scaled to {count} positions by YaRN, which short texts see too."
+        return self.more_positions_note.format(count)
 
     @property
     def positions_field(self) -> str:
@@ -123,18 +173,28 @@ def register_family(family: Family) -> None:
     config = family.rfa_config
     if not issubclass(config, RFAConfigMixin):
         raise ValueError(f"{config.__name__} has no RFA fields. Mix RFAConfigMixin or RFASeq2SeqConfigMixin into it.")
-    auto_models = family.auto_models
+    if family.models is not None:
+        family.auto_models  # noqa: B018  # which raises before anything is registered
     AutoConfig.register(config.model_type, config)
     # `save_pretrained` then copies these classes' modules into the checkpoint, for machines without this package.
     config.register_for_auto_class()
+    if family.models is None:  # importing the models of many families takes a second
+        config.ON_FIRST_USE[config] = partial(_register_models, family)
+    else:
+        _register_models(family)
+    FAMILIES[family.base_config.model_type] = family
+
+
+def _register_models(family: Family) -> None:
+    """Let Auto classes load a family's RFA models, and its configurations name them."""
+    config = family.rfa_config
     config.AUTO_MAP = {"AutoConfig": _place(config)}
-    for auto_class, model in auto_models.items():
-        auto_class.register(config, model)
+    for auto_class, model in family.auto_models.items():
+        auto_class.register(config, model, exist_ok=True)
         model.register_for_auto_class(auto_class)
         config.AUTO_MAP[auto_class.__name__] = _place(model)
         if auto_class in NAME_TABLES:
             NAME_TABLES[auto_class][config.model_type] = model.__name__
-    FAMILIES[family.base_config.model_type] = family
 
 
 def _base_class(model: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -189,3 +249,23 @@ register_family(
         more_positions_note="The sinusoidal positions were continued to {}; short texts see no change.",
     )
 )
+
+#: Decoders whose attention goes through transformers' attention interface, by ``model_type``. The name is all that it takes:
+#: `modeling_rfa_decoder` makes the classes, those of every head that the Auto classes know.
+DECODERS = (
+    *("gemma", "gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "olmo2", "opt"),
+    *("phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2"),
+)
+
+
+def decoder_family(model_type: str) -> Family:
+    """Return the family of a decoder whose attention goes through transformers' attention interface.
+
+    Raises:
+        KeyError: if transformers knows no such ``model_type``.
+    """
+    return Family(rfa_config=decoder_config_class(CONFIG_MAPPING[model_type]))
+
+
+for _model_type in DECODERS:
+    register_family(decoder_family(_model_type))

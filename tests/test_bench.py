@@ -55,7 +55,7 @@ def test_a_converted_checkpoint_is_timed_as_it_is(family):
     cache = cache_at(rfa, inputs, 30)
     own = getattr(cache, "self_attention_cache", cache)
     lengths = [layer.get_seq_length() for layer in own.layers[: config.num_layers_for("causal")]]
-    assert lengths == [30] * len(config.layer_types)
+    assert lengths == [30] * len(config.cache_layer_types())
     assert own.layers[1].keys.shape[-2] == 30
     rfa(**inputs, past_key_values=cache)
     with pytest.raises(InputError, match="has its own gate"):

@@ -63,7 +63,7 @@ def test_the_number_of_features_is_the_maps_default_and_stated(name, tmp_path):
     config.save_pretrained(tmp_path)
     again = RFAGPT2Config.from_pretrained(tmp_path)
     assert again.to_dict() == config.to_dict()
-    assert again.layer_types == ["rfa", "full_attention"]
+    assert again.cache_layer_types() == ["rfa", "full_attention"]
     assert again.n_embd == 24
     known = {"none": 0, "elu": 8, "hedgehog": 8, "gaussian": 64, "positive": 128}
     assert again.num_features == known.get(name, FEATURE_MAPS[name].default_num_features or 8)

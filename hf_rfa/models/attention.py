@@ -101,7 +101,7 @@ class RFAPreTrainedMixin:
     """
 
     # Feature maps and gates cost few bytes, and rounding them to 16 bits costs accuracy.
-    _keep_in_fp32_modules_strict: Any = ["feature_map", "gate"]
+    _keep_in_fp32_modules_strict: Any = ["feature_map", r"\w*att\w*\.gate"]  # not the gates of experts
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         config.validate_layer_type()
@@ -114,6 +114,10 @@ class RFAPreTrainedMixin:
             module.reset_parameters()
         else:
             super()._init_weights(module)  # type: ignore[misc]
+
+    def create_masks_for_generate(self, *, attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
+        """Return the padding mask for `generate`, which prepares none of T × T entries: `forward` makes what is needed."""
+        return attention_mask
 
 
 def one_hot_values(key: Tensor) -> Tensor:
@@ -137,7 +141,7 @@ class RFAAttentionMixin(nn.Module):
         """Return the keys and values [B, H, S, d] of what is attended to, [B, S, width]."""
         raise NotImplementedError
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, each [B, H, T, d], of the layer's input [B, T, width] (self-attention)."""
         return self.project_query(hidden_states), *self.project_source(hidden_states)
 

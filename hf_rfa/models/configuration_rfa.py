@@ -6,12 +6,14 @@ where the annotation is a type, and not its name.
 
 import copy
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+import transformers
 from huggingface_hub.dataclasses import strict
-from transformers import BartConfig, GPT2Config, MarianConfig
+from transformers import BartConfig, GPT2Config, MarianConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .cache_rfa import RFA_LAYER_TYPE
@@ -78,6 +80,7 @@ class RFAConfigMixin:
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill in the map's default for ``num_features``, so that a checkpoint states its own shape."""
         super().__post_init__(**kwargs)  # type: ignore[misc]
+        self.ON_FIRST_USE.pop(type(self), lambda: None)()
         feature_map = FEATURE_MAPS.get(self.feature_map)
         if feature_map is None or self._unusable_size() is not None:  # `validate_rfa` says so
             return
@@ -88,6 +91,8 @@ class RFAConfigMixin:
                 twice = kind == "cross" and feature_map.default_num_features is not None
                 setattr(self, name, 2 * count if twice else count)
 
+    #: What is called when the first configuration of a class is made.
+    ON_FIRST_USE: ClassVar[dict[type, Callable[[], None]]] = {}
     #: The fields that count features, and the attention that each is for.
     FEATURE_COUNTS: ClassVar[dict[str, AttentionKind]] = {"num_features": "causal"}
     #: The fields that list layers which stay softmax attention, and the attention that each is for.
@@ -106,13 +111,17 @@ class RFAConfigMixin:
         """Return the name of the field that counts the heads of attention of a kind."""
         return "num_attention_heads"
 
-    def num_heads_for(self, kind: AttentionKind) -> int:
-        """Return the number of heads that attention of a kind has."""
+    def num_query_heads_for(self, kind: AttentionKind) -> int:
+        """Return the number of query heads that attention of a kind has."""
         return getattr(self, self.heads_field(kind))
+
+    def num_heads_for(self, kind: AttentionKind) -> int:
+        """Return H, the number of key-value heads that attention of a kind has; each has a state."""
+        return self.num_query_heads_for(kind)
 
     def head_dim_for(self, kind: AttentionKind) -> int:
         """Return the width of a head, d."""
-        return self.hidden_size // self.num_heads_for(kind)  # type: ignore[attr-defined]
+        return self.hidden_size // self.num_query_heads_for(kind)  # type: ignore[attr-defined]
 
     def num_features_for(self, kind: AttentionKind) -> int:
         """Return D for attention of a kind."""
@@ -130,13 +139,31 @@ class RFAConfigMixin:
 
     def any_rfa(self, kind: AttentionKind) -> bool:
         """Return whether attention of a kind is RFA in some layer."""
-        return len(self.softmax_layers_for(kind)) < self.num_layers_for(kind)
+        return any(self.is_rfa(kind, index) for index in range(self.num_layers_for(kind)))
 
-    @property
-    def layer_types(self) -> list[str]:
-        """The cache layer of every layer: "rfa", or "full_attention" for the layers that stay softmax."""
-        is_rfa = (self.is_rfa("causal", index) for index in range(self.num_layers_for("causal")))
-        return [RFA_LAYER_TYPE if each else "full_attention" for each in is_rfa]
+    def all_rfa(self, kind: AttentionKind) -> bool:
+        """Return whether attention of a kind is RFA in every layer."""
+        return all(self.is_rfa(kind, index) for index in range(self.num_layers_for(kind)))
+
+    def base_layer_types(self) -> list[str]:
+        """Return the type that every layer's cache has in the base model."""
+        return ["full_attention"] * self.num_layers_for("causal")
+
+    def cache_layer_types(self) -> list[str]:
+        """Return the type of every layer's cache: "rfa", or that of the base model for the layers that stay as they are."""
+        types = enumerate(self.base_layer_types())
+        return [RFA_LAYER_TYPE if self.is_rfa("causal", index) else each for index, each in types]
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        """Return the configuration of one side, as `PreTrainedConfig.get_text_config` does.
+
+        That of the decoder alone, which caches are built by, is a copy whose ``layer_types`` are `cache_layer_types`.
+        """
+        config = super().get_text_config(decoder=decoder, encoder=encoder)  # type: ignore[misc]
+        if decoder and not encoder:
+            config = copy.copy(config)
+            vars(config)["layer_types"] = self.cache_layer_types()
+        return config
 
     def _base_name(self, name: str) -> str:
         """Return the base model's name of a field."""
@@ -164,12 +191,13 @@ class RFAConfigMixin:
                 continue
             if value is None or not 0 <= value <= most:
                 raise ValueError(f"{name} must be {kind}, got {value}.")
-        activation = self.activation_function  # type: ignore[attr-defined]
-        if activation not in ACT2FN:
-            raise ValueError(f"activation_function={activation!r} is unknown. Known: {', '.join(sorted(ACT2FN))}.")
+        for name in ("activation_function", "hidden_act", "hidden_activation"):
+            activation = getattr(self, name, None)
+            if isinstance(activation, str) and activation not in ACT2FN:
+                raise ValueError(f"{name}={activation!r} is unknown. Known: {', '.join(sorted(ACT2FN))}.")
         for kind in self.FEATURE_COUNTS.values():
-            heads, width = self.num_heads_for(kind), self.hidden_size  # type: ignore[attr-defined]
-            if width % heads:
+            heads, width = self.num_query_heads_for(kind), self.hidden_size  # type: ignore[attr-defined]
+            if width % heads and not getattr(self, "head_dim", None):
                 names = self._base_name(self.heads_field(kind)), self._base_name("hidden_size")
                 raise ValueError(f"{names[0]} must divide {names[1]}={width}, got {heads}.")
 
@@ -311,11 +339,61 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
         A decoder that stands alone keeps its number of layers here, which caches are built by, even if it differs from that
         of the encoder that it does not have.
         """
-        if decoder and not encoder and not self.is_encoder_decoder:  # type: ignore[attr-defined]
-            config = copy.deepcopy(self)
-            config.num_hidden_layers = self.num_layers_for("causal")  # type: ignore[attr-defined]
-            return config
-        return super().get_text_config(decoder=decoder, encoder=encoder)  # type: ignore[misc]
+        config = super().get_text_config(decoder=decoder, encoder=encoder)
+        if decoder and not encoder:
+            vars(config)["num_hidden_layers"] = self.num_layers_for("causal")
+        return config
+
+
+#: Types of a base model's layers with attention to all tokens, the only ones that conversion changes.
+FULL_ATTENTION = ("full_attention", "attention")
+
+
+@dataclass(kw_only=True)
+class RFADecoderConfigMixin(RFAConfigMixin):
+    """Fields of random feature attention for a decoder alone, whose layers may be of several types.
+
+    Layers of another type than full attention stay as they are: a sliding window, say, or a recurrence, whose caches do not
+    grow either.
+    """
+
+    def num_heads_for(self, kind: AttentionKind) -> int:
+        """Return H, the number of key-value heads."""
+        return getattr(self, "num_key_value_heads", None) or self.num_query_heads_for(kind)
+
+    def head_dim_for(self, kind: AttentionKind) -> int:
+        """Return the width of a head, d."""
+        return getattr(self, "head_dim", None) or super().head_dim_for(kind)
+
+    def base_layer_types(self) -> list[str]:
+        """Return the type that every layer's cache has in the base model."""
+        types = vars(self).get("layer_types")
+        if types is None:
+            limited = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+            types = [name for name, size in limited.items() if getattr(self, size, None)] or ["full_attention"]
+            types = types[:1] * self.num_layers_for("causal")
+        return list(types)
+
+    def is_rfa(self, kind: AttentionKind, layer_idx: int) -> bool:
+        """Return whether a layer's attention is RFA."""
+        return super().is_rfa(kind, layer_idx) and self.base_layer_types()[layer_idx] in FULL_ATTENTION
+
+    def validate_layer_type(self) -> None:
+        """Check the base model's layer types and the list of softmax layers."""
+        validate = getattr(PreTrainedConfig, "validate_layer_type", None)
+        if validate is not None and vars(self).get("layer_types") is not None:
+            validate(self)
+        super().validate_layer_type()
+
+    def validate_rfa(self) -> None:
+        """Check the fields of random feature attention, and that the base model's attention is a softmax of q·k."""
+        super().validate_rfa()
+        capped = getattr(self, "attn_logit_softcapping", None)
+        if capped is not None:
+            raise ValueError(
+                f"attn_logit_softcapping={capped}: capped logits are no function of q·k that features stand for. Models with "
+                "them are not supported."
+            )
 
 
 @strict
@@ -337,3 +415,26 @@ class RFAMarianConfig(RFASeq2SeqConfigMixin, MarianConfig):
     """Configuration of an RFA-Marian: all fields of `MarianConfig`, and those of `RFASeq2SeqConfigMixin`."""
 
     model_type = "rfa_marian"
+
+
+def __getattr__(name: str) -> type[PreTrainedConfig]:
+    """Return the configuration class of a decoder by its name: ``RFALlamaConfig`` from transformers' ``LlamaConfig``.
+
+    Raises:
+        AttributeError: if transformers has no such configuration of a decoder alone.
+    """
+    base = getattr(transformers, name.removeprefix("RFA"), None) if name.startswith("RFA") else None
+    if not (isinstance(base, type) and issubclass(base, PreTrainedConfig)) or base.is_encoder_decoder:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return decoder_config_class(base)
+
+
+def decoder_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Return the configuration class of a decoder's RFA models: the fields of ``base`` and of `RFADecoderConfigMixin`."""
+    name = f"RFA{base.__name__}"
+    if name not in globals():
+        text = f"Configuration of an RFA model: all fields of `{base.__name__}`, and those of `RFAConfigMixin`."
+        # Another model_type than the base model's, so that nothing loads a converted checkpoint as softmax by accident.
+        body = {"model_type": f"rfa_{base.model_type}", "__module__": __name__, "__doc__": text}
+        globals()[name] = strict(type(name, (RFADecoderConfigMixin, base), body))
+    return globals()[name]

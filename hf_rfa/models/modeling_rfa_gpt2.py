@@ -41,7 +41,7 @@ class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):
     def _split_heads(self, states: Tensor) -> Tensor:
         return states.view(*states.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, each [B, H, T, d], of the layer's input [B, T, width] (self-attention)."""
         query, key, value = self.c_attn(hidden_states).split(self.split_size, dim=2)
         return self._split_heads(query), self._split_heads(key), self._split_heads(value)

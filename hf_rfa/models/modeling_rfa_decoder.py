@@ -1,0 +1,262 @@
+"""RFA models of decoders whose attention goes through transformers' attention interface, as that of Llama, Qwen and OPT does.
+
+In these families an attention module projects, rotates and normalizes queries and keys, hands new keys to the cache, and then
+calls the function that its configuration names. Here that function is ``"rfa"``, and the cache is handed to it instead. All
+else of the family stays as it is: weights, norms, positions, experts, heads.
+
+Classes are made by name when they are asked for: ``RFALlamaForCausalLM`` from transformers' ``LlamaForCausalLM``. A model is
+built as its base model first; then its attention modules become RFA by their class, and a hook prepares their inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModel, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from .attention import RFAAttentionMixin, RFAPreTrainedMixin
+from .cache_rfa import RFALayer, past_length, self_attention_cache, unread_length
+from .configuration_rfa import decoder_config_class
+from .masking import check_positions, document_starts, local_padding
+
+#: Name of random feature attention in transformers' attention interface.
+INTERFACE = "rfa"
+#: Arguments by which attention modules take their cache.
+CACHE_ARGUMENTS = ("past_key_values", "layer_past")
+#: Modules that hold learned positions, by attribute name.
+POSITION_EMBEDDINGS = ("embed_positions", "position_embeddings", "wpe")
+
+
+def rfa_attention(
+    module: RFADecoderAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    rfa_hidden_states: Tensor,
+    rfa_cache: Cache | None = None,
+    rfa_projections: list[Tensor] | None = None,
+    padding_mask: Tensor | None = None,
+    document_starts: Tensor | None = None,
+    output_rfa_attentions: bool = False,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with random features, as a function of transformers' attention interface.
+
+    Args:
+        module: the attention module.
+        query: [B, query heads, T, d].
+        key: [B, H, T, d], H being the number of key-value heads.
+        value: [B, H, T, d].
+        attention_mask: not read: `prepare_inputs` hands padding and documents over as they are.
+        scaling: s of exp(q·k·s).
+        dropout: see `hf_rfa.models.attention.RFAAttentionMixin.attend`.
+        rfa_hidden_states: the module's input, [B, T, width].
+        rfa_cache: the cache, or None.
+        rfa_projections: a list that gets queries, keys and values instead of anything being computed, or None.
+        padding_mask: [B, T], 0 for padding, or None.
+        document_starts: [B, T], True where a document starts, or None.
+        output_rfa_attentions: whether to return the attention weights.
+        s_aux: logits in the normalizer that no value belongs to, one a query head (the sinks of GPT-OSS), or None.
+        softcap: must be None: capped logits are not a kernel of q and k.
+        **kwargs: what other functions of the interface read.
+
+    Returns:
+        The output [B, T, query heads, d], and the weights [B, query heads, T, T] or None.
+    """
+    module.check_call(query, key, value, softcap)
+    if scaling is not None and scaling != module.scaling:  # OPT scales its queries before it hands them over
+        query = query * (scaling / module.scaling)
+    if rfa_projections is not None:
+        rfa_projections += [query, key, value]
+        return torch.zeros_like(query).transpose(1, 2), None
+    optional: dict[str, Any] = {} if s_aux is None else {"sink_logits": s_aux}
+    output, weights = module.attend(
+        query,
+        key,
+        value,
+        hidden_states=rfa_hidden_states,
+        cache=self_attention_cache(rfa_cache),
+        padding_mask=padding_mask,
+        document_starts=document_starts,
+        dropout=dropout,
+        output_attentions=output_rfa_attentions,
+        **optional,
+    )
+    return output.transpose(1, 2).contiguous(), weights
+
+
+AttentionInterface.register(INTERFACE, rfa_attention)
+
+
+class RFADecoderAttention(RFAAttentionMixin):
+    """Random feature attention for an attention module that calls transformers' attention interface."""
+
+    layer_idx: int
+    config: Any
+
+    def become_rfa(self, config: Any) -> None:
+        """Add feature map and gate to a module that was built as the base model's; ``config`` is the RFA model's."""
+        if isinstance(getattr(self, "sinks", None), nn.Parameter) and not config.window_size:
+            raise ValueError(
+                "attention with learned sinks needs a sliding window next to its features: set window_size."
+            )
+        # Only this module is to call "rfa": the model's own configuration names what its softmax layers call.
+        self.config = copy.copy(config)
+        self.config._attn_implementation = INTERFACE
+        self.init_rfa(config, kind="causal", scaling=self.scaling, layer_idx=self.layer_idx)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Attend; arguments and results are those of the base model's module, and what `prepare_inputs` adds."""
+        # Without a cache the base model's forward hands over the keys of this call alone. The state has those before them.
+        caches = [kwargs.pop(name) for name in CACHE_ARGUMENTS if name in kwargs]
+        own = {"rfa_hidden_states": hidden_states, "rfa_cache": caches[0] if caches else None}
+        return super().forward(hidden_states, *args, **own, **kwargs)
+
+    def project(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, query heads, T, d], keys and values [B, H, T, d] of the module's inputs."""
+        found: list[Tensor] = []
+        self(hidden_states, rfa_projections=found, **kwargs)
+        query, key, value = found
+        return query, key, value
+
+    def check_call(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> None:
+        """Raise a ValueError for attention that random features do not stand for."""
+        heads, width = self.feature_map.num_heads, self.feature_map.head_dim
+        wrong = None
+        if softcap is not None:
+            wrong = f"caps its logits at {softcap}, so that its weights are no function of q·k alone"
+        elif key.shape[1] != heads or {key.shape[-1], value.shape[-1], query.shape[-1]} != {width}:
+            wrong = f"has keys {tuple(key.shape)} and values {tuple(value.shape)}, not {heads} heads of width {width}"
+        if wrong is not None:
+            raise ValueError(f"{type(self).__name__} {wrong}: this attention is not supported.")
+
+
+class RFADecoderMixin(RFAPreTrainedMixin):
+    """A decoder, with or without a head, whose full-attention layers but those in ``config.softmax_layers`` are RFA.
+
+    Arguments and results are those of the base model. ``output_attentions=True`` returns RFA's weights, [B, query heads, T,
+    T], at quadratic cost; with a cache that has seen tokens before, the columns are those of this call's tokens.
+
+    Without a mask and a cache, ``position_ids`` that do not go on by one start a new document, which sees nothing of those
+    before it in its row: packed batches, as transformers' softmax models take them.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        for module in list(self.modules()):  # type: ignore[attr-defined]
+            if is_attention(module) and not isinstance(module, RFAAttentionMixin):
+                if config.is_rfa("causal", module.layer_idx):
+                    module.__class__ = rfa_attention_class(type(module))
+                    module.become_rfa(config)
+            elif isinstance(module, PreTrainedModel) and any(map(is_attention, module.modules())):
+                stack: Any = module  # the innermost one; heads may call it past the model around it
+        if not hasattr(stack, "reads_inputs"):
+            stack.reads_inputs = tuple(inspect.signature(stack.forward).parameters)
+            stack.register_forward_pre_hook(prepare_inputs, with_kwargs=True)
+
+
+def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add what RFA layers read to the inputs of a stack of layers, and take away the masks of T × T that they do not.
+
+    Raises:
+        ValueError: for a mask per query, or for positions past learned ones.
+    """
+    kwargs = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}
+    names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values")
+    input_ids, inputs_embeds, attention_mask, position_ids, cache = (kwargs.get(name) for name in names)
+    inputs = input_ids if input_ids is not None else inputs_embeds
+    if inputs is None or (input_ids is not None and inputs_embeds is not None):
+        raise ValueError("pass either input_ids or inputs_embeds, and not both.")
+    batch, length = inputs.shape[:2]
+    past = past_length(cache)
+    kwargs["padding_mask"] = local_padding(attention_mask, length + unread_length(cache, stack.config))
+    kwargs["document_starts"] = document_starts(position_ids) if attention_mask is None and cache is None else None
+    if kwargs["document_starts"] is not None:
+        kwargs["use_cache"] = (
+            False  # rows of several documents are for training; softmax layers keep them apart only so
+        )
+    wanted = kwargs.get("output_attentions")
+    kwargs["output_rfa_attentions"] = bool(stack.config.output_attentions if wanted is None else wanted)
+    if any(hasattr(stack, name) for name in POSITION_EMBEDDINGS):
+        if position_ids is None:  # the base model counts the tokens of its mask
+            mask = inputs.new_ones(1, past + length, dtype=torch.long) if attention_mask is None else attention_mask
+            kwargs["position_ids"] = position_ids = (mask.long().cumsum(-1) * mask - 1)[:, past:]
+        count, last = stack.config.max_position_embeddings, past + length - 1
+        check_positions(int(position_ids.max()) if last >= count else last, count)
+    embeds = inputs.new_empty(batch, length, 0, dtype=stack.dtype)
+    kwargs["attention_mask"] = _softmax_masks(stack.config, embeds, attention_mask, position_ids, cache)
+    return (), kwargs
+
+
+def _softmax_masks(
+    config: Any, embeds: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
+) -> Any:
+    """Return the mask, or masks by layer type, for the layers that are not RFA."""
+    types = set(config.cache_layer_types())
+    # transformers takes it as prepared, and builds none of T × T entries, which RFA does not read.
+    unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=embeds.device)
+    if types == {RFALayer._layer_type}:
+        return unread
+    if "sliding_attention" not in types:
+        return attention_mask
+    # transformers asks the first layer of a kind how many keys there are, and RFA layers hold none.
+    kept = [] if cache is None else [layer for layer in cache.layers if getattr(layer, "holds", None) is None]
+    arguments: Any = {
+        "config": config,
+        "inputs_embeds": embeds,
+        "attention_mask": attention_mask,
+        "past_key_values": Cache(layers=kept) if kept else None,
+        "position_ids": position_ids,
+    }
+    full = create_causal_mask(**arguments) if "full_attention" in types else unread
+    return {"full_attention": full, "sliding_attention": create_sliding_window_causal_mask(**arguments)}
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return whether a module is an attention layer that knows its place and its scaling."""
+    named = type(module).__name__.endswith("Attention")
+    return named and isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "scaling")
+
+
+def rfa_attention_class(base: type[nn.Module]) -> type[nn.Module]:
+    """Return the RFA class of a family's attention class."""
+    return _made(base, RFADecoderAttention, f"{base.__name__} with random features.")
+
+
+def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the RFA class of a decoder's model class, a body or one with a head."""
+    base_config: Any = base.config_class
+    config_class: Any = decoder_config_class(base_config)
+    found = _made(base, RFADecoderMixin, f"{base.__name__} with random feature attention.", config_class=config_class)
+    if base is AutoModel._model_mapping.get(base_config, None):  # heads of several families build their body by it
+        AutoModel.register(config_class, found, exist_ok=True)
+    return found
+
+
+def _made(base: Any, mixin: Any, text: str, **attributes: Any) -> Any:
+    """Return the class RFA… of ``base`` and a mixin, made once."""
+    name = f"RFA{base.__name__}"
+    if name not in globals():
+        globals()[name] = type(name, (mixin, base), {"__module__": __name__, "__doc__": text, **attributes})
+    return globals()[name]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a model class by its name, ``RFALlamaForCausalLM`` say; an AttributeError if transformers has no base class."""
+    base = getattr(transformers, name.removeprefix("RFA"), None) if name.startswith("RFA") else None
+    if not (isinstance(base, type) and issubclass(base, PreTrainedModel)):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return rfa_model_class(base)
