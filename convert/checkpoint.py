@@ -111,9 +111,8 @@ def open_checkpoint(name: str | Path, *, revision: str | None = None, allow_pick
 
 
 def _open_gguf(name: str, path: Path) -> Checkpoint:
-    """Open a GGUF file, which holds a language model without an encoder."""
-    supported = (model_type for model_type, each in FAMILIES.items() if not each.base_config().is_encoder_decoder)
-    file = open_gguf(path, tuple(sorted(supported)))
+    """Open a GGUF file, which holds a language model."""
+    file = open_gguf(path, FAMILIES)
     family = FAMILIES[file.config.model_type]
     revision = f"sha256:{file.digest()}"
     return Checkpoint(

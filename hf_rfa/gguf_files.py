@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 from transformers.utils import is_gguf_available, logging
 
 from .errors import InputError
@@ -70,7 +71,7 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf" or _first_bytes(path) == MAGIC
 
 
-def open_gguf(path: Path, supported: tuple[str, ...] = ()) -> GGUFFile:
+def open_gguf(path: Path, supported: Collection[str] = ()) -> GGUFFile:
     """Read what a GGUF file says of itself, and check that its tensors are all there.
 
     Args:
@@ -139,9 +140,10 @@ def _first_bytes(path: Path) -> bytes:
         raise InputError(f"cannot read {path}: {error}") from error
 
 
-def _read_config(path: Path, architecture: str, supported: tuple[str, ...]) -> PreTrainedConfig:
+def _read_config(path: Path, architecture: str, supported: Collection[str]) -> PreTrainedConfig:
     """Return the configuration that transformers makes of a GGUF file; an `InputError` if it cannot, or is not supported."""
-    advice = f" Supported: {', '.join(supported)}." if supported else ""
+    readable = sorted(each for each in supported if each.removesuffix("_text") in GGUF_SUPPORTED_ARCHITECTURES)
+    advice = f" Supported: {', '.join(readable)}." if supported else ""
     try:
         with _silence():
             config = AutoConfig.from_pretrained(path.parent, gguf_file=str(path))
