@@ -217,8 +217,14 @@ def load_gguf(file: GGUFFile, auto_class: Any, dtype: str) -> PreTrainedModel:
     precision = "float32" if dtype == "auto" else dtype
     with _silence():
         model, info = model_class.from_pretrained(
-            None, config=file.config, state_dict=state, dtype=precision, output_loading_info=True
+            None,
+            config=file.config,
+            state_dict=state,
+            dtype=precision,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
+    mismatched += info["mismatched_keys"]
     unfit = sorted({*info["missing_keys"], *(key for key, *_ in mismatched)})
     if unfit:
         raise InputError(
