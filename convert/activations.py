@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.attention import RFAAttentionMixin, group_queries
 from hf_rfa.models.feature_maps import compute_dtype
-from hf_rfa.models.linear_attention import MASKED_LOGIT, mask_padding
+from hf_rfa.models.linear_attention import MASKED_LOGIT, mask_padding, rows_per_token, to_rows
 
-from .attention_weights import ExactWindow, log_attention_weights
+from .attention_weights import ExactWindow, log_attention_weights, seen_by, tokens_of
 
 #: Queries whose attention weights are held at once.
 QUERY_BLOCK = 128
@@ -26,17 +26,27 @@ POSITION_ARGUMENTS = ("position_embeddings", "position_ids")
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Queries, keys and values of one attention layer of the softmax model; masks are None where nothing is padded."""
+    """Queries, keys and values of one attention layer of the softmax model; masks are None where nothing is padded.
 
-    query: Tensor  # [N, H, Tq, d]
+    Queries may be grouped: H counts key-value heads, and there are G rows of queries per token
+    (`hf_rfa.models.linear_attention`).
+    """
+
+    query: Tensor  # [N, H, Tq G, d]
     key: Tensor  # [N, H, Tk, d]
     value: Tensor  # [N, H, Tk, d]
     query_mask: Tensor | None = None  # [N, Tq], True for tokens
     key_mask: Tensor | None = None  # [N, Tk]
 
+    def row_mask(self) -> Tensor | None:
+        """Return which rows of queries are those of tokens, [N, Tq G], or None for all."""
+        if self.query_mask is None:
+            return None
+        return to_rows(self.query_mask, self.query.shape[2] // self.query_mask.shape[1], dim=1)
+
     def queries(self) -> Tensor:
-        """Return the queries of all tokens, [H, n, d], in float32."""
-        return _tokens(self.query, self.query_mask).float()
+        """Return the queries of all tokens, [H, n G, d], in float32."""
+        return _tokens(self.query, self.row_mask()).float()
 
     def keys(self) -> Tensor:
         """Return the keys of all tokens, [H, n, d], in float32."""
@@ -47,10 +57,9 @@ class LayerActivations:
         return replace(self, **{name: part[:count] for name, part in vars(self).items() if part is not None})
 
     def mean(self, per_query: Tensor) -> Tensor:
-        """Return the mean of [N, H, Tq] over the queries that are no padding, [H]."""
-        if self.query_mask is None:
-            return per_query.mean((0, 2))
-        return per_query.transpose(1, 2)[self.query_mask].mean(0)
+        """Return the mean of [N, H, Tq G] over the queries that are no padding, [H]."""
+        mask = self.row_mask()
+        return per_query.mean((0, 2)) if mask is None else per_query.transpose(1, 2)[mask].mean(0)
 
 
 def _tokens(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -62,7 +71,7 @@ def _tokens(x: Tensor, mask: Tensor | None) -> Tensor:
 class SoftmaxWeights(NamedTuple):
     """Softmax attention weights of a block of a layer's queries, over the keys that causal ones can see."""
 
-    rows: slice
+    rows: slice  # those of whole tokens, if causal
     softmax: Tensor  # [N, H, rows, keys]
     negative_entropy: Tensor  # [N, H, rows]
 
@@ -71,14 +80,17 @@ class SoftmaxWeights(NamedTuple):
 def softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> Iterator[SoftmaxWeights]:
     """Yield the softmax attention weights of a layer, `QUERY_BLOCK` queries at a time."""
     length, causal = activations.query.shape[2], layer.rfa_kind == "causal"
-    for start in range(0, length, QUERY_BLOCK):
-        rows = slice(start, min(length, start + QUERY_BLOCK))
-        keys = slice(0, rows.stop if causal else activations.key.shape[2])
+    groups = rows_per_token(activations.query, activations.key) if causal else 1
+    block = max(1, QUERY_BLOCK // groups) * groups
+    for start in range(0, length, block):
+        rows = slice(start, min(length, start + block))
+        keys = slice(0, tokens_of(rows, groups).stop if causal else activations.key.shape[2])
         query, key = activations.query[:, :, rows].float(), activations.key[:, :, keys].float()
         scores = (query * layer.scaling) @ key.transpose(-1, -2)  # [N, H, rows, keys]
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=key.device)
         if causal:
-            seen = seen.tril(start)
+            seen = seen_by(rows, groups, key.device)
+        else:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=key.device)
         if activations.key_mask is not None:
             seen = seen & activations.key_mask[:, None, None, keys]
         # A padded query may see no key: finite logits give it weights instead of NaN, and no mean counts them.
@@ -140,7 +152,7 @@ def layer_divergence(
     *,
     output_weight: float = 0.0,
 ) -> Tensor:
-    """Return KL(softmax ‖ RFA) of a layer's attention weights, in nats per query, [H].
+    """Return KL(softmax ‖ RFA) of a layer's attention weights, in nats per query, [H]: the mean over a group's queries.
 
     Args:
         layer: the RFA layer.
@@ -157,7 +169,7 @@ def layer_divergence(
         if output_weight:
             value = activations.value[:, :, : log_weights.shape[-1]].to(log_weights.dtype)
             expected, found = target.softmax @ value, log_weights.exp() @ value
-            mask = activations.query_mask
+            mask = activations.row_mask()
             kept = 1.0 if mask is None else mask[:, None, target.rows, None].to(value.dtype)
             error = error + ((found - expected) * kept).square().sum((0, 2, 3))
             norm = norm + (expected * kept).square().sum((0, 2, 3))
@@ -213,10 +225,12 @@ def layer_activations(
     """
     if layer.rfa_kind != "cross":
         query, key, value = layer.project(inputs.hidden_states, **inputs.options)
-        mask = masks[layer.rfa_kind]
-        return LayerActivations(query, key, value, mask, mask)
-    key, value = layer.project_source(cast(Tensor, inputs.encoder_hidden_states))
-    return LayerActivations(layer.project_query(inputs.hidden_states), key, value, masks["causal"], masks["encoder"])
+        query_mask = key_mask = masks[layer.rfa_kind]
+    else:
+        query = layer.project_query(inputs.hidden_states)
+        key, value = layer.project_source(cast(Tensor, inputs.encoder_hidden_states))
+        query_mask, key_mask = masks["causal"], masks["encoder"]
+    return LayerActivations(group_queries(query, key.shape[1]), key, value, query_mask, key_mask)
 
 
 def padding_masks(inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:

@@ -13,27 +13,48 @@ from torch import Tensor
 
 from hf_rfa.models.feature_maps import FeatureMap, exponentiate_queries
 from hf_rfa.models.learned_feature_maps import ExponentialMap, HedgehogMap
-from hf_rfa.models.linear_attention import MASKED_LOGIT, denominator, differentiable, divide
+from hf_rfa.models.linear_attention import (
+    MASKED_LOGIT,
+    denominator,
+    differentiable,
+    divide,
+    rows_per_token,
+    to_rows,
+)
 from hf_rfa.models.random_feature_maps import GaussianMap, PositiveMap
 
 #: Attention weights of signed features are raised to this before a logarithm is taken.
 MIN_SIGNED_WEIGHT = 1e-9
 
 
+def tokens_of(rows: slice, groups: int) -> slice:
+    """Return the tokens of some rows of queries, of which each token has ``groups``; the rows are all those of the tokens."""
+    return slice(rows.start // groups, rows.stop // groups)
+
+
+def seen_by(rows: slice, groups: int, device: torch.device, window: int | None = None) -> Tensor:
+    """Return which tokens causal queries see, [rows, tokens], all up to their own or the last ``window``; see `tokens_of`."""
+    tokens = tokens_of(rows, groups)
+    seen = torch.ones(tokens.stop - tokens.start, tokens.stop, dtype=torch.bool, device=device).tril(tokens.start)
+    return to_rows(seen if window is None else seen.triu(tokens.start - window + 1), groups)
+
+
 class ExactWindow(NamedTuple):
     """Inputs of the exact weights of the sinks and of the last ``size`` keys (`hf_rfa.models.sliding_window`)."""
 
     size: int  # W, the query's own position included
-    query: Tensor  # scaled, [B, H, Tq, d]
+    query: Tensor  # scaled, [B, H, Tq G, d]
     key: Tensor  # [B, H, Tk, d]
-    offset: Tensor  # makes exp(q·k·s) commensurate with φ(q)·φ(k), [B, H, Tq, 1]
+    offset: Tensor  # makes exp(q·k·s) commensurate with φ(q)·φ(k), [B, H, Tq G, 1]
     sinks: Tensor | None  # which keys are sinks, [B, Tk]; None without any
 
     def near(self, rows: slice) -> Tensor:
-        """Return which of the keys before ``rows.stop`` some queries see exactly, [B or 1, 1, rows, keys]."""
-        seen = torch.ones(rows.stop - rows.start, rows.stop, dtype=torch.bool, device=self.key.device).tril(rows.start)
-        near = seen.triu(rows.start - self.size + 1)[None, None]
-        return near if self.sinks is None else near | (seen & self.sinks[:, None, None, : rows.stop])
+        """Return which of the keys up to theirs some queries see exactly, [B or 1, 1, rows, keys]."""
+        groups, device = rows_per_token(self.query, self.key), self.key.device
+        near = seen_by(rows, groups, device, self.size)[None, None]
+        if self.sinks is None:
+            return near
+        return near | (seen_by(rows, groups, device) & self.sinks[:, None, None, : near.shape[-1]])
 
 
 def log_attention_weights(
@@ -50,12 +71,12 @@ def log_attention_weights(
     """Return logarithms of the attention weights of some queries of a whole sequence, [B, H, rows, keys].
 
     A few rows at a time take memory linear in the length, and causal ones skip the keys that they do not see: the columns
-    are the keys before ``rows.stop``. A key that a query does not see has `MASKED_LOGIT`.
+    are the keys up to the last row's token. A key that a query does not see has `MASKED_LOGIT`.
 
     Args:
-        query: features of all queries, [B, H, Tq, F].
+        query: features of all queries, [B, H, Tq G, F]; they may be grouped (`hf_rfa.models.linear_attention`).
         key: features of all keys, [B, H, Tk, F].
-        rows: the queries that are asked for.
+        rows: the queries that are asked for; if causal, those of whole tokens.
         log_decay: [B, H, Tk] or None; only with ``causal=True``.
         input_scale: [B, H or 1, Tk], 0 for padding, or None.
         causal: whether a query sees only the keys up to its own position.
@@ -63,13 +84,16 @@ def log_attention_weights(
             `MIN_SIGNED_WEIGHT` are raised to it.
         window: the exact window, or None; padding must not stand between tokens then.
     """
-    columns = slice(0, rows.stop) if causal else slice(0, key.shape[-2])
+    groups = rows_per_token(query, key) if causal else 1
+    tokens = tokens_of(rows, groups)
+    columns = slice(0, tokens.stop) if causal else slice(0, key.shape[-2])
     query, key = query[..., rows, :], key[..., columns, :]
     scores = query @ key.transpose(-1, -2)
     tiny = torch.finfo(scores.dtype).tiny
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
     if causal:
-        seen = seen.tril(rows.start)
+        seen = seen_by(rows, groups, scores.device)
+    else:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
     near = torch.zeros_like(seen) if window is None else window.near(rows)
     log_factor: Tensor | float = 0.0  # of decay and input scale
     if input_scale is not None:
@@ -78,7 +102,8 @@ def log_attention_weights(
         log_factor = input_scale.clamp_min(tiny).log()
     if log_decay is not None:
         total = log_decay[..., columns].double().cumsum(-1)
-        log_factor = log_factor + (total[..., rows, None] - total[..., None, :]).to(scores.dtype)
+        own = to_rows(total[..., tokens, None], groups)
+        log_factor = log_factor + (own - total[..., None, :]).to(scores.dtype)
 
     log_total = None
     if denominator_floor is None:

@@ -12,6 +12,8 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
 6. scale: the constant c of a head's exponents, so that the features of its median key have mass 1.
 7. window: the shift between the window's and the features' weights, where there is a window, with the least divergence.
 
+A head here is a key-value head, whose queries are those of all query heads that share it.
+
 Steps 1 to 3 apply to positive features with the norm carried, step 5 to maps with σ, step 6 to maps with exponents.
 """
 
@@ -98,10 +100,10 @@ def calibrate(
 
 
 class _Comparison:
-    """The divergence of a layer's attention weights from softmax, on the first `COMPARED_TOKENS` queries."""
+    """The divergence of a layer's attention weights from softmax, on the first `COMPARED_TOKENS` tokens."""
 
     def __init__(self, layer: RFAAttentionMixin, activations: LayerActivations, hidden_states: Tensor | None) -> None:
-        rows = max(1, COMPARED_TOKENS // activations.query.shape[2])
+        rows = max(1, COMPARED_TOKENS * layer.feature_map.groups // activations.query.shape[2])
         self.layer, self.activations = layer, activations.rows(rows)
         self.hidden_states = None if hidden_states is None else hidden_states[:rows]
         self.targets = list(softmax_weights(layer, self.activations))
@@ -129,7 +131,7 @@ class _Comparison:
             near = window.near(target.rows)
             softmax_shares.append((target.softmax * near).sum(-1))
             rfa_shares.append((log_weights.exp() * near).sum(-1))
-        rfa_share = torch.cat(rfa_shares, dim=-1).clamp(0.0, 1.0)  # [N, H, T]
+        rfa_share = torch.cat(rfa_shares, dim=-1).clamp(0.0, 1.0)  # [N, H, T G]
         mean_softmax_share = self.activations.mean(torch.cat(softmax_shares, dim=-1))  # [H]
 
         def change(shift: Tensor) -> Tensor:
@@ -189,7 +191,7 @@ def fit_projection(feature_map: PositiveMap, second_moment: Tensor) -> None:
     a = (1 − 2λ − √((2λ + 1)² + 8λ)) / 16 ≤ 0, and B = (1 − 4A)^½ in their directions: w ← Bw, b = wᵀAw.
 
     Args:
-        feature_map: changed in place; both sides of a map with two matrices get the same.
+        feature_map: changed in place; both sides of a map with two matrices get the same, and all query heads of a group.
         second_moment: E[(q̂ + k̂)(q̂ + k̂)ᵀ] of prepared queries and keys, [H, d, d].
     """
     values, vectors = torch.linalg.eigh(second_moment.double())
@@ -199,10 +201,11 @@ def fit_projection(feature_map: PositiveMap, second_moment: Tensor) -> None:
     projection = (drawn * (1 - 4 * entries).sqrt()) @ vectors.transpose(-1, -2)
     bias = (drawn.square() * entries).sum(-1) + (1 - 4 * entries).log().sum(-1) / 4
     tensors = feature_map.state_dict(keep_vars=True)
-    for name in tensors.keys() & {"projection", "key_projection"}:
-        tensors[name].copy_(projection)
-    for name in tensors.keys() & {"feature_bias", "query_bias", "key_bias"}:
-        tensors[name].copy_(bias)
+    fitted = {name: projection for name in ("projection", "key_projection")}
+    fitted |= {name: bias for name in ("feature_bias", "query_bias", "key_bias")}
+    for name in tensors.keys() & fitted.keys():
+        heads = tensors[name].shape[0]
+        tensors[name].copy_(fitted[name].repeat_interleave(heads // feature_map.num_heads, dim=0))
 
 
 def _nearest(comparison: _Comparison, values: Sequence[float], set_to: Callable[[float], None]) -> Tensor:

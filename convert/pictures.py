@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -51,8 +52,17 @@ def compare_attention(model: nn.Module, base_model: PreTrainedModel, inputs: Inp
     )
     maps = []
     for divergence, name, head in (heads[index] for index in sorted({0, len(heads) // 2, len(heads) - 1}) if heads):
-        target, log_weights = next(compare_weights(layers[name], activations[name], captured[name].hidden_states))
-        maps.append(HeadMap(name, head, divergence, target.softmax[0, head].cpu(), log_weights[0, head].exp().cpu()))
+        layer, activation = layers[name], activations[name]
+        blocks = [
+            (target.softmax, log_weights.exp())
+            for target, log_weights in compare_weights(layer, activation, captured[name].hidden_states)
+        ]
+        width, groups = activation.key.shape[2], layer.feature_map.groups
+        # Of query heads that share a key-value head the first one is shown.
+        shown = (
+            [F.pad(x[0, head, ::groups], (0, width - x.shape[-1])) for x in each] for each in zip(*blocks, strict=True)
+        )
+        maps.append(HeadMap(name, head, divergence, *(torch.cat(each).cpu() for each in shown)))
     return maps
 
 

@@ -1,6 +1,8 @@
 """Random feature attention for every family: features, gate, recurrence and cache between a family's own projections.
 
-A family's attention class projects queries, keys and values; `RFAAttentionMixin` does the rest.
+A family's attention class projects queries, keys and values; `RFAAttentionMixin` does the rest. There may be more query heads
+than key-value heads, H_q = G H: inside, the queries of a group are further rows of their key-value head's queries
+(`hf_rfa.models.linear_attention`), and what is learned or kept per head is per key-value head.
 """
 
 from __future__ import annotations
@@ -125,6 +127,19 @@ def one_hot_values(key: Tensor) -> Tensor:
     return torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
 
 
+def group_queries(query: Tensor, num_heads: int) -> Tensor:
+    """Return queries [B, H_q, T, d] as rows [B, H, T G, d] of the ``num_heads`` key-value heads that they share in order."""
+    if query.shape[1] == num_heads:
+        return query
+    return query.unflatten(1, (num_heads, -1)).transpose(2, 3).flatten(2, 3)
+
+
+def ungroup(rows: Tensor, num_query_heads: int) -> Tensor:
+    """Return rows [B, H, T G, n] by query heads, [B, H_q, T, n]: the inverse of `group_queries`."""
+    groups = num_query_heads // rows.shape[1]
+    return rows if groups == 1 else rows.unflatten(2, (-1, groups)).transpose(2, 3).flatten(1, 2)
+
+
 class RFAAttentionMixin(nn.Module):
     """Random feature attention for a family's attention class, which projects queries, keys and values."""
 
@@ -134,7 +149,7 @@ class RFAAttentionMixin(nn.Module):
     scaling: float
 
     def project_query(self, hidden_states: Tensor) -> Tensor:
-        """Return the queries [B, H, T, d] of the layer's input [B, T, width]."""
+        """Return the queries [B, H_q, T, d] of the layer's input [B, T, width]."""
         raise NotImplementedError
 
     def project_source(self, source: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,16 +157,20 @@ class RFAAttentionMixin(nn.Module):
         raise NotImplementedError
 
     def project(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, each [B, H, T, d], of the layer's input [B, T, width] (self-attention)."""
+        """Return queries [B, H_q, T, d], and keys and values [B, H, T, d], of the layer's input [B, T, width]."""
         return self.project_query(hidden_states), *self.project_source(hidden_states)
 
-    def init_rfa(self, config: Any, *, kind: AttentionKind, scaling: float, layer_idx: int) -> None:
-        """Add the feature map, and the gate where the configuration asks for one (causal attention only)."""
+    def init_rfa(self, config: Any, *, kind: AttentionKind, scaling: float, layer_idx: int, groups: int = 1) -> None:
+        """Add the feature map, and the gate where the configuration asks for one (causal attention only).
+
+        ``groups`` is G, the number of query heads that share each of ``config.num_heads_for(kind)`` key-value heads.
+        """
         heads = config.num_heads_for(kind)
         self.window_size: int = config.window_size if kind == "causal" else 0
         self.num_sinks: int = config.num_sinks if kind == "causal" else 0
         self.feature_map = FEATURE_MAPS[config.feature_map](
             num_heads=heads,
+            groups=groups,
             head_dim=config.head_dim_for(kind),
             num_features=config.num_features_for(kind),
             scaling=scaling,
@@ -185,11 +204,12 @@ class RFAAttentionMixin(nn.Module):
         document_starts: Tensor | None = None,
         dropout: float = 0.0,
         output_attentions: bool = False,
+        sink_logits: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Self-attention: attend to keys and values, and if causal to those that the cache has seen before.
 
         Args:
-            query: [B, H, T, d].
+            query: [B, H_q, T, d].
             key: [B, H, T, d].
             value: [B, H, T, d].
             hidden_states: the layer's input, [B, T, width], which the gate reads.
@@ -200,19 +220,28 @@ class RFAAttentionMixin(nn.Module):
             dropout: probability, in training, of dropping a token's value for all queries of a head: single attention weights
                 never exist. The token stays in the normalizer, as with dropout on softmax weights.
             output_attentions: whether to return the attention weights, at quadratic cost.
+            sink_logits: logits of the query heads' learned sinks, [H_q], or None (`hf_rfa.models.sliding_window`).
 
         Returns:
-            The output [B, H, T, d] in the dtype of ``value``, and the weights [B, H, T, T] or None.
+            The output [B, H_q, T, d] in the dtype of ``value``, and the weights [B, H_q, T, T] or None.
+
+        Raises:
+            ValueError: if there are ``sink_logits`` without a window, whose weights they are commensurate with.
         """
+        if sink_logits is not None and not self.window_size:
+            raise ValueError(
+                "sink_logits need a sliding window (window_size of at least 1), which this attention lacks."
+            )
         if self.rfa_kind != "causal":
             output, _, attn_weights = self._attend_to_all(query, key, value, padding_mask, dropout, output_attentions)
             return output, attn_weights
-        length = query.shape[-2]
+        query_heads, length = query.shape[1:3]
         layer, prefix = (None, None) if cache is None else rfa_layer_of(cache, self.rfa_layer_idx)
         if prefix is not None:  # tokens of which nothing but key and value is known: no output, and a gate of zeros
             key, value = (torch.cat(each, dim=-2) for each in zip(prefix, (key, value), strict=True))
             query = F.pad(query, (0, 0, key.shape[-2] - length, 0))
             hidden_states = F.pad(hidden_states, (0, 0, key.shape[-2] - length, 0))
+        query = group_queries(query, key.shape[1])
         state, window = (None, None) if layer is None else layer.read(query.device)
 
         log_decay, input_scale = (None, None) if self.gate is None else self.gate(hidden_states)  # [B, H, T]
@@ -221,17 +250,17 @@ class RFAAttentionMixin(nn.Module):
         if output_attentions:
             one_hot = tokens._replace(value=one_hot_values(key))
             held = self._without_values(key.shape[-2], state, window)
-            attn_weights = self._attend(query, one_hot, document_starts, *held)[0][..., -length:, -length:]
-            attn_weights = attn_weights.to(value.dtype)
+            attn_weights = ungroup(self._attend(query, one_hot, document_starts, *held, sink_logits)[0], query_heads)
+            attn_weights = attn_weights[..., -length:, -length:].to(value.dtype)
         tokens = tokens._replace(value=F.dropout(value, dropout, self.training))
         recording = layer is not None and layer.record_past
         output, state, window, recorded = self._attend(
-            query, tokens, document_starts, state, window, recording=recording
+            query, tokens, document_starts, state, window, sink_logits, recording=recording
         )
         if cache is not None:
             num_tokens = key.shape[-2]
             cache.update(state, window, self.rfa_layer_idx, num_tokens=num_tokens, recorded=recorded)  # type: ignore[arg-type]
-        return output[..., -length:, :].to(value.dtype), attn_weights
+        return ungroup(output, query_heads)[..., -length:, :].to(value.dtype), attn_weights
 
     def _attend(
         self,
@@ -240,12 +269,17 @@ class RFAAttentionMixin(nn.Module):
         document_starts: Tensor | None,
         state: Tensor | None,
         window: Tensor | None,
+        sink_logits: Tensor | None,
         *,
         recording: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None, RecordedStep | None]:
-        """Attend causally: the output [B, H, T, M], the new state and window, and what `RFALayer.crop` needs if recording."""
+        """Attend causally: the output [B, H, T G, M], the new state and window, and what `RFALayer.crop` needs, if recording.
+
+        Queries are rows [B, H, T G, d] of the key-value heads (`group_queries`), here and in all that this calls.
+        """
         feature_map, log_decay = self.feature_map, tokens.log_decay
         plain = not self.window_size and not recording and tokens.value.shape[-1] == tokens.key.shape[-1]
+        plain = plain and query.shape[-2] == tokens.key.shape[-2]  # no backend groups queries
         if self.backend != "torch" and plain and not torch.compiler.is_compiling():
             found = BACKENDS[self.backend].attend(self, query, *tokens[:4], document_starts, state)
             if found is not None:
@@ -270,6 +304,7 @@ class RFAAttentionMixin(nn.Module):
                 denominator_floor=feature_map.denominator_floor,
                 chunk_size=self.chunk_size,
                 window_only=self.attention_component == "window",
+                sink_logits=sink_logits,
             )
             window, key_features = stream.window(), features.unshifted_key() if recording else None
         else:
@@ -283,13 +318,13 @@ class RFAAttentionMixin(nn.Module):
     def _attend_to_past(
         self, query: Tensor, tokens: Tokens, state: Tensor | None, recording: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Attend causally through features: the output [B, H, T, M], the new state, and φ(k) if recording.
+        """Attend causally through features: the output [B, H, T G, M], the new state, and φ(k) if recording.
 
         Features of a long sequence are computed a segment at a time, and again for the gradients.
         """
         most = MAX_LENGTH_WITHOUT_SEGMENTS if torch.is_grad_enabled() else SEGMENT_LENGTH
         redrawn = self.training and self.feature_map.redraw_pool > 0  # recomputed features would be others
-        if torch.compiler.is_compiling() or redrawn or query.shape[-2] <= most:
+        if torch.compiler.is_compiling() or redrawn or tokens.key.shape[-2] <= most:
             output, state, features = self._attend_segment(query, tokens, state, None)
             key_features = features.unshifted_key() if recording else None
             return output, cast(Tensor, rescale(state, features.shift, None)), key_features
@@ -358,27 +393,31 @@ class RFAAttentionMixin(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Let every query see every key: queries, keys and values in; output, state and attention weights out.
 
-        One row of keys may serve several rows of queries, as in `attend_with_state`.
+        The shapes are those of `attend`. One row of keys may serve several rows of queries, as in `attend_with_state`.
         """
+        query_heads = query.shape[1]
+        query = group_queries(query, key.shape[1])
         features = self._features(query, key, self.feature_map.least_shift(None))
         _, input_scale = mask_padding(padding_mask, None, None)
         floor: Any = {"denominator_floor": self.feature_map.denominator_floor}
         keys, attn_weights = Tokens(features.key, value, None, input_scale), None
         if output_attentions:
             sums = final_state(keys._replace(value=one_hot_values(key)), **floor)
-            attn_weights = attend_with_state(features.query, sums, **floor).to(value.dtype)
+            attn_weights = ungroup(attend_with_state(features.query, sums, **floor), query_heads).to(value.dtype)
         state = final_state(keys._replace(value=F.dropout(value, dropout, self.training)), **floor)
-        output = attend_with_state(features.query, state, **floor).to(value.dtype)
+        output = ungroup(attend_with_state(features.query, state, **floor), query_heads).to(value.dtype)
         return output, cast(Tensor, rescale(state, features.shift, None)), attn_weights
 
     @without_autocast
     def _read(self, query: Tensor, state: Tensor) -> Tensor:
-        """Return what queries [B, H, T, d] read from a finished state."""
+        """Return what queries [B, H_q, T, d] read from a finished state."""
         state = state.to(query.device)
-        features = self._features(query, None, self.feature_map.least_shift(state))
+        rows = group_queries(query, state.shape[1])
+        features = self._features(rows, None, self.feature_map.least_shift(state))
         state = cast(Tensor, rescale(state, None, features.shift))
         floor = self.feature_map.denominator_floor
-        return attend_with_state(features.query, state, denominator_floor=floor).to(query.dtype)
+        output = attend_with_state(features.query, state, denominator_floor=floor)
+        return ungroup(output, query.shape[1]).to(query.dtype)
 
     def attend_to_source(
         self,
@@ -401,7 +440,7 @@ class RFAAttentionMixin(nn.Module):
             output_attentions: whether to return the attention weights.
 
         Returns:
-            The output [B, H, T, d] in the dtype of the queries, and the weights [B, H, T, S] or None.
+            The output [B, H_q, T, d] in the dtype of the queries, and the weights [B, H_q, T, S] or None.
 
         Raises:
             ValueError: if there is neither an encoder's output nor a state.

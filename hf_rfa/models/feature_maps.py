@@ -11,6 +11,10 @@ by one calibrated constant per head. No running maximum has to be part of the re
 Gradients need more room than values: where all keys that a query has seen are light, the gradient of their features is as
 large as their features are small. With gradients the maps therefore move a factor e^r per feature from the queries to the
 keys, such that the largest key at hand has a feature of e^24 (`Features.shift`). φ(q)·φ(k) stays what it is.
+
+Where query heads share key-value heads, H counts the latter, queries have G rows per token
+(`hf_rfa.models.linear_attention`), and what a map learns is per key-value head. A map may have query matrices of its own for
+every query head (`FeatureMap.groups`).
 """
 
 from __future__ import annotations
@@ -97,6 +101,7 @@ class FeatureMap(nn.Module, ABC):
         windowed: whether a sliding window comes with the features (`hf_rfa.models.sliding_window`).
         seed: of the random matrices.
         layer_idx: the layer, so that layers draw different matrices.
+        groups: G, the number of query heads that share each of the H key-value heads.
 
     Attributes:
         sigma: learned scale σ of W per head and dimension, [H, d], where the map has one (Peng et al. 2021, W = σ∘W̃).
@@ -138,9 +143,11 @@ class FeatureMap(nn.Module, ABC):
         windowed: bool = False,
         seed: int = 0,
         layer_idx: int = 0,
+        groups: int = 1,
     ) -> None:
         super().__init__()
         self.num_heads, self.head_dim, self.unit_norm = num_heads, head_dim, unit_norm
+        self.groups = groups
         self.scaling = scaling if self.uses_scaling else 1.0
         self.num_features = self.resolve_num_features(num_features, head_dim)
         self.orthogonal, self.trainable, self.redraw_pool = orthogonal, trainable, redraw_pool
@@ -330,8 +337,8 @@ class FeatureSpec:
 
     Attributes:
         query_scale: α, [H, 1, d].
-        query_weight: Wᵀ, [H, d, D].
-        query_bias: b, [H, 1, D].
+        query_weight: Wᵀ, [H, d, D]; or [H G, d, D], one for each query head of a group.
+        query_bias: b, [H, 1, D] or [H G, 1, D].
         key_scale: α', [H, 1, d].
         key_weight: W'ᵀ, [H, d, D]; the same tensor as ``query_weight`` where W' = W, so that it is read from memory once.
         key_bias: b', [H, 1, D].
@@ -361,8 +368,14 @@ class FeatureSpec:
         return key * self.key_scale if self.key_mean is None else _into(key - self.key_mean, "mul", self.key_scale)
 
     def query_linear(self, query_input: Tensor) -> Tensor:
-        """Return Wq̂ + b, [H, N, D]."""
-        return torch.baddbmm(self.query_bias, query_input, self.query_weight)
+        """Return Wq̂ + b of prepared queries [H, N, d], [H, N, D]; where W is per query head, row t G + g is of head g."""
+        heads = query_input.shape[0]
+        if self.query_weight.shape[0] == heads:
+            return torch.baddbmm(self.query_bias, query_input, self.query_weight)
+        groups = self.query_weight.shape[0] // heads
+        by_query_head = query_input.unflatten(1, (-1, groups)).transpose(1, 2).flatten(0, 1)
+        linear = torch.baddbmm(self.query_bias, by_query_head, self.query_weight)
+        return linear.unflatten(0, (heads, groups)).transpose(1, 2).flatten(1, 2)
 
     def key_linear(self, key_input: Tensor) -> Tensor:
         """Return W'k̂ + b' − Σ e_i k̂_i², [H, N, D]."""
@@ -379,8 +392,11 @@ class FeatureSpec:
 class ProjectedFeatureMap(FeatureMap):
     """A map with a matrix W per head, [H, D, d]; ``projection`` in the state dict, parameter or buffer.
 
-    A subclass says its linear part in `spec`, and makes features of it in `features`.
+    A subclass says its linear part in `spec`, and makes features of it in `features`. One with ``query_head_matrices`` has a
+    W for every query head of a group, [H G, D, d].
     """
+
+    query_head_matrices: ClassVar[bool] = False
 
     default_num_features: ClassVar[int | None] = 128
     projection: Tensor
@@ -389,7 +405,12 @@ class ProjectedFeatureMap(FeatureMap):
         """Add W, and what every map has."""
         super().build()
         self._cached_spec: tuple[Any, FeatureSpec] | None = None
-        self.add("projection", self.num_heads, self.num_features, self.head_dim, trainable=self.trainable)
+        self.add("projection", self.num_matrices, self.num_features, self.head_dim, trainable=self.trainable)
+
+    @property
+    def num_matrices(self) -> int:
+        """The number of matrices W: H, or H G."""
+        return self.num_heads * (self.groups if self.query_head_matrices else 1)
 
     def matrix(self) -> Tensor:
         """Return W."""

@@ -26,8 +26,10 @@ class ExponentialMap(PositiveMap):
     """φ_q(x) = exp(Wx + b), φ_k(x) = exp(W'x + b' − Σ a_i x_i²/2), F = D: positive random features, every part trained.
 
     Its initial value is that of `PositiveMap` (W' = W, b = b' = 0, a = 1), so that before training it estimates the softmax
-    kernel.
+    kernel. Of query heads that share a key-value head each has a W and b of its own.
     """
+
+    query_head_matrices = True
 
     key_projection: Tensor
     query_bias: Tensor
@@ -41,7 +43,7 @@ class ExponentialMap(PositiveMap):
         """Add W, W', b, b' and a."""
         ProjectedFeatureMap.build(self)
         self.add("key_projection", self.num_heads, self.num_features, self.head_dim, trainable=True)
-        self.add("query_bias", self.num_heads, self.num_features, trainable=True)
+        self.add("query_bias", self.num_matrices, self.num_features, trainable=True)
         self.add("key_bias", self.num_heads, self.num_features, trainable=True)
         self.add("norm_weight", self.num_heads, self.head_dim, initial=1.0, trainable=True)
 

@@ -16,6 +16,11 @@ where every query sees every key: cross and bidirectional attention.
 Shapes: B batch, H heads, T tokens, F features, d width of a head, M = d + 1 columns of values and ones. A state is
 [B, H, F, d + 1], S with z as its last column; features with negative entries add a row for n (`with_norm_row`). Everything
 is computed in the dtype of the features: float32, or float64.
+
+Grouped queries: several query heads may share a key-value head. H then counts key-value heads, which have one state each.
+The G query heads of a group are further rows of its queries, [B, H, T G, F] for T tokens: row t G + g is the query of head g
+at token t, and sees the tokens up to t. Outputs and what else there is per query have the same rows. G is never passed on:
+it is the number of query rows per token (`rows_per_token`).
 """
 
 from __future__ import annotations
@@ -92,6 +97,25 @@ def decay_to_end(log_decay: Tensor) -> Tensor:
     return F.pad(log_decay[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
 
 
+def rows_per_token(query: Tensor, key: Tensor) -> int:
+    """Return G, the number of rows that ``query`` [..., T G, ·] has for each token of ``key`` [..., T, ·]."""
+    return query.shape[-2] // key.shape[-2]
+
+
+def to_rows(per_token: Tensor, groups: int, dim: int = -2) -> Tensor:
+    """Return what there is per token, T along ``dim``, for each of a token's ``groups`` query rows, T G along it."""
+    return per_token if groups == 1 else per_token.repeat_interleave(groups, dim=dim)
+
+
+def up_to_own_token(scores: Tensor, groups: int, *, in_place: bool = False) -> Tensor:
+    """Return the scores of query rows and tokens, [..., T G, T], with 0 for the tokens that come after a row's own."""
+    if groups == 1:
+        return scores.tril_() if in_place else scores.tril()
+    length = scores.shape[-1]
+    later = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
+    return (scores.masked_fill_ if in_place else scores.masked_fill)(to_rows(later, groups), 0.0)
+
+
 def scale_rows(rows: Tensor, input_scale: Tensor | None) -> Tensor:
     """Return rows [B, H, T, …], those of keys or of values, times ``input_scale`` [B, H or 1, T]."""
     return rows if input_scale is None else rows * input_scale[..., None].to(rows.dtype)
@@ -101,21 +125,30 @@ def parallel(query: Tensor, tokens: Tokens, initial_state: Tensor | None = None)
     """Compute the recurrence in its quadratic form: the definition that the other forms are tested against.
 
     Args:
-        query: features of the queries, [B, H, T, F].
+        query: features of the queries, [B, H, T G, F].
         tokens: features of the keys, values [B, H, T, M] of the same dtype, log-decays and input scales.
         initial_state: [B, H, F, M], or None for zeros.
 
     Returns:
-        The outputs [B, H, T, M] and the state after the last token.
+        The outputs [B, H, T G, M] and the state after the last token.
     """
     key, value, log_decay = tokens.key, tokens.scaled_value(), tokens.log_decay  # values are narrower than features
-    log_decay = None if log_decay is None else log_decay.to(key.dtype)
-    scores = query @ key.transpose(-1, -2)
-    output = (scores.tril() if log_decay is None else scores * segment_sums(log_decay).exp()) @ value
+    groups, scores = rows_per_token(query, key), query @ key.transpose(-1, -2)
+    if log_decay is None:
+        scores = up_to_own_token(scores, groups)
+    else:
+        log_decay = log_decay.to(key.dtype)
+        scores = scores * to_rows(segment_sums(log_decay).exp(), groups)
+    output = scores @ value
     if initial_state is not None:
         past = query @ initial_state
-        output = output + (past if log_decay is None else past * log_decay.cumsum(-1).exp()[..., None])
+        output = output + (past if log_decay is None else past * _decay_so_far(log_decay, groups))
     return output, _advance(key, value, log_decay, initial_state)
+
+
+def _decay_so_far(log_decay: Tensor, groups: int) -> Tensor:
+    """Return what is left of the initial state at every query row, [..., T G, 1], from log-decays [..., T]."""
+    return to_rows(log_decay.cumsum(-1).exp()[..., None], groups)
 
 
 def _advance(key: Tensor, value: Tensor, log_decay: Tensor | None, initial_state: Tensor | None) -> Tensor:
@@ -154,8 +187,8 @@ def split_tokens(size: int, query: Tensor, tokens: Tokens) -> Iterator[tuple[Ten
 
     Each tensor is split once, not sliced: the gradient of each slice would be as long as the sequence.
     """
-    count = -(-query.shape[-2] // size)
-    rows = (tensor.split(size, dim=-2) for tensor in (query, *tokens[:2]))
+    groups, count = rows_per_token(query, tokens.key), -(-tokens.key.shape[-2] // size)
+    rows = (query.split(size * groups, dim=-2), *(tensor.split(size, dim=-2) for tensor in tokens[:2]))
     scales = ([None] * count if each is None else each.split(size, dim=-1) for each in tokens[2:4])
     return ((queries, Tokens(*rest)) for queries, *rest in zip(*rows, *scales, strict=True))
 
@@ -165,13 +198,14 @@ def _chunked_at_once(query: Tensor, tokens: Tokens, state: Tensor | None, chunk_
 
     The last chunks are filled with tokens that add nothing. There are two at least, since a graph for one chunk differs.
     """
-    length = query.shape[-2]
+    groups, length = rows_per_token(query, tokens.key), tokens.key.shape[-2]
     count = length // chunk_size + 2
 
-    def split(x: Tensor) -> Tensor:
-        return F.pad(x, (0, 0, 0, count * chunk_size - length)).unfold(2, chunk_size, chunk_size).transpose(-1, -2)
+    def split(x: Tensor, rows: int = 1) -> Tensor:
+        short, size = (count * chunk_size - length) * rows, chunk_size * rows
+        return F.pad(x, (0, 0, 0, short)).unfold(2, size, size).transpose(-1, -2)
 
-    query, key, value = (split(x) for x in (query, tokens.key, tokens.scaled_value()))
+    query, key, value = split(query, groups), split(tokens.key), split(tokens.scaled_value())
     log_decay = None if tokens.log_decay is None else split(tokens.log_decay.to(key.dtype)[..., None])[..., 0]
     output, sums = parallel(query, Tokens(key, value, log_decay))
     first = torch.zeros_like(sums[:, :, :1]) if state is None else state[:, :, None]
@@ -180,30 +214,31 @@ def _chunked_at_once(query: Tensor, tokens: Tokens, state: Tensor | None, chunk_
         sums, read = sums.cumsum(dim=2), query
     else:  # the recurrence once more, of chunks instead of tokens
         sums = segment_sums(F.pad(log_decay.sum(-1), (1, 0))).exp() @ sums
-        read = query * log_decay.cumsum(-1).exp()[..., None]
+        read = query * _decay_so_far(log_decay, groups)
     sums = sums.unflatten(-1, (key.shape[-1], value.shape[-1]))
     output = output + read @ sums[:, :, :-1]
     # An index instead of a slice: a tracer cannot prove that the slice has this length.
-    return output.flatten(2, 3).index_select(2, torch.arange(length, device=output.device)), sums[:, :, -1]
+    return output.flatten(2, 3).index_select(2, torch.arange(length * groups, device=output.device)), sums[:, :, -1]
 
 
 def _chunked_in_place(query: Tensor, tokens: Tokens, state: Tensor | None, chunk_size: int) -> tuple[Tensor, Tensor]:
     """Compute `chunked` without gates and gradients: products are added to the sums in place."""
-    batch, heads, length, features = query.shape
-    columns = tokens.value.shape[-1]
+    batch, heads, length, features = tokens.key.shape
+    groups, columns = rows_per_token(query, tokens.key), tokens.value.shape[-1]
     inputs = (query, tokens.key, tokens.scaled_value())
-    query, key, value = (tensor.reshape(batch * heads, length, -1) for tensor in inputs)
+    query, key, value = (tensor.reshape(batch * heads, tensor.shape[2], -1) for tensor in inputs)
     sums = query.new_zeros(batch * heads, features, columns)
     if state is not None:
         sums.copy_(state.reshape(sums.shape))
-    outputs = query.new_empty(batch * heads, length, columns)
+    outputs = query.new_empty(batch * heads, length * groups, columns)
     for start in range(0, length, chunk_size):
         here = slice(start, start + chunk_size)
-        q, k, v = query[:, here], key[:, here], value[:, here]
-        scores = torch.bmm(q, k.transpose(1, 2)).tril_()
-        outputs[:, here] = torch.bmm(scores, v).baddbmm_(q, sums)
+        rows = slice(start * groups, (start + chunk_size) * groups)
+        q, k, v = query[:, rows], key[:, here], value[:, here]
+        scores = up_to_own_token(torch.bmm(q, k.transpose(1, 2)), groups, in_place=True)
+        outputs[:, rows] = torch.bmm(scores, v).baddbmm_(q, sums)
         sums.baddbmm_(k.transpose(1, 2), v)
-    return outputs.view(batch, heads, length, columns), sums.view(batch, heads, features, columns)
+    return outputs.view(batch, heads, length * groups, columns), sums.view(batch, heads, features, columns)
 
 
 def updates_in_place() -> bool:
@@ -232,22 +267,22 @@ def recurrent(query: Tensor, tokens: Tokens, initial_state: Tensor) -> tuple[Ten
 
 def _recurrence(query: Tensor, tokens: Tokens, state: Tensor | None, chunk_size: int) -> tuple[Tensor, Tensor]:
     """Compute the form that fits: `recurrent` for one token on a state, else `chunked`."""
-    if state is not None and query.shape[-2] == 1:
+    if state is not None and tokens.key.shape[-2] == 1:
         return recurrent(query, tokens, state)
     return chunked(query, tokens, state, chunk_size)
 
 
 def denominator(normalizer: Tensor, query: Tensor, key_norm_sum: Tensor | None, floor: float | None) -> Tensor:
-    """Return what the numerator is divided by, [B, H, T, 1]; 0 where nothing has been seen yet (all padding).
+    """Return what the numerator is divided by, [B, H, T G, 1]; 0 where nothing has been seen yet (all padding).
 
     Features without negative entries cannot cancel, and need neither n nor a floor: it is the normalizer. Others raise it to
     ``floor`` × ‖φ(q)‖ × n, where n = Σ w ‖φ(k)‖ ≥ ‖z‖ decays as the state does, so that rescaling φ, the gates or the number
     of tokens changes nothing.
 
     Args:
-        normalizer: φ(q)·z, [B, H, T, 1].
-        query: features of the queries, [B, H, T, F].
-        key_norm_sum: n, [B, H, T, 1], or None.
+        normalizer: φ(q)·z, [B, H, T G, 1].
+        query: features of the queries, [B, H, T G, F].
+        key_norm_sum: n at the token of every query, [B, H, T G or 1, 1], or None.
         floor: smallest cosine between φ(q) and z that is divided by, or None.
     """
     if key_norm_sum is None or floor is None:
@@ -256,7 +291,7 @@ def denominator(normalizer: Tensor, query: Tensor, key_norm_sum: Tensor | None, 
 
 
 def divide(numerator: Tensor, divisor: Tensor) -> Tensor:
-    """Return numerator [B, H, T, d] over divisor [B, H, T, 1], and 0 where nothing has been seen yet.
+    """Return numerator [B, H, T G, d] over divisor [B, H, T G, 1], and 0 where nothing has been seen yet.
 
     No gradient flows where the divisor is below `MIN_DIFFERENTIABLE_DIVISOR`.
     """
@@ -327,15 +362,15 @@ def linear_attention(
     """Attend causally with random features.
 
     Args:
-        query: features of the queries, [B, H, T, F], float32 or float64.
+        query: features of the queries, [B, H, T G, F], float32 or float64.
         tokens: features of the keys, values [B, H, T, d], log-decays and input scales.
         initial_state: the state so far, or None at the start; updated in place for one token without gradients.
         denominator_floor: see `denominator`; None for features without negative entries.
         chunk_size: tokens handled at once in the quadratic form.
 
     Returns:
-        The outputs [B, H, T, d] in the dtype of the features, the new state, and what the outputs were divided by,
-        [B, H, T, 1] (`denominator`).
+        The outputs [B, H, T G, d] in the dtype of the features, the new state, and what the outputs were divided by,
+        [B, H, T G, 1] (`denominator`).
     """
     rows, norms = _split_norm_row(initial_state, denominator_floor)
     key, value, log_decay, input_scale, _ = tokens
@@ -343,8 +378,9 @@ def linear_attention(
     if denominator_floor is None:
         return divide(sums[..., :-1], sums[..., -1:]), rows, sums[..., -1:]
     norms, last = key_norm_sums(key.norm(dim=-1, keepdim=True), log_decay, input_scale, norms, chunk_size)
+    norms = to_rows(norms, rows_per_token(query, key))
     divisor = denominator(sums[..., -1:], query, norms, denominator_floor)
-    in_place = initial_state is not None and query.shape[-2] == 1 and updates_in_place()
+    in_place = initial_state is not None and key.shape[-2] == 1 and updates_in_place()
     state = cast(Tensor, initial_state) if in_place else with_norm_row(rows, last)
     return divide(sums[..., :-1], divisor), state, divisor
 

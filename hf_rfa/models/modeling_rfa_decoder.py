@@ -116,7 +116,8 @@ class RFADecoderAttention(RFAAttentionMixin):
         # Only this module is to call "rfa": the model's own configuration names what its softmax layers call.
         self.config = copy.copy(config)
         self.config._attn_implementation = INTERFACE
-        self.init_rfa(config, kind="causal", scaling=self.scaling, layer_idx=self.layer_idx)
+        groups = config.num_query_heads_for("causal") // config.num_heads_for("causal")
+        self.init_rfa(config, kind="causal", scaling=self.scaling, layer_idx=self.layer_idx, groups=groups)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Attend; arguments and results are those of the base model's module, and what `prepare_inputs` adds."""

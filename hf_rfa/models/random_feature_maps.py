@@ -57,15 +57,15 @@ class RandomFeatureMap(ProjectedFeatureMap):
     has_sigma = True
 
     def draw(self, number: int) -> Tensor:
-        """Return draw ``number`` of this layer's matrix."""
-        shape, seed, layer_idx = self.projection.shape, self.seed, self.layer_idx
+        """Return draw ``number`` of this layer's matrices, [H, D, d]."""
+        shape, seed, layer_idx = (self.num_heads, self.num_features, self.head_dim), self.seed, self.layer_idx
         return draw_projection(shape, seed=seed, layer_idx=layer_idx, draw=number, orthogonal=self.orthogonal)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw W, and initialize the rest."""
         super().reset_parameters()
-        init.copy_(self.projection, self.draw(0))
+        init.copy_(self.projection, self.draw(0).repeat_interleave(self.num_matrices // self.num_heads, dim=0))
 
     def matrix(self) -> Tensor:
         """Return W: in training with a pool a fresh draw, chosen by torch's generator, otherwise the saved one."""

@@ -13,6 +13,12 @@ A window [B, H, S + W, 2d + 1] holds keys, values and log-weights (log c, `MASKE
 sinks and W last tokens. The last tokens followed by the new ones are the stream: query t, at place W + t of it, sees places
 t + 1 to W + t exactly, and place t joins the state. Padding is moved to the front of the stream, so that it takes no token's
 place in the window. A sink weighs nothing in the stream, in front of which it stands as padding does.
+
+Queries may be grouped: H counts key-value heads, and there are G rows of queries per token, [B, H, T G, d]
+(`hf_rfa.models.linear_attention`).
+
+Some models have a learned sink as well, which is no token (gpt-oss): a logit per query head that every query sees, with a
+value of zero. It joins the exact weights, exp(logit + o_t).
 """
 
 from __future__ import annotations
@@ -32,7 +38,9 @@ from .linear_attention import (
     differentiable,
     linear_attention,
     rescale,
+    rows_per_token,
     segment_sums,
+    to_rows,
 )
 
 
@@ -120,7 +128,8 @@ def stream_of(
     log_decay = None if log_decay is None else F.pad(log_decay.to(key.dtype), (size, 0))
     if padding_mask is None:
         return Stream(rows, log_decay, None, key.shape[-1], size, sinks)
-    places, order = _padding_first(rows[:, 0, :, -1] > MASKED_LOGIT / 2), _padding_first(padding_mask)
+    filled = torch.cat([last[:, 0, :, -1] > MASKED_LOGIT / 2, padding_mask != 0], dim=1)
+    places, order = _padding_first(filled), _padding_first(padding_mask)
     log_decay = None if log_decay is None else _take(log_decay[..., None], places)[..., 0]
     if sinks is not None:
         sinks = sinks._replace(seen=sinks.seen.gather(1, order[..., None].expand_as(sinks.seen)))
@@ -186,11 +195,12 @@ def sliding_window_attention(
     denominator_floor: float | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     window_only: bool = False,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend causally to the window, to the sinks and to what has left the window.
 
     Args:
-        query: [B, H, T, d], in the order of the stream (`in_stream_order`).
+        query: [B, H, T G, d], in the order of the stream (`in_stream_order`).
         stream: the window and the new tokens.
         features: of these queries and of the keys that leave the window (`Stream.leaving`), with an offset.
         scaling: s.
@@ -198,15 +208,21 @@ def sliding_window_attention(
         denominator_floor: see `hf_rfa.models.linear_attention.denominator`.
         chunk_size: queries handled at once.
         window_only: leave out all that has left the window.
+        sink_logits: logits of the query heads' learned sinks, [H G], or None.
 
     Returns:
-        The outputs [B, H, T, M], in the order in which the tokens came, and the new state.
+        The outputs [B, H, T G, M], in the order in which the tokens came, and the new state.
     """
-    output, log_exact = _attend_to_window(query * scaling, stream, cast(Tensor, features.offset), chunk_size)
+    offset = cast(Tensor, features.offset)
+    output, log_exact = _attend_to_window(query * scaling, stream, offset, chunk_size)
     if stream.sinks is not None:
-        near, log_near = _attend_to_sinks(query * scaling, stream.sinks, cast(Tensor, features.offset))
+        near, log_near = _attend_to_sinks(query * scaling, stream.sinks, offset)
         output = output + torch.sigmoid(log_near - log_exact) * (near - output)
         log_exact = torch.logaddexp(log_exact, log_near)
+    if sink_logits is not None:
+        log_sink = sink_logits.to(offset).view(query.shape[1], -1).repeat(1, stream.length)[..., None] + offset
+        output = output * torch.sigmoid(log_exact - log_sink)
+        log_exact = torch.logaddexp(log_exact, log_sink)
     if features.query.shape[-1] == 0:  # `hf_rfa.models.feature_maps.NoFeatures`
         state = output.new_zeros(*output.shape[:2], 0, output.shape[-1] + 1)
     else:
@@ -223,15 +239,16 @@ def sliding_window_attention(
         share = torch.zeros_like(log_exact) if window_only else torch.sigmoid(log_far - log_exact)
         output = output + share * (far - output)
     if stream.order is not None:
-        output = _take(output, stream.order.argsort(dim=1))
+        output = _take_rows(output, stream.order.argsort(dim=1))
     return output, cast(Tensor, rescale(state, features.shift, None))
 
 
 def _attend_to_sinks(query: Tensor, sinks: Sinks, offset: Tensor) -> tuple[Tensor, Tensor]:
     """Attend exactly to the sinks up to each query's own; see `_attend_to_window` for what is returned."""
     width = query.shape[-1]
-    logits = query @ sinks.rows[..., :width].mT + sinks.rows[..., -1:].mT + offset  # [B, H, T, n]
-    return _softmax(logits.masked_fill(~sinks.seen[:, None], MASKED_LOGIT), sinks.rows[..., width:-1])
+    logits = query @ sinks.rows[..., :width].mT + sinks.rows[..., -1:].mT + offset  # [B, H, T G, n]
+    seen = to_rows(sinks.seen, rows_per_token(query, sinks.seen))
+    return _softmax(logits.masked_fill(~seen[:, None], MASKED_LOGIT), sinks.rows[..., width:-1])
 
 
 def _softmax(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,8 +259,8 @@ def _softmax(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_stream_order(query: Tensor, stream: Stream) -> Tensor:
-    """Return queries [B, H, T, d] with padding in front, as in the stream."""
-    return query if stream.order is None else _take(query, stream.order)
+    """Return queries [B, H, T G, d] with padding in front, as in the stream."""
+    return query if stream.order is None else _take_rows(query, stream.order)
 
 
 def _padding_first(tokens: Tensor) -> Tensor:
@@ -256,25 +273,35 @@ def _take(x: Tensor, places: Tensor) -> Tensor:
     return x.gather(2, places[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
+def _take_rows(rows: Tensor, places: Tensor) -> Tensor:
+    """Return rows [B, H, T G, n] with their tokens in the order ``places`` [B, T]."""
+    by_token = rows.reshape(*rows.shape[:2], places.shape[1], -1)
+    return _take(by_token, places).view(rows.shape)
+
+
 def _attend_to_window(query: Tensor, stream: Stream, offset: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Attend exactly to the last W places of the stream, ``chunk`` queries at a time.
+    """Attend exactly to the last W places of the stream, the queries of ``chunk`` tokens at a time.
 
     Returns:
-        The outputs [B, H, T, M], and the logarithms of their normalizers [B, H, T, 1].
+        The outputs [B, H, T G, M], and the logarithms of their normalizers [B, H, T G, 1].
     """
-    length, width = query.shape[-2:]
-    size, log_decay = stream.size, stream.log_decay
-    if isinstance(length, torch.SymInt):  # as in `hf_rfa.models.linear_attention._chunked_at_once`
-        short, places = (length // chunk + 2) * chunk - length, torch.arange(length, device=query.device)
-        query, offset = (F.pad(x, (0, 0, 0, short)).unfold(2, chunk, chunk).mT for x in (query, offset))
+    (rows, width), length = query.shape[-2:], stream.length
+    groups, size, log_decay = rows // length, stream.size, stream.log_decay
+    if isinstance(rows, torch.SymInt):  # as in `hf_rfa.models.linear_attention._chunked_at_once`
+        short, places = (length // chunk + 2) * chunk - length, torch.arange(rows, device=query.device)
+        pad, chunk_rows = (0, 0, 0, short * groups), chunk * groups
+        query, offset = (F.pad(x, pad).unfold(2, chunk_rows, chunk_rows).mT for x in (query, offset))
     else:
         chunk = min(chunk, length)
-        short, places = -length % chunk, slice(length)
-        query, offset = (F.pad(x, (0, 0, 0, short)).unflatten(2, (-1, chunk)) for x in (query, offset))
+        short, places = -length % chunk, slice(rows)
+        pad, chunk_rows = (0, 0, 0, short * groups), chunk * groups
+        query, offset = (F.pad(x, pad).unflatten(2, (-1, chunk_rows)) for x in (query, offset))
     blocks = F.pad(stream.rows, (0, 0, 0, short)).unfold(2, size + chunk, chunk)  # [B, H, chunks, d + M + 1, W + chunk]
     logits = query @ blocks[..., :width, :] + blocks[..., -1:, :] + offset
     if log_decay is not None:
-        logits = logits + segment_sums(F.pad(log_decay, (0, short)).unfold(2, size + chunk, chunk))[..., size:, :]
+        sums = segment_sums(F.pad(log_decay, (0, short)).unfold(2, size + chunk, chunk))[..., size:, :]
+        logits = logits + to_rows(sums, groups)
     band = torch.ones(chunk, size + chunk, dtype=torch.bool, device=query.device).triu(1).tril(size)
-    output, log_total = _softmax(logits.masked_fill(~band, MASKED_LOGIT), blocks[..., width:-1, :].transpose(-1, -2))
+    outside = ~to_rows(band, groups)
+    output, log_total = _softmax(logits.masked_fill(outside, MASKED_LOGIT), blocks[..., width:-1, :].transpose(-1, -2))
     return output.flatten(2, 3)[:, :, places], log_total.flatten(2, 3)[:, :, places]

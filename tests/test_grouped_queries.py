@@ -1,0 +1,559 @@
+"""Query heads that share key-value heads: against one key-value head for every query head, in float64."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
+
+from hf_rfa import FEATURE_MAPS
+from hf_rfa.convert import activations as activations_module
+from hf_rfa.convert import calibration
+from hf_rfa.convert.activations import (
+    LayerActivations,
+    LayerInputs,
+    compare_weights,
+    layer_activations,
+    layer_divergence,
+)
+from hf_rfa.models import attention
+from hf_rfa.models.attention import RFAAttentionMixin, group_queries, ungroup
+from hf_rfa.models.linear_attention import Tokens, _chunked_at_once, linear_attention, parallel
+
+HEADS, GROUPS, BATCH, WIDTH, HIDDEN = 2, 3, 2, 4, 5
+SCALING = 0.6
+PADDING = torch.ones(BATCH, 13, dtype=torch.long)
+PADDING[0, :3], PADDING[1, 5], PADDING[1, 11:] = 0, 0, 0
+DOCUMENTS = torch.zeros(BATCH, 13, dtype=torch.bool)
+DOCUMENTS[0, 6], DOCUMENTS[1, 0], DOCUMENTS[1, 8] = True, True, True
+
+
+def repeat(tensor: Tensor | None, groups: int = GROUPS, dim: int = 1) -> Tensor | None:
+    """Return what key-value heads have, for each of their query heads."""
+    return None if tensor is None else tensor.repeat_interleave(groups, dim=dim)
+
+
+def double(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+# The recurrence
+
+
+@st.composite
+def recurrences(draw):
+    """Features of grouped queries [B, H_q, T, F] and tokens, an initial state, a floor, and a chunk size."""
+    groups, length = draw(st.integers(1, 4)), draw(st.integers(1, 13))
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    features, signed = draw(st.sampled_from([1, 3, 6])), draw(st.booleans())
+    query, key = double(BATCH, HEADS * groups, length, features), double(BATCH, HEADS, length, features)
+    query, key = (query, key) if signed else (query.exp(), key.exp())
+    keep = torch.ones(BATCH, 1, length, dtype=torch.bool)
+    if draw(st.booleans()):
+        keep = torch.rand(BATCH, 1, length) > 0.3
+    gate = torch.rand(BATCH, HEADS, length, dtype=torch.float64).log() * keep if draw(st.booleans()) else None
+    scale = None if gate is None and bool(keep.all()) else keep.double() * torch.rand(BATCH, 1, length).double()
+    state = None
+    if draw(st.booleans()):
+        before = Tokens(double(BATCH, HEADS, 4, features).exp(), double(BATCH, HEADS, 4, WIDTH))
+        state = linear_attention(before.key, before, denominator_floor=0.1 if signed else None)[1]
+    tokens = Tokens(key, double(BATCH, HEADS, length, WIDTH), gate, scale)
+    return groups, query, tokens, state, 0.1 if signed else None, draw(st.integers(1, 7))
+
+
+def repeated(tokens: Tokens, groups: int) -> Tokens:
+    scale = tokens.input_scale
+    scale = scale if scale is None or scale.shape[1] == 1 else repeat(scale, groups)
+    return Tokens(*(repeat(each, groups) for each in tokens[:3]), scale)
+
+
+@given(recurrences(), st.booleans())
+@settings(deadline=None, max_examples=80)
+def test_linear_attention_is_that_of_every_query_head_alone(case, with_gradients):
+    groups, query, tokens, state, floor, chunk = case
+    expected, expected_state, expected_divisor = linear_attention(
+        query, repeated(tokens, groups), initial_state=repeat(state, groups), denominator_floor=floor, chunk_size=100
+    )
+    rows = group_queries(query, HEADS)
+    with torch.set_grad_enabled(with_gradients):
+        state = None if state is None else state.clone()
+        options: Any = {"initial_state": state, "denominator_floor": floor, "chunk_size": chunk}
+        output, after, divisor = linear_attention(rows, tokens, **options)
+    heads = HEADS * groups
+    assert_close(ungroup(output, heads), expected, rtol=1e-8, atol=1e-9)
+    assert_close(ungroup(divisor, heads), expected_divisor, rtol=1e-8, atol=1e-9)
+    assert after.shape[1] == HEADS
+    assert_close(repeat(after, groups), expected_state)
+
+
+@given(recurrences())
+@settings(deadline=None, max_examples=40)
+def test_every_form_of_the_recurrence_agrees_with_the_definition(case):
+    groups, query, tokens, state, floor, chunk = case
+    state = state if state is None or floor is None else state[..., :-1, :]
+    tokens = tokens._replace(value=torch.cat([tokens.value, torch.ones_like(tokens.value[..., :1])], dim=-1))
+    rows = group_queries(query, HEADS)
+    for form in (parallel, lambda *args: _chunked_at_once(*args, chunk)):
+        output, after = form(rows, tokens, state)
+        expected = parallel(query, repeated(tokens, groups), repeat(state, groups))
+        assert_close(ungroup(output, HEADS * groups), expected[0])
+        assert_close(repeat(after, groups), expected[1])
+
+
+@given(recurrences(), st.booleans())
+@settings(deadline=None, max_examples=20)
+def test_one_token_at_a_time(case, with_gradients):
+    groups, query, tokens, state, floor, _ = case
+    rows, options = group_queries(query, HEADS), {"denominator_floor": floor}
+    expected, expected_state, _ = linear_attention(rows, tokens, initial_state=state, **options)
+    outputs, state = [], None if state is None else state.clone()
+    with torch.set_grad_enabled(with_gradients):
+        for t in range(tokens.key.shape[2]):
+            scales = (None if each is None else each[..., t : t + 1] for each in tokens[2:4])
+            token = Tokens(*(each[:, :, t : t + 1] for each in tokens[:2]), *scales)
+            queries = rows[:, :, t * groups : (t + 1) * groups]
+            output, state, _ = linear_attention(queries, token, initial_state=state, **options)
+            outputs.append(output)
+    assert_close(torch.cat(outputs, dim=2), expected, rtol=1e-8, atol=1e-9)
+    assert_close(state, expected_state)
+
+
+def test_a_length_left_open_by_an_exporter():
+    class Whole(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return linear_attention(group_queries(query, HEADS), Tokens(key, value), chunk_size=4)[0]
+
+    def sample(length: int) -> tuple[Tensor, Tensor, Tensor]:
+        heads = HEADS * GROUPS
+        return double(1, heads, length, 3).exp(), double(1, HEADS, length, 3).exp(), double(1, HEADS, length, WIDTH)
+
+    length = torch.export.Dim("length", min=2, max=64)
+    program = torch.export.export(Whole(), sample(9), dynamic_shapes=[{2: length}] * 3).module()
+    for count in (2, 9, 30):
+        args = sample(count)
+        assert_close(program(*args), Whole()(*args))
+
+
+# The attention layer
+
+
+class Layer(RFAAttentionMixin):
+    """Attention without projections of its own."""
+
+    scaling = SCALING
+
+    def __init__(self, heads: int, groups: int, kind: str = "causal", **fields: Any) -> None:
+        super().__init__()
+        defaults = {
+            "feature_map": "positive", "window_size": 0, "num_sinks": 0, "gate": False, "unit_norm": False,
+            "orthogonal": True, "trainable_projection": False, "redraw_pool": 0, "feature_seed": 1, "chunk_size": 4,
+            "hidden_size": HIDDEN, "max_position_embeddings": 8, "state_dtype": "float32",
+        }  # fmt: skip
+        config = SimpleNamespace(**{**defaults, **fields})
+        config.num_heads_for = lambda kind: heads
+        config.head_dim_for = lambda kind: WIDTH
+        name = config.feature_map
+        config.num_features_for = lambda kind: 0 if name == "none" else None if name in ("elu", "hedgehog") else 6
+        self.init_rfa(config, kind=kind, scaling=SCALING, layer_idx=0, groups=groups)
+        self.source: Any = None
+
+    def project_query(self, hidden_states: Tensor) -> Tensor:
+        return self.source[0]
+
+    def project_source(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        return self.source[1:]
+
+
+def pair(kind: str = "causal", **fields: Any) -> tuple[Layer, Layer]:
+    """Return a layer of grouped queries with any parameters, and the same layer with a key-value head per query head."""
+    torch.manual_seed(0)
+    grouped, single = Layer(HEADS, GROUPS, kind, **fields).double(), Layer(HEADS * GROUPS, 1, kind, **fields).double()
+    with torch.no_grad():
+        for tensor in grouped.state_dict().values():
+            tensor.add_(0.2 * torch.randn_like(tensor))
+        theirs = grouped.state_dict()
+        for name, tensor in single.state_dict().items():
+            tensor.copy_(theirs[name].repeat_interleave(tensor.shape[0] // theirs[name].shape[0], dim=0))
+    return grouped.eval(), single.eval()
+
+
+def sample(length: int = 13) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return queries, keys, values and hidden states."""
+    torch.manual_seed(1)
+    keys = (double(BATCH, HEADS, length, WIDTH) for _ in range(2))
+    return double(BATCH, HEADS * GROUPS, length, WIDTH), *keys, double(BATCH, length, HIDDEN)
+
+
+CASES = {
+    "plain": {},
+    "exponential": {"feature_map": "exponential"},
+    "gaussian": {"feature_map": "gaussian", "gate": True},
+    "signed window": {"feature_map": "gaussian", "window_size": 3, "num_sinks": 2},
+    "unit norm": {"feature_map": "gaussian", "unit_norm": True, "window_size": 2},
+    "elu": {"feature_map": "elu", "gate": True, "window_size": 1},
+    "t2r": {"feature_map": "t2r"},
+    "hedgehog": {"feature_map": "hedgehog", "window_size": 4},
+    "window": {"window_size": 3},
+    "sinks": {"feature_map": "exponential", "window_size": 3, "num_sinks": 2, "gate": True},
+    "no features": {"feature_map": "none", "window_size": 5, "num_sinks": 1},
+}
+every_case = pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
+every_text = pytest.mark.parametrize(
+    "text",
+    [
+        {},
+        {"padding_mask": PADDING},
+        {"document_starts": DOCUMENTS},
+        {"padding_mask": PADDING, "document_starts": DOCUMENTS},
+    ],
+    ids=["whole", "padded", "packed", "both"],
+)
+
+
+def options_of(layer: Layer) -> dict[str, Any]:
+    """Return learned sinks, for a layer with a window."""
+    return {"sink_logits": torch.linspace(-1.0, 2.0, HEADS * GROUPS).double()} if layer.window_size else {}
+
+
+@every_case
+@every_text
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_attention_is_that_of_every_query_head_alone(fields, text, with_gradients):
+    grouped, single = pair(**fields)
+    query, key, value, hidden = sample()
+    options = {"hidden_states": hidden, "output_attentions": True, **options_of(grouped), **text}
+    with torch.set_grad_enabled(with_gradients):
+        output, weights = grouped.attend(query, key, value, **options)
+        expected, expected_weights = single.attend(query, repeat(key), repeat(value), **options)
+    kept = text.get("padding_mask", torch.ones_like(PADDING)).bool()
+    assert_close(output.transpose(1, 2)[kept], expected.transpose(1, 2)[kept])
+    assert_close(weights.transpose(1, 2)[kept], expected_weights.transpose(1, 2)[kept])
+    assert_close((weights @ repeat(value)).transpose(1, 2)[kept], output.transpose(1, 2)[kept])
+
+
+@every_case
+def test_gradients_are_the_sums_over_a_group(fields):
+    grouped, single = pair(**fields)
+    query, key, value, hidden = (each.requires_grad_() for each in sample())
+    options = {"hidden_states": hidden, "padding_mask": PADDING, **options_of(grouped)}
+    inputs = [query, key, value]
+    if "sink_logits" in options:
+        inputs.append(options["sink_logits"].requires_grad_())
+    weights = double(*query.shape) * PADDING[:, None, :, None]
+    found = [grouped.attend(*inputs[:3], **options)[0], single.attend(query, repeat(key), repeat(value), **options)[0]]
+    gradients = [torch.autograd.grad((each * weights).sum(), inputs, retain_graph=True) for each in found]
+    assert_close(*gradients)
+    for each in found:
+        (each * weights).sum().backward()
+    expected = dict(single.named_parameters())
+    for name, parameter in grouped.named_parameters():
+        gradient = expected[name].grad
+        if gradient.shape != parameter.shape:
+            gradient = gradient.unflatten(0, (HEADS, GROUPS)).sum(1)
+        assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-9)
+
+
+@torch.no_grad()
+@every_case
+@pytest.mark.parametrize("cuts", [[1] * 13, [4, 1, 8]], ids=str)
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
+def test_pieces_on_a_cache_are_the_whole(fields, cuts, padding):
+    layer, _ = pair(**fields)
+    query, key, value, hidden = sample()
+    expected, _ = layer.attend(query, key, value, hidden_states=hidden, padding_mask=padding, **options_of(layer))
+    cache, outputs, start = DynamicCache(), [], 0
+    for count in cuts:
+        here = slice(start, start + count)
+        mask = None if padding is None else padding[:, here]
+        pieces = (each[:, :, here] for each in (query, key, value))
+        options = {"hidden_states": hidden[:, here], "cache": cache, "padding_mask": mask, **options_of(layer)}
+        outputs.append(layer.attend(*pieces, **options)[0])
+        start += count
+    kept = torch.ones_like(PADDING).bool() if padding is None else padding.bool()
+    assert_close(torch.cat(outputs, dim=2).transpose(1, 2)[kept], expected.transpose(1, 2)[kept])
+    assert all(tensor.shape[1] == HEADS for tensor in cache.layers[0].tensors())
+
+
+@torch.no_grad()
+@every_case
+def test_what_was_recorded_is_cropped(fields):
+    layer, _ = pair(**fields)
+    query, key, value, hidden = sample()
+    states = []
+    for recording in (True, False):
+        cache = DynamicCache()
+        for start, stop in ((0, 4), (4, 13 if recording else 9)):
+            pieces = (each[:, :, start:stop] for each in (query, key, value))
+            layer.attend(*pieces, hidden_states=hidden[:, start:stop], cache=cache)
+            if recording:
+                cache.layers[0].activate_past_recording()
+        if recording:
+            cache.layers[0].crop(-4)
+        states.append(cache.layers[0].tensors())
+    assert_close(*states)
+
+
+@torch.no_grad()
+def test_tokens_of_which_only_keys_and_values_are_known():
+    layers, found = pair(gate=True, window_size=3), []
+    query, key, value, hidden = sample()
+    for layer, heads in zip(layers, (lambda x: x, repeat), strict=True):
+        cache = DynamicCache()
+        cache.layers.append(DynamicLayer())
+        cache.layers[0].update(heads(key[:, :, :4]), heads(value[:, :, :4]))
+        inputs = (query[:, :, 4:], heads(key[:, :, 4:]), heads(value[:, :, 4:]))
+        options = {"hidden_states": hidden[:, 4:], "padding_mask": PADDING, "output_attentions": True}
+        found.append(layer.attend(*inputs, cache=cache, **options))
+    kept = PADDING[:, 4:].bool()
+    for each, expected in zip(*found, strict=True):
+        assert_close(each.transpose(1, 2)[kept], expected.transpose(1, 2)[kept])
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_segments_count_tokens(with_gradients, monkeypatch):
+    layer, _ = pair(gate=True)
+    query, key, value, hidden = sample()
+    with torch.set_grad_enabled(with_gradients):
+        expected = layer.attend(query, key, value, hidden_states=hidden)[0]
+        monkeypatch.setattr(attention, "SEGMENT_LENGTH", 4)
+        monkeypatch.setattr(attention, "MAX_LENGTH_WITHOUT_SEGMENTS", 5)
+        assert_close(layer.attend(query, key, value, hidden_states=hidden)[0], expected)
+    monkeypatch.setattr(attention, "SEGMENT_LENGTH", 13)
+    monkeypatch.setattr(attention, "split_tokens", None)  # 13 tokens are one segment, however many rows they have
+    with torch.no_grad():
+        assert_close(layer.attend(query, key, value, hidden_states=hidden)[0], expected.detach())
+
+
+def test_backends_get_no_grouped_queries(monkeypatch):
+    called = []
+    backend = SimpleNamespace(attend=lambda *args: called.append(args))
+    monkeypatch.setitem(attention.BACKENDS, "other", backend)
+    query, key, value, hidden = sample()
+    for layer, args in zip(pair(), ((query, key, value), (query, repeat(key), repeat(value))), strict=True):
+        layer.backend = "other"
+        layer.attend(*args, hidden_states=hidden)
+    assert len(called) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("feature_map", ["positive", "gaussian", "exponential"])
+def test_attention_to_all_keys(feature_map):
+    """Bidirectional attention, and cross attention on what its cache holds, with two beams to a source."""
+    found, (query, key, value, hidden) = [], sample()
+    for encoder, cross, heads in zip(
+        pair("encoder", feature_map=feature_map),
+        pair("cross", feature_map=feature_map),
+        (lambda x: x, repeat),
+        strict=True,
+    ):
+        options = {"hidden_states": hidden, "padding_mask": PADDING, "output_attentions": True}
+        found.append([*encoder.attend(query, heads(key), heads(value), **options)])
+        cross.source = (query[:, :, :7], heads(key[:1]), heads(value[:1]))
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        same = hidden[:1].expand(2, -1, -1)
+        options = {"past_key_values": cache, "padding_mask": PADDING[:1].expand(2, -1)}
+        found[-1].append(cross.attend_to_source(hidden[:, :7], same, **options)[0])
+        cross.source = (query[:, :, 7:8],)
+        found[-1].append(cross.attend_to_source(hidden[:, 7:8], same, **options)[0])
+    assert_close(*found)
+
+
+# Learned sinks
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("document_starts", [None, DOCUMENTS], ids=["one text", "packed"])
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("with_sink_logits", [False, True])
+def test_the_window_against_a_loop(document_starts, padding, gate, with_sink_logits):
+    size, count = 3, 2
+    layer, _ = pair(feature_map="positive", window_size=size, num_sinks=count, gate=gate)
+    query, key, value, hidden = sample()
+    logits = torch.linspace(-1.0, 2.0, HEADS * GROUPS).double() if with_sink_logits else None
+    found, _ = layer.attend(
+        query,
+        key,
+        value,
+        hidden_states=hidden,
+        padding_mask=padding,
+        document_starts=document_starts,
+        sink_logits=logits,
+    )
+    gates = torch.ones(BATCH, HEADS, 13).double()
+    scales = gates
+    if layer.gate is not None:
+        log_gates, scales = layer.gate(hidden)
+        gates = log_gates.exp()
+    feature_map = layer.feature_map
+    for row in range(BATCH):
+        tokens = [t for t in range(13) if padding is None or padding[row, t]]
+        starts = [] if document_starts is None else [t for t in tokens if document_starts[row, t]]
+        documents = {t: sum(start <= t for start in starts) for t in tokens}
+        for head in range(HEADS * GROUPS):
+            shared = head // GROUPS
+            for place, t in enumerate(tokens):
+                q = query[row : row + 1, head : head + 1, t : t + 1]
+                own = [j for j in tokens[: place + 1] if documents[j] == documents[t]]
+                total, mean = 0.0, torch.zeros(WIDTH).double()
+                everyone = key[row : row + 1, :, own]
+                features = feature_map(q.expand(1, HEADS, 1, -1), everyone, offset=True)
+                offset = float(features.offset[0, shared, 0, 0])
+                for index, j in enumerate(own):
+                    decay = scales[row, shared, j] * math.prod(gates[row, shared, i] for i in own[index + 1 :])
+                    exact = math.exp(float(query[row, head, t] @ key[row, shared, j]) * SCALING + offset)
+                    if index < count:
+                        weight = exact
+                    elif index > len(own) - 1 - size:
+                        weight = exact * decay
+                    else:
+                        weight = float(features.query[0, shared, 0] @ features.key[0, shared, index]) * decay
+                    total, mean = total + weight, mean + weight * value[row, shared, j]
+                if logits is not None:
+                    total = total + math.exp(float(logits[head]) + offset)
+                assert_close(found[row, head, t], mean / total, rtol=1e-7, atol=1e-9)
+
+
+@torch.no_grad()
+def test_learned_sinks_are_a_softmax_column_that_is_dropped():
+    """Without features, and with a window as long as the text."""
+    layer, _ = pair(feature_map="none", window_size=13)
+    query, key, value, hidden = sample()
+    sink_logits = torch.linspace(-1.0, 2.0, HEADS * GROUPS)
+    logits = SCALING * query @ repeat(key).mT + torch.full((13, 13), -math.inf).triu(1)
+    column = sink_logits.double()[None, :, None, None].expand(BATCH, -1, 13, 1)
+    expected = torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1]
+    options = {"hidden_states": hidden, "sink_logits": sink_logits, "output_attentions": True}
+    output, weights = layer.attend(query, key, value, **options)
+    assert_close(weights, expected)
+    assert_close(output, expected @ repeat(value))
+
+
+def test_learned_sinks_need_a_window():
+    query, key, value, hidden = sample()
+    for kind in ("causal", "encoder"):
+        with pytest.raises(ValueError, match="sink_logits need a sliding window"):
+            pair(kind)[0].attend(query, key, value, hidden_states=hidden, sink_logits=torch.zeros(HEADS * GROUPS))
+
+
+# Feature maps
+
+
+def test_exponential_learns_a_query_map_for_every_query_head():
+    options = {"num_heads": HEADS, "head_dim": WIDTH, "num_features": 6, "scaling": SCALING}
+    grouped = FEATURE_MAPS["exponential"](**options, groups=GROUPS)
+    shapes = {name: tuple(parameter.shape) for name, parameter in grouped.named_parameters()}
+    heads = HEADS * GROUPS
+    assert shapes == {
+        "sigma": (HEADS, WIDTH), "projection": (heads, 6, WIDTH), "query_bias": (heads, 6),
+        "key_projection": (HEADS, 6, WIDTH), "key_bias": (HEADS, 6), "norm_weight": (HEADS, WIDTH),
+    }  # fmt: skip
+    query, key = torch.randn(1, HEADS, 7 * GROUPS, WIDTH), torch.randn(1, HEADS, 7, WIDTH)
+    expected = FEATURE_MAPS["positive"](**options)(query, key)
+    found = grouped(query, key)
+    assert_close(found.query, expected.query, rtol=1e-4, atol=0.0)
+    assert_close(found.key, expected.key, rtol=1e-4, atol=0.0)
+    single = FEATURE_MAPS["exponential"](**options)
+    assert single.projection.shape == (HEADS, 6, WIDTH)
+    assert torch.equal(single.projection, grouped.key_projection)
+
+
+def test_kept_specifications_follow_the_parameters():
+    grouped = FEATURE_MAPS["exponential"](num_heads=HEADS, head_dim=WIDTH, num_features=6, groups=GROUPS).eval()
+    query = torch.randn(2, HEADS, 7 * GROUPS, WIDTH)
+    with torch.no_grad():
+        before = grouped(query).query
+        grouped.query_bias[1] += torch.arange(6.0)
+        changed = (grouped(query).query != before).any(-1)
+    expected = torch.zeros(2, HEADS, 7, GROUPS, dtype=torch.bool)
+    expected[:, 0, :, 1] = True
+    assert torch.equal(changed, expected.flatten(2))
+
+
+# Calibration
+
+
+def divergences(fields: dict[str, Any], mask: Tensor | None, kind: str = "causal") -> tuple[Tensor, Tensor]:
+    """Return the divergence of grouped queries' layer, and the mean over a group's heads of the other layer."""
+    grouped, single = pair(kind, **fields)
+    query, key, value, hidden = sample()
+    gated = hidden if kind == "causal" else None
+    found = layer_divergence(grouped, LayerActivations(group_queries(query, HEADS), key, value, mask, mask), gated)
+    expected = layer_divergence(single, LayerActivations(query, repeat(key), repeat(value), mask, mask), gated)
+    return found, expected.unflatten(0, (HEADS, GROUPS)).mean(1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [case for name, case in CASES.items() if name != "no features"], ids=str)
+@pytest.mark.parametrize("padding", [None, PADDING[:, :5].repeat(1, 3)[:, :13]], ids=["whole", "padded"])
+@pytest.mark.parametrize("block", [128, 7])
+def test_the_divergence_is_the_mean_over_a_groups_queries(fields, padding, block, monkeypatch):
+    monkeypatch.setattr(activations_module, "QUERY_BLOCK", block)
+    mask = None if padding is None else torch.arange(13) >= torch.tensor([[4], [0]])
+    assert_close(*divergences(fields, mask))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", [None, PADDING.bool()], ids=["whole", "padded"])
+def test_the_divergence_of_attention_to_all(mask):
+    assert_close(*divergences({"feature_map": "gaussian"}, mask, "encoder"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [CASES["sinks"], CASES["elu"], CASES["plain"]], ids=str)
+def test_weights_of_the_features_are_those_of_attention(fields):
+    layer, _ = pair(**fields)
+    query, key, value, hidden = sample()
+    _, expected = layer.attend(query, key, value, hidden_states=hidden, output_attentions=True)
+    folded = LayerActivations(group_queries(query, HEADS), key, value)
+    (_, log_weights), *others = compare_weights(layer, folded, hidden)
+    assert not others
+    assert_close(ungroup(log_weights.exp(), HEADS * GROUPS), expected, rtol=1e-4, atol=1e-7)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["plain", "exponential", "sinks", "hedgehog"])
+def test_calibration_of_grouped_queries(name):
+    torch.manual_seed(0)
+    layer = Layer(HEADS, GROUPS, **CASES[name])
+    query, key = torch.randn(3, HEADS * GROUPS, 40, WIDTH), 1.5 * torch.randn(3, HEADS, 40, WIDTH) + 1
+    mask = torch.arange(40) >= torch.tensor([[5], [0], [9]])
+    sample = LayerActivations(group_queries(query, HEADS), key, torch.randn_like(key), mask, mask)
+    before, after = calibration.calibrate_layer(layer, sample, torch.randn(3, 40, HIDDEN))
+    assert before.shape == after.shape == (HEADS,)
+    assert (after < before).all()
+    if name == "exponential":
+        feature_map = layer.feature_map
+        assert torch.equal(feature_map.projection, repeat(feature_map.key_projection, dim=0))
+        assert torch.equal(feature_map.query_bias, repeat(feature_map.key_bias, dim=0))
+        assert feature_map.key_bias.any()
+    kept = sample.queries()
+    assert torch.equal(kept, torch.cat([group_queries(query, HEADS)[row, :, start * GROUPS :] for row, start in
+                                        ((0, 5), (1, 0), (2, 9))], dim=1))  # fmt: skip
+
+
+def test_as_many_tokens_are_compared_as_without_groups(monkeypatch):
+    monkeypatch.setattr(calibration, "COMPARED_TOKENS", 26)
+    query, key, value, _ = (torch.cat([each, each]).float() for each in sample())
+    layers = Layer(HEADS, GROUPS), Layer(HEADS * GROUPS, 1)
+    inputs = (group_queries(query, HEADS), key, value), (query, repeat(key), repeat(value))
+    for layer, each in zip(layers, inputs, strict=True):
+        assert calibration._Comparison(layer, LayerActivations(*each), None).activations.key.shape[0] == 2
+
+
+def test_activations_of_a_layer_are_grouped():
+    layer, _ = pair()
+    query, key, value, hidden = sample()
+    layer.source = (query, key, value)
+    found = layer_activations(layer, LayerInputs(hidden, None), {"causal": PADDING.bool()})
+    assert torch.equal(found.query, group_queries(query, HEADS))
+    assert torch.equal(found.query[:, 1, 5 * GROUPS + 2], query[:, GROUPS + 2, 5])
+    assert torch.equal(ungroup(found.query, HEADS * GROUPS), query)
