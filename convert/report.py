@@ -228,17 +228,10 @@ def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_to
     """Return hints for the user: the code that a feature map needs, growing caches, and what would be better."""
     found = []
     if checkpoint.gguf is not None:
-        precisions, dtype = (
-            " and ".join(checkpoint.gguf.precisions),
-            "float32" if options.dtype == "auto" else options.dtype,
-        )
-        if checkpoint.gguf.is_quantized:
-            note = (
-                f"The base model's weights are {precisions}, and were dequantised to {dtype}: what was lost stays lost."
-            )
-        else:
-            note = f"The base model's weights are {precisions}, and were read as {dtype}."
-        found.append(f"Made from the GGUF file {checkpoint.gguf.path.name}. {note}")
+        file, dtype = checkpoint.gguf, "float32" if options.dtype == "auto" else options.dtype
+        read = f"dequantised to {dtype}: what was lost stays lost" if file.is_quantized else f"read as {dtype}"
+        precisions = ", ".join(file.precisions)
+        found.append(f"Made from the GGUF file {file.path.name}, whose weights ({precisions}) were {read}.")
     module = outside_module(config.feature_map)
     if module is not None:
         advice = f"Import its module {module} before the checkpoint is loaded, in Python or with --import."

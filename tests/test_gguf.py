@@ -46,8 +46,7 @@ def test_a_file_converts_as_its_folder_does(dtype, tiny_file, tiny_parent, tmp_p
     for name in ("n_positions", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "dtype"):
         assert getattr(a, name) == getattr(b, name), name
     precision = "float32" if dtype == "auto" else dtype
-    assert report.notes[0].startswith("Made from the GGUF file tiny.gguf.")
-    assert report.notes[0].endswith(f"weights are F32, and were read as {precision}.")
+    assert report.notes[0] == f"Made from the GGUF file tiny.gguf, whose weights (F32) were read as {precision}."
     assert any("The result has no tokenizer" in note for note in report.notes)
 
 
@@ -74,7 +73,7 @@ def test_tokenizer_template_license_and_digest_are_kept(gguf, tmp_path):
 def test_quantised_weights_are_dequantised(gguf, tmp_path):
     write_gguf(DEMO_MODEL, tmp_path / "demo.gguf", quantization="Q8_0")
     report = convert(tmp_path / "demo.gguf", tmp_path / "out", num_features=16)
-    assert "F32 and Q8_0, and were dequantised to float32" in report.notes[0]
+    assert "(F32, Q8_0) were dequantised to float32" in report.notes[0]
     found, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "out", DEMO_MODEL))
     for key, tensor in expected.items():
         assert found[key].dtype == torch.float32
