@@ -25,7 +25,8 @@ from hf_rfa.convert.activations import (
     layer_divergence,
 )
 from hf_rfa.models import attention
-from hf_rfa.models.attention import RFAAttentionMixin, group_queries, ungroup
+from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.grouped_queries import group_queries, ungroup
 from hf_rfa.models.linear_attention import Tokens, _chunked_at_once, linear_attention, parallel
 
 HEADS, GROUPS, BATCH, WIDTH, HIDDEN = 2, 3, 2, 4, 5
