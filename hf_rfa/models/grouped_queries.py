@@ -32,7 +32,12 @@ def rows_per_token(query: Tensor, key: Tensor) -> int:
 
 def to_rows(per_token: Tensor, groups: int, dim: int = -2) -> Tensor:
     """Return what there is per token, T along ``dim``, for each of a token's ``groups`` query rows, T G along it."""
-    return per_token if groups == 1 else per_token.repeat_interleave(groups, dim=dim)
+    if groups == 1:
+        return per_token
+    if isinstance(per_token.shape[-1], torch.SymInt):  # an exporter cannot merge dimensions in front of an open one
+        rows = torch.arange(per_token.shape[dim] * groups, device=per_token.device)
+        return per_token.index_select(dim, rows // groups)
+    return per_token.repeat_interleave(groups, dim=dim)
 
 
 def up_to_own_token(scores: Tensor, groups: int, *, in_place: bool = False) -> Tensor:
