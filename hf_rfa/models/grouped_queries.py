@@ -45,5 +45,5 @@ def up_to_own_token(scores: Tensor, groups: int, *, in_place: bool = False) -> T
     if groups == 1:
         return scores.tril_() if in_place else scores.tril()
     length = scores.shape[-1]
-    later = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
-    return (scores.masked_fill_ if in_place else scores.masked_fill)(to_rows(later, groups), 0.0)
+    seen = to_rows(scores.new_ones(length, length).tril(), groups)
+    return scores.mul_(seen) if in_place else scores * seen  # faster than to fill what is not seen
