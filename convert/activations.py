@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_rfa.models.attention import RFAAttentionMixin, group_queries
+from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.feature_maps import compute_dtype
-from hf_rfa.models.linear_attention import MASKED_LOGIT, mask_padding, rows_per_token, to_rows
+from hf_rfa.models.grouped_queries import group_queries, rows_per_token, to_rows
+from hf_rfa.models.linear_attention import MASKED_LOGIT, mask_padding
 
 from .attention_weights import ExactWindow, log_attention_weights, seen_by, tokens_of
 
@@ -28,8 +29,7 @@ POSITION_ARGUMENTS = ("position_embeddings", "position_ids")
 class LayerActivations:
     """Queries, keys and values of one attention layer of the softmax model; masks are None where nothing is padded.
 
-    Queries may be grouped: H counts key-value heads, and there are G rows of queries per token
-    (`hf_rfa.models.linear_attention`).
+    There may be G rows of queries per token (`hf_rfa.models.grouped_queries`).
     """
 
     query: Tensor  # [N, H, Tq G, d]

@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_rfa.models.feature_maps import FeatureMap, exponentiate_queries
+from hf_rfa.models.grouped_queries import rows_per_token, to_rows
 from hf_rfa.models.learned_feature_maps import ExponentialMap, HedgehogMap
-from hf_rfa.models.linear_attention import (
-    MASKED_LOGIT,
-    denominator,
-    differentiable,
-    divide,
-    rows_per_token,
-    to_rows,
-)
+from hf_rfa.models.linear_attention import MASKED_LOGIT, denominator, differentiable, divide
 from hf_rfa.models.random_feature_maps import GaussianMap, PositiveMap
 
 #: Attention weights of signed features are raised to this before a logarithm is taken.
@@ -74,7 +68,7 @@ def log_attention_weights(
     are the keys up to the last row's token. A key that a query does not see has `MASKED_LOGIT`.
 
     Args:
-        query: features of all queries, [B, H, Tq G, F]; they may be grouped (`hf_rfa.models.linear_attention`).
+        query: features of all queries, [B, H, Tq G, F] (`hf_rfa.models.grouped_queries`).
         key: features of all keys, [B, H, Tk, F].
         rows: the queries that are asked for; if causal, those of whole tokens.
         log_decay: [B, H, Tk] or None; only with ``causal=True``.

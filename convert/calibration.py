@@ -12,7 +12,7 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
 6. scale: the constant c of a head's exponents, so that the features of its median key have mass 1.
 7. window: the shift between the window's and the features' weights, where there is a window, with the least divergence.
 
-A head here is a key-value head, whose queries are those of all query heads that share it.
+A head is a key-value head here, and its queries are those of all query heads that share it.
 
 Steps 1 to 3 apply to positive features with the norm carried, step 5 to maps with σ, step 6 to maps with exponents.
 """

@@ -48,6 +48,7 @@ class ConversionReport:
 
     Attributes:
         source: the softmax checkpoint, as the user named it.
+        source_revision: the commit of a checkpoint on the hub, ``sha256:`` and the digest of a GGUF file, None for a folder.
         destination: the folder written.
         command: the command line that repeats the conversion.
         layers: number of RFA layers and of all layers, by kind of attention.
@@ -85,6 +86,7 @@ class ConversionReport:
     perplexities: Perplexities | None
     max_logit_difference: float
     notes: tuple[str, ...]
+    source_revision: str | None = None
     audio_positions: int | None = None
 
     @property
@@ -232,6 +234,11 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
 def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_tokenizer: str | None) -> tuple[str, ...]:
     """Return hints for the user: the code that a feature map needs, growing caches, and what would be better."""
     found = []
+    if checkpoint.gguf is not None:
+        file, dtype = checkpoint.gguf, "float32" if options.dtype == "auto" else options.dtype
+        read = f"dequantised to {dtype}: what was lost stays lost" if file.is_quantized else f"read as {dtype}"
+        precisions = ", ".join(file.precisions)
+        found.append(f"Made from the GGUF file {file.path.name}, whose weights ({precisions}) were {read}.")
     module = outside_module(config.feature_map)
     if module is not None:
         advice = f"Import its module {module} before the checkpoint is loaded, in Python or with --import."
@@ -304,23 +311,31 @@ def use_section(auto_class: str, name: str, feature_map: str) -> str:
     return USE.format(auto_class=auto_class, name=name, own_map=own_map)
 
 
+def _stated(checkpoint: Checkpoint) -> ModelCardData:
+    """Return what a checkpoint's own card, or a GGUF file, states of its license and languages."""
+    if checkpoint.gguf is not None:  # a card beside it may be of anything
+        return ModelCardData(license=checkpoint.gguf.license, language=list(checkpoint.gguf.languages) or None)
+    path = checkpoint.folder / "README.md"
+    return ModelCard.load(path).data if path.is_file() else ModelCardData()
+
+
 def model_card(report: ConversionReport, checkpoint: Checkpoint) -> ModelCard:
     """Return the model card of a conversion, with the license, the languages and the task that the checkpoint's states."""
     auto_class, task = head_of(checkpoint.architecture)
-    path = checkpoint.folder / "README.md"
-    theirs = ModelCard.load(path).data if path.is_file() else ModelCardData()
+    theirs = _stated(checkpoint)
     fields = ("license", "license_name", "license_link", "language", "pipeline_tag")
     data: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task, "base_model": checkpoint.hub_name}
     data |= {field: theirs.get(field) for field in fields if theirs.get(field) is not None}
     tags = ["hf-rfa", "random-feature-attention", "linear-attention"]
     title = report.destination.rstrip("/").rsplit("/", 1)[-1]
-    hub_name = checkpoint.hub_name
+    hub_name, revision = checkpoint.hub_name, report.source_revision
+    tree = f"/tree/{revision}" if revision else ""
     return ModelCard.from_template(
         ModelCardData(**data, tags=tags),
         template_path=str(Path(__file__).with_name("model_card.md")),
         title=title,
         source=hub_name or report.source.rstrip("/").rsplit("/", 1)[-1],
-        link=f"https://huggingface.co/{hub_name}" if hub_name else "#how-it-was-made",
+        link=f"https://huggingface.co/{hub_name}{tree}" if hub_name else "#how-it-was-made",
         version=__version__,
         untrained=UNTRAINED,
         use=use_section(auto_class, title, report.feature_map),
