@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
-from hf_rfa.families import has_rotary_positions, reads_audio
+from hf_rfa.families import has_rotary_positions, position_count, reads_audio
 
 from .perplexity import IGNORED_LABEL
 
@@ -36,7 +36,7 @@ Inputs = dict[str, Tensor]
 
 def random_inputs(config: Any, *, seed: int, tokens: int = RANDOM_TOKENS) -> Inputs:
     """Return uniformly random token ids to calibrate on where there is no text, none of them padding, and noise for audio."""
-    length = min(BLOCK_LENGTH, config.max_position_embeddings)
+    length = min(BLOCK_LENGTH, position_count(config))
     generator = torch.Generator().manual_seed(seed)
     shape = (math.ceil(tokens / length), length)
     ids = torch.randint(config.vocab_size, shape, generator=generator)

@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from hf_rfa.errors import InputError
-from hf_rfa.families import has_rotary_positions, scale_rotations
+from hf_rfa.families import has_rotary_positions, position_count, scale_rotations
 from hf_rfa.models.configuration_rfa import AttentionKind
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
 
@@ -99,9 +99,9 @@ def with_more_positions(checkpoint: Checkpoint, options: ConversionOptions) -> C
     if options.max_positions is None:
         return checkpoint
     config: Any = checkpoint.config
-    if options.max_positions <= config.max_position_embeddings:
+    if options.max_positions <= position_count(config):
         raise InputError(
-            f"max_positions={options.max_positions} does not extend the {config.max_position_embeddings} positions that "
+            f"max_positions={options.max_positions} does not extend the {position_count(config)} positions that "
             f"{checkpoint.name} has."
         )
     if not has_rotary_positions(config):  # tables are made longer after the calibration

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from hf_rfa.families import reads_audio
+from hf_rfa.families import position_count, reads_audio
 from hf_rfa.models.configuration_rfa import AttentionKind
 from hf_rfa.version import __version__
 
@@ -212,7 +212,7 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
     state, new = model.state_dict(), new_keys(model)
     positions = config.max_position_embeddings
     extended = sum(
-        (positions - checkpoint.config.max_position_embeddings) * embedding.embedding_dim
+        (positions - position_count(checkpoint.config)) * embedding.embedding_dim
         for embedding in checkpoint.family.position_embeddings(model)
         if embedding.weight.requires_grad
     )

@@ -67,6 +67,11 @@ def reads_audio(config: Any) -> bool:
     return bool(config.is_encoder_decoder and hasattr(config, "num_mel_bins"))
 
 
+def position_count(config: Any) -> int:
+    """Return the number of positions of a model, RFA or softmax; of the decoder, where the encoder has others."""
+    return getattr(config, "max_position_embeddings", None) or config.max_target_positions
+
+
 def has_rotary_positions(config: Any) -> bool:
     """Return whether a model rotates queries and keys by their positions, so that it has no table of them."""
     return bool(getattr(config, "rope_parameters", None))
