@@ -213,7 +213,10 @@ def test_it_is_converted_and_calibrated(family, folders, reports):
     assert model.config.max_position_embeddings == 120
     kept = model.state_dict()
     for name, tensor in base.state_dict().items():
-        assert ("embed_positions" in name and len(kept[name]) == 120) or torch.equal(kept[name], tensor)
+        if name.endswith("embed_positions.weight") and not torch.equal(kept[name][: len(tensor)], tensor):
+            assert len(kept[name]) - len(tensor) == 120 - 96  # BART's table has two rows before position 0
+        else:
+            assert torch.equal(kept[name][: len(tensor)], tensor)
     assert auto_class(family).__name__ in (folders[1] / family / "README.md").read_text()
 
 
@@ -244,7 +247,7 @@ def test_the_benchmark_pairs_it(family):
 
 def test_whisper_is_calibrated_on_noise_and_no_text(folders, reports, tmp_path):
     (tmp_path / "text.txt").write_text("w4 w5\n")
-    with pytest.raises(InputError, match="reads audio, and .*text.txt is a text. Leave the text out"):
+    with pytest.raises(InputError, match=r"reads audio, and .*text\.txt is a text\. Leave the text out"):
         convert(folders[0] / "whisper", tmp_path / "out", calibrate_on=tmp_path / "text.txt")
     assert any("noise" in each for each in reports["whisper"].notes)
     assert any("120 tokens of output and 20 of audio" in name for name, _ in reports["whisper"].rows())
@@ -279,5 +282,5 @@ def test_a_decoder_of_whisper_stands_alone():
 
 
 def test_text_commands_say_that_whisper_reads_audio(folders, reports):
-    with pytest.raises(InputError, match="reads audio: load it with transformers.AutoModelForSpeechSeq2Seq"):
+    with pytest.raises(InputError, match=r"reads audio: load it with transformers\.AutoModelForSpeechSeq2Seq"):
         load_model(str(folders[1] / "whisper"))

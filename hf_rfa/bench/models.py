@@ -59,7 +59,7 @@ def pair(config: Any, positions: int, **options: Any) -> tuple[Any, Any]:
         )
     stretched = copy.deepcopy(config)
     setattr(stretched, FAMILIES[config.model_type.removeprefix("rfa_")].positions_field, positions)
-    stretched._attn_implementation = "sdpa"
+    stretched._attn_implementation = None  # the best that both classes have
     if is_rfa:
         base, wanted = _base_config(stretched), stretched
     else:
@@ -76,7 +76,7 @@ def _base_config(config: Any) -> Any:
     own = {each.name for each in fields(RFASeq2SeqConfigMixin)}
     own |= {"model_type", "architectures", "transformers_version", "auto_map", "layer_types"}
     values = {name: value for name, value in config.to_dict().items() if name not in own}
-    return AutoConfig.for_model(config.model_type.removeprefix("rfa_"), **values, attn_implementation="sdpa")
+    return AutoConfig.for_model(config.model_type.removeprefix("rfa_"), **values)
 
 
 def step_inputs(model: Any, batch: int, source: int) -> dict[str, Any]:
