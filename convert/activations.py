@@ -75,6 +75,11 @@ class SoftmaxWeights(NamedTuple):
     softmax: Tensor  # [N, H, rows, keys]
     negative_entropy: Tensor  # [N, H, rows]
 
+    def divergence(self, log_weights: Tensor) -> Tensor:
+        """Return KL(softmax ‖ weights) for logarithms of weights [N, H, rows, keys], in nats per query, [N, H, rows]."""
+        # 0 · MASKED_LOGIT is 0: keys that nobody sees count nothing.
+        return self.negative_entropy - (self.softmax * log_weights).sum(-1)
+
 
 @torch.no_grad()
 def softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> Iterator[SoftmaxWeights]:
@@ -164,8 +169,7 @@ def layer_divergence(
     divergences = []
     error = norm = torch.zeros((), device=activations.key.device)
     for target, log_weights in compare_weights(layer, activations, hidden_states, targets):
-        # 0 · MASKED_LOGIT is 0: keys that nobody sees count nothing.
-        divergences.append(target.negative_entropy - (target.softmax * log_weights).sum(-1))
+        divergences.append(target.divergence(log_weights))
         if output_weight:
             value = activations.value[:, :, : log_weights.shape[-1]].to(log_weights.dtype)
             expected, found = target.softmax @ value, log_weights.exp() @ value

@@ -6,6 +6,7 @@ Distillation compares the weights with a softmax teacher's, in quadratic time. N
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple, cast
 
 import torch
@@ -28,7 +29,12 @@ def tokens_of(rows: slice, groups: int) -> slice:
 
 def seen_by(rows: slice, groups: int, device: torch.device, window: int | None = None) -> Tensor:
     """Return which tokens causal queries see, [rows, tokens], all up to their own or the last ``window``; see `tokens_of`."""
-    tokens = tokens_of(rows, groups)
+    return _seen_by(rows.start, rows.stop, groups, device, window)
+
+
+@lru_cache(maxsize=64)  # calibration asks for the same blocks again and again
+def _seen_by(start: int, stop: int, groups: int, device: torch.device, window: int | None) -> Tensor:
+    tokens = tokens_of(slice(start, stop), groups)
     seen = torch.ones(tokens.stop - tokens.start, tokens.stop, dtype=torch.bool, device=device).tril(tokens.start)
     return to_rows(seen if window is None else seen.triu(tokens.start - window + 1), groups)
 

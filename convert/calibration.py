@@ -126,8 +126,9 @@ class _Comparison:
         """
         query, key, mask = self.activations.query, self.activations.key, self.activations.key_mask
         window = cast(ExactWindow, exact_window(self.layer, query, key, None, mask))
-        softmax_shares, rfa_shares = [], []
+        softmax_shares, rfa_shares, divergences = [], [], []
         for target, log_weights in compare_weights(self.layer, self.activations, self.hidden_states, self.targets):
+            divergences.append(target.divergence(log_weights))
             near = window.near(target.rows)
             softmax_shares.append((target.softmax * near).sum(-1))
             rfa_shares.append((log_weights.exp() * near).sum(-1))
@@ -146,7 +147,7 @@ class _Comparison:
             to_left = change(left) < change(right)
             low, high = torch.where(to_left, low, left), torch.where(to_left, right, high)
         best = (low + high) / 2
-        return best, self.divergence() + change(best)
+        return best, self.activations.mean(torch.cat(divergences, dim=-1)) + change(best)
 
 
 @torch.no_grad()
