@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, logging
 
-from hf_rfa.families import DECODERS, FAMILIES, decoder_family
+from hf_rfa.families import DECODERS, FAMILIES, Family, decoder_family
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.configuration_rfa import RFASeq2SeqConfigMixin
 from hf_rfa.models.modeling_rfa_decoder import rfa_model_class
@@ -146,16 +146,15 @@ def page(problems: dict[str, str | None]) -> str:
         name for name in FAMILIES if name in problems and problems[name] is None and name not in encoders
     ):
         family = FAMILIES[name]
-        names = (
-            cls.__name__.partition("For")[2] or cls.__name__.removeprefix("RFAGPT2") for cls in family.model_classes
-        )
-        heads = ", ".join(sorted({each for each in names if not each.endswith("Model") or each in ("LMHeadModel",)}))
         config = tiny_config(name) if name in DECODERS else family.base_config()
         types = (
             family.rfa_config.from_parent(config, **_uncapped(config)).cache_layer_types() if name in DECODERS else []
         )
-        lines.append(f"| {name} | {heads} | {', '.join(sorted({each for each in types if each != 'rfa'}))} |")
-    lines += ["", "## Supported encoder-decoder families", "", ", ".join(encoders) + "."]
+        lines.append(f"| {name} | {_heads(family)} | {', '.join(sorted({each for each in types if each != 'rfa'}))} |")
+    lines += ["", "## Supported encoder-decoder families", ""]
+    lines += ["NLLB's checkpoints are of type m2m_100. Whisper's encoder reads audio.", ""]
+    lines += ["| model_type | heads that come along |", "| --- | --- |"]
+    lines += [f"| {name} | {_heads(FAMILIES[name])} |" for name in encoders]
     lines += ["", "## Not supported", "", "| reason | model_type |", "| --- | --- |"]
     by_reason: dict[str, list[str]] = {}
     for name, reason in problems.items():
@@ -168,6 +167,13 @@ def page(problems: dict[str, str | None]) -> str:
         "window in every layer, where nothing grows.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _heads(family: Family) -> str:
+    """Return the heads of a family's models, by the ends of their names."""
+    prefix = family.base_config.__name__.removesuffix("Config")
+    names = (name.partition("For")[2] or name.removeprefix(prefix) for name in family.architectures)
+    return ", ".join(sorted({each for each in names if each != "Model"}))
 
 
 def _uncapped(config: Any) -> dict[str, Any]:
