@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, WhisperFeatureExtractor, pipeline
 
 from hf_rfa import FAMILIES, InputError, cache_num_bytes
 from hf_rfa.bench import pair
@@ -182,6 +184,19 @@ def test_softmax_weights_load_into_every_head_which_gets_the_feature_maps_of_its
         assert_close(module.feature_map.state_dict(), expected[name])
 
 
+@torch.no_grad()
+def test_checkpoints_that_name_the_classes_of_earlier_versions_load(tmp_path):
+    model = rfa("bart")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    places = {name: place.replace("rfa_seq2seq", "rfa_bart") for name, place in config["auto_map"].items()}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "auto_map": places}))
+    found = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert places["AutoModelForSeq2SeqLM"] == "modeling_rfa_bart.RFABartForConditionalGeneration"
+    inputs = {**sources("bart"), "decoder_input_ids": targets()}
+    assert torch.equal(found(**inputs).logits, model(**inputs).logits)
+
+
 # Conversion
 
 
@@ -267,6 +282,15 @@ def test_whisper_generates_with_all_that_its_own_generate_returns():
     assert torch.equal(found.sequences, expected.sequences)
     assert_close(torch.stack(found.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
     assert len(found.cross_attentions) == 8
+
+
+def test_whisper_transcribes_in_a_pipeline(folders, reports, tmp_path):
+    shutil.copytree(folders[1] / "whisper", tmp_path / "whisper")
+    features = WhisperFeatureExtractor(feature_size=8, chunk_length=0.4)  # 40 frames
+    features.save_pretrained(tmp_path / "whisper")
+    recognize = pipeline("automatic-speech-recognition", model=str(tmp_path / "whisper"))
+    sound = {"raw": np.sin(np.arange(6400, dtype=np.float32)), "sampling_rate": 16000}
+    assert len(recognize(sound, generate_kwargs={"max_new_tokens": 5})["text"].split()) == 5
 
 
 def test_a_decoder_of_whisper_stands_alone():
