@@ -284,6 +284,22 @@ def test_whisper_generates_with_all_that_its_own_generate_returns():
     assert len(found.cross_attentions) == 8
 
 
+def test_whisper_transcribes_long_audio_with_time_stamps_as_its_base_model():
+    models = [*base_and_rfa("whisper", **AS_SOFTMAX), rfa("whisper")]
+    audio = torch.randn(1, 8, 100, generator=torch.Generator().manual_seed(1))
+    long, stamps = [], []
+    for model in models:
+        names = {"no_timestamps_token_id": 50, "max_initial_timestamp_index": 3, "alignment_heads": [[0, 0], [1, 1]]}
+        vars(model.generation_config).update(names, max_length=90)
+        options = {"return_timestamps": True, "max_new_tokens": 10}
+        long.append(model.generate(audio, **options))
+        stamps.append(model.generate(audio[..., :40], **options, return_token_timestamps=True)["token_timestamps"])
+    assert torch.equal(long[0], long[1])
+    assert len(long[2]) == 1
+    assert_close(stamps[0], stamps[1])
+    assert stamps[2].max() > 0
+
+
 def test_whisper_transcribes_in_a_pipeline(folders, reports, tmp_path):
     shutil.copytree(folders[1] / "whisper", tmp_path / "whisper")
     features = WhisperFeatureExtractor(feature_size=8, chunk_length=0.4)  # 40 frames
