@@ -166,19 +166,26 @@ def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -
 
     Args:
         model: the RFA model; its softmax layers keep keys and values.
-        length: tokens of the sequence, and of its source where there is one; 0 counts the states alone.
+        length: tokens of the sequence, and of its source where there is one; 0 counts the states alone. Layers of other
+            types than full and sliding attention are not counted.
         softmax: count the cache of the softmax base model instead.
     """
     config: Any = model.config
     states = {
         (each.rfa_kind, each.rfa_layer_idx): _state_bytes(each, model.dtype) for each in rfa_layers(model).values()
     }
-    keys_and_values = 2 * config.hidden_size * length * model.dtype.itemsize
-    return sum(
-        keys_and_values if softmax else states.get((kind, index), keys_and_values)
-        for kind in (("causal", "cross") if config.is_encoder_decoder else ("causal",))
-        for index in range(config.num_layers_for(kind))
-    )
+    kinds: tuple[AttentionKind, ...] = ("causal", "cross") if config.is_encoder_decoder else ("causal",)
+    total = 0
+    for kind in kinds:
+        types = config.base_layer_types() if kind == "causal" else ["full_attention"] * config.num_layers_for(kind)
+        per_token = 2 * config.num_heads_for(kind) * config.head_dim_for(kind) * model.dtype.itemsize
+        for index, layer_type in enumerate(types):
+            tokens = {"full_attention": length, "attention": length}.get(layer_type, 0)
+            if layer_type == "sliding_attention":
+                tokens = min(length, config.sliding_window - 1)  # the next token is the last one of its window
+            kept = per_token * tokens
+            total += kept if softmax else states.get((kind, index), kept)
+    return total
 
 
 def _state_bytes(layer: Any, dtype: torch.dtype) -> int:
