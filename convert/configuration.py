@@ -55,8 +55,8 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
             possible = [index for index in range(count) if types[index] in FULL_ATTENTION]
             if count and not possible:
                 raise InputError(
-                    f"no layer of {checkpoint.name} attends to all tokens before it (they are {', '.join(sorted(set(types)))}): "
-                    "its cache does not grow, and there is nothing to convert."
+                    f"no layer of {checkpoint.name} attends to all tokens before it (its layers are "
+                    f"{', '.join(sorted(set(types)))}): its cache does not grow, and there is nothing to convert."
                 )
             converted = possible if wanted == "all" else wanted
             if any(index not in possible for index in converted):
