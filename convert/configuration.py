@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import has_rotary_positions, position_count, scale_rotations
-from hf_rfa.models.configuration_rfa import AttentionKind
+from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
 
 from .checkpoint import Checkpoint
@@ -52,12 +52,12 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
             wanted = getattr(options, name)
             if wanted is None:
                 continue
-            possible = [index for index in range(count) if plain.is_rfa(kind, index)]
+            types = plain.base_layer_types() if kind == "causal" else FULL_ATTENTION[:1] * count
+            possible = [index for index in range(count) if types[index] in FULL_ATTENTION]
             if count and not possible:
-                types = ", ".join(sorted(set(plain.base_layer_types())))
                 raise InputError(
-                    f"no layer of {checkpoint.name} attends to all tokens before it (they are {types}): its cache does not "
-                    "grow, and there is nothing to convert."
+                    f"no layer of {checkpoint.name} attends to all tokens before it (its layers are "
+                    f"{', '.join(sorted(set(types)))}): its cache does not grow, and there is nothing to convert."
                 )
             converted = possible if wanted == "all" else wanted
             if any(index not in possible for index in converted):

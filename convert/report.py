@@ -170,21 +170,27 @@ def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -
 
     Args:
         model: the RFA model; its softmax layers keep keys and values.
-        length: tokens of the sequence, and of its source where there is one of text; 0 counts the states alone.
+        length: tokens of the sequence, and of its source where there is one of text; 0 counts the states alone. Layers of
+            other types than full and sliding attention are not counted.
         softmax: count the cache of the softmax base model instead.
     """
     config: Any = model.config
     states = {
         (each.rfa_kind, each.rfa_layer_idx): _state_bytes(each, model.dtype) for each in rfa_layers(model).values()
     }
-    lengths = {"causal": length, "cross": config.max_source_positions if reads_audio(config) and length else length}
-
-    def held(kind: AttentionKind, index: int) -> int:
-        keys_and_values = 2 * config.hidden_size * lengths[kind] * model.dtype.itemsize
-        return keys_and_values if softmax else states.get((kind, index), keys_and_values)
-
     kinds: tuple[AttentionKind, ...] = ("causal", "cross") if config.is_encoder_decoder else ("causal",)
-    return sum(held(kind, index) for kind in kinds for index in range(config.num_layers_for(kind)))
+    total = 0
+    for kind in kinds:
+        types = config.base_layer_types() if kind == "causal" else ["full_attention"] * config.num_layers_for(kind)
+        per_token = 2 * config.num_heads_for(kind) * config.head_dim_for(kind) * model.dtype.itemsize
+        seen = config.max_source_positions if kind == "cross" and length and reads_audio(config) else length
+        for index, layer_type in enumerate(types):
+            tokens = {"full_attention": seen, "attention": seen}.get(layer_type, 0)
+            if layer_type == "sliding_attention":
+                tokens = min(length, config.sliding_window - 1)  # the next token is the last one of its window
+            kept = per_token * tokens
+            total += kept if softmax else states.get((kind, index), kept)
+    return total
 
 
 def _state_bytes(layer: Any, dtype: torch.dtype) -> int:

@@ -86,7 +86,7 @@ def problem(model_type: str) -> str | None:
         return None
     if model_type in REASONS:
         return REASONS[model_type]
-    config_class = model_class(model_type).config_class
+    config_class: Any = model_class(model_type).config_class
     if config_class.model_type != model_type:
         return f"it is loaded as a model of type {config_class.model_type}"
     if CONFIG_MAPPING[model_type].is_encoder_decoder:
@@ -96,7 +96,9 @@ def problem(model_type: str) -> str | None:
 
 def check(model_type: str) -> None:
     """Compare the RFA model of a decoder with its base model where the window covers the text; an AssertionError says how."""
-    capped = {"attn_logit_softcapping": None} if hasattr(tiny_config(model_type), "attn_logit_softcapping") else {}
+    capped: dict[str, Any] = (
+        {"attn_logit_softcapping": None} if hasattr(tiny_config(model_type), "attn_logit_softcapping") else {}
+    )
     base: Any = tiny_model(model_type, **capped)
     config: Any = decoder_family(model_type).rfa_config.from_parent(base.config, window_size=WINDOW, num_features=16)
     model: Any = rfa_model_class(type(base))(config).eval()
