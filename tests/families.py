@@ -13,11 +13,17 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 
 from hf_rfa.families import FAMILIES
 from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.configuration_rfa import RFASeq2SeqConfigMixin
 from hf_rfa.models.linear_attention import Tokens, linear_attention
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
+from .tiny_models import tiny_config
 
 ROWS, LENGTH, SOURCE_LENGTH, WIDTH = 3, 29, 17, 24
+
+#: The families that tests run over: each with classes of its own, and one of those that `modeling_rfa_decoder` makes.
+#: `tests/test_decoders.py` runs over all of the latter.
+COMMON = ("gpt2", "bart", "marian", "llama")
 
 DECODER_VARIANTS: dict[str, dict[str, Any]] = {
     "positive": {},
@@ -53,16 +59,27 @@ SEQ2SEQ_VARIANTS: dict[str, dict[str, Any]] = {
     "none": {"feature_map": "none", "window": 4, "num_sinks": 1, "softmax_cross_layers": [0, 1, 2]},
     "decoder-alone": {"head": "ForCausalLM", "gate": True, "chunk_size": 5},
 }
-VARIANTS = {"gpt2": DECODER_VARIANTS, "bart": SEQ2SEQ_VARIANTS, "marian": SEQ2SEQ_VARIANTS}
+#: What a decoder with grouped queries and rotary positions adds to GPT-2.
+LLAMA_VARIANTS: dict[str, dict[str, Any]] = {
+    "positive": {},
+    "positive-gate": {"gate": True},
+    "hybrid": {"softmax_layers": [1]},
+    "window": {"window": 5},
+    "window-gate": {"window": 4, "gate": True, "chunk_size": 7, "feature_map": "exponential"},
+    "window-gaussian": {"window": 6, "feature_map": "gaussian", "num_features": 16, "softmax_layers": [1]},
+    "window-sinks": {"window": 4, "num_sinks": 3, "gate": True, "softmax_layers": [0]},
+    "none": {"feature_map": "none", "window": 5, "num_sinks": 2},
+}
+VARIANTS = {"gpt2": DECODER_VARIANTS, "llama": LLAMA_VARIANTS, "bart": SEQ2SEQ_VARIANTS, "marian": SEQ2SEQ_VARIANTS}
 #: Marian differs from BART in embeddings and norms only: few variants do for it.
-CASES = [(family, variant) for family in ("gpt2", "bart") for variant in VARIANTS[family]]
+CASES = [(family, variant) for family in ("gpt2", "llama", "bart") for variant in VARIANTS[family]]
 CASES += [("marian", variant) for variant in ("both-gate", "per-layer", "decoder-alone")]
-SEQ2SEQ_CASES = [case for case in CASES if case[0] != "gpt2" and case[1] != "decoder-alone"]
-HEADS = [(family, head) for family in FAMILIES for head in FAMILIES[family].architectures]
+SEQ2SEQ_CASES = [case for case in CASES if case[1] in SEQ2SEQ_VARIANTS and case[1] != "decoder-alone"]
+HEADS = [(family, head) for family in COMMON for head in FAMILIES[family].architectures]
 GENERATING_HEADS = [each for each in HEADS if each[1].endswith(("LMHeadModel", "CausalLM", "MTModel", "Generation"))]
 CLASSIFIERS = [each for each in HEADS if each[1].endswith("ForSequenceClassification")]
 
-every_family = pytest.mark.parametrize("family", list(FAMILIES))
+every_family = pytest.mark.parametrize("family", COMMON)
 every_case = pytest.mark.parametrize(("family", "variant"), CASES)
 every_decoder = pytest.mark.parametrize("variant", list(DECODER_VARIANTS))
 every_seq2seq_case = pytest.mark.parametrize(("family", "variant"), SEQ2SEQ_CASES)
@@ -72,9 +89,20 @@ every_model = pytest.mark.parametrize(("family", "name"), HEADS + CASES)
 every_classifier = pytest.mark.parametrize(("family", "head"), CLASSIFIERS)
 
 
+def has_encoder(family: str) -> bool:
+    """Return whether a family's models have an encoder next to their decoder."""
+    return issubclass(FAMILIES[family].rfa_config, RFASeq2SeqConfigMixin)
+
+
 def base_config(family: str, **options: Any) -> Any:
-    """Return the tiny configuration of a family's softmax models."""
-    return tiny_parent_config(**options) if family == "gpt2" else tiny_seq2seq_config(family, **options)
+    """Return the tiny configuration of a family's softmax models; three layers of a decoder that has no class of its own."""
+    if family == "gpt2":
+        return tiny_parent_config(**options)
+    if has_encoder(family):
+        return tiny_seq2seq_config(family, **options)
+    values = {"max_position_embeddings": 96, "hidden_size": WIDTH, "head_dim": 6, "initializer_range": 0.3}
+    values |= {"bos_token_id": 0, "pad_token_id": None, "eos_token_id": 0, "tie_word_embeddings": False}
+    return tiny_config(family, **{**values, **options})
 
 
 def make(
@@ -101,7 +129,9 @@ make_gpt2, make_bart = partial(make, "gpt2"), partial(make, "bart")
 def make_head(family: str, head: str | None = None, **options: Any) -> PreTrainedModel:
     """Return a model with few features, gates, and attention of every kind RFA."""
     fields = {"num_features": 8, "gate": True}
-    fields |= {"pad_token_id": 0} if family == "gpt2" else {"num_cross_features": 8, "softmax_encoder_layers": []}
+    fields |= (
+        {"pad_token_id": 0} if not has_encoder(family) else {"num_cross_features": 8, "softmax_encoder_layers": []}
+    )
     return make(family, fields, head=head, **options)
 
 

@@ -14,6 +14,7 @@ from .families import (
     every_decoder,
     every_family,
     every_seq2seq_case,
+    has_encoder,
     logits,
     make,
     read,
@@ -100,7 +101,7 @@ def test_padding_of_choices():
 @torch.no_grad()
 @every_family
 def test_masks_per_query_are_refused(family):
-    model, ids = make(family, {} if family == "gpt2" else "everything"), tokens()
+    model, ids = make(family, {} if not has_encoder(family) else "everything"), tokens()
     with pytest.raises(ValueError, match="softmax_layers"):
         read(model, ids, mask=torch.ones(ROWS, 1, LENGTH, LENGTH))
     if model.config.is_encoder_decoder:
