@@ -45,7 +45,7 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
     values["feature_seed"] = options.seed
     values |= {field: getattr(options, OPTIONS_BY_KIND[kind][1]) for field, kind in config_class.FEATURE_COUNTS.items()}
     try:
-        plain = config_class.from_parent(checkpoint.config)
+        plain = config_class.from_parent(checkpoint.config, **{name: [] for name in config_class.SOFTMAX_LAYERS})
         for field, kind in config_class.SOFTMAX_LAYERS.items():
             name, count = OPTIONS_BY_KIND[kind][0], plain.num_layers_for(kind)
             wanted = getattr(options, name)
