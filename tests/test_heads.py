@@ -270,10 +270,7 @@ def test_input_embeddings_are_got_and_set(model):
 def test_embeddings_as_inputs(head, model):
     """`inputs_embeds` in place of token ids, for the encoder and the decoder; GPT-2 takes no embeddings of choices."""
     inputs, embed = inputs_for(model), model.get_input_embeddings()
-    if head in (
-        "GPT2ForSequenceClassification",
-        "LlamaForSequenceClassification",
-    ):  # finds the last token by its id, or else takes the last place
+    if head in ("GPT2ForSequenceClassification", "LlamaForSequenceClassification"):  # find the last token by its id
         inputs["attention_mask"][:] = 1
         inputs["input_ids"].clamp_(min=3)
     given = {key: value for key, value in inputs.items() if key not in ("input_ids", "decoder_input_ids")}
