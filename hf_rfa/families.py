@@ -253,8 +253,47 @@ register_family(
 #: Decoders whose attention goes through transformers' attention interface, by ``model_type``. The name is all that it takes:
 #: `modeling_rfa_decoder` makes the classes, those of every head that the Auto classes know.
 DECODERS = (
-    *("gemma", "gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "olmo2", "opt"),
-    *("phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2"),
+    *("afmoe", "apertus", "arcee", "aria_text", "bamba", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm"),
+    *(
+        "dbrx",
+        "dots1",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
+        "exaone_moe",
+        "flex_olmo",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+    ),
+    *("glm", "glm4", "glm4_moe", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoehybrid"),
+    *("granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "jamba", "lfm2"),
+    *(
+        "lfm2_moe",
+        "llama",
+        "minimax",
+        "minimax_m2",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "modernbert-decoder",
+    ),
+    *(
+        "nanochat",
+        "nemotron",
+        "nemotron_h",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmo_hybrid",
+        "olmoe",
+        "opt",
+        "persimmon",
+        "phi",
+    ),
+    *("phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
+    *("seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma"),
 )
 
 
@@ -268,4 +307,5 @@ def decoder_family(model_type: str) -> Family:
 
 
 for _model_type in DECODERS:
-    register_family(decoder_family(_model_type))
+    if _model_type in CONFIG_MAPPING:  # which an older transformers may not know
+        register_family(decoder_family(_model_type))

@@ -367,7 +367,7 @@ class RFADecoderConfigMixin(RFAConfigMixin):
 
     def base_layer_types(self) -> list[str]:
         """Return the type that every layer's cache has in the base model."""
-        types = vars(self).get("layer_types")
+        types = getattr(self, "layer_types", None) or getattr(self, "layers_block_type", None)
         if types is None:
             limited = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
             types = [name for name, size in limited.items() if getattr(self, size, None)] or ["full_attention"]

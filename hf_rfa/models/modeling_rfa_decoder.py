@@ -24,14 +24,16 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from .attention import RFAAttentionMixin, RFAPreTrainedMixin
 from .cache_rfa import RFALayer, past_length, self_attention_cache, unread_length
 from .configuration_rfa import decoder_config_class
-from .masking import check_positions, document_starts, local_padding
+from .masking import check_positions, document_starts, local_padding, padding_of_mask
 
 #: Name of random feature attention in transformers' attention interface.
 INTERFACE = "rfa"
 #: Arguments by which attention modules take their cache.
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
-#: Modules that hold learned positions, by attribute name.
-POSITION_EMBEDDINGS = ("embed_positions", "position_embeddings", "wpe")
+#: Modules of a stack that hold learned positions, by attribute name.
+POSITION_EMBEDDINGS = ("embed_positions", "wpe")
+#: Families, by model_type, that count the tokens of a padding mask for positions.
+COUNTS_TOKENS = ("rfa_opt",)
 
 
 def rfa_attention(
@@ -124,6 +126,8 @@ class RFADecoderAttention(RFAAttentionMixin):
         # Without a cache the base model's forward hands over the keys of this call alone. The state has those before them.
         caches = [kwargs.pop(name) for name in CACHE_ARGUMENTS if name in kwargs]
         own = {"rfa_hidden_states": hidden_states, "rfa_cache": caches[0] if caches else None}
+        if "output_rfa_attentions" not in kwargs:
+            own |= _inputs_from_mask(hidden_states.shape[1], own["rfa_cache"], kwargs)
         return super().forward(hidden_states, *args, **own, **kwargs)
 
     def project(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,6 +149,20 @@ class RFADecoderAttention(RFAAttentionMixin):
             raise ValueError(f"{type(self).__name__} {wrong}: this attention is not supported.")
 
 
+def _inputs_from_mask(length: int, cache: Cache | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return what `prepare_inputs` adds, for families whose layers do not hand it on (StableLM, Nemotron).
+
+    The mask says of every key whether it is padding: in the row of the last query if it has one for each.
+    """
+    mask, padding, starts = kwargs.get("attention_mask"), None, None
+    if mask is not None and mask.numel() > 1:
+        padding = padding_of_mask(mask[:, :, -1:, -length:])
+    elif cache is None:
+        starts = document_starts(kwargs.get("position_ids"))
+    wanted = bool(kwargs.get("output_attentions"))
+    return {"padding_mask": padding, "document_starts": starts, "output_rfa_attentions": wanted}
+
+
 class RFADecoderMixin(RFAPreTrainedMixin):
     """A decoder, with or without a head, whose full-attention layers but those in ``config.softmax_layers`` are RFA.
 
@@ -157,13 +175,16 @@ class RFADecoderMixin(RFAPreTrainedMixin):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        stack: Any = None
         for module in list(self.modules()):  # type: ignore[attr-defined]
             if is_attention(module) and not isinstance(module, RFAAttentionMixin):
                 if config.is_rfa("causal", module.layer_idx):
                     module.__class__ = rfa_attention_class(type(module))
                     module.become_rfa(config)
             elif isinstance(module, PreTrainedModel) and any(map(is_attention, module.modules())):
-                stack: Any = module  # the innermost one; heads may call it past the model around it
+                stack = module  # the innermost one; heads may call it past the model around it
+        if stack is None:
+            raise ValueError(f"{type(self).__name__} has no attention modules of the usual form: it is not supported.")
         if not hasattr(stack, "reads_inputs"):
             stack.reads_inputs = tuple(inspect.signature(stack.forward).parameters)
             stack.register_forward_pre_hook(prepare_inputs, with_kwargs=True)
@@ -185,34 +206,41 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     past = past_length(cache)
     kwargs["padding_mask"] = local_padding(attention_mask, length + unread_length(cache, stack.config))
     kwargs["document_starts"] = document_starts(position_ids) if attention_mask is None and cache is None else None
-    if kwargs["document_starts"] is not None:
-        kwargs["use_cache"] = (
-            False  # rows of several documents are for training; softmax layers keep them apart only so
-        )
+    if kwargs["document_starts"] is not None:  # for training; softmax layers keep documents apart only without a cache
+        kwargs["use_cache"] = False
     wanted = kwargs.get("output_attentions")
     kwargs["output_rfa_attentions"] = bool(stack.config.output_attentions if wanted is None else wanted)
     if any(hasattr(stack, name) for name in POSITION_EMBEDDINGS):
-        if position_ids is None:  # the base model counts the tokens of its mask
+        if position_ids is None and stack.config.model_type in COUNTS_TOKENS:
             mask = inputs.new_ones(1, past + length, dtype=torch.long) if attention_mask is None else attention_mask
             kwargs["position_ids"] = position_ids = (mask.long().cumsum(-1) * mask - 1)[:, past:]
         count, last = stack.config.max_position_embeddings, past + length - 1
-        check_positions(int(position_ids.max()) if last >= count else last, count)
-    embeds = inputs.new_empty(batch, length, 0, dtype=stack.dtype)
-    kwargs["attention_mask"] = _softmax_masks(stack.config, embeds, attention_mask, position_ids, cache)
+        if last >= count and position_ids is not None:
+            last = int(position_ids.max())  # left padding makes positions smaller than the number of tokens
+        check_positions(last, count)
+    types, padding = set(stack.config.cache_layer_types()), kwargs["padding_mask"]
+    if types == {RFALayer._layer_type}:
+        kwargs["attention_mask"] = _prepared(padding, inputs.device)
+    elif "sliding_attention" in types:
+        embeds = inputs.new_empty(batch, length, 0, dtype=stack.dtype)
+        kwargs["attention_mask"] = _masks_by_type(stack.config, embeds, attention_mask, position_ids, cache)
     return (), kwargs
 
 
-def _softmax_masks(
+def _prepared(padding_mask: Tensor | None, device: torch.device) -> Tensor:
+    """Return a mask [B, 1, 1, T] of the keys that are tokens.
+
+    transformers takes a mask of four dimensions as prepared, and builds none of T × T entries, which RFA does not read.
+    """
+    if padding_mask is None:
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    return padding_mask[:, None, None, :] != 0
+
+
+def _masks_by_type(
     config: Any, embeds: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
-) -> Any:
-    """Return the mask, or masks by layer type, for the layers that are not RFA."""
-    types = set(config.cache_layer_types())
-    # transformers takes it as prepared, and builds none of T × T entries, which RFA does not read.
-    unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=embeds.device)
-    if types == {RFALayer._layer_type}:
-        return unread
-    if "sliding_attention" not in types:
-        return attention_mask
+) -> dict[str, Tensor | None]:
+    """Return the masks of a model with sliding layers, for those of its layers that are not RFA."""
     # transformers asks the first layer of a kind how many keys there are, and RFA layers hold none.
     kept = [] if cache is None else [layer for layer in cache.layers if getattr(layer, "holds", None) is None]
     arguments: Any = {
@@ -222,6 +250,8 @@ def _softmax_masks(
         "past_key_values": Cache(layers=kept) if kept else None,
         "position_ids": position_ids,
     }
+    unread = _prepared(None, embeds.device)
+    types = set(config.cache_layer_types())
     full = create_causal_mask(**arguments) if "full_attention" in types else unread
     return {"full_attention": full, "sliding_attention": create_sliding_window_causal_mask(**arguments)}
 
