@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.machinery import PathFinder
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from hf_rfa.errors import InputError
@@ -66,6 +67,8 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
                 raise InputError(f"{name} to convert must be indices {allowed}, got {wanted}.")
             values[field] = [index for index in possible if index not in converted]
         config = config_class.from_parent(checkpoint.config, **values)
+        with torch.device("meta"):  # some attention is found out to be unfit as its modules are made
+            checkpoint.family.architectures[checkpoint.architecture][1](config)
     except (ValueError, StrictDataclassError) as error:
         raise InputError(str(error.__cause__ or error)) from error
     if not any(map(config.any_rfa, config_class.SOFTMAX_LAYERS.values())):

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from hf_rfa.models.configuration_rfa import AttentionKind
+from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
 from hf_rfa.version import __version__
 
 from .base_model import rfa_layers
@@ -162,6 +162,8 @@ def _size(num_bytes: int) -> str:
 def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -> int:
     """Return the bytes that an RFA model's cache holds for one sequence; an encoder's attention keeps none.
 
+    The states of layers without attention, which are recurrent or convolutions and the same in both, are not counted.
+
     Args:
         model: the RFA model; its softmax layers keep keys and values.
         length: tokens of the sequence, and of its source where there is one; 0 counts the states alone.
@@ -171,12 +173,23 @@ def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -
     states = {
         (each.rfa_kind, each.rfa_layer_idx): _state_bytes(each, model.dtype) for each in rfa_layers(model).values()
     }
-    keys_and_values = 2 * config.hidden_size * length * model.dtype.itemsize
-    return sum(
-        keys_and_values if softmax else states.get((kind, index), keys_and_values)
-        for kind in (("causal", "cross") if config.is_encoder_decoder else ("causal",))
-        for index in range(config.num_layers_for(kind))
-    )
+    total = 0
+    for kind in ("causal", "cross") if config.is_encoder_decoder else ("causal",):
+        per_token = 2 * config.num_heads_for(kind) * config.head_dim_for(kind) * model.dtype.itemsize
+        types = config.base_layer_types() if kind == "causal" else [FULL_ATTENTION[0]] * config.num_layers_for(kind)
+        for index, each in enumerate(types):
+            keys_and_values = per_token * _tokens_kept(config, each, length)
+            total += keys_and_values if softmax else states.get((kind, index), keys_and_values)
+    return total
+
+
+def _tokens_kept(config: Any, layer_type: str, length: int) -> int:
+    """Return the number of tokens of which a layer of the base model keeps keys and values."""
+    if layer_type in FULL_ATTENTION:
+        return length
+    limits = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    limit = getattr(config, limits.get(layer_type, ""), None)
+    return 0 if limit is None else min(length, limit - 1)
 
 
 def _state_bytes(layer: Any, dtype: torch.dtype) -> int:

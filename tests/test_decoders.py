@@ -1,4 +1,4 @@
-"""Every decoder that `hf_rfa.families.DECODERS` names, with tiny random weights, against the softmax model with those weights."""
+"""Every decoder that `hf_rfa.families.DECODERS` names, tiny, against the softmax model with its random weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,17 @@ WHOLE = [{"feature_map": "none", "window_size": FULL}, {"window_size": FULL, "nu
 #: A text that is seen through features but for its last tokens.
 WINDOWED = {"num_features": 16, "window_size": 5, "gate": True, "chunk_size": 7}
 
-every_decoder = pytest.mark.parametrize("name", DECODERS)
+#: The families that differ most; the others, and what compiles, are left to `pytest -m slow`.
+QUICK = ("gemma3_text", "gpt_neox", "gpt_oss", "lfm2", "llama", "opt", "qwen3_moe", "stablelm")
+NAMES = [name for name in DECODERS if name in FAMILIES]  # an older transformers lacks some
+
+
+def case(name: str, *more: Any) -> Any:
+    """Return a case of a test, a slow one unless the family is among the quick."""
+    return pytest.param(name, *more, marks=() if name in QUICK else pytest.mark.slow)
+
+
+every_decoder = pytest.mark.parametrize("name", [case(name) for name in NAMES])
 
 
 def parent(name: str, **fields: Any) -> Any:
@@ -51,6 +61,13 @@ def parent(name: str, **fields: Any) -> Any:
         for parameter in model.parameters():
             added = torch.randn_like(parameter)
             parameter.copy_(0.25 * added if parameter.ndim > 1 else parameter + 0.1 * added)
+    return with_plain_experts(model)
+
+
+def with_plain_experts(model: Any) -> Any:
+    """Let experts compute in any dtype."""
+    if getattr(model.config, "_experts_implementation", None) not in (None, "eager"):
+        model.set_experts_implementation("eager")
     return model
 
 
@@ -62,7 +79,7 @@ def converted(softmax: Any, **options: Any) -> Any:
     absent, unknown = model.load_state_dict(softmax.state_dict(), strict=False)
     assert not unknown
     assert all(".feature_map." in key or ".gate." in key for key in absent)
-    return model
+    return with_plain_experts(model)
 
 
 def pair(name: str, options: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -226,7 +243,7 @@ def test_operations_on_the_cache(name):
         for layer in cache.layers:
             layer.activate_past_recording()
         model(ids[:, 9:14], past_key_values=cache)
-        cache.crop(11)
+        cache.crop(-3)
         assert cache.get_seq_length() == 11
         found = model(ids[:, 11:], past_key_values=cache).logits
         assert_close(found, logits(model, ids)[:, 11:])
@@ -281,31 +298,35 @@ def test_checkpoints_say_what_they_are_and_come_back_equal(name, tmp_path):
 
 
 OUTPUTS = {"SequenceClassification": (2, 3), "TokenClassification": (2, 9, 3), "QuestionAnswering": (2, 9)}
-HEADS = [(name, auto) for name in DECODERS for auto in FAMILIES[name].auto_models]
+HEADS = [case(name, auto) for name in NAMES for auto in FAMILIES[name].auto_models]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "auto"), HEADS, ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(("name", "auto"), HEADS)
 def test_every_head_runs_and_keeps_the_weights_of_the_softmax_head(name, auto, tmp_path):
     softmax = parent(name)
     softmax.config.num_labels = 3
     softmax.save_pretrained(tmp_path / "softmax")
     converted(softmax, **WINDOWED).save_pretrained(tmp_path / "rfa")
-    torch.manual_seed(0)
-    head = auto.from_pretrained(tmp_path / "softmax").eval()
-    model = auto.from_pretrained(tmp_path / "rfa").eval()
+    (head, expected), (model, found) = (
+        auto.from_pretrained(tmp_path / each, output_loading_info=True) for each in ("softmax", "rfa")
+    )
     assert type(model) is FAMILIES[name].auto_models[auto]
     assert type(model).__name__ == f"RFA{type(head).__name__}"
-    bodies = [dict(each.base_model.named_parameters()) for each in (head, model)]
-    assert all(torch.equal(bodies[1][key], tensor) for key, tensor in bodies[0].items())
+    assert {key for key in found["missing_keys"] if ".feature_map." not in key and ".gate." not in key} == set(
+        expected["missing_keys"]
+    )
+    kept, state = model.state_dict(), head.state_dict()
+    assert all(torch.equal(kept[key], state[key]) for key in set(state) - set(expected["missing_keys"]))
+    model.save_pretrained(tmp_path / "head")
+    again = auto.from_pretrained(tmp_path / "head").eval()
     ids = tokens(2, 9)
-    outputs, expected = (each(ids, use_cache=False) for each in (model, head))
-    assert [key for key in outputs if key != "past_key_values"] == [
-        key for key in expected if key not in ("past_key_values", "attentions")
-    ]
+    outputs, expected = (each(ids, use_cache=False) for each in (again, head.eval()))
+    assert [key for key in outputs if key != "past_key_values"] == [key for key in expected if key != "past_key_values"]
     shapes = [shape for ending, shape in OUTPUTS.items() if type(model).__name__.endswith(ending)]
     assert tuple(outputs[0].shape) == (shapes[0] if shapes else tuple(expected[0].shape))
-    assert all(torch.isfinite(each).all() for each in outputs.to_tuple() if torch.is_tensor(each))
+    assert torch.isfinite(outputs[0]).all()
+    assert torch.equal(outputs[0], model.eval()(ids, use_cache=False)[0])
 
 
 #: Runs without hf_rfa: loads the language model of every family, and writes what it says.
@@ -330,12 +351,13 @@ save_file(found, folder / "found.safetensors")
 """
 
 
-def test_every_language_model_works_without_the_package(tmp_path):
-    models = {name: pair(name)[1] for name in DECODERS}
+@pytest.mark.parametrize("names", [QUICK, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["quick", "all"])
+def test_every_language_model_works_without_the_package(names, tmp_path):
+    models = {name: pair(name)[1] for name in names}
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path), *DECODERS]
+    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path), *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     found, ids = load_file(tmp_path / "found.safetensors"), torch.tensor([[*range(5, 16), 2]])
@@ -361,7 +383,8 @@ def test_gradient_checkpointing_changes_nothing_and_a_step_is_finite(name):
     ids = tokens(2, 17)
     model.train()
     expected, plain = gradients(model, ids)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
     found, checkpointed = gradients(model, ids)
     assert_close(found, expected)
     assert_close(checkpointed, plain)
@@ -379,10 +402,16 @@ def test_packed_documents_are_the_documents_in_rows_of_their_own(name):
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     softmax, model = pair(name, dtype=torch.float64)
     hybrid = converted(softmax, **WINDOWED, softmax_layers=rfa_indices(model)[1:])
-    for each in (model, hybrid):
-        found = each(ids, position_ids=positions).logits
+    apart = {}
+    for each in (softmax, model, hybrid):
+        found = each(ids, position_ids=positions, use_cache=False).logits
         alone = [logits(each, part) for part in ids.split(lengths, dim=1)]
-        assert_close(found, torch.cat(alone, dim=1))
+        apart[each] = relative_error(found, torch.cat(alone, dim=1)) < 1e-5
+    if apart[softmax]:  # OPT's softmax attention sees the documents before
+        assert apart[model]
+        assert apart[hybrid]
+    else:
+        assert apart[model] or len(rfa_indices(model)) < model.config.num_hidden_layers
 
 
 # Compilation and 16 bits
@@ -435,6 +464,7 @@ def test_sixteen_bits_round_all_but_feature_maps_and_gates_of_attention(name, tm
 
 
 @every_decoder
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_lora_with_the_default_targets_of_the_softmax_model(name):
     peft = pytest.importorskip("peft")
     constants = pytest.importorskip("peft.utils.constants")

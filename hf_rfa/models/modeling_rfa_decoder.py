@@ -19,6 +19,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModel, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from .attention import RFAAttentionMixin, RFAPreTrainedMixin
@@ -32,7 +33,7 @@ INTERFACE = "rfa"
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
 #: Modules of a stack that hold learned positions, by attribute name.
 POSITION_EMBEDDINGS = ("embed_positions", "wpe")
-#: Families, by model_type, that count the tokens of a padding mask for positions.
+#: Families, by model_type, without rotary positions that count the tokens of a padding mask for positions.
 COUNTS_TOKENS = ("rfa_opt",)
 
 
@@ -133,7 +134,7 @@ class RFADecoderAttention(RFAAttentionMixin):
     def project(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, query heads, T, d], keys and values [B, H, T, d] of the module's inputs."""
         found: list[Tensor] = []
-        self(hidden_states, rfa_projections=found, **kwargs)
+        self(hidden_states, **{"attention_mask": None, **kwargs}, rfa_projections=found)
         query, key, value = found
         return query, key, value
 
@@ -210,10 +211,14 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         kwargs["use_cache"] = False
     wanted = kwargs.get("output_attentions")
     kwargs["output_rfa_attentions"] = bool(stack.config.output_attentions if wanted is None else wanted)
+    # Softmax attention sees differences of rotary positions alone, and features see more: padding must not shift them.
+    rotary = getattr(stack.config, "rope_parameters", None) and attention_mask is not None
+    counts_tokens = rotary or stack.config.model_type in COUNTS_TOKENS
+    if counts_tokens and position_ids is None and "position_ids" in stack.reads_inputs:
+        mask = inputs.new_ones(1, past + length, dtype=torch.long) if attention_mask is None else attention_mask
+        position_ids = (mask.long().cumsum(-1) * mask - 1)[:, -length:]
+        kwargs["position_ids"] = position_ids = position_ids.clamp_min(0) if rotary else position_ids
     if any(hasattr(stack, name) for name in POSITION_EMBEDDINGS):
-        if position_ids is None and stack.config.model_type in COUNTS_TOKENS:
-            mask = inputs.new_ones(1, past + length, dtype=torch.long) if attention_mask is None else attention_mask
-            kwargs["position_ids"] = position_ids = (mask.long().cumsum(-1) * mask - 1)[:, past:]
         count, last = stack.config.max_position_embeddings, past + length - 1
         if last >= count and position_ids is not None:
             last = int(position_ids.max())  # left padding makes positions smaller than the number of tokens
@@ -272,6 +277,11 @@ def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     base_config: Any = base.config_class
     config_class: Any = decoder_config_class(base_config)
     found = _made(base, RFADecoderMixin, f"{base.__name__} with random feature attention.", config_class=config_class)
+    # Files name some tensors otherwise than models, and hold experts one by one: by class or by model_type.
+    names = {base.__name__: found.__name__, base_config.model_type: config_class.model_type}
+    for name, own in names.items():
+        if (conversions := get_checkpoint_conversion_mapping(name)) is not None:
+            register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
     if base is AutoModel._model_mapping.get(base_config, None):  # heads of several families build their body by it
         AutoModel.register(config_class, found, exist_ok=True)
     return found
