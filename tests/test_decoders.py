@@ -22,6 +22,7 @@ from hf_rfa.convert import convert
 from hf_rfa.families import DECODERS
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
+from hf_rfa.models.configuration_rfa import FULL_ATTENTION
 
 from .conftest import leftovers, save_tiny_tokenizer, words
 from .families import logits, logits_by_steps, relative_error, rfa_modules, tokens
@@ -223,8 +224,8 @@ def test_the_cache_has_one_size_and_a_state_per_key_value_head(name):
     types = config.base_layer_types()
     for index, layer in enumerate(cache.layers):
         if index not in rfa_indices(model):
-            assert types[index] == "sliding_attention", types
-            assert isinstance(layer, DynamicSlidingWindowLayer)
+            assert types[index] not in FULL_ATTENTION
+            assert isinstance(layer, DynamicSlidingWindowLayer) == (types[index] == "sliding_attention")
             continue
         assert isinstance(layer, RFALayer)
         heads, width = config.num_heads_for("causal"), config.head_dim_for("causal")
@@ -248,6 +249,8 @@ def test_operations_on_the_cache(name):
         found = model(ids[:, 11:], past_key_values=cache).logits
         assert_close(found, logits(model, ids)[:, 11:])
     cache, order = model(ids[:, :9], use_cache=True).past_key_values, torch.tensor([1, 0, 0, 1])
+    if not all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
+        pytest.skip("transformers' layers for recurrences and convolutions cannot repeat their rows")
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([2, 0, 1, 3]))
     found = model(ids[order, 9:], past_key_values=cache).logits
@@ -288,13 +291,19 @@ def test_checkpoints_say_what_they_are_and_come_back_equal(name, tmp_path):
     for file in files[0]:
         first, second = ((tmp_path / each / file).read_bytes() for each in ("one", "two"))
         assert first == second, file
-    assert torch.equal(logits(again.eval(), tokens(2, 9) * 0 + 7), logits(model, tokens(2, 9) * 0 + 7))
+    ids = tokens(2, 9)
+    assert_close(logits(again.eval(), ids), logits(model, ids))
     written = load_file(tmp_path / "one" / "model.safetensors")
     for key, tensor in softmax.state_dict().items():
         assert key not in written or torch.equal(written[key], tensor), key
     assert again.config.to_dict() == AutoConfig.from_pretrained(tmp_path / "two").to_dict() | {
         key: again.config.to_dict()[key] for key in ("_name_or_path",) if key in again.config.to_dict()
     }
+
+
+def is_own(key: str) -> bool:
+    """Return whether a tensor of an attention module is none of the softmax model's."""
+    return key.startswith(("feature_map.", "gate."))
 
 
 OUTPUTS = {"SequenceClassification": (2, 3), "TokenClassification": (2, 9, 3), "QuestionAnswering": (2, 9)}
@@ -313,9 +322,8 @@ def test_every_head_runs_and_keeps_the_weights_of_the_softmax_head(name, auto, t
     )
     assert type(model) is FAMILIES[name].auto_models[auto]
     assert type(model).__name__ == f"RFA{type(head).__name__}"
-    assert {key for key in found["missing_keys"] if ".feature_map." not in key and ".gate." not in key} == set(
-        expected["missing_keys"]
-    )
+    own = {f"{place}.{key}" for place, each in rfa_modules(model).items() for key in each.state_dict() if is_own(key)}
+    assert set(found["missing_keys"]) - own == set(expected["missing_keys"])
     kept, state = model.state_dict(), head.state_dict()
     assert all(torch.equal(kept[key], state[key]) for key in set(state) - set(expected["missing_keys"]))
     model.save_pretrained(tmp_path / "head")
@@ -450,7 +458,7 @@ def test_sixteen_bits_round_all_but_feature_maps_and_gates_of_attention(name, tm
     attention = tuple(rfa_modules(small))
     for key, tensor in small.state_dict().items():
         module = next((each for each in attention if key.startswith(f"{each}.")), "")
-        own = module and key.removeprefix(f"{module}.").startswith(("feature_map.", "gate."))
+        own = module and is_own(key.removeprefix(f"{module}."))
         assert tensor.dtype == (torch.float32 if own else torch.bfloat16), key
     ids = tokens(3, LENGTH)
     steps, _ = logits_by_steps(small, ids, [10, *range(20, LENGTH)])

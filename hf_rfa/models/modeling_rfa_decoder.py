@@ -15,6 +15,7 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModel, PreTrainedModel
@@ -153,11 +154,17 @@ class RFADecoderAttention(RFAAttentionMixin):
 def _inputs_from_mask(length: int, cache: Cache | None, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return what `prepare_inputs` adds, for families whose layers do not hand it on (StableLM, Nemotron).
 
-    The mask says of every key whether it is padding: in the row of the last query if it has one for each.
+    The mask says of every key whether it is padding: no query sees that. If it has a row for each query, it also says where
+    documents start: at tokens that do not see the one before.
     """
     mask, padding, starts = kwargs.get("attention_mask"), None, None
     if mask is not None and mask.numel() > 1:
         padding = padding_of_mask(mask[:, :, -1:, -length:])
+        if cache is None and mask.shape[-2] > 1:
+            seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0  # [B, T, T]
+            padding = seen.any(-2)
+            apart = padding[:, 1:] & padding[:, :-1] & ~seen.diagonal(-1, dim1=-2, dim2=-1)
+            starts = F.pad(apart, (1, 0))
     elif cache is None:
         starts = document_starts(kwargs.get("position_ids"))
     wanted = bool(kwargs.get("output_attentions"))
