@@ -19,14 +19,16 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_rfa import FAMILIES, InputError, RFALayer, cache_num_bytes
 from hf_rfa.convert import convert
-from hf_rfa.families import DECODERS
+from hf_rfa.convert.activations import capture_inputs
+from hf_rfa.convert.calibration_data import calibration_inputs
+from hf_rfa.families import DECODERS, has_rotary_positions
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION
 
 from .conftest import leftovers, save_tiny_tokenizer, words
 from .families import logits, logits_by_steps, relative_error, rfa_modules, tokens
-from .tiny_models import tiny_model
+from .tiny_models import tiny_config, tiny_model
 from .training import weights
 
 LENGTH, FULL = 29, 40
@@ -585,6 +587,76 @@ def test_the_most_sensitive_layer_stays_softmax(name, tmp_path):
     assert kept in possible
     assert len(report.sensitivities) == len(possible)
     assert rfa_indices(model) == [index for index in possible if index != kept]
+
+
+# Rotary positions
+
+
+ROTARY = [name for name in NAMES if has_rotary_positions(tiny_config(name))]
+every_rotary_decoder = pytest.mark.parametrize("name", [case(name) for name in ROTARY])
+
+
+@torch.no_grad()
+@every_rotary_decoder
+def test_a_shift_of_all_positions_changes_no_more_than_the_features_error(name, tmp_path):
+    """The softmax model sees differences of positions alone; random features of rotated queries and keys see more.
+
+    Calibrated at positions from anywhere, they are as near to softmax attention at the last positions as at the first ones: a
+    shift by 1,000 changes the logits by 0.85 to 1.3 times what the features change them by, in these models.
+    """
+    options = {"window_size": 2} if name in WITH_SINKS else {}
+    folder = saved(name, tmp_path / "parent", max_position_embeddings=2048)
+    convert(folder, tmp_path / "out", num_features=256, **options)
+    softmax, model = (AutoModelForCausalLM.from_pretrained(each).eval() for each in (folder, tmp_path / "out"))
+    ids, positions = tokens(2, LENGTH), torch.arange(LENGTH)[None]
+    (exact, exact_moved), (found, moved) = (
+        [each(ids, position_ids=positions + shift, use_cache=False).logits for shift in (0, 1000)]
+        for each in (softmax, model)
+    )
+    assert relative_error(exact_moved, exact) < 1e-4
+    error = relative_error(found, exact)
+    assert relative_error(moved, exact) < 1.5 * error
+    assert 0 < relative_error(moved, found) < 1.6 * error
+
+
+@torch.no_grad()
+@every_rotary_decoder
+def test_more_positions_scale_the_rotations(name, tmp_path):
+    options = {"window_size": 2} if name in WITH_SINKS else {}
+    folder = saved(name, tmp_path / "parent")
+    softmax = AutoConfig.from_pretrained(folder)
+    kinds = [softmax.rope_parameters] if "rope_type" in softmax.rope_parameters else softmax.rope_parameters.values()
+    if {each["rope_type"] for each in kinds if each} - {"default", "yarn"}:
+        with pytest.raises(InputError, match="rotations are scaled already"):
+            convert(folder, tmp_path / "out", num_features=8, max_positions=512, **options)
+        return
+    report = convert(folder, tmp_path / "out", num_features=8, max_positions=512, **options)
+    assert any("512 positions by YaRN" in note for note in report.notes)
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.max_position_embeddings == 512
+    rotations = config.rope_parameters
+    rotations = rotations if "rope_type" in rotations else rotations["full_attention"]
+    assert rotations["rope_type"] == "yarn"
+    assert rotations["original_max_position_embeddings"] * rotations["factor"] == 512
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.isfinite(logits(model, tokens(1, 500))).all()
+
+
+@torch.no_grad()
+def test_calibration_sees_positions_from_anywhere():
+    softmax = parent("llama", max_position_embeddings=4096)
+    starts = set()
+    for seed in range(4):
+        inputs = calibration_inputs(softmax.config, None, None, seed=seed)
+        positions = inputs["position_ids"]
+        assert positions.shape == inputs["input_ids"].shape == (1, 1024)
+        assert torch.equal(positions[0], positions[0, 0] + torch.arange(1024))
+        assert int(positions.max()) < 4096
+        starts.add(int(positions[0, 0]))
+        (seen,) = capture_inputs(softmax, ["model.layers.1.self_attn"], inputs).values()
+        rotations = softmax.model.rotary_emb(seen.hidden_states, positions)
+        assert_close(seen.options["position_embeddings"], rotations)
+    assert len(starts) == 4
 
 
 def test_llama_is_distilled(tmp_path):
