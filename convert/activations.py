@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_rfa.models.attention import RFAAttentionMixin, group_queries
+from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.feature_maps import compute_dtype
-from hf_rfa.models.linear_attention import MASKED_LOGIT, mask_padding, rows_per_token, to_rows
+from hf_rfa.models.grouped_queries import group_queries, rows_per_token, to_rows
+from hf_rfa.models.linear_attention import MASKED_LOGIT, mask_padding
 
 from .attention_weights import ExactWindow, log_attention_weights, seen_by, tokens_of
 
@@ -28,8 +29,7 @@ POSITION_ARGUMENTS = ("position_embeddings", "position_ids")
 class LayerActivations:
     """Queries, keys and values of one attention layer of the softmax model; masks are None where nothing is padded.
 
-    Queries may be grouped: H counts key-value heads, and there are G rows of queries per token
-    (`hf_rfa.models.linear_attention`).
+    There may be G rows of queries per token (`hf_rfa.models.grouped_queries`).
     """
 
     query: Tensor  # [N, H, Tq G, d]
@@ -74,6 +74,11 @@ class SoftmaxWeights(NamedTuple):
     rows: slice  # those of whole tokens, if causal
     softmax: Tensor  # [N, H, rows, keys]
     negative_entropy: Tensor  # [N, H, rows]
+
+    def divergence(self, log_weights: Tensor) -> Tensor:
+        """Return KL(softmax ‖ weights) for logarithms of weights [N, H, rows, keys], in nats per query, [N, H, rows]."""
+        # 0 · MASKED_LOGIT is 0: keys that nobody sees count nothing.
+        return self.negative_entropy - (self.softmax * log_weights).sum(-1)
 
 
 @torch.no_grad()
@@ -164,8 +169,7 @@ def layer_divergence(
     divergences = []
     error = norm = torch.zeros((), device=activations.key.device)
     for target, log_weights in compare_weights(layer, activations, hidden_states, targets):
-        # 0 · MASKED_LOGIT is 0: keys that nobody sees count nothing.
-        divergences.append(target.negative_entropy - (target.softmax * log_weights).sum(-1))
+        divergences.append(target.divergence(log_weights))
         if output_weight:
             value = activations.value[:, :, : log_weights.shape[-1]].to(log_weights.dtype)
             expected, found = target.softmax @ value, log_weights.exp() @ value

@@ -6,21 +6,16 @@ Distillation compares the weights with a softmax teacher's, in quadratic time. N
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from hf_rfa.models.feature_maps import FeatureMap, exponentiate_queries
+from hf_rfa.models.grouped_queries import rows_per_token, to_rows
 from hf_rfa.models.learned_feature_maps import ExponentialMap, HedgehogMap
-from hf_rfa.models.linear_attention import (
-    MASKED_LOGIT,
-    denominator,
-    differentiable,
-    divide,
-    rows_per_token,
-    to_rows,
-)
+from hf_rfa.models.linear_attention import MASKED_LOGIT, denominator, differentiable, divide
 from hf_rfa.models.random_feature_maps import GaussianMap, PositiveMap
 
 #: Attention weights of signed features are raised to this before a logarithm is taken.
@@ -34,7 +29,12 @@ def tokens_of(rows: slice, groups: int) -> slice:
 
 def seen_by(rows: slice, groups: int, device: torch.device, window: int | None = None) -> Tensor:
     """Return which tokens causal queries see, [rows, tokens], all up to their own or the last ``window``; see `tokens_of`."""
-    tokens = tokens_of(rows, groups)
+    return _seen_by(rows.start, rows.stop, groups, device, window)
+
+
+@lru_cache(maxsize=64)  # calibration asks for the same blocks again and again
+def _seen_by(start: int, stop: int, groups: int, device: torch.device, window: int | None) -> Tensor:
+    tokens = tokens_of(slice(start, stop), groups)
     seen = torch.ones(tokens.stop - tokens.start, tokens.stop, dtype=torch.bool, device=device).tril(tokens.start)
     return to_rows(seen if window is None else seen.triu(tokens.start - window + 1), groups)
 
@@ -74,7 +74,7 @@ def log_attention_weights(
     are the keys up to the last row's token. A key that a query does not see has `MASKED_LOGIT`.
 
     Args:
-        query: features of all queries, [B, H, Tq G, F]; they may be grouped (`hf_rfa.models.linear_attention`).
+        query: features of all queries, [B, H, Tq G, F] (`hf_rfa.models.grouped_queries`).
         key: features of all keys, [B, H, Tk, F].
         rows: the queries that are asked for; if causal, those of whole tokens.
         log_decay: [B, H, Tk] or None; only with ``causal=True``.

@@ -12,7 +12,7 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
 6. scale: the constant c of a head's exponents, so that the features of its median key have mass 1.
 7. window: the shift between the window's and the features' weights, where there is a window, with the least divergence.
 
-A head here is a key-value head, whose queries are those of all query heads that share it.
+A head is a key-value head here, and its queries are those of all query heads that share it.
 
 Steps 1 to 3 apply to positive features with the norm carried, step 5 to maps with σ, step 6 to maps with exponents.
 """
@@ -126,8 +126,9 @@ class _Comparison:
         """
         query, key, mask = self.activations.query, self.activations.key, self.activations.key_mask
         window = cast(ExactWindow, exact_window(self.layer, query, key, None, mask))
-        softmax_shares, rfa_shares = [], []
+        softmax_shares, rfa_shares, divergences = [], [], []
         for target, log_weights in compare_weights(self.layer, self.activations, self.hidden_states, self.targets):
+            divergences.append(target.divergence(log_weights))
             near = window.near(target.rows)
             softmax_shares.append((target.softmax * near).sum(-1))
             rfa_shares.append((log_weights.exp() * near).sum(-1))
@@ -146,7 +147,7 @@ class _Comparison:
             to_left = change(left) < change(right)
             low, high = torch.where(to_left, low, left), torch.where(to_left, right, high)
         best = (low + high) / 2
-        return best, self.divergence() + change(best)
+        return best, self.activations.mean(torch.cat(divergences, dim=-1)) + change(best)
 
 
 @torch.no_grad()

@@ -14,14 +14,20 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, Family
-from hf_rfa.inference import read_config
+from hf_rfa.gguf_files import GGUFFile, is_gguf, load_gguf_tokenizer, open_gguf, read_tensors
+from hf_rfa.inference import load_tokenizer, read_config
 
 from .base_model import rfa_layers
 from .offload import blocks_on_disk, give_back_after_blocks, offloaded_shapes
@@ -36,17 +42,24 @@ MAX_BYTES_IN_MEMORY = 1_000_000_000
 class Checkpoint:
     """A softmax checkpoint that can be converted."""
 
-    name: str  # its folder or its name on the hub, as the user gave it
+    name: str  # its folder, its GGUF file or its name on the hub, as the user gave it
     folder: Path
     config: PreTrainedConfig
     family: Family
     architecture: str  # name of its model class
     weight_files: tuple[Path, ...]
+    revision: str | None = None  # commit of a hub name, SHA-256 of a GGUF file
+    gguf: GGUFFile | None = None
 
     @property
     def hub_name(self) -> str | None:
-        """Its name on the hub, or None for a folder."""
-        return None if Path(self.name).expanduser().is_dir() else self.name
+        """Its name on the hub, or None for a folder or a file."""
+        return None if Path(self.name).expanduser().exists() else self.name
+
+    @property
+    def source(self) -> Path:
+        """Its folder, or its GGUF file."""
+        return self.folder if self.gguf is None else self.gguf.path
 
     @property
     def uses_pickle(self) -> bool:
@@ -55,20 +68,33 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weight files."""
+        """Bytes of the weight files, or of a GGUF file's weights in float32."""
+        if self.gguf is not None:
+            return 4 * self.gguf.num_values
         return sum(path.stat().st_size for path in self.weight_files)
 
+    def load_tokenizer(self) -> tuple[Any, str | None]:
+        """Return (its tokenizer, None), or (None, why there is none)."""
+        return load_tokenizer(self.folder) if self.gguf is None else load_gguf_tokenizer(self.gguf)
 
-def open_checkpoint(name: str | Path, *, allow_pickle: bool = False) -> Checkpoint:
-    """Find a checkpoint, a folder or a name on the hub (then alone the network is used), and check it.
+
+def open_checkpoint(name: str | Path, *, revision: str | None = None, allow_pickle: bool = False) -> Checkpoint:
+    """Find a checkpoint and check it: a folder, a GGUF file, or a name on the hub, for which alone the network is used.
+
+    ``revision`` is a branch, a tag or a commit on the hub.
 
     Raises:
-        InputError: if it is missing, unreadable, broken, of a family that is not supported, RFA already, or a pickle without
-            ``allow_pickle``.
+        InputError: if it is missing, unreadable, broken, of a family that is not supported, quantised in any format but
+            GGUF, RFA already, or a pickle without ``allow_pickle``.
     """
     name = str(name)
-    folder = _locate(name, allow_pickle=allow_pickle)
-    _check_model_type(folder, name)
+    path = Path(name).expanduser()
+    if revision is not None and path.exists():
+        raise InputError(f"revision={revision} is of a model on the hub, and {name} is on this machine. Leave it out.")
+    if is_gguf(path):
+        return _open_gguf(name, path)
+    folder = locate(name, revision=revision, allow_pickle=allow_pickle)
+    _check_config(folder, name)
     config = read_config(folder)
     family = FAMILIES[config.model_type]
     architecture = (config.architectures or [family.default_architecture])[0]
@@ -77,44 +103,73 @@ def open_checkpoint(name: str | Path, *, allow_pickle: bool = False) -> Checkpoi
             f"{name} is a {architecture}, which cannot be converted. Supported: {', '.join(family.architectures)}."
         )
     files = _weight_files(folder, name, allow_pickle=allow_pickle)
-    checkpoint = Checkpoint(name, folder, config, family, architecture, files)
+    commit = folder.name if not path.exists() and folder.parent.name == "snapshots" else None
+    checkpoint = Checkpoint(name, folder, config, family, architecture, files, commit)
     if not checkpoint.uses_pickle:
         _check_tensors(files)
     return checkpoint
 
 
-def _locate(name: str, *, allow_pickle: bool) -> Path:
+def _open_gguf(name: str, path: Path) -> Checkpoint:
+    """Open a GGUF file, which holds a language model."""
+    file = open_gguf(path, FAMILIES)
+    family = FAMILIES[file.config.model_type]
+    revision = f"sha256:{file.digest()}"
+    return Checkpoint(
+        name, file.path.parent, file.config, family, family.default_architecture, (file.path,), revision, file
+    )
+
+
+def locate(name: str, *, revision: str | None, allow_pickle: bool) -> Path:
+    """Return a checkpoint's folder, downloaded from the hub if need be; an `InputError` if there is none."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     if path.exists():
-        raise InputError(f"{name} is a file. Pass the checkpoint's folder, the one with config.json in it.")
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise InputError(f"there is no folder {name}. Pass a checkpoint's folder, or its name on the hub.")
+        raise InputError(
+            f"{name} is a file, and no GGUF file. Pass the checkpoint's folder, the one with config.json in it, or a GGUF "
+            "file."
+        )
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.suffix == ".gguf":
+        kind = "file" if path.suffix == ".gguf" else "folder"
+        raise InputError(
+            f"there is no {kind} {name}. Pass a checkpoint's folder, a GGUF file, or a checkpoint's name on the hub."
+        )
     patterns = [*HUB_FILES, *(["pytorch_model*.bin"] if allow_pickle else [])]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except RepositoryNotFoundError as error:
         raise InputError(
             f"there is no folder {name}, and no model of that name on the hub that you may read. Check the name, or log "
             "in with `hf auth login` if it is private."
         ) from error
+    except RevisionNotFoundError as error:
+        raise InputError(
+            f"the model {name} on the hub has no revision {revision}. Pass a branch, a tag or a commit that it has, or "
+            "leave --revision out."
+        ) from error
     except HFValidationError as error:
         raise InputError(f"{name!r} is neither a folder nor a possible hub name: {error}") from error
     except (LocalEntryNotFoundError, OSError) as error:
+        wanted = "" if revision is None else f" in the revision {revision}"
+        download = f"hf download {name}" + ("" if revision is None else f" --revision {revision}")
         raise InputError(
             f"there is no folder {name}, the hub could not be reached, and its cache on this machine does not hold the "
-            f"model ({type(error).__name__}). Connect to the network, unset HF_HUB_OFFLINE if it is set, or download the "
-            f"model elsewhere (hf download {name}) and pass the folder."
+            f"model{wanted} ({type(error).__name__}). Connect to the network, unset HF_HUB_OFFLINE if it is set, or "
+            f"download the model elsewhere ({download}) and pass the folder."
         ) from error
 
 
-def _check_model_type(folder: Path, name: str) -> None:
+def _check_config(folder: Path, name: str) -> None:
+    """Raise an `InputError` if the configuration is missing, or is of a model that cannot be converted."""
     path = folder / "config.json"
     if not path.is_file():
-        raise InputError(f"{name} has no config.json: it is not a transformers checkpoint.")
+        files = sorted(each.name for each in folder.glob("*.gguf"))
+        advice = f" It holds GGUF files ({', '.join(files[:3])}): pass the path of one." if files else ""
+        raise InputError(f"{name} has no config.json: it is not a transformers checkpoint.{advice}")
     try:
-        model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        model_type, quantization = fields.get("model_type"), fields.get("quantization_config")
     except (OSError, ValueError, AttributeError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
     if model_type in [family.rfa_config.model_type for family in FAMILIES.values()]:
@@ -122,6 +177,20 @@ def _check_model_type(folder: Path, name: str) -> None:
     if model_type not in list(FAMILIES):
         supported = ", ".join(sorted(FAMILIES))
         raise InputError(f"{name} has model_type {model_type!r}, which cannot be converted. Supported: {supported}.")
+    if quantization:
+        raise InputError(
+            f"{name} is quantised ({_quantization_name(quantization)}, in its config.json), and the conversion needs "
+            "full-precision weights. Pass the checkpoint that it was made from, or a GGUF file of the model, which is "
+            "dequantised."
+        )
+
+
+def _quantization_name(quantization: Any) -> str:
+    """Return what a configuration's ``quantization_config`` says of the method and its bits."""
+    fields = quantization if isinstance(quantization, dict) else {}
+    found = [str(fields.get("quant_method") or "bitsandbytes" if fields else quantization)]
+    bits = [4] * bool(fields.get("load_in_4bit")) + [8] * bool(fields.get("load_in_8bit")) + [fields.get("bits")]
+    return " ".join([*found, *(f"{each} bits" for each in bits[:1] if each)])
 
 
 def _weight_files(folder: Path, name: str, *, allow_pickle: bool) -> tuple[Path, ...]:
@@ -191,33 +260,39 @@ def quiet() -> Iterator[None]:
 def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str) -> PreTrainedModel:
     """Load softmax weights, in ``dtype`` or "auto", into an RFA model that is configured by ``config``.
 
-    The blocks of a checkpoint over `MAX_BYTES_IN_MEMORY` stay in its files, unless those are pickles.
+    The blocks of a checkpoint over `MAX_BYTES_IN_MEMORY` stay in its files, unless those are pickles or a GGUF file. A GGUF
+    file's weights are dequantised, to float32 for "auto".
 
     Raises:
         InputError: if a tensor other than those of feature maps and gates is missing, or has the wrong shape.
     """
-    model, info = _from_pretrained(
-        checkpoint.family.architectures[checkpoint.architecture][1],
-        checkpoint.folder,
-        config,
-        num_bytes=0 if checkpoint.uses_pickle else checkpoint.num_bytes,
-        dtype=dtype,
-        use_safetensors=not checkpoint.uses_pickle,
-        weights_only=True,
-        ignore_mismatched_sizes=True,
-    )
-    mismatched = sorted(info["mismatched_keys"])
+    base_class, model_class = checkpoint.family.architectures[checkpoint.architecture]
+    mismatched: list[tuple[str, Any, Any]] = []
+    options: dict[str, Any] = {"dtype": dtype, "ignore_mismatched_sizes": True}
+    folder, num_bytes = None, 0
+    if checkpoint.gguf is None:
+        folder = checkpoint.folder
+        num_bytes = 0 if checkpoint.uses_pickle else checkpoint.num_bytes
+        options |= {"use_safetensors": not checkpoint.uses_pickle, "weights_only": True}
+    else:
+        with quiet():
+            options["state_dict"], mismatched = read_tensors(checkpoint.gguf, base_class, dtype)
+        for key, tensor in options["state_dict"].items():
+            _check_finite(key, tensor, checkpoint.gguf.path)
+        options["dtype"] = "float32" if dtype == "auto" else dtype
+    model, info = _from_pretrained(model_class, folder, config, num_bytes=num_bytes, **options)
+    mismatched += sorted(info["mismatched_keys"])
     missing = sorted(set(info["missing_keys"]) - set(new_keys(model)) - {key for key, *_ in mismatched})
     if missing:
         raise InputError(
-            f"{checkpoint.name}: the weights lack {len(missing)} tensors that its config.json asks for: "
+            f"{checkpoint.name}: the weights lack {len(missing)} tensors that the configuration asks for: "
             f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}."
         )
     mismatched += [each for each in offloaded_shapes(model) if each[1] != each[2]]
     if mismatched:
         key, found, expected = mismatched[0]
         raise InputError(
-            f"{checkpoint.name}: tensor {key} has shape {tuple(found)}, but config.json asks for {tuple(expected)} "
+            f"{checkpoint.name}: tensor {key} has shape {tuple(found)}, but the configuration asks for {tuple(expected)} "
             f"({len(mismatched)} tensors of the wrong shape). The weights and the configuration do not belong together."
         )
     _reset_in_float32(model)
@@ -241,7 +316,7 @@ def load_converted(model_class: Any, folder: Path) -> PreTrainedModel:
 
 
 def _from_pretrained(
-    model_class: Any, folder: Path, config: Any, *, num_bytes: int, **options: Any
+    model_class: Any, folder: Path | None, config: Any, *, num_bytes: int, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return a model and the names of its unfit tensors; the blocks of more than `MAX_BYTES_IN_MEMORY` stay on disk."""
     device_map = blocks_on_disk(model_class, config) if num_bytes > MAX_BYTES_IN_MEMORY else None

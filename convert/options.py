@@ -39,7 +39,9 @@ class ConversionOptions:
         calibrate_on: text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder one source a line). Default: random
             tokens.
         max_positions: extend the positions to this number. Default: keep them.
-        dtype: precision of the weights; auto for the checkpoint's. Feature maps and gates are float32.
+        dtype: precision of the weights; auto for the checkpoint's, and float32 of a GGUF file. Feature maps and gates are
+            float32.
+        revision: branch, tag or commit of a checkpoint on the hub. Default: main.
         allow_pickle: load weights that exist only as a pickle. Only if you trust them.
 
     Raises:
@@ -65,6 +67,7 @@ class ConversionOptions:
     calibrate_on: str | Path | None = None
     max_positions: int | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    revision: str | None = None
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:
@@ -104,6 +107,7 @@ PANELS = {
     "window_size": "Window and gate",
     "calibrate_on": "Calibration",
     "max_positions": "Output",
+    "revision": "Checkpoint",
 }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
-from hf_rfa.inference import check_vocabulary, load_tokenizer
+from hf_rfa.inference import check_vocabulary
 from hf_rfa.memory import give_back_memory
 
 from .atomic_io import check_destination, check_space, new_folder, remove_leftovers
@@ -59,10 +59,10 @@ def convert(
     moved to ``destination``; on any error nothing is left there.
 
     The blocks of a checkpoint over 1 GB stay in their files, and a matrix is read when it is needed
-    (`hf_rfa.convert.offload`); smaller ones, and pickles, are loaded whole.
+    (`hf_rfa.convert.offload`); smaller ones, pickles and GGUF files are loaded whole.
 
     Args:
-        checkpoint: folder of the softmax checkpoint, or its name on the hub.
+        checkpoint: folder of the softmax checkpoint, a GGUF file of it, or its name on the hub.
         destination: folder to write.
         options: the options of the conversion; None takes the defaults.
         overwrite: replace a checkpoint that is at ``destination``.
@@ -130,6 +130,7 @@ def convert(
         report_progress("checking the result", 1)
         report = ConversionReport(
             source=str(checkpoint),
+            source_revision=found.revision,
             destination=str(destination),
             command=command,
             gains=tuple(gains),
@@ -154,8 +155,8 @@ def _resolve_options(options: ConversionOptions | None, fields: dict[str, Any]) 
 
 def _check(name: str | Path, destination: Path, options: ConversionOptions, *, overwrite: bool) -> Checkpoint:
     """Return the checkpoint, after checking it, the destination and the space on its disk."""
-    checkpoint = open_checkpoint(name, allow_pickle=options.allow_pickle)
-    check_destination(destination, overwrite=overwrite, sources=(checkpoint.folder,))
+    checkpoint = open_checkpoint(name, revision=options.revision, allow_pickle=options.allow_pickle)
+    check_destination(destination, overwrite=overwrite, sources=(checkpoint.source,))
     remove_leftovers(destination.resolve())  # which may be what fills the disk
     check_space(destination, checkpoint.num_bytes // (1 if options.dtype in ("auto", "float32") else 2))
     return checkpoint
@@ -164,7 +165,7 @@ def _check(name: str | Path, destination: Path, options: ConversionOptions, *, o
 def _prepare_inputs(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[Any, str | None, Inputs]:
     """Return the tokenizer or None, the reason why there is none, and the inputs to calibrate on."""
     documents = None if options.calibrate_on is None else list(read_documents(options.calibrate_on))
-    tokenizer, no_tokenizer = load_tokenizer(checkpoint.folder)
+    tokenizer, no_tokenizer = checkpoint.load_tokenizer()
     if documents is not None and tokenizer is None:
         raise InputError(
             f"cannot calibrate on {options.calibrate_on} with {checkpoint.name}: {no_tokenizer}. Leave the text out."

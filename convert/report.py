@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
+from hf_rfa.models.configuration_rfa import AttentionKind
 from hf_rfa.version import __version__
 
 from .base_model import rfa_layers
@@ -47,6 +47,7 @@ class ConversionReport:
 
     Attributes:
         source: the softmax checkpoint, as the user named it.
+        source_revision: the commit of a checkpoint on the hub, ``sha256:`` and the digest of a GGUF file, None for a folder.
         destination: the folder written.
         command: the command line that repeats the conversion.
         layers: number of RFA layers and of all layers, by kind of attention.
@@ -83,6 +84,7 @@ class ConversionReport:
     perplexities: Perplexities | None
     max_logit_difference: float
     notes: tuple[str, ...]
+    source_revision: str | None = None
 
     @property
     def grows(self) -> bool:
@@ -162,34 +164,28 @@ def _size(num_bytes: int) -> str:
 def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -> int:
     """Return the bytes that an RFA model's cache holds for one sequence; an encoder's attention keeps none.
 
-    The states of layers without attention, which are recurrent or convolutions and the same in both, are not counted.
-
     Args:
         model: the RFA model; its softmax layers keep keys and values.
-        length: tokens of the sequence, and of its source where there is one; 0 counts the states alone.
+        length: tokens of the sequence, and of its source where there is one; 0 counts the states alone. Layers of other
+            types than full and sliding attention are not counted.
         softmax: count the cache of the softmax base model instead.
     """
     config: Any = model.config
     states = {
         (each.rfa_kind, each.rfa_layer_idx): _state_bytes(each, model.dtype) for each in rfa_layers(model).values()
     }
+    kinds: tuple[AttentionKind, ...] = ("causal", "cross") if config.is_encoder_decoder else ("causal",)
     total = 0
-    for kind in ("causal", "cross") if config.is_encoder_decoder else ("causal",):
+    for kind in kinds:
+        types = config.base_layer_types() if kind == "causal" else ["full_attention"] * config.num_layers_for(kind)
         per_token = 2 * config.num_heads_for(kind) * config.head_dim_for(kind) * model.dtype.itemsize
-        types = config.base_layer_types() if kind == "causal" else [FULL_ATTENTION[0]] * config.num_layers_for(kind)
-        for index, each in enumerate(types):
-            keys_and_values = per_token * _tokens_kept(config, each, length)
-            total += keys_and_values if softmax else states.get((kind, index), keys_and_values)
+        for index, layer_type in enumerate(types):
+            tokens = {"full_attention": length, "attention": length}.get(layer_type, 0)
+            if layer_type == "sliding_attention":
+                tokens = min(length, config.sliding_window - 1)  # the next token is the last one of its window
+            kept = per_token * tokens
+            total += kept if softmax else states.get((kind, index), kept)
     return total
-
-
-def _tokens_kept(config: Any, layer_type: str, length: int) -> int:
-    """Return the number of tokens of which a layer of the base model keeps keys and values."""
-    if layer_type in FULL_ATTENTION:
-        return length
-    limits = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    limit = getattr(config, limits.get(layer_type, ""), None)
-    return 0 if limit is None else min(length, limit - 1)
 
 
 def _state_bytes(layer: Any, dtype: torch.dtype) -> int:
@@ -238,6 +234,11 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
 def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_tokenizer: str | None) -> tuple[str, ...]:
     """Return hints for the user: the code that a feature map needs, growing caches, and what would be better."""
     found = []
+    if checkpoint.gguf is not None:
+        file, dtype = checkpoint.gguf, "float32" if options.dtype == "auto" else options.dtype
+        read = f"dequantised to {dtype}: what was lost stays lost" if file.is_quantized else f"read as {dtype}"
+        precisions = ", ".join(file.precisions)
+        found.append(f"Made from the GGUF file {file.path.name}, whose weights ({precisions}) were {read}.")
     module = outside_module(config.feature_map)
     if module is not None:
         advice = f"Import its module {module} before the checkpoint is loaded, in Python or with --import."
@@ -308,23 +309,31 @@ def use_section(auto_class: str, name: str, feature_map: str) -> str:
     return USE.format(auto_class=auto_class, name=name, own_map=own_map)
 
 
+def _stated(checkpoint: Checkpoint) -> ModelCardData:
+    """Return what a checkpoint's own card, or a GGUF file, states of its license and languages."""
+    if checkpoint.gguf is not None:  # a card beside it may be of anything
+        return ModelCardData(license=checkpoint.gguf.license, language=list(checkpoint.gguf.languages) or None)
+    path = checkpoint.folder / "README.md"
+    return ModelCard.load(path).data if path.is_file() else ModelCardData()
+
+
 def model_card(report: ConversionReport, checkpoint: Checkpoint) -> ModelCard:
     """Return the model card of a conversion, with the license, the languages and the task that the checkpoint's states."""
     auto_class, task = head_of(checkpoint.architecture)
-    path = checkpoint.folder / "README.md"
-    theirs = ModelCard.load(path).data if path.is_file() else ModelCardData()
+    theirs = _stated(checkpoint)
     fields = ("license", "license_name", "license_link", "language", "pipeline_tag")
     data: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task, "base_model": checkpoint.hub_name}
     data |= {field: theirs.get(field) for field in fields if theirs.get(field) is not None}
     tags = ["hf-rfa", "random-feature-attention", "linear-attention"]
     title = report.destination.rstrip("/").rsplit("/", 1)[-1]
-    hub_name = checkpoint.hub_name
+    hub_name, revision = checkpoint.hub_name, report.source_revision
+    tree = f"/tree/{revision}" if revision else ""
     return ModelCard.from_template(
         ModelCardData(**data, tags=tags),
         template_path=str(Path(__file__).with_name("model_card.md")),
         title=title,
         source=hub_name or report.source.rstrip("/").rsplit("/", 1)[-1],
-        link=f"https://huggingface.co/{hub_name}" if hub_name else "#how-it-was-made",
+        link=f"https://huggingface.co/{hub_name}{tree}" if hub_name else "#how-it-was-made",
         version=__version__,
         untrained=UNTRAINED,
         use=use_section(auto_class, title, report.feature_map),

@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import jinja2
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
@@ -27,6 +28,7 @@ from transformers import (
 
 from .cache_files import cache_num_bytes
 from .errors import InputError
+from .gguf_files import is_gguf, load_gguf, load_gguf_tokenizer, open_gguf
 from .models.attention import AttentionComponent, RFAAttentionMixin
 from .models.feature_maps import NoFeatures
 
@@ -66,9 +68,9 @@ def load_model(
     """Load a model that generates text, RFA or softmax, and its tokenizer.
 
     Args:
-        name: folder of the checkpoint, or its name on the hub.
+        name: folder of the checkpoint, a GGUF file, or its name on the hub.
         kind: "causal" for a decoder that stands alone, "seq2seq" for an encoder and a decoder, None for either.
-        dtype: "auto" for the checkpoint's own, or one of `DTYPES`.
+        dtype: "auto" for the checkpoint's own, and float32 of a GGUF file; or one of `DTYPES`.
         need_tokenizer: whether a missing tokenizer is an error; otherwise it is returned as None.
 
     Returns:
@@ -80,10 +82,11 @@ def load_model(
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     path = Path(name).expanduser()
-    if path.exists() and not (path / "config.json").is_file():
+    gguf = open_gguf(path) if is_gguf(path) else None
+    if gguf is None and path.exists() and not (path / "config.json").is_file():
         raise InputError(f"{name} has no config.json: it is not a transformers checkpoint.")
     source = path if path.exists() else name
-    config = read_config(source)
+    config = read_config(source) if gguf is None else gguf.config
     found = kind_of(config)
     if kind not in (None, found):
         raise InputError(
@@ -92,12 +95,17 @@ def load_model(
         )
     auto_class: Any = AutoModelForSeq2SeqLM if found == "seq2seq" else AutoModelForCausalLM
     try:
-        model = auto_class.from_pretrained(source, config=config, dtype=dtype, use_safetensors=True)
+        if gguf is None:
+            model = auto_class.from_pretrained(source, config=config, dtype=dtype, use_safetensors=True)
+        else:
+            model = load_gguf(gguf, auto_class, dtype)
+    except InputError:
+        raise
     except WEIGHT_ERRORS as error:
         raise InputError(f"cannot load a model that generates text from {name}: {error}") from error
     if found == "causal":
         name_loss(model)
-    tokenizer, problem = load_tokenizer(source)
+    tokenizer, problem = load_tokenizer(source) if gguf is None else load_gguf_tokenizer(gguf)
     if tokenizer is None and need_tokenizer:
         raise InputError(f"{name}: {problem}. Put the tokenizer's files into the checkpoint's folder.")
     if tokenizer is not None:
@@ -166,6 +174,42 @@ def check_length(model: PreTrainedModel, tokens: int, *, what: str = "prompt and
         )
 
 
+def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """Return a conversation as the tokenizer's chat template writes it, up to where the answer begins.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        messages: the messages, with a ``role`` (system, user or assistant) and a ``content`` each.
+
+    Raises:
+        InputError: if the tokenizer has no chat template, or the template refuses the messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(
+            "the tokenizer has no chat template, so the model was made to continue texts. Leave --chat out, or put its "
+            "template into the checkpoint as chat_template.jinja."
+        )
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (jinja2.TemplateError, ValueError) as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise InputError(f"the tokenizer's chat template refuses these messages ({roles}): {error}") from error
+
+
+def chat_messages(prompt: str, system: str | None = None) -> list[dict[str, str]]:
+    """Return the messages of a conversation that begins with ``prompt``."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": prompt}]
+
+
+def check_chat(model: PreTrainedModel) -> None:
+    """Raise an `InputError` if a model has an encoder, which no conversation goes on in."""
+    if kind_of(model.config) == "seq2seq":
+        raise InputError(
+            f"a {model.config.model_type} model has an encoder, and answers one source at a time. Leave --chat out."
+        )
+
+
 def generate_text(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -175,6 +219,8 @@ def generate_text(
     streamer: TextStreamer | None = None,
     seed: int = 0,
     ignore_eos: bool = False,
+    chat: bool = False,
+    system: str | None = None,
     **options: Any,
 ) -> Generation:
     """Generate text with ``model.generate``.
@@ -187,21 +233,44 @@ def generate_text(
         streamer: receives the text of a single prompt as it comes, or None.
         seed: seed of the sampling.
         ignore_eos: go on to ``max_new_tokens`` whatever the model says.
+        chat: take each prompt as a user's message, and write it as the tokenizer's chat template does.
+        system: with ``chat``, a system message before it.
         **options: further arguments of ``model.generate`` (``do_sample``, ``num_beams``, ``temperature``, …).
 
     Returns:
         The new texts and their figures.
 
     Raises:
-        InputError: for an empty prompt, or a length past the model's positions.
+        InputError: for an empty prompt, or a length past the model's positions; with ``chat`` also if the tokenizer has no
+            chat template, or the model an encoder.
     """
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    rows = [torch.tensor(row, dtype=torch.long) for row in tokenizer(prompts, verbose=False)["input_ids"]]
-    seq2seq = kind_of(model.config) == "seq2seq"
+    seq2seq, texts = kind_of(model.config) == "seq2seq", prompts
+    if chat:
+        check_chat(model)
+        texts = [chat_text(tokenizer, chat_messages(each, system)) for each in prompts]
+    tokens = tokenizer(texts, verbose=False, add_special_tokens=not chat)["input_ids"]  # a template writes them itself
+    rows = [torch.tensor(row, dtype=torch.long) for row in tokens]
     for number, (each, row) in enumerate(zip(prompts, rows, strict=True), start=1):
-        if len(row) == 0 or (seq2seq and not each.strip()):
+        if len(row) == 0 or ((seq2seq or chat) and not each.strip()):
             which = ("source" if seq2seq else "prompt") + (f" {number} of {len(rows)}" if len(rows) > 1 else "")
             raise InputError(f"the {which} is empty: there is nothing to start from.")
+    options |= {"max_new_tokens": max_new_tokens, "streamer": streamer}
+    return generate_rows(model, tokenizer, rows, seed=seed, ignore_eos=ignore_eos, **options)[0]
+
+
+def generate_rows(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    rows: list[Tensor],
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    ignore_eos: bool = False,
+    **options: Any,
+) -> tuple[Generation, Any]:
+    """Generate from rows of tokens, as `generate_text` does, and return also what ``model.generate`` returned."""
+    seq2seq = kind_of(model.config) == "seq2seq"
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     # New tokens follow the last one of a prompt; an encoder's positions start with the first one of a source.
     pads = partial(pad_sequence, batch_first=True, padding_side="right" if seq2seq else "left")
@@ -214,7 +283,7 @@ def generate_text(
         check_length(model, ids.shape[1] + max_new_tokens)
     options |= {"min_new_tokens": max_new_tokens} if ignore_eos else {}
     options |= {"pad_token_id": pad} if tokenizer.pad_token_id is None else {}
-    options |= {"max_new_tokens": max_new_tokens, "streamer": streamer, "return_dict_in_generate": True}
+    options |= {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
     set_seed(seed)
     start = time.perf_counter()
     output: Any = model.generate(ids, attention_mask=mask, **options)  # type: ignore[operator]
@@ -224,7 +293,7 @@ def generate_text(
     ends = torch.tensor([] if end is None else end, dtype=torch.long, device=new.device)
     ended = torch.isin(new, ends).cumsum(-1)[:, :-1]  # tokens after the first end are padding
     texts, whole = (tuple(tokenizer.batch_decode(each, skip_special_tokens=True)) for each in (new, output.sequences))
-    return Generation(
+    generation = Generation(
         texts=texts,
         whole_texts=whole,
         prompt_tokens=int(mask.sum()),
@@ -232,6 +301,7 @@ def generate_text(
         seconds=seconds,
         cache_bytes=cache_num_bytes(output.past_key_values),
     )
+    return generation, output
 
 
 def use_attention_component(model: nn.Module, component: AttentionComponent) -> None:

@@ -79,7 +79,9 @@ def _with_conversion_options(command: Any) -> Any:
 
 @_with_conversion_options
 def convert_command(
-    checkpoint: Annotated[str, typer.Argument(help="Folder of a softmax checkpoint, or its name on the hub.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="Folder of a softmax checkpoint, a GGUF file, or its name on the hub.")
+    ],
     destination: Annotated[Path, typer.Argument(help="Folder to write.")],
     *,
     overwrite: Overwrite = False,
@@ -114,6 +116,7 @@ def convert_command(
         return
 
     from hf_rfa.convert.atomic_io import check_destination, folder_beside
+    from hf_rfa.convert.checkpoint import locate
     from hf_rfa.finetune.distill import check_one_process, distill
     from hf_rfa.finetune.run_folder import check_training_folder, training_folder
 
@@ -124,11 +127,13 @@ def convert_command(
         converted = folder / destination.name
         command = shlex.join(["hf-rfa", *(word for word in sys.argv[1:] if word != "--resume")])
         _convert(checkpoint, converted, command=command, **options)
+        revision = options["revision"]
+        teacher = checkpoint if revision is None else locate(checkpoint, revision=revision, allow_pickle=False)
         report_of(
             distill,
             converted,
             destination,
-            teacher=checkpoint,
+            teacher=teacher,
             data=data,
             references=references,
             transfer_steps=transfer_steps,

@@ -12,12 +12,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
 import typer
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import RevisionNotFoundError
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import interpolate
 from transformers import (
@@ -32,9 +34,10 @@ from transformers import (
 
 from hf_rfa import FEATURE_MAPS, cache_num_bytes
 from hf_rfa.convert import ConversionOptions, InputError, atomic_io, convert, pipeline
+from hf_rfa.convert import checkpoint as checkpoint_module
 from hf_rfa.convert.base_model import softmax_base_model
 from hf_rfa.convert.calibration_data import random_inputs
-from hf_rfa_cli.main import app
+from hf_rfa_cli.main import app, main
 
 from .conftest import (
     DEMO_MODEL,
@@ -380,11 +383,59 @@ def test_a_hub_name_works_offline_from_the_cache(tmp_path):
     assert found.returncode == 0, found.stderr
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.base_model == "gpt2"
+    assert f"https://huggingface.co/gpt2/tree/{commit}" in card.content
+    assert f"commit is `{commit}`" in card.content
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["source_revision"] == commit
     missing = subprocess.run([SCRIPT, "convert", "distilgpt2", "other"], **options)
     assert missing.returncode == 1
     for words in ("hub could not be reached", "HF_HUB_OFFLINE", "hf download distilgpt2"):
         assert words in missing.stderr
     assert not (tmp_path / "other").exists()
+    absent = subprocess.run([SCRIPT, "convert", "gpt2", "other", "--revision", "v2"], **options)
+    assert absent.returncode == 1
+    assert "in the revision v2" in absent.stderr
+    assert "hf download gpt2 --revision v2" in absent.stderr
+
+
+def test_a_revision_is_what_is_downloaded(tmp_path, monkeypatch):
+    """And what the teacher of attention transfer is."""
+    asked = []
+
+    def download(name, *, revision, **patterns):
+        asked.append((name, revision))
+        if revision not in (None, "v2"):
+            raise RevisionNotFoundError("no such", response=Mock())
+        folder = tmp_path / "snapshots" / (("1" if revision is None else "2") * 40)
+        return str(folder if folder.is_dir() else copy_of(DEMO_MODEL, folder))
+
+    monkeypatch.setattr(checkpoint_module, "snapshot_download", download)
+    for revision, commit in ((None, "1" * 40), ("v2", "2" * 40)):
+        report = convert("someone/gpt2", tmp_path / f"out-{revision}", num_features=8, revision=revision)
+        assert report.source_revision == commit
+        assert ("--revision v2" in report.command) == (revision == "v2")
+    assert asked == [("someone/gpt2", None), ("someone/gpt2", "v2")]
+    refused("has no revision v3. Pass a branch, a tag or a commit", "someone/gpt2", tmp_path, revision="v3")
+
+    given = {}
+    monkeypatch.setattr(
+        "hf_rfa.finetune.distill.distill", lambda *paths, **options: given.update(options) or sys.exit(0)
+    )
+    monkeypatch.setattr("hf_rfa_cli.convert._convert", lambda *paths, **options: None)
+    words = [
+        "convert",
+        "someone/gpt2",
+        tmp_path / "trained",
+        "--revision",
+        "v2",
+        "--transfer-steps",
+        1,
+        "--data",
+        DEMO_TEXT,
+    ]
+    monkeypatch.setattr(sys, "argv", ["hf-rfa", *map(str, words)])
+    with pytest.raises(SystemExit):
+        main()
+    assert Path(given["teacher"]).name == "2" * 40
 
 
 # Bad input: a clear error, and nothing half-written
@@ -422,6 +473,26 @@ def test_unsupported_and_converted_models(tiny_parent, tmp_path):
     refused("has model_type None, which cannot be converted", source, tmp_path)
     convert(tiny_parent, tmp_path / "rfa")
     refused("RFA checkpoint already", tmp_path / "rfa", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "found"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes 4 bits"),
+        ({"load_in_8bit": True}, "bitsandbytes 8 bits"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq 4 bits"),
+        ({"quant_method": "fp8"}, "fp8"),
+    ],
+)
+def test_quantised_checkpoints(quantization, found, tiny_parent, tmp_path):
+    source = copy_of(tiny_parent, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    said = refused(rf"is quantised \({found}, in its config\.json\)", source, tmp_path)
+    assert "full-precision weights" in said
+    assert "GGUF" in said
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+    convert(source, tmp_path / "out", num_features=8)
 
 
 def test_broken_weights(tiny_parent, tmp_path):

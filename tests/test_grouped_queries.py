@@ -25,7 +25,8 @@ from hf_rfa.convert.activations import (
     layer_divergence,
 )
 from hf_rfa.models import attention
-from hf_rfa.models.attention import RFAAttentionMixin, group_queries, ungroup
+from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.grouped_queries import group_queries, ungroup
 from hf_rfa.models.linear_attention import Tokens, _chunked_at_once, linear_attention, parallel
 
 HEADS, GROUPS, BATCH, WIDTH, HIDDEN = 2, 3, 2, 4, 5
@@ -124,22 +125,6 @@ def test_one_token_at_a_time(case, with_gradients):
             outputs.append(output)
     assert_close(torch.cat(outputs, dim=2), expected, rtol=1e-8, atol=1e-9)
     assert_close(state, expected_state)
-
-
-def test_a_length_left_open_by_an_exporter():
-    class Whole(torch.nn.Module):
-        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return linear_attention(group_queries(query, HEADS), Tokens(key, value), chunk_size=4)[0]
-
-    def sample(length: int) -> tuple[Tensor, Tensor, Tensor]:
-        heads = HEADS * GROUPS
-        return double(1, heads, length, 3).exp(), double(1, HEADS, length, 3).exp(), double(1, HEADS, length, WIDTH)
-
-    length = torch.export.Dim("length", min=2, max=64)
-    program = torch.export.export(Whole(), sample(9), dynamic_shapes=[{2: length}] * 3).module()
-    for count in (2, 9, 30):
-        args = sample(count)
-        assert_close(program(*args), Whole()(*args))
 
 
 # The attention layer
@@ -259,6 +244,24 @@ def test_gradients_are_the_sums_over_a_group(fields):
         if gradient.shape != parameter.shape:
             gradient = gradient.unflatten(0, (HEADS, GROUPS)).sum(1)
         assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gaussian", "sinks"])
+def test_a_length_left_open_by_an_exporter(name):
+    class Whole(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = pair(**CASES[name])[0]
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
+            return self.layer.attend(query, key, value, hidden_states=hidden)[0]
+
+    length = torch.export.Dim("length", min=3, max=64)
+    dimensions = [{2: length}, {2: length}, {2: length}, {1: length}]
+    program = torch.export.export(Whole(), sample(9), dynamic_shapes=dimensions).module()
+    for count in (3, 9, 30):
+        assert_close(program(*sample(count)), Whole()(*sample(count)))
 
 
 @torch.no_grad()

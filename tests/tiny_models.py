@@ -100,6 +100,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "conv", "full_attention"], "full_attn_idxs": [2]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"]},
     "mamba2": {"head_dim": 16},
+    "ministral": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    "mistral": {"sliding_window": None},  # as all but the first of its checkpoints have it
     "moshi": {"sliding_window": POSITIONS},
     "musicgen": {"num_codebooks": 1},
     "musicgen_melody": {"num_codebooks": 1},
@@ -129,7 +131,8 @@ UNBUILDABLE: dict[str, str] = {
 
 def model_types() -> list[str]:
     """Returns every model type with a causal language model in the installed transformers, in order."""
-    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    # hf-rfa enters its own models there
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("rfa_")]
 
 
 def model_class(model_type: str) -> type[PreTrainedModel]:

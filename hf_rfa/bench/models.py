@@ -72,7 +72,7 @@ def pair(config: Any, positions: int, **options: Any) -> tuple[Any, Any]:
 def _base_config(config: Any) -> Any:
     """Return the softmax configuration that an RFA configuration extends."""
     own = {each.name for each in fields(RFASeq2SeqConfigMixin)}
-    own |= {"model_type", "architectures", "transformers_version", "auto_map", "layer_types"}
+    own |= {"model_type", "architectures", "transformers_version", "auto_map"}
     values = {name: value for name, value in config.to_dict().items() if name not in own}
     return AutoConfig.for_model(config.model_type.removeprefix("rfa_"), **values, attn_implementation="sdpa")
 

@@ -1,8 +1,7 @@
 """Random feature attention for every family: features, gate, recurrence and cache between a family's own projections.
 
 A family's attention class projects queries, keys and values; `RFAAttentionMixin` does the rest. There may be more query heads
-than key-value heads, H_q = G H: inside, the queries of a group are further rows of their key-value head's queries
-(`hf_rfa.models.linear_attention`), and what is learned or kept per head is per key-value head.
+than key-value heads, H_q = G H (`hf_rfa.models.grouped_queries`).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from .cache_rfa import RecordedStep, cross_layer_of, rfa_layer_of
 from .configuration_rfa import AttentionKind
 from .feature_maps import FEATURE_MAPS, FeatureMap, Features, compute_dtype
+from .grouped_queries import group_queries, ungroup
 from .linear_attention import (
     MASKED_LOGIT,
     Tokens,
@@ -127,19 +127,6 @@ def one_hot_values(key: Tensor) -> Tensor:
     return torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
 
 
-def group_queries(query: Tensor, num_heads: int) -> Tensor:
-    """Return queries [B, H_q, T, d] as rows [B, H, T G, d] of the ``num_heads`` key-value heads that they share in order."""
-    if query.shape[1] == num_heads:
-        return query
-    return query.unflatten(1, (num_heads, -1)).transpose(2, 3).flatten(2, 3)
-
-
-def ungroup(rows: Tensor, num_query_heads: int) -> Tensor:
-    """Return rows [B, H, T G, n] by query heads, [B, H_q, T, n]: the inverse of `group_queries`."""
-    groups = num_query_heads // rows.shape[1]
-    return rows if groups == 1 else rows.unflatten(2, (-1, groups)).transpose(2, 3).flatten(1, 2)
-
-
 class RFAAttentionMixin(nn.Module):
     """Random feature attention for a family's attention class, which projects queries, keys and values."""
 
@@ -220,7 +207,8 @@ class RFAAttentionMixin(nn.Module):
             dropout: probability, in training, of dropping a token's value for all queries of a head: single attention weights
                 never exist. The token stays in the normalizer, as with dropout on softmax weights.
             output_attentions: whether to return the attention weights, at quadratic cost.
-            sink_logits: logits of the query heads' learned sinks, [H_q], or None (`hf_rfa.models.sliding_window`).
+            sink_logits: logits of the query heads' learned sinks, [H_q], or None (`hf_rfa.models.sliding_window`). They count
+                to the window: attention to features alone (`attention_component`) has none.
 
         Returns:
             The output [B, H_q, T, d] in the dtype of ``value``, and the weights [B, H_q, T, T] or None.
@@ -279,9 +267,9 @@ class RFAAttentionMixin(nn.Module):
         """
         feature_map, log_decay = self.feature_map, tokens.log_decay
         plain = not self.window_size and not recording and tokens.value.shape[-1] == tokens.key.shape[-1]
-        plain = plain and query.shape[-2] == tokens.key.shape[-2]  # no backend groups queries
         if self.backend != "torch" and plain and not torch.compiler.is_compiling():
-            found = BACKENDS[self.backend].attend(self, query, *tokens[:4], document_starts, state)
+            grouped = query.shape != tokens.key.shape  # which no backend knows
+            found = None if grouped else BACKENDS[self.backend].attend(self, query, *tokens[:4], document_starts, state)
             if found is not None:
                 return *found, None, None
         if document_starts is not None:  # a gate that lets nothing through

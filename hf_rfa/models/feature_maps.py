@@ -12,9 +12,8 @@ Gradients need more room than values: where all keys that a query has seen are l
 large as their features are small. With gradients the maps therefore move a factor e^r per feature from the queries to the
 keys, such that the largest key at hand has a feature of e^24 (`Features.shift`). φ(q)·φ(k) stays what it is.
 
-Where query heads share key-value heads, H counts the latter, queries have G rows per token
-(`hf_rfa.models.linear_attention`), and what a map learns is per key-value head. A map may have query matrices of its own for
-every query head (`FeatureMap.groups`).
+Where query heads share key-value heads, queries have G rows per token (`hf_rfa.models.grouped_queries`), and what a map
+learns is per key-value head. A map may have a matrix for each query head (`ProjectedFeatureMap.query_head_matrices`).
 """
 
 from __future__ import annotations
@@ -392,12 +391,11 @@ class FeatureSpec:
 class ProjectedFeatureMap(FeatureMap):
     """A map with a matrix W per head, [H, D, d]; ``projection`` in the state dict, parameter or buffer.
 
-    A subclass says its linear part in `spec`, and makes features of it in `features`. One with ``query_head_matrices`` has a
-    W for every query head of a group, [H G, D, d].
+    A subclass says its linear part in `spec`, and makes features of it in `features`.
     """
 
+    #: Whether every query head of a group has a W of its own for its queries, [H G, D, d].
     query_head_matrices: ClassVar[bool] = False
-
     default_num_features: ClassVar[int | None] = 128
     projection: Tensor
 

@@ -15,12 +15,8 @@ where every query sees every key: cross and bidirectional attention.
 
 Shapes: B batch, H heads, T tokens, F features, d width of a head, M = d + 1 columns of values and ones. A state is
 [B, H, F, d + 1], S with z as its last column; features with negative entries add a row for n (`with_norm_row`). Everything
-is computed in the dtype of the features: float32, or float64.
-
-Grouped queries: several query heads may share a key-value head. H then counts key-value heads, which have one state each.
-The G query heads of a group are further rows of its queries, [B, H, T G, F] for T tokens: row t G + g is the query of head g
-at token t, and sees the tokens up to t. Outputs and what else there is per query have the same rows. G is never passed on:
-it is the number of query rows per token (`rows_per_token`).
+is computed in the dtype of the features: float32, or float64. There may be G rows of queries per token, [B, H, T G, F]
+(`hf_rfa.models.grouped_queries`).
 """
 
 from __future__ import annotations
@@ -31,6 +27,8 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .grouped_queries import rows_per_token, to_rows, up_to_own_token
 
 DEFAULT_CHUNK_SIZE = 64
 #: Logit of a key that a query does not see; finite, so that no gradient is NaN.
@@ -95,25 +93,6 @@ def segment_sums(log_decay: Tensor) -> Tensor:
 def decay_to_end(log_decay: Tensor) -> Tensor:
     """Return the sums of ``log_decay[t+1 ..]``, [..., t]: the logarithm of what is left of a token at the end."""
     return F.pad(log_decay[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
-
-
-def rows_per_token(query: Tensor, key: Tensor) -> int:
-    """Return G, the number of rows that ``query`` [..., T G, ·] has for each token of ``key`` [..., T, ·]."""
-    return query.shape[-2] // key.shape[-2]
-
-
-def to_rows(per_token: Tensor, groups: int, dim: int = -2) -> Tensor:
-    """Return what there is per token, T along ``dim``, for each of a token's ``groups`` query rows, T G along it."""
-    return per_token if groups == 1 else per_token.repeat_interleave(groups, dim=dim)
-
-
-def up_to_own_token(scores: Tensor, groups: int, *, in_place: bool = False) -> Tensor:
-    """Return the scores of query rows and tokens, [..., T G, T], with 0 for the tokens that come after a row's own."""
-    if groups == 1:
-        return scores.tril_() if in_place else scores.tril()
-    length = scores.shape[-1]
-    later = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
-    return (scores.masked_fill_ if in_place else scores.masked_fill)(to_rows(later, groups), 0.0)
 
 
 def scale_rows(rows: Tensor, input_scale: Tensor | None) -> Tensor:

@@ -127,7 +127,7 @@ class RFADecoderAttention(RFAAttentionMixin):
         """Attend; arguments and results are those of the base model's module, and what `prepare_inputs` adds."""
         # Without a cache the base model's forward hands over the keys of this call alone. The state has those before them.
         caches = [kwargs.pop(name) for name in CACHE_ARGUMENTS if name in kwargs]
-        own = {"rfa_hidden_states": hidden_states, "rfa_cache": caches[0] if caches else None}
+        own: dict[str, Any] = {"rfa_hidden_states": hidden_states, "rfa_cache": caches[0] if caches else None}
         if "output_rfa_attentions" not in kwargs:
             own |= _inputs_from_mask(hidden_states.shape[1], own["rfa_cache"], kwargs)
         return super().forward(hidden_states, *args, **own, **kwargs)
@@ -251,7 +251,7 @@ def _prepared(padding_mask: Tensor | None, device: torch.device) -> Tensor:
 
 def _masks_by_type(
     config: Any, embeds: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
-) -> dict[str, Tensor | None]:
+) -> dict[str, Any]:
     """Return the masks of a model with sliding layers, for those of its layers that are not RFA."""
     # transformers asks the first layer of a kind how many keys there are, and RFA layers hold none.
     kept = [] if cache is None else [layer for layer in cache.layers if getattr(layer, "holds", None) is None]

@@ -14,8 +14,7 @@ sinks and W last tokens. The last tokens followed by the new ones are the stream
 t + 1 to W + t exactly, and place t joins the state. Padding is moved to the front of the stream, so that it takes no token's
 place in the window. A sink weighs nothing in the stream, in front of which it stands as padding does.
 
-Queries may be grouped: H counts key-value heads, and there are G rows of queries per token, [B, H, T G, d]
-(`hf_rfa.models.linear_attention`).
+There may be G rows of queries per token, [B, H, T G, d] (`hf_rfa.models.grouped_queries`).
 
 Some models have a learned sink as well, which is no token (gpt-oss): a logit per query head that every query sees, with a
 value of zero. It joins the exact weights, exp(logit + o_t).
@@ -30,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .feature_maps import Features
+from .grouped_queries import rows_per_token, to_rows
 from .linear_attention import (
     DEFAULT_CHUNK_SIZE,
     MASKED_LOGIT,
@@ -38,9 +38,7 @@ from .linear_attention import (
     differentiable,
     linear_attention,
     rescale,
-    rows_per_token,
     segment_sums,
-    to_rows,
 )
 
 
