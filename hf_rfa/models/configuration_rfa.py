@@ -162,7 +162,11 @@ class RFAConfigMixin:
         config = super().get_text_config(decoder=decoder, encoder=encoder)  # type: ignore[misc]
         if decoder and not encoder:
             config = copy.copy(config)
-            vars(config)["layer_types"] = self.cache_layer_types()
+            types = vars(config)["layer_types"] = self.cache_layer_types()
+            if config.layer_types != types:  # a property, or another name of a field (Jamba, Bamba)
+                body = {"layer_types": types, "attribute_map": {**config.attribute_map}}
+                body["attribute_map"].pop("layer_types", None)
+                config.__class__ = type(type(config).__name__, (type(config),), body)
         return config
 
     def _base_name(self, name: str) -> str:
