@@ -28,6 +28,7 @@ from .families import (
     every_case,
     every_decoder,
     every_family,
+    has_encoder,
     logits,
     logits_by_steps,
     make,
@@ -43,13 +44,13 @@ from .families import (
 @every_case
 @pytest.mark.parametrize("cuts", [[1], [28], [7, 8, 9, 20], [10, 20]], ids=str)
 def test_multi_token_forwards_on_a_warm_cache_equal_one_pass(family, variant, cuts):
-    ids, tolerance = tokens(), {"atol": 2e-4 if family == "gpt2" else 3e-4, "rtol": 1e-4}
+    ids, tolerance = tokens(), {"atol": 2e-4 if not has_encoder(family) else 3e-4, "rtol": 1e-4}
     for dtype in (torch.float32, torch.float64) if cuts == [10, 20] else (torch.float32,):
         model = make(family, variant, dtype=dtype)
         found, cache = logits_by_steps(model, ids, cuts)
         assert_close(found, logits(model, ids), **(tolerance if dtype == torch.float32 else {}))
     assert cache.get_seq_length() == LENGTH
-    assert len(DynamicCache(config=model.config).layers) == (2 if family == "gpt2" else 3)
+    assert len(DynamicCache(config=model.config).layers) == model.config.num_layers_for("causal")
     for kind, part in caches(cache).items():
         cls, length = {"causal": (RFALayer, LENGTH), "cross": (RFASourceLayer, SOURCE_LENGTH)}[kind]
         for index, layer in enumerate(part.layers):
@@ -93,17 +94,22 @@ def test_output_attentions_are_the_weights_that_give_the_output(family, variant)
     for modules in attention_modules(model).values():
         for each in modules:  # GPT-2 projects queries, keys and values at once
             project = each.c_attn if family == "gpt2" else each.v_proj
-            project.register_forward_hook(lambda _, args, out, each=each: values.update({each: out[..., -WIDTH:]}))
+            width = WIDTH if family == "gpt2" else None
+            project.register_forward_hook(
+                lambda _, args, out, each=each, width=width: values.update({each: out[..., -(width or 0) :]})
+            )
             each.register_forward_hook(lambda each, args, out: outputs.update({each: out[0]}))
     found = read(model, ids, output_attentions=True, use_cache=False)
     mask = source()["attention_mask"]
+    groups = 2 if family == "llama" else 1  # query heads that share a key-value head
     for name, modules in attention_modules(model).items():
         assert len(found[name]) == len(modules)
         for weights, each in zip(found[name], modules, strict=True):
-            heads = values[each].unflatten(-1, (weights.shape[1], -1)).transpose(1, 2)
-            project = each.c_proj if family == "gpt2" else each.out_proj
+            heads = values[each].unflatten(-1, (weights.shape[1] // groups, -1)).transpose(1, 2)
+            heads = heads.repeat_interleave(groups, dim=1)
+            project = getattr(each, {"gpt2": "c_proj", "llama": "o_proj"}.get(family, "out_proj"))
             expected = project((weights @ heads).transpose(1, 2).flatten(2))
-            exactly = family != "gpt2" and model.config.feature_map == "positive"
+            exactly = has_encoder(family) and model.config.feature_map == "positive"
             assert_close(outputs[each], expected, atol=1e-5 if exactly else 1e-4, rtol=1e-4)
             if model.config.feature_map == "positive":
                 assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
@@ -118,11 +124,13 @@ def test_output_attentions_are_the_weights_that_give_the_output(family, variant)
 @pytest.mark.parametrize("past", [9, LENGTH - 1])
 def test_output_attentions_on_a_warm_cache_cover_this_calls_tokens(family, past):
     model, ids = make(family, {}), tokens(4)
-    rows = {} if family == "gpt2" else {name: each.repeat_interleave(2, dim=0) for name, each in source(2).items()}
+    rows = (
+        {} if not has_encoder(family) else {name: each.repeat_interleave(2, dim=0) for name, each in source(2).items()}
+    )
     whole = read(model, ids, output_attentions=True, **rows)
     cache = read(model, ids[:, :past], **rows).past_key_values
     part = read(model, ids[:, past:], past_key_values=cache, output_attentions=True, **rows)
-    name = "attentions" if family == "gpt2" else "decoder_attentions"
+    name = "attentions" if not has_encoder(family) else "decoder_attentions"
     for found, expected in zip(part[name], whole[name], strict=True):
         assert_close(found, expected[:, :, past:, past:], atol=1e-5, rtol=1e-4)
     if rows:
@@ -150,10 +158,10 @@ def test_each_kind_of_attention_is_chosen_per_layer():
 def test_no_two_layers_draw_the_same_random_matrices(family):
     """Nor two kinds of attention of one layer: what one gets wrong by chance, the next ones would get wrong too."""
     options = {"softmax_encoder_layers": [], "num_cross_features": 128, "encoder_attention_heads": 3}
-    model = make(family, {"num_features": 128, **({} if family == "gpt2" else options)})
+    model = make(family, {"num_features": 128, **({} if not has_encoder(family) else options)})
     state = model.state_dict()
     matrices = torch.stack([state[f"{name}.feature_map.projection"].flatten() for name in rfa_modules(model)])
-    assert len(matrices) == (2 if family == "gpt2" else 2 + 2 * 3)
+    assert len(matrices) == {"gpt2": 2, "llama": 3}.get(family, 2 + 2 * 3)
     assert float(torch.corrcoef(matrices).fill_diagonal_(0).abs().max()) < 0.2
 
 
@@ -166,14 +174,16 @@ SWITCHED += [("bart", each) for each in ({"scale_embedding": True}, {"activation
 @pytest.mark.parametrize(("family", "switches"), SWITCHED)
 def test_with_very_many_features_it_is_the_softmax_model(family, switches):
     """Every switch of the softmax model keeps its meaning, in all kinds of attention."""
-    width = {"initializer_range" if family == "gpt2" else "init_std": 0.1}
-    many = {"num_features": 30_000} if family == "gpt2" else {"num_features": 20_000, "softmax_encoder_layers": []}
-    many |= {} if family == "gpt2" else {"num_cross_features": 20_000, "num_encoder_features": 20_000}
+    width = {"initializer_range" if not has_encoder(family) else "init_std": 0.1}
+    many = (
+        {"num_features": 30_000} if not has_encoder(family) else {"num_features": 20_000, "softmax_encoder_layers": []}
+    )
+    many |= {} if not has_encoder(family) else {"num_cross_features": 20_000, "num_encoder_features": 20_000}
     few = {"num_features": 4, "num_cross_features": 4}
     model, ids = make(family, many, **width, **switches), tokens()
     expected = logits(softmax_model(model, family, **width, **switches), ids)
     error = relative_error(logits(model, ids), expected)
-    assert error < (0.06 if family == "gpt2" else 0.03)
+    assert error < (0.06 if not has_encoder(family) else 0.03)
     if family == "bart":
         assert relative_error(logits(make(family, few, **width, **switches), ids), expected) > 0.03
     elif "reorder_and_upcast_attn" not in switches:  # that one changes precision only, which RFA always has
@@ -312,14 +322,14 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_no_quadratic_mask_is_built(family, implementation, padded):
     """No tensor of a model whose attention is all RFA has two dimensions as long as its texts."""
-    options = {} if family == "gpt2" else {"softmax_encoder_layers": []}
+    options = {} if not has_encoder(family) else {"softmax_encoder_layers": []}
     model = make(family, {"chunk_size": 8, **options}, attn_implementation=implementation)
     ids, mask = tokens(ROWS, 83), None
-    given = {} if family == "gpt2" else {"input_ids": tokens(ROWS, 79), "attention_mask": None}
+    given = {} if not has_encoder(family) else {"input_ids": tokens(ROWS, 79), "attention_mask": None}
     if padded:
         mask = torch.ones_like(ids)
         mask[0, :3] = 0
-        given |= {} if family == "gpt2" else {"attention_mask": (torch.arange(79) < 60).long().repeat(ROWS, 1)}
+        given |= {} if not has_encoder(family) else {"attention_mask": (torch.arange(79) < 60).long().repeat(ROWS, 1)}
     with Operations() as operations:
         cache = read(model, ids, mask=mask, **given).past_key_values
         more = None if mask is None else torch.cat([mask, mask[:, -2:]], dim=1)

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 from transformers import CompileConfig
 
-from .families import make, read, source, tokens
+from .families import has_encoder, make, read, source, tokens
 from .test_generation import generate, long, prompt_for
 
 # The inductor imports what torch itself has deprecated.
@@ -27,13 +27,13 @@ def test_a_compiled_decoding_step_is_one_graph(family, variant):
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True)
     ids, first = tokens(2, 40), tokens(2, 7)
-    given = {} if family == "gpt2" else {"encoder_outputs": model.get_encoder()(source(2)["input_ids"])}
+    given = {} if not has_encoder(family) else {"encoder_outputs": model.get_encoder()(source(2)["input_ids"])}
     cache, expected_cache = (read(each, first, **given).past_key_values for each in (model, eager))
     torch._dynamo.utils.counters.clear()
     for t in range(40):
         if t == 10:
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        step = {"input_ids" if family == "gpt2" else "decoder_input_ids": ids[:, t : t + 1], **given}
+        step = {"input_ids" if not has_encoder(family) else "decoder_input_ids": ids[:, t : t + 1], **given}
         found = compiled(past_key_values=cache, **step)
         assert_close(found.logits, eager(past_key_values=expected_cache, **step).logits, atol=1e-4, rtol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs <= 3

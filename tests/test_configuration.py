@@ -21,7 +21,7 @@ from torch.testing import assert_close
 from hf_rfa import FEATURE_MAPS, RFAGPT2Config, RFAGPT2LMHeadModel
 
 from .conftest import tiny_parent_config
-from .families import FAMILIES, base_config, every_family, make, make_head, read, tokens
+from .families import COMMON, FAMILIES, base_config, every_family, has_encoder, make, make_head, read, tokens
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,7 @@ def test_a_configuration_survives_copies_and_files(family, tmp_path):
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 7, "summary_type": "mean"}),
         ("bart", {"scale_embedding": True, "decoder_ffn_dim": 7}),
         ("marian", {"activation_function": "relu", "share_encoder_decoder_embeddings": False}),
+        ("llama", {"attention_bias": True, "intermediate_size": 7, "rms_norm_eps": 0.1}),
     ],
 )
 def test_fields_of_the_softmax_model_are_kept(family, changed):
@@ -143,6 +144,19 @@ GPT2_FIELDS = RFA_FIELDS | {
     **dict.fromkeys(("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"), FLAG),
     **dict.fromkeys(("tie_word_embeddings", "add_cross_attention"), FLAG),
 }
+LLAMA_FIELDS = RFA_FIELDS | {
+    "num_attention_heads": ([2, 4, 6, 12], [0, -1, 5, 2.0, "3", None]),  # of width 6, in two groups
+    "num_key_value_heads": ([1, 2], [0, -1, 5, 2.0, "3"]),
+    "num_hidden_layers": NUM_LAYERS,
+    "hidden_size": ([WIDTH], [0, -24, None, "24"]),
+    "max_position_embeddings": ([POSITIONS], [0, -1, None]),
+    "vocab_size": ([61], [0, -61, None]),
+    "attention_dropout": CHANCE,
+    "initializer_range": DEVIATION,
+    "hidden_act": ACTIVATION,
+    "attention_bias": FLAG,
+    "tie_word_embeddings": FLAG,
+}
 SEQ2SEQ_FIELDS = RFA_FIELDS | {
     "num_cross_features": COUNT,
     "num_encoder_features": COUNT,
@@ -162,9 +176,11 @@ SEQ2SEQ_FIELDS = RFA_FIELDS | {
     "scale_embedding": ([True, False], [1, "yes"]),
     "tie_word_embeddings": FLAG,
 }
+LLAMA_LAYERS = {"softmax_layers": ("num_hidden_layers", 3)}
 #: By family: the fields, those that count features with the heads that they are for, and lists of layers with their number.
 DRAWN: dict[str, tuple[dict[str, Any], dict[str, tuple[str, int]], dict[str, tuple[str, int]]]] = {
     "gpt2": (GPT2_FIELDS, {"num_features": ("n_head", 3)}, {"softmax_layers": ("n_layer", 2)}),
+    "llama": (LLAMA_FIELDS, {"num_features": ("heads that the width is divided by", 4)}, LLAMA_LAYERS),
 }
 OF_DECODER, OF_ENCODER = ("decoder_attention_heads", 3), ("encoder_attention_heads", 2)
 DRAWN["bart"] = DRAWN["marian"] = (
@@ -244,7 +260,7 @@ def assert_runs(family: str, model: Any) -> None:
     ids, options = tokens(2, LENGTH), {}
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    if family != "gpt2":
+    if has_encoder(family):
         mask[0, :2], mask[0, 2:4] = 1, 0
         source = torch.randint(3, 61, (2, 6))
         options = {"input_ids": source, "attention_mask": torch.ones_like(source)}
@@ -269,7 +285,9 @@ def check(family: str, options: dict[str, Any]) -> None:
     """A configuration is refused if and only if fields are wrong, and otherwise runs."""
     torch.manual_seed(0)
     sizes = {"n_positions": POSITIONS, "n_embd": WIDTH}
-    if family != "gpt2":
+    if family == "llama":
+        sizes = {"max_position_embeddings": POSITIONS, "hidden_size": WIDTH}
+    if has_encoder(family):
         sizes = {"max_position_embeddings": POSITIONS, "d_model": WIDTH}
     base, declared, wrong = base_config(family, **sizes), FAMILIES[family], wrong_fields(family, options)
     if wrong:
@@ -287,7 +305,8 @@ def check(family: str, options: dict[str, Any]) -> None:
         ("gpt2", 120),
         ("bart", 80),
         ("marian", 80),
-        *(pytest.param(family, 2000 if family == "gpt2" else 1000, marks=pytest.mark.slow) for family in FAMILIES),
+        ("llama", 80),
+        *(pytest.param(family, 2000 if family == "gpt2" else 1000, marks=pytest.mark.slow) for family in COMMON),
     ],
 )
 def test_drawn_configurations_run_or_are_refused(family, count):

@@ -47,7 +47,7 @@ from .conftest import (
     shared,
     tiny_parent_config,
 )
-from .families import base_config
+from .families import base_config, has_encoder
 
 SCRIPT = Path(sys.executable).parent / "hf-rfa"
 
@@ -82,7 +82,7 @@ CONVERTED += [(family, name) for family in ("bart", "marian") for name in ("posi
 
 @pytest.mark.parametrize(("family", "name"), CONVERTED)
 def test_every_feature_map_converts_and_keeps_every_weight(family, name, parents, tmp_path):
-    options = {} if family == "gpt2" else {"encoder_layers": "all"}
+    options = {} if not has_encoder(family) else {"encoder_layers": "all"}
     options |= {"window_size": 4, "num_sinks": 1} if name == "none" else {"gate": True}
     report = convert(parents[family], tmp_path / "out", feature_map=name, **options)
     parent, result = (load_file(folder / "model.safetensors") for folder in (parents[family], tmp_path / "out"))
@@ -95,9 +95,9 @@ def test_every_feature_map_converts_and_keeps_every_weight(family, name, parents
     model = load(tmp_path / "out")
     assert report.num_parameters == sum(p.numel() for p in model.parameters())
     ids = torch.full((1, 4), 5)
-    inputs = {} if family == "gpt2" else {"decoder_input_ids": ids}
+    inputs = {} if not has_encoder(family) else {"decoder_input_ids": ids}
     assert report.state_bytes == cache_num_bytes(model(ids, **inputs).past_key_values)
-    if family == "gpt2":
+    if not has_encoder(family):
         assert report.layers == {"causal": (2, 2)}
         assert report.cache_bytes == {96: 2 * 2 * 24 * 96 * 4}
     else:
@@ -154,7 +154,7 @@ def test_positions_are_extended(family, count, parents, tmp_path):
     convert(parents[family], tmp_path / "out", max_positions=count)
     model, parent = load(tmp_path / "out"), load(parents[family])
     assert model.config.max_position_embeddings == count
-    if family == "gpt2":
+    if not has_encoder(family):
         tables = [(model.transformer.wpe, parent.transformer.wpe)]
     else:
         sides = [(model.get_encoder(), parent.get_encoder()), (model.get_decoder(), parent.get_decoder())]
@@ -170,9 +170,9 @@ def test_positions_are_extended(family, count, parents, tmp_path):
             torch.testing.assert_close(new[offset:], stretched)
     ids = torch.randint(4, 61, (1, count))
     with torch.no_grad():
-        inputs = {} if family == "gpt2" else {"decoder_input_ids": ids}
+        inputs = {} if not has_encoder(family) else {"decoder_input_ids": ids}
         assert torch.isfinite(model(ids, **inputs).logits).all()
-    if family == "gpt2":
+    if not has_encoder(family):
         output = model.generate(ids[:, : count - 20], max_new_tokens=20, eos_token_id=None, pad_token_id=0)
         assert output.shape[1] == count
 
@@ -198,9 +198,9 @@ def test_other_heads(name, auto_class, tmp_path):
     model = auto_class.from_pretrained(tmp_path / "a")
     assert type(model).__name__ == f"RFA{name}"
     if name.endswith("Classification"):
-        head = model.score if family == "gpt2" else model.classification_head.out_proj
+        head = model.score if not has_encoder(family) else model.classification_head.out_proj
         assert head.out_features == 4
-    if family != "gpt2" and name != "BartForCausalLM":  # for a decoder alone the text is no block of 96 tokens
+    if has_encoder(family) and name != "BartForCausalLM":  # for a decoder alone the text is no block of 96 tokens
         (tmp_path / "text").write_text(SOURCES)
         report = convert(tmp_path / "parent", tmp_path / "b", calibrate_on=tmp_path / "text")
         assert report.perplexities is None
@@ -296,7 +296,7 @@ def test_the_command_on_the_card_gives_the_same_checkpoint(family, options, conv
     model.train()(ids, labels=ids).loss.backward()
     torch.optim.SGD(model.parameters(), lr=1e-3).step()
     output = model.eval().generate(ids, max_new_tokens=6, num_beams=2, eos_token_id=None, pad_token_id=1)
-    assert output.shape == (2, 13 if family == "gpt2" else 7)
+    assert output.shape == (2, 13 if not has_encoder(family) else 7)
     command = report.command.replace(str(tmp_path / "a"), str(tmp_path / "b"))
     assert command.startswith("hf-rfa convert ")
     subprocess.run([SCRIPT, *command.split()[1:]], check=True, capture_output=True)

@@ -41,7 +41,7 @@ from hf_rfa.models.feature_maps import FEATURE_MAPS, ProjectedFeatureMap
 from hf_rfa_cli import convert as cli_convert
 
 from .conftest import leftovers, words
-from .families import make, softmax_model
+from .families import has_encoder, make, softmax_model
 from .training import assert_same, interrupted, save_checkpoints, weights
 
 RECIPE = """
@@ -145,7 +145,7 @@ def test_logit_loss_is_the_kl_and_the_loss_on_the_text(family, material, tmp_pat
     teacher = softmax_model(model, family)
     for parameter in teacher.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
-    if family == "gpt2":
+    if not has_encoder(family):
         ids = torch.randint(1, 61, (3, 8))
         inputs = {"input_ids": ids, "labels": ids}
     else:
@@ -155,7 +155,7 @@ def test_logit_loss_is_the_kl_and_the_loss_on_the_text(family, material, tmp_pat
         known = {name: tensor for name, tensor in inputs.items() if name != "labels"}
         ours, theirs = (each(**known).logits.log_softmax(-1) for each in (model, teacher))
     labels = inputs["labels"]
-    if family == "gpt2":
+    if not has_encoder(family):
         ours, theirs, labels = ours[:, :-1], theirs[:, :-1], labels[:, 1:]
     kl = [(theirs[r, t].exp() * (theirs[r, t] - ours[r, t])).sum() for r, t in (labels != -100).nonzero().tolist()]
     nll = [-ours[r, t, labels[r, t]] for r, t in (labels != -100).nonzero().tolist()]
@@ -311,7 +311,7 @@ def test_the_models_own_inputs_come_last(material, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", ["gpt2", "bart"])
 def test_dropout_is_off_unless_asked_for_and_back_afterwards(family):
-    model = make(family, **({"resid_pdrop": 0.2} if family == "gpt2" else {"dropout": 0.2})).train()
+    model = make(family, **({"resid_pdrop": 0.2} if not has_encoder(family) else {"dropout": 0.2})).train()
     batch = {"input_ids": torch.randint(4, 61, (2, 9)), "labels": torch.randint(4, 61, (2, 9))}
     with no_dropout(model):
         assert torch.equal(model(**batch).loss, model(**batch).loss), "no dropout is left"

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from hf_rfa import InputError
 from hf_rfa.export import DecodingStep
 
-from .families import logits, make, make_head, read, relative_error, source, tokens
+from .families import has_encoder, logits, make, make_head, read, relative_error, source, tokens
 
 
 def small(**options: Any) -> Any:
@@ -26,7 +26,11 @@ def test_a_forward_pass_is_exported(family):
     model, ids = make_head(family), tokens()
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
-    given = {"input_ids": ids, "attention_mask": mask} if family == "gpt2" else {**source(), "decoder_input_ids": ids}
+    given = (
+        {"input_ids": ids, "attention_mask": mask}
+        if not has_encoder(family)
+        else {**source(), "decoder_input_ids": ids}
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about its own passes
         exported = torch.export.export(model, (), {**given, "use_cache": False}).module()

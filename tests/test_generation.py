@@ -16,9 +16,20 @@ from transformers import StoppingCriteria, StoppingCriteriaList, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from hf_rfa import RFALayer, cache_num_bytes
+from hf_rfa.families import has_rotary_positions
 
 from .conftest import ROOT
-from .families import FAMILIES, caches, every_family, every_generating_head, make, make_head, softmax_model, tokens
+from .families import (
+    FAMILIES,
+    caches,
+    every_family,
+    every_generating_head,
+    has_encoder,
+    make,
+    make_head,
+    softmax_model,
+    tokens,
+)
 
 START = 2
 DECODERS = ["positive", "positive-gate", "gaussian-paper", "hybrid", "elu", "window", "window-gate"]
@@ -41,7 +52,7 @@ def long(family: str, variant: Any, dtype: torch.dtype = torch.float64, position
 
 def prompt_for(family: str) -> Tensor:
     """Return a decoder's prompt, or an encoder's sources."""
-    return tokens(1, 7) if family == "gpt2" else tokens(2, 9)
+    return tokens(1, 7) if not has_encoder(family) else tokens(2, 9)
 
 
 def generate(model: Any, ids: Tensor, **options: Any) -> Any:
@@ -66,7 +77,7 @@ def full_forward(model: Any, ids: Tensor, written: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("family", "variant"), CASES + ALONE)
 def test_greedy_is_the_argmax_of_full_forwards(family, variant):
-    model, ids, count = long(family, variant), prompt_for(family), 200 if family == "gpt2" else 60
+    model, ids, count = long(family, variant), prompt_for(family), 200 if not has_encoder(family) else 60
     written = first_tokens(model, ids)
     for _ in range(count):
         written = torch.cat([written, full_forward(model, ids, written).argmax(-1, keepdim=True)], dim=1)
@@ -103,7 +114,7 @@ def beam_search_by_full_forwards(
 @every_case
 def test_beam_search_equals_a_hand_rolled_one(family, variant):
     """States are reordered with their beams, and the beams of each of several sources read its one state."""
-    model, ids, count = long(family, variant), prompt_for(family), 15 if family == "gpt2" else 12
+    model, ids, count = long(family, variant), prompt_for(family), 15 if not has_encoder(family) else 12
     found = generate(model, ids, num_beams=4, num_return_sequences=4, max_new_tokens=count, length_penalty=0.0)
     for row in range(len(ids)):
         alone = {"beams": 4, "new_tokens": count, "length_penalty": 0.0}
@@ -135,13 +146,13 @@ def test_batches_of_mixed_lengths_equal_single_runs(family, variant, lengths, be
     texts = [tokens(1, length) for length in lengths]
     batch, mask = torch.ones(len(texts), max(lengths), dtype=torch.long), torch.zeros(len(texts), max(lengths)).long()
     for row, ids in enumerate(texts):
-        place = slice(max(lengths) - ids.shape[1], None) if family == "gpt2" else slice(ids.shape[1])
+        place = slice(max(lengths) - ids.shape[1], None) if not has_encoder(family) else slice(ids.shape[1])
         batch[row, place], mask[row, place] = ids[0], 1
     options = {"max_new_tokens": 40 if lengths is FEW else 10, "num_beams": beams}
     found = generate(model, batch, attention_mask=mask, **options)
     for row, ids in enumerate(texts):
         alone = generate(model, ids, **options)[0]
-        read = ids.shape[1] if family == "gpt2" else 0
+        read = ids.shape[1] if not has_encoder(family) else 0
         assert torch.equal(found[row, max(lengths) if read else 0 :], alone[read:])
 
 
@@ -151,7 +162,7 @@ def test_batches_of_mixed_lengths_equal_single_runs(family, variant, lengths, be
 )
 def test_a_static_cache_gives_the_same(family, variant, beams):
     model, ids = long(family, variant), prompt_for(family)
-    options = {"max_new_tokens": 30 if family == "gpt2" else 20, "num_beams": beams}
+    options = {"max_new_tokens": 30 if not has_encoder(family) else 20, "num_beams": beams}
     options |= {"output_scores": True, "return_dict_in_generate": True}
     found = generate(model, ids, cache_implementation="static", **options)
     expected = generate(model, ids, **options)
@@ -191,8 +202,8 @@ def test_a_cache_handed_back_continues_the_text(family, variant):
 def test_a_cache_copied_and_forked(family):
     """One prompt, or one source, and two continuations."""
     model, ids = long(family, {"gate": True}), prompt_for(family)
-    name = "input_ids" if family == "gpt2" else "decoder_input_ids"
-    given = {} if family == "gpt2" else {"input_ids": ids}
+    name = "input_ids" if not has_encoder(family) else "decoder_input_ids"
+    given = {} if not has_encoder(family) else {"input_ids": ids}
     written = generate(model, ids, max_new_tokens=6)
     cache = model(**given, **{name: written}).past_key_values
     for token in (5, 8):
@@ -259,7 +270,11 @@ def test_beams_share_one_state_of_the_source_and_no_step_copies_it(variant):
 
 @every_family
 def test_generation_past_the_positions_is_refused(family):
+    """Rotary positions have no end."""
     model = make(family, **{FAMILIES[family].positions_field: 20})
+    if has_rotary_positions(model.config):
+        assert generate(model, prompt_for(family), max_new_tokens=30).shape[1] == 37
+        return
     with pytest.raises(ValueError, match="--max-positions"):
         generate(model, prompt_for(family), max_new_tokens=30)
 
@@ -369,13 +384,15 @@ SPECIAL = {"eos_token_id": 2, "pad_token_id": 1}
 
 @functools.cache
 def model_of_cells(family: str) -> Any:
-    return make(family, {"num_features": 8, "gate": family == "gpt2"}, **(SPECIAL if family == "gpt2" else {}))
+    return make(
+        family, {"num_features": 8, "gate": not has_encoder(family)}, **(SPECIAL if not has_encoder(family) else {})
+    )
 
 
 def inputs_of_cells(family: str, rows: int) -> dict[str, Tensor]:
     """Return inputs padded on the left for a decoder, on the right for an encoder."""
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 2], [1, 1, 12, 13, 14, 15, 2]])[:rows]
-    ids = ids if family == "gpt2" else ids.flip(1).clone()
+    ids = ids if not has_encoder(family) else ids.flip(1).clone()
     return {"input_ids": ids, "attention_mask": (ids != 1).long()}
 
 

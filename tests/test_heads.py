@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import AutoConfig, Cache
 
+from hf_rfa.models.modeling_rfa_decoder import RFADecoderAttention
+
 from .families import (
+    COMMON,
     FAMILIES,
     HEADS,
     ROWS,
@@ -29,6 +32,7 @@ from .families import (
     every_generating_head,
     every_head,
     every_model,
+    has_encoder,
     inputs_for,
     make,
     make_head,
@@ -110,7 +114,7 @@ def test_a_checkpoint_says_which_layers_are_rfa(family, variant, tmp_path):
         kind = "encoder" if "encoder.l" in name else "cross" if "encoder_attn" in name else "causal"
         layers.setdefault(kind, []).append(int(name.split(".h." if family == "gpt2" else ".layers.")[1].split(".")[0]))
     encoder = ("encoder",) if model.config.is_encoder_decoder else ()
-    for kind in ("causal",) if family == "gpt2" else ("causal", "cross", *encoder):
+    for kind in ("causal",) if not has_encoder(family) else ("causal", "cross", *encoder):
         chosen = [index for index in range(config.num_layers_for(kind)) if config.is_rfa(kind, index)]
         assert chosen == layers.get(kind, [])
 
@@ -120,9 +124,9 @@ AUTO_CLASSES += [transformers.AutoModelForPreTraining, transformers.AutoModelFor
 AUTO_CLASSES += [transformers.AutoModelForTokenClassification, transformers.AutoModelForQuestionAnswering]
 AUTO_HEADS = [
     (family, auto, softmax_class.__name__)
-    for family, declared in FAMILIES.items()
+    for family in COMMON
     for auto in AUTO_CLASSES
-    if (softmax_class := auto._model_mapping.get(declared.base_config, None))
+    if (softmax_class := auto._model_mapping.get(FAMILIES[family].base_config, None))
 ]
 
 
@@ -138,7 +142,8 @@ def test_auto_classes_load_the_heads_that_they_load_of_softmax_models(family, au
 @every_head
 def test_copies(family, head, tmp_path):
     """deepcopy, and a state dict on disk read without running pickled code; no dropout acts in evaluation."""
-    dropout = {"attn_pdrop": 0.5} if family == "gpt2" else {"attention_dropout": 0.5, "dropout": 0.5}
+    names = {"gpt2": ("attn_pdrop",), "llama": ("attention_dropout",)}.get(family, ("attention_dropout", "dropout"))
+    dropout = dict.fromkeys(names, 0.5)
     model = make_head(family, head, **dropout)
     expected, again = run(model), copy.deepcopy(model)
     assert_same(run(model), expected)
@@ -187,7 +192,7 @@ def test_a_head_is_initialized_where_a_checkpoint_has_none(family, head, tmp_pat
 @every_head
 def test_weights_are_drawn_in_the_models_range(model):
     for path, module in model.named_modules():
-        if isinstance(module, nn.LayerNorm):
+        if isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("RMSNorm"):
             assert bool((module.weight == 1).all()), path
         fixed = not getattr(module, "weight", torch.ones(())).requires_grad  # Marian's positions are a formula
         if "feature_map" in path or path.endswith("gate") or fixed:
@@ -240,7 +245,8 @@ def test_resizing_the_vocabulary_and_back(head, model, tmp_path):
         assert torch.equal(embeddings.weight[:61], weights)
         if output is not None:
             assert output.weight.shape[0] == size
-            assert output.weight.data_ptr() == embeddings.weight.data_ptr()
+            tied = output.weight.data_ptr() == embeddings.weight.data_ptr()
+            assert tied == model.config.tie_word_embeddings
         if size == 70:
             inputs = inputs_for(model)
             inputs["input_ids"].view(-1)[0] = 69
@@ -264,7 +270,7 @@ def test_input_embeddings_are_got_and_set(model):
 def test_embeddings_as_inputs(head, model):
     """`inputs_embeds` in place of token ids, for the encoder and the decoder; GPT-2 takes no embeddings of choices."""
     inputs, embed = inputs_for(model), model.get_input_embeddings()
-    if head == "GPT2ForSequenceClassification":  # finds the last token by its id, or else takes the last place
+    if head in ("GPT2ForSequenceClassification", "LlamaForSequenceClassification"):  # find the last token by its id
         inputs["attention_mask"][:] = 1
         inputs["input_ids"].clamp_(min=3)
     given = {key: value for key, value in inputs.items() if key not in ("input_ids", "decoder_input_ids")}
@@ -379,7 +385,10 @@ def test_numbers_and_names(model):
     assert blocks
     inside = {each for block in blocks for each in rfa_modules(block).values()}
     assert inside == set(rfa_modules(model).values()), "a layer must not be split over devices"
-    assert all(module.config is model.config for module in model.modules() if hasattr(module, "config"))
+    own = {module for module in model.modules() if isinstance(module, RFADecoderAttention)}  # names another attention
+    assert all(
+        module.config is model.config for module in model.modules() if hasattr(module, "config") and module not in own
+    )
     assert model.supports_gradient_checkpointing
     assert not hasattr(model, "prune_heads") or "PreTrainedModel" in type(model).prune_heads.__qualname__
 
@@ -387,7 +396,9 @@ def test_numbers_and_names(model):
 @every_head
 def test_attention_implementations(family, head):
     """Both of torch's act on softmax layers and change nothing; others are refused, by transformers, before anything runs."""
-    hybrid = {"softmax_layers": [0]} if family == "gpt2" else {"softmax_layers": [0], "softmax_cross_layers": [1]}
+    hybrid = (
+        {"softmax_layers": [0]} if not has_encoder(family) else {"softmax_layers": [0], "softmax_cross_layers": [1]}
+    )
     expected = None
     for implementation in ("eager", "sdpa"):
         model = make_head(family, head, attn_implementation=implementation, **hybrid)

@@ -20,7 +20,7 @@ from hf_rfa.convert import convert
 from hf_rfa.convert.report import cache_bytes
 
 from .conftest import tiny_parent_config
-from .families import base_config
+from .families import base_config, has_encoder
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def test_a_floor_counts_the_states_of_rfa_layers_alone():
 
 def parent_of(family: str, positions: int, tiny_seq2seq_parents, folder: Path) -> Path:
     """Return the folder of a tiny checkpoint."""
-    if family == "gpt2":
+    if not has_encoder(family):
         GPT2LMHeadModel(tiny_parent_config(n_positions=positions)).save_pretrained(folder)
         return folder
     return Path(shutil.copytree(tiny_seq2seq_parents[family], folder))
@@ -99,7 +99,7 @@ def test_reports_and_cards_say_how_much_less_or_more(
     """At texts that the model can read, against a softmax model with as many positions."""
     parent = parent_of(family, positions, tiny_seq2seq_parents, tmp_path / "parent")
     report = convert(parent, tmp_path / "out", **options)
-    auto_class = AutoModelForCausalLM if family == "gpt2" else AutoModelForSeq2SeqLM
+    auto_class = AutoModelForCausalLM if not has_encoder(family) else AutoModelForSeq2SeqLM
     model = auto_class.from_pretrained(tmp_path / "out")
     if lengths[-1] > positions:
         softmax = GPT2LMHeadModel(tiny_parent_config(n_positions=lengths[-1]))

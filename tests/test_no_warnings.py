@@ -25,7 +25,7 @@ from hf_rfa.finetune.finetune import finetune
 from hf_rfa.finetune.recipe import Recipe, Stage
 
 from .conftest import words
-from .families import FAMILIES, every_family, save_softmax_model
+from .families import COMMON, every_family, has_encoder, save_softmax_model
 
 #: What transformers' Trainer says of the machine: checkpoints a few milliseconds apart have the same time on some disks.
 OF_THE_MACHINE = "mtime may not be reliable on this filesystem"
@@ -67,8 +67,8 @@ def said() -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def parents(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("quiet")
-    for family in FAMILIES:
-        special = {"eos_token_id": 2, "pad_token_id": 1} if family == "gpt2" else {}
+    for family in COMMON:
+        special = {"eos_token_id": 2, "pad_token_id": 1} if not has_encoder(family) else {}
         save_softmax_model(family, folder / family, **special)
     (folder / "text.txt").write_text("".join(words(9 + n % 5, n) + "\n" for n in range(60)))
     rows = [f'{{"text": "{words(9, n)}", "source": "{words(4, n)}", "target": "{words(3, n)}"}}\n' for n in range(40)]
@@ -85,7 +85,7 @@ def test_warnings_are_collected(said):
 
 @every_family
 def test_ordinary_use_warns_of_nothing(family, parents, tmp_path, said):
-    auto, task = (AutoModelForCausalLM, "clm") if family == "gpt2" else (AutoModelForSeq2SeqLM, "seq2seq")
+    auto, task = (AutoModelForCausalLM, "clm") if not has_encoder(family) else (AutoModelForSeq2SeqLM, "seq2seq")
     convert(parents / family, tmp_path / "rfa", num_features=8, gate=True, window=3, calibrate_on=parents / "text.txt")
     assert said == []
 
@@ -108,7 +108,7 @@ def test_ordinary_use_warns_of_nothing(family, parents, tmp_path, said):
         assert said == [], trained
         arguments.output_dir += "-parent"
 
-    data = parents / ("text.txt" if family == "gpt2" else "rows.jsonl")
+    data = parents / ("text.txt" if not has_encoder(family) else "rows.jsonl")
     recipe = Recipe(*(Stage(steps=3, batch_size=4, block_length=16) for _ in range(2)))
     distill(tmp_path / "rfa", tmp_path / "distilled", data=data, recipe=recipe, teacher=parents / family)
     assert said == []

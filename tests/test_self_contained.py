@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 import hf_rfa
 from hf_rfa.convert import convert
 
-from .families import FAMILIES, every_family, save_softmax_model
+from .families import COMMON, every_family, has_encoder, save_softmax_model
 
 #: Runs without hf_rfa: loads every head of every checkpoint, and writes what the models say.
 ELSEWHERE = """
@@ -25,7 +25,7 @@ import json, pathlib, torch, transformers
 from safetensors.torch import save_file
 
 folder, found = pathlib.Path(sys.argv[1]), {}
-for name in ("gpt2", "bart", "marian"):
+for name in ("gpt2", "bart", "marian", "llama"):
     heads = json.loads((folder / name / "config.json").read_text())["auto_map"]
     for head in heads:
         if head == "AutoConfig":
@@ -37,7 +37,7 @@ for name in ("gpt2", "bart", "marian"):
         with torch.no_grad():
             outputs = model(ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}))
         found[f"{name} {head}"] = outputs[0].contiguous()
-    lm = transformers.AutoModelForCausalLM if name == "gpt2" else transformers.AutoModelForSeq2SeqLM
+    lm = transformers.AutoModelForSeq2SeqLM if name in ("bart", "marian") else transformers.AutoModelForCausalLM
     model = lm.from_pretrained(folder / name, trust_remote_code=True).eval()
     tokens = model.generate(ids, max_new_tokens=9, do_sample=False)
     found[f"{name} tokens"] = tokens
@@ -51,8 +51,10 @@ save_file(found, folder / "found.safetensors")
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("self-contained")
-    for family in FAMILIES:
-        save_softmax_model(family, folder / f"parent-{family}", **({"eos_token_id": 2} if family == "gpt2" else {}))
+    for family in COMMON:
+        save_softmax_model(
+            family, folder / f"parent-{family}", **({"eos_token_id": 2} if not has_encoder(family) else {})
+        )
         convert(folder / f"parent-{family}", folder / family, num_features=8, window=3)
     return folder
 
@@ -64,19 +66,19 @@ def test_every_head_works_without_the_package(checkpoints, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     found = load_file(checkpoints / "found.safetensors")
     ids = torch.tensor([[*range(5, 16), 2]])
-    for family in FAMILIES:
-        auto = AutoModelForCausalLM if family == "gpt2" else AutoModelForSeq2SeqLM
+    for family in COMMON:
+        auto = AutoModelForCausalLM if not has_encoder(family) else AutoModelForSeq2SeqLM
         model = auto.from_pretrained(checkpoints / family).eval()
         options = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
         with torch.no_grad():
             torch.testing.assert_close(found[f"{family} {auto.__name__}"], model(ids, **options).logits)
         assert torch.equal(found[f"{family} tokens"], model.generate(ids, max_new_tokens=9, do_sample=False))
-    assert len(found) == 6 + 6 + 3 + 3
+    assert len(found) == 6 + 6 + 3 + 5 + len(COMMON)
 
 
 @every_family
 def test_with_the_package_its_own_classes_are_loaded_without_trust(family, checkpoints):
-    auto = AutoModelForCausalLM if family == "gpt2" else AutoModelForSeq2SeqLM
+    auto = AutoModelForCausalLM if not has_encoder(family) else AutoModelForSeq2SeqLM
     assert type(auto.from_pretrained(checkpoints / family)).__module__.startswith("hf_rfa.")
     config = json.loads((checkpoints / family / "config.json").read_text())
     for place in config["auto_map"].values():

@@ -19,6 +19,7 @@ from .families import (
     every_case,
     every_family,
     every_model,
+    has_encoder,
     inputs_for,
     logits,
     logits_by_steps,
@@ -111,7 +112,7 @@ DROPOUTS = {
 
 @pytest.mark.parametrize(("family", "dropout"), [(name, each) for name, all_ in DROPOUTS.items() for each in all_])
 def test_dropouts_act_in_training_only(family, dropout):
-    model, ids = make(family, "positive" if family == "gpt2" else "everything", **{dropout: 0.5}), tokens()
+    model, ids = make(family, "positive" if not has_encoder(family) else "everything", **{dropout: 0.5}), tokens()
     assert torch.equal(logits(model, ids), logits(model, ids))
     model.train()
     first, *others = (logits(model, ids) for _ in range(4))
@@ -135,7 +136,9 @@ def test_sixteen_bit_models_are_close_to_float32(family, variant, dtype):
     model.to(dtype)
     steps, cache = logits_by_steps(model, ids, range(1, LENGTH))
     tolerance = (
-        {torch.bfloat16: 0.15, torch.float16: 0.02} if family == "gpt2" else {torch.bfloat16: 0.2, torch.float16: 0.03}
+        {torch.bfloat16: 0.15, torch.float16: 0.02}
+        if not has_encoder(family)
+        else {torch.bfloat16: 0.2, torch.float16: 0.03}
     )
     for found in (logits(model, ids), steps):
         assert torch.isfinite(found).all()
@@ -195,7 +198,7 @@ def test_autocast_rounds_projections_only(variant):
 @torch.no_grad()
 @every_family
 def test_autocast_leaves_states_in_float32(family):
-    model, ids = make(family, {} if family == "gpt2" else {"softmax_encoder_layers": []}), tokens()
+    model, ids = make(family, {} if not has_encoder(family) else {"softmax_encoder_layers": []}), tokens()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = read(model, ids, use_cache=True)
         step = read(model, ids[:, :1], past_key_values=output.past_key_values)

@@ -162,7 +162,11 @@ class RFAConfigMixin:
         config = super().get_text_config(decoder=decoder, encoder=encoder)  # type: ignore[misc]
         if decoder and not encoder:
             config = copy.copy(config)
-            vars(config)["layer_types"] = self.cache_layer_types()
+            types = vars(config)["layer_types"] = self.cache_layer_types()
+            if config.layer_types != types:  # a property, or another name of a field (Jamba, Bamba)
+                body = {"layer_types": types, "attribute_map": {**config.attribute_map}}
+                body["attribute_map"].pop("layer_types", None)
+                config.__class__ = type(type(config).__name__, (type(config),), body)
         return config
 
     def _base_name(self, name: str) -> str:
@@ -377,6 +381,22 @@ class RFADecoderConfigMixin(RFAConfigMixin):
     def is_rfa(self, kind: AttentionKind, layer_idx: int) -> bool:
         """Return whether a layer's attention is RFA."""
         return super().is_rfa(kind, layer_idx) and self.base_layer_types()[layer_idx] in FULL_ATTENTION
+
+    def validate_architecture(self) -> None:
+        """Check that heads divide what they have to, after checking that there are any."""
+        self._check_base_model()
+        validate = getattr(super(), "validate_architecture", None)
+        if validate is not None:
+            validate()
+
+    def _check_base_model(self) -> None:
+        """Check the base model's fields, the number of key-value heads among them."""
+        super()._check_base_model()
+        heads, shared = self.num_query_heads_for("causal"), getattr(self, "num_key_value_heads", None)
+        if shared is not None and (shared < 1 or heads % shared):
+            raise ValueError(
+                f"num_key_value_heads must divide {self._base_name('num_attention_heads')}={heads}, got {shared}."
+            )
 
     def validate_layer_type(self) -> None:
         """Check the base model's layer types and the list of softmax layers."""

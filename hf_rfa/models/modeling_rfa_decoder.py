@@ -15,9 +15,11 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModel, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from .attention import RFAAttentionMixin, RFAPreTrainedMixin
@@ -32,7 +34,7 @@ INTERFACE = "rfa"
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")
 #: Modules of a stack that hold learned positions, by attribute name.
 POSITION_EMBEDDINGS = ("embed_positions", "wpe")
-#: Families, by model_type, that count the tokens of a padding mask for positions.
+#: Families, by model_type, without rotary positions that count the tokens of a padding mask for positions.
 COUNTS_TOKENS = ("rfa_opt",)
 
 
@@ -133,7 +135,7 @@ class RFADecoderAttention(RFAAttentionMixin):
     def project(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, query heads, T, d], keys and values [B, H, T, d] of the module's inputs."""
         found: list[Tensor] = []
-        self(hidden_states, rfa_projections=found, **kwargs)
+        self(hidden_states, **{"attention_mask": None, **kwargs}, rfa_projections=found)
         query, key, value = found
         return query, key, value
 
@@ -152,11 +154,17 @@ class RFADecoderAttention(RFAAttentionMixin):
 def _inputs_from_mask(length: int, cache: Cache | None, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return what `prepare_inputs` adds, for families whose layers do not hand it on (StableLM, Nemotron).
 
-    The mask says of every key whether it is padding: in the row of the last query if it has one for each.
+    The mask says of every key whether it is padding: no query sees that. If it has a row for each query, it also says where
+    documents start: at tokens that do not see the one before.
     """
     mask, padding, starts = kwargs.get("attention_mask"), None, None
     if mask is not None and mask.numel() > 1:
         padding = padding_of_mask(mask[:, :, -1:, -length:])
+        if cache is None and mask.shape[-2] > 1:
+            seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0  # [B, T, T]
+            padding = seen.any(-2)
+            apart = padding[:, 1:] & padding[:, :-1] & ~seen.diagonal(-1, dim1=-2, dim2=-1)
+            starts = F.pad(apart, (1, 0))
     elif cache is None:
         starts = document_starts(kwargs.get("position_ids"))
     wanted = bool(kwargs.get("output_attentions"))
@@ -210,10 +218,14 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         kwargs["use_cache"] = False
     wanted = kwargs.get("output_attentions")
     kwargs["output_rfa_attentions"] = bool(stack.config.output_attentions if wanted is None else wanted)
+    # Softmax attention sees differences of rotary positions alone, and features see more: padding must not shift them.
+    rotary = getattr(stack.config, "rope_parameters", None) and attention_mask is not None
+    counts_tokens = rotary or stack.config.model_type in COUNTS_TOKENS
+    if counts_tokens and position_ids is None and "position_ids" in stack.reads_inputs:
+        mask = inputs.new_ones(1, past + length, dtype=torch.long) if attention_mask is None else attention_mask
+        position_ids = (mask.long().cumsum(-1) * mask - 1)[:, -length:]
+        kwargs["position_ids"] = position_ids = position_ids.clamp_min(0) if rotary else position_ids
     if any(hasattr(stack, name) for name in POSITION_EMBEDDINGS):
-        if position_ids is None and stack.config.model_type in COUNTS_TOKENS:
-            mask = inputs.new_ones(1, past + length, dtype=torch.long) if attention_mask is None else attention_mask
-            kwargs["position_ids"] = position_ids = (mask.long().cumsum(-1) * mask - 1)[:, past:]
         count, last = stack.config.max_position_embeddings, past + length - 1
         if last >= count and position_ids is not None:
             last = int(position_ids.max())  # left padding makes positions smaller than the number of tokens
@@ -273,6 +285,11 @@ def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     config_class: Any = decoder_config_class(base_config)
     text = f"{base.__name__} with random feature attention."
     found = make_class(globals(), base, (RFADecoderMixin,), text, config_class=config_class)
+    # Files name some tensors otherwise than models, and hold experts one by one: by class or by model_type.
+    names = {base.__name__: found.__name__, base_config.model_type: config_class.model_type}
+    for name, own in names.items():
+        if (conversions := get_checkpoint_conversion_mapping(name)) is not None:
+            register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
     if base is AutoModel._model_mapping.get(base_config, None):  # heads of several families build their body by it
         AutoModel.register(config_class, found, exist_ok=True)
     return found
