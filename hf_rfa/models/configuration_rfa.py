@@ -164,8 +164,8 @@ class RFAConfigMixin:
             config = copy.copy(config)
             types = vars(config)["layer_types"] = self.cache_layer_types()
             if config.layer_types != types:  # a property, or another name of a field (Jamba, Bamba)
-                body = {"layer_types": types, "attribute_map": {**config.attribute_map}}
-                body["attribute_map"].pop("layer_types", None)
+                names = {old: new for old, new in config.attribute_map.items() if old != "layer_types"}
+                body = {"layer_types": types, "attribute_map": names}
                 config.__class__ = type(type(config).__name__, (type(config),), body)
         return config
 
