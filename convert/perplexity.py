@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 #: The label of a position that is not counted, as in transformers.
 IGNORED_LABEL = -100
+#: Tokens whose losses are computed at once.
+SCORED_AT_ONCE = 128
 #: Largest mean negative log-likelihood, in nats, whose exponential is taken: e^700 is near the end of float64.
 MAX_NATS = 700.0
 
@@ -49,7 +51,10 @@ def score_labels(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -
         logits = model(**inputs, use_cache=False).logits  # [N, T, V]
         if not model.config.is_encoder_decoder:
             logits, labels = logits[:, :-1], labels[:, 1:]
-        losses = F.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none")
-        total += float(losses.double().sum())
+        for row, expected in zip(logits, labels, strict=True):
+            # A few tokens at a time: the logarithms of a large vocabulary take as much memory as its logits.
+            for few, theirs in zip(row.split(SCORED_AT_ONCE), expected.split(SCORED_AT_ONCE), strict=True):
+                losses = F.cross_entropy(few.float(), theirs, ignore_index=IGNORED_LABEL, reduction="none")
+                total += float(losses.double().sum())
         tokens += int(labels.ne(IGNORED_LABEL).sum())
     return LabelScore(total / tokens, tokens)
