@@ -100,6 +100,11 @@ transformers' Auto classes. Shapes: B batch, H heads, T tokens, d width of a hea
 that of [method.md](method.md). Commands: `hf-rfa --help`.
 """
 
+#: What the table of models leaves out.
+OTHER_MODELS = """Every other family of [models.md](models.md) has classes of the same form, made when they are asked for: `RFA` and the name
+of the softmax class, with the configuration `RFA` and the name of the base model's, such as `RFABartConfig` and
+`RFAMarianConfig`. Auto classes return them."""
+
 
 def render(obj: Any, members: list[str] | None) -> str:
     """Return the section of one object, in Markdown without HTML, without dead links, its signature on several lines."""
@@ -128,7 +133,7 @@ def models() -> str:
             auto_map = cls.config_class().AUTO_MAP  # which a first configuration fills
             loaders = [f"`{auto}`" for auto, place in auto_map.items() if place.endswith(f".{name}")]
             rows.append((f"`{name}`", describe(cls), ", ".join(loaders)))
-    return table(*rows)
+    return table(*rows) + "\n\n" + OTHER_MODELS
 
 
 def feature_maps() -> str:

@@ -195,9 +195,10 @@ class RFAConfigMixin:
                 continue
             if value is None or not 0 <= value <= most:
                 raise ValueError(f"{name} must be {kind}, got {value}.")
-        for name in ("activation_function", "hidden_act", "hidden_activation"):
-            activation = getattr(self, name, None)
-            if isinstance(activation, str) and activation not in ACT2FN:
+        for name in ("activation_function", "hidden_act"):
+            activation = getattr(self, name, "relu")
+            # Some families take a function of their own, or none here and one under another name.
+            if activation not in ACT2FN if isinstance(activation, str) else name == "activation_function":
                 raise ValueError(f"{name}={activation!r} is unknown. Known: {', '.join(sorted(ACT2FN))}.")
         for kind in self.FEATURE_COUNTS.values():
             heads, width = self.num_query_heads_for(kind), self.hidden_size  # type: ignore[attr-defined]
