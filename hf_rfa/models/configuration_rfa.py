@@ -164,9 +164,9 @@ class RFAConfigMixin:
             config = copy.copy(config)
             types = vars(config)["layer_types"] = self.cache_layer_types()
             if config.layer_types != types:  # a property, or another name of a field (Jamba, Bamba)
-                body = {"layer_types": types, "attribute_map": {**config.attribute_map}}
-                body["attribute_map"].pop("layer_types", None)
-                config.__class__ = type(type(config).__name__, (type(config),), body)
+                config.__class__ = type(type(config).__name__, (type(config),), {"layer_types": types})
+                names = config.attribute_map.items()  # of this class alone, which was made with those of its bases
+                type(config).attribute_map = {old: new for old, new in names if old != "layer_types"}
         return config
 
     def _base_name(self, name: str) -> str:
