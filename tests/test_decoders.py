@@ -46,7 +46,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 KNOWN = {"minimax": "its models build a cache of their own, whose layers are not those of `cache_layer_types`"}
 #: Attention with learned sinks needs a window.
 WITH_SINKS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa")
-#: Attention that rounds to float32, where the masks of float64 are infinite: rows of padding become NaN, in softmax models too.
+#: Attention that rounds to float32, where masks of float64 are infinite: rows of padding are NaN, in softmax models too.
 IN_FLOAT32 = ("gemma2", "granite_swa", "granitemoe_swa", "vaultgemma")
 #: A text that is seen whole, with features that nothing reaches and without.
 WHOLE = [{"feature_map": "none", "window_size": FULL}, {"window_size": FULL, "num_features": 8}]
@@ -679,7 +679,7 @@ def test_more_positions_scale_the_rotations(name, tmp_path):
     softmax = AutoConfig.from_pretrained(folder)
     kinds = [softmax.rope_parameters] if "rope_type" in softmax.rope_parameters else softmax.rope_parameters.values()
     if name == "phimoe" or {each["rope_type"] for each in kinds if each} - {"default", "yarn"}:
-        with pytest.raises(InputError, match="rotations are scaled already|short_mscale"):
+        with pytest.raises(InputError, match=r"rotations are scaled already|short_mscale"):
             convert(folder, tmp_path / "out", num_features=8, max_positions=512, **options)
         return
     report = convert(folder, tmp_path / "out", num_features=8, max_positions=512, **options)
