@@ -1,4 +1,4 @@
-"""Inputs for calibration: tokens of a text, or random ones, as a model's forward pass takes them."""
+"""Inputs for calibration: tokens of a text, or random ones, as a model's forward pass takes them; for audio, noise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
-from hf_rfa.families import has_rotary_positions
+from hf_rfa.families import has_rotary_positions, position_count, reads_audio
 
 from .perplexity import IGNORED_LABEL
 
@@ -28,15 +28,22 @@ OUTPUT_TOKENS = 128
 #: Tokens whose logits are held at once, to measure a perplexity or a layer's sensitivity.
 SCORED_TOKENS = 1024
 
+#: The input whose columns are no tokens: mel features of audio, [N, bins, frames].
+AUDIO = "input_features"
+
 Inputs = dict[str, Tensor]
 
 
 def random_inputs(config: Any, *, seed: int, tokens: int = RANDOM_TOKENS) -> Inputs:
-    """Return uniformly random token ids to calibrate on where there is no text, none of them padding."""
-    length = min(BLOCK_LENGTH, config.max_position_embeddings)
+    """Return uniformly random token ids to calibrate on where there is no text, none of them padding, and noise for audio."""
+    length = min(BLOCK_LENGTH, position_count(config))
     generator = torch.Generator().manual_seed(seed)
     shape = (math.ceil(tokens / length), length)
     ids = torch.randint(config.vocab_size, shape, generator=generator)
+    if reads_audio(config):
+        frames = 2 * config.max_source_positions  # two of them make a position
+        noise = torch.randn(shape[0], config.num_mel_bins, frames, generator=generator)
+        return {AUDIO: noise, "decoder_input_ids": ids, "decoder_attention_mask": torch.ones_like(ids)}
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if config.is_encoder_decoder:
         # One end-of-text token per row, as the last: sequence classifiers read the hidden state there.
@@ -174,7 +181,10 @@ def trim(inputs: Inputs) -> Inputs:
 
     own = length(inputs.get("attention_mask"))
     output = length(inputs.get("decoder_attention_mask")) if "decoder_input_ids" in inputs else own
-    return {
-        name: tensor[:, : own if name in ("input_ids", "attention_mask") else output].contiguous()
-        for name, tensor in inputs.items()
-    }
+    sources = cut({name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}, slice(own))
+    return {name: tensor.contiguous() for name, tensor in {**cut(inputs, slice(output)), **sources}.items()}
+
+
+def cut(inputs: Inputs, columns: slice) -> Inputs:
+    """Return some columns of all inputs that have one per token."""
+    return {name: tensor if name == AUDIO else tensor[:, columns] for name, tensor in inputs.items()}

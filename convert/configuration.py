@@ -12,8 +12,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from hf_rfa.errors import InputError
-from hf_rfa.families import has_rotary_positions, scale_rotations
-from hf_rfa.models.configuration_rfa import AttentionKind
+from hf_rfa.families import has_rotary_positions, position_count, scale_rotations
+from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
 
 from .checkpoint import Checkpoint
@@ -52,12 +52,12 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
             wanted = getattr(options, name)
             if wanted is None:
                 continue
-            possible = [index for index in range(count) if plain.is_rfa(kind, index)]
+            types = plain.base_layer_types() if kind == "causal" else FULL_ATTENTION[:1] * count
+            possible = [index for index in range(count) if types[index] in FULL_ATTENTION]
             if count and not possible:
-                types = ", ".join(sorted(set(plain.base_layer_types())))
                 raise InputError(
-                    f"no layer of {checkpoint.name} attends to all tokens before it (they are {types}): its cache does not "
-                    "grow, and there is nothing to convert."
+                    f"no layer of {checkpoint.name} attends to all tokens before it (its layers are "
+                    f"{', '.join(sorted(set(types)))}): its cache does not grow, and there is nothing to convert."
                 )
             converted = possible if wanted == "all" else wanted
             if any(index not in possible for index in converted):
@@ -102,9 +102,9 @@ def with_more_positions(checkpoint: Checkpoint, options: ConversionOptions) -> C
     if options.max_positions is None:
         return checkpoint
     config: Any = checkpoint.config
-    if options.max_positions <= config.max_position_embeddings:
+    if options.max_positions <= position_count(config):
         raise InputError(
-            f"max_positions={options.max_positions} does not extend the {config.max_position_embeddings} positions that "
+            f"max_positions={options.max_positions} does not extend the {position_count(config)} positions that "
             f"{checkpoint.name} has."
         )
     if not has_rotary_positions(config):  # tables are made longer after the calibration

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from .activations import capture_inputs, compare_weights, layer_activations, layer_divergence, padding_masks
 from .base_model import rfa_layers
-from .calibration_data import Inputs, trim
+from .calibration_data import Inputs, cut, trim
 
 #: Queries and keys in a map.
 SHOWN = 64
@@ -41,7 +41,7 @@ def compare_attention(model: nn.Module, base_model: PreTrainedModel, inputs: Inp
     The first `SHOWN` tokens of the first row of the models' ``inputs`` are compared.
     """
     row = trim({name: tensor[:1].to(base_model.device) for name, tensor in inputs.items() if name != "labels"})
-    row = {name: tensor[:, :SHOWN] for name, tensor in row.items()}
+    row = cut(row, slice(SHOWN))
     layers, masks = rfa_layers(model), padding_masks(row)
     captured = capture_inputs(base_model, layers, row)
     activations = {name: layer_activations(layers[name], each, masks) for name, each in captured.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
+from hf_rfa.families import reads_audio
 from hf_rfa.inference import check_vocabulary
 from hf_rfa.memory import give_back_memory
 
 from .atomic_io import check_destination, check_space, new_folder, remove_leftovers
 from .base_model import extend_positions, rfa_layers, softmax_base_model
 from .calibration import calibrate
-from .calibration_data import Inputs, add_outputs, batches, calibration_inputs, random_inputs
+from .calibration_data import Inputs, add_outputs, batches, calibration_inputs, cut, random_inputs
 from .checkpoint import Checkpoint, load_converted, load_rfa_model, open_checkpoint, quiet
 from .configuration import import_words, rfa_config, with_more_positions
 from .options import RENAMED, ConversionOptions
@@ -37,6 +39,9 @@ MAX_SHARD_SIZE = 2_000_000_000
 MAX_RELOAD_ERROR = 1e-5
 #: Tokens that the two are compared on.
 PROBE_TOKENS = 64
+
+#: Files that say how audio becomes features, and what else a processor holds beside a tokenizer.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 #: Called as the work goes on: (name of a step, its number of parts) when it begins, (None, 1) when a part is done.
 Progress = Callable[[str | None, int], None]
@@ -165,6 +170,11 @@ def _check(name: str | Path, destination: Path, options: ConversionOptions, *, o
 def _prepare_inputs(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[Any, str | None, Inputs]:
     """Return the tokenizer or None, the reason why there is none, and the inputs to calibrate on."""
     documents = None if options.calibrate_on is None else list(read_documents(options.calibrate_on))
+    if documents is not None and reads_audio(checkpoint.config):
+        raise InputError(
+            f"{checkpoint.name} reads audio, and {options.calibrate_on} is a text. Leave the text out: such models are "
+            "calibrated on noise."
+        )
     tokenizer, no_tokenizer = checkpoint.load_tokenizer()
     if documents is not None and tokenizer is None:
         raise InputError(
@@ -198,12 +208,12 @@ def _add_labels(base_model: PreTrainedModel, inputs: Inputs, report_progress: Pr
 @torch.no_grad()
 def _logits(model: PreTrainedModel, probe: Inputs) -> Tensor:
     """Return the model's first output on some tokens: logits, or hidden states for a model without a head."""
-    inputs = {name: tensor[:1, -PROBE_TOKENS:].to(model.device) for name, tensor in probe.items()}
+    inputs = cut({name: tensor[:1].to(model.device) for name, tensor in probe.items()}, slice(-PROBE_TOKENS, None))
     return model(**inputs, use_cache=False)[0].float().cpu()
 
 
 def _write(model: PreTrainedModel, tokenizer: Any, checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the model, in shards no larger than the checkpoint's if that has several, and the tokenizer, if there is one."""
+    """Write the model, in shards no larger than the checkpoint's if that has several, with tokenizer and processor if any."""
     sizes = [path.stat().st_size for path in checkpoint.weight_files]
     with quiet():
         model.save_pretrained(
@@ -211,6 +221,9 @@ def _write(model: PreTrainedModel, tokenizer: Any, checkpoint: Checkpoint, folde
         )
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    for name in PROCESSOR_FILES:
+        if (checkpoint.folder / name).is_file():
+            shutil.copyfile(checkpoint.folder / name, folder / name)
 
 
 def _write_report(report: ConversionReport, checkpoint: Checkpoint, maps: list[HeadMap], folder: Path) -> None:

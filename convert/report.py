@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from hf_rfa.families import position_count, reads_audio
 from hf_rfa.models.configuration_rfa import AttentionKind
 from hf_rfa.version import __version__
 
@@ -63,6 +64,7 @@ class ConversionReport:
         gains: divergence from softmax before and after calibration, by layer.
         sensitivities: sensitivity of every layer, the largest first, if layers were kept softmax by it.
         perplexities: on the calibration text, if there was one.
+        audio_positions: positions of the source at any length of output, for an encoder of audio; None for one of text.
         max_logit_difference: largest difference between the logits of the model in memory and of the reloaded one.
         notes: hints for the user.
     """
@@ -85,6 +87,7 @@ class ConversionReport:
     max_logit_difference: float
     notes: tuple[str, ...]
     source_revision: str | None = None
+    audio_positions: int | None = None
 
     @property
     def grows(self) -> bool:
@@ -111,6 +114,7 @@ class ConversionReport:
             ("state per sequence", f"{_size(self.state_bytes)} ({self.state_tokens:,.0f} tokens' worth), {growth}"),
         ]
         of = " of source and output" if "cross" in self.layers else ""
+        of = of if self.audio_positions is None else f" of output and {self.audio_positions:,} of audio"
         for length, softmax in self.cache_bytes.items():
             own = self.own_cache_bytes[length]
             times = f"{max(softmax / own, own / softmax):.1f}"
@@ -166,8 +170,8 @@ def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -
 
     Args:
         model: the RFA model; its softmax layers keep keys and values.
-        length: tokens of the sequence, and of its source where there is one; 0 counts the states alone. Layers of other
-            types than full and sliding attention are not counted.
+        length: tokens of the sequence, and of its source where there is one of text; 0 counts the states alone. Layers of
+            other types than full and sliding attention are not counted.
         softmax: count the cache of the softmax base model instead.
     """
     config: Any = model.config
@@ -179,8 +183,9 @@ def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -
     for kind in kinds:
         types = config.base_layer_types() if kind == "causal" else ["full_attention"] * config.num_layers_for(kind)
         per_token = 2 * config.num_heads_for(kind) * config.head_dim_for(kind) * model.dtype.itemsize
+        seen = config.max_source_positions if kind == "cross" and length and reads_audio(config) else length
         for index, layer_type in enumerate(types):
-            tokens = {"full_attention": length, "attention": length}.get(layer_type, 0)
+            tokens = {"full_attention": seen, "attention": seen}.get(layer_type, 0)
             if layer_type == "sliding_attention":
                 tokens = min(length, config.sliding_window - 1)  # the next token is the last one of its window
             kept = per_token * tokens
@@ -213,7 +218,7 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
     state, new = model.state_dict(), new_keys(model)
     positions = config.max_position_embeddings
     extended = sum(
-        (positions - checkpoint.config.max_position_embeddings) * embedding.embedding_dim
+        (positions - position_count(checkpoint.config)) * embedding.embedding_dim
         for embedding in checkpoint.family.position_embeddings(model)
         if embedding.weight.requires_grad
     )
@@ -226,6 +231,7 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
         "added_parameters": extended + sum(parameters.get(key, 0) for key in new),
         "added_buffers": sum(state[key].numel() for key in new if key not in parameters),
         "state_bytes": cache_bytes(model, 0),
+        "audio_positions": config.max_source_positions if reads_audio(config) else None,
         "own_cache_bytes": {length: cache_bytes(model, length) for length in lengths},
         "cache_bytes": {length: cache_bytes(model, length, softmax=True) for length in lengths},
     }
@@ -258,7 +264,8 @@ def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_to
     if options.max_positions is not None:
         found.append(checkpoint.family.note_on_positions(config, options.max_positions))
     if options.calibrate_on is None and config.feature_map != "none":
-        found.append("Calibrated on random tokens; text like the model's inputs (--calibrate) does better.")
+        better = "; text like the model's inputs (--calibrate) does better."
+        found.append("Calibrated on random tokens" + (" and noise for audio." if reads_audio(config) else better))
     return tuple(found)
 
 
@@ -287,6 +294,7 @@ Where hf-rfa is not installed, the code in the checkpoint loads it:
 HEADS = {
     "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
     "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
+    "WhisperForConditionalGeneration": ("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
     "ForConditionalGeneration": ("AutoModelForSeq2SeqLM", "text2text-generation"),
     "MTModel": ("AutoModelForSeq2SeqLM", "translation"),
     "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),

@@ -69,8 +69,6 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
         "hf_rfa.RFAConfigMixin": ["from_parent", "validate_rfa", "is_rfa"],
         "hf_rfa.RFASeq2SeqConfigMixin": [],
         "hf_rfa.RFAGPT2Config": [],
-        "hf_rfa.RFABartConfig": [],
-        "hf_rfa.RFAMarianConfig": [],
     },
     "Attention": {
         "hf_rfa.inference.use_attention_component": None,
@@ -127,7 +125,7 @@ def models() -> str:
     rows = [("class", "what it is", "Auto class")]
     for name, cls in ((name, getattr(hf_rfa, name)) for name in hf_rfa.__all__):
         if getattr(cls, "config_class", None) is not None:  # a model
-            auto_map = cls.config_class.AUTO_MAP
+            auto_map = cls.config_class().AUTO_MAP  # which a first configuration fills
             loaders = [f"`{auto}`" for auto, place in auto_map.items() if place.endswith(f".{name}")]
             rows.append((f"`{name}`", describe(cls), ", ".join(loaders)))
     return table(*rows)

@@ -7,6 +7,7 @@ its base model: what is supported has the same logits, with and without padding,
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, logging
 
-from hf_rfa.families import DECODERS, FAMILIES, decoder_family
+from hf_rfa.families import DECODERS, FAMILIES, Family, decoder_family
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.configuration_rfa import RFASeq2SeqConfigMixin
 from hf_rfa.models.modeling_rfa_decoder import rfa_model_class
@@ -86,7 +87,7 @@ def problem(model_type: str) -> str | None:
         return None
     if model_type in REASONS:
         return REASONS[model_type]
-    config_class = model_class(model_type).config_class
+    config_class: Any = model_class(model_type).config_class
     if config_class.model_type != model_type:
         return f"it is loaded as a model of type {config_class.model_type}"
     if CONFIG_MAPPING[model_type].is_encoder_decoder:
@@ -96,7 +97,9 @@ def problem(model_type: str) -> str | None:
 
 def check(model_type: str) -> None:
     """Compare the RFA model of a decoder with its base model where the window covers the text; an AssertionError says how."""
-    capped = {"attn_logit_softcapping": None} if hasattr(tiny_config(model_type), "attn_logit_softcapping") else {}
+    capped: dict[str, Any] = (
+        {"attn_logit_softcapping": None} if hasattr(tiny_config(model_type), "attn_logit_softcapping") else {}
+    )
     base: Any = tiny_model(model_type, **capped)
     config: Any = decoder_family(model_type).rfa_config.from_parent(base.config, window_size=WINDOW, num_features=16)
     model: Any = rfa_model_class(type(base))(config).eval()
@@ -106,8 +109,10 @@ def check(model_type: str) -> None:
     ids = torch.randint(3, 61, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, :PADDING] = 0
+    taken = inspect.signature(base.forward).parameters
     with torch.no_grad():
-        for options in ({}, {"attention_mask": mask}):
+        for options in ({}, {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}):
+            options = {name: each for name, each in options.items() if name in taken}
             found, expected = (each(ids, use_cache=False, **options).logits for each in (model, base))
             error = ((found - expected).abs() * mask[..., None]).max() / expected.abs().max()
             assert error <= TOLERANCE, f"{model_type}: logits differ by {error:.1e}"
@@ -146,16 +151,15 @@ def page(problems: dict[str, str | None]) -> str:
         name for name in FAMILIES if name in problems and problems[name] is None and name not in encoders
     ):
         family = FAMILIES[name]
-        names = (
-            cls.__name__.partition("For")[2] or cls.__name__.removeprefix("RFAGPT2") for cls in family.model_classes
-        )
-        heads = ", ".join(sorted({each for each in names if not each.endswith("Model") or each in ("LMHeadModel",)}))
         config = tiny_config(name) if name in DECODERS else family.base_config()
         types = (
             family.rfa_config.from_parent(config, **_uncapped(config)).cache_layer_types() if name in DECODERS else []
         )
-        lines.append(f"| {name} | {heads} | {', '.join(sorted({each for each in types if each != 'rfa'}))} |")
-    lines += ["", "## Supported encoder-decoder families", "", ", ".join(encoders) + "."]
+        lines.append(f"| {name} | {_heads(family)} | {', '.join(sorted({each for each in types if each != 'rfa'}))} |")
+    lines += ["", "## Supported encoder-decoder families", ""]
+    lines += ["NLLB's checkpoints are of type m2m_100. Whisper's encoder reads audio.", ""]
+    lines += ["| model_type | heads that come along |", "| --- | --- |"]
+    lines += [f"| {name} | {_heads(FAMILIES[name])} |" for name in encoders]
     lines += ["", "## Not supported", "", "| reason | model_type |", "| --- | --- |"]
     by_reason: dict[str, list[str]] = {}
     for name, reason in problems.items():
@@ -168,6 +172,13 @@ def page(problems: dict[str, str | None]) -> str:
         "window in every layer, where nothing grows.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _heads(family: Family) -> str:
+    """Return the heads of a family's models, by the ends of their names."""
+    prefix = family.base_config.__name__.removesuffix("Config")
+    names = (name.partition("For")[2] or name.removeprefix(prefix) for name in family.architectures)
+    return ", ".join(sorted({each for each in names if each != "Model"}))
 
 
 def _uncapped(config: Any) -> dict[str, Any]:

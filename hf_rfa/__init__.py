@@ -18,14 +18,6 @@ from .models.configuration_rfa import (
     RFASeq2SeqConfigMixin,
 )
 from .models.feature_maps import FEATURE_MAPS, FeatureMap, register_feature_map
-from .models.modeling_rfa_bart import (
-    RFABartForCausalLM,
-    RFABartForConditionalGeneration,
-    RFABartForQuestionAnswering,
-    RFABartForSequenceClassification,
-    RFABartModel,
-    RFABartPreTrainedModel,
-)
 from .models.modeling_rfa_gpt2 import (
     RFAGPT2DoubleHeadsModel,
     RFAGPT2ForQuestionAnswering,
@@ -35,7 +27,18 @@ from .models.modeling_rfa_gpt2 import (
     RFAGPT2Model,
     RFAGPT2PreTrainedModel,
 )
-from .models.modeling_rfa_marian import RFAMarianForCausalLM, RFAMarianModel, RFAMarianMTModel, RFAMarianPreTrainedModel
+from .models.modeling_rfa_seq2seq import (
+    RFABartForCausalLM,
+    RFABartForConditionalGeneration,
+    RFABartForQuestionAnswering,
+    RFABartForSequenceClassification,
+    RFABartModel,
+    RFABartPreTrainedModel,
+    RFAMarianForCausalLM,
+    RFAMarianModel,
+    RFAMarianMTModel,
+    RFAMarianPreTrainedModel,
+)
 from .version import __version__
 
 __all__ = [

@@ -13,19 +13,20 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
-from .models import modeling_rfa_bart, modeling_rfa_decoder, modeling_rfa_gpt2, modeling_rfa_marian
+from .models import modeling_rfa_decoder, modeling_rfa_gpt2, modeling_rfa_seq2seq
 from .models.configuration_rfa import (
-    RFABartConfig,
     RFAConfigMixin,
     RFAGPT2Config,
-    RFAMarianConfig,
+    RFASeq2SeqConfigMixin,
     decoder_config_class,
+    seq2seq_config_class,
 )
 
 AUTO_CLASSES: tuple[Any, ...] = (
     auto.AutoModel,
     auto.AutoModelForCausalLM,
     auto.AutoModelForSeq2SeqLM,
+    auto.AutoModelForSpeechSeq2Seq,
     auto.AutoModelForPreTraining,
     auto.AutoModelForSequenceClassification,
     auto.AutoModelForTokenClassification,
@@ -35,6 +36,7 @@ AUTO_CLASSES: tuple[Any, ...] = (
 NAME_TABLES: dict[Any, dict[str, Any]] = {
     auto.AutoModelForCausalLM: auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     auto.AutoModelForSeq2SeqLM: auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    auto.AutoModelForSpeechSeq2Seq: auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 }
 
 
@@ -55,9 +57,19 @@ def interpolate_positions(embedding: nn.Embedding, count: int) -> Tensor:
 
 
 def continue_sinusoids(embedding: Any, count: int) -> Tensor:
-    """Return Marian's sinusoidal positions computed up to ``count``; those that were there stay as they are."""
+    """Return Marian's or Pegasus's sinusoidal positions up to ``count``; those that were there stay as they are."""
     longer = type(embedding)(count, embedding.embedding_dim)
     return longer.create_weight().to(embedding.weight.dtype)
+
+
+def reads_audio(config: Any) -> bool:
+    """Return whether a model's encoder takes mel features of audio, [B, bins, frames], in place of tokens."""
+    return bool(config.is_encoder_decoder and hasattr(config, "num_mel_bins"))
+
+
+def position_count(config: Any) -> int:
+    """Return the number of positions of a model, RFA or softmax; of the decoder, where the encoder has others."""
+    return getattr(config, "max_position_embeddings", None) or config.max_target_positions
 
 
 def has_rotary_positions(config: Any) -> bool:
@@ -93,8 +105,9 @@ class Family:
     Attributes:
         rfa_config: configuration class of the RFA models: `RFAConfigMixin` mixed into the family's own.
         models: the RFA model classes, the language model first. Each is the softmax class's name with ``RFA`` before it, and
-            subclasses that class. None, for a decoder that `modeling_rfa_decoder` serves: those that the Auto classes know.
-        position_embedding: attribute name of the modules that hold position embeddings.
+            subclasses that class. None, for a family that `modeling_rfa_decoder` or `modeling_rfa_seq2seq` serves: those that
+            the Auto classes know.
+        position_embedding: attribute name of the modules that hold position embeddings, or the end of their path.
         more_positions: makes a longer table of positions from such a module and a count.
         more_positions_note: note for the user on what that changes; ``{}`` stands for the count.
     """
@@ -115,10 +128,12 @@ class Family:
         """The RFA model classes, the language model first."""
         if self.models is not None:
             return self.models
-        found = (each._model_mapping.get(self.base_config, None) for each in (auto.AutoModelForCausalLM, *AUTO_CLASSES))
-        return tuple(
-            modeling_rfa_decoder.rfa_model_class(base) for base in dict.fromkeys(found) if isinstance(base, type)
-        )
+        module: Any = modeling_rfa_decoder
+        first: tuple[Any, ...] = (auto.AutoModelForCausalLM,)
+        if issubclass(self.rfa_config, RFASeq2SeqConfigMixin):
+            module, first = modeling_rfa_seq2seq, (auto.AutoModelForSeq2SeqLM, auto.AutoModelForSpeechSeq2Seq)
+        found = (each._model_mapping.get(self.base_config, None) for each in (*first, *AUTO_CLASSES))
+        return tuple(module.rfa_model_class(base) for base in dict.fromkeys(found) if isinstance(base, type))
 
     @property
     def architectures(self) -> dict[str, tuple[type[PreTrainedModel], type[PreTrainedModel]]]:
@@ -153,7 +168,7 @@ class Family:
         return [
             module
             for name, module in model.named_modules()
-            if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] == self.position_embedding
+            if isinstance(module, nn.Embedding) and f".{name}".endswith(f".{self.position_embedding}")
         ]
 
 
@@ -225,31 +240,6 @@ register_family(
         position_embedding="wpe",
     )
 )
-register_family(
-    Family(
-        rfa_config=RFABartConfig,
-        models=(
-            modeling_rfa_bart.RFABartForConditionalGeneration,
-            modeling_rfa_bart.RFABartModel,
-            modeling_rfa_bart.RFABartForCausalLM,
-            modeling_rfa_bart.RFABartForSequenceClassification,
-            modeling_rfa_bart.RFABartForQuestionAnswering,
-        ),
-    )
-)
-register_family(
-    Family(
-        rfa_config=RFAMarianConfig,
-        models=(
-            modeling_rfa_marian.RFAMarianMTModel,
-            modeling_rfa_marian.RFAMarianModel,
-            modeling_rfa_marian.RFAMarianForCausalLM,
-        ),
-        more_positions=continue_sinusoids,
-        more_positions_note="The sinusoidal positions were continued to {}; short texts see no change.",
-    )
-)
-
 #: Decoders whose attention goes through transformers' attention interface, by ``model_type``. The name is all that it takes:
 #: `modeling_rfa_decoder` makes the classes, those of every head that the Auto classes know.
 DECODERS = (
@@ -266,6 +256,20 @@ DECODERS = (
 )
 
 
+#: What deviates in models with sinusoidal positions.
+SINUSOIDS: dict[str, Any] = {
+    "more_positions": continue_sinusoids,
+    "more_positions_note": "The sinusoidal positions were continued to {}; short texts see no change.",
+}
+#: Models with an encoder and a decoder that are built as BART's are, by ``model_type``, and what deviates from learned
+#: positions. `modeling_rfa_seq2seq` makes the classes.
+SEQ2SEQ: dict[str, dict[str, Any]] = {
+    **{each: {} for each in ("bart", "mbart", "blenderbot", "blenderbot-small", "plbart")},
+    **{each: SINUSOIDS for each in ("marian", "pegasus", "m2m_100")},
+    "whisper": {"position_embedding": "decoder.embed_positions"},
+}
+
+
 def decoder_family(model_type: str) -> Family:
     """Return the family of a decoder whose attention goes through transformers' attention interface.
 
@@ -275,6 +279,21 @@ def decoder_family(model_type: str) -> Family:
     return Family(rfa_config=decoder_config_class(CONFIG_MAPPING[model_type]))
 
 
+def seq2seq_family(model_type: str, **deviations: Any) -> Family:
+    """Return the family of a model whose encoder, decoder and attention are built as BART's are.
+
+    Args:
+        model_type: of its softmax models.
+        **deviations: fields of `Family` with another value than their default.
+
+    Raises:
+        KeyError: if transformers knows no such ``model_type``.
+    """
+    return Family(rfa_config=seq2seq_config_class(CONFIG_MAPPING[model_type]), **deviations)
+
+
+for _model_type, _deviations in SEQ2SEQ.items():
+    register_family(seq2seq_family(_model_type, **_deviations))
 for _model_type in DECODERS:
     if _model_type in CONFIG_MAPPING:  # which an older transformers may not know
         register_family(decoder_family(_model_type))

@@ -28,6 +28,7 @@ from transformers import (
 
 from .cache_files import cache_num_bytes
 from .errors import InputError
+from .families import reads_audio
 from .gguf_files import is_gguf, load_gguf, load_gguf_tokenizer, open_gguf
 from .models.attention import AttentionComponent, RFAAttentionMixin
 from .models.feature_maps import NoFeatures
@@ -87,6 +88,10 @@ def load_model(
         raise InputError(f"{name} has no config.json: it is not a transformers checkpoint.")
     source = path if path.exists() else name
     config = read_config(source) if gguf is None else gguf.config
+    if reads_audio(config):
+        raise InputError(
+            f"{name} reads audio: load it with transformers.AutoModelForSpeechSeq2Seq after import hf_rfa."
+        )
     found = kind_of(config)
     if kind not in (None, found):
         raise InputError(

@@ -20,12 +20,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import (
-    BartConfig,
+    CONFIG_MAPPING,
     BartForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
-    MarianConfig,
     MarianMTModel,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
 )
 from transformers.utils import logging
@@ -64,14 +64,17 @@ def tiny_parent_config(**options) -> GPT2Config:
     return GPT2Config(**{**values, **options})
 
 
-def tiny_seq2seq_config(family: str, **options) -> BartConfig | MarianConfig:
-    """A BART or Marian configuration small enough for any test, its encoder and decoder of different shapes."""
+def tiny_seq2seq_config(family: str, **options) -> PreTrainedConfig:
+    """A configuration with an encoder, small enough for any test, its encoder and decoder of different shapes."""
     values = {"vocab_size": 61, "max_position_embeddings": 96, "d_model": 24, "init_std": 0.3, "dropout": 0.0}
     values |= {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
     values |= {"decoder_layers": 3, "decoder_attention_heads": 3, "decoder_ffn_dim": 40}
     values |= {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
     values["forced_eos_token_id"] = None
-    return {"bart": BartConfig, "marian": MarianConfig}[family](**{**values, **options})
+    if family == "whisper":
+        values |= {"max_target_positions": values.pop("max_position_embeddings"), "max_source_positions": 20}
+        values |= {"num_mel_bins": 8, "suppress_tokens": None, "begin_suppress_tokens": None}
+    return CONFIG_MAPPING[family](**{**values, **options})
 
 
 def save_tiny_tokenizer(folder: Path, *, size: int = 61) -> None:

@@ -1,4 +1,4 @@
-"""A family from outside the package: `modeling_rfa_mbart.py` beside this file is all that it takes."""
+"""A family from outside the package: `bigbird_pegasus.py` beside this file, one declaration, is all that it takes."""
 
 from __future__ import annotations
 
@@ -9,31 +9,36 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, MBartConfig, MBartForConditionalGeneration
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BigBirdPegasusConfig,
+    BigBirdPegasusForConditionalGeneration,
+    MBartConfig,
+)
 
-from hf_rfa import FAMILIES, Family, RFABartConfig, RFABartModel, bench, cache_num_bytes, cli, register_family
+from hf_rfa import (
+    FAMILIES,
+    Family,
+    InputError,
+    RFABartConfig,
+    RFABartModel,
+    bench,
+    cache_num_bytes,
+    cli,
+    register_family,
+)
+from hf_rfa.convert import convert
 from hf_rfa.families import NAME_TABLES
 
 from .conftest import save_tiny_tokenizer, tiny_seq2seq_config
 
-FAMILY = Path(__file__).with_name("modeling_rfa_mbart.py")
-#: Loads the checkpoint by the code in it: without hf_rfa first, then with it, but without the family's module.
+FAMILY = Path(__file__).with_name("bigbird_pegasus.py")
+#: Loads the checkpoint by the code in it, without hf_rfa.
 ELSEWHERE = """
 import sys
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "hf_rfa":
-            raise ModuleNotFoundError(f"No module named {name!r}")
-
-sys.meta_path.insert(0, Absent())
+sys.modules["hf_rfa"] = None  # importing it raises ModuleNotFoundError
 import torch
 from transformers import AutoModelForSeq2SeqLM
-try:
-    AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-except ImportError as error:
-    print(error)
-del sys.meta_path[0]
 model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 print(type(model).__module__)
 print(model.generate(torch.tensor([[5, 6, 7, 2]]), max_new_tokens=9).tolist())
@@ -42,23 +47,21 @@ print(model.generate(torch.tensor([[5, 6, 7, 2]]), max_new_tokens=9).tolist())
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Folders of a softmax mBART and of what ``hf-rfa convert --import`` makes of it."""
-    base, converted = (tmp_path_factory.mktemp("own-family") / name for name in ("mbart", "converted"))
-    values = {
-        name: value for name, value in tiny_seq2seq_config("bart").to_dict().items() if name in vars(MBartConfig())
-    }
+    """Folders of a softmax model and of what ``hf-rfa convert --import`` makes of it."""
+    base, converted = (tmp_path_factory.mktemp("own-family") / name for name in ("softmax", "converted"))
     torch.manual_seed(1)
-    MBartForConditionalGeneration(MBartConfig(**{**values, "model_type": "mbart"})).save_pretrained(base)
+    config = tiny_seq2seq_config("bigbird_pegasus", attention_type="original_full")
+    BigBirdPegasusForConditionalGeneration(config).save_pretrained(base)
     save_tiny_tokenizer(base)
-    options = ["--window", "4", "--encoder-layers", "all", "--max-positions", "200"]
+    options = ["--window", "4", "--max-positions", "200"]
     cli.app(["convert", str(base), str(converted), "--import", str(FAMILY), *options], standalone_mode=False)
     yield base, converted
-    del FAMILIES["mbart"]
+    del FAMILIES["bigbird_pegasus"]
 
 
 def test_it_is_converted_with_every_weight(folders):
     softmax, rfa = (AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in folders)
-    assert type(rfa).__name__ == "RFAMBartForConditionalGeneration"
+    assert type(rfa).__name__ == "RFABigBirdPegasusForConditionalGeneration"
     assert rfa.config.max_position_embeddings == 200
     kept = rfa.state_dict()
     for name, tensor in softmax.state_dict().items():
@@ -77,22 +80,26 @@ def test_it_decodes_with_a_cache_of_one_size_as_without(folders):
 
 
 def test_everything_that_goes_by_family_knows_it(folders):
-    assert NAME_TABLES[AutoModelForSeq2SeqLM]["rfa_mbart"] == "RFAMBartForConditionalGeneration"
-    softmax, rfa = bench.pair(MBartConfig.from_pretrained(folders[0]), 30)
-    assert (softmax.config.model_type, rfa.config.model_type) == ("mbart", "rfa_mbart")
+    assert NAME_TABLES[AutoModelForSeq2SeqLM]["rfa_bigbird_pegasus"] == "RFABigBirdPegasusForConditionalGeneration"
+    softmax, rfa = bench.pair(BigBirdPegasusConfig.from_pretrained(folders[0]), 30)
+    assert (softmax.config.model_type, rfa.config.model_type) == ("bigbird_pegasus", "rfa_bigbird_pegasus")
 
 
-def test_its_checkpoints_load_where_hf_rfa_is_installed_and_the_family_is_not(folders, tmp_path):
-    """Its file imports hf_rfa by name, so without hf_rfa transformers says that it is missing."""
+def test_its_checkpoints_carry_their_code(folders, tmp_path):
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", ELSEWHERE, str(folders[1])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    refusal, module, tokens = done.stdout.splitlines()
-    assert refusal.endswith("were not found in your environment: hf_rfa. Run `pip install hf_rfa`")
+    module, tokens = done.stdout.splitlines()
     assert module.startswith("transformers_modules.")
     model = AutoModelForSeq2SeqLM.from_pretrained(folders[1])
     assert tokens == str(model.generate(torch.tensor([[5, 6, 7, 2]]), max_new_tokens=9).tolist())
+
+
+def test_attention_of_another_form_is_refused(folders, tmp_path):
+    """Its encoder's attention is no q_proj, k_proj, v_proj and out_proj."""
+    with pytest.raises(InputError, match=r"not supported: leave these layers softmax \(softmax_encoder_layers\)"):
+        convert(folders[0], tmp_path / "out", encoder_layers="all")
 
 
 class Misnamed(RFABartModel):

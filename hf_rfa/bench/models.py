@@ -11,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     BartConfig,
     DynamicCache,
     EncoderDecoderCache,
@@ -20,7 +21,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_rfa.errors import InputError
-from hf_rfa.families import FAMILIES
+from hf_rfa.families import FAMILIES, reads_audio
 from hf_rfa.models.cache_rfa import RFALayer
 from hf_rfa.models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
 
@@ -57,13 +58,14 @@ def pair(config: Any, positions: int, **options: Any) -> tuple[Any, Any]:
             f"there is no RFA form of a {config.model_type} model. There is one of: {', '.join(FAMILIES)}."
         )
     stretched = copy.deepcopy(config)
-    setattr(stretched, config.attribute_map.get("max_position_embeddings", "max_position_embeddings"), positions)
-    stretched._attn_implementation = "sdpa"
+    setattr(stretched, FAMILIES[config.model_type.removeprefix("rfa_")].positions_field, positions)
+    stretched._attn_implementation = None  # the best that both classes have
     if is_rfa:
         base, wanted = _base_config(stretched), stretched
     else:
         base, wanted = stretched, FAMILIES[config.model_type].rfa_config.from_parent(stretched, **options)
     auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    auto_class = AutoModelForSpeechSeq2Seq if reads_audio(config) else auto_class
     softmax, rfa = (auto_class.from_config(each).eval() for each in (base, wanted))
     rfa.load_state_dict(softmax.state_dict(), strict=False)
     return softmax, rfa
@@ -74,7 +76,7 @@ def _base_config(config: Any) -> Any:
     own = {each.name for each in fields(RFASeq2SeqConfigMixin)}
     own |= {"model_type", "architectures", "transformers_version", "auto_map"}
     values = {name: value for name, value in config.to_dict().items() if name not in own}
-    return AutoConfig.for_model(config.model_type.removeprefix("rfa_"), **values, attn_implementation="sdpa")
+    return AutoConfig.for_model(config.model_type.removeprefix("rfa_"), **values)
 
 
 def step_inputs(model: Any, batch: int, source: int) -> dict[str, Any]:

@@ -111,11 +111,17 @@ class RFAPreTrainedMixin:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
 
     @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (FeatureMap, Gate)):
-            module.reset_parameters()
-        else:
-            super()._init_weights(module)  # type: ignore[misc]
+    def initialize_weights(self) -> None:
+        """Set the initial values of all that no checkpoint has set, features and gates first.
+
+        They are not left to `_init_weights`, which transformers calls on the part that holds a module: a body, say, which
+        is of the base model's class.
+        """
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, (FeatureMap, Gate)) and not getattr(module, "_is_hf_initialized", False):
+                module.reset_parameters()
+                module._is_hf_initialized = True  # type: ignore[assignment]
+        super().initialize_weights()  # type: ignore[misc]
 
     def create_masks_for_generate(self, *, attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
         """Return the padding mask for `generate`, which prepares none of T × T entries: `forward` makes what is needed."""

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-import transformers
 from huggingface_hub.dataclasses import strict
-from transformers import BartConfig, GPT2Config, MarianConfig, PreTrainedConfig
+from transformers import GPT2Config, PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .cache_rfa import RFA_LAYER_TYPE
 from .feature_maps import FEATURE_MAPS, NoFeatures
 from .learned_feature_maps import ExponentialMap, LearnedFeatureMap
 from .random_feature_maps import RandomFeatureMap
+from .rfa_classes import base_class, make_class
 
 STATE_DTYPES = ("float32", "float64")
 #: Seeds from 0 to this draw different matrices: torch's generator for the CPU reads 32 bits of a seed.
@@ -164,9 +164,10 @@ class RFAConfigMixin:
             config = copy.copy(config)
             types = vars(config)["layer_types"] = self.cache_layer_types()
             if config.layer_types != types:  # a property, or another name of a field (Jamba, Bamba)
-                config.__class__ = type(type(config).__name__, (type(config),), {"layer_types": types})
-                names = config.attribute_map.items()  # of this class alone, which was made with those of its bases
-                type(config).attribute_map = {old: new for old, new in names if old != "layer_types"}
+                own: Any = type(type(config).__name__, (type(config),), {"layer_types": types})
+                names = config.attribute_map.items()  # set after the class is made, which joins those of its bases
+                own.attribute_map = {old: new for old, new in names if old != "layer_types"}
+                config.__class__ = own
         return config
 
     def _base_name(self, name: str) -> str:
@@ -345,7 +346,7 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
         """
         config = super().get_text_config(decoder=decoder, encoder=encoder)
         if decoder and not encoder:
-            vars(config)["num_hidden_layers"] = self.num_layers_for("causal")
+            vars(config)[self._base_name("num_hidden_layers")] = self.num_layers_for("causal")
         return config
 
 
@@ -423,38 +424,31 @@ class RFAGPT2Config(RFAConfigMixin, GPT2Config):
     model_type = "rfa_gpt2"
 
 
-@strict
-class RFABartConfig(RFASeq2SeqConfigMixin, BartConfig):
-    """Configuration of an RFA-BART: all fields of `BartConfig`, and those of `RFASeq2SeqConfigMixin`."""
-
-    model_type = "rfa_bart"
-
-
-@strict
-class RFAMarianConfig(RFASeq2SeqConfigMixin, MarianConfig):
-    """Configuration of an RFA-Marian: all fields of `MarianConfig`, and those of `RFASeq2SeqConfigMixin`."""
-
-    model_type = "rfa_marian"
-
-
 def __getattr__(name: str) -> type[PreTrainedConfig]:
-    """Return the configuration class of a decoder by its name: ``RFALlamaConfig`` from transformers' ``LlamaConfig``.
+    """Return a family's configuration class by its name: ``RFALlamaConfig`` from transformers' ``LlamaConfig``.
 
     Raises:
-        AttributeError: if transformers has no such configuration of a decoder alone.
+        AttributeError: if transformers has no such configuration.
     """
-    base = getattr(transformers, name.removeprefix("RFA"), None) if name.startswith("RFA") else None
-    if not (isinstance(base, type) and issubclass(base, PreTrainedConfig)) or base.is_encoder_decoder:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return decoder_config_class(base)
+    base = base_class(__name__, name, PreTrainedConfig)
+    return seq2seq_config_class(base) if base.is_encoder_decoder else decoder_config_class(base)
 
 
 def decoder_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """Return the configuration class of a decoder's RFA models: the fields of ``base`` and of `RFADecoderConfigMixin`."""
-    name = f"RFA{base.__name__}"
-    if name not in globals():
-        text = f"Configuration of an RFA model: all fields of `{base.__name__}`, and those of `RFAConfigMixin`."
-        # Another model_type than the base model's, so that nothing loads a converted checkpoint as softmax by accident.
-        body = {"model_type": f"rfa_{base.model_type}", "__module__": __name__, "__doc__": text}
-        globals()[name] = strict(type(name, (RFADecoderConfigMixin, base), body))
-    return globals()[name]
+    return _config_class(base, RFADecoderConfigMixin)
+
+
+def seq2seq_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Return the configuration class of RFA models with an encoder: the fields of ``base`` and of `RFASeq2SeqConfigMixin`."""
+    # Positions are the decoder's: an encoder of audio has others.
+    known = hasattr(base, "max_position_embeddings") or "max_position_embeddings" in base.attribute_map
+    names = {} if known else {"max_position_embeddings": "max_target_positions"}
+    return _config_class(base, RFASeq2SeqConfigMixin, attribute_map=names)
+
+
+def _config_class(base: type[PreTrainedConfig], mixin: type, **attributes: Any) -> Any:
+    text = f"Configuration of an RFA model: all fields of `{base.__name__}`, and those of `{mixin.__name__}`."
+    # Another model_type than the base model's, so that nothing loads a converted checkpoint as softmax by accident.
+    body = {"model_type": f"rfa_{base.model_type}", **attributes}
+    return make_class(globals(), base, (mixin,), text, finish=strict, **body)

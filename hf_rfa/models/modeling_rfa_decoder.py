@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModel, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -27,6 +26,7 @@ from .attention import RFAAttentionMixin, RFAPreTrainedMixin
 from .cache_rfa import RFALayer, past_length, self_attention_cache, unread_length
 from .configuration_rfa import decoder_config_class
 from .masking import check_positions, document_starts, local_padding, padding_of_mask
+from .rfa_classes import base_class, make_class
 
 #: Name of random feature attention in transformers' attention interface.
 INTERFACE = "rfa"
@@ -276,14 +276,15 @@ def is_attention(module: nn.Module) -> bool:
 
 def rfa_attention_class(base: type[nn.Module]) -> type[nn.Module]:
     """Return the RFA class of a family's attention class."""
-    return _made(base, RFADecoderAttention, f"{base.__name__} with random features.")
+    return make_class(globals(), base, (RFADecoderAttention,), f"{base.__name__} with random features.")
 
 
 def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the RFA class of a decoder's model class, a body or one with a head."""
     base_config: Any = base.config_class
     config_class: Any = decoder_config_class(base_config)
-    found = _made(base, RFADecoderMixin, f"{base.__name__} with random feature attention.", config_class=config_class)
+    text = f"{base.__name__} with random feature attention."
+    found = make_class(globals(), base, (RFADecoderMixin,), text, config_class=config_class)
     # Files name some tensors otherwise than models, and hold experts one by one: by class or by model_type.
     names = {base.__name__: found.__name__, base_config.model_type: config_class.model_type}
     for name, own in names.items():
@@ -294,17 +295,7 @@ def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return found
 
 
-def _made(base: Any, mixin: Any, text: str, **attributes: Any) -> Any:
-    """Return the class RFA… of ``base`` and a mixin, made once."""
-    name = f"RFA{base.__name__}"
-    if name not in globals():
-        globals()[name] = type(name, (mixin, base), {"__module__": __name__, "__doc__": text, **attributes})
-    return globals()[name]
-
-
 def __getattr__(name: str) -> Any:
-    """Return a model class by its name, ``RFALlamaForCausalLM`` say; an AttributeError if transformers has no base class."""
-    base = getattr(transformers, name.removeprefix("RFA"), None) if name.startswith("RFA") else None
-    if not (isinstance(base, type) and issubclass(base, PreTrainedModel)):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return rfa_model_class(base)
+    """Return a class by its name, ``RFALlamaForCausalLM`` say; an AttributeError if transformers has no base class."""
+    base = base_class(__name__, name, nn.Module)
+    return rfa_model_class(base) if issubclass(base, PreTrainedModel) else rfa_attention_class(base)

@@ -1,28 +1,42 @@
-"""The common part of RFA models with an encoder and a decoder: attention, encoder, decoder, body.
+"""RFA models with an encoder and a decoder: BART, and the models whose encoders, decoders and attention are built as its are.
 
-BART and the models that descend from it (Marian, mBART, …) have the same attention, and encoders and decoders that differ in
-embeddings and norms only. A family mixes these classes into its own; see `modeling_rfa_bart`.
+Such families (Marian, mBART, Pegasus, M2M100, Whisper, …) differ in embeddings, norms and inputs, which stay as they are.
+
+Classes are made by name when they are asked for: ``RFABartForConditionalGeneration`` from transformers'
+``BartForConditionalGeneration``. A model is built as its base model first; then its parts become RFA by their class.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import inspect
+import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.models.auto import modeling_auto
 
-from .attention import RFAAttentionMixin
+from .attention import RFAAttentionMixin, RFAPreTrainedMixin
 from .cache_rfa import cross_layer_of, past_length, self_attention_cache, unread_length
-from .configuration_rfa import AttentionKind
+from .configuration_rfa import AttentionKind, seq2seq_config_class
 from .masking import check_positions, local_padding
+from .rfa_classes import base_class, make_class
+
+#: The tables of names by which Trainer, transformers serve, pipelines and lm-eval recognize language models.
+NAME_TABLES: tuple[dict[str, str], ...] = (
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
+#: The attention modules of a layer by name, and the attention that each is.
+DECODER_KINDS: dict[str, AttentionKind] = {"self_attn": "causal", "encoder_attn": "cross"}
+ENCODER_KINDS: dict[str, AttentionKind] = {"self_attn": "encoder"}
 
 
 class RFASeq2SeqAttention(RFAAttentionMixin):
-    """Random feature attention for an attention class with ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``.
-
-    ``kind`` says whether it is the decoder's causal or cross attention, or the encoder's.
-    """
+    """Random feature attention for an attention class with ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``."""
 
     num_heads: int
     head_dim: int
@@ -32,16 +46,17 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
     v_proj: nn.Linear
     out_proj: nn.Linear
 
-    def __init__(self, config: Any, *, kind: AttentionKind, layer_idx: int) -> None:
-        super().__init__(
-            embed_dim=config.d_model,
-            num_heads=config.num_heads_for(kind),
-            dropout=config.attention_dropout,
-            is_decoder=kind != "encoder",
-            is_causal=kind == "causal",
-            config=config,
-            layer_idx=layer_idx,
-        )
+    def become_rfa(self, config: Any, kind: AttentionKind, layer_idx: int) -> None:
+        """Add feature map and gate to a module that was built as the base model's.
+
+        ``kind`` says whether it is the decoder's causal or cross attention, or the encoder's.
+
+        Raises:
+            ValueError: if its projections are not those of BART.
+        """
+        if not all(hasattr(self, name) for name in ("q_proj", "k_proj", "v_proj", "out_proj")):
+            fields = {each: name for name, each in config.SOFTMAX_LAYERS.items()}
+            raise ValueError(f"{type(self).__name__} is not supported: leave these layers softmax ({fields[kind]}).")
         self.init_rfa(config, kind=kind, scaling=self.scaling, layer_idx=layer_idx)
 
     def _split_heads(self, states: Tensor) -> Tensor:
@@ -95,164 +110,153 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
         return self.out_proj(output), weights
 
 
+class RFASeq2SeqMixin(RFAPreTrainedMixin):
+    """A model whose encoders and decoders are RFA, but for the layers that the configuration lists as softmax.
+
+    Arguments and results are those of the base model. ``output_attentions=True`` returns RFA's weights, [B, H, T, T] and
+    [B, H, T, S].
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        for part in list(self.modules()):  # type: ignore[attr-defined]
+            if isinstance(part, PreTrainedModel) and isinstance(getattr(part, "layers", None), nn.ModuleList):
+                _become_rfa(part)
+
+    def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Leave the cache out of what Whisper's `generate` returns: it would part it by keys and values."""
+        if not isinstance(seek_outputs, Tensor):
+            seek_outputs = type(seek_outputs)(**{**seek_outputs, "past_key_values": None})
+        return super()._postprocess_outputs(seek_outputs, *args, **kwargs)  # type: ignore[misc]
+
+
+def _become_rfa(stack: Any) -> None:
+    """Make attention modules of an encoder or a decoder RFA, those that its configuration says, and prepare its inputs."""
+    is_decoder = any(hasattr(layer, "encoder_attn") for layer in stack.layers)
+    for index, layer in enumerate(stack.layers):
+        for name, kind in (DECODER_KINDS if is_decoder else ENCODER_KINDS).items():
+            module = getattr(layer, name)
+            if stack.config.is_rfa(kind, index) and not isinstance(module, RFAAttentionMixin):
+                module.__class__ = rfa_attention_class(type(module))
+                module.become_rfa(stack.config, kind, index)
+    if not hasattr(stack, "reads_inputs"):
+        stack.reads_inputs = tuple(inspect.signature(stack.forward).parameters)
+        stack.register_forward_pre_hook(prepare_decoder if is_decoder else prepare_encoder, with_kwargs=True)
+
+
+def prepare_encoder(
+    stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add what RFA layers read to the inputs of an encoder, and take away the mask that they do not.
+
+    Raises:
+        ValueError: for a mask per query, or for a source longer than the encoder's positions.
+    """
+    kwargs, config = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}, stack.config
+    if config.any_rfa("encoder"):
+        kwargs["output_rfa_attentions"] = _wants_weights(stack, kwargs)
+    if "input_ids" in stack.reads_inputs:  # audio has one length, and no padding
+        length, device = _length(kwargs)
+        check_positions(length - 1, config.max_position_embeddings)
+        if config.any_rfa("encoder"):
+            kwargs["padding_mask"] = local_padding(kwargs.get("attention_mask"), length)
+        if not config.softmax_layers_for("encoder"):
+            kwargs["attention_mask"] = _no_mask(device)
+    return (), kwargs
+
+
+def prepare_decoder(
+    stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add what RFA layers read to the inputs of a decoder, and take away the masks that they do not.
+
+    Raises:
+        ValueError: for a mask per query, or for positions past the model's.
+    """
+    kwargs, config = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}, stack.config
+    attention_mask, cache, source = (
+        kwargs.get(name) for name in ("attention_mask", "past_key_values", "encoder_hidden_states")
+    )
+    length, device = _length(kwargs)
+    past = past_length(cache)
+    check_positions(past + length - 1, config.max_position_embeddings)
+    kwargs["output_rfa_attentions"] = _wants_weights(stack, kwargs)
+    if isinstance(attention_mask, dict):  # `generate` makes masks by layer type if none of the layers is RFA
+        kwargs["attention_mask"] = attention_mask = attention_mask["full_attention"]
+    if config.any_rfa("causal"):
+        kwargs["padding_mask"] = local_padding(attention_mask, length + unread_length(cache, config))
+    if not config.softmax_layers_for("causal"):
+        kwargs["attention_mask"] = _no_mask(device)
+    if source is not None:
+        kwargs["past_key_values"] = cache = _prepare_cache(config, cache, kwargs.get("use_cache"))
+        finished = isinstance(cache, EncoderDecoderCache) and any(cache.is_updated.values())
+        if not finished or kwargs["output_rfa_attentions"]:  # a finished state is read without any mask
+            kwargs["source_padding_mask"] = local_padding(kwargs.get("encoder_attention_mask"), source.shape[1])
+        if "encoder_attention_mask" in stack.reads_inputs and not config.softmax_layers_for("cross"):
+            kwargs["encoder_attention_mask"] = _no_mask(device)
+    return (), kwargs
+
+
+def _prepare_cache(config: Any, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+    """Return a cache for self- and cross attention, each of whose layers is of the kind that the model has there."""
+    softmax_layers = config.softmax_cross_layers
+    if cache is None:
+        if not (softmax_layers and (config.use_cache if use_cache is None else use_cache)):
+            return None  # the family's own forward builds it, if one is wanted
+        cache = DynamicCache(config=config)
+    if not isinstance(cache, EncoderDecoderCache):
+        cache = EncoderDecoderCache(cache, DynamicCache(config=config))
+    for index in range(config.decoder_layers):  # before self-attention changes a cache that is refused
+        cross_layer_of(cache.cross_attention_cache, index, softmax=index in softmax_layers)
+    return cache
+
+
+def _length(kwargs: dict[str, Any]) -> tuple[int, torch.device]:
+    """Return the number of tokens and their device; without exactly one of ids and embeddings the parent raises."""
+    input_ids, inputs_embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    if input_ids is not None:
+        return input_ids.shape[-1], input_ids.device
+    if inputs_embeds is None:
+        raise ValueError("pass either token ids or embeddings.")
+    return inputs_embeds.shape[-2], inputs_embeds.device
+
+
+def _wants_weights(stack: Any, kwargs: dict[str, Any]) -> bool:
+    wanted = kwargs.get("output_attentions")
+    return bool(stack.config.output_attentions if wanted is None else wanted)
+
+
 def _no_mask(device: torch.device) -> Tensor:
     """Return a mask that transformers takes as prepared, so that it builds none of T × T entries: RFA reads none."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
-class _RFAStack:
-    """The common part of an encoder and a decoder."""
-
-    attention_class: type[RFASeq2SeqAttention]
-    #: The attention modules of a layer by name, and the attention that each is.
-    kinds: ClassVar[dict[str, AttentionKind]]
-    config: Any
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
-        for index, layer in enumerate(self.layers):  # type: ignore[attr-defined]
-            for name, kind in self.kinds.items():
-                if config.is_rfa(kind, index):
-                    setattr(layer, name, self.attention_class(config, kind=kind, layer_idx=index))
-        self.post_init()  # type: ignore[attr-defined]
-
-    def _length(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, torch.device]:
-        """Return the number of tokens and their device; without exactly one of the two the parent raises."""
-        if input_ids is not None:
-            return input_ids.shape[-1], input_ids.device
-        if inputs_embeds is None:
-            raise ValueError("pass either token ids or embeddings.")
-        return inputs_embeds.shape[-2], inputs_embeds.device
-
-    def _wants_weights(self, kwargs: dict[str, Any]) -> bool:
-        wanted = kwargs.get("output_attentions")
-        return bool(self.config.output_attentions if wanted is None else wanted)
+def rfa_attention_class(base: type[nn.Module]) -> type[nn.Module]:
+    """Return the RFA class of a family's attention class."""
+    return make_class(globals(), base, (RFASeq2SeqAttention,), f"{base.__name__} with random features.")
 
 
-class RFAEncoderMixin(_RFAStack):
-    """An encoder whose attention layers but those in ``config.softmax_encoder_layers`` are RFA (bidirectional)."""
-
-    kinds = {"self_attn": "encoder"}
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run the encoder; arguments and results are those of the family's own.
-
-        Raises:
-            ValueError: for a mask per query, or for a source longer than the encoder's positions.
-        """
-        length, device = self._length(input_ids, inputs_embeds)
-        check_positions(length - 1, self.config.max_position_embeddings)
-        if self.config.any_rfa("encoder"):
-            kwargs["padding_mask"] = local_padding(attention_mask, length)
-            kwargs["output_rfa_attentions"] = self._wants_weights(kwargs)
-        if not self.config.softmax_layers_for("encoder"):
-            attention_mask = _no_mask(device)
-        return super().forward(  # type: ignore[misc]
-            input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
-        )
+def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the RFA class of a model class of an encoder-decoder family: a body, or one with a head."""
+    base_config: Any = base.config_class
+    attributes: dict[str, Any] = {"config_class": seq2seq_config_class(base_config)}
+    if PreTrainedModel in base.__bases__:  # the class that the others of a family subclass
+        layers = [
+            name for name in vars(sys.modules[base.__module__]) if name.endswith(("EncoderLayer", "DecoderLayer"))
+        ]
+        attributes["_no_split_modules"] = base._no_split_modules or layers
+        text = f"Base class of the RFA models that subclass `{base.__name__}`."
+        return make_class(globals(), base, (RFAPreTrainedMixin,), text, **attributes)
+    family = next(cls for cls in base.__mro__ if PreTrainedModel in cls.__bases__)
+    text = f"{base.__name__} with random feature attention."
+    found = make_class(globals(), base, (RFASeq2SeqMixin, rfa_model_class(family)), text, **attributes)
+    for table in NAME_TABLES:
+        if base.__name__ in table.values():
+            table[found.config_class.model_type] = found.__name__
+    return found
 
 
-class RFADecoderMixin(_RFAStack):
-    """A decoder whose causal and cross attention are RFA, but for ``config.softmax_layers`` and ``softmax_cross_layers``."""
-
-    kinds = {"self_attn": "causal", "encoder_attn": "cross"}
-
-    def _prepare_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
-        """Return a cache for self- and cross attention, each of whose layers is of the kind that the model has there."""
-        softmax_layers = self.config.softmax_cross_layers
-        if cache is None:
-            if not (softmax_layers and (self.config.use_cache if use_cache is None else use_cache)):
-                return None  # the family's own forward builds it, if one is wanted
-            cache = DynamicCache(config=self.config)
-        if not isinstance(cache, EncoderDecoderCache):
-            cache = EncoderDecoderCache(cache, DynamicCache(config=self.config))
-        for index in range(self.config.decoder_layers):  # before self-attention changes a cache that is refused
-            cross_layer_of(cache.cross_attention_cache, index, softmax=index in softmax_layers)
-        return cache
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | dict[str, Tensor] | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run the decoder; arguments and results are those of the family's own.
-
-        ``output_attentions=True`` returns RFA's weights, [B, H, T, T] and [B, H, T, S].
-
-        Raises:
-            ValueError: for a mask per query, or for positions past the model's.
-        """
-        length, device = self._length(input_ids, inputs_embeds)
-        past = past_length(past_key_values)
-        check_positions(past + length - 1, self.config.max_position_embeddings)
-        kwargs["output_rfa_attentions"] = self._wants_weights(kwargs)
-        if isinstance(attention_mask, dict):  # `generate` makes masks by layer type if none of the layers is RFA
-            attention_mask = attention_mask["full_attention"]
-        if self.config.any_rfa("causal"):
-            kwargs["padding_mask"] = local_padding(attention_mask, length + unread_length(past_key_values, self.config))
-        if not self.config.softmax_layers_for("causal"):
-            attention_mask = _no_mask(device)
-        if encoder_hidden_states is not None:
-            past_key_values = self._prepare_cache(past_key_values, use_cache)
-            finished = isinstance(past_key_values, EncoderDecoderCache) and any(past_key_values.is_updated.values())
-            if not finished or kwargs["output_rfa_attentions"]:  # a finished state is read without any mask
-                source_length = encoder_hidden_states.shape[1]
-                kwargs["source_padding_mask"] = local_padding(encoder_attention_mask, source_length)
-            if not self.config.softmax_layers_for("cross"):
-                encoder_attention_mask = _no_mask(device)
-        return super().forward(  # type: ignore[misc]
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-
-
-class _RFAParts:
-    """Replaces parts of a family's model by the classes that class attributes name."""
-
-    #: The parts by the names of the class attributes.
-    parts: ClassVar[dict[str, str]]
-    config: Any
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        for attribute, name in self.parts.items():
-            setattr(
-                self, name, getattr(self, attribute)(self.config)
-            )  # which a decoder alone may have copied and changed
-        self.post_init()  # type: ignore[attr-defined]
-
-
-class RFABodyMixin(_RFAParts):
-    """An encoder and a decoder, in place of the family's own."""
-
-    parts = {"encoder_class": "encoder", "decoder_class": "decoder"}
-
-
-class RFADecoderWrapperMixin(_RFAParts):
-    """The body of a decoder that stands alone."""
-
-    parts = {"decoder_class": "decoder"}
-
-
-class RFAHeadMixin(_RFAParts):
-    """Gives a head class of a family the RFA body."""
-
-    parts = {"body_class": "model"}
+def __getattr__(name: str) -> Any:
+    """Return a class by its name, ``RFABartModel`` say; an AttributeError if transformers has no base class."""
+    base = base_class(__name__, name, nn.Module)
+    return rfa_model_class(base) if issubclass(base, PreTrainedModel) else rfa_attention_class(base)
