@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_rfa.models.configuration_rfa import AttentionKind
+from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
 
 from .base_model import rfa_layers, share_weights
 from .calibration_data import Inputs, batches
@@ -32,8 +32,13 @@ class LayerSensitivity:
 def _with_rfa_layers(model: PreTrainedModel, chosen: set[tuple[AttentionKind, int]]) -> PreTrainedModel:
     """Return a model that shares all weights with ``model``, in which the chosen layers, and no others, are RFA."""
     config: Any = model.config
+    types = config.base_layer_types()
     softmax = {
-        field: [index for index in range(config.num_layers_for(kind)) if (kind, index) not in chosen]
+        field: [
+            index
+            for index in range(config.num_layers_for(kind))
+            if (kind, index) not in chosen and (kind != "causal" or types[index] in FULL_ATTENTION)
+        ]
         for field, kind in config.SOFTMAX_LAYERS.items()
     }
     return share_weights(model, type(model), type(config).from_parent(config, **softmax))

@@ -87,7 +87,7 @@ def scale_rotations(config: Any, count: int) -> Any:
     rotations = config.rope_parameters
     original = config.max_position_embeddings
     # Some models have rotations for each type of layer; those of sliding layers see no distance that is new.
-    for parameters in [rotations] if "rope_type" in rotations else [rotations["full_attention"]]:
+    for parameters in filter(None, [rotations] if "rope_type" in rotations else [rotations["full_attention"]]):
         kind = parameters["rope_type"]
         if kind not in ("default", "yarn"):
             raise ValueError(f"its rotations are scaled already (rope_type {kind!r}). Leave --max-positions out.")

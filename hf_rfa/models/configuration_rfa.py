@@ -164,9 +164,10 @@ class RFAConfigMixin:
             config = copy.copy(config)
             types = vars(config)["layer_types"] = self.cache_layer_types()
             if config.layer_types != types:  # a property, or another name of a field (Jamba, Bamba)
-                names = {old: new for old, new in config.attribute_map.items() if old != "layer_types"}
-                body = {"layer_types": types, "attribute_map": names}
-                config.__class__ = type(type(config).__name__, (type(config),), body)
+                own: Any = type(type(config).__name__, (type(config),), {"layer_types": types})
+                names = config.attribute_map.items()  # set after the class is made, which joins those of its bases
+                own.attribute_map = {old: new for old, new in names if old != "layer_types"}
+                config.__class__ = own
         return config
 
     def _base_name(self, name: str) -> str:
