@@ -55,6 +55,7 @@ REASONS = {
     "laguna": "its layers have different numbers of heads",
     "llama4_text": "chunked attention, whose masks next to RFA layers are not made yet",
     "zaya": "its attention mixes tokens before it compares them",
+    "minimax": "its models build a cache of their own",
     "diffllama": "two attentions a layer, one subtracted from the other",
     "falcon_h1": "attention and a state-space model in the same layer share a cache",
     "hrm_text": "its layers run several times a token",

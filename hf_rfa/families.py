@@ -248,7 +248,7 @@ DECODERS = (
     *("exaone_moe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_bigcode"),
     *("gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
     *("granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jamba"),
-    *("kolibri1", "lfm2", "lfm2_moe", "llama", "mellum", "minimax", "minimax_m2", "ministral", "ministral3"),
+    *("kolibri1", "lfm2", "lfm2_moe", "llama", "mellum", "minimax_m2", "ministral", "ministral3"),
     *("mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3"),
     *("olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm"),
