@@ -42,8 +42,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},  # else every layer has one
     "vaultgemma": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
 }
-#: Families with a fault that is known.
-KNOWN = {"minimax": "its models build a cache of their own, whose layers are not those of `cache_layer_types`"}
 #: Attention with learned sinks needs a window.
 WITH_SINKS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa")
 #: Attention that rounds to float32, where masks of float64 are infinite: rows of padding are NaN, in softmax models too.
@@ -60,9 +58,7 @@ NAMES = [name for name in DECODERS if name in FAMILIES]  # an older transformers
 
 def case(name: str, *more: Any) -> Any:
     """Return a case of a test, a slow one unless the family is among the quick."""
-    marks = [] if name in QUICK else [pytest.mark.slow]
-    marks += [pytest.mark.xfail(reason=KNOWN[name], strict=False)] if name in KNOWN else []
-    return pytest.param(name, *more, marks=marks)
+    return pytest.param(name, *more, marks=[] if name in QUICK else [pytest.mark.slow])
 
 
 every_decoder = pytest.mark.parametrize("name", [case(name) for name in NAMES])
