@@ -77,7 +77,8 @@ def load_cache(path: str | Path, model: Any) -> Cache:
     try:
         with safe_open(path, "pt", device=str(model.device)) as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dictionary
+            # Copies: where a file's tensors lie in memory changes the rounding of what reads them.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # not a dictionary
     except (OSError, SafetensorError) as error:
         raise InputError(f"cannot read a cache from {path}: {error}") from error
     if metadata.get("format") != FORMAT:

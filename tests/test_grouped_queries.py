@@ -556,7 +556,7 @@ def test_activations_of_a_layer_are_grouped():
     layer, _ = pair()
     query, key, value, hidden = sample()
     layer.source = (query, key, value)
-    found = layer_activations(layer, LayerInputs(hidden, None), {"causal": PADDING.bool()})
+    found = layer_activations(layer, LayerInputs(hidden, None, {}), {"causal": PADDING.bool()})
     assert torch.equal(found.query, group_queries(query, HEADS))
     assert torch.equal(found.query[:, 1, 5 * GROUPS + 2], query[:, GROUPS + 2, 5])
     assert torch.equal(ungroup(found.query, HEADS * GROUPS), query)
