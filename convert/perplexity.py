@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_rfa.memory import give_back_memory
+
 #: The label of a position that is not counted, as in transformers.
 IGNORED_LABEL = -100
 #: Tokens whose losses are computed at once.
@@ -57,4 +59,6 @@ def score_labels(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -
                 losses = F.cross_entropy(few.float(), theirs, ignore_index=IGNORED_LABEL, reduction="none")
                 total += float(losses.double().sum())
         tokens += int(labels.ne(IGNORED_LABEL).sum())
+        del logits, row, few
+        give_back_memory()
     return LabelScore(total / tokens, tokens)
