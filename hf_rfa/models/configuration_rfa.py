@@ -203,7 +203,7 @@ class RFAConfigMixin:
                 raise ValueError(f"{name}={activation!r} is unknown. Known: {', '.join(sorted(ACT2FN))}.")
         for kind in self.FEATURE_COUNTS.values():
             heads, width = self.num_query_heads_for(kind), self.hidden_size  # type: ignore[attr-defined]
-            if width % heads and not getattr(self, "head_dim", None):
+            if width % heads and not isinstance(self, RFADecoderConfigMixin):  # whose heads may have any width
                 names = self._base_name(self.heads_field(kind)), self._base_name("hidden_size")
                 raise ValueError(f"{names[0]} must divide {names[1]}={width}, got {heads}.")
 
@@ -402,20 +402,26 @@ class RFADecoderConfigMixin(RFAConfigMixin):
 
     def validate_layer_type(self) -> None:
         """Check the base model's layer types and the list of softmax layers."""
-        validate = getattr(PreTrainedConfig, "validate_layer_type", None)
+        validate = getattr(super(RFAConfigMixin, self), "validate_layer_type", None)  # the family's own
         if validate is not None and vars(self).get("layer_types") is not None:
-            validate(self)
+            validate()
         super().validate_layer_type()
 
-    def validate_rfa(self) -> None:
-        """Check the fields of random feature attention, and that the base model's attention is a softmax of q·k."""
-        super().validate_rfa()
-        capped = getattr(self, "attn_logit_softcapping", None)
+    @classmethod
+    def from_parent(cls, config: Any, **options: Any) -> Self:
+        """Build this configuration from a softmax parent's; see `RFAConfigMixin.from_parent`.
+
+        Raises:
+            ValueError: also if the parent caps its logits.
+        """
+        built = super().from_parent(config, **options)
+        capped = getattr(built, "attn_logit_softcapping", None)
         if capped is not None:
             raise ValueError(
                 f"attn_logit_softcapping={capped}: capped logits are no function of q·k that features stand for. Models with "
                 "them are not supported."
             )
+        return built
 
 
 @strict
