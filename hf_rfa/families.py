@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
@@ -95,6 +96,12 @@ def scale_rotations(config: Any, count: int) -> Any:
         scaling = {"factor": count / original, "original_max_position_embeddings": original}
         parameters |= {"rope_type": "yarn", **scaling}
     config.max_position_embeddings = count
+    try:
+        kept = type(config)(**config.to_dict()).rope_parameters == config.rope_parameters
+    except (KeyError, ValueError, StrictDataclassError):
+        kept = False
+    if not kept:  # Phi-3 reads the name of another method in it
+        raise ValueError(f"{config.model_type} models do not take rotations scaled by YaRN. Leave --max-positions out.")
     return config
 
 
