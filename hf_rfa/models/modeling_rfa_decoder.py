@@ -195,6 +195,7 @@ class RFADecoderMixin(RFAPreTrainedMixin):
             raise ValueError(f"{type(self).__name__} has no attention modules of the usual form: it is not supported.")
         if not hasattr(stack, "reads_inputs"):
             stack.reads_inputs = tuple(inspect.signature(stack.forward).parameters)
+            stack.rfa_layer_types = frozenset(config.cache_layer_types())
             stack.register_forward_pre_hook(prepare_inputs, with_kwargs=True)
 
 
@@ -230,10 +231,9 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if last >= count and position_ids is not None:
             last = int(position_ids.max())  # left padding makes positions smaller than the number of tokens
         check_positions(last, count)
-    types, padding = set(stack.config.cache_layer_types()), kwargs["padding_mask"]
-    if types == {RFALayer._layer_type}:
-        kwargs["attention_mask"] = _prepared(padding, inputs.device)
-    elif "sliding_attention" in types:
+    if stack.rfa_layer_types == {RFALayer._layer_type}:
+        kwargs["attention_mask"] = _prepared(kwargs["padding_mask"], inputs.device)
+    elif "sliding_attention" in stack.rfa_layer_types:
         embeds = inputs.new_empty(batch, length, 0, dtype=stack.dtype)
         kwargs["attention_mask"] = _masks_by_type(stack.config, embeds, attention_mask, position_ids, cache)
     return (), kwargs
