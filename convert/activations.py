@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.feature_maps import compute_dtype
-from hf_rfa.models.grouped_queries import group_queries, rows_per_token, to_rows
 from hf_rfa.models.linear_attention import MASKED_LOGIT, mask_padding
+from hf_rfa.models.masking import group_queries, rows_per_token, to_rows
 
-from .attention_weights import ExactWindow, log_attention_weights, seen_by, tokens_of
+from .attention_weights import ExactWindow, log_attention_weights, seen_by, seen_in_slots, tokens_of
 
 #: Queries whose attention weights are held at once.
 QUERY_BLOCK = 128
@@ -29,7 +29,7 @@ POSITION_ARGUMENTS = ("position_embeddings", "position_ids")
 class LayerActivations:
     """Queries, keys and values of one attention layer of the softmax model; masks are None where nothing is padded.
 
-    There may be G rows of queries per token (`hf_rfa.models.grouped_queries`).
+    There may be G rows of queries per token (`hf_rfa.models.masking`).
     """
 
     query: Tensor  # [N, H, Tq G, d]
@@ -118,7 +118,7 @@ def compare_weights(
     query, key = activations.query.to(dtype), activations.key.to(dtype)
     least_shift = layer.feature_map.least_shift(None)
     features = layer.feature_map(query, key, least_shift=least_shift, offset=layer.window_size > 0)
-    window = exact_window(layer, query, key, features.offset, activations.key_mask)
+    window = exact_window(layer, query, key, features.offset, activations.key_mask, hidden_states)
     gated = layer.gate is not None and hidden_states is not None
     log_decay, input_scale = layer.gate(hidden_states) if gated else (None, None)  # type: ignore[misc]
     log_decay, input_scale = mask_padding(activations.key_mask, log_decay, input_scale)
@@ -137,16 +137,27 @@ def compare_weights(
 
 
 def exact_window(
-    layer: RFAAttentionMixin, query: Tensor, key: Tensor, offset: Tensor | None, key_mask: Tensor | None
+    layer: RFAAttentionMixin,
+    query: Tensor,
+    key: Tensor,
+    offset: Tensor | None,
+    key_mask: Tensor | None,
+    hidden_states: Tensor | None,
 ) -> ExactWindow | None:
-    """Return what a layer sees exactly, or None for one without a window; ``key_mask`` [N, T] is True for tokens."""
+    """Return what a layer sees exactly, or None for one without a window; ``key_mask`` [N, T] is True for tokens.
+
+    ``hidden_states`` are the layer's input, which slots are filled by; without them the slots stay empty.
+    """
     if not layer.window_size:
         return None
     sinks = None
     if layer.num_sinks:
         tokens = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
         sinks = tokens & (tokens.cumsum(1) <= layer.num_sinks)
-    return ExactWindow(layer.window_size, query * layer.scaling, key, cast(Tensor, offset), sinks)
+    in_slots = None
+    if layer.importance is not None and hidden_states is not None:
+        in_slots = seen_in_slots(layer.importance(hidden_states), layer.window_sizes, key_mask)
+    return ExactWindow(layer.window_size, query * layer.scaling, key, cast(Tensor, offset), sinks, in_slots)
 
 
 def layer_divergence(

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from hf_rfa.models.feature_maps import FeatureMap, exponentiate_queries
-from hf_rfa.models.grouped_queries import rows_per_token, to_rows
 from hf_rfa.models.learned_feature_maps import ExponentialMap, HedgehogMap
 from hf_rfa.models.linear_attention import MASKED_LOGIT, denominator, differentiable, divide
+from hf_rfa.models.masking import rows_per_token, to_rows
 from hf_rfa.models.random_feature_maps import GaussianMap, PositiveMap
+from hf_rfa.models.sliding_window import WindowSizes
 
 #: Attention weights of signed features are raised to this before a logarithm is taken.
 MIN_SIGNED_WEIGHT = 1e-9
@@ -47,14 +48,34 @@ class ExactWindow(NamedTuple):
     key: Tensor  # [B, H, Tk, d]
     offset: Tensor  # makes exp(q·k·s) commensurate with φ(q)·φ(k), [B, H, Tq G, 1]
     sinks: Tensor | None  # which keys are sinks, [B, Tk]; None without any
+    in_slots: Tensor | None = None  # which keys queries see in slots, [B, H, Tq, Tk]; None without any
 
     def near(self, rows: slice) -> Tensor:
         """Return which of the keys up to theirs some queries see exactly, [B or 1, 1, rows, keys]."""
         groups, device = rows_per_token(self.query, self.key), self.key.device
         near = seen_by(rows, groups, device, self.size)[None, None]
+        if self.in_slots is not None:
+            near = near | to_rows(self.in_slots[:, :, tokens_of(rows, groups), : near.shape[-1]], groups)
         if self.sinks is None:
             return near
         return near | (seen_by(rows, groups, device) & self.sinks[:, None, None, : near.shape[-1]])
+
+
+def seen_in_slots(importance: Tensor, sizes: WindowSizes, key_mask: Tensor | None) -> Tensor:
+    """Return which tokens the queries of a whole sequence see in slots (`hf_rfa.models.slots`), [B, H, T, T].
+
+    Args:
+        importance: [B, H, T].
+        sizes: of the window.
+        key_mask: [B, T], True for tokens, or None for all.
+    """
+    length = importance.shape[-1]
+    mask = torch.ones_like(importance[:, 0], dtype=torch.bool) if key_mask is None else key_mask
+    count = mask.cumsum(1)
+    left = (count[:, :, None] - count[:, None, :] >= sizes.window) & (mask & (count > sizes.sinks))[:, None, :]
+    order = importance.argsort(dim=-1, descending=True, stable=True)[:, :, None].expand(-1, -1, length, -1)
+    ranked = left[:, None].expand_as(order).gather(-1, order)
+    return torch.zeros_like(ranked).scatter(-1, order, ranked & (ranked.cumsum(-1) <= sizes.slots))
 
 
 def log_attention_weights(
@@ -74,7 +95,7 @@ def log_attention_weights(
     are the keys up to the last row's token. A key that a query does not see has `MASKED_LOGIT`.
 
     Args:
-        query: features of all queries, [B, H, Tq G, F] (`hf_rfa.models.grouped_queries`).
+        query: features of all queries, [B, H, Tq G, F] (`hf_rfa.models.masking`).
         key: features of all keys, [B, H, Tk, F].
         rows: the queries that are asked for; if causal, those of whole tokens.
         log_decay: [B, H, Tk] or None; only with ``causal=True``.

@@ -10,7 +10,9 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
 4. gate: the time scale of each head, of a grid, whose attention weights have the least divergence from softmax.
 5. temperature: σ = τ per head, the τ of a grid whose attention weights have the least divergence from softmax.
 6. scale: the constant c of a head's exponents, so that the features of its median key have mass 1.
-7. window: the shift between the window's and the features' weights, where there is a window, with the least divergence.
+7. importance: how much attention a token will get from far away, by its hidden state, where there are slots
+   (`hf_rfa.convert.importance`). It comes first.
+8. window: the shift between the window's and the features' weights, where there is a window, with the least divergence.
 
 A head is a key-value head here, and its queries are those of all query heads that share it.
 
@@ -46,6 +48,7 @@ from .activations import (
 )
 from .attention_weights import ExactWindow, key_exponents
 from .base_model import rfa_layers
+from .importance import fit_importance
 
 #: Time scales that step 4 tries, in units of the model's positions; the first one wins ties. Longer ones would hardly be
 #: trainable: the gradient of a gate's bias goes with 1 / time scale.
@@ -81,15 +84,21 @@ def calibrate(
     """Calibrate every RFA layer that ``inputs`` reach, in place, call ``on_layer`` after each, and return their gains.
 
     A decoder's cross attention that no encoder feeds is not reached. The base model has modules of the same names. Layers
-    without features have nothing to calibrate.
+    without features have no gain, and nothing to calibrate but the importance of tokens.
     """
     masks = padding_masks(inputs)
-    layers = {name: each for name, each in rfa_layers(model).items() if not isinstance(each.feature_map, NoFeatures)}
+    without = {name for name, each in rfa_layers(model).items() if isinstance(each.feature_map, NoFeatures)}
+    layers = {name: each for name, each in rfa_layers(model).items() if name not in without or each.num_slots}
     gains: list[LayerGain] = []
 
     def visit(name: str, layer_inputs: LayerInputs) -> None:
         """Calibrate a layer when the softmax model comes to it, so that the inputs of one layer are held at a time."""
         activations = layer_activations(layers[name], layer_inputs, masks)
+        if layers[name].num_slots:
+            fit_importance(layers[name], activations, layer_inputs.hidden_states)
+        if name in without:
+            on_layer()
+            return
         before, after = calibrate_layer(layers[name], activations, layer_inputs.hidden_states)
         gains.append(LayerGain(name, tuple(before.tolist()), tuple(after.tolist())))
         give_back_memory()
@@ -125,7 +134,7 @@ class _Comparison:
         divergence by E[log(1 + m (e^δ − 1))] − E[p] δ. That is convex, so a golden-section search finds its minimum.
         """
         query, key, mask = self.activations.query, self.activations.key, self.activations.key_mask
-        window = cast(ExactWindow, exact_window(self.layer, query, key, None, mask))
+        window = cast(ExactWindow, exact_window(self.layer, query, key, None, mask, self.hidden_states))
         softmax_shares, rfa_shares, divergences = [], [], []
         for target, log_weights in compare_weights(self.layer, self.activations, self.hidden_states, self.targets):
             divergences.append(target.divergence(log_weights))

@@ -18,6 +18,8 @@ from .perplexity import IGNORED_LABEL
 
 #: Tokens that calibration reads from a text.
 TEXT_TOKENS = 4096
+#: The same where there are slots: regression on as many inputs as a model is wide takes more tokens.
+SLOT_TEXT_TOKENS = 8192
 #: Random tokens that calibration reads where there is no text.
 RANDOM_TOKENS = 1024
 #: Most tokens of a block of text or of a source, unless the model has fewer positions.
@@ -85,8 +87,10 @@ def tokenize(tokenizer: Any, documents: Iterable[str], *, most: int | None = Non
     return torch.tensor(ids[:most], dtype=torch.long)
 
 
-def calibration_inputs(config: Any, tokenizer: Any, documents: Iterable[str] | None, *, seed: int) -> Inputs:
-    """Return the first `TEXT_TOKENS` tokens of some documents, or `RANDOM_TOKENS` random ones where there are none.
+def calibration_inputs(
+    config: Any, tokenizer: Any, documents: Iterable[str] | None, *, seed: int, tokens: int = TEXT_TOKENS
+) -> Inputs:
+    """Return the first ``tokens`` tokens of some documents, or `RANDOM_TOKENS` random ones where there are none.
 
     A decoder alone gets blocks. A model with an encoder gets sources, whose outputs `add_outputs` adds.
     """
@@ -94,7 +98,7 @@ def calibration_inputs(config: Any, tokenizer: Any, documents: Iterable[str] | N
         inputs = random_inputs(config, seed=seed)
     else:
         read = text_sources if config.is_encoder_decoder else text_blocks
-        inputs = read(tokenizer, documents, min(BLOCK_LENGTH, config.max_position_embeddings))
+        inputs = read(tokenizer, documents, min(BLOCK_LENGTH, config.max_position_embeddings), tokens=tokens)
     if has_rotary_positions(config):
         inputs["position_ids"] = shifted_positions(config, *inputs["input_ids"].shape, seed=seed)
     return inputs
@@ -121,14 +125,14 @@ def text_blocks(tokenizer: Any, documents: Iterable[str], length: int, *, tokens
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def text_sources(tokenizer: Any, documents: Iterable[str], max_length: int) -> Inputs:
+def text_sources(tokenizer: Any, documents: Iterable[str], max_length: int, *, tokens: int = TEXT_TOKENS) -> Inputs:
     """Return sources for an encoder, padded: each line of a document is one, cut to ``max_length`` tokens."""
     sources: list[str] = []
     count = 0
     for line in filter(str.strip, (line for document in documents for line in document.splitlines())):
         sources.append(line.strip())
         count += min(max_length, len(tokenizer(sources[-1], verbose=False)["input_ids"]))
-        if count >= TEXT_TOKENS:
+        if count >= tokens:
             break
     batch = tokenizer(
         sources, return_tensors="pt", padding=True, padding_side="right", truncation=True, max_length=max_length

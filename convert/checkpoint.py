@@ -264,7 +264,7 @@ def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str) -> PreTraine
     file's weights are dequantised, to float32 for "auto".
 
     Raises:
-        InputError: if a tensor other than those of feature maps and gates is missing, or has the wrong shape.
+        InputError: if a tensor of the softmax model is missing, or has the wrong shape.
     """
     base_class, model_class = checkpoint.family.architectures[checkpoint.architecture]
     mismatched: list[tuple[str, Any, Any]] = []
@@ -327,8 +327,9 @@ def _from_pretrained(
 
 
 def _reset_in_float32(model: PreTrainedModel) -> None:
-    """Initialize feature maps and gates again, in float32: transformers did it in the checkpoint's dtype."""
-    modules: list[Any] = [part for layer in rfa_layers(model).values() for part in (layer.feature_map, layer.gate)]
+    """Initialize all that was added again, in float32: transformers did it in the checkpoint's dtype."""
+    layers = rfa_layers(model).values()
+    modules: list[Any] = [part for layer in layers for part in (layer.feature_map, layer.gate, layer.importance)]
     for module in filter(None, modules):
         module.float()
         for tensor in module.state_dict(keep_vars=True).values():
@@ -338,6 +339,6 @@ def _reset_in_float32(model: PreTrainedModel) -> None:
 
 def new_keys(model: PreTrainedModel) -> list[str]:
     """Return the keys of an RFA model's state dict that its base model does not have."""
-    new = ("feature_map.", "gate.")
+    new = ("feature_map.", "gate.", "importance.")
     layers = rfa_layers(model).items()
     return [f"{name}.{key}" for name, layer in layers for key in layer.state_dict() if key.startswith(new)]

@@ -35,6 +35,7 @@ SAME_NAMES = (
     "gate",
     "window_size",
     "num_sinks",
+    "num_slots",
 )
 
 
@@ -73,7 +74,7 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
         raise InputError(str(error.__cause__ or error)) from error
     if not any(map(config.any_rfa, config_class.SOFTMAX_LAYERS.values())):
         raise InputError("no layer is left to convert. Name at least one in layers, cross_layers or encoder_layers.")
-    for name in ("gate", "window_size", "num_sinks"):
+    for name in ("gate", "window_size", "num_sinks", "num_slots"):
         value = getattr(options, name)
         if value and not config.any_rfa("causal"):
             raise InputError(

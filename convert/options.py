@@ -35,6 +35,7 @@ class ConversionOptions:
             converted, after calibration.
         window_size: number of last tokens that causal attention sees exactly, and the others through features; 0 for none.
         num_sinks: number of first tokens that it sees exactly as well, for good; with a window.
+        num_slots: number of most important tokens before the window that it sees exactly as well; with a window.
         gate: add a recency gate per head.
         calibrate_on: text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder one source a line). Default: random
             tokens.
@@ -63,6 +64,7 @@ class ConversionOptions:
     keep_softmax: int = 0
     window_size: int = 0
     num_sinks: int = 0
+    num_slots: int = 0
     gate: bool = False
     calibrate_on: str | Path | None = None
     max_positions: int | None = None
@@ -96,10 +98,10 @@ class ConversionOptions:
 RENAMED = {"window": "window_size"}
 #: Least values of numbers.
 MINIMUM = dict.fromkeys(("num_features", "num_cross_features", "num_encoder_features", "max_positions"), 1)
-MINIMUM |= dict.fromkeys(("redraw_pool", "seed", "keep_softmax", "window_size", "num_sinks"), 0)
+MINIMUM |= dict.fromkeys(("redraw_pool", "seed", "keep_softmax", "window_size", "num_sinks", "num_slots"), 0)
 #: Flags that are not named as their fields, and switches that can be turned off.
 FLAGS = {"orthogonal": "--orthogonal/--iid", "gate": "--gate/--no-gate"}
-FLAGS |= {"calibrate_on": "--calibrate", "num_sinks": "--sinks"}
+FLAGS |= {"calibrate_on": "--calibrate", "num_sinks": "--sinks", "num_slots": "--slots"}
 #: Groups of the command line's help, each from its first option on.
 PANELS = {
     "feature_map": "Feature map",

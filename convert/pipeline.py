@@ -23,7 +23,16 @@ from hf_rfa.memory import give_back_memory
 from .atomic_io import check_destination, check_space, new_folder, remove_leftovers
 from .base_model import extend_positions, rfa_layers, softmax_base_model
 from .calibration import calibrate
-from .calibration_data import Inputs, add_outputs, batches, calibration_inputs, cut, random_inputs
+from .calibration_data import (
+    SLOT_TEXT_TOKENS,
+    TEXT_TOKENS,
+    Inputs,
+    add_outputs,
+    batches,
+    calibration_inputs,
+    cut,
+    random_inputs,
+)
 from .checkpoint import Checkpoint, load_converted, load_rfa_model, open_checkpoint, quiet
 from .configuration import import_words, rfa_config, with_more_positions
 from .options import RENAMED, ConversionOptions
@@ -182,7 +191,17 @@ def _prepare_inputs(checkpoint: Checkpoint, options: ConversionOptions) -> tuple
         )
     if tokenizer is not None:
         check_vocabulary(tokenizer, checkpoint.config, checkpoint.name)
-    return tokenizer, no_tokenizer, calibration_inputs(checkpoint.config, tokenizer, documents, seed=options.seed)
+    return (
+        tokenizer,
+        no_tokenizer,
+        calibration_inputs(
+            checkpoint.config,
+            tokenizer,
+            documents,
+            seed=options.seed,
+            tokens=SLOT_TEXT_TOKENS if options.num_slots else TEXT_TOKENS,
+        ),
+    )
 
 
 def _load(checkpoint: Checkpoint, config: Any, options: ConversionOptions) -> tuple[PreTrainedModel, PreTrainedModel]:

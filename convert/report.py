@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -194,13 +193,14 @@ def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -
 
 
 def _state_bytes(layer: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of an RFA layer's state, and of its sinks and window."""
+    """Return the bytes of an RFA layer's state, and of what it keeps exactly."""
     feature_map = layer.feature_map
-    rows, columns = feature_map.feature_dim + feature_map.signed, feature_map.head_dim + 1
-    shapes = [(rows, columns)]
+    state_dtype = torch.promote_types(layer.state_dtype, dtype)
+    size = (feature_map.feature_dim + feature_map.signed) * (feature_map.head_dim + 1) * state_dtype.itemsize
     if layer.window_size:
-        shapes.append((layer.num_sinks + layer.window_size, 2 * feature_map.head_dim + 1))
-    return feature_map.num_heads * sum(map(math.prod, shapes)) * torch.promote_types(layer.state_dtype, dtype).itemsize
+        columns = 2 * feature_map.head_dim + (2 if layer.num_slots else 1)
+        size += sum(layer.window_sizes) * columns * (dtype if layer.gate is None else state_dtype).itemsize
+    return feature_map.num_heads * size
 
 
 def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from hf_rfa.families import FAMILIES
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.configuration_rfa import RFASeq2SeqConfigMixin
 from hf_rfa.models.linear_attention import Tokens, linear_attention
+from hf_rfa.models.slots import Importance
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
 from .tiny_models import tiny_config
@@ -42,6 +43,8 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
     "window-gaussian": {"window": 6, "feature_map": "gaussian", "num_features": 16, "softmax_layers": [1]},
     "window-sinks": {"window": 4, "num_sinks": 3, "gate": True, "softmax_layers": [0]},
     "none": {"feature_map": "none", "window": 5, "num_sinks": 2},
+    "slots": {"feature_map": "none", "window": 3, "num_sinks": 1, "num_slots": 4},
+    "slots-features": {"window": 4, "num_slots": 3, "num_features": 16, "chunk_size": 7},
     "small-chunks": {"chunk_size": 3, "gate": True},
     "float64-state": {"state_dtype": "float64"},
 }
@@ -57,6 +60,7 @@ SEQ2SEQ_VARIANTS: dict[str, dict[str, Any]] = {
     "elu": {"feature_map": "elu", "softmax_encoder_layers": []},
     "hedgehog": {"feature_map": "hedgehog", "num_features": 8},
     "none": {"feature_map": "none", "window": 4, "num_sinks": 1, "softmax_cross_layers": [0, 1, 2]},
+    "slots": {"window": 3, "num_sinks": 1, "num_slots": 4},
     "decoder-alone": {"head": "ForCausalLM", "gate": True, "chunk_size": 5},
 }
 #: What a decoder with grouped queries and rotary positions adds to GPT-2.
@@ -69,6 +73,8 @@ LLAMA_VARIANTS: dict[str, dict[str, Any]] = {
     "window-gaussian": {"window": 6, "feature_map": "gaussian", "num_features": 16, "softmax_layers": [1]},
     "window-sinks": {"window": 4, "num_sinks": 3, "gate": True, "softmax_layers": [0]},
     "none": {"feature_map": "none", "window": 5, "num_sinks": 2},
+    "slots": {"feature_map": "none", "window": 3, "num_sinks": 1, "num_slots": 4},
+    "slots-features": {"window": 4, "num_slots": 3, "num_features": 16, "chunk_size": 7},
 }
 VARIANTS = {"gpt2": DECODER_VARIANTS, "llama": LLAMA_VARIANTS, "bart": SEQ2SEQ_VARIANTS, "marian": SEQ2SEQ_VARIANTS}
 
@@ -123,7 +129,17 @@ def make(
     (model_class,) = (classes[1] for name, classes in declared.architectures.items() if name.endswith(head))
     base = base_config(family, num_labels=fields.pop("num_labels", 3))
     torch.manual_seed(0)
-    return model_class(declared.rfa_config.from_parent(base, **fields)).to(dtype).eval()
+    model = model_class(declared.rfa_config.from_parent(base, **fields)).to(dtype).eval()
+    draw_importance(model)
+    return model
+
+
+def draw_importance(model: torch.nn.Module) -> None:
+    """Give the tokens of a model with slots any importance, which is 0 until it is calibrated."""
+    generator = torch.Generator().manual_seed(5)
+    for module in model.modules():
+        if isinstance(module, Importance):
+            module.weight.copy_(torch.randn(module.weight.shape, generator=generator))
 
 
 make_gpt2, make_bart = partial(make, "gpt2"), partial(make, "bart")
@@ -152,7 +168,7 @@ def softmax_model(model: PreTrainedModel, family: str, **options: Any) -> PreTra
     base = declared.architectures[declared.default_architecture][0](base_config(family, **options))
     absent, added = base.load_state_dict(model.state_dict(), strict=False)
     assert not absent
-    assert all("feature_map" in key or ".gate." in key for key in added)
+    assert all("feature_map" in key or ".gate." in key or ".importance." in key for key in added)
     return base.eval()
 
 

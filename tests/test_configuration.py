@@ -127,6 +127,7 @@ RFA_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "gate": FLAG,
     "window_size": ([0, 1, 2, 5, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "num_sinks": ([0, 1, 3, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
+    "num_slots": ([0, 1, 3, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "softmax_layers": LAYERS,
     "chunk_size": ([1, 2, 3, 64, 2**63 - 1], [0, -1, None, 2.5, HUGE]),
     "state_dtype": (["float32", "float64"], ["bfloat16", None, 32, ""]),
@@ -232,8 +233,9 @@ def wrong_fields(family: str, options: dict[str, Any]) -> set[str]:
             wrong.add(field)
     if options.get("unit_norm") and name in (*LEARNED_MAPS, "none"):
         wrong.add("unit_norm")
-    if options.get("num_sinks") and not options.get("window_size"):
-        wrong.add("num_sinks")
+    wrong |= {name for name in ("num_sinks", "num_slots") if options.get(name) and not options.get("window_size")}
+    if options.get("num_slots") and options.get("gate"):
+        wrong |= {"num_slots", "gate"}
     if name == "none":
         wrong |= {field for field in (*counts, "gate") if options.get(field)}
         kept = {"softmax_cross_layers": [], "softmax_encoder_layers": None}

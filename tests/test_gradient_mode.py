@@ -93,6 +93,8 @@ def test_the_model_is_as_demanding_as_trained_ones():
     + [
         ("none", {"window": 3}),
         ("none", {"window": 3, "num_sinks": 4}),
+        ("none", {"window": 3, "num_sinks": 1, "num_slots": 4}),
+        ("exponential", {"window": 3, "num_slots": 4}),
         ("exponential", {"window": 3, "num_sinks": 4}),
     ],
     ids=str,

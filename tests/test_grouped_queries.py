@@ -26,8 +26,8 @@ from hf_rfa.convert.activations import (
 )
 from hf_rfa.models import attention
 from hf_rfa.models.attention import RFAAttentionMixin
-from hf_rfa.models.grouped_queries import group_queries, ungroup
 from hf_rfa.models.linear_attention import Tokens, _chunked_at_once, linear_attention, parallel
+from hf_rfa.models.masking import group_queries, ungroup
 
 HEADS, GROUPS, BATCH, WIDTH, HIDDEN = 2, 3, 2, 4, 5
 SCALING = 0.6
@@ -138,7 +138,7 @@ class Layer(RFAAttentionMixin):
     def __init__(self, heads: int, groups: int, kind: str = "causal", **fields: Any) -> None:
         super().__init__()
         defaults = {
-            "feature_map": "positive", "window_size": 0, "num_sinks": 0, "gate": False, "unit_norm": False,
+            "feature_map": "positive", "window_size": 0, "num_sinks": 0, "num_slots": 0, "gate": False, "unit_norm": False,
             "orthogonal": True, "trainable_projection": False, "redraw_pool": 0, "feature_seed": 1, "chunk_size": 4,
             "hidden_size": HIDDEN, "max_position_embeddings": 8, "state_dtype": "float32",
         }  # fmt: skip
@@ -189,6 +189,8 @@ CASES = {
     "window": {"window_size": 3},
     "sinks": {"feature_map": "exponential", "window_size": 3, "num_sinks": 2, "gate": True},
     "no features": {"feature_map": "none", "window_size": 5, "num_sinks": 1},
+    "slots": {"feature_map": "none", "window_size": 2, "num_sinks": 1, "num_slots": 3},
+    "slots and features": {"feature_map": "exponential", "window_size": 2, "num_slots": 2},
 }
 every_case = pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
 every_text = pytest.mark.parametrize(

@@ -274,18 +274,18 @@ def test_memory_is_that_of_the_cache():
     parent = cache_memory(GPT2LMHeadModel(tiny_parent_config()).eval())
     assert (parent.fixed, parent.per_token) == (0, 384)
     shape = {"vocab_size": 61, "n_positions": 96, "n_embd": 24, "n_layer": 2, "n_head": 3}
-    for keep, window, sinks in ((0, 0, 0), (1, 0, 0), (0, 5, 0), (1, 5, 3)):
-        config = RFAGPT2Config(
-            **shape, num_features=16, window_size=window, num_sinks=sinks, softmax_layers=list(range(keep))
-        )
+    for keep, window, sinks, slots in ((0, 0, 0, 0), (1, 0, 0, 0), (0, 5, 0, 0), (1, 5, 3, 0), (0, 5, 3, 2)):
+        sizes = {"window_size": window, "num_sinks": sinks, "num_slots": slots}
+        config = RFAGPT2Config(**shape, num_features=16, softmax_layers=list(range(keep)), **sizes)
+        row = (18 if slots else 17) * 4  # with slots a token's importance is kept as well
         found = cache_memory(RFAGPT2LMHeadModel(config).eval())
         assert found.state == (2 - keep) * 3 * config.num_features_for("causal") * 9 * 4
-        assert found.window == (2 - keep) * 3 * window * 17 * 4
-        assert found.sinks == (2 - keep) * 3 * sinks * 17 * 4
+        assert found.window == (2 - keep) * 3 * window * row
+        assert found.sinks == (2 - keep) * 3 * sinks * row
+        assert found.slots == (2 - keep) * 3 * slots * row
         assert found.per_token == keep * 192
-        assert found.layers == ((found.state // (2 - keep), found.window // (2 - keep), found.sinks // (2 - keep)),) * (
-            2 - keep
-        )
+        kinds = (found.state, found.window, found.sinks, found.slots)
+        assert found.layers == (tuple(kind // (2 - keep) for kind in kinds),) * (2 - keep)
         assert found.worth(parent, 100) == pytest.approx((found.fixed + 100 * found.per_token) / 384)
 
 

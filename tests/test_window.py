@@ -1,4 +1,4 @@
-"""The exact window against a loop over tokens in float64, on any padding, split, chunk and gate."""
+"""The exact window, sinks and slots against a loop over tokens in float64, on any padding, split, chunk and gate."""
 
 from __future__ import annotations
 
@@ -11,18 +11,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_rfa.convert.attention_weights import ExactWindow, log_attention_weights
+from hf_rfa.convert.attention_weights import ExactWindow, log_attention_weights, seen_in_slots
 from hf_rfa.models.feature_maps import FEATURE_MAPS, Features
 from hf_rfa.models.linear_attention import Tokens, denominator
-from hf_rfa.models.sliding_window import in_stream_order, sliding_window_attention, stream_of
+from hf_rfa.models.sliding_window import WindowSizes, in_stream_order, sliding_window_attention, stream_of
 
 
 def attend(
-    query, key, value, features, size, scaling, *, sinks=0, state=None, window=None, denominator_floor=None, **options
+    query,
+    key,
+    value,
+    features,
+    size,
+    scaling,
+    *,
+    sinks=0,
+    slots=0,
+    state=None,
+    window=None,
+    denominator_floor=None,
+    **options,
 ):
     """Attend to some tokens as the attention layer does; return outputs, state and window."""
     chunk_size = options.pop("chunk_size", 5)
-    stream = stream_of(Tokens(key, value, **options), window, size, sinks)
+    sizes = WindowSizes(size, sinks, slots)
+    stream = stream_of(Tokens(key, value, **options), window, sizes, chunk_size=chunk_size)
     query = in_stream_order(query, stream)
     given = {"scaling": scaling, "denominator_floor": denominator_floor, "chunk_size": chunk_size}
     phi = features(query, stream.leaving().key)
@@ -43,6 +56,8 @@ class Case:
     size: int
     signed: bool
     sinks: int
+    importance: Tensor | None
+    slots: int
     scaling: float = 0.7
 
     def features(self, query: Tensor, key: Tensor) -> Features:
@@ -75,7 +90,8 @@ class Case:
             piece = (x[:, :, start:stop] for x in (self.query, self.key, self.value))
             options = {"log_decay": log_gate, "input_scale": kept, "padding_mask": padding, "chunk_size": chunk_size}
             options |= {"state": state, "window": window, "denominator_floor": 0.1 if self.signed else None}
-            options["sinks"] = self.sinks
+            options |= {"sinks": self.sinks, "slots": self.slots}
+            options["importance"] = None if self.importance is None else self.importance[..., start:stop]
             output, state, window = attend(*piece, self.features, self.size, self.scaling, **options)
             outputs.append(output)
         return torch.cat(outputs, dim=2), state, window
@@ -90,12 +106,14 @@ class Case:
             for h in range(self.query.shape[1]):
                 for n, t in enumerate(tokens):
                     terms, far, mass = {}, 0.0, 0.0
+                    left = tokens[self.sinks : max(self.sinks, n + 1 - self.size)]
+                    by_importance = sorted(left, key=lambda j: -float(self.importance[b, h, j])) if self.slots else []
                     for m, j in enumerate(tokens[: n + 1]):
                         factor = 1.0
                         if self.log_gate is not None and m >= self.sinks:
                             between = tokens[m + 1 : n + 1]
                             factor = (1 - self.log_gate[b, h, j].exp()) * self.log_gate[b, h, between].sum().exp()
-                        if n - m < self.size or m < self.sinks:
+                        if n - m < self.size or m < self.sinks or j in by_importance[: self.slots]:
                             score = self.query[b, h, t] @ self.key[b, h, j] * self.scaling + offset[b, h, t, 0]
                             terms[j] = score.exp() * factor
                         else:
@@ -130,7 +148,10 @@ def cases(draw, signed=False):
     log_gate = -normal(batch, heads, length).exp() if draw(st.booleans()) else None
     inputs = [normal(batch, heads, length, n) for n in (width, width, 3)]
     maps = normal(width, features), normal(width, features), normal(width, 1)
-    return Case(*inputs, log_gate, padding, maps, draw(st.integers(1, 6)), signed, draw(st.integers(0, 4)))
+    slots = draw(st.integers(0, 5)) if log_gate is None else 0
+    importance = normal(batch, heads, length).round(decimals=1) if slots else None  # some of them equal
+    size, sinks = draw(st.integers(1, 6)), draw(st.integers(0, 4))
+    return Case(*inputs, log_gate, padding, maps, size, signed, sinks, importance, slots)
 
 
 def tokens_of(case: Case, x: Tensor) -> Tensor:
@@ -159,8 +180,9 @@ def test_window_is_what_a_loop_over_tokens_gives_however_it_is_cut(signed, data)
     torch.testing.assert_close(tokens_of(case, cut), tokens_of(case, expected), rtol=1e-9, atol=1e-9)
     whole = case.run()
     torch.testing.assert_close(state, whole[1], rtol=1e-9, atol=1e-12)
-    known = window[..., -1] > -1e29  # what stands in empty places is nobody's either
-    assert torch.equal(known, whole[2][..., -1] > -1e29)
+    weight = -2 if case.slots else -1
+    known = window[..., weight] > -1e29  # what stands in empty places is nobody's either
+    assert torch.equal(known, whole[2][..., weight] > -1e29)
     torch.testing.assert_close(window[known], whole[2][known], rtol=1e-9, atol=1e-9)
     with torch.no_grad():
         one_by_one = case.run(range(1, case.query.shape[2]))[0]
@@ -207,7 +229,11 @@ def test_log_weights_for_training_are_the_weights(signed, data):
         rows = slice(start, min(length, start + step))
         tokens = torch.ones_like(case.key[:, 0, :, 0]) if case.padding is None else case.padding
         sinks = (tokens > 0) & (tokens.cumsum(1) <= case.sinks) if case.sinks else None
-        window = ExactWindow(case.size, case.query * case.scaling, case.key, offset, sinks)
+        in_slots = None
+        if case.slots:
+            sizes = WindowSizes(case.size, case.sinks, case.slots)
+            in_slots = seen_in_slots(case.importance, sizes, None if case.padding is None else case.padding > 0)
+        window = ExactWindow(case.size, case.query * case.scaling, case.key, offset, sinks, in_slots)
         options = {"log_decay": log_gate, "input_scale": weights, "denominator_floor": 0.1 if signed else None}
         logs = log_attention_weights(phi_q, phi_k, rows=rows, window=window, **options)
         wanted = expected[:, :, rows, : rows.stop]

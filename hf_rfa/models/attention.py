@@ -1,7 +1,7 @@
 """Random feature attention for every family: features, gate, recurrence and cache between a family's own projections.
 
 A family's attention class projects queries, keys and values; `RFAAttentionMixin` does the rest. There may be more query heads
-than key-value heads, H_q = G H (`hf_rfa.models.grouped_queries`).
+than key-value heads, H_q = G H (`hf_rfa.models.masking`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from .cache_rfa import RecordedStep, cross_layer_of, rfa_layer_of
 from .configuration_rfa import AttentionKind
 from .feature_maps import FEATURE_MAPS, FeatureMap, Features, compute_dtype
-from .grouped_queries import group_queries, ungroup
 from .linear_attention import (
     MASKED_LOGIT,
     Tokens,
@@ -32,8 +31,9 @@ from .linear_attention import (
     rescale,
     split_tokens,
 )
-from .masking import beams_per_source
-from .sliding_window import in_stream_order, sliding_window_attention, stream_of
+from .masking import beams_per_source, group_queries, ungroup
+from .sliding_window import WindowSizes, in_stream_order, sliding_window_attention, stream_of
+from .slots import Importance
 
 #: Added to a layer's index where its random matrices are drawn, so that cross attention has others than causal attention.
 DRAW_OFFSET: dict[AttentionKind, int] = {"causal": 0, "cross": 100_000, "encoder": 200_000}
@@ -103,7 +103,7 @@ class RFAPreTrainedMixin:
     """
 
     # Feature maps and gates cost few bytes, and rounding them to 16 bits costs accuracy.
-    _keep_in_fp32_modules_strict: Any = ["feature_map", r"\w*att\w*\.gate"]  # not the gates of experts
+    _keep_in_fp32_modules_strict: Any = ["feature_map", "importance", r"\w*att\w*\.gate"]  # not the gates of experts
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         config.validate_layer_type()
@@ -118,7 +118,7 @@ class RFAPreTrainedMixin:
         is of the base model's class.
         """
         for module in self.modules():  # type: ignore[attr-defined]
-            if isinstance(module, (FeatureMap, Gate)) and not getattr(module, "_is_hf_initialized", False):
+            if isinstance(module, (FeatureMap, Gate, Importance)) and not getattr(module, "_is_hf_initialized", False):
                 module.reset_parameters()
                 module._is_hf_initialized = True  # type: ignore[assignment]
         super().initialize_weights()  # type: ignore[misc]
@@ -138,8 +138,14 @@ class RFAAttentionMixin(nn.Module):
 
     feature_map: FeatureMap
     gate: Gate | None
+    importance: Importance | None
     rfa_kind: AttentionKind
     scaling: float
+
+    @property
+    def window_sizes(self) -> WindowSizes:
+        """Numbers of tokens that causal attention sees exactly."""
+        return WindowSizes(self.window_size, self.num_sinks, self.num_slots)
 
     def project_query(self, hidden_states: Tensor) -> Tensor:
         """Return the queries [B, H_q, T, d] of the layer's input [B, T, width]."""
@@ -161,6 +167,7 @@ class RFAAttentionMixin(nn.Module):
         heads = config.num_heads_for(kind)
         self.window_size: int = config.window_size if kind == "causal" else 0
         self.num_sinks: int = config.num_sinks if kind == "causal" else 0
+        self.num_slots: int = config.num_slots if kind == "causal" else 0
         self.feature_map = FEATURE_MAPS[config.feature_map](
             num_heads=heads,
             groups=groups,
@@ -177,6 +184,7 @@ class RFAAttentionMixin(nn.Module):
         )
         gated = config.gate and kind == "causal"
         self.gate = Gate(config.hidden_size, heads, config.max_position_embeddings) if gated else None
+        self.importance = Importance(config.hidden_size, heads) if self.num_slots else None
         self.rfa_kind = kind
         self.rfa_layer_idx = layer_idx
         self.attention_component: AttentionComponent = "both"
@@ -239,7 +247,8 @@ class RFAAttentionMixin(nn.Module):
         state, window = (None, None) if layer is None else layer.read(query.device)
 
         log_decay, input_scale = (None, None) if self.gate is None else self.gate(hidden_states)  # [B, H, T]
-        tokens = Tokens(key, value, *mask_padding(padding_mask, log_decay, input_scale), padding_mask)
+        importance = None if self.importance is None else self.importance(hidden_states)
+        tokens = Tokens(key, value, *mask_padding(padding_mask, log_decay, input_scale), padding_mask, importance)
         attn_weights = None
         if output_attentions:
             one_hot = tokens._replace(value=one_hot_values(key))
@@ -284,8 +293,9 @@ class RFAAttentionMixin(nn.Module):
             tokens = tokens._replace(log_decay=log_decay.masked_fill(document_starts[:, None], MASKED_LOGIT))
 
         if self.window_size and self.attention_component != "linear":
-            size, tokens = self.window_size, tokens._replace(key=self._as_state(tokens.key))
-            stream = stream_of(tokens, window, size, self.num_sinks, document_starts)  # [B, H, W + T, d + M + 1]
+            dtype = tokens.key.dtype if self.gate is None else self._as_state(tokens.key).dtype
+            sizes, tokens = self.window_sizes, tokens._replace(key=self._as_state(tokens.key))
+            stream = stream_of(tokens, window, sizes, document_starts, dtype=dtype, chunk_size=self.chunk_size)
             query = in_stream_order(self._as_state(query), stream)
             least_shift = feature_map.least_shift(state)
             features = self._features(query, stream.leaving().key, least_shift, offset=True)
@@ -302,11 +312,11 @@ class RFAAttentionMixin(nn.Module):
             )
             window, key_features = stream.window(), features.unshifted_key() if recording else None
         else:
-            size, window = 0, None
+            sizes, dtype, window = WindowSizes(0), tokens.key.dtype, None
             output, state, key_features = self._attend_to_past(query, tokens, state, recording)
         recorded = None
         if key_features is not None:
-            recorded = RecordedStep(tokens, key_features, feature_map.denominator_floor, size, self.num_sinks)
+            recorded = RecordedStep(tokens, key_features, feature_map.denominator_floor, sizes, dtype)
         return output, state, window, recorded
 
     def _attend_to_past(
@@ -361,7 +371,7 @@ class RFAAttentionMixin(nn.Module):
             state = torch.cat([state.new_zeros(*state.shape[:-1], width), state[..., -1:]], dim=-1)
         if window is not None:
             zeros = window.new_zeros(*window.shape[:-1], width)
-            window = torch.cat([window[..., :d], zeros, window[..., -1:]], dim=-1)
+            window = torch.cat([window[..., :d], zeros, window[..., 2 * d :]], dim=-1)
         return state, window
 
     def _as_state(self, tensor: Tensor) -> Tensor:

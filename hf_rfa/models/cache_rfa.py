@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 )
 
 from .linear_attention import Tokens, final_state
-from .sliding_window import first_to_leave, stream_of
+from .sliding_window import WindowSizes, first_to_leave, stream_of
 
 #: Name of the layer type in ``config.layer_types``; `DynamicCache` makes one `RFALayer` for each entry of that name.
 RFA_LAYER_TYPE = "rfa"
@@ -32,21 +32,21 @@ class RecordedStep(NamedTuple):
         tokens: the tokens of the step; keys are not read without a window.
         key_features: φ(k) of the tokens that joined the state, [B, H, T, F].
         denominator_floor: that of the feature map.
-        window_size: W, or 0 without a window.
-        num_sinks: S.
+        sizes: those of the window, 0 without one.
+        window_dtype: that of the window as it is kept.
     """
 
     tokens: Tokens
     key_features: Tensor
     denominator_floor: float | None
-    window_size: int
-    num_sinks: int
+    sizes: WindowSizes
+    window_dtype: torch.dtype
 
     def replay(self, count: int, state: Tensor | None, window: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the state and the window after the first ``count`` tokens."""
         tokens, key_features = self.tokens.first(count), self.key_features[..., :count, :]
-        if self.window_size:
-            stream = stream_of(tokens, window, self.window_size, self.num_sinks)
+        if self.sizes.window:
+            stream = stream_of(tokens, window, self.sizes, dtype=self.window_dtype)
             key_features = first_to_leave(self.key_features, count, self.tokens.padding_mask)
             tokens, window = stream.leaving(), stream.window()
         tokens = tokens._replace(key=key_features)
@@ -56,8 +56,9 @@ class RecordedStep(NamedTuple):
 class RFALayer(CacheLayerMixin):
     """Holds the state [B, H, F, d + 1] of one attention layer (`hf_rfa.models.linear_attention`), and counts its tokens.
 
-    With a sliding window it also holds the keys and values of the sinks and of the last tokens, [B, H, S + W, 2d + 1]
-    (`hf_rfa.models.sliding_window`). Both take the same memory after ten tokens and after a million.
+    With a sliding window it also holds the keys and values of the sinks, of the tokens in slots and of the last tokens,
+    [B, H, S + K + W, 2d + 1] (`hf_rfa.models.sliding_window`). Both take the same memory after ten tokens and after a
+    million.
 
     Earlier states are gone, so that nothing can be cropped, unless the layer records: after `activate_past_recording` it
     keeps a copy of the state and what each step added to it, until `crop` says how many tokens stay. Assisted decoding does

@@ -52,6 +52,7 @@ class RFAConfigMixin:
             under one normaliser with the features of all tokens before them; 0 for features alone, at most the model's
             positions. The cache holds their keys and values next to the state.
         num_sinks: S, the number of first tokens that causal attention with a window keeps exactly for good.
+        num_slots: K, the number of most important tokens before the window that it keeps exactly as well.
         softmax_layers: indices of layers that stay softmax attention; their cache grows with the text.
         chunk_size: tokens that prefill and training handle at once in the quadratic form.
         state_dtype: dtype of the recurrent state, "float32" or "float64" (at least the model's own precision is kept).
@@ -67,6 +68,7 @@ class RFAConfigMixin:
     gate: bool = False
     window_size: int = 0
     num_sinks: int = 0
+    num_slots: int = 0
     softmax_layers: list[Any] = field(default_factory=list)  # `validate_layer_type` says more than a type would
     chunk_size: int = 64
     state_dtype: str = "float32"
@@ -239,20 +241,22 @@ class RFAConfigMixin:
             ("chunk_size", 1, torch.iinfo(torch.int64).max, "tokens handled at once"),
             ("window_size", 0, positions, "tokens seen exactly, no more than the model has positions"),
             ("num_sinks", 0, positions, "first tokens kept exactly, no more than the model has positions"),
+            ("num_slots", 0, positions, "important tokens kept exactly, no more than the model has positions"),
             ("redraw_pool", 0, MAX_REDRAW_POOL, "the size of the pool, or 0 for a fixed matrix"),
             ("feature_seed", 0, MAX_SEED, "other seeds draw the same as one of these"),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or not least <= value <= most:  # set by an old name, its type was not checked
                 raise ValueError(f"{name} must be from {least} to {most} ({meaning}), got {value}.")
-        if self.window_size == 0 and (self.num_sinks or feature_map is NoFeatures):
-            given = f"num_sinks={self.num_sinks}" if self.num_sinks else f"feature_map={self.feature_map!r}"
+        exact = [f"{name}={getattr(self, name)}" for name in ("num_sinks", "num_slots") if getattr(self, name)]
+        if self.window_size == 0 and (exact or feature_map is NoFeatures):
+            given = exact[0] if exact else f"feature_map={self.feature_map!r}"
             raise ValueError(f"{given} must come with a sliding window: set window_size to 1 or more.")
         kinds = [kind for kind in self.FEATURE_COUNTS.values() if kind != "causal" and self.any_rfa(kind)]
         if feature_map is NoFeatures and kinds:
             raise ValueError(
-                f"feature_map={self.feature_map!r} leaves {kinds[0]} attention nothing to see, for it has no window. Keep "
-                "softmax in all of its layers, or take another feature map."
+                f"feature_map={self.feature_map!r} leaves {kinds[0]} attention nothing to see, for it has no window. Leave "
+                "all of its layers softmax, or take another feature map."
             )
         random = issubclass(feature_map, RandomFeatureMap) and not issubclass(feature_map, ExponentialMap)
         no_matrix = f"has no effect with feature_map={self.feature_map!r}, which has no random matrix that stays"
@@ -263,6 +267,7 @@ class RFAConfigMixin:
             (["redraw_pool", "trainable_projection"], True, "exclude each other: a matrix is redrawn or trained"),
             (["unit_norm"], issubclass(feature_map, LearnedFeatureMap), raw),
             (["unit_norm"], feature_map is NoFeatures, "has no effect without features"),
+            (["gate", "num_slots"], True, "exclude each other: a gate forgets far tokens, and slots keep them"),
             (["gate"], feature_map is NoFeatures, "has no effect without features: there is no state to decay"),
         ):
             if refused and all(getattr(self, name) for name in names):

@@ -12,7 +12,7 @@ Gradients need more room than values: where all keys that a query has seen are l
 large as their features are small. With gradients the maps therefore move a factor e^r per feature from the queries to the
 keys, such that the largest key at hand has a feature of e^24 (`Features.shift`). φ(q)·φ(k) stays what it is.
 
-Where query heads share key-value heads, queries have G rows per token (`hf_rfa.models.grouped_queries`), and what a map
+Where query heads share key-value heads, queries have G rows per token (`hf_rfa.models.masking`), and what a map
 learns is per key-value head. A map may have a matrix for each query head (`ProjectedFeatureMap.query_head_matrices`).
 """
 

@@ -16,7 +16,7 @@ where every query sees every key: cross and bidirectional attention.
 Shapes: B batch, H heads, T tokens, F features, d width of a head, M = d + 1 columns of values and ones. A state is
 [B, H, F, d + 1], S with z as its last column; features with negative entries add a row for n (`with_norm_row`). Everything
 is computed in the dtype of the features: float32, or float64. There may be G rows of queries per token, [B, H, T G, F]
-(`hf_rfa.models.grouped_queries`).
+(`hf_rfa.models.masking`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .grouped_queries import rows_per_token, to_rows, up_to_own_token
+from .masking import rows_per_token, to_rows, up_to_own_token
 
 DEFAULT_CHUNK_SIZE = 64
 #: Logit of a key that a query does not see; finite, so that no gradient is NaN.
@@ -46,6 +46,7 @@ class Tokens(NamedTuple):
         log_decay: log g, [B, H, T], ≤ 0 and 0 for padding, or None for g = 1.
         input_scale: w, [B, H or 1, T], 0 for padding, or None for ones.
         padding_mask: [B, T], 0 for padding, or None where nothing is padded.
+        importance: [B, H, T], or None without slots (`hf_rfa.models.slots`).
     """
 
     key: Tensor
@@ -53,6 +54,7 @@ class Tokens(NamedTuple):
     log_decay: Tensor | None = None
     input_scale: Tensor | None = None
     padding_mask: Tensor | None = None
+    importance: Tensor | None = None
 
     def scaled_value(self) -> Tensor:
         """Return w v, [B, H, T, M]."""
@@ -352,7 +354,7 @@ def linear_attention(
         [B, H, T G, 1] (`denominator`).
     """
     rows, norms = _split_norm_row(initial_state, denominator_floor)
-    key, value, log_decay, input_scale, _ = tokens
+    key, value, log_decay, input_scale = tokens[:4]
     sums, rows = _recurrence(query, tokens._replace(value=with_ones(value, key.dtype)), rows, chunk_size)
     if denominator_floor is None:
         return divide(sums[..., :-1], sums[..., -1:]), rows, sums[..., -1:]
@@ -371,7 +373,7 @@ def final_state(
 
     It is also the state of cross and bidirectional attention, whose queries all read it (`attend_with_state`).
     """
-    key, value, log_decay, input_scale, _ = tokens
+    key, value, log_decay, input_scale = tokens[:4]
     value = scale_rows(with_ones(value, key.dtype), input_scale)
     log_decay = None if log_decay is None else log_decay.to(key.dtype)
     rows, norms = _split_norm_row(initial_state, denominator_floor)

@@ -9,12 +9,15 @@ A token's key and value are kept as they are for W steps, and then join the recu
 and what is kept does not grow. The offset o_t makes both kinds of weights commensurate: it takes out of exp(q·k·s) the factor
 that φ leaves out (`hf_rfa.models.feature_maps.Features`).
 
-A window [B, H, S + W, 2d + 1] holds keys, values and log-weights (log c, `MASKED_LOGIT` for empty places and padding) of S
-sinks and W last tokens. The last tokens followed by the new ones are the stream: query t, at place W + t of it, sees places
-t + 1 to W + t exactly, and place t joins the state. Padding is moved to the front of the stream, so that it takes no token's
-place in the window. A sink weighs nothing in the stream, in front of which it stands as padding does.
+Those of the tokens before the window that matter most may be kept as well, in slots (`hf_rfa.models.slots`).
 
-There may be G rows of queries per token, [B, H, T G, d] (`hf_rfa.models.grouped_queries`).
+A window [B, H, S + K + W, 2d + 1] holds keys, values and log-weights (log c, `MASKED_LOGIT` for empty places and padding) of
+S sinks, of the tokens in K slots and of W last tokens; with slots the tokens' importance is a further column. The last tokens
+followed by the new ones are the stream: query t, at place W + t of it, sees places t + 1 to W + t exactly, and place t joins
+the state, or competes for a slot. Padding is moved to the front of the stream, so that it takes no token's place in the
+window. A sink weighs nothing in the stream, in front of which it stands as padding does.
+
+There may be G rows of queries per token, [B, H, T G, d] (`hf_rfa.models.masking`).
 
 Some models have a learned sink as well, which is no token (gpt-oss): a logit per query head that every query sees, with a
 value of zero. It joins the exact weights, exp(logit + o_t).
@@ -29,7 +32,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .feature_maps import Features
-from .grouped_queries import rows_per_token, to_rows
 from .linear_attention import (
     DEFAULT_CHUNK_SIZE,
     MASKED_LOGIT,
@@ -40,6 +42,16 @@ from .linear_attention import (
     rescale,
     segment_sums,
 )
+from .masking import rows_per_token, to_rows
+from .slots import Slots, attend_to_slots, choose, take, weighted_mean
+
+
+class WindowSizes(NamedTuple):
+    """Numbers of tokens that are kept exactly: W last ones, S first ones, and K most important ones of the others."""
+
+    window: int
+    sinks: int = 0
+    slots: int = 0
 
 
 class Sinks(NamedTuple):
@@ -66,6 +78,11 @@ class Stream(NamedTuple):
         head_dim: d.
         size: W.
         sinks: the first tokens, or None for S = 0.
+        importance: that of the places, [B, H, W + T], or None for K = 0.
+        candidates: keys, values and log-weights of the tokens in slots before the new ones and of those that leave the
+            window, [B, H, K + T, d + M + 1], or None.
+        slots: what the slots hold meanwhile, or None.
+        dtype: that of the window as it is kept.
     """
 
     rows: Tensor
@@ -74,6 +91,10 @@ class Stream(NamedTuple):
     head_dim: int
     size: int
     sinks: Sinks | None
+    importance: Tensor | None
+    candidates: Tensor | None
+    slots: Slots | None
+    dtype: torch.dtype
 
     @property
     def length(self) -> int:
@@ -81,8 +102,12 @@ class Stream(NamedTuple):
         return self.rows.shape[-2] - self.size
 
     def leaving(self) -> Tokens:
-        """Return the tokens that leave the window for the state, as they join it."""
+        """Return the tokens that leave the window and slots for the state, as they join it."""
         rows, log_decay = self.rows[..., : self.length, :], None
+        if self.slots is not None:  # which leave no gate to decay anything but other documents, and these lose nothing
+            rows = take(cast(Tensor, self.candidates), self.slots.lost)
+            log_decay = None if self.log_decay is None else self.log_decay[..., self.size :]
+            return Tokens(rows[..., : self.head_dim], rows[..., self.head_dim : -1], log_decay, rows[..., -1].exp())
         log_weights = rows[..., -1]
         if self.log_decay is not None:  # they have decayed W times by then
             log_weights = log_weights + self.log_decay[..., 1:].unfold(-1, self.size, 1).sum(-1)
@@ -90,26 +115,49 @@ class Stream(NamedTuple):
         return Tokens(rows[..., : self.head_dim], rows[..., self.head_dim : -1], log_decay, log_weights.exp())
 
     def window(self) -> Tensor:
-        """Return the window after the new tokens, [B, H, S + W, d + M + 1]."""
+        """Return the window after the new tokens, [B, H, S + K + W, d + M + 1]; with slots, d + M + 2 columns."""
         rows = self.rows[..., self.length :, :]
         if self.log_decay is not None:
             decay = decay_to_end(self.log_decay[..., self.length :])
             rows = torch.cat([rows[..., :-1], (rows[..., -1] + decay)[..., None]], dim=-1)
+        if self.slots is not None:
+            rows = torch.cat([take(cast(Tensor, self.candidates), self.slots.held), rows], dim=-2)
         if self.sinks is not None:
-            return torch.cat([self.sinks.held, rows], dim=-2)
+            rows = torch.cat([self.sinks.held, rows], dim=-2)
+        if self.slots is not None:
+            importance = cast(Tensor, self.importance)[..., self.length :]
+            held = take(self.slots.importance[..., None], self.slots.held)[..., 0]
+            importance = torch.cat([held, importance], dim=-1)
+            sinks = rows.shape[-2] - importance.shape[-1]
+            rows = torch.cat([rows, F.pad(importance, (sinks, 0))[..., None]], dim=-1)
         # Not a view of the stream, which would keep all of a long sequence's keys and values.
-        return rows if torch.is_grad_enabled() else rows.clone()
+        copied = self.sinks is not None or self.slots is not None or torch.is_grad_enabled()
+        return rows.to(self.dtype) if copied or self.dtype != rows.dtype else rows.clone()
 
 
 def stream_of(
-    tokens: Tokens, window: Tensor | None, size: int, num_sinks: int = 0, document_starts: Tensor | None = None
+    tokens: Tokens,
+    window: Tensor | None,
+    sizes: WindowSizes,
+    document_starts: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> Stream:
-    """Return a window [B, H, S + W, d + M + 1], or None at the start, followed by tokens with keys in float32 or float64.
+    """Return a window, or None at the start, followed by tokens with keys in float32 or float64.
 
-    ``size`` is W ≥ 1, the query's own position included, ``num_sinks`` is S, and ``document_starts`` [B, T] is True where
-    a text begins that has sinks of its own; the decays let nothing of the texts before it through.
+    Args:
+        tokens: the new tokens.
+        window: [B, H, S + K + W, ·], or None.
+        sizes: W, S and K.
+        document_starts: [B, T], True where a text begins that has sinks and slots of its own; the decays let nothing of the
+            texts before it through.
+        dtype: that of the window as it is kept; None takes that of the keys.
+        chunk_size: queries handled at once.
     """
-    key, value, log_decay, input_scale, padding_mask = tokens
+    key, value, log_decay, input_scale, padding_mask, importance = tokens
+    size, num_sinks, num_slots = sizes
+    dtype = dtype or key.dtype
     log_weights = torch.zeros_like(key[..., 0])
     if input_scale is not None:
         scale = input_scale.to(key.dtype).expand_as(log_weights)
@@ -117,21 +165,53 @@ def stream_of(
     rows = torch.cat([key, value.to(key.dtype), log_weights[..., None]], dim=-1)
     if window is None:
         # Empty places hold copies of a token: a key of zeros can have larger features than all keys of a trained head.
-        window = F.pad(rows[..., :1, :-1].expand(-1, -1, num_sinks + size, -1), (0, 1), value=MASKED_LOGIT)
-    held, last = window.to(rows.dtype).split([num_sinks, size], dim=-2)
+        window = F.pad(rows[..., :1, :-1].expand(-1, -1, sum(sizes), -1), (0, 1), value=MASKED_LOGIT)
+        if num_slots:
+            window = F.pad(window, (0, 1), value=MASKED_LOGIT)
+    window = window.to(rows.dtype)
+    known = None
+    if num_slots:
+        window, known = window[..., :-1], window[..., -1].clamp_min(MASKED_LOGIT)
+    if dtype == torch.float16:  # in which `MASKED_LOGIT` is minus infinity
+        window = torch.cat([window[..., :-1], window[..., -1:].clamp_min(MASKED_LOGIT)], dim=-1)
+    held, in_slots, last = window.split([num_sinks, num_slots, size], dim=-2)
     sinks = None
     if num_sinks:
         sinks, rows = _take_sinks(held, rows, padding_mask, document_starts)
+    document = None
+    if num_slots:
+        # Rounded as it is kept, so that a token's importance is one number all the time.
+        importance = (
+            cast(Tensor, importance)
+            .to(dtype)
+            .to(rows.dtype)
+            .masked_fill(rows[..., -1] <= MASKED_LOGIT / 2, MASKED_LOGIT)
+        )
+        importance = torch.cat([cast(Tensor, known)[..., num_sinks + num_slots :], importance], dim=-1)
+        document = None if document_starts is None else F.pad(document_starts.cumsum(-1), (size, 0))
     rows = torch.cat([last, rows], dim=-2)
     log_decay = None if log_decay is None else F.pad(log_decay.to(key.dtype), (size, 0))
-    if padding_mask is None:
-        return Stream(rows, log_decay, None, key.shape[-1], size, sinks)
-    filled = torch.cat([last[:, 0, :, -1] > MASKED_LOGIT / 2, padding_mask != 0], dim=1)
-    places, order = _padding_first(filled), _padding_first(padding_mask)
-    log_decay = None if log_decay is None else _take(log_decay[..., None], places)[..., 0]
-    if sinks is not None:
-        sinks = sinks._replace(seen=sinks.seen.gather(1, order[..., None].expand_as(sinks.seen)))
-    return Stream(_take(rows, places), log_decay, order, key.shape[-1], size, sinks)
+    order = None
+    if padding_mask is not None:
+        filled = torch.cat([last[:, 0, :, -1] > MASKED_LOGIT / 2, padding_mask != 0], dim=1)
+        places, order = _padding_first(filled), _padding_first(padding_mask)
+        rows = _take(rows, places)
+        log_decay = None if log_decay is None else _take(log_decay[..., None], places)[..., 0]
+        importance = None if importance is None else _take(importance[..., None], places)[..., 0]
+        document = None if document is None else document.gather(1, places)
+        if sinks is not None:
+            sinks = sinks._replace(seen=sinks.seen.gather(1, order[..., None].expand_as(sinks.seen)))
+    stream = Stream(rows, log_decay, order, key.shape[-1], size, sinks, importance, None, None, dtype)
+    if not num_slots:
+        return stream
+    length = stream.length
+    scores = torch.cat(
+        [cast(Tensor, known)[..., num_sinks : num_sinks + num_slots], cast(Tensor, importance)[..., :length]], dim=-1
+    )
+    if document is not None:  # of the tokens in slots, of those that leave, and of the queries
+        document = torch.cat([F.pad(document[:, :length], (num_slots, 0)), document[:, size:]], dim=1)
+    candidates = torch.cat([in_slots, rows[..., :length, :]], dim=-2)
+    return stream._replace(candidates=candidates, slots=choose(scores, num_slots, document, chunk_size))
 
 
 def _take_sinks(
@@ -217,6 +297,10 @@ def sliding_window_attention(
         near, log_near = _attend_to_sinks(query * scaling, stream.sinks, offset)
         output = output + torch.sigmoid(log_near - log_exact) * (near - output)
         log_exact = torch.logaddexp(log_exact, log_near)
+    if stream.slots is not None:
+        kept, log_kept = attend_to_slots(query * scaling, cast(Tensor, stream.candidates), stream.slots, offset)
+        output = output + torch.sigmoid(log_kept - log_exact) * (kept - output)
+        log_exact = torch.logaddexp(log_exact, log_kept)
     if sink_logits is not None:
         log_sink = sink_logits.to(offset).view(query.shape[1], -1).repeat(1, stream.length)[..., None] + offset
         output = output * torch.sigmoid(log_exact - log_sink)
@@ -246,14 +330,7 @@ def _attend_to_sinks(query: Tensor, sinks: Sinks, offset: Tensor) -> tuple[Tenso
     width = query.shape[-1]
     logits = query @ sinks.rows[..., :width].mT + sinks.rows[..., -1:].mT + offset  # [B, H, T G, n]
     seen = to_rows(sinks.seen, rows_per_token(query, sinks.seen))
-    return _softmax(logits.masked_fill(~seen[:, None], MASKED_LOGIT), sinks.rows[..., width:-1])
-
-
-def _softmax(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean of values by softmax weights, and the logarithm of the normalizer; zeros where nothing is seen."""
-    log_total = logits.logsumexp(-1, keepdim=True)
-    weights = (logits - log_total).exp() * (log_total > MASKED_LOGIT / 2)
-    return weights @ value, log_total
+    return weighted_mean(logits.masked_fill(~seen[:, None], MASKED_LOGIT), sinks.rows[..., width:-1])
 
 
 def in_stream_order(query: Tensor, stream: Stream) -> Tensor:
@@ -301,5 +378,7 @@ def _attend_to_window(query: Tensor, stream: Stream, offset: Tensor, chunk: int)
         logits = logits + to_rows(sums, groups)
     band = torch.ones(chunk, size + chunk, dtype=torch.bool, device=query.device).triu(1).tril(size)
     outside = ~to_rows(band, groups)
-    output, log_total = _softmax(logits.masked_fill(outside, MASKED_LOGIT), blocks[..., width:-1, :].transpose(-1, -2))
+    output, log_total = weighted_mean(
+        logits.masked_fill(outside, MASKED_LOGIT), blocks[..., width:-1, :].transpose(-1, -2)
+    )
     return output.flatten(2, 3)[:, :, places], log_total.flatten(2, 3)[:, :, places]

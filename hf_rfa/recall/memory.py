@@ -23,20 +23,22 @@ class CacheMemory:
         state: recurrent states of all layers.
         window: keys, values and weights of the sliding windows.
         sinks: those of the sinks.
+        slots: those of the slots.
         per_token: keys and values that softmax layers add with every token.
-        layers: (state, window, sinks) of every layer; empty where there is none of these.
+        layers: (state, window, sinks, slots) of every layer; empty where there is none of these.
     """
 
     state: int
     window: int
     sinks: int
     per_token: int
-    layers: tuple[tuple[int, int, int], ...] = ()
+    layers: tuple[tuple[int, int, int, int], ...] = ()
+    slots: int = 0
 
     @property
     def fixed(self) -> int:
         """Bytes that do not grow."""
-        return self.state + self.window + self.sinks
+        return self.state + self.window + self.sinks + self.slots
 
     def after(self, tokens: int) -> int:
         """Return the bytes after some tokens."""
@@ -56,16 +58,17 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
     before = _growing_bytes(cache)
     model(ids[:, SHORT:], past_key_values=cache, use_cache=True)
     config: Any = model.config
-    share = config.num_sinks / max(1, config.num_sinks + config.window_size) if hasattr(config, "num_sinks") else 0.0
+    sizes = [getattr(config, name, 0) for name in ("window_size", "num_sinks", "num_slots")]
     found = []
     layers: list[Any] = cache.layers
     for layer in layers:
         if getattr(layer, "holds", None) == RFALayer.holds:
-            exact = _bytes(layer.window_cache)
-            sinks = round(share * exact)
-            found.append((_bytes(layer.state), exact - sinks, sinks))
-    state, window, sinks = (sum(each) for each in zip(*found, strict=True)) if found else (0, 0, 0)
-    return CacheMemory(state, window, sinks, (_growing_bytes(cache) - before) // (LONG - SHORT), tuple(found))
+            row = _bytes(layer.window_cache) // max(1, sum(sizes))
+            window, sinks, slots = (size * row for size in sizes)
+            found.append((_bytes(layer.state), window, sinks, slots))
+    state, window, sinks, slots = (sum(each) for each in zip(*found, strict=True)) if found else (0, 0, 0, 0)
+    per_token = (_growing_bytes(cache) - before) // (LONG - SHORT)
+    return CacheMemory(state, window, sinks, per_token, tuple(found), slots)
 
 
 def _growing_bytes(cache: DynamicCache) -> int:

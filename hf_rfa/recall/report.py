@@ -22,8 +22,8 @@ from .suite import Column, Figure, RecallReport
 def report_rows(report: RecallReport) -> list[tuple[str, list[str]]]:
     """Return (what was measured, a text per column): memory, then a row per setting, needles averaged over their depths."""
     rows = [("cache, bytes", [f"{column.num_bytes:,}" for column in report.columns])]
-    kinds = [[each.memory.state, each.memory.window, each.memory.sinks] for each in report.columns]
-    rows.append(("of it state + window + sinks", [" + ".join(f"{size:,}" for size in each) for each in kinds]))
+    kinds = [[each.memory.state, each.memory.window, each.memory.sinks, each.memory.slots] for each in report.columns]
+    rows.append(("of it state + window + sinks + slots", [" + ".join(f"{size:,}" for size in each) for each in kinds]))
     texts = ["" if column.worth is None else f"{column.worth:,.0f}" for column in report.columns]
     rows.append(("cache, tokens of the teacher's", texts))
     groups = [_groups(column) for column in report.columns]

@@ -1,0 +1,162 @@
+"""Slots: the most important tokens that have left the window, kept exactly.
+
+A softmax head looks far back at few tokens, and which ones they will be can be told when they come. The importance of a token
+is linear in the layer's input, per key-value head (`Importance`). Query t sees, besides sinks and window, those K tokens of
+highest importance that have left the window by then, under the same normalizer.
+
+Importance is known when a token comes and never changes, so that what is kept depends on no split of the text: it is the K
+first by importance, and the earlier of two that are equal. When a token leaves the window, one of K + 1 loses: it joins the
+recurrent state, as all do without slots.
+
+Choosing tokens by a score of their own that needs no later query follows Devoto et al. 2024 (arXiv 2406.11430), who take the
+norm of the key; fitting it to the attention that is received, Huang et al. 2024 (Locret, arXiv 2410.01805).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .linear_attention import MASKED_LOGIT
+from .masking import to_rows
+
+
+class Importance(nn.Module):
+    """The importance of tokens, w·x: calibrated (`hf_rfa.convert.importance`), not trained by gradients.
+
+    It is zero until calibration; the slots then hold the first tokens that leave the window.
+    """
+
+    weight: Tensor
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(num_heads, hidden_size))
+
+    def reset_parameters(self) -> None:
+        """Set the weight to 0, where no checkpoint has set it."""
+        init.zeros_(self.weight)
+
+    @torch.no_grad()
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the importance [B, H, T] of tokens with hidden states [B, T, width], in float32 or float64."""
+        dtype = torch.promote_types(self.weight.dtype, hidden_states.dtype)
+        return F.linear(hidden_states.to(dtype), self.weight.to(dtype)).transpose(1, 2)
+
+
+class Slots(NamedTuple):
+    """What the slots hold while some tokens come: places among n = K + T candidates, held before or leaving the window.
+
+    Attributes:
+        importance: of the candidates, [B, H, n]; `MASKED_LOGIT` for empty places.
+        chunks: for the queries of some tokens each, the places that they choose from, [B, H, K + C] or None for all, and
+            which of these they see, [B, H, C, K + C].
+        held: the places held from now on, [B, H, K]; n for an empty one.
+        lost: the place that loses at every token, [B, H, T]; n for none.
+    """
+
+    importance: Tensor
+    chunks: list[tuple[Tensor | None, Tensor]]
+    held: Tensor
+    lost: Tensor
+
+
+def choose(importance: Tensor, count: int, document: Tensor | None, chunk_size: int) -> Slots:
+    """Return what ``count`` slots hold while tokens leave the window, one with every query.
+
+    Args:
+        importance: of the tokens held, [B, H, K], followed by those that leave, [B, H, T].
+        count: K.
+        document: numbers of the documents of these n = K + T tokens, followed by those of the queries, [B, n + T], or None
+            where there is one document. A query sees its own.
+        chunk_size: queries handled at once.
+    """
+    length = importance.shape[-1] - count
+    if length == 1 and document is None:
+        return _choose_one(importance, count)
+    # An exporter leaves the length open: one graph, in quadratic time.
+    starts = [0] if isinstance(length, torch.SymInt) else range(0, length, chunk_size)
+    held = torch.arange(count, device=importance.device).expand(*importance.shape[:2], -1)
+    chunks: list[tuple[Tensor | None, Tensor]] = []
+    lost = []
+    for start in starts:
+        size = length if len(starts) == 1 else min(chunk_size, length - start)
+        new = torch.arange(size, device=importance.device) + start + count
+        places = torch.cat([held, new.expand(*held.shape[:2], -1)], dim=-1)
+        scores = importance.gather(-1, places.clamp_max(count + length - 1))
+        scores = scores.masked_fill(places == count + length, MASKED_LOGIT)
+        left = torch.ones(size, count + size, dtype=torch.bool, device=scores.device).tril(count)
+        if document is None:
+            own = left[None, None]
+        else:
+            theirs = document[:, None].expand(-1, places.shape[1], -1).gather(-1, places)
+            asked = document[:, count + length + start : count + length + start + size]
+            own = left & (theirs[:, :, None] == asked[:, None, :, None])
+        order = scores.argsort(dim=-1, descending=True, stable=True)
+        ranked = own.expand(*scores.shape[:2], -1, -1).gather(-1, order[:, :, None].expand(-1, -1, size, -1))
+        ranked = ranked & (ranked.cumsum(-1) <= count)
+        kept = torch.zeros_like(ranked).scatter(-1, order[:, :, None].expand(-1, -1, size, -1), ranked)
+        chunks.append((places, kept))
+        # One of those kept before and the newcomer loses.
+        first = (torch.arange(count + size, device=scores.device) < count).expand(*scores.shape[:2], 1, -1)
+        before = torch.cat([first, kept[..., :-1, :]], dim=-2) | left.triu(count)
+        loses = before & ~kept & own
+        place = places.gather(-1, loses.int().argmax(-1))
+        lost.append(place.masked_fill(~loses.any(-1), count + length))
+        last = kept[..., -1, :]
+        first_kept = (~last).int().argsort(dim=-1, stable=True)[..., :count]
+        held = places.gather(-1, first_kept).masked_fill(~last.gather(-1, first_kept), count + length)
+    return Slots(importance, chunks, held, torch.cat(lost, dim=-1))
+
+
+def _choose_one(importance: Tensor, count: int) -> Slots:
+    """Compute `choose` for one token."""
+    lost = count - importance.flip(-1).argmin(dim=-1, keepdim=True)  # of several, the last
+    places = torch.arange(count + 1, device=importance.device).expand_as(importance)
+    held = places[..., :-1]
+    return Slots(importance, [(None, (places != lost)[..., None, :])], held + (held >= lost), lost)
+
+
+def take(rows: Tensor, places: Tensor) -> Tensor:
+    """Return the rows [B, H, m, ·] at some places of ``rows`` [B, H, n, ·], whose last column is a log-weight; n is empty."""
+    number = rows.shape[-2]
+    index = places.clamp_max(number - 1)[..., None].expand(*places.shape, rows.shape[-1])
+    taken = rows.gather(2, index)
+    log_weights = taken[..., -1:].masked_fill((places == number)[..., None], MASKED_LOGIT)
+    return torch.cat([taken[..., :-1], log_weights], dim=-1)
+
+
+def attend_to_slots(query: Tensor, rows: Tensor, slots: Slots, offset: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend exactly to the tokens in slots.
+
+    Args:
+        query: scaled, [B, H, T G, d].
+        rows: keys, values and log-weights of the candidates, [B, H, K + T, d + M + 1].
+        slots: which of them the queries see.
+        offset: makes the weights commensurate with those of features, [B, H, T G, 1].
+
+    Returns:
+        The outputs [B, H, T G, M], and the logarithms of their normalizers [B, H, T G, 1].
+    """
+    groups, width = query.shape[-2] // slots.lost.shape[-1], query.shape[-1]
+    sizes = [kept.shape[-2] * groups for _, kept in slots.chunks]
+    found = []
+    split = zip(query.split(sizes, dim=-2), offset.split(sizes, dim=-2), slots.chunks, strict=True)
+    for queries, offsets, (places, kept) in split:
+        candidates = rows if places is None else take(rows, places)
+        logits = queries @ candidates[..., :width].mT + candidates[..., -1:].mT + offsets
+        logits = logits.masked_fill(~to_rows(kept, groups), MASKED_LOGIT)
+        found.append(weighted_mean(logits, candidates[..., width:-1]))
+    outputs, log_totals = zip(*found, strict=True)
+    return torch.cat(outputs, dim=-2), torch.cat(log_totals, dim=-2)
+
+
+def weighted_mean(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of values by softmax weights, and the logarithm of the normalizer; zeros where nothing is seen."""
+    log_total = logits.logsumexp(-1, keepdim=True)
+    weights = (logits - log_total).exp() * (log_total > MASKED_LOGIT / 2)
+    return weights @ value, log_total
