@@ -156,7 +156,8 @@ def exact_window(
         sinks = tokens & (tokens.cumsum(1) <= layer.num_sinks)
     in_slots = None
     if layer.importance is not None and hidden_states is not None:
-        in_slots = seen_in_slots(layer.importance(hidden_states), layer.window_sizes, key_mask)
+        importance, recency = layer.importance(hidden_states)
+        in_slots = seen_in_slots(importance, recency, layer.window_sizes, key_mask)
     return ExactWindow(layer.window_size, query * layer.scaling, key, cast(Tensor, offset), sinks, in_slots)
 
 

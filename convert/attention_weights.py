@@ -61,11 +61,12 @@ class ExactWindow(NamedTuple):
         return near | (seen_by(rows, groups, device) & self.sinks[:, None, None, : near.shape[-1]])
 
 
-def seen_in_slots(importance: Tensor, sizes: WindowSizes, key_mask: Tensor | None) -> Tensor:
+def seen_in_slots(importance: Tensor, recency: Tensor, sizes: WindowSizes, key_mask: Tensor | None) -> Tensor:
     """Return which tokens the queries of a whole sequence see in slots (`hf_rfa.models.slots`), [B, H, T, T].
 
     Args:
-        importance: [B, H, T].
+        importance: that of the tokens when they come, [B, H, T].
+        recency: what they lose with every further one, [B, H, T].
         sizes: of the window.
         key_mask: [B, T], True for tokens, or None for all.
     """
@@ -73,6 +74,7 @@ def seen_in_slots(importance: Tensor, sizes: WindowSizes, key_mask: Tensor | Non
     mask = torch.ones_like(importance[:, 0], dtype=torch.bool) if key_mask is None else key_mask
     count = mask.cumsum(1)
     left = (count[:, :, None] - count[:, None, :] >= sizes.window) & (mask & (count > sizes.sinks))[:, None, :]
+    importance = importance + (recency * mask[:, None]).cumsum(-1)  # at whichever token, but for a constant
     order = importance.argsort(dim=-1, descending=True, stable=True)[:, :, None].expand(-1, -1, length, -1)
     ranked = left[:, None].expand_as(order).gather(-1, order)
     return torch.zeros_like(ranked).scatter(-1, order, ranked & (ranked.cumsum(-1) <= sizes.slots))

@@ -198,8 +198,9 @@ def _state_bytes(layer: Any, dtype: torch.dtype) -> int:
     state_dtype = torch.promote_types(layer.state_dtype, dtype)
     size = (feature_map.feature_dim + feature_map.signed) * (feature_map.head_dim + 1) * state_dtype.itemsize
     if layer.window_size:
-        columns = 2 * feature_map.head_dim + (2 if layer.num_slots else 1)
-        size += sum(layer.window_sizes) * columns * (dtype if layer.gate is None else state_dtype).itemsize
+        itemsize = (dtype if layer.gate is None else state_dtype).itemsize
+        importance = max(4, itemsize) if layer.num_slots else 0
+        size += sum(layer.window_sizes) * ((2 * feature_map.head_dim + 1) * itemsize + importance)
     return feature_map.num_heads * size
 
 

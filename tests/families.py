@@ -140,6 +140,7 @@ def draw_importance(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Importance):
             module.weight.copy_(torch.randn(module.weight.shape, generator=generator))
+            module.recency.copy_(torch.rand(module.recency.shape, generator=generator) * 0.2)
 
 
 make_gpt2, make_bart = partial(make, "gpt2"), partial(make, "bart")

@@ -58,6 +58,7 @@ class Case:
     sinks: int
     importance: Tensor | None
     slots: int
+    recency: float
     scaling: float = 0.7
 
     def features(self, query: Tensor, key: Tensor) -> Features:
@@ -91,7 +92,10 @@ class Case:
             options = {"log_decay": log_gate, "input_scale": kept, "padding_mask": padding, "chunk_size": chunk_size}
             options |= {"state": state, "window": window, "denominator_floor": 0.1 if self.signed else None}
             options |= {"sinks": self.sinks, "slots": self.slots}
-            options["importance"] = None if self.importance is None else self.importance[..., start:stop]
+            if self.importance is not None:
+                recency = torch.full_like(self.importance[..., start:stop], self.recency)
+                recency = recency if padding is None else recency * padding[:, None]
+                options |= {"importance": self.importance[..., start:stop], "recency": recency}
             output, state, window = attend(*piece, self.features, self.size, self.scaling, **options)
             outputs.append(output)
         return torch.cat(outputs, dim=2), state, window
@@ -107,7 +111,12 @@ class Case:
                 for n, t in enumerate(tokens):
                     terms, far, mass = {}, 0.0, 0.0
                     left = tokens[self.sinks : max(self.sinks, n + 1 - self.size)]
-                    by_importance = sorted(left, key=lambda j: -float(self.importance[b, h, j])) if self.slots else []
+                    by_importance = []
+                    if self.slots:
+                        now = {
+                            j: float(self.importance[b, h, j]) - self.recency * (n - m) for m, j in enumerate(tokens)
+                        }
+                        by_importance = sorted(left, key=lambda j: -now[j])
                     for m, j in enumerate(tokens[: n + 1]):
                         factor = 1.0
                         if self.log_gate is not None and m >= self.sinks:
@@ -149,9 +158,10 @@ def cases(draw, signed=False):
     inputs = [normal(batch, heads, length, n) for n in (width, width, 3)]
     maps = normal(width, features), normal(width, features), normal(width, 1)
     slots = draw(st.integers(0, 5)) if log_gate is None else 0
-    importance = normal(batch, heads, length).round(decimals=1) if slots else None  # some of them equal
+    importance = normal(batch, heads, length).round(decimals=1) if slots else None
+    recency = draw(st.sampled_from([0.0, 0.03125, 0.0917]))  # with 0, some of them are equal
     size, sinks = draw(st.integers(1, 6)), draw(st.integers(0, 4))
-    return Case(*inputs, log_gate, padding, maps, size, signed, sinks, importance, slots)
+    return Case(*inputs, log_gate, padding, maps, size, signed, sinks, importance, slots, recency)
 
 
 def tokens_of(case: Case, x: Tensor) -> Tensor:
@@ -232,7 +242,10 @@ def test_log_weights_for_training_are_the_weights(signed, data):
         in_slots = None
         if case.slots:
             sizes = WindowSizes(case.size, case.sinks, case.slots)
-            in_slots = seen_in_slots(case.importance, sizes, None if case.padding is None else case.padding > 0)
+            recency = torch.full_like(case.importance, case.recency)
+            in_slots = seen_in_slots(
+                case.importance, recency, sizes, None if case.padding is None else case.padding > 0
+            )
         window = ExactWindow(case.size, case.query * case.scaling, case.key, offset, sinks, in_slots)
         options = {"log_decay": log_gate, "input_scale": weights, "denominator_floor": 0.1 if signed else None}
         logs = log_attention_weights(phi_q, phi_k, rows=rows, window=window, **options)

@@ -247,8 +247,9 @@ class RFAAttentionMixin(nn.Module):
         state, window = (None, None) if layer is None else layer.read(query.device)
 
         log_decay, input_scale = (None, None) if self.gate is None else self.gate(hidden_states)  # [B, H, T]
-        importance = None if self.importance is None else self.importance(hidden_states)
-        tokens = Tokens(key, value, *mask_padding(padding_mask, log_decay, input_scale), padding_mask, importance)
+        importance, recency = (None, None) if self.importance is None else self.importance(hidden_states)
+        scales = mask_padding(padding_mask, log_decay, input_scale)
+        tokens = Tokens(key, value, *scales, padding_mask, importance, mask_padding(padding_mask, recency, None)[0])
         attn_weights = None
         if output_attentions:
             one_hot = tokens._replace(value=one_hot_values(key))

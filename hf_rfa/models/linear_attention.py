@@ -46,7 +46,8 @@ class Tokens(NamedTuple):
         log_decay: log g, [B, H, T], ≤ 0 and 0 for padding, or None for g = 1.
         input_scale: w, [B, H or 1, T], 0 for padding, or None for ones.
         padding_mask: [B, T], 0 for padding, or None where nothing is padded.
-        importance: [B, H, T], or None without slots (`hf_rfa.models.slots`).
+        importance: that of the tokens when they come, [B, H, T], or None without slots (`hf_rfa.models.slots`).
+        recency: importance that all tokens lose at each, [B, H, T] and 0 for padding, or None.
     """
 
     key: Tensor
@@ -55,6 +56,7 @@ class Tokens(NamedTuple):
     input_scale: Tensor | None = None
     padding_mask: Tensor | None = None
     importance: Tensor | None = None
+    recency: Tensor | None = None
 
     def scaled_value(self) -> Tensor:
         """Return w v, [B, H, T, M]."""

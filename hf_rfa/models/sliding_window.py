@@ -12,7 +12,7 @@ that φ leaves out (`hf_rfa.models.feature_maps.Features`).
 Those of the tokens before the window that matter most may be kept as well, in slots (`hf_rfa.models.slots`).
 
 A window [B, H, S + K + W, 2d + 1] holds keys, values and log-weights (log c, `MASKED_LOGIT` for empty places and padding) of
-S sinks, of the tokens in K slots and of W last tokens; with slots the tokens' importance is a further column. The last tokens
+S sinks, of the tokens in K slots and of W last tokens; with slots the tokens' importance follows (`with_importance`). The last tokens
 followed by the new ones are the stream: query t, at place W + t of it, sees places t + 1 to W + t exactly, and place t joins
 the state, or competes for a slot. Padding is moved to the front of the stream, so that it takes no token's place in the
 window. A sink weighs nothing in the stream, in front of which it stands as padding does.
@@ -43,7 +43,7 @@ from .linear_attention import (
     segment_sums,
 )
 from .masking import rows_per_token, to_rows
-from .slots import Slots, attend_to_slots, choose, take, weighted_mean
+from .slots import Slots, attend_to_slots, choose, split_importance, take, weighted_mean, with_importance
 
 
 class WindowSizes(NamedTuple):
@@ -129,9 +129,9 @@ class Stream(NamedTuple):
             held = take(self.slots.importance[..., None], self.slots.held)[..., 0]
             importance = torch.cat([held, importance], dim=-1)
             sinks = rows.shape[-2] - importance.shape[-1]
-            rows = torch.cat([rows, F.pad(importance, (sinks, 0))[..., None]], dim=-1)
+            return with_importance(rows.to(self.dtype), F.pad(importance, (sinks, 0)))
         # Not a view of the stream, which would keep all of a long sequence's keys and values.
-        copied = self.sinks is not None or self.slots is not None or torch.is_grad_enabled()
+        copied = self.sinks is not None or torch.is_grad_enabled()
         return rows.to(self.dtype) if copied or self.dtype != rows.dtype else rows.clone()
 
 
@@ -155,7 +155,7 @@ def stream_of(
         dtype: that of the window as it is kept; None takes that of the keys.
         chunk_size: queries handled at once.
     """
-    key, value, log_decay, input_scale, padding_mask, importance = tokens
+    key, value, log_decay, input_scale, padding_mask, importance, recency = tokens
     size, num_sinks, num_slots = sizes
     dtype = dtype or key.dtype
     log_weights = torch.zeros_like(key[..., 0])
@@ -166,12 +166,10 @@ def stream_of(
     if window is None:
         # Empty places hold copies of a token: a key of zeros can have larger features than all keys of a trained head.
         window = F.pad(rows[..., :1, :-1].expand(-1, -1, sum(sizes), -1), (0, 1), value=MASKED_LOGIT)
-        if num_slots:
-            window = F.pad(window, (0, 1), value=MASKED_LOGIT)
+        known = window[..., -1]
+    elif num_slots:
+        window, known = split_importance(window)
     window = window.to(rows.dtype)
-    known = None
-    if num_slots:
-        window, known = window[..., :-1], window[..., -1].clamp_min(MASKED_LOGIT)
     if dtype == torch.float16:  # in which `MASKED_LOGIT` is minus infinity
         window = torch.cat([window[..., :-1], window[..., -1:].clamp_min(MASKED_LOGIT)], dim=-1)
     held, in_slots, last = window.split([num_sinks, num_slots, size], dim=-2)
@@ -179,14 +177,11 @@ def stream_of(
     if num_sinks:
         sinks, rows = _take_sinks(held, rows, padding_mask, document_starts)
     document = None
-    if num_slots:
-        # Rounded as it is kept, so that a token's importance is one number all the time.
-        importance = (
-            cast(Tensor, importance)
-            .to(dtype)
-            .to(rows.dtype)
-            .masked_fill(rows[..., -1] <= MASKED_LOGIT / 2, MASKED_LOGIT)
-        )
+    if num_slots:  # importance at the last of the new tokens
+        lost = cast(Tensor, recency).to(rows.dtype)
+        known = cast(Tensor, known).to(rows.dtype) - lost.sum(-1, keepdim=True)
+        importance = cast(Tensor, importance).to(rows.dtype) - decay_to_end(lost)
+        importance = importance.masked_fill(rows[..., -1] <= MASKED_LOGIT / 2, MASKED_LOGIT)
         importance = torch.cat([cast(Tensor, known)[..., num_sinks + num_slots :], importance], dim=-1)
         document = None if document_starts is None else F.pad(document_starts.cumsum(-1), (size, 0))
     rows = torch.cat([last, rows], dim=-2)

@@ -1,12 +1,14 @@
 """Slots: the most important tokens that have left the window, kept exactly.
 
-A softmax head looks far back at few tokens, and which ones they will be can be told when they come. The importance of a token
-is linear in the layer's input, per key-value head (`Importance`). Query t sees, besides sinks and window, those K tokens of
-highest importance that have left the window by then, under the same normalizer.
+A softmax head looks far back at few tokens, and which ones they will be can be told when they come. Per key-value head, the
+importance of token s at token t is linear in the layer's input at s, and falls with age (`Importance`):
 
-Importance is known when a token comes and never changes, so that what is kept depends on no split of the text: it is the K
-first by importance, and the earlier of two that are equal. When a token leaves the window, one of K + 1 loses: it joins the
-recurrent state, as all do without slots.
+    i_ts = w·x_s − r (t − s)
+
+Query t sees, besides sinks and window, those K tokens of highest importance that have left the window by then, under the same
+normalizer. All tokens lose the same importance at a step, so that their order never changes, and what is kept depends on no
+split of the text: it is the K first by importance, and the earlier of two that are equal. When a token leaves the window, one
+of K + 1 loses: it joins the recurrent state, as all do without slots.
 
 Choosing tokens by a score of their own that needs no later query follows Devoto et al. 2024 (arXiv 2406.11430), who take the
 norm of the key; fitting it to the attention that is received, Huang et al. 2024 (Locret, arXiv 2410.01805).
@@ -26,26 +28,51 @@ from .masking import to_rows
 
 
 class Importance(nn.Module):
-    """The importance of tokens, w·x: calibrated (`hf_rfa.convert.importance`), not trained by gradients.
+    """The importance of tokens, in nats: calibrated (`hf_rfa.convert.importance`), not trained by gradients.
 
-    It is zero until calibration; the slots then hold the first tokens that leave the window.
+    Attributes:
+        weight: w, [H, width].
+        recency: r, [H], the importance that a token loses with every further one.
+
+    Both are zero until calibration; the slots then hold the first tokens that leave the window.
     """
 
     weight: Tensor
+    recency: Tensor
 
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
         self.register_buffer("weight", torch.zeros(num_heads, hidden_size))
+        self.register_buffer("recency", torch.zeros(num_heads))
 
     def reset_parameters(self) -> None:
-        """Set the weight to 0, where no checkpoint has set it."""
+        """Set both to 0, where no checkpoint has set them."""
         init.zeros_(self.weight)
+        init.zeros_(self.recency)
 
     @torch.no_grad()
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the importance [B, H, T] of tokens with hidden states [B, T, width], in float32 or float64."""
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the importance of tokens when they come, and what all lose at each, for hidden states [B, T, width].
+
+        Both are [B, H, T], in float32 or float64.
+        """
         dtype = torch.promote_types(self.weight.dtype, hidden_states.dtype)
-        return F.linear(hidden_states.to(dtype), self.weight.to(dtype)).transpose(1, 2)
+        importance = F.linear(hidden_states.to(dtype), self.weight.to(dtype)).transpose(1, 2)
+        return importance, self.recency.to(dtype)[:, None].expand_as(importance)
+
+
+def with_importance(rows: Tensor, importance: Tensor) -> Tensor:
+    """Return rows [B, H, n, ·] with importance [B, H, n] as their last columns: two in 16 bits, which hold its float32."""
+    column = importance.to(torch.promote_types(rows.dtype, torch.float32))[..., None].contiguous()
+    return torch.cat([rows, column if column.dtype == rows.dtype else column.view(rows.dtype)], dim=-1)
+
+
+def split_importance(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows without importance, and the importance: the inverse of `with_importance`."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    if dtype == rows.dtype:
+        return rows[..., :-1], rows[..., -1]
+    return rows[..., :-2], rows[..., -2:].contiguous().view(dtype)[..., 0]
 
 
 class Slots(NamedTuple):
