@@ -18,8 +18,8 @@ from .activations import LayerActivations, softmax_weights
 RIDGE = 0.005
 #: Queries beyond which a token's mean counts no more.
 ENOUGH_QUERIES = 96
-#: Importance that a token loses with every further one, in nats. With SmolLM2-135M at 64 and 128 tokens, 4 to 12 nats in 1,024
-#: tokens are about as good, 0 is worse, and so is what the attention weights of every head suggest (docs/method.md).
+#: Importance that a token loses with every further one, in nats. With SmolLM2-135M at 64 and 128 tokens, 6 to 12 nats in
+#: 1,024 tokens are about as good, 0 is worse, and what each head's attention weights suggest is no better (docs/method.md).
 RECENCY = 8 / 1024
 #: Added to every mean, relative to their mean, so that weights of nothing have a logarithm.
 LEAST_MEAN = 1e-3

@@ -37,6 +37,8 @@ class ConversionOptions:
         num_sinks: number of first tokens that it sees exactly as well, for good; with a window.
         num_slots: number of most important tokens before the window that it sees exactly as well; with a window.
         gate: add a recency gate per head.
+        memory: the cache of causal attention in tokens of the softmax model's, on average per layer: window, sinks, slots and
+            features that predict the text best in that memory are found and used.
         calibrate_on: text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder one source a line). Default: random
             tokens.
         max_positions: extend the positions to this number. Default: keep them.
@@ -66,6 +68,7 @@ class ConversionOptions:
     num_sinks: int = 0
     num_slots: int = 0
     gate: bool = False
+    memory: int | None = None
     calibrate_on: str | Path | None = None
     max_positions: int | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -98,6 +101,7 @@ class ConversionOptions:
 RENAMED = {"window": "window_size"}
 #: Least values of numbers.
 MINIMUM = dict.fromkeys(("num_features", "num_cross_features", "num_encoder_features", "max_positions"), 1)
+MINIMUM["memory"] = 8
 MINIMUM |= dict.fromkeys(("redraw_pool", "seed", "keep_softmax", "window_size", "num_sinks", "num_slots"), 0)
 #: Flags that are not named as their fields, and switches that can be turned off.
 FLAGS = {"orthogonal": "--orthogonal/--iid", "gate": "--gate/--no-gate"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from .activations import capture_inputs, compare_weights, layer_activations, layer_divergence, padding_masks
 from .base_model import rfa_layers
 from .calibration_data import Inputs, cut, trim
+from .memory_budget import Trial
 
 #: Queries and keys in a map.
 SHOWN = 64
@@ -64,6 +66,24 @@ def compare_attention(model: nn.Module, base_model: PreTrainedModel, inputs: Inp
         )
         maps.append(HeadMap(name, head, divergence, *(torch.cat(each).cpu() for each in shown)))
     return maps
+
+
+def draw_trials(path: Path, trials: Sequence[Trial]) -> None:
+    """Draw the perplexities of the ways to spend a memory to a PNG file, the best on top."""
+    ordered = sorted(trials, key=lambda each: each.perplexity)
+    figure = Figure(figsize=(6.4, 0.45 * len(ordered) + 1.2))
+    axes = figure.subplots()
+    names = [f"{each.name} ({each.tokens:.1f} tokens)" for each in ordered]
+    colors = ["#2b6cb0"] + ["#a0aec0"] * (len(ordered) - 1)
+    bars = axes.barh(names, [each.perplexity for each in ordered], color=colors)
+    axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=3)
+    axes.axvline(ordered[0].softmax, color="#888888", linestyle=":", label=f"softmax, {ordered[0].softmax:.2f}")
+    axes.set_xlabel("perplexity on text that was not calibrated on")
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
 
 
 def draw_attention(path: Path, stages: dict[str, dict[str, tuple[float, ...]]], maps: list[HeadMap]) -> None:

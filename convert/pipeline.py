@@ -35,9 +35,10 @@ from .calibration_data import (
 )
 from .checkpoint import Checkpoint, load_converted, load_rfa_model, open_checkpoint, quiet
 from .configuration import import_words, rfa_config, with_more_positions
+from .memory_budget import Trial, check_memory, spend_memory
 from .options import RENAMED, ConversionOptions
 from .perplexity import score_labels
-from .pictures import HeadMap, compare_attention, draw_attention
+from .pictures import HeadMap, compare_attention, draw_attention, draw_trials
 from .report import ConversionReport, Perplexities, model_card, model_figures, notes
 from .sensitivity import LayerSensitivity, keep_softmax, measure_sensitivity
 from .text_io import read_documents
@@ -98,8 +99,15 @@ def convert(
 
     report_progress("checking the checkpoint", 1)
     found = with_more_positions(_check(checkpoint, destination, options, overwrite=overwrite), options)
+    if options.memory is not None:
+        check_memory(found, options)
     config = rfa_config(found, options)
     tokenizer, no_tokenizer, inputs = _prepare_inputs(found, options)
+
+    trials: list[Trial] = []
+    if options.memory is not None:
+        options, trials = spend_memory(found, options, inputs, report_progress)
+        config = rfa_config(found, options)
 
     report_progress("loading the weights", 1)
     model, base_model = _load(found, config, options)
@@ -149,6 +157,7 @@ def convert(
             command=command,
             gains=tuple(gains),
             sensitivities=tuple(sensitivities),
+            trials=tuple(trials),
             perplexities=perplexities,
             max_logit_difference=_verify(model_class, folder, probe, expected),
             notes=notes(found, config, options, no_tokenizer),
@@ -199,7 +208,7 @@ def _prepare_inputs(checkpoint: Checkpoint, options: ConversionOptions) -> tuple
             tokenizer,
             documents,
             seed=options.seed,
-            tokens=SLOT_TEXT_TOKENS if options.num_slots else TEXT_TOKENS,
+            tokens=SLOT_TEXT_TOKENS if options.num_slots or options.memory is not None else TEXT_TOKENS,
         ),
     )
 
@@ -249,6 +258,8 @@ def _write_report(report: ConversionReport, checkpoint: Checkpoint, maps: list[H
     """Write the model card, the figures, and the picture of the layers that calibration reached."""
     model_card(report, checkpoint).save(folder / "README.md")
     (folder / "conversion.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+    if report.trials:
+        draw_trials(folder / "memory.png", report.trials)
     if report.gains:
         stages = {"swap": {gain.name: gain.before for gain in report.gains}}
         stages["calibration"] = {gain.name: gain.after for gain in report.gains}

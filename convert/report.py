@@ -20,6 +20,7 @@ from .base_model import rfa_layers
 from .calibration import LayerGain
 from .checkpoint import Checkpoint, new_keys
 from .configuration import outside_module
+from .memory_budget import Trial
 from .options import ConversionOptions
 from .sensitivity import LayerSensitivity
 
@@ -62,6 +63,7 @@ class ConversionReport:
         cache_bytes: bytes of the base model's cache at the same lengths.
         gains: divergence from softmax before and after calibration, by layer.
         sensitivities: sensitivity of every layer, the largest first, if layers were kept softmax by it.
+        trials: ways to spend a memory, with their perplexities, if one was given.
         perplexities: on the calibration text, if there was one.
         audio_positions: positions of the source at any length of output, for an encoder of audio; None for one of text.
         max_logit_difference: largest difference between the logits of the model in memory and of the reloaded one.
@@ -87,6 +89,7 @@ class ConversionReport:
     notes: tuple[str, ...]
     source_revision: str | None = None
     audio_positions: int | None = None
+    trials: tuple[Trial, ...] = ()
 
     @property
     def grows(self) -> bool:
@@ -126,6 +129,11 @@ class ConversionReport:
         if self.sensitivities:
             each_layer = ", ".join(f"{each.kind} {each.layer}: {each.divergence:.4f}" for each in self.sensitivities)
             rows.append(("layer sensitivity, nats per token", each_layer))
+        if self.trials:
+            each_trial = ", ".join(f"{each.name} {each.perplexity:.2f}" for each in self.trials)
+            rows.append(
+                ("perplexity of ways to spend the memory", f"softmax {self.trials[0].softmax:.2f}, {each_trial}")
+            )
         if self.perplexities is not None:
             found = self.perplexities
             text = "the base model's own outputs" if found.own_outputs else "the calibration text"
@@ -264,7 +272,7 @@ def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_to
             found.append(f"The {kind} attention of {kept} is softmax: its cache grows with the {length}.")
     if options.max_positions is not None:
         found.append(checkpoint.family.note_on_positions(config, options.max_positions))
-    if options.calibrate_on is None and config.feature_map != "none":
+    if options.calibrate_on is None and (config.feature_map != "none" or config.num_slots):
         better = "; text like the model's inputs (--calibrate) does better."
         found.append("Calibrated on random tokens" + (" and noise for audio." if reads_audio(config) else better))
     return tuple(found)

@@ -102,6 +102,11 @@ def convert_command(
     """Convert a softmax checkpoint into an RFA checkpoint."""
     if (transfer_steps is None) != (data is None):
         raise UsageError("--transfer-steps and --data belong together: pass both, or neither.")
+    if transfer_steps is not None and options["memory"] is not None:
+        raise UsageError(
+            "--transfer-steps trains features, and --memory may find that there should be none. Convert with --memory, and "
+            "then train the result: hf-rfa distill."
+        )
     for flag, given in (("--references", references is not None), ("--resume", resume)):
         if given and data is None:
             raise UsageError(f"{flag} has no effect without --data. Leave it out.")

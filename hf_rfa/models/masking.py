@@ -2,8 +2,8 @@
 
 Several query heads may share each key-value head. H counts key-value heads throughout, and H_q = G H query heads. States,
 gates and what is learned per head are per key-value head. The G query heads of a group are further rows of its queries,
-[B, H, T G, d] for T tokens: row t G + g is the query of head g of the group at token t, and sees the tokens up to t. Features,
-outputs and what else there is per query have the same rows. Between functions only the shapes say what G is
+[B, H, T G, d] for T tokens: row t G + g is the query of head g of the group at token t, and sees the tokens up to t.
+Features, outputs and what else there is per query have the same rows. Between functions only the shapes say what G is
 (`rows_per_token`); with G = 1 rows are tokens.
 """
 

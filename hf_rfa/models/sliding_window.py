@@ -11,11 +11,11 @@ that φ leaves out (`hf_rfa.models.feature_maps.Features`).
 
 Those of the tokens before the window that matter most may be kept as well, in slots (`hf_rfa.models.slots`).
 
-A window [B, H, S + K + W, 2d + 1] holds keys, values and log-weights (log c, `MASKED_LOGIT` for empty places and padding) of
-S sinks, of the tokens in K slots and of W last tokens; with slots the tokens' importance follows (`with_importance`). The last tokens
-followed by the new ones are the stream: query t, at place W + t of it, sees places t + 1 to W + t exactly, and place t joins
-the state, or competes for a slot. Padding is moved to the front of the stream, so that it takes no token's place in the
-window. A sink weighs nothing in the stream, in front of which it stands as padding does.
+A window [B, H, S + K + W, 2d + 1] holds keys, values and log-weights (log c, `MASKED_LOGIT` for empty places and padding)
+of S sinks, of the tokens in K slots and of W last tokens; with slots the tokens' importance follows (`with_importance`). The
+last tokens followed by the new ones are the stream: query t, at place W + t of it, sees places t + 1 to W + t exactly, and
+place t joins the state, or competes for a slot. Padding is moved to the front of the stream, so that it takes no token's
+place in the window. A sink weighs nothing in the stream, in front of which it stands as padding does.
 
 There may be G rows of queries per token, [B, H, T G, d] (`hf_rfa.models.masking`).
 

@@ -1,0 +1,142 @@
+"""One knob, memory: find what to keep in a cache of given size, by how well it predicts text.
+
+The ways to spend the memory are a window with sinks, the same with slots in place of a half or three quarters of it, and with
+features in place of half of it. Each is converted, calibrated on three quarters of the text, and scored on the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from hf_rfa.errors import InputError
+from hf_rfa.families import position_count
+from hf_rfa.models.feature_maps import FEATURE_MAPS
+
+from .base_model import softmax_base_model
+from .calibration import calibrate
+from .calibration_data import Inputs, batches
+from .checkpoint import Checkpoint, load_rfa_model
+from .configuration import rfa_config
+from .options import ConversionOptions
+from .perplexity import score_labels
+
+#: First tokens that every way keeps, if the memory is at least four times that.
+SINKS = 4
+#: The features of the way that has some, and by what their number is divisible.
+FEATURE_MAP, FEATURES_STEP = "positive", 8
+#: Options that a memory decides on.
+DECIDED = ["feature_map", "num_features", "unit_norm", "trainable_projection", "redraw_pool"]
+DECIDED += ["window_size", "num_sinks", "num_slots", "gate"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to spend a memory.
+
+    Attributes:
+        name: what is kept.
+        tokens: its bytes per layer, in tokens of the softmax model's cache.
+        perplexity: on text that it was not calibrated on.
+        softmax: that of the softmax model.
+    """
+
+    name: str
+    tokens: float
+    perplexity: float
+    softmax: float
+
+
+def check_memory(checkpoint: Checkpoint, options: ConversionOptions) -> None:
+    """Raise an `InputError` where a memory cannot be asked for."""
+    defaults = {each.name: each.default for each in fields(ConversionOptions)}
+    given = [name for name in DECIDED if getattr(options, name) != defaults[name]]
+    memory = f"memory={options.memory}"
+    if given:
+        raise InputError(f"{memory} decides on {', '.join(given)}: leave them out, or leave the memory out.")
+    if options.calibrate_on is None:
+        raise InputError(f"{memory} needs a text to measure on: pass one with --calibrate.")
+    if checkpoint.config.is_encoder_decoder:
+        raise InputError(f"{memory} is for decoders alone, and {checkpoint.config.model_type} has an encoder.")
+    if not checkpoint.architecture.endswith(("LMHeadModel", "ForCausalLM")):
+        raise InputError(f"{memory} needs a model that predicts tokens, and {checkpoint.architecture} does not.")
+    if int(options.memory or 0) > position_count(checkpoint.config):
+        raise InputError(f"{memory} is more than the positions of {checkpoint.name}: its own cache takes less.")
+
+
+def ways_to_spend(checkpoint: Checkpoint, options: ConversionOptions) -> list[tuple[str, float, ConversionOptions]]:
+    """Return (what is kept, its worth in tokens, options) for every way to spend ``options.memory``."""
+    config = checkpoint.family.rfa_config.from_parent(checkpoint.config)
+    own = "float32" if checkpoint.gguf is not None else str(checkpoint.config.dtype or "float32").removeprefix("torch.")
+    itemsize = getattr(torch, own if options.dtype == "auto" else options.dtype).itemsize
+    width, memory = config.head_dim_for("causal"), int(options.memory or 0)
+    token = 2 * width * itemsize
+    plain, ranked = token + itemsize, token + itemsize + 4  # a log-weight, and importance in float32
+    sinks = min(SINKS, memory // 4)
+
+    def way(name: str, num_bytes: int, **chosen: Any) -> tuple[str, float, ConversionOptions]:
+        return name, num_bytes / token, replace(options, memory=None, **chosen)
+
+    count = memory * token // plain
+    exact = {"feature_map": "none", "num_sinks": sinks}
+    found = [way(f"window {count - sinks}, sinks {sinks}", count * plain, window_size=count - sinks, **exact)]
+    count = memory * token // ranked
+    for share in (2, 4):
+        window = max(1, count // share)
+        slots = count - sinks - window
+        name = f"window {window}, sinks {sinks}, slots {slots}"
+        found.append(way(name, count * ranked, window_size=window, num_slots=slots, **exact))
+    row = (width + 1) * 4
+    features = memory * token // 2 // row // FEATURES_STEP * FEATURES_STEP
+    count = (memory * token - features * row) // plain
+    if features and count > sinks:
+        name = f"window {count - sinks}, sinks {sinks}, {features} features"
+        kept = {"feature_map": FEATURE_MAP, "num_features": features // _features_per_row(width)}
+        kept |= {"window_size": count - sinks, "num_sinks": sinks}
+        found.append(way(name, count * plain + features * row, **kept))
+    return found
+
+
+def _features_per_row(width: int) -> int:
+    """Return F / D of the map with features."""
+    feature_map = FEATURE_MAPS[FEATURE_MAP](num_heads=1, head_dim=width, num_features=FEATURES_STEP, scaling=1.0)
+    return feature_map.feature_dim // FEATURES_STEP
+
+
+def spend_memory(
+    checkpoint: Checkpoint,
+    options: ConversionOptions,
+    inputs: Inputs,
+    report_progress: Callable[[str | None, int], None],
+) -> tuple[ConversionOptions, list[Trial]]:
+    """Return the options that spend ``options.memory`` best, and every trial, in the order they were made.
+
+    Args:
+        checkpoint: the softmax checkpoint.
+        options: those asked for (`check_memory`).
+        inputs: blocks of the text.
+        report_progress: called as the work goes on.
+    """
+    rows = inputs["input_ids"].shape[0]
+    fitted = max(1, rows - max(1, rows // 4))
+    fit = {name: tensor[:fitted] for name, tensor in inputs.items()}
+    held_out = {name: tensor[fitted:] if rows > 1 else tensor for name, tensor in inputs.items()}
+    held_out["labels"] = held_out["input_ids"]
+    ways = ways_to_spend(checkpoint, options)
+    report_progress("spending the memory", len(ways))
+    trials: list[Trial] = []
+    softmax = None
+    for name, tokens, chosen in ways:
+        model = load_rfa_model(checkpoint, rfa_config(checkpoint, chosen), options.dtype)
+        base_model = softmax_base_model(model, checkpoint.architecture, checkpoint.config)
+        if softmax is None:
+            softmax = score_labels(base_model, batches(held_out)).perplexity
+        calibrate(model, base_model, fit, on_layer=lambda: None)
+        trials.append(Trial(name, tokens, score_labels(model, batches(held_out)).perplexity, softmax))
+        del model, base_model
+        report_progress(None, 1)
+    best = min(range(len(ways)), key=lambda index: trials[index].perplexity)
+    return ways[best][2], trials

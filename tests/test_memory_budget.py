@@ -1,0 +1,100 @@
+"""``memory``: the ways to spend it cost no more, the best by perplexity is taken, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_rfa.convert import ConversionOptions, convert
+from hf_rfa.convert.checkpoint import open_checkpoint
+from hf_rfa.convert.memory_budget import ways_to_spend
+from hf_rfa.errors import InputError
+from hf_rfa.recall.memory import cache_memory
+
+from .conftest import leftovers
+from .families import save_softmax_model
+
+TEXT = "the cat sat on the mat and the dog ate the cat . " * 60
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def parent(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    save_softmax_model(request.param, folder)
+    return folder
+
+
+@pytest.mark.parametrize(("memory", "dtype"), [(8, "auto"), (13, "bfloat16"), (40, "auto")])
+def test_every_way_takes_what_it_says_and_no_more(parent, memory, dtype, tmp_path):
+    ways = ways_to_spend(open_checkpoint(parent), ConversionOptions(memory=memory, dtype=dtype))
+    assert len({name for name, *_ in ways}) == len(ways) >= 3
+    softmax = AutoModelForCausalLM.from_pretrained(parent, dtype="auto" if dtype == "auto" else torch.bfloat16)
+    for index, (_, tokens, options) in enumerate(ways):
+        convert(parent, tmp_path / str(index), options)
+        found = cache_memory(AutoModelForCausalLM.from_pretrained(tmp_path / str(index), dtype="auto"))
+        assert found.per_token == 0
+        assert found.worth(cache_memory(softmax), 0) == pytest.approx(tokens, rel=1e-3)
+        assert tokens <= memory
+        assert tokens > memory - (2 if options.feature_map == "none" else 8 * 9 * 4 / 128 + 2)
+
+
+def test_the_best_way_is_converted_and_all_are_reported(parent, text, tmp_path):
+    report = convert(parent, tmp_path / "out", memory=12, calibrate_on=text)
+    best = min(report.trials, key=lambda each: each.perplexity)
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
+    name = f"window {config.window_size}, sinks {config.num_sinks}"
+    name += f", slots {config.num_slots}" if config.num_slots else ""
+    name += f", {config.num_features} features" if config.feature_map != "none" else ""
+    assert name == best.name
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "--memory 12" in card
+    assert "--window-size" not in card
+    assert best.name in card
+    assert (tmp_path / "out" / "memory.png").stat().st_size > 5000
+    written = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert [each["perplexity"] for each in written["trials"]] == [each.perplexity for each in report.trials]
+    again = convert(parent, tmp_path / "again", memory=12, calibrate_on=text)
+    assert again.trials == report.trials
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": 7}, "memory must be at least 8"),
+        ({"memory": 12}, "needs a text"),
+        ({"memory": 12, "window_size": 4}, "decides on window_size"),
+        ({"memory": 12, "feature_map": "elu", "gate": True}, "decides on feature_map, gate"),
+        ({"memory": 97, "calibrate_on": True}, "more than the positions"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused(options, message, parent, text, tmp_path):
+    if "calibrate_on" in options:
+        options = options | {"calibrate_on": text}
+    with pytest.raises(InputError, match=message):
+        convert(parent, tmp_path / "out", **options)
+    assert leftovers(tmp_path) == []
+
+
+def test_models_with_an_encoder_are_refused(text, tmp_path):
+    save_softmax_model("bart", tmp_path / "bart")
+    with pytest.raises(InputError, match="for decoders alone"):
+        convert(tmp_path / "bart", tmp_path / "out", memory=12, calibrate_on=text)
+
+
+def test_the_command_line(parent, text, tmp_path, run_cli, capsys):
+    assert run_cli("convert", parent, tmp_path / "out", "--memory", 12, "--calibrate", text) == 0
+    assert "spending the memory" in capsys.readouterr().out
+    words = ["--memory", 12, "--data", text, "--transfer-steps", 1]
+    assert run_cli("convert", parent, tmp_path / "other", *words) == 2
+    assert "then train the result" in " ".join(capsys.readouterr().err.split())
