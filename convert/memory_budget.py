@@ -1,7 +1,8 @@
 """One knob, memory: find what to keep in a cache of given size, by how well it predicts text.
 
-The ways to spend the memory are a window with sinks, the same with slots in place of a half or three quarters of it, and with
-features in place of half of it. Each is converted, calibrated on three quarters of the text, and scored on the rest.
+The ways to spend the memory are a window with sinks, the same with slots in place of a half or three quarters of it, and both
+with features in place of half of the memory. Each is converted, calibrated on three quarters of the text, and scored on the
+rest.
 """
 
 from __future__ import annotations
@@ -90,13 +91,15 @@ def ways_to_spend(checkpoint: Checkpoint, options: ConversionOptions) -> list[tu
         name = f"window {window}, sinks {sinks}, slots {slots}"
         found.append(way(name, count * ranked, window_size=window, num_slots=slots, **exact))
     row = (width + 1) * 4
-    features = memory * token // 2 // row // FEATURES_STEP * FEATURES_STEP
-    count = (memory * token - features * row) // plain
-    if features and count > sinks:
-        name = f"window {count - sinks}, sinks {sinks}, {features} features"
-        kept = {"feature_map": FEATURE_MAP, "num_features": features // _features_per_row(width)}
-        kept |= {"window_size": count - sinks, "num_sinks": sinks}
-        found.append(way(name, count * plain + features * row, **kept))
+    rows = memory * token // 2 // row // FEATURES_STEP * FEATURES_STEP
+    mapped = {"feature_map": FEATURE_MAP, "num_features": rows // _features_per_row(width), "num_sinks": sinks}
+    for columns, share in ((plain, 1), (ranked, 2)):
+        count = (memory * token - rows * row) // columns - sinks
+        if rows and count >= share:
+            window, num_bytes = -(-count // share), (count + sinks) * columns + rows * row
+            slots = count - window
+            name = f"window {window}, sinks {sinks}{f', slots {slots}' if slots else ''}, {rows} features"
+            found.append(way(name, num_bytes, window_size=window, num_slots=slots, **mapped))
     return found
 
 

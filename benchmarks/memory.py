@@ -1,0 +1,159 @@
+"""Perplexity by memory of the cache: converted checkpoints, their softmax model, and a window with sinks of the same bytes.
+
+    hf-rfa convert MODEL rfa-64 --memory 64 --calibrate TRAIN
+    python -m benchmarks.memory MODEL TEXT rfa-64 … --output FOLDER
+
+Every row is one model on the first tokens of the text in blocks; the control is the softmax model through a window with 4
+sinks that take as many bytes as the checkpoint's cache. Rows are written one by one to ``memory.json``, and a run goes on
+where it was stopped. The picture has perplexity by memory, and by position in the longest blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import hf_rfa  # noqa: F401  # registers the RFA models
+from hf_rfa.convert.atomic_io import new_file
+from hf_rfa.convert.calibration_data import tokenize
+from hf_rfa.convert.text_io import read_documents
+from hf_rfa.recall import window_and_sinks
+from hf_rfa.recall.memory import cache_memory
+from hf_rfa.recall.scoring import Rows, score_tokens
+
+SINKS = 4
+#: Tokens of a block whose mean is one point of the picture by position.
+BUCKET = 256
+COLORS = {"softmax": "#555555", "window and sinks": "#c05621", "converted": "#2b6cb0"}
+
+
+def models(parent: PreTrainedModel, checkpoints: list[Path]) -> Iterator[tuple[str, str, float, Any, Any]]:
+    """Yield (kind, name, tokens of the parent's cache, model, context manager to score it in) for every row."""
+    own = cache_memory(parent)
+    yield "softmax", "softmax", math.inf, parent, nullcontext
+    for path in checkpoints:
+        model = AutoModelForCausalLM.from_pretrained(path).eval()
+        worth = cache_memory(model).worth(own, 0)
+        yield "converted", path.name, worth, model, nullcontext
+        size = int(worth + 0.5)
+
+        def control(window: int = size - SINKS) -> AbstractContextManager:
+            return window_and_sinks(parent, window, SINKS)
+
+        yield "window and sinks", f"window {size - SINKS} + {SINKS} sinks", float(size), parent, control
+
+
+def main() -> None:
+    """Measure what is missing, and print and draw all rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("checkpoints", type=Path, nargs="*")
+    parser.add_argument("--tokens", type=int, default=32_768)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048])
+    parser.add_argument("--output", type=Path, required=True)
+    given = parser.parse_args()
+
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    ids = tokenize(tokenizer, read_documents(given.text), most=given.tokens)
+    parent = AutoModelForCausalLM.from_pretrained(given.model).eval()
+    given.output.mkdir(parents=True, exist_ok=True)
+    path = given.output / "memory.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+    console = Console()
+    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=(1 + 2 * len(given.checkpoints)) * len(given.contexts))
+        for kind, name, worth, model, context in models(parent, given.checkpoints):
+            for length in given.contexts:
+                progress.update(task, description=f"{name}, context {length:,}")
+                key = {"kind": kind, "name": name, "context": length, "tokens": len(ids)}
+                if not any(key.items() <= row.items() for row in rows):
+                    with context():
+                        figures = score(model, ids[: len(ids) // length * length].view(-1, length))
+                    rows.append(key | {"worth": None if math.isinf(worth) else worth} | figures)
+                    with new_file(path) as file:
+                        file.write(json.dumps(rows, indent=1) + "\n")
+                progress.advance(task)
+    draw(rows, given.output / "memory.png")
+    console.print(table(rows), markup=False)
+
+
+def score(model: PreTrainedModel, blocks: Tensor) -> dict[str, Any]:
+    """Return the perplexity of blocks of text [N, T], by position too, and the seconds that it took."""
+    scored = torch.ones_like(blocks, dtype=torch.bool)
+    scored[:, 0] = False
+    start = time.perf_counter()
+    scores = score_tokens(model, Rows(blocks, scored))
+    seconds = time.perf_counter() - start
+    bucket = torch.arange(blocks.shape[1]) // BUCKET
+    by_position = [math.exp(scores.among(scored & (bucket == each)).mean_nats) for each in bucket.unique()]
+    return {"perplexity": math.exp(scores.mean_nats), "by_position": by_position, "seconds": seconds}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table: perplexity, and its ratio to softmax, by context."""
+    contexts = sorted({row["context"] for row in rows})
+    base = {row["context"]: row["perplexity"] for row in rows if row["kind"] == "softmax"}
+    lines = [
+        "| | memory | " + " | ".join(f"{each:,}" for each in contexts) + " |",
+        "|---|---|" + "---|" * len(contexts),
+    ]
+    for name in dict.fromkeys(row["name"] for row in rows):
+        found = {row["context"]: row for row in rows if row["name"] == name}
+        worth = next(iter(found.values()))["worth"]
+        cells = [
+            f"{found[each]['perplexity']:.2f} ({found[each]['perplexity'] / base[each]:.3f})" if each in found else ""
+            for each in contexts
+        ]
+        lines.append(f"| {name} | {'all' if worth is None else f'{worth:.1f}'} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw perplexity by memory, and by position in the longest blocks, to a PNG file."""
+    longest = max(row["context"] for row in rows)
+    figure = Figure(figsize=(10, 3.8))
+    left, right = figure.subplots(1, 2)
+    for context, style in zip(sorted({row["context"] for row in rows}), ("-", "--", ":"), strict=False):
+        for kind in ("window and sinks", "converted"):
+            points = sorted(
+                (row["worth"], row["perplexity"]) for row in rows if row["kind"] == kind and row["context"] == context
+            )
+            left.plot(*zip(*points, strict=True), style, marker="o", color=COLORS[kind], label=f"{kind}, {context:,}")
+        for row in rows:
+            if row["kind"] == "softmax" and row["context"] == context:
+                left.axhline(row["perplexity"], color=COLORS["softmax"], linestyle=style, label=f"softmax, {context:,}")
+    left.set_xscale("log", base=2)
+    ticks = sorted({round(row["worth"]) for row in rows if row["worth"] is not None})
+    left.set_xticks(ticks, [str(each) for each in ticks])
+    left.set_xlabel("memory, tokens of the softmax cache")
+    left.set_ylabel("perplexity")
+    for row in rows:
+        if row["context"] == longest:
+            places = [BUCKET * (index + 0.5) for index in range(len(row["by_position"]))]
+            label = row["name"] if row["kind"] != "converted" else f"{row['name']} ({row['worth']:.0f})"
+            right.plot(places, row["by_position"], marker=".", color=COLORS[row["kind"]], label=label)
+    right.set_xlabel(f"position in blocks of {longest:,}")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
