@@ -180,7 +180,7 @@ def stream_of(
     if num_slots:  # importance at the last of the new tokens
         lost = cast(Tensor, recency).to(rows.dtype)
         known = cast(Tensor, known).to(rows.dtype) - lost.sum(-1, keepdim=True)
-        importance = cast(Tensor, importance).to(rows.dtype) - decay_to_end(lost)
+        importance = cast(Tensor, importance).to(rows.dtype) - (lost.flip(-1).cumsum(-1).flip(-1) - lost)
         importance = importance.masked_fill(rows[..., -1] <= MASKED_LOGIT / 2, MASKED_LOGIT)
         importance = torch.cat([cast(Tensor, known)[..., num_sinks + num_slots :], importance], dim=-1)
         document = None if document_starts is None else F.pad(document_starts.cumsum(-1), (size, 0))

@@ -130,7 +130,7 @@ def choose(importance: Tensor, count: int, document: Tensor | None, chunk_size: 
         chunks.append((places, kept))
         # One of those kept before and the newcomer loses.
         first = (torch.arange(count + size, device=scores.device) < count).expand(*scores.shape[:2], 1, -1)
-        before = torch.cat([first, kept[..., :-1, :]], dim=-2) | left.triu(count)
+        before = torch.cat([first, kept], dim=-2)[..., :-1, :] | left.triu(count)
         loses = before & ~kept & own
         place = places.gather(-1, loses.int().argmax(-1))
         lost.append(place.masked_fill(~loses.any(-1), count + length))
