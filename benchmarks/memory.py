@@ -126,7 +126,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw perplexity by memory, and by position in the longest blocks, to a PNG file."""
     longest = max(row["context"] for row in rows)
-    figure = Figure(figsize=(10, 3.8))
+    figure = Figure(figsize=(12, 3.8))
     left, right = figure.subplots(1, 2)
     for context, style in zip(sorted({row["context"] for row in rows}), ("-", "--", ":"), strict=False):
         for kind in ("window and sinks", "converted"):
@@ -150,7 +150,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     right.set_xlabel(f"position in blocks of {longest:,}")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=7)
+    left.legend(frameon=False, fontsize=7)
+    right.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 
