@@ -30,6 +30,7 @@ from hf_rfa.recall.suite import make_probes, run_probe
 from hf_rfa.recall.window_control import window_and_sinks_mask
 
 from .conftest import DEMO_MODEL, DEMO_TEXT, shared, tiny_parent_config
+from .families import make_gpt2
 
 #: Perplexity and accuracy on a text repeated of SmolLM2-135M-Instruct, by window and sinks, taken with masks of our own.
 FIGURES = {
@@ -287,6 +288,12 @@ def test_memory_is_that_of_the_cache():
         kinds = (found.state, found.window, found.sinks, found.slots)
         assert found.layers == (tuple(kind // (2 - keep) for kind in kinds),) * (2 - keep)
         assert found.worth(parent, 100) == pytest.approx((found.fixed + 100 * found.per_token) / 384)
+
+
+def test_a_converted_model_is_no_control():
+    """Its attention would not notice the window, and the control would have the model's own figures."""
+    with pytest.raises(InputError, match="Name its teacher"), window_and_sinks(make_gpt2({}), 4, 1):
+        pass
 
 
 # -------------------------------------------------------------------------------------------------------- the suite

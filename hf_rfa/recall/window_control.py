@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_rfa.errors import InputError
+from hf_rfa.models.attention import RFAAttentionMixin
 
 #: Name of the attention in transformers' interface.
 NAME = "hf_rfa_window_and_sinks"
@@ -65,6 +66,10 @@ def window_and_sinks(model: PreTrainedModel, window: int, sinks: int = 4) -> Ite
     """
     if window < 1 or sinks < 0:
         raise InputError(f"the window must be at least 1 and the sinks at least 0, got {window} and {sinks}.")
+    if any(isinstance(module, RFAAttentionMixin) for module in model.modules()):
+        raise InputError(
+            "a window is put on softmax attention, and this model is converted. Name its teacher (--teacher)."
+        )
     layers = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
