@@ -14,7 +14,15 @@ from torch import Tensor
 from hf_rfa.convert.attention_weights import ExactWindow, log_attention_weights, seen_in_slots
 from hf_rfa.models.feature_maps import FEATURE_MAPS, Features
 from hf_rfa.models.linear_attention import Tokens, denominator
-from hf_rfa.models.sliding_window import WindowSizes, in_stream_order, sliding_window_attention, stream_of
+from hf_rfa.models.sliding_window import (
+    Step,
+    Stream,
+    WindowSizes,
+    in_stream_order,
+    sliding_window_attention,
+    stream_of,
+)
+from hf_rfa.models.slots import split_importance
 
 
 def attend(
@@ -38,8 +46,9 @@ def attend(
     stream = stream_of(Tokens(key, value, **options), window, sizes, chunk_size=chunk_size)
     query = in_stream_order(query, stream)
     given = {"scaling": scaling, "denominator_floor": denominator_floor, "chunk_size": chunk_size}
-    phi = features(query, stream.leaving().key)
-    output, state = sliding_window_attention(query, stream, phi, initial_state=state, **given)
+    leaving = stream.leaving()
+    phi = features(query, leaving.key)
+    output, state = sliding_window_attention(query, stream, leaving, phi, initial_state=state, **given)
     return output, state, stream.window()
 
 
@@ -197,6 +206,52 @@ def test_window_is_what_a_loop_over_tokens_gives_however_it_is_cut(signed, data)
     with torch.no_grad():
         one_by_one = case.run(range(1, case.query.shape[2]))[0]
     torch.testing.assert_close(tokens_of(case, one_by_one), tokens_of(case, expected), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@given(data=st.data())
+@settings(max_examples=25)
+def test_a_step_is_a_stream_of_one_token(dtype, data):
+    """The form of few operations against the one for any number of tokens, which takes what is told to be padded."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10_000)))
+    sizes = WindowSizes(data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3)), data.draw(st.integers(0, 4)))
+    past, batch, heads = data.draw(st.integers(1, 14)), 2, 2
+    compute = torch.promote_types(dtype, torch.float32)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(batch, heads, *shape, generator=generator).to(dtype).to(compute)
+
+    def tokens(count: int, padding: Tensor | None) -> Tokens:
+        ranks = [some(count), torch.full_like(some(count), 0.25)] if sizes.slots else [None, None]
+        return Tokens(some(count, 3), some(count, 2), None, None, padding, *ranks)
+
+    before = torch.ones(batch, past, dtype=torch.long)
+    before[0, : data.draw(st.integers(0, past))] = 0  # so that a row may lack sinks
+    known = tokens(past, before)
+    if sizes.slots:
+        known = known._replace(recency=known.recency * before[:, None])
+    scale = before[:, None].to(compute).expand_as(known.key[..., 0])
+    window = stream_of(known._replace(input_scale=scale), None, sizes, dtype=dtype).window()
+    new = tokens(1, None)
+    step = stream_of(new, window, sizes, dtype=dtype)
+    stream = stream_of(new._replace(padding_mask=torch.ones(batch, 1)), window, sizes, dtype=dtype)
+    assert isinstance(step, Step)
+    assert isinstance(stream, Stream)
+    query, offset = some(3, 3), some(3, 1)
+    for found, expected in zip(step.attend(query, offset, 1), stream.attend(query, offset, 1), strict=True):
+        torch.testing.assert_close(found, expected)
+    found, expected = step.leaving(), stream.leaving()
+    assert torch.equal(found.input_scale, expected.input_scale)
+    assert torch.equal(found.key * found.input_scale[..., None], expected.key * expected.input_scale[..., None])
+    assert torch.equal(found.value * found.input_scale[..., None], expected.value * expected.input_scale[..., None])
+    windows = step.window(), stream.window()
+    assert windows[0].dtype == windows[1].dtype == dtype
+    if sizes.slots:
+        windows, ranks = zip(*(split_importance(each) for each in windows), strict=True)
+        torch.testing.assert_close(*(each[..., sizes.sinks :] for each in ranks))  # nobody reads that of a sink
+    known = [each[..., -1] == 0 for each in windows]
+    assert torch.equal(*known)
+    assert torch.equal(windows[0][known[0]], windows[1][known[1]])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-9)])

@@ -299,10 +299,12 @@ class RFAAttentionMixin(nn.Module):
             stream = stream_of(tokens, window, sizes, document_starts, dtype=dtype, chunk_size=self.chunk_size)
             query = in_stream_order(self._as_state(query), stream)
             least_shift = feature_map.least_shift(state)
-            features = self._features(query, stream.leaving().key, least_shift, offset=True)
+            leaving = stream.leaving() if recording or feature_map.feature_dim else None
+            features = self._features(query, None if leaving is None else leaving.key, least_shift, offset=True)
             output, state = sliding_window_attention(
                 query,
                 stream,
+                leaving,
                 features,
                 scaling=self.scaling,
                 initial_state=state,

@@ -43,7 +43,16 @@ from .linear_attention import (
     segment_sums,
 )
 from .masking import rows_per_token, to_rows
-from .slots import Slots, attend_to_slots, choose, split_importance, take, weighted_mean, with_importance
+from .slots import (
+    Slots,
+    attend_to_slots,
+    choose,
+    lower_importance,
+    split_importance,
+    take,
+    weighted_mean,
+    with_importance,
+)
 
 
 class WindowSizes(NamedTuple):
@@ -134,6 +143,106 @@ class Stream(NamedTuple):
         copied = self.sinks is not None or torch.is_grad_enabled()
         return rows.to(self.dtype) if copied or self.dtype != rows.dtype else rows.clone()
 
+    def attend(self, query: Tensor, offset: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+        """Attend exactly to all that is kept; see `Step.attend`."""
+        output, log_total = _attend_to_window(query, self, offset, chunk_size)
+        found = []
+        if self.sinks is not None:
+            found.append(_attend_to_sinks(query, self.sinks, offset))
+        if self.slots is not None:
+            found.append(attend_to_slots(query, cast(Tensor, self.candidates), self.slots, offset))
+        for each, log_each in found:
+            output = output + torch.sigmoid(log_each - log_total) * (each - output)
+            log_total = torch.logaddexp(log_total, log_each)
+        return output, log_total
+
+
+class Step(NamedTuple):
+    """One token and what it sees exactly, where there are neither gates nor padding: a `Stream` in far fewer operations.
+
+    Attributes:
+        kept: the window after the token, [B, H, S + K + W, ·].
+        lost: what joins the state, [B, H, 1, ·].
+        head_dim: d.
+        value_dim: M.
+        dtype: the computing dtype.
+    """
+
+    kept: Tensor
+    lost: Tensor
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def order(self) -> None:
+        """None: nothing is padded."""
+        return None
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return 1
+
+    def _split(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys, values and log-weights [B, H, n, 1]."""
+        rows = rows[..., : self.head_dim + self.value_dim + 1].to(self.dtype)
+        key, value, log_weights = rows.split([self.head_dim, self.value_dim, 1], dim=-1)
+        return key, value, log_weights.clamp_min(MASKED_LOGIT)  # minus infinity in float16
+
+    def leaving(self) -> Tokens:
+        """Return the token that leaves for the state."""
+        key, value, log_weights = self._split(self.lost)
+        return Tokens(key, value, None, log_weights[..., 0].exp())
+
+    def window(self) -> Tensor:
+        """Return the window after the token."""
+        return self.kept
+
+    def attend(self, query: Tensor, offset: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+        """Attend exactly to all that is kept.
+
+        Args:
+            query: scaled, in the order of the stream, [B, H, T G, d].
+            offset: makes the weights commensurate with those of features, [B, H, T G, 1].
+            chunk_size: queries handled at once.
+
+        Returns:
+            The outputs [B, H, T G, M], and the logarithms of their normalizers [B, H, T G, 1].
+        """
+        key, value, log_weights = self._split(self.kept)
+        return weighted_mean(query @ key.mT + log_weights.mT + offset, value)
+
+
+def _step_of(tokens: Tokens, window: Tensor, sizes: WindowSizes, dtype: torch.dtype) -> Step:
+    """Return a window [B, H, S + K + W, ·], kept in ``dtype``, followed by one token."""
+    _, num_sinks, num_slots = sizes
+    key, value, importance = tokens.key, tokens.value.to(tokens.key.dtype), tokens.importance
+    log_weight = torch.zeros_like(key[..., :1])
+    row = torch.cat([key, value, log_weight], dim=-1).to(dtype)
+    held, others = window[..., :num_sinks, :], window[..., num_sinks:, :]
+    if num_sinks:  # a sink weighs nothing in the stream
+        column = row.shape[-1] - 1
+        number_held = (held[..., column : column + 1] > MASKED_LOGIT / 2).sum(-2, keepdim=True)
+        is_sink = number_held < num_sinks
+        sink = row
+        if num_slots:
+            sink = with_importance(row, torch.zeros_like(log_weight[..., 0]))
+            importance = cast(Tensor, importance).to(key.dtype).masked_fill(is_sink[..., 0], MASKED_LOGIT)
+        held = torch.where(torch.arange(num_sinks, device=held.device)[:, None] == number_held, sink, held)
+        row = torch.cat([key, value, log_weight.masked_fill(is_sink, MASKED_LOGIT)], dim=-1).to(dtype)
+    if not num_slots:
+        kept = [held, others[..., 1:, :], row] if num_sinks else [others[..., 1:, :], row]
+        return Step(torch.cat(kept, dim=-2), others[..., :1, :], key.shape[-1], value.shape[-1], key.dtype)
+    others = torch.cat([others, with_importance(row, cast(Tensor, importance))], dim=-2)
+    rank = split_importance(others[..., : num_slots + 1, :])[1]
+    lost = num_slots - rank.flip(-1).argmin(dim=-1, keepdim=True)  # of several, the last
+    places = torch.arange(others.shape[-2] - 1, device=window.device)
+    stay = others.gather(2, (places + (places >= lost))[..., None].expand(-1, -1, -1, others.shape[-1]))
+    lower_importance(stay[..., :-1, :], cast(Tensor, tokens.recency))
+    gone = others.gather(2, lost[..., None].expand(-1, -1, -1, others.shape[-1]))
+    return Step(torch.cat([held, stay], dim=-2), gone, key.shape[-1], value.shape[-1], key.dtype)
+
 
 def stream_of(
     tokens: Tokens,
@@ -143,7 +252,7 @@ def stream_of(
     *,
     dtype: torch.dtype | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> Stream:
+) -> Stream | Step:
     """Return a window, or None at the start, followed by tokens with keys in float32 or float64.
 
     Args:
@@ -158,6 +267,9 @@ def stream_of(
     key, value, log_decay, input_scale, padding_mask, importance, recency = tokens
     size, num_sinks, num_slots = sizes
     dtype = dtype or key.dtype
+    plain = log_decay is None and input_scale is None and padding_mask is None and document_starts is None
+    if plain and window is not None and key.shape[-2] == 1:
+        return _step_of(tokens, window, sizes, dtype)
     log_weights = torch.zeros_like(key[..., 0])
     if input_scale is not None:
         scale = input_scale.to(key.dtype).expand_as(log_weights)
@@ -260,7 +372,8 @@ def first_to_leave(key_features: Tensor, count: int, padding_mask: Tensor | None
 
 def sliding_window_attention(
     query: Tensor,
-    stream: Stream,
+    stream: Stream | Step,
+    leaving: Tokens | None,
     features: Features,
     *,
     scaling: float,
@@ -275,7 +388,8 @@ def sliding_window_attention(
     Args:
         query: [B, H, T G, d], in the order of the stream (`in_stream_order`).
         stream: the window and the new tokens.
-        features: of these queries and of the keys that leave the window (`Stream.leaving`), with an offset.
+        leaving: what leaves the window (`Stream.leaving`); None where there are no features.
+        features: of these queries and of the keys that leave, with an offset.
         scaling: s.
         initial_state: the state of all tokens that left the window before, or None at the start.
         denominator_floor: see `hf_rfa.models.linear_attention.denominator`.
@@ -287,25 +401,17 @@ def sliding_window_attention(
         The outputs [B, H, T G, M], in the order in which the tokens came, and the new state.
     """
     offset = cast(Tensor, features.offset)
-    output, log_exact = _attend_to_window(query * scaling, stream, offset, chunk_size)
-    if stream.sinks is not None:
-        near, log_near = _attend_to_sinks(query * scaling, stream.sinks, offset)
-        output = output + torch.sigmoid(log_near - log_exact) * (near - output)
-        log_exact = torch.logaddexp(log_exact, log_near)
-    if stream.slots is not None:
-        kept, log_kept = attend_to_slots(query * scaling, cast(Tensor, stream.candidates), stream.slots, offset)
-        output = output + torch.sigmoid(log_kept - log_exact) * (kept - output)
-        log_exact = torch.logaddexp(log_exact, log_kept)
+    output, log_exact = stream.attend(query * scaling, offset, chunk_size)
     if sink_logits is not None:
         log_sink = sink_logits.to(offset).view(query.shape[1], -1).repeat(1, stream.length)[..., None] + offset
         output = output * torch.sigmoid(log_exact - log_sink)
         log_exact = torch.logaddexp(log_exact, log_sink)
-    if features.query.shape[-1] == 0:  # `hf_rfa.models.feature_maps.NoFeatures`
+    if leaving is None or features.query.shape[-1] == 0:  # `hf_rfa.models.feature_maps.NoFeatures`
         state = output.new_zeros(*output.shape[:2], 0, output.shape[-1] + 1)
     else:
         far, state, divisor = linear_attention(
             features.query,
-            stream.leaving()._replace(key=features.key),
+            leaving._replace(key=features.key),
             initial_state=rescale(initial_state, None, features.shift),
             denominator_floor=denominator_floor,
             chunk_size=chunk_size,
@@ -328,7 +434,7 @@ def _attend_to_sinks(query: Tensor, sinks: Sinks, offset: Tensor) -> tuple[Tenso
     return weighted_mean(logits.masked_fill(~seen[:, None], MASKED_LOGIT), sinks.rows[..., width:-1])
 
 
-def in_stream_order(query: Tensor, stream: Stream) -> Tensor:
+def in_stream_order(query: Tensor, stream: Stream | Step) -> Tensor:
     """Return queries [B, H, T G, d] with padding in front, as in the stream."""
     return query if stream.order is None else _take_rows(query, stream.order)
 

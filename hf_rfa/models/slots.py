@@ -75,6 +75,13 @@ def split_importance(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows[..., :-2], rows[..., -2:].contiguous().view(dtype)[..., 0]
 
 
+def lower_importance(rows: Tensor, by: Tensor) -> None:
+    """Lower the importance of rows [B, H, n, ·] in place, by [B, H, 1]."""
+    importance = split_importance(rows)[1]
+    lowered = (importance - by.to(importance.dtype))[..., None].view(rows.dtype)
+    rows[..., rows.shape[-1] - lowered.shape[-1] :] = lowered
+
+
 class Slots(NamedTuple):
     """What the slots hold while some tokens come: places among n = K + T candidates, held before or leaving the window.
 
