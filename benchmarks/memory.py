@@ -1,11 +1,13 @@
 """Perplexity by memory of the cache: converted checkpoints, their softmax model, and a window with sinks of the same bytes.
 
-    hf-rfa convert MODEL rfa-64 --memory 64 --calibrate TRAIN
-    python -m benchmarks.memory MODEL TEXT rfa-64 … --output FOLDER
+    python -m benchmarks.memory MODEL TEXT --train TRAIN --rows 64 31+4+28 60+4 --output FOLDER
+    python -m benchmarks.memory MODEL TEXT --checkpoints rfa-64 … --output FOLDER
 
-Every row is one model on the first tokens of the text in blocks; the control is the softmax model through a window with 4
-sinks that take as many bytes as the checkpoint's cache. Rows are written one by one to ``memory.json``, and a run goes on
-where it was stopped. The picture has perplexity by memory, and by position in the longest blocks.
+The first form makes the checkpoints: what ``hf-rfa convert --memory 64`` finds, a window of 31 with 4 sinks and 28 slots, and
+a window of 60 with 4 sinks, each as converted and as trained end to end on the same tokens. Every row is one model on the
+first tokens of the text in blocks; the control is the softmax model through a window with 4 sinks that take as many bytes as
+the checkpoint's cache. Rows are written one by one to ``memory.json``, and a run goes on where it was stopped. The picture
+has perplexity by memory, and by position in the longest blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,26 +36,36 @@ from hf_rfa.recall import window_and_sinks
 from hf_rfa.recall.memory import cache_memory
 from hf_rfa.recall.scoring import Rows, score_tokens
 
+from .memory_checkpoints import make_checkpoints
+
 SINKS = 4
 #: Tokens of a block whose mean is one point of the picture by position.
 BUCKET = 256
-COLORS = {"softmax": "#555555", "window and sinks": "#c05621", "converted": "#2b6cb0"}
+#: Kinds of rows, and their colors. A window with sinks is the control, also where it is a checkpoint that was trained.
+SOFTMAX, CONTROL, CONVERTED = "softmax", "window and sinks", "converted"
+TRAINED = {CONTROL: "window and sinks, trained", CONVERTED: "converted, trained"}
+COLORS = {SOFTMAX: "#555555", CONTROL: "#dd9464", CONVERTED: "#7ba7d4"}
+COLORS |= {TRAINED[CONTROL]: "#b3440f", TRAINED[CONVERTED]: "#174a80"}
 
 
-def models(parent: PreTrainedModel, checkpoints: list[Path]) -> Iterator[tuple[str, str, float, Any, Any]]:
+def models(parent: PreTrainedModel, checkpoints: Iterable[Path]) -> Iterator[tuple[str, str, float, Any, Any]]:
     """Yield (kind, name, tokens of the parent's cache, model, context manager to score it in) for every row."""
     own = cache_memory(parent)
-    yield "softmax", "softmax", math.inf, parent, nullcontext
+    yield SOFTMAX, SOFTMAX, math.inf, parent, nullcontext
     for path in checkpoints:
-        model = AutoModelForCausalLM.from_pretrained(path).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(path).eval().to(parent.device)
         worth = cache_memory(model).worth(own, 0)
-        yield "converted", path.name, worth, model, nullcontext
+        config = model.config
+        kind = CONTROL if config.feature_map == "none" and not config.num_slots else CONVERTED
+        trained = (path / "distillation.json").is_file()
+        yield TRAINED[kind] if trained else kind, path.name, worth, model, nullcontext
         size = int(worth + 0.5)
 
         def control(window: int = size - SINKS) -> AbstractContextManager:
             return window_and_sinks(parent, window, SINKS)
 
-        yield "window and sinks", f"window {size - SINKS} + {SINKS} sinks", float(size), parent, control
+        if not trained and kind == CONVERTED:
+            yield CONTROL, f"{size - SINKS}+{SINKS}", float(size), parent, control
 
 
 def main() -> None:
@@ -61,23 +73,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path)
-    parser.add_argument("checkpoints", type=Path, nargs="*")
+    parser.add_argument("--checkpoints", type=Path, nargs="+", default=[])
+    parser.add_argument("--train", type=Path)
+    parser.add_argument("--rows", nargs="+", default=[])
+    parser.add_argument("--recipe", default=str(Path(__file__).parent / "recipes" / "memory.yaml"))
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--output", type=Path, required=True)
     given = parser.parse_args()
+    if given.rows and given.train is None:
+        parser.error("--rows are calibrated and trained: pass --train, a text.")
 
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     ids = tokenize(tokenizer, read_documents(given.text), most=given.tokens)
     parent = AutoModelForCausalLM.from_pretrained(given.model).eval()
+    if torch.accelerator.is_available():
+        parent.to(torch.accelerator.current_accelerator())
     given.output.mkdir(parents=True, exist_ok=True)
     path = given.output / "memory.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
     console = Console()
+    settings = {"train": given.train, "recipe": given.recipe, "steps": given.steps}
+    made = make_checkpoints(given.model, given.rows, folder=given.output / "checkpoints", **settings)
+    checkpoints = [*given.checkpoints, *made]
     columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=(1 + 2 * len(given.checkpoints)) * len(given.contexts))
-        for kind, name, worth, model, context in models(parent, given.checkpoints):
+        task = progress.add_task("", total=(1 + 2 * len(checkpoints)) * len(given.contexts))
+        for kind, name, worth, model, context in models(parent, checkpoints):
             for length in given.contexts:
                 progress.update(task, description=f"{name}, context {length:,}")
                 key = {"kind": kind, "name": name, "context": length, "tokens": len(ids)}
@@ -107,7 +130,7 @@ def score(model: PreTrainedModel, blocks: Tensor) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table: perplexity, and its ratio to softmax, by context."""
     contexts = sorted({row["context"] for row in rows})
-    base = {row["context"]: row["perplexity"] for row in rows if row["kind"] == "softmax"}
+    base = {row["context"]: row["perplexity"] for row in rows if row["kind"] == SOFTMAX}
     lines = [
         "| | memory | " + " | ".join(f"{each:,}" for each in contexts) + " |",
         "|---|---|" + "---|" * len(contexts),
@@ -129,14 +152,16 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(12, 3.8))
     left, right = figure.subplots(1, 2)
     for context, style in zip(sorted({row["context"] for row in rows}), ("-", "--", ":"), strict=False):
-        for kind in ("window and sinks", "converted"):
+        for kind in (CONTROL, CONVERTED, *TRAINED.values()):
             points = sorted(
                 (row["worth"], row["perplexity"]) for row in rows if row["kind"] == kind and row["context"] == context
             )
-            left.plot(*zip(*points, strict=True), style, marker="o", color=COLORS[kind], label=f"{kind}, {context:,}")
+            if points:
+                label = f"{kind}, {context:,}"
+                left.plot(*zip(*points, strict=True), style, marker="o", color=COLORS[kind], label=label)
         for row in rows:
-            if row["kind"] == "softmax" and row["context"] == context:
-                left.axhline(row["perplexity"], color=COLORS["softmax"], linestyle=style, label=f"softmax, {context:,}")
+            if row["kind"] == SOFTMAX and row["context"] == context:
+                left.axhline(row["perplexity"], color=COLORS[SOFTMAX], linestyle=style, label=f"softmax, {context:,}")
     left.set_xscale("log", base=2)
     ticks = sorted({round(row["worth"]) for row in rows if row["worth"] is not None})
     left.set_xticks(ticks, [str(each) for each in ticks])
@@ -145,7 +170,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for row in rows:
         if row["context"] == longest:
             places = [BUCKET * (index + 0.5) for index in range(len(row["by_position"]))]
-            label = row["name"] if row["kind"] != "converted" else f"{row['name']} ({row['worth']:.0f})"
+            label = row["name"] if row["worth"] is None else f"{row['kind']}, {row['worth']:.0f}"
             right.plot(places, row["by_position"], marker=".", color=COLORS[row["kind"]], label=label)
     right.set_xlabel(f"position in blocks of {longest:,}")
     for axes in (left, right):

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import torch
 import yaml
 
 from hf_rfa.convert.calibration_data import BLOCK_LENGTH
@@ -50,6 +51,7 @@ def _whole(least: int) -> tuple[str, Callable[[Any], bool]]:
 _NUMBER = ("a number of at least 0", lambda value: isinstance(value, (int, float)) and 0 <= value < float("inf"))
 _SHARE = ("from 0 to 1", lambda value: isinstance(value, (int, float)) and 0 <= value <= 1)
 _SWITCH = ("true or false", lambda value: isinstance(value, bool))
+_SWITCH_OR_AUTO = ("true, false or auto", lambda value: isinstance(value, bool) or value == "auto")
 #: The values that the settings of a stage may have, in words and as a check.
 ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "steps": _whole(0),
@@ -60,7 +62,7 @@ ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "kl_weight": _SHARE,
     "dropout": _SWITCH,
     "lora_rank": _whole(0),
-    "bf16": _SWITCH,
+    "bf16": _SWITCH_OR_AUTO,
     "student_inputs": _SHARE,
     "output_mse_weight": _NUMBER,
 }
@@ -80,7 +82,8 @@ class Stage:
         kl_weight: share of the KL in the loss, end to end.
         dropout: whether the model's own dropout acts, end to end.
         lora_rank: rank of LoRA matrices to train end to end instead of the model's own weights; 0 trains these.
-        bf16: compute in mixed precision; phases, features, gates and states stay in float32.
+        bf16: compute in mixed precision; phases, features, gates and states stay in float32. "auto" does so where the
+            processor or the accelerator has instructions for it.
         student_inputs: share of the steps, the last ones, of attention transfer on the inputs that the layers have in the
             converted model, errors included, instead of those in the teacher.
         output_mse_weight: weight of the relative squared error of the attention's outputs, added to the KL of its weights in
@@ -95,7 +98,7 @@ class Stage:
     kl_weight: float = 0.5
     dropout: bool = False
     lora_rank: int = 0
-    bf16: bool = False
+    bf16: bool | Literal["auto"] = False
     student_inputs: float = 0.0
     output_mse_weight: float = 0.0
 
@@ -162,7 +165,7 @@ class Recipe:
         return Recipe(**stages, seed=self.seed)
 
     def resolve(self, config: Any, positions: int) -> Recipe:
-        """Return this recipe with the block length and the batch size of its stages.
+        """Return this recipe with the block length, the batch size and the precision of its stages.
 
         Args:
             config: the model's configuration.
@@ -177,12 +180,23 @@ class Recipe:
             if stage.steps and length > positions:
                 raise InputError(f"recipe: {name}.block_length is {length}, but the models have {positions} positions.")
             size = PAIRS_PER_STEP if config.is_encoder_decoder else max(1, TOKENS_PER_STEP // length)
-            stages[name] = replace(stage, block_length=length, batch_size=stage.batch_size or size)
+            bf16 = has_bf16() if stage.bf16 == "auto" else stage.bf16
+            stages[name] = replace(stage, block_length=length, batch_size=stage.batch_size or size, bf16=bf16)
         return Recipe(**stages, seed=self.seed)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values."""
         return asdict(self)
+
+
+def has_bf16() -> bool:
+    """Return whether the accelerator, or the processor where there is none, multiplies matrices in bf16."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if torch.accelerator.is_available():
+        return False
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def load_settings(name: str | Path, *, small: bool = False) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     PreTrainedModel,
@@ -38,8 +37,9 @@ from hf_rfa.convert.calibration_data import Inputs
 from hf_rfa.convert.perplexity import IGNORED_LABEL
 from hf_rfa.convert.pipeline import Progress
 
+from .losses import logit_divergence
 from .param_groups import PARAMETER_KINDS, ParameterKind, Rates, freeze, lora, parameter_groups
-from .recipe import Stage
+from .recipe import Stage, has_bf16
 from .run_folder import last_checkpoint
 
 
@@ -141,18 +141,21 @@ class LogitDistillationTrainer(DistillationTrainer):
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
         """Return the loss of one batch."""
-        outputs = model(**inputs, use_cache=False)
-        share = self.stage.kl_weight
+        share, labels = self.stage.kl_weight, inputs["labels"]
+        known = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+        decodes = self.model.config.is_encoder_decoder  # type: ignore[union-attr]
+        alone = share == 1 and self.teacher is not None and (not decodes or "decoder_input_ids" in inputs)
+        outputs = model(**(known if alone else inputs), use_cache=False)
         if share == 0 or self.teacher is None:
             return outputs.loss
         with torch.no_grad():
-            known = {name: tensor for name, tensor in inputs.items() if name != "labels"}
             expected = self.teacher(**known, use_cache=False).logits
-        logits, labels = outputs.logits, inputs["labels"]
-        if not self.teacher.config.is_encoder_decoder:  # the logits of a token predict the label after it
+        logits = outputs.logits
+        if not decodes:  # the logits of a token predict the label after it
             logits, expected, labels = logits[:, :-1], expected[:, :-1], labels[:, 1:]
-        ours, theirs = (each[labels != IGNORED_LABEL].float().log_softmax(-1) for each in (logits, expected))
-        return share * F.kl_div(ours, theirs, log_target=True, reduction="batchmean") + (1.0 - share) * outputs.loss
+        learned = labels != IGNORED_LABEL
+        divergence = logit_divergence(logits[learned], expected[learned])
+        return divergence if alone else share * divergence + (1.0 - share) * outputs.loss
 
 
 class ReportSteps(TrainerCallback):
@@ -201,7 +204,7 @@ def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArgu
         max_steps=stage.steps,
         per_device_train_batch_size=cast(int, stage.batch_size),
         learning_rate=stage.learning_rate,
-        bf16=stage.bf16,
+        bf16=has_bf16() if stage.bf16 == "auto" else stage.bf16,
         use_cpu=not torch.accelerator.is_available(),
         optim="adamw_torch",
         lr_scheduler_type="cosine",

@@ -12,6 +12,7 @@ from statistics import fmean
 
 import pytest
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, TrainingArguments
@@ -22,7 +23,7 @@ from hf_rfa.convert.activations import LayerActivations
 from hf_rfa.convert.base_model import rfa_layers
 from hf_rfa.convert.report import UNTRAINED
 from hf_rfa.convert.text_io import read_documents
-from hf_rfa.finetune import trainers
+from hf_rfa.finetune import losses, recipe, trainers
 from hf_rfa.finetune.data import PairCollator, joined_blocks, token_pairs
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.param_groups import is_rfa_parameter
@@ -165,6 +166,37 @@ def test_logit_loss_is_the_kl_and_the_loss_on_the_text(family, material, tmp_pat
         trainer = LogitDistillationTrainer(model=model, args=arguments, teacher=teacher, stage=Stage(kl_weight=share))
         expected = share * torch.stack(kl).mean() + (1 - share) * torch.stack(nll).mean()
         torch.testing.assert_close(trainer.compute_loss(model, inputs).detach(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_divergence_of_logits_and_its_gradient_are_the_plain_ones(dtype, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", 4 * 300)  # 37 rows: the last piece is short
+    logits, expected = (4 * torch.randn(37, 300).to(dtype) for _ in range(2))
+    logits[0, 0], expected[1, 0] = 500.0, -500.0
+    logits.requires_grad_()
+    truth = logits.detach().double().requires_grad_()
+    wanted = F.kl_div(truth.log_softmax(-1), expected.double().log_softmax(-1), log_target=True, reduction="batchmean")
+    found = losses.logit_divergence(logits, expected)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
+    assert found.dtype == torch.float32
+    (0.3 * found).backward()
+    (0.3 * wanted).backward()
+    assert logits.grad.dtype == dtype
+    torch.testing.assert_close(
+        logits.grad.double(), truth.grad, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_a_recipe_may_leave_bf16_to_the_processor(has, monkeypatch, tmp_path):
+    monkeypatch.setattr(recipe, "has_bf16", lambda: has)
+    monkeypatch.setattr(trainers, "has_bf16", lambda: has)
+    stage = Stage(bf16="auto", steps=1)
+    stage.check("transfer")
+    resolved = Recipe(transfer=stage).resolve(make("gpt2").config, 16)
+    assert resolved.transfer.bf16 is has
+    given = replace(stage, batch_size=1)
+    assert trainers.training_arguments(given, tmp_path, seed=0).bf16 is has
 
 
 def test_transfer_trains_feature_maps_and_gates_and_nothing_else(material, tmp_path):
@@ -424,8 +456,8 @@ def test_padding_does_not_enter_the_outputs_error(material):
     collate = PairCollator(tokenizer, model=model)
     alone, padded = collate(pairs[:1]), {name: rows[:1] for name, rows in collate(pairs).items()}
     expected, found = (transfer_losses(model, teacher, inputs, output_mse_weight=2.0) for inputs in (alone, padded))
-    for name, losses in expected.items():
-        torch.testing.assert_close(found[name], losses, rtol=1e-4, atol=1e-5, msg=name)
+    for name, expected_losses in expected.items():
+        torch.testing.assert_close(found[name], expected_losses, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_targets_are_read_as_targets():
@@ -493,7 +525,7 @@ def test_several_processes_are_refused(material, tmp_path, monkeypatch):
         ("transfer: {stepz: 3}", r"transfer has no setting stepz. There are: steps, batch_size"),
         ("end_to_end: {kl_weight: 2}", r"end_to_end.kl_weight must be from 0 to 1, got 2"),
         ("end_to_end: {learning_rate: fast}", r"end_to_end.learning_rate must be a number of at least 0, got 'fast'"),
-        ("transfer: {bf16: 1}", r"transfer.bf16 must be true or false, got 1"),
+        ("transfer: {bf16: 1}", r"transfer.bf16 must be true, false or auto, got 1"),
         ("transfers: {steps: 3}", r"transfers is not understood. There are: transfer, end_to_end, seed"),
         ("- 1", "holds no settings"),
         ("a: [", "cannot read the recipe"),

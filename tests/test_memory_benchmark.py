@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 import sys
+from statistics import fmean
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import memory
+from benchmarks.memory_checkpoints import options_of
 from hf_rfa.convert import convert
+from hf_rfa.errors import InputError
 from hf_rfa.recall import window_and_sinks
 
 from .families import save_softmax_model
@@ -22,7 +25,7 @@ def test_rows_are_perplexities_and_are_not_measured_twice(tmp_path, monkeypatch,
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat and the dog ate the cat . " * 40)
     convert(tmp_path / "model", tmp_path / "rfa", memory=12, calibrate_on=text)
-    words = [tmp_path / "model", text, tmp_path / "rfa", "--tokens", 200, "--contexts", 40, 50]
+    words = [tmp_path / "model", text, "--checkpoints", tmp_path / "rfa", "--tokens", 200, "--contexts", 40, 50]
     monkeypatch.setattr(sys, "argv", ["memory", *map(str, words), "--output", str(tmp_path / "out")])
     memory.main()
     rows = json.loads((tmp_path / "out" / "memory.json").read_text())
@@ -36,8 +39,42 @@ def test_rows_are_perplexities_and_are_not_measured_twice(tmp_path, monkeypatch,
     with window_and_sinks(model, 8, 4), torch.no_grad():
         loss = torch.stack([model(row[None], labels=row[None]).loss for row in ids]).mean()
     expected = {row["name"]: row["perplexity"] for row in rows if row["context"] == 40}
-    assert expected["window 8 + 4 sinks"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert expected["8+4"] == pytest.approx(math.exp(loss), rel=1e-5)
 
     monkeypatch.setattr(memory, "score", lambda *args: pytest.fail("measured again"))
     memory.main()
     assert json.loads((tmp_path / "out" / "memory.json").read_text()) == rows
+
+
+def test_rows_are_made_trained_and_measured(tmp_path, monkeypatch):
+    save_softmax_model("gpt2", tmp_path / "model", config={"initializer_range": 0.5})
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat and the dog ate the cat . " * 60)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("end_to_end: {steps: 12, batch_size: 4, block_length: 16, learning_rate: 0.001, kl_weight: 1.0}")
+    words = [tmp_path / "model", text, "--train", text, "--rows", "4+2", "3+2+2", "--recipe", recipe]
+    words += ["--tokens", 200, "--contexts", 40, "--output", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", ["memory", *map(str, words)])
+    memory.main()
+    rows = json.loads((tmp_path / "out" / "memory.json").read_text())
+    found = {(row["kind"], row["name"]): row for row in rows}
+    assert found.keys() >= {
+        ("softmax", "softmax"),
+        ("window and sinks", "4+2"),
+        ("window and sinks, trained", "4+2 trained"),
+        ("converted", "3+2+2"),
+        ("converted, trained", "3+2+2 trained"),
+    }
+    for kind, name in (("window and sinks", "4+2"), ("converted", "3+2+2")):
+        assert found[kind, name]["perplexity"] != found[memory.TRAINED[kind], f"{name} trained"]["perplexity"]
+        report = json.loads((tmp_path / "out" / "checkpoints" / f"{name} trained" / "distillation.json").read_text())
+        losses = [entry["loss"] for entry in report["stages"][0]["log"] if "loss" in entry]
+        assert len(losses) == 12
+        assert fmean(losses[-4:]) < 0.8 * fmean(losses[:4])  # the divergence from the teacher
+    assert found["converted", "3+2+2"]["worth"] > found["window and sinks", "4+2"]["worth"]
+
+
+@pytest.mark.parametrize("row", ["w4", "1+2+3+4", ""])
+def test_rows_that_name_nothing_are_refused(row):
+    with pytest.raises(InputError, match="a row is a memory in tokens such as 64"):
+        options_of(row)
