@@ -23,8 +23,8 @@ _PACKAGE: Any = find_spec("hf_rfa")
 OPTIONS = SimpleNamespace(**runpy.run_path(f"{_PACKAGE.submodule_search_locations[0]}/convert/options.py"))
 #: Options whose defaults depend on attention transfer. A gate gains nothing with a window.
 DEPENDENT_DEFAULTS = {
-    "feature_map": "Default: positive; exponential with --transfer-steps.",
-    "gate": "Default: with --transfer-steps and no window.",
+    "feature_map": "Default: positive; exponential where it is trained.",
+    "gate": "Default: where it is trained, without a window.",
 }
 LAYERS = ("layers", "cross_layers", "encoder_layers")
 
@@ -88,6 +88,10 @@ def convert_command(
     transfer_steps: Annotated[
         int | None, number("Then learn the base model's attention from --data for this many steps.", 1)
     ] = None,
+    end_to_end_steps: Annotated[
+        int | None,
+        number("Then train the whole model on the base model's predictions of --data for this many steps.", 1),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -100,23 +104,28 @@ def convert_command(
     **options: Any,
 ) -> None:
     """Convert a softmax checkpoint into an RFA checkpoint."""
-    if (transfer_steps is None) != (data is None):
-        raise UsageError("--transfer-steps and --data belong together: pass both, or neither.")
+    trains = transfer_steps is not None or end_to_end_steps is not None
+    if trains != (data is not None):
+        raise UsageError(
+            "--data is the text of a training, which --transfer-steps or --end-to-end-steps asks for: pass one of these and "
+            "--data, or neither."
+        )
     if transfer_steps is not None and options["memory"] is not None:
         raise UsageError(
-            "--transfer-steps trains features, and --memory may find that there should be none. Convert with --memory, and "
-            "then train the result: hf-rfa distill."
+            "--transfer-steps trains features, and --memory may find that there should be none. Train the whole model: "
+            "--end-to-end-steps."
         )
     for flag, given in (("--references", references is not None), ("--resume", resume)):
         if given and data is None:
             raise UsageError(f"{flag} has no effect without --data. Leave it out.")
     options |= {name: _layers(OPTIONS.flag_of(name), options[name]) for name in LAYERS}
+    trained_map = trains and options["memory"] is None
     if options["feature_map"] is None:
-        options["feature_map"] = "positive" if transfer_steps is None else "exponential"
+        options["feature_map"] = "exponential" if trained_map else "positive"
     if options["gate"] is None:
-        options["gate"] = transfer_steps is not None and options["window_size"] == 0 and options["layers"] != []
+        options["gate"] = trained_map and options["window_size"] == 0 and options["layers"] != []
     options["calibrate_on"] = options["calibrate_on"] or data
-    if transfer_steps is None:
+    if not trains:
         _convert(checkpoint, destination, overwrite=overwrite, **options)
         return
 
@@ -141,8 +150,9 @@ def convert_command(
             teacher=teacher,
             data=data,
             references=references,
-            transfer_steps=transfer_steps,
-            end_to_end_steps=0,
+            recipe="pretrained" if transfer_steps is None else "default",
+            transfer_steps=transfer_steps or 0,
+            end_to_end_steps=end_to_end_steps or 0,
             resume=resume,
             overwrite=overwrite,
             command=command,

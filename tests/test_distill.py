@@ -582,7 +582,7 @@ def test_a_run_tells_its_steps_and_prints_nothing(material, tmp_path, capfd):
 def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch, run_cli, capsys):
     command = ["convert", str(material / "bart"), str(tmp_path / "out"), "--transfer-steps", "4"]
     run_cli(*command)
-    assert "--transfer-steps and --data belong together" in " ".join(capsys.readouterr().err.split())
+    assert "pass one of these and --data, or neither" in " ".join(capsys.readouterr().err.split())
     assert leftovers(tmp_path) == []
     command += ["--data", str(material / "sources.txt"), "--references", str(material / "targets.txt")]
     with monkeypatch.context() as patch:  # an interrupted training is seen before anything is converted

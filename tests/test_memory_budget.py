@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rfa.convert import ConversionOptions, convert
 from hf_rfa.convert.checkpoint import open_checkpoint
@@ -97,4 +97,18 @@ def test_the_command_line(parent, text, tmp_path, run_cli, capsys):
     assert "perplexity of ways" in capsys.readouterr().out
     words = ["--memory", 12, "--data", text, "--transfer-steps", 1]
     assert run_cli("convert", parent, tmp_path / "other", *words) == 1
-    assert "then train the result" in " ".join(capsys.readouterr().err.split())
+    assert "Train the whole model: --end-to-end-steps" in " ".join(capsys.readouterr().err.split())
+    data = tmp_path.parent / f"{tmp_path.name}.txt"
+    data.write_text(TEXT * 8)
+    words = ["--memory", 12, "--data", data, "--end-to-end-steps", 2]
+    assert run_cli("convert", parent, tmp_path / "trained", *words) == 0
+    conversion = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    configs = [AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("out", "trained")]
+    sizes = ("feature_map", "window_size", "num_sinks", "num_slots", "gate", "num_features")
+    assert [configs[0][name] for name in sizes] == [configs[1][name] for name in sizes]
+    assert conversion["trials"]
+    distillation = json.loads((tmp_path / "trained" / "distillation.json").read_text())
+    assert [stage["name"] for stage in distillation["stages"]] == ["end to end"]
+    assert distillation["recipe"]["end_to_end"]["kl_weight"] == 1.0
+    assert f"--memory 12 --data {data} --end-to-end-steps 2" in (tmp_path / "trained" / "README.md").read_text()
+    assert leftovers(tmp_path) == ["out", "trained"]
