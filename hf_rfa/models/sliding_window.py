@@ -264,37 +264,21 @@ def stream_of(
         dtype: that of the window as it is kept; None takes that of the keys.
         chunk_size: queries handled at once.
     """
-    key, value, log_decay, input_scale, padding_mask, importance, recency = tokens
+    key, _, log_decay, input_scale, padding_mask, importance, _ = tokens
     size, num_sinks, num_slots = sizes
     dtype = dtype or key.dtype
     plain = log_decay is None and input_scale is None and padding_mask is None and document_starts is None
     if plain and window is not None and key.shape[-2] == 1:
         return _step_of(tokens, window, sizes, dtype)
-    log_weights = torch.zeros_like(key[..., 0])
-    if input_scale is not None:
-        scale = input_scale.to(key.dtype).expand_as(log_weights)
-        log_weights = scale.clamp_min(torch.finfo(key.dtype).tiny).log().masked_fill(scale == 0, MASKED_LOGIT)
-    rows = torch.cat([key, value.to(key.dtype), log_weights[..., None]], dim=-1)
-    if window is None:
-        # Empty places hold copies of a token: a key of zeros can have larger features than all keys of a trained head.
-        window = F.pad(rows[..., :1, :-1].expand(-1, -1, sum(sizes), -1), (0, 1), value=MASKED_LOGIT)
-        known = window[..., -1]
-    elif num_slots:
-        window, known = split_importance(window)
-    window = window.to(rows.dtype)
-    if dtype == torch.float16:  # in which `MASKED_LOGIT` is minus infinity
-        window = torch.cat([window[..., :-1], window[..., -1:].clamp_min(MASKED_LOGIT)], dim=-1)
+    rows = _rows_of(tokens)
+    window, known = _unpacked(window, rows, sizes, dtype)
     held, in_slots, last = window.split([num_sinks, num_slots, size], dim=-2)
-    sinks = None
+    sinks = document = None
     if num_sinks:
         sinks, rows = _take_sinks(held, rows, padding_mask, document_starts)
-    document = None
-    if num_slots:  # importance at the last of the new tokens
-        lost = cast(Tensor, recency).to(rows.dtype)
-        known = cast(Tensor, known).to(rows.dtype) - lost.sum(-1, keepdim=True)
-        importance = cast(Tensor, importance).to(rows.dtype) - (lost.flip(-1).cumsum(-1).flip(-1) - lost)
-        importance = importance.masked_fill(rows[..., -1] <= MASKED_LOGIT / 2, MASKED_LOGIT)
-        importance = torch.cat([cast(Tensor, known)[..., num_sinks + num_slots :], importance], dim=-1)
+    if num_slots:
+        known, importance = _importance_at_the_end(tokens, known, rows[..., -1] <= MASKED_LOGIT / 2)
+        importance = torch.cat([known[..., num_sinks + num_slots :], importance], dim=-1)
         document = None if document_starts is None else F.pad(document_starts.cumsum(-1), (size, 0))
     rows = torch.cat([last, rows], dim=-2)
     log_decay = None if log_decay is None else F.pad(log_decay.to(key.dtype), (size, 0))
@@ -312,13 +296,45 @@ def stream_of(
     if not num_slots:
         return stream
     length = stream.length
-    scores = torch.cat(
-        [cast(Tensor, known)[..., num_sinks : num_sinks + num_slots], cast(Tensor, importance)[..., :length]], dim=-1
-    )
+    leaving = cast(Tensor, importance)[..., :length]
+    scores = torch.cat([known[..., num_sinks : num_sinks + num_slots], leaving], dim=-1)
     if document is not None:  # of the tokens in slots, of those that leave, and of the queries
         document = torch.cat([F.pad(document[:, :length], (num_slots, 0)), document[:, size:]], dim=1)
     candidates = torch.cat([in_slots, rows[..., :length, :]], dim=-2)
     return stream._replace(candidates=candidates, slots=choose(scores, num_slots, document, chunk_size))
+
+
+def _rows_of(tokens: Tokens) -> Tensor:
+    """Return the keys, values and log-weights of tokens, [B, H, T, d + M + 1]."""
+    key, scale = tokens.key, tokens.input_scale
+    log_weights = torch.zeros_like(key[..., 0])
+    if scale is not None:
+        scale = scale.to(key.dtype).expand_as(log_weights)
+        log_weights = scale.clamp_min(torch.finfo(key.dtype).tiny).log().masked_fill(scale == 0, MASKED_LOGIT)
+    return torch.cat([key, tokens.value.to(key.dtype), log_weights[..., None]], dim=-1)
+
+
+def _unpacked(window: Tensor | None, rows: Tensor, sizes: WindowSizes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a window that is kept in ``dtype``, or an empty one, in the dtype of ``rows``, and the importance in it."""
+    if window is None:
+        # Empty places hold copies of a token: a key of zeros can have larger features than all keys of a trained head.
+        window = F.pad(rows[..., :1, :-1].expand(-1, -1, sum(sizes), -1), (0, 1), value=MASKED_LOGIT)
+        return window, window[..., -1]
+    window, known = split_importance(window) if sizes.slots else (window, window[..., -1])
+    window = window.to(rows.dtype)
+    if dtype == torch.float16:  # in which `MASKED_LOGIT` is minus infinity
+        window = torch.cat([window[..., :-1], window[..., -1:].clamp_min(MASKED_LOGIT)], dim=-1)
+    return window, known
+
+
+def _importance_at_the_end(tokens: Tokens, known: Tensor, empty: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the importance of tokens ``known`` before the new ones, and of these, as it is at the last of them.
+
+    ``known`` is [B, H, S + K + W]; of the new tokens those that are ``empty`` [B, H, T] have none.
+    """
+    lost = cast(Tensor, tokens.recency).to(tokens.key.dtype)
+    importance = cast(Tensor, tokens.importance).to(lost.dtype) - (lost.flip(-1).cumsum(-1).flip(-1) - lost)
+    return known.to(lost.dtype) - lost.sum(-1, keepdim=True), importance.masked_fill(empty, MASKED_LOGIT)
 
 
 def _take_sinks(
