@@ -102,13 +102,12 @@ def test_the_command_line(parent, text, tmp_path, run_cli, capsys):
     data.write_text(TEXT * 8)
     words = ["--memory", 12, "--data", data, "--end-to-end-steps", 2]
     assert run_cli("convert", parent, tmp_path / "trained", *words) == 0
-    conversion = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    configs = [AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("out", "trained")]
+    assert convert(parent, tmp_path / "alone", memory=12, calibrate_on=data).trials
+    configs = [AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("alone", "trained")]
     sizes = ("feature_map", "window_size", "num_sinks", "num_slots", "gate", "num_features")
     assert [configs[0][name] for name in sizes] == [configs[1][name] for name in sizes]
-    assert conversion["trials"]
     distillation = json.loads((tmp_path / "trained" / "distillation.json").read_text())
     assert [stage["name"] for stage in distillation["stages"]] == ["end to end"]
     assert distillation["recipe"]["end_to_end"]["kl_weight"] == 1.0
     assert f"--memory 12 --data {data} --end-to-end-steps 2" in (tmp_path / "trained" / "README.md").read_text()
-    assert leftovers(tmp_path) == ["out", "trained"]
+    assert leftovers(tmp_path) == ["alone", "out", "trained"]
