@@ -21,7 +21,7 @@ from .options import Overwrite, References, Resume, UsageError, number, text_fil
 #: What convert/options.py defines, read by its path: importing it as a module of `hf_rfa` would load torch.
 _PACKAGE: Any = find_spec("hf_rfa")
 OPTIONS = SimpleNamespace(**runpy.run_path(f"{_PACKAGE.submodule_search_locations[0]}/convert/options.py"))
-#: Options whose defaults depend on attention transfer. A gate gains nothing with a window.
+#: Options whose defaults depend on whether features are trained. A gate gains nothing with a window.
 DEPENDENT_DEFAULTS = {
     "feature_map": "Default: positive; exponential where it is trained.",
     "gate": "Default: where it is trained, without a window.",

@@ -199,6 +199,15 @@ def test_a_recipe_may_leave_bf16_to_the_processor(has, monkeypatch, tmp_path):
     assert trainers.training_arguments(given, tmp_path, seed=0).bf16 is has
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="looks at the processor where there is no accelerator")
+def test_bf16_is_for_processors_that_multiply_in_it(monkeypatch):
+    for found, expected in (({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_f": True}, False)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found, raising=False)
+        assert recipe.has_bf16() is expected
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert recipe.has_bf16() is False
+
+
 def test_transfer_trains_feature_maps_and_gates_and_nothing_else(material, tmp_path):
     report = run(material, tmp_path, end_to_end_steps=0)
     assert set(report.before) == {"transformer.h.0.attn", "transformer.h.1.attn"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -110,4 +111,8 @@ def test_the_command_line(parent, text, tmp_path, run_cli, capsys):
     assert [stage["name"] for stage in distillation["stages"]] == ["end to end"]
     assert distillation["recipe"]["end_to_end"]["kl_weight"] == 1.0
     assert f"--memory 12 --data {data} --end-to-end-steps 2" in (tmp_path / "trained" / "README.md").read_text()
+    card = (tmp_path / "trained" / "README.md").read_text()
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", card)
+    assert "memory.png" in pictures
+    assert all((tmp_path / "trained" / name).is_file() for name in pictures)
     assert leftovers(tmp_path) == ["alone", "out", "trained"]

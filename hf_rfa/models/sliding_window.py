@@ -217,9 +217,9 @@ class Step(NamedTuple):
 def _step_of(tokens: Tokens, window: Tensor, sizes: WindowSizes, dtype: torch.dtype) -> Step:
     """Return a window [B, H, S + K + W, ·], kept in ``dtype``, followed by one token."""
     _, num_sinks, num_slots = sizes
-    key, value, importance = tokens.key, tokens.value.to(tokens.key.dtype), tokens.importance
-    log_weight = torch.zeros_like(key[..., :1])
-    row = torch.cat([key, value, log_weight], dim=-1).to(dtype)
+    key, value, importance = tokens.key, tokens.value, tokens.importance
+    plain = _rows_of(tokens)
+    row = plain.to(dtype)
     held, others = window[..., :num_sinks, :], window[..., num_sinks:, :]
     if num_sinks:  # a sink weighs nothing in the stream
         column = row.shape[-1] - 1
@@ -227,10 +227,10 @@ def _step_of(tokens: Tokens, window: Tensor, sizes: WindowSizes, dtype: torch.dt
         is_sink = number_held < num_sinks
         sink = row
         if num_slots:
-            sink = with_importance(row, torch.zeros_like(log_weight[..., 0]))
+            sink = with_importance(row, torch.zeros_like(plain[..., 0]))
             importance = cast(Tensor, importance).to(key.dtype).masked_fill(is_sink[..., 0], MASKED_LOGIT)
         held = torch.where(torch.arange(num_sinks, device=held.device)[:, None] == number_held, sink, held)
-        row = torch.cat([key, value, log_weight.masked_fill(is_sink, MASKED_LOGIT)], dim=-1).to(dtype)
+        row = torch.cat([plain[..., :-1], plain[..., -1:].masked_fill(is_sink, MASKED_LOGIT)], dim=-1).to(dtype)
     if not num_slots:
         kept = [held, others[..., 1:, :], row] if num_sinks else [others[..., 1:, :], row]
         return Step(torch.cat(kept, dim=-2), others[..., :1, :], key.shape[-1], value.shape[-1], key.dtype)
