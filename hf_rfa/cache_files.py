@@ -20,7 +20,7 @@ from .models.configuration_rfa import AttentionKind, RFAConfigMixin
 FORMAT = "hf-rfa cache 1"
 #: The kinds of cache layers that can be saved, and the attributes that hold their tensors by the names in the file.
 TENSORS: dict[str, dict[str, str]] = {
-    "state": {"state": "state", "window": "window_cache"},
+    "state": {"state": "state", "window": "window_cache", "retrieval": "retrieval_cache"},
     "source state": {"state": "state"},
     "keys and values": {"keys": "keys", "values": "values"},
 }
@@ -101,7 +101,7 @@ def load_cache(path: str | Path, model: Any) -> Cache:
                     raise InputError(
                         f"{where}: the file has {facts['kind']}, and the model {kind}: it is another model's."
                     )
-                cache.layers[index] = _restore(kind, facts, held)
+                cache.layers[index] = _restore(kind, facts, held, cache.layers[index])
     # Only now: it looks at what its caches hold.
     return EncoderDecoderCache(*caches.values()) if "cross" in caches else caches["self"]
 
@@ -132,14 +132,14 @@ def _describe(layer: Any) -> tuple[str, dict[str, Any]]:
     raise InputError(f"a cache with a {type(layer).__name__} cannot be saved; one with a DynamicCache can.")
 
 
-def _restore(kind: str, facts: dict[str, Any], held: dict[str, Tensor | None]) -> Any:
-    """Return a layer with what a file holds of it."""
+def _restore(kind: str, facts: dict[str, Any], held: dict[str, Tensor | None], empty: Any) -> Any:
+    """Return a layer with what a file holds of it; ``empty`` is the one that the model's configuration makes."""
     first = cast(Tensor, next(iter(held.values())))
     if kind == "source state":
         source = RFASourceLayer()
         source.fill(first, length=facts["length"], rows_per_state=facts["rows"])
         return source
-    layer: Any = RFALayer() if kind == "state" else DynamicLayer()
+    layer = empty if kind == "state" else DynamicLayer()
     for name, tensor in held.items():
         setattr(layer, TENSORS[kind][name], tensor)
     layer.dtype, layer.device, layer.is_initialized = first.dtype, first.device, True

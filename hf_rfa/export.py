@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from .errors import InputError
-from .models.cache_rfa import RFALayer
+from .models.cache_rfa import RFA_LAYER_TYPE, RFALayer
 from .models.configuration_rfa import RFAConfigMixin
 
 
@@ -29,11 +29,12 @@ class DecodingStep(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         config: Any = model.config
-        fits = isinstance(config, RFAConfigMixin) and not config.softmax_layers_for("causal")
+        fits = isinstance(config, RFAConfigMixin) and set(config.cache_layer_types()) == {RFA_LAYER_TYPE}
         if not fits or model.config.is_encoder_decoder:
             raise InputError(
                 f"a decoding step of fixed shape needs a decoder whose layers are all RFA, and this is a {config.model_type} "
-                "model with an encoder or with softmax layers. Convert all layers of a decoder."
+                "model with an encoder, with softmax layers, or with retrieval heads that see all tokens. Convert all layers "
+                "of a decoder, and give retrieval heads a window."
             )
         self.model = model
 
@@ -41,7 +42,8 @@ class DecodingStep(nn.Module):
     def states(cache: Cache) -> list[Tensor]:
         """Return copies of the tensors that a cache holds, layer by layer.
 
-        That is a layer's state [B, H, rows, d + 1] and, where the model has an exact window, its window [B, H, W, 2d + 1].
+        That is a layer's state [B, H, rows, d + 1], where the model has an exact window its window [B, H, W, 2d + 1], and
+        where the layer has retrieval heads theirs.
         """
         return [tensor.clone() for layer in cache.layers for tensor in cast(RFALayer, layer).tensors()]
 
@@ -57,11 +59,12 @@ class DecodingStep(nn.Module):
             The logits [B, 1, vocabulary], and the new states.
         """
         cache = DynamicCache(config=self.model.config)
-        per_layer = len(states) // len(cache.layers)
+        config, held = self.model.config, iter(states)
         for index, layer in enumerate(cast(list[RFALayer], cache.layers)):
-            state, *window = states[index * per_layer : (index + 1) * per_layer]
+            state = next(held)
             layer.lazy_initialization(state, state)
             layer.state = state.clone()  # a step updates it where it lies
-            layer.window_cache = window[0] if window else None
+            layer.window_cache = next(held) if config.window_size else None
+            layer.retrieval_cache = next(held) if config.retrieval_heads_of(index) else None
         logits = self.model(token, position_ids=position, past_key_values=cache, use_cache=True).logits
         return logits, [tensor for layer in cache.layers for tensor in cast(RFALayer, layer).tensors()]

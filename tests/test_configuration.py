@@ -109,6 +109,7 @@ HUGE = 2**70
 FLAG = ([True, False], [None, 1, "yes", 0.0])
 COUNT = ([None, 1, 2, 7, 8, 16, 33], [0, -3, 8.0, 2.5, "8", True])
 LAYERS = ([[], [0], [1], [0, 1], [1, 0], [2]], [None, "all", 0, (0,), [0, 0], [-1], [3], [0.0], [True], [None], [HUGE]])
+WRONG_HEADS = [None, "all", (), [0], [[0]], [[0, -1]], [[9, 0]], [[0, HUGE]], [[0, 0], [0, 0]], [[0.0, 0]], [[True, 0]]]
 HEADS = ([1, 2, 3, 4, 6, 24], [0, -1, 5, 2.0, "3", None])
 NUM_LAYERS = ([1, 2, 3], [0, -1, None, "2", 1.5])
 CHANCE = ([0, 0.0, 0.4, 1.0], [-0.1, 1.5, math.nan, "0.1", None])
@@ -128,6 +129,8 @@ RFA_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "window_size": ([0, 1, 2, 5, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "num_sinks": ([0, 1, 3, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "num_slots": ([0, 1, 3, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
+    "retrieval_heads": ([[], [[0, 0]], [[0, 1]], [[1, 0], [0, 2]]], WRONG_HEADS),
+    "retrieval_window": ([0, 1, 4, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "softmax_layers": LAYERS,
     "chunk_size": ([1, 2, 3, 64, 2**63 - 1], [0, -1, None, 2.5, HUGE]),
     "state_dtype": (["float32", "float64"], ["bfloat16", None, 32, ""]),
@@ -183,6 +186,9 @@ DRAWN: dict[str, tuple[dict[str, Any], dict[str, tuple[str, int]], dict[str, tup
     "gpt2": (GPT2_FIELDS, {"num_features": ("n_head", 3)}, {"softmax_layers": ("n_layer", 2)}),
     "llama": (LLAMA_FIELDS, {"num_features": ("heads that the width is divided by", 4)}, LLAMA_LAYERS),
 }
+#: The field that counts the heads of causal attention with keys and values, and its number where it is not drawn.
+KEY_VALUE_HEADS = {"gpt2": ("n_head", 3), "llama": ("num_key_value_heads", 2)}
+KEY_VALUE_HEADS |= dict.fromkeys(("bart", "marian"), ("decoder_attention_heads", 3))
 OF_DECODER, OF_ENCODER = ("decoder_attention_heads", 3), ("encoder_attention_heads", 2)
 DRAWN["bart"] = DRAWN["marian"] = (
     SEQ2SEQ_FIELDS,
@@ -234,6 +240,14 @@ def wrong_fields(family: str, options: dict[str, Any]) -> set[str]:
     if options.get("unit_norm") and name in (*LEARNED_MAPS, "none"):
         wrong.add("unit_norm")
     wrong |= {name for name in ("num_sinks", "num_slots") if options.get(name) and not options.get("window_size")}
+    layers, heads = (options.get(*each) for each in (stacks["softmax_layers"], KEY_VALUE_HEADS[family]))
+    chosen = options.get("retrieval_heads", [])
+    for layer, head in chosen:
+        alone = sum(each == layer for each, _ in chosen) == heads
+        if layer >= layers or head >= heads or alone or layer in (options.get("softmax_layers") or []):
+            wrong.add("retrieval_heads")
+    if options.get("retrieval_window") and not chosen:
+        wrong.add("retrieval_window")
     if options.get("num_slots") and options.get("gate"):
         wrong |= {"num_slots", "gate"}
     if name == "none":
@@ -334,6 +348,7 @@ def test_every_bad_value_is_refused(family):
     [
         ("gpt2", {"feature_seed": 20261121}),
         ("gpt2", {"n_head": WIDTH}),
+        ("llama", {"chunk_size": 2**63 - 1}),
         *((family, {"encoder_layers": 0, "softmax_encoder_layers": []}) for family in ("bart", "marian")),
     ],
 )

@@ -140,11 +140,12 @@ class Layer(RFAAttentionMixin):
         defaults = {
             "feature_map": "positive", "window_size": 0, "num_sinks": 0, "num_slots": 0, "gate": False, "unit_norm": False,
             "orthogonal": True, "trainable_projection": False, "redraw_pool": 0, "feature_seed": 1, "chunk_size": 4,
-            "hidden_size": HIDDEN, "max_position_embeddings": 8, "state_dtype": "float32",
+            "hidden_size": HIDDEN, "max_position_embeddings": 8, "state_dtype": "float32", "retrieval_window": 0,
         }  # fmt: skip
         config = SimpleNamespace(**{**defaults, **fields})
         config.num_heads_for = lambda kind: heads
         config.head_dim_for = lambda kind: WIDTH
+        config.retrieval_heads_of = lambda layer: []
         name = config.feature_map
         config.num_features_for = lambda kind: 0 if name == "none" else None if name in ("elu", "hedgehog") else 6
         self.init_rfa(config, kind=kind, scaling=SCALING, layer_idx=0, groups=groups)

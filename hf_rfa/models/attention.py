@@ -31,8 +31,8 @@ from .linear_attention import (
     rescale,
     split_tokens,
 )
-from .masking import beams_per_source, group_queries, ungroup
-from .sliding_window import WindowSizes, in_stream_order, sliding_window_attention, stream_of
+from .masking import beams_per_source, group_queries, join_heads, split_heads, ungroup
+from .sliding_window import WindowSizes, exact_attention, in_stream_order, sliding_window_attention, stream_of
 from .slots import Importance
 
 #: Added to a layer's index where its random matrices are drawn, so that cross attention has others than causal attention.
@@ -43,6 +43,8 @@ SEGMENT_LENGTH = 512
 #: With gradients sequences up to this length are one segment: that takes more memory, and a fifth less time.
 MAX_LENGTH_WITHOUT_SEGMENTS = 2048
 
+#: Queries, keys, values and logits of learned sinks of some heads.
+HeadInputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 #: The components of attention with a sliding window (`hf_rfa.inference.use_attention_component`).
 AttentionComponent = Literal["both", "linear", "window"]
 #: Modules that compute causal attention without a window in place of torch, by name; `hf_rfa.backends` registers its own.
@@ -134,7 +136,11 @@ def one_hot_values(key: Tensor) -> Tensor:
 
 
 class RFAAttentionMixin(nn.Module):
-    """Random feature attention for a family's attention class, which projects queries, keys and values."""
+    """Random feature attention for a family's attention class, which projects queries, keys and values.
+
+    Retrieval heads, if there are any, attend exactly, to all tokens or within a window of their own; feature map, gate,
+    importance and state are the other heads'.
+    """
 
     feature_map: FeatureMap
     gate: Gate | None
@@ -146,6 +152,11 @@ class RFAAttentionMixin(nn.Module):
     def window_sizes(self) -> WindowSizes:
         """Numbers of tokens that causal attention sees exactly."""
         return WindowSizes(self.window_size, self.num_sinks, self.num_slots)
+
+    @property
+    def retrieval_sizes(self) -> WindowSizes:
+        """The same of retrieval heads; 0 for a window of all tokens."""
+        return WindowSizes(self.retrieval_window, self.num_sinks if self.retrieval_window else 0)
 
     def project_query(self, hidden_states: Tensor) -> Tensor:
         """Return the queries [B, H_q, T, d] of the layer's input [B, T, width]."""
@@ -164,7 +175,9 @@ class RFAAttentionMixin(nn.Module):
 
         ``groups`` is G, the number of query heads that share each of ``config.num_heads_for(kind)`` key-value heads.
         """
-        heads = config.num_heads_for(kind)
+        self.retrieval_heads: list[int] = config.retrieval_heads_of(layer_idx) if kind == "causal" else []
+        self.retrieval_window: int = config.retrieval_window
+        heads = config.num_heads_for(kind) - len(self.retrieval_heads)
         self.window_size: int = config.window_size if kind == "causal" else 0
         self.num_sinks: int = config.num_sinks if kind == "causal" else 0
         self.num_slots: int = config.num_slots if kind == "causal" else 0
@@ -244,8 +257,10 @@ class RFAAttentionMixin(nn.Module):
             query = F.pad(query, (0, 0, key.shape[-2] - length, 0))
             hidden_states = F.pad(hidden_states, (0, 0, key.shape[-2] - length, 0))
         query = group_queries(query, key.shape[1])
-        state, window = (None, None) if layer is None else layer.read(query.device)
-
+        state, window, retrieval = (None, None, None) if layer is None else layer.read(query.device)
+        exact = None
+        if self.retrieval_heads:
+            (query, key, value, sink_logits), exact = self._retrieval_apart(query, key, value, sink_logits)
         log_decay, input_scale = (None, None) if self.gate is None else self.gate(hidden_states)  # [B, H, T]
         importance, recency = (None, None) if self.importance is None else self.importance(hidden_states)
         scales = mask_padding(padding_mask, log_decay, input_scale)
@@ -254,17 +269,81 @@ class RFAAttentionMixin(nn.Module):
         if output_attentions:
             one_hot = tokens._replace(value=one_hot_values(key))
             held = self._without_values(key.shape[-2], state, window)
-            attn_weights = ungroup(self._attend(query, one_hot, document_starts, *held, sink_logits)[0], query_heads)
-            attn_weights = attn_weights[..., -length:, -length:].to(value.dtype)
+            attn_weights = self._attend(query, one_hot, document_starts, *held, sink_logits)[0]
+            if exact is not None:
+                hot = *exact[:2], one_hot_values(exact[1]), exact[3]
+                held = self._without_values(key.shape[-2], None, retrieval)
+                found, _, _ = self.retrieve(*hot, padding_mask, document_starts, held[1])
+                attn_weights = join_heads(attn_weights, found, self.retrieval_heads)
+            attn_weights = ungroup(attn_weights, query_heads)[..., -length:, -length:].to(value.dtype)
         tokens = tokens._replace(value=F.dropout(value, dropout, self.training))
         recording = layer is not None and layer.record_past
         output, state, window, recorded = self._attend(
             query, tokens, document_starts, state, window, sink_logits, recording=recording
         )
+        if exact is not None:
+            values = F.dropout(exact[2], dropout, self.training)
+            found, retrieval, tokens = self.retrieve(
+                *exact[:2], values, exact[3], padding_mask, document_starts, retrieval
+            )
+            output = join_heads(output, found, self.retrieval_heads)
+            if recorded is not None:
+                recorded = recorded._replace(retrieval=tokens, retrieval_sizes=self.retrieval_sizes)
         if cache is not None:
-            num_tokens = key.shape[-2]
-            cache.update(state, window, self.rfa_layer_idx, num_tokens=num_tokens, recorded=recorded)  # type: ignore[arg-type]
+            facts: Any = {"num_tokens": key.shape[-2], "retrieval": retrieval, "recorded": recorded}
+            cache.update(state, window, self.rfa_layer_idx, **facts)  # type: ignore[arg-type]
         return ungroup(output, query_heads)[..., -length:, :].to(value.dtype), attn_weights
+
+    def _retrieval_apart(
+        self, query: Tensor, key: Tensor, value: Tensor, sink_logits: Tensor | None
+    ) -> tuple[HeadInputs, HeadInputs]:
+        """Return queries [B, H, T G, d], keys, values and sink logits of the heads with features, and of retrieval heads."""
+        sinks: Any = None, None
+        if sink_logits is not None:
+            by_head = split_heads(sink_logits.view(1, key.shape[1], -1), self.retrieval_heads)
+            sinks = by_head[0].flatten(), by_head[1].flatten()
+        queries, keys, values = (split_heads(each, self.retrieval_heads) for each in (query, key, value))
+        return (queries[0], keys[0], values[0], sinks[0]), (queries[1], keys[1], values[1], sinks[1])
+
+    @without_autocast
+    def retrieve(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink_logits: Tensor | None,
+        padding_mask: Tensor | None,
+        document_starts: Tensor | None,
+        window: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tokens]:
+        """Attend exactly, as retrieval heads do, to a window of ``retrieval_window`` tokens or to all.
+
+        Args:
+            query: rows of the R heads, [B, R, T G, d] (`hf_rfa.models.masking.group_queries`).
+            key: [B, R, T, d].
+            value: [B, R, T, M].
+            sink_logits: logits of their query heads' learned sinks, [R G], or None.
+            padding_mask: [B, T], 0 for padding, or None.
+            document_starts: [B, T], or None; see `attend`.
+            window: what they hold of the tokens before, or None at the start.
+
+        Returns:
+            The output [B, R, T G, M], what they hold now, and the tokens.
+        """
+        scale = mask_padding(padding_mask, None, None)[1]
+        tokens = Tokens(self._as_state(key), value, None, scale, padding_mask)
+        output, window = exact_attention(
+            self._as_state(query),
+            tokens,
+            window,
+            self.retrieval_sizes,
+            document_starts,
+            scaling=self.scaling,
+            dtype=key.dtype,
+            chunk_size=self.chunk_size,
+            sink_logits=sink_logits,
+        )
+        return output, window, tokens
 
     def _attend(
         self,

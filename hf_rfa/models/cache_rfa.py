@@ -16,10 +16,12 @@ from transformers.cache_utils import (
 )
 
 from .linear_attention import Tokens, final_state
-from .sliding_window import WindowSizes, first_to_leave, stream_of
+from .sliding_window import WindowSizes, first_to_leave, stream_of, with_room
 
 #: Name of the layer type in ``config.layer_types``; `DynamicCache` makes one `RFALayer` for each entry of that name.
 RFA_LAYER_TYPE = "rfa"
+#: That of layers with retrieval heads that see all tokens: `RFAGrowingLayer`.
+GROWING_LAYER_TYPE = "rfa_growing"
 
 #: Most steps that are recorded, so that a recording that nobody crops stays small. No assistant drafts as many tokens.
 MAX_RECORDED_STEPS = 512
@@ -34,6 +36,8 @@ class RecordedStep(NamedTuple):
         denominator_floor: that of the feature map.
         sizes: those of the window, 0 without one.
         window_dtype: that of the window as it is kept.
+        retrieval: the tokens of the step in retrieval heads, or None where there are none.
+        retrieval_sizes: those of the retrieval heads' window.
     """
 
     tokens: Tokens
@@ -41,24 +45,35 @@ class RecordedStep(NamedTuple):
     denominator_floor: float | None
     sizes: WindowSizes
     window_dtype: torch.dtype
+    retrieval: Tokens | None = None
+    retrieval_sizes: WindowSizes = WindowSizes(0)
 
-    def replay(self, count: int, state: Tensor | None, window: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the state and the window after the first ``count`` tokens."""
-        tokens, key_features = self.tokens.first(count), self.key_features[..., :count, :]
+    def replay(
+        self, count: int, state: Tensor | None, window: Tensor | None, retrieval: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the state, the window and that of retrieval heads after the first ``count`` tokens."""
+        tokens, key_features = self.tokens.part(0, count), self.key_features[..., :count, :]
         if self.sizes.window:
             stream = stream_of(tokens, window, self.sizes, dtype=self.window_dtype)
             key_features = first_to_leave(self.key_features, count, self.tokens.padding_mask)
             tokens, window = stream.leaving(), stream.window()
         tokens = tokens._replace(key=key_features)
-        return final_state(tokens, initial_state=state, denominator_floor=self.denominator_floor), window
+        if self.retrieval is not None:
+            sizes, dtype = self.retrieval_sizes, self.window_dtype
+            if not sizes.window:
+                retrieval, size = with_room(retrieval, count)
+                sizes = WindowSizes(size)
+            retrieval = stream_of(self.retrieval.part(0, count), retrieval, sizes, dtype=dtype).window()
+        state = final_state(tokens, initial_state=state, denominator_floor=self.denominator_floor)
+        return state, window, retrieval
 
 
 class RFALayer(CacheLayerMixin):
     """Holds the state [B, H, F, d + 1] of one attention layer (`hf_rfa.models.linear_attention`), and counts its tokens.
 
     With a sliding window it also holds the keys and values of the sinks, of the tokens in slots and of the last tokens,
-    [B, H, S + K + W, 2d + 1] (`hf_rfa.models.sliding_window`). Both take the same memory after ten tokens and after a
-    million.
+    [B, H, S + K + W, 2d + 1] (`hf_rfa.models.sliding_window`), and for retrieval heads, which those two leave out, those of
+    sinks and of a window of their own. All take the same memory after ten tokens and after a million.
 
     Earlier states are gone, so that nothing can be cropped, unless the layer records: after `activate_past_recording` it
     keeps a copy of the state and what each step added to it, until `crop` says how many tokens stay. Assisted decoding does
@@ -79,13 +94,14 @@ class RFALayer(CacheLayerMixin):
         super().__init__(**kwargs)
         self.state: Tensor | None = None
         self.window_cache: Tensor | None = None
+        self.retrieval_cache: Tensor | None = None
         self.cumulative_length = 0
         self.record_past = False
         self._forget()
 
     def _forget(self) -> None:
         """Drop what was recorded."""
-        self._before: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._before: tuple[Tensor | None, ...] = (None, None, None)
         self._steps: list[tuple[RecordedStep, int]] = []
 
     def activate_past_recording(self) -> None:
@@ -94,27 +110,32 @@ class RFALayer(CacheLayerMixin):
 
     def tensors(self) -> list[Tensor]:
         """Return what the layer holds."""
-        return [tensor for tensor in (self.state, self.window_cache) if tensor is not None]
+        held = (self.state, self.window_cache, self.retrieval_cache)
+        return [tensor for tensor in held if tensor is not None]
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by what ``function`` makes of it."""
         self.state = None if self.state is None else function(self.state)
         self.window_cache = None if self.window_cache is None else function(self.window_cache)
+        self.retrieval_cache = None if self.retrieval_cache is None else function(self.retrieval_cache)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Set the device; the first `update` brings the state."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def read(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Return the state and the window on a device, each None at the start. A step may change them in place."""
+    def read(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the state, the window and that of retrieval heads on a device, each None at the start.
+
+        A step may change them in place.
+        """
         self._change(lambda tensor: tensor.to(device))
         if len(self._steps) == MAX_RECORDED_STEPS:
             self._forget()
         if self.record_past and not self._steps:
-            state, window = self.state, self.window_cache
-            self._before = None if state is None else state.clone(), None if window is None else window.clone()
-        return self.state, self.window_cache
+            held = (self.state, self.window_cache, self.retrieval_cache)
+            self._before = tuple(None if each is None else each.clone() for each in held)
+        return self.state, self.window_cache, self.retrieval_cache
 
     def update(  # type: ignore[override]
         self,
@@ -122,10 +143,11 @@ class RFALayer(CacheLayerMixin):
         window: Tensor | None,
         *args: Any,
         num_tokens: int | None = None,
+        retrieval: Tensor | None = None,
         recorded: RecordedStep | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Store the state and the window (None without one) after some tokens, and return both.
+        """Store the state, the window and that of retrieval heads (None without one) after some tokens.
 
         ``num_tokens`` counts those since `read`, padding included; ``recorded`` is what they added, while the layer records.
 
@@ -141,7 +163,7 @@ class RFALayer(CacheLayerMixin):
             self.lazy_initialization(state, state)
         if recorded is not None:
             self._steps.append((recorded, num_tokens))
-        self.state, self.window_cache = state, window
+        self.state, self.window_cache, self.retrieval_cache = state, window, retrieval
         self.cumulative_length += num_tokens
         return state, window
 
@@ -167,7 +189,7 @@ class RFALayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.state = self.window_cache = None
+        self.state = self.window_cache = self.retrieval_cache = None
         self.cumulative_length = 0
         self._forget()
 
@@ -203,13 +225,21 @@ class RFALayer(CacheLayerMixin):
                 "number; or copy the cache (copy.deepcopy) before them."
             )
         if count:
-            (self.state, self.window_cache), kept = self._before, recorded - count
+            held, kept = self._before, recorded - count
             for step, length in self._steps:
                 if kept > 0:
-                    self.state, self.window_cache = step.replay(min(length, kept), self.state, self.window_cache)
+                    held = step.replay(min(length, kept), *held)
                 kept -= length
+            self.state, self.window_cache, self.retrieval_cache = held
             self.cumulative_length -= count
         self._forget()
+
+
+class RFAGrowingLayer(RFALayer):
+    """A layer with retrieval heads that see all tokens: what these hold grows with the text."""
+
+    _layer_type = GROWING_LAYER_TYPE
+    is_compileable = False
 
 
 class RFASourceLayer(RFALayer):
@@ -263,6 +293,7 @@ class RFASourceLayer(RFALayer):
 
 # The state has one size from the start: it serves `StaticCache` as it serves `DynamicCache`.
 STATIC_LAYER_TYPE_MAPPING[RFA_LAYER_TYPE] = RFALayer
+STATIC_LAYER_TYPE_MAPPING[GROWING_LAYER_TYPE] = RFAGrowingLayer
 
 
 def rfa_layer_of(cache: Cache, layer_idx: int) -> tuple[RFALayer, tuple[Tensor, Tensor] | None]:

@@ -15,7 +15,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import GPT2Config, PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from .cache_rfa import RFA_LAYER_TYPE
+from .cache_rfa import GROWING_LAYER_TYPE, RFA_LAYER_TYPE
 from .feature_maps import FEATURE_MAPS, NoFeatures
 from .learned_feature_maps import ExponentialMap, LearnedFeatureMap
 from .random_feature_maps import RandomFeatureMap
@@ -53,6 +53,9 @@ class RFAConfigMixin:
             positions. The cache holds their keys and values next to the state.
         num_sinks: S, the number of first tokens that causal attention with a window keeps exactly for good.
         num_slots: K, the number of most important tokens before the window that it keeps exactly as well.
+        retrieval_heads: [layer, key-value head] of every retrieval head: one that attends exactly, without features, to the
+            sinks and its own window. A layer has to have other heads too.
+        retrieval_window: the number of last tokens that retrieval heads see; 0 for all, of which their cache grows.
         softmax_layers: indices of layers that stay softmax attention; their cache grows with the text.
         chunk_size: tokens that prefill and training handle at once in the quadratic form.
         state_dtype: dtype of the recurrent state, "float32" or "float64" (at least the model's own precision is kept).
@@ -69,6 +72,8 @@ class RFAConfigMixin:
     window_size: int = 0
     num_sinks: int = 0
     num_slots: int = 0
+    retrieval_heads: list[Any] = field(default_factory=list)
+    retrieval_window: int = 0
     softmax_layers: list[Any] = field(default_factory=list)  # `validate_layer_type` says more than a type would
     chunk_size: int = 64
     state_dtype: str = "float32"
@@ -151,10 +156,18 @@ class RFAConfigMixin:
         """Return the type that every layer's cache has in the base model."""
         return ["full_attention"] * self.num_layers_for("causal")
 
+    def retrieval_heads_of(self, layer_idx: int) -> list[int]:
+        """Return the retrieval heads of a layer."""
+        return sorted(head for layer, head in self.retrieval_heads if layer == layer_idx)
+
     def cache_layer_types(self) -> list[str]:
-        """Return the type of every layer's cache: "rfa", or that of the base model for the layers that stay as they are."""
-        types = enumerate(self.base_layer_types())
-        return [RFA_LAYER_TYPE if self.is_rfa("causal", index) else each for index, each in types]
+        """Return the type of every layer's cache: "rfa" or "rfa_growing", or that of the base model where nothing is RFA."""
+        types = self.base_layer_types()
+        for index in range(len(types)):
+            if self.is_rfa("causal", index):
+                grows = not self.retrieval_window and self.retrieval_heads_of(index)
+                types[index] = GROWING_LAYER_TYPE if grows else RFA_LAYER_TYPE
+        return types
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """Return the configuration of one side, as `PreTrainedConfig.get_text_config` does.
@@ -242,12 +255,14 @@ class RFAConfigMixin:
             ("window_size", 0, positions, "tokens seen exactly, no more than the model has positions"),
             ("num_sinks", 0, positions, "first tokens kept exactly, no more than the model has positions"),
             ("num_slots", 0, positions, "important tokens kept exactly, no more than the model has positions"),
+            ("retrieval_window", 0, positions, "tokens that retrieval heads see, or 0 for all"),
             ("redraw_pool", 0, MAX_REDRAW_POOL, "the size of the pool, or 0 for a fixed matrix"),
             ("feature_seed", 0, MAX_SEED, "other seeds draw the same as one of these"),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or not least <= value <= most:  # set by an old name, its type was not checked
                 raise ValueError(f"{name} must be from {least} to {most} ({meaning}), got {value}.")
+        self._check_retrieval_heads()
         exact = [f"{name}={getattr(self, name)}" for name in ("num_sinks", "num_slots") if getattr(self, name)]
         if self.window_size == 0 and (exact or feature_map is NoFeatures):
             given = exact[0] if exact else f"feature_map={self.feature_map!r}"
@@ -273,6 +288,32 @@ class RFAConfigMixin:
             if refused and all(getattr(self, name) for name in names):
                 given = " and ".join(f"{name}={getattr(self, name)}" for name in names)
                 raise ValueError(f"{given} {problem}. Leave {'one of them' if len(names) > 1 else 'it'} out.")
+
+    def _check_retrieval_heads(self) -> None:
+        """Check the list of retrieval heads."""
+        given, heads = self.retrieval_heads, self.num_heads_for("causal")
+        for pair in given:
+            fits = isinstance(pair, list | tuple) and len(pair) == 2 and all(type(each) is int for each in pair)
+            if not fits or not 0 <= pair[0] < self.num_layers_for("causal") or not 0 <= pair[1] < heads:
+                raise ValueError(
+                    f"retrieval_heads must be pairs [layer, head] of {self.num_layers_for('causal')} layers of {heads} "
+                    f"key-value heads, counted from 0, got {given}."
+                )
+            if not self.is_rfa("causal", pair[0]):
+                raise ValueError(
+                    f"retrieval_heads={given} names layer {pair[0]}, whose attention is not RFA. Leave it out."
+                )
+            if len(self.retrieval_heads_of(pair[0])) == heads:
+                raise ValueError(
+                    f"retrieval_heads={given} names all {heads} heads of layer {pair[0]}. Leave one out, or keep the layer "
+                    "softmax (softmax_layers)."
+                )
+        if len({tuple(pair) for pair in given}) < len(given):
+            raise ValueError(f"retrieval_heads={given} names a head twice. Leave it out once.")
+        if self.retrieval_window and not given:
+            raise ValueError(
+                f"retrieval_window={self.retrieval_window} has no effect without retrieval_heads. Leave it out."
+            )
 
     #: Where transformers finds the classes of this family in a checkpoint that holds their code, by auto class.
     AUTO_MAP: ClassVar[dict[str, str]] = {}

@@ -62,10 +62,10 @@ class Tokens(NamedTuple):
         """Return w v, [B, H, T, M]."""
         return scale_rows(self.value, self.input_scale)
 
-    def first(self, count: int) -> Tokens:
-        """Return the first ``count`` tokens."""
-        scales = (None if each is None else each[..., :count] for each in self[2:])
-        return Tokens(self.key[..., :count, :], self.value[..., :count, :], *scales)
+    def part(self, start: int, stop: int) -> Tokens:
+        """Return the tokens from one place to before another."""
+        scales = (None if each is None else each[..., start:stop] for each in self[2:])
+        return Tokens(self.key[..., start:stop, :], self.value[..., start:stop, :], *scales)
 
 
 def mask_padding(
@@ -170,7 +170,8 @@ def split_tokens(size: int, query: Tensor, tokens: Tokens) -> Iterator[tuple[Ten
 
     Each tensor is split once, not sliced: the gradient of each slice would be as long as the sequence.
     """
-    groups, count = rows_per_token(query, tokens.key), -(-tokens.key.shape[-2] // size)
+    groups, size = rows_per_token(query, tokens.key), min(size, tokens.key.shape[-2])
+    count = -(-tokens.key.shape[-2] // size)
     rows = (query.split(size * groups, dim=-2), *(tensor.split(size, dim=-2) for tensor in tokens[:2]))
     scales = ([None] * count if each is None else each.split(size, dim=-1) for each in tokens[2:4])
     return ((queries, Tokens(*rest)) for queries, *rest in zip(*rows, *scales, strict=True))

@@ -97,6 +97,19 @@ def ungroup(rows: Tensor, num_query_heads: int) -> Tensor:
     return rows if groups == 1 else rows.unflatten(2, (-1, groups)).transpose(2, 3).flatten(1, 2)
 
 
+def split_heads(tensor: Tensor, chosen: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the heads of [B, H, …] that are not chosen, and those that are, in this order."""
+    others = [head for head in range(tensor.shape[1]) if head not in chosen]
+    return torch.stack([tensor[:, head] for head in others], 1), torch.stack([tensor[:, head] for head in chosen], 1)
+
+
+def join_heads(others: Tensor, chosen_heads: Tensor, chosen: list[int]) -> Tensor:
+    """Return all heads in order: the inverse of `split_heads`."""
+    parts, own = dict(zip(chosen, chosen_heads.unbind(1), strict=True)), iter(others.unbind(1))
+    count = others.shape[1] + len(chosen)
+    return torch.stack([parts[head] if head in parts else next(own) for head in range(count)], 1)
+
+
 def rows_per_token(query: Tensor, key: Tensor) -> int:
     """Return G, the number of rows that ``query`` [..., T G, ·] has for each token of ``key`` [..., T, ·]."""
     return query.shape[-2] // key.shape[-2]

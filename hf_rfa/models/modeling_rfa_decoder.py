@@ -23,7 +23,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from .attention import RFAAttentionMixin, RFAPreTrainedMixin
-from .cache_rfa import RFALayer, past_length, self_attention_cache, unread_length
+from .cache_rfa import GROWING_LAYER_TYPE, RFA_LAYER_TYPE, past_length, self_attention_cache, unread_length
 from .configuration_rfa import decoder_config_class
 from .masking import check_positions, document_starts, local_padding, padding_of_mask
 from .rfa_classes import base_class, make_class
@@ -141,7 +141,7 @@ class RFADecoderAttention(RFAAttentionMixin):
 
     def check_call(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> None:
         """Raise a ValueError for attention that random features do not stand for."""
-        heads, width = self.feature_map.num_heads, self.feature_map.head_dim
+        heads, width = self.feature_map.num_heads + len(self.retrieval_heads), self.feature_map.head_dim
         wrong = None
         if softcap is not None:
             wrong = f"caps its logits at {softcap}, so that its weights are no function of q·k alone"
@@ -231,7 +231,7 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if last >= count and position_ids is not None:
             last = int(position_ids.max())  # left padding makes positions smaller than the number of tokens
         check_positions(last, count)
-    if stack.rfa_layer_types == {RFALayer._layer_type}:
+    if stack.rfa_layer_types <= {RFA_LAYER_TYPE, GROWING_LAYER_TYPE}:
         kwargs["attention_mask"] = _prepared(kwargs["padding_mask"], inputs.device)
     elif "sliding_attention" in stack.rfa_layer_types:
         embeds = inputs.new_empty(batch, length, 0, dtype=stack.dtype)

@@ -19,13 +19,15 @@ place in the window. A sink weighs nothing in the stream, in front of which it s
 
 There may be G rows of queries per token, [B, H, T G, d] (`hf_rfa.models.masking`).
 
+Retrieval heads have no features: they see sinks and a window of their own, or all tokens (`exact_attention`).
+
 Some models have a learned sink as well, which is no token (gpt-oss): a logit per query head that every query sees, with a
 value of zero. It joins the exact weights, exp(logit + o_t).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +55,9 @@ from .slots import (
     weighted_mean,
     with_importance,
 )
+
+#: Tokens that a window which grows takes in at once.
+GROWTH = 512
 
 
 class WindowSizes(NamedTuple):
@@ -92,6 +97,7 @@ class Stream(NamedTuple):
             window, [B, H, K + T, d + M + 1], or None.
         slots: what the slots hold meanwhile, or None.
         dtype: that of the window as it is kept.
+        document: numbers of the documents of the places, [B, W + T], where decays do not keep them apart, or None.
     """
 
     rows: Tensor
@@ -104,6 +110,7 @@ class Stream(NamedTuple):
     candidates: Tensor | None
     slots: Slots | None
     dtype: torch.dtype
+    document: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -129,6 +136,9 @@ class Stream(NamedTuple):
         if self.log_decay is not None:
             decay = decay_to_end(self.log_decay[..., self.length :])
             rows = torch.cat([rows[..., :-1], (rows[..., -1] + decay)[..., None]], dim=-1)
+        if self.document is not None:
+            past = (self.document[:, self.length :] != self.document[:, -1:])[:, None]
+            rows = torch.cat([rows[..., :-1], rows[..., -1].masked_fill(past, MASKED_LOGIT)[..., None]], dim=-1)
         if self.slots is not None:
             rows = torch.cat([take(cast(Tensor, self.candidates), self.slots.held), rows], dim=-2)
         if self.sinks is not None:
@@ -140,7 +150,7 @@ class Stream(NamedTuple):
             sinks = rows.shape[-2] - importance.shape[-1]
             return with_importance(rows.to(self.dtype), F.pad(importance, (sinks, 0)))
         # Not a view of the stream, which would keep all of a long sequence's keys and values.
-        copied = self.sinks is not None or torch.is_grad_enabled()
+        copied = self.sinks is not None or self.document is not None or torch.is_grad_enabled()
         return rows.to(self.dtype) if copied or self.dtype != rows.dtype else rows.clone()
 
     def attend(self, query: Tensor, offset: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
@@ -259,8 +269,8 @@ def stream_of(
         tokens: the new tokens.
         window: [B, H, S + K + W, ·], or None.
         sizes: W, S and K.
-        document_starts: [B, T], True where a text begins that has sinks and slots of its own; the decays let nothing of the
-            texts before it through.
+        document_starts: [B, T], True where a text begins that has sinks and slots of its own; the decays, if there are any,
+            let nothing of the texts before it through.
         dtype: that of the window as it is kept; None takes that of the keys.
         chunk_size: queries handled at once.
     """
@@ -279,7 +289,8 @@ def stream_of(
     if num_slots:
         known, importance = _importance_at_the_end(tokens, known, rows[..., -1] <= MASKED_LOGIT / 2)
         importance = torch.cat([known[..., num_sinks + num_slots :], importance], dim=-1)
-        document = None if document_starts is None else F.pad(document_starts.cumsum(-1), (size, 0))
+    if document_starts is not None and (num_slots or log_decay is None):
+        document = F.pad(document_starts.cumsum(-1), (size, 0))
     rows = torch.cat([last, rows], dim=-2)
     log_decay = None if log_decay is None else F.pad(log_decay.to(key.dtype), (size, 0))
     order = None
@@ -293,6 +304,8 @@ def stream_of(
         if sinks is not None:
             sinks = sinks._replace(seen=sinks.seen.gather(1, order[..., None].expand_as(sinks.seen)))
     stream = Stream(rows, log_decay, order, key.shape[-1], size, sinks, importance, None, None, dtype)
+    if log_decay is None:
+        stream = stream._replace(document=document)
     if not num_slots:
         return stream
     length = stream.length
@@ -419,9 +432,7 @@ def sliding_window_attention(
     offset = cast(Tensor, features.offset)
     output, log_exact = stream.attend(query * scaling, offset, chunk_size)
     if sink_logits is not None:
-        log_sink = sink_logits.to(offset).view(query.shape[1], -1).repeat(1, stream.length)[..., None] + offset
-        output = output * torch.sigmoid(log_exact - log_sink)
-        log_exact = torch.logaddexp(log_exact, log_sink)
+        output, log_exact = _with_sinks(output, log_exact, sink_logits, offset)
     if leaving is None or features.query.shape[-1] == 0:  # `hf_rfa.models.feature_maps.NoFeatures`
         state = output.new_zeros(*output.shape[:2], 0, output.shape[-1] + 1)
     else:
@@ -440,6 +451,73 @@ def sliding_window_attention(
     if stream.order is not None:
         output = _take_rows(output, stream.order.argsort(dim=1))
     return output, cast(Tensor, rescale(state, features.shift, None))
+
+
+def exact_attention(
+    query: Tensor,
+    tokens: Tokens,
+    window: Tensor | None,
+    sizes: WindowSizes,
+    document_starts: Tensor | None = None,
+    *,
+    scaling: float,
+    dtype: torch.dtype | None = None,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend causally to sinks and a window, and to nothing else; a window of size 0 grows and holds all tokens.
+
+    Args:
+        query: [B, H, T G, d], in the order of the tokens.
+        tokens: the new tokens, keys in float32 or float64.
+        window: [B, H, S + W, d + M + 1], or None at the start.
+        sizes: W, S, and K = 0; there are no sinks where the window grows.
+        document_starts: [B, T], True where a text begins that sees nothing before it, or None.
+        scaling: s.
+        dtype: that of the window as it is kept; None takes that of the keys.
+        chunk_size: queries handled at once.
+        sink_logits: logits of the query heads' learned sinks, [H G], or None.
+
+    Returns:
+        The outputs [B, H, T G, M], and the new window.
+    """
+    options: dict[str, Any] = {"scaling": scaling, "dtype": dtype, "chunk_size": chunk_size, "sink_logits": sink_logits}
+    length = tokens.key.shape[-2]
+    if not sizes.window:
+        outputs, groups = [], rows_per_token(query, tokens.key)
+        for start in range(0, length, GROWTH):
+            stop = min(length, start + GROWTH)
+            starts = None if document_starts is None else document_starts[:, start:stop]
+            window, size = with_room(window, stop - start)
+            part = query[..., start * groups : stop * groups, :], tokens.part(start, stop)
+            output, window = exact_attention(*part, window, WindowSizes(size), starts, **options)
+            outputs.append(output)
+        return torch.cat(outputs, dim=-2), cast(Tensor, window)
+    stream = stream_of(tokens, window, sizes, document_starts, dtype=dtype, chunk_size=chunk_size)
+    offset = query.new_zeros(*query.shape[:-1], 1)
+    output, log_total = stream.attend(in_stream_order(query, stream) * scaling, offset, chunk_size)
+    if sink_logits is not None:
+        output, _ = _with_sinks(output, log_total, sink_logits, offset)
+    if stream.order is not None:
+        output = _take_rows(output, stream.order.argsort(dim=1))
+    return output, stream.window()
+
+
+def with_room(window: Tensor | None, count: int) -> tuple[Tensor | None, int]:
+    """Return a window [B, H, W, ·] with ``count`` empty places in front, which new tokens push out, and its new size."""
+    if window is None:
+        return None, count
+    log_weight = torch.tensor(MASKED_LOGIT, device=window.device).to(window.dtype)  # minus infinity in float16
+    empty = torch.cat([window[..., -1:, :-1], log_weight.expand_as(window[..., -1:, -1:])], dim=-1)
+    return torch.cat([empty.expand(-1, -1, count, -1), window], dim=-2), window.shape[-2] + count
+
+
+def _with_sinks(output: Tensor, log_total: Tensor, sink_logits: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs [B, H, T G, M] and logarithms of their normalizers with learned sinks [H G] in these."""
+    heads, rows = output.shape[1:3]
+    log_sink = sink_logits.to(offset).view(heads, -1)
+    log_sink = log_sink.repeat(1, rows // log_sink.shape[1])[..., None] + offset
+    return output * torch.sigmoid(log_total - log_sink), torch.logaddexp(log_total, log_sink)
 
 
 def _attend_to_sinks(query: Tensor, sinks: Sinks, offset: Tensor) -> tuple[Tensor, Tensor]:
@@ -494,6 +572,9 @@ def _attend_to_window(query: Tensor, stream: Stream, offset: Tensor, chunk: int)
         sums = segment_sums(F.pad(log_decay, (0, short)).unfold(2, size + chunk, chunk))[..., size:, :]
         logits = logits + to_rows(sums, groups)
     band = torch.ones(chunk, size + chunk, dtype=torch.bool, device=query.device).triu(1).tril(size)
+    if stream.document is not None:
+        documents = F.pad(stream.document, (0, short)).unfold(1, size + chunk, chunk)[:, None]
+        band = band & (documents[..., size:, None] == documents[..., None, :])  # [B, 1, chunks, chunk, W + chunk]
     outside = ~to_rows(band, groups)
     output, log_total = weighted_mean(
         logits.masked_fill(outside, MASKED_LOGIT), blocks[..., width:-1, :].transpose(-1, -2)

@@ -24,21 +24,23 @@ class CacheMemory:
         window: keys, values and weights of the sliding windows.
         sinks: those of the sinks.
         slots: those of the slots.
-        per_token: keys and values that softmax layers add with every token.
-        layers: (state, window, sinks, slots) of every layer; empty where there is none of these.
+        retrieval: those of retrieval heads with a window.
+        per_token: keys and values that softmax layers, and retrieval heads that see all tokens, add with every token.
+        layers: (state, window, sinks, slots, retrieval) of every layer; empty where there is none of these.
     """
 
     state: int
     window: int
     sinks: int
     per_token: int
-    layers: tuple[tuple[int, int, int, int], ...] = ()
+    layers: tuple[tuple[int, int, int, int, int], ...] = ()
     slots: int = 0
+    retrieval: int = 0
 
     @property
     def fixed(self) -> int:
         """Bytes that do not grow."""
-        return self.state + self.window + self.sinks + self.slots
+        return self.state + self.window + self.sinks + self.slots + self.retrieval
 
     def after(self, tokens: int) -> int:
         """Return the bytes after some tokens."""
@@ -65,14 +67,17 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
         if getattr(layer, "holds", None) == RFALayer.holds:
             row = _bytes(layer.window_cache) // max(1, sum(sizes))
             window, sinks, slots = (size * row for size in sizes)
-            found.append((_bytes(layer.state), window, sinks, slots))
-    state, window, sinks, slots = (sum(each) for each in zip(*found, strict=True)) if found else (0, 0, 0, 0)
+            retrieval = _bytes(layer.retrieval_cache) if getattr(config, "retrieval_window", 0) else 0
+            found.append((_bytes(layer.state), window, sinks, slots, retrieval))
+    state, window, sinks, slots, retrieval = (sum(each) for each in zip(*found, strict=True)) if found else (0,) * 5
     per_token = (_growing_bytes(cache) - before) // (LONG - SHORT)
-    return CacheMemory(state, window, sinks, per_token, tuple(found), slots)
+    return CacheMemory(state, window, sinks, per_token, tuple(found), slots, retrieval)
 
 
 def _growing_bytes(cache: DynamicCache) -> int:
-    return sum(_bytes(getattr(layer, name, None)) for layer in cache.layers for name in ("keys", "values"))
+    """Return the bytes of keys and values, and those of retrieval heads, which have one size where they have a window."""
+    names = ("keys", "values", "retrieval_cache")
+    return sum(_bytes(getattr(layer, name, None)) for layer in cache.layers for name in names)
 
 
 def _bytes(tensor: Any) -> int:
