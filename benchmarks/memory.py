@@ -1,10 +1,11 @@
 """Perplexity by memory of the cache: converted checkpoints, their softmax model, and a window with sinks of the same bytes.
 
-    python -m benchmarks.memory MODEL TEXT --train TRAIN --rows 64 31+4+28 60+4 --output FOLDER
+    python -m benchmarks.memory MODEL TEXT --train TRAIN --rows 64 31+4+28 60+4 64+4+152r4x1020 --output FOLDER
     python -m benchmarks.memory MODEL TEXT --checkpoints rfa-64 … --output FOLDER
 
-The first form makes the checkpoints: what ``hf-rfa convert --memory 64`` finds, a window of 31 with 4 sinks and 28 slots, and
-a window of 60 with 4 sinks, each as converted and as trained end to end on the same tokens. Every row is one model on the
+The first form makes the checkpoints: what ``hf-rfa convert --memory 64`` finds, a window of 31 with 4 sinks and 28 slots, a
+window of 60 with 4 sinks, and slots beside 4 retrieval heads that see 1,020 tokens (0 for all; the memory is then that at the
+longest context), each as converted and as trained end to end on the same tokens. Every row is one model on the
 first tokens of the text in blocks; the control is the softmax model through a window with 4 sinks that take as many bytes as
 the checkpoint's cache. Rows are written one by one to ``memory.json``, and a run goes on where it was stopped. The picture
 has perplexity by memory, and by position in the longest blocks.
@@ -48,15 +49,21 @@ COLORS = {SOFTMAX: "#555555", CONTROL: "#dd9464", CONVERTED: "#7ba7d4"}
 COLORS |= {TRAINED[CONTROL]: "#b3440f", TRAINED[CONVERTED]: "#174a80"}
 
 
-def models(parent: PreTrainedModel, checkpoints: Iterable[Path]) -> Iterator[tuple[str, str, float, Any, Any]]:
-    """Yield (kind, name, tokens of the parent's cache, model, context manager to score it in) for every row."""
+def models(
+    parent: PreTrainedModel, checkpoints: Iterable[Path], longest: int
+) -> Iterator[tuple[str, str, float, Any, Any]]:
+    """Yield (kind, name, tokens of the parent's cache, model, context manager to score it in) for every row.
+
+    The memory is that after the ``longest`` context.
+    """
     own = cache_memory(parent)
     yield SOFTMAX, SOFTMAX, math.inf, parent, nullcontext
     for path in checkpoints:
         model: Any = AutoModelForCausalLM.from_pretrained(path).eval().to(parent.device)
-        worth = cache_memory(model).worth(own, 0)
+        worth = cache_memory(model).worth(own, longest)
         config = model.config
-        kind = CONTROL if config.feature_map == "none" and not config.num_slots else CONVERTED
+        plain = config.feature_map == "none" and not config.num_slots and not config.retrieval_heads
+        kind = CONTROL if plain else CONVERTED
         trained = (path / "distillation.json").is_file()
         yield TRAINED[kind] if trained else kind, path.name, worth, model, nullcontext
         size = int(worth + 0.5)
@@ -100,7 +107,7 @@ def main() -> None:
     columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=(1 + 2 * len(checkpoints)) * len(given.contexts))
-        for kind, name, worth, model, context in models(parent, checkpoints):
+        for kind, name, worth, model, context in models(parent, checkpoints, max(given.contexts)):
             for length in given.contexts:
                 progress.update(task, description=f"{name}, context {length:,}")
                 key = {"kind": kind, "name": name, "context": length, "tokens": len(ids)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,24 @@ from hf_rfa_cli.console import report_of
 
 
 def options_of(row: str) -> dict[str, Any]:
-    """Return the options of the conversion that a row names: ``64`` for a memory, ``31+4+28`` for W + S + K tokens.
+    """Return the options of the conversion that a row names.
+
+    That is ``64`` for a memory, ``31+4+28`` for W + S + K tokens, and ``31+4+28r4x500`` for those and 4 retrieval heads
+    with a window of 500, 0 for all tokens.
 
     Raises:
-        InputError: if it is neither.
+        InputError: if it is none of these.
     """
-    parts = row.split("+")
-    if not all(part.isdigit() for part in parts) or len(parts) > 3:
-        raise InputError(f"a row is a memory in tokens such as 64, or window+sinks+slots such as 31+4+28, got {row!r}.")
-    if len(parts) == 1:
+    found = re.fullmatch(r"(\d+)(?:\+(\d+)(?:\+(\d+))?(?:r(\d+)x(\d+))?)?", row)
+    if found is None:
+        raise InputError(
+            "a row is a memory in tokens such as 64, window+sinks+slots such as 31+4+28, or these with retrieval heads and "
+            f"their window such as 31+4+28r4x500, got {row!r}."
+        )
+    if row.isdigit():
         return {"memory": int(row)}
-    sizes = dict(zip(("window_size", "num_sinks", "num_slots"), map(int, parts), strict=False))
+    names = ("window_size", "num_sinks", "num_slots", "retrieval_heads", "retrieval_window")
+    sizes = {name: int(each) for name, each in zip(names, found.groups(), strict=True) if each is not None}
     return {"feature_map": "none", **sizes}
 
 

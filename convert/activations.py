@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.feature_maps import compute_dtype
 from hf_rfa.models.linear_attention import MASKED_LOGIT, mask_padding
-from hf_rfa.models.masking import group_queries, rows_per_token, to_rows
+from hf_rfa.models.masking import group_queries, rows_per_token, split_heads, to_rows
 
 from .attention_weights import ExactWindow, log_attention_weights, seen_by, seen_in_slots, tokens_of
 
@@ -235,7 +235,7 @@ def capture_inputs(
 def layer_activations(
     layer: RFAAttentionMixin, inputs: LayerInputs, masks: dict[str, Tensor | None]
 ) -> LayerActivations:
-    """Return the queries, keys and values of an RFA layer, whose projections are the softmax layer's.
+    """Return the queries, keys and values of an RFA layer's heads with features; its projections are the softmax layer's.
 
     ``inputs`` are the layer's, of `capture_inputs`, and ``masks`` those of the model's inputs (`padding_masks`).
     """
@@ -246,7 +246,10 @@ def layer_activations(
         query = layer.project_query(inputs.hidden_states)
         key, value = layer.project_source(cast(Tensor, inputs.encoder_hidden_states))
         query_mask, key_mask = masks["causal"], masks["encoder"]
-    return LayerActivations(group_queries(query, key.shape[1]), key, value, query_mask, key_mask)
+    query = group_queries(query, key.shape[1])
+    if layer.retrieval_heads:  # which need nothing that is fitted
+        query, key, value = (split_heads(each, layer.retrieval_heads)[0] for each in (query, key, value))
+    return LayerActivations(query, key, value, query_mask, key_mask)
 
 
 def padding_masks(inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib.machinery import PathFinder
 from typing import Any
 
@@ -45,6 +46,8 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
     config_class = checkpoint.family.rfa_config
     values: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAMES}
     values["feature_seed"] = options.seed
+    if isinstance(options.retrieval_heads, list):  # a number of them is chosen later
+        values |= {name: getattr(options, name) for name in ("retrieval_heads", "retrieval_window")}
     values |= {field: getattr(options, OPTIONS_BY_KIND[kind][1]) for field, kind in config_class.FEATURE_COUNTS.items()}
     try:
         plain = config_class.from_parent(checkpoint.config, **{name: [] for name in config_class.SOFTMAX_LAYERS})
@@ -74,17 +77,54 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
         raise InputError(str(error.__cause__ or error)) from error
     if not any(map(config.any_rfa, config_class.SOFTMAX_LAYERS.values())):
         raise InputError("no layer is left to convert. Name at least one in layers, cross_layers or encoder_layers.")
-    for name in ("gate", "window_size", "num_sinks", "num_slots"):
+    for name in ("gate", "window_size", "num_sinks", "num_slots", "retrieval_heads"):
         value = getattr(options, name)
         if value and not config.any_rfa("causal"):
             raise InputError(
                 f"{name}={value} is of causal attention, and none is converted. Leave it out, or name layers."
             )
+    if isinstance(options.retrieval_heads, int) and options.retrieval_heads:
+        _check_number_of_heads(checkpoint, config, options.retrieval_heads)
     return config
 
 
+def _check_number_of_heads(checkpoint: Checkpoint, config: Any, number: int) -> None:
+    """Raise an `InputError` where a number of retrieval heads cannot be chosen."""
+    given = f"retrieval_heads={number}"
+    if config.is_encoder_decoder or not predicts_tokens(checkpoint):
+        raise InputError(
+            f"{given} are chosen by what a decoder with a language-model head predicts, and {checkpoint.name} is a "
+            f"{checkpoint.architecture}. Name the heads (layer.head), or leave them out."
+        )
+    heads, layers = (
+        config.num_heads_for("causal"),
+        sum(map(partial(config.is_rfa, "causal"), range(config.num_layers_for("causal")))),
+    )
+    most = layers * (heads - 1)
+    if number > most:
+        raise InputError(
+            f"{given} are too many: {layers} layers of {heads} key-value heads have at most {most}, for one of every layer "
+            "has to be left. Keep layers softmax instead (keep_softmax)."
+        )
+
+
+def predicts_tokens(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint's model has a language-model head."""
+    return checkpoint.architecture.endswith(("LMHeadModel", "ForCausalLM"))
+
+
 def _check_options(checkpoint: Checkpoint, options: ConversionOptions) -> None:
-    """Raise an `InputError` for attention that a checkpoint does not have."""
+    """Raise an `InputError` for attention that a checkpoint does not have, and for a window of no heads or too long."""
+    window = options.retrieval_window
+    if window and not options.retrieval_heads:
+        raise InputError(
+            f"retrieval_window={window} has no effect without retrieval_heads. Leave it out, or name heads."
+        )
+    if window > position_count(checkpoint.config):
+        raise InputError(
+            f"retrieval_window={window} is more than the {position_count(checkpoint.config)} positions of {checkpoint.name}. "
+            "Leave it out: the heads then see all tokens."
+        )
     present = checkpoint.family.rfa_config.SOFTMAX_LAYERS.values()
     for name in (name for kind, names in OPTIONS_BY_KIND.items() if kind not in present for name in names):
         value = getattr(options, name)

@@ -1,8 +1,10 @@
 """One knob, memory: find what to keep in a cache of given size, by how well it predicts text.
 
 The ways to spend the memory are a window with sinks, the same with slots in place of a half or three quarters of it, and both
-with features in place of half of the memory. Each is converted, calibrated on three quarters of the text, and scored on the
-rest.
+with features in place of half of the memory. With slots there may be a few retrieval heads, whose windows take up to a third
+of the memory. Each way is converted, calibrated on three quarters of the text, and scored on the rest: as it is, and made to
+repeat itself in its last quarter (`hf_rfa.convert.retrieval_heads.repeated_passages`). The second perplexity decides, for it
+is of both: of text, and of remembering it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import position_count
@@ -19,11 +22,12 @@ from hf_rfa.models.feature_maps import FEATURE_MAPS
 
 from .base_model import softmax_base_model
 from .calibration import calibrate
-from .calibration_data import Inputs, batches
+from .calibration_data import BLOCK_LENGTH, Inputs, batches
 from .checkpoint import Checkpoint, load_rfa_model
-from .configuration import rfa_config
+from .configuration import predicts_tokens, rfa_config
 from .options import ConversionOptions
 from .perplexity import score_labels
+from .retrieval_heads import RetrievalHead, choose_retrieval_heads, repeated_passages
 
 #: First tokens that every way keeps, if the memory is at least four times that.
 SINKS = 4
@@ -31,7 +35,9 @@ SINKS = 4
 FEATURE_MAP, FEATURES_STEP = "positive", 8
 #: Options that a memory decides on.
 DECIDED = ["feature_map", "num_features", "unit_norm", "trainable_projection", "redraw_pool"]
-DECIDED += ["window_size", "num_sinks", "num_slots", "gate"]
+DECIDED += ["window_size", "num_sinks", "num_slots", "gate", "retrieval_heads", "retrieval_window"]
+#: Retrieval heads as a share of all, the most memory that they take, and the longest window of one.
+RETRIEVAL_SHARE, RETRIEVAL_MEMORY, RETRIEVAL_WINDOW = 0.045, 1 / 3, BLOCK_LENGTH
 
 
 @dataclass(frozen=True)
@@ -43,12 +49,16 @@ class Trial:
         tokens: its bytes per layer, in tokens of the softmax model's cache.
         perplexity: on text that it was not calibrated on.
         softmax: that of the softmax model.
+        repeating: perplexity on the same text, which repeats itself in the end.
+        softmax_repeating: that of the softmax model.
     """
 
     name: str
     tokens: float
     perplexity: float
     softmax: float
+    repeating: float
+    softmax_repeating: float
 
 
 def check_memory(checkpoint: Checkpoint, options: ConversionOptions) -> None:
@@ -62,14 +72,19 @@ def check_memory(checkpoint: Checkpoint, options: ConversionOptions) -> None:
         raise InputError(f"{memory} needs a text to measure on: pass one with --calibrate.")
     if checkpoint.config.is_encoder_decoder:
         raise InputError(f"{memory} is for decoders alone, and {checkpoint.config.model_type} has an encoder.")
-    if not checkpoint.architecture.endswith(("LMHeadModel", "ForCausalLM")):
+    if not predicts_tokens(checkpoint):
         raise InputError(f"{memory} needs a model that predicts tokens, and {checkpoint.architecture} does not.")
     if int(options.memory or 0) > position_count(checkpoint.config):
         raise InputError(f"{memory} is more than the positions of {checkpoint.name}: its own cache takes less.")
 
 
-def ways_to_spend(checkpoint: Checkpoint, options: ConversionOptions) -> list[tuple[str, float, ConversionOptions]]:
-    """Return (what is kept, its worth in tokens, options) for every way to spend ``options.memory``."""
+def ways_to_spend(
+    checkpoint: Checkpoint, options: ConversionOptions, heads: list[list[int]] | None = None
+) -> list[tuple[str, float, ConversionOptions]]:
+    """Return (what is kept, its worth in tokens, options) for every way to spend ``options.memory``.
+
+    ``heads`` are [layer, head] of the retrieval heads of those ways that have some; None leaves these ways out.
+    """
     config = checkpoint.family.rfa_config.from_parent(checkpoint.config)
     own = "float32" if checkpoint.gguf is not None else str(checkpoint.config.dtype or "float32").removeprefix("torch.")
     itemsize = getattr(torch, own if options.dtype == "auto" else options.dtype).itemsize
@@ -90,6 +105,10 @@ def ways_to_spend(checkpoint: Checkpoint, options: ConversionOptions) -> list[tu
         slots = count - sinks - window
         name = f"window {window}, sinks {sinks}, slots {slots}"
         found.append(way(name, count * ranked, window_size=window, num_slots=slots, **exact))
+    if heads:
+        found += _ways_with_retrieval(
+            heads, number_of_heads(checkpoint, found[0][2]), memory, token, plain, ranked, way
+        )
     row = (width + 1) * 4
     rows = memory * token // 2 // row // FEATURES_STEP * FEATURES_STEP
     mapped = {"feature_map": FEATURE_MAP, "num_features": rows // _features_per_row(width), "num_sinks": sinks}
@@ -103,6 +122,35 @@ def ways_to_spend(checkpoint: Checkpoint, options: ConversionOptions) -> list[tu
     return found
 
 
+def _ways_with_retrieval(
+    heads: list[list[int]], all_heads: int, memory: int, token: int, plain: int, ranked: int, way: Callable[..., Any]
+) -> list[Any]:
+    """Return the ways with slots and retrieval heads; rows of the window take ``plain`` bytes, with slots ``ranked``."""
+    number, sinks, found = len(heads), min(SINKS, memory // 4), []
+    total = memory * token * all_heads  # bytes
+    kept = min(RETRIEVAL_WINDOW, int(total * RETRIEVAL_MEMORY) // (number * plain))
+    others = (total - number * kept * plain) // (all_heads - number)
+    if kept <= sinks or others // ranked < 2 * sinks:
+        return []
+    num_bytes = (number * kept * plain + (all_heads - number) * (others // ranked) * ranked) / all_heads
+    for share in (2, 4):
+        window = max(1, others // ranked // share)
+        slots = others // ranked - sinks - window
+        if slots > 0:
+            name = f"window {window}, sinks {sinks}, slots {slots}, {number} retrieval heads of {kept - sinks}"
+            sizes = {"window_size": window, "num_slots": slots, "num_sinks": sinks, "feature_map": "none"}
+            found.append(way(name, num_bytes, retrieval_heads=heads, retrieval_window=kept - sinks, **sizes))
+    return found
+
+
+def number_of_heads(checkpoint: Checkpoint, options: ConversionOptions) -> int:
+    """Return the number of key-value heads of all layers that are converted."""
+    config = rfa_config(checkpoint, options)
+    return config.num_heads_for("causal") * sum(
+        config.is_rfa("causal", index) for index in range(config.num_layers_for("causal"))
+    )
+
+
 def _features_per_row(width: int) -> int:
     """Return F / D of the map with features."""
     feature_map = FEATURE_MAPS[FEATURE_MAP](num_heads=1, head_dim=width, num_features=FEATURES_STEP, scaling=1.0)
@@ -114,8 +162,8 @@ def spend_memory(
     options: ConversionOptions,
     inputs: Inputs,
     report_progress: Callable[[str | None, int], None],
-) -> tuple[ConversionOptions, list[Trial]]:
-    """Return the options that spend ``options.memory`` best, and every trial, in the order they were made.
+) -> tuple[ConversionOptions, list[Trial], list[RetrievalHead]]:
+    """Return the options that spend ``options.memory`` best, every trial in order, and the retrieval heads of the best.
 
     Args:
         checkpoint: the softmax checkpoint.
@@ -127,19 +175,33 @@ def spend_memory(
     fitted = max(1, rows - max(1, rows // 4))
     fit = {name: tensor[:fitted] for name, tensor in inputs.items()}
     held_out = {name: tensor[fitted:] if rows > 1 else tensor for name, tensor in inputs.items()}
-    held_out["labels"] = held_out["input_ids"]
-    ways = ways_to_spend(checkpoint, options)
+    texts = [held_out, held_out | {"input_ids": repeated_passages(held_out["input_ids"], seed=options.seed)[0]}]
+    batched = [batches(text | {"labels": text["input_ids"]}) for text in texts]
+    plain = ways_to_spend(checkpoint, options)[0][2]
+    model, base_model = _load(checkpoint, plain)
+    softmax = [score_labels(base_model, text).perplexity for text in batched]
+    count = round(number_of_heads(checkpoint, plain) * RETRIEVAL_SHARE) or 1
+    heads: list[RetrievalHead] = []
+    if model.config.num_heads_for("causal") > 1:
+        report_progress("choosing retrieval heads", count)
+        heads = choose_retrieval_heads(
+            model, base_model, fit, count, seed=options.seed, on_head=lambda: report_progress(None, 1)
+        )
+    ways = ways_to_spend(checkpoint, options, [[each.layer, each.head] for each in heads])
     report_progress("spending the memory", len(ways))
     trials: list[Trial] = []
-    softmax = None
     for name, tokens, chosen in ways:
-        model = load_rfa_model(checkpoint, rfa_config(checkpoint, chosen), options.dtype)
-        base_model = softmax_base_model(model, checkpoint.architecture, checkpoint.config)
-        if softmax is None:
-            softmax = score_labels(base_model, batches(held_out)).perplexity
+        model, base_model = _load(checkpoint, chosen)
         calibrate(model, base_model, fit, on_layer=lambda: None)
-        trials.append(Trial(name, tokens, score_labels(model, batches(held_out)).perplexity, softmax))
+        found = [score_labels(model, text).perplexity for text in batched]
+        trials.append(Trial(name, tokens, found[0], softmax[0], found[1], softmax[1]))
         del model, base_model
         report_progress(None, 1)
-    best = min(range(len(ways)), key=lambda index: trials[index].perplexity)
-    return ways[best][2], trials
+    best = ways[min(range(len(ways)), key=lambda index: trials[index].repeating)][2]
+    return best, trials, heads if best.retrieval_heads else []
+
+
+def _load(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return the RFA model of some options, not yet calibrated, and the base model."""
+    model = load_rfa_model(checkpoint, rfa_config(checkpoint, options), options.dtype)
+    return model, softmax_base_model(model, checkpoint.architecture, checkpoint.config)

@@ -11,6 +11,8 @@ from typing import Literal, get_args, get_origin
 
 #: Indices of the layers to convert, or all of them.
 Layers = list[int] | Literal["all"]
+#: A number of retrieval heads, or [layer, key-value head] of each.
+RetrievalHeads = int | list[list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,9 @@ class ConversionOptions:
         window_size: number of last tokens that causal attention sees exactly, and the others through features; 0 for none.
         num_sinks: number of first tokens that it sees exactly as well, for good; with a window.
         num_slots: number of most important tokens before the window that it sees exactly as well; with a window.
+        retrieval_heads: number of key-value heads that see more, and exactly: those that tell the model most of what stood
+            far back, found on texts that repeat themselves; or the heads, as layer.head (18.2,7.2).
+        retrieval_window: number of last tokens that these heads see; 0 for all, of which their cache grows.
         gate: add a recency gate per head.
         memory: the cache of causal attention in tokens of the softmax model's, on average per layer: window, sinks, slots and
             features that predict the text best in that memory are found and used.
@@ -67,6 +72,8 @@ class ConversionOptions:
     window_size: int = 0
     num_sinks: int = 0
     num_slots: int = 0
+    retrieval_heads: RetrievalHeads = 0
+    retrieval_window: int = 0
     gate: bool = False
     memory: int | None = None
     calibrate_on: str | Path | None = None
@@ -78,7 +85,7 @@ class ConversionOptions:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name in MINIMUM and value is not None and value < MINIMUM[each.name]:
+            if each.name in MINIMUM and isinstance(value, int) and value < MINIMUM[each.name]:
                 raise ValueError(f"{each.name} must be at least {MINIMUM[each.name]}, got {value}.")
             if get_origin(each.type) is Literal and value not in get_args(each.type):
                 raise ValueError(f"{each.name} must be one of {', '.join(get_args(each.type))}, got {value!r}.")
@@ -92,6 +99,8 @@ class ConversionOptions:
                 continue
             on, _, off = flag_of(each.name).partition("/")
             words.append(off if value is False else on)
+            if each.name == "retrieval_heads" and not isinstance(value, int):
+                value = [f"{layer}.{head}" for layer, head in value]
             if not isinstance(value, bool):
                 words.append((",".join(map(str, value)) or "none") if isinstance(value, list | tuple) else str(value))
         return words
@@ -103,6 +112,7 @@ RENAMED = {"window": "window_size"}
 MINIMUM = dict.fromkeys(("num_features", "num_cross_features", "num_encoder_features", "max_positions"), 1)
 MINIMUM["memory"] = 8
 MINIMUM |= dict.fromkeys(("redraw_pool", "seed", "keep_softmax", "window_size", "num_sinks", "num_slots"), 0)
+MINIMUM |= dict.fromkeys(("retrieval_heads", "retrieval_window"), 0)
 #: Flags that are not named as their fields, and switches that can be turned off.
 FLAGS = {"orthogonal": "--orthogonal/--iid", "gate": "--gate/--no-gate"}
 FLAGS |= {"calibrate_on": "--calibrate", "num_sinks": "--sinks", "num_slots": "--slots"}

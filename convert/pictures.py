@@ -17,6 +17,7 @@ from .activations import capture_inputs, compare_weights, layer_activations, lay
 from .base_model import rfa_layers
 from .calibration_data import Inputs, cut, trim
 from .memory_budget import Trial
+from .retrieval_heads import RetrievalHead
 
 #: Queries and keys in a map.
 SHOWN = 64
@@ -69,19 +70,40 @@ def compare_attention(model: nn.Module, base_model: PreTrainedModel, inputs: Inp
 
 
 def draw_trials(path: Path, trials: Sequence[Trial]) -> None:
-    """Draw the perplexities of the ways to spend a memory to a PNG file, the best on top."""
-    ordered = sorted(trials, key=lambda each: each.perplexity)
-    figure = Figure(figsize=(6.4, 0.45 * len(ordered) + 1.2))
-    axes = figure.subplots()
+    """Draw both perplexities of the ways to spend a memory to a PNG file, the best on top."""
+    ordered = sorted(trials, key=lambda each: each.repeating)
+    figure = Figure(figsize=(10, 0.45 * len(ordered) + 1.2))
+    panels = figure.subplots(1, 2, sharey=True)
     names = [f"{each.name} ({each.tokens:.1f} tokens)" for each in ordered]
     colors = ["#2b6cb0"] + ["#a0aec0"] * (len(ordered) - 1)
-    bars = axes.barh(names, [each.perplexity for each in ordered], color=colors)
-    axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=3)
-    axes.axvline(ordered[0].softmax, color="#888888", linestyle=":", label=f"softmax, {ordered[0].softmax:.2f}")
-    axes.set_xlabel("perplexity on text that was not calibrated on")
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    for axes, field, label in (
+        (panels[0], "repeating", "perplexity where text repeats itself"),
+        (panels[1], "perplexity", "perplexity on text that was not calibrated on"),
+    ):
+        softmax = getattr(ordered[0], field.replace("perplexity", "softmax").replace("repeating", "softmax_repeating"))
+        bars = axes.barh(names, [getattr(each, field) for each in ordered], color=colors)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=3)
+        axes.axvline(softmax, color="#888888", linestyle=":", label=f"softmax, {softmax:.2f}")
+        axes.set_xlabel(label, fontsize=8)
+        axes.margins(x=0.15)
+        axes.legend(frameon=False, fontsize=8, loc="lower right")
+    panels[0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def draw_retrieval_heads(path: Path, heads: Sequence[RetrievalHead]) -> None:
+    """Draw what every retrieval head gained, in the order of choice, to a PNG file."""
+    figure = Figure(figsize=(1.6 + 0.5 * len(heads), 3))
+    axes = figure.subplots()
+    names = [f"{each.layer}.{each.head}" for each in heads]
+    axes.bar(names, [each.before for each in heads], color="#a0aec0", label="before")
+    axes.bar(names, [each.after for each in heads], color="#2b6cb0", label="with it", width=0.5)
+    axes.set_ylabel("KL to softmax, nats per token", fontsize=8)
+    axes.set_xlabel("layer.head", fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.set_title("repeated passages", fontsize=8)
+    axes.legend(frameon=False, fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 

@@ -38,8 +38,9 @@ from .configuration import import_words, rfa_config, with_more_positions
 from .memory_budget import Trial, check_memory, spend_memory
 from .options import RENAMED, ConversionOptions
 from .perplexity import score_labels
-from .pictures import HeadMap, compare_attention, draw_attention, draw_trials
+from .pictures import HeadMap, compare_attention, draw_attention, draw_retrieval_heads, draw_trials
 from .report import ConversionReport, Perplexities, model_card, model_figures, notes
+from .retrieval_heads import RetrievalHead, choose_retrieval_heads
 from .sensitivity import LayerSensitivity, keep_softmax, measure_sensitivity
 from .text_io import read_documents
 
@@ -105,9 +106,12 @@ def convert(
     tokenizer, no_tokenizer, inputs = _prepare_inputs(found, options)
 
     trials: list[Trial] = []
+    heads: list[RetrievalHead] = []
     if options.memory is not None:
-        options, trials = spend_memory(found, options, inputs, report_progress)
-        config = rfa_config(found, options)
+        options, trials, heads = spend_memory(found, options, inputs, report_progress)
+    elif isinstance(options.retrieval_heads, int) and options.retrieval_heads:
+        options, heads = _choose_heads(found, config, options, inputs, report_progress)
+    config = rfa_config(found, options)
 
     report_progress("loading the weights", 1)
     model, base_model = _load(found, config, options)
@@ -158,6 +162,7 @@ def convert(
             gains=tuple(gains),
             sensitivities=tuple(sensitivities),
             trials=tuple(trials),
+            retrieval_heads=tuple(heads),
             perplexities=perplexities,
             max_logit_difference=_verify(model_class, folder, probe, expected),
             notes=notes(found, config, options, no_tokenizer),
@@ -224,6 +229,27 @@ def _load(checkpoint: Checkpoint, config: Any, options: ConversionOptions) -> tu
     return model, softmax_base_model(model, checkpoint.architecture, checkpoint.config)
 
 
+def _choose_heads(
+    checkpoint: Checkpoint, config: Any, options: ConversionOptions, inputs: Inputs, report_progress: Progress
+) -> tuple[ConversionOptions, list[RetrievalHead]]:
+    """Return the options with the retrieval heads that their number asks for, and how these were chosen."""
+    count = int(options.retrieval_heads)  # type: ignore[arg-type]
+    model, base_model = _load(checkpoint, config, options)
+    report_progress("calibrating, to choose heads", len(rfa_layers(model)))
+    calibrate(model, base_model, inputs, on_layer=lambda: report_progress(None, 1))
+    report_progress("choosing retrieval heads", count)
+    found = choose_retrieval_heads(
+        model, base_model, inputs, count, seed=options.seed, on_head=lambda: report_progress(None, 1)
+    )
+    del model, base_model
+    give_back_memory()
+    if not found:
+        raise InputError(
+            "no head tells more of the text when it sees all of it. Leave retrieval_heads out, or take a longer text."
+        )
+    return replace(options, retrieval_heads=[[each.layer, each.head] for each in found]), found
+
+
 def _add_labels(base_model: PreTrainedModel, inputs: Inputs, report_progress: Progress) -> Inputs:
     """Return the inputs of a text with its labels, where the model has a head that predicts tokens."""
     config: Any = base_model.config
@@ -260,6 +286,8 @@ def _write_report(report: ConversionReport, checkpoint: Checkpoint, maps: list[H
     (folder / "conversion.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     if report.trials:
         draw_trials(folder / "memory.png", report.trials)
+    if report.retrieval_heads:
+        draw_retrieval_heads(folder / "retrieval_heads.png", report.retrieval_heads)
     if report.gains:
         stages = {"swap": {gain.name: gain.before for gain in report.gains}}
         stages["calibration"] = {gain.name: gain.after for gain in report.gains}

@@ -22,6 +22,7 @@ from .checkpoint import Checkpoint, new_keys
 from .configuration import outside_module
 from .memory_budget import Trial
 from .options import ConversionOptions
+from .retrieval_heads import RetrievalHead
 from .sensitivity import LayerSensitivity
 
 #: Lengths at which caches are compared with a softmax model's, with the model's own number of positions.
@@ -64,6 +65,8 @@ class ConversionReport:
         gains: divergence from softmax before and after calibration, by layer.
         sensitivities: sensitivity of every layer, the largest first, if layers were kept softmax by it.
         trials: ways to spend a memory, with their perplexities, if one was given.
+        retrieval_heads: retrieval heads in the order in which they were chosen, if they were.
+        retrieval_grows: whether retrieval heads see all tokens, so that their cache grows.
         perplexities: on the calibration text, if there was one.
         audio_positions: positions of the source at any length of output, for an encoder of audio; None for one of text.
         max_logit_difference: largest difference between the logits of the model in memory and of the reloaded one.
@@ -90,11 +93,15 @@ class ConversionReport:
     source_revision: str | None = None
     audio_positions: int | None = None
     trials: tuple[Trial, ...] = ()
+    retrieval_heads: tuple[RetrievalHead, ...] = ()
+    retrieval_grows: bool = False
 
     @property
     def grows(self) -> bool:
-        """Whether the cache grows with the sequence or the source, because a layer that has one is softmax."""
-        return any(rfa < count for kind, (rfa, count) in self.layers.items() if kind != "encoder")
+        """Whether the cache grows with the sequence or the source: a layer is softmax, or retrieval heads see all tokens."""
+        return self.retrieval_grows or any(
+            rfa < count for kind, (rfa, count) in self.layers.items() if kind != "encoder"
+        )
 
     @property
     def state_tokens(self) -> float:
@@ -105,7 +112,10 @@ class ConversionReport:
     def rows(self) -> list[tuple[str, str]]:
         """Return the figures as (name, value) pairs, for the table and the model card."""
         share = self.added_parameters / self.num_parameters
-        growth = "and the softmax layers' growing cache" if self.grows else "at any length"
+        softmax = (
+            "the softmax layers'" if any(rfa < count for rfa, count in self.layers.values()) else "the retrieval heads'"
+        )
+        growth = f"and {softmax} growing cache" if self.grows else "at any length"
         converted = {kind: f"{rfa} of {count}" for kind, (rfa, count) in self.layers.items()}
         features = {kind: str(count) for kind, count in self.feature_dims.items()}
         rows = [
@@ -117,11 +127,11 @@ class ConversionReport:
         ]
         of = " of source and output" if "cross" in self.layers else ""
         of = of if self.audio_positions is None else f" of output and {self.audio_positions:,} of audio"
-        for length, softmax in self.cache_bytes.items():
+        for length, whole in self.cache_bytes.items():
             own = self.own_cache_bytes[length]
-            times = f"{max(softmax / own, own / softmax):.1f}"
-            ratio = "as much" if times == "1.0" else f"{times} × {'less' if own < softmax else 'more'}"
-            rows.append((f"cache at {length:,} tokens{of}", f"{_size(own)}, all softmax {_size(softmax)} ({ratio})"))
+            times = f"{max(whole / own, own / whole):.1f}"
+            ratio = "as much" if times == "1.0" else f"{times} × {'less' if own < whole else 'more'}"
+            rows.append((f"cache at {length:,} tokens{of}", f"{_size(own)}, all softmax {_size(whole)} ({ratio})"))
         if self.gains:
             before = fmean(value for gain in self.gains for value in gain.before)
             after = fmean(value for gain in self.gains for value in gain.after)
@@ -129,10 +139,17 @@ class ConversionReport:
         if self.sensitivities:
             each_layer = ", ".join(f"{each.kind} {each.layer}: {each.divergence:.4f}" for each in self.sensitivities)
             rows.append(("layer sensitivity, nats per token", each_layer))
+        if self.retrieval_heads:
+            heads = self.retrieval_heads
+            named = ", ".join(f"{each.layer}.{each.head}" for each in heads)
+            gained = f"{heads[0].before:.3f} nats without them, {heads[-1].after:.3f} with them"
+            rows.append(("retrieval heads (layer.head)", f"{named}; KL to softmax on repeated passages {gained}"))
         if self.trials:
-            each_trial = ", ".join(f"{each.name} {each.perplexity:.2f}" for each in self.trials)
+            first = self.trials[0]
+            each_trial = ", ".join(f"{each.name} {each.perplexity:.2f} ({each.repeating:.2f})" for each in self.trials)
+            softmax = f"softmax {first.softmax:.2f} ({first.softmax_repeating:.2f})"
             rows.append(
-                ("perplexity of ways to spend the memory", f"softmax {self.trials[0].softmax:.2f}, {each_trial}")
+                ("perplexity of ways to spend the memory (where text repeats itself)", f"{softmax}, {each_trial}")
             )
         if self.perplexities is not None:
             found = self.perplexities
@@ -183,7 +200,8 @@ def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -
     """
     config: Any = model.config
     states = {
-        (each.rfa_kind, each.rfa_layer_idx): _state_bytes(each, model.dtype) for each in rfa_layers(model).values()
+        (each.rfa_kind, each.rfa_layer_idx): _state_bytes(each, model.dtype, length)
+        for each in rfa_layers(model).values()
     }
     kinds: tuple[AttentionKind, ...] = ("causal", "cross") if config.is_encoder_decoder else ("causal",)
     total = 0
@@ -200,8 +218,8 @@ def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -
     return total
 
 
-def _state_bytes(layer: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of an RFA layer's state, and of what it keeps exactly."""
+def _state_bytes(layer: Any, dtype: torch.dtype, length: int) -> int:
+    """Return the bytes of an RFA layer's state after some tokens, and of what it keeps exactly."""
     feature_map = layer.feature_map
     state_dtype = torch.promote_types(layer.state_dtype, dtype)
     size = (feature_map.feature_dim + feature_map.signed) * (feature_map.head_dim + 1) * state_dtype.itemsize
@@ -209,7 +227,9 @@ def _state_bytes(layer: Any, dtype: torch.dtype) -> int:
         itemsize = (dtype if layer.gate is None else state_dtype).itemsize
         importance = max(4, itemsize) if layer.num_slots else 0
         size += sum(layer.window_sizes) * ((2 * feature_map.head_dim + 1) * itemsize + importance)
-    return feature_map.num_heads * size
+    kept = sum(layer.retrieval_sizes) if layer.retrieval_window else length
+    retrieval = len(layer.retrieval_heads) * kept * (2 * feature_map.head_dim + 1) * dtype.itemsize
+    return feature_map.num_heads * size + retrieval
 
 
 def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -240,6 +260,7 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
         "added_parameters": extended + sum(parameters.get(key, 0) for key in new),
         "added_buffers": sum(state[key].numel() for key in new if key not in parameters),
         "state_bytes": cache_bytes(model, 0),
+        "retrieval_grows": bool(config.retrieval_heads) and not config.retrieval_window,
         "audio_positions": config.max_source_positions if reads_audio(config) else None,
         "own_cache_bytes": {length: cache_bytes(model, length) for length in lengths},
         "cache_bytes": {length: cache_bytes(model, length, softmax=True) for length in lengths},
@@ -270,6 +291,10 @@ def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_to
             kept = ("layer " if len(indices) == 1 else "layers ") + ", ".join(map(str, indices))
             length = "sequence" if kind == "causal" else "source"
             found.append(f"The {kind} attention of {kept} is softmax: its cache grows with the {length}.")
+    if config.retrieval_heads and not config.retrieval_window:
+        found.append(
+            "The retrieval heads see all tokens: their cache grows with the text (--retrieval-window limits it)."
+        )
     if options.max_positions is not None:
         found.append(checkpoint.family.note_on_positions(config, options.max_positions))
     if options.calibrate_on is None and (config.feature_map != "none" or config.num_slots):

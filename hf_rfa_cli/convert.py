@@ -27,6 +27,7 @@ DEPENDENT_DEFAULTS = {
     "gate": "Default: where it is trained, without a window.",
 }
 LAYERS = ("layers", "cross_layers", "encoder_layers")
+HEADS = "retrieval_heads"
 
 
 def _layers(option: str, text: str | None) -> Any:
@@ -42,14 +43,25 @@ def _layers(option: str, text: str | None) -> Any:
     return indices
 
 
+def _heads(option: str, text: str) -> Any:
+    """Read the heads that an option names: their number, or "18.2,7.2"."""
+    if text.isdigit():
+        return int(text)
+    pairs = [part.strip().partition(".") for part in text.split(",")]
+    if not all(layer.isdigit() and head.isdigit() for layer, _, head in pairs):
+        raise UsageError(f"{option} takes a number of heads, or layer.head of each such as 18.2,7.2, got {text!r}.")
+    return [[int(layer), int(head)] for layer, _, head in pairs]
+
+
 def _parameter(field: Field, panel: str, text: str) -> inspect.Parameter:
     """Return the parameter of a typer command for a field of `hf_rfa.convert.ConversionOptions`."""
     name, default, flag = field.name, field.default, OPTIONS.flag_of(field.name)
-    kind: Any = {"calibrate_on": Path | None, **dict.fromkeys(LAYERS, str | None)}.get(name, field.type)
+    kind: Any = {"calibrate_on": Path | None, HEADS: str, **dict.fromkeys(LAYERS, str | None)}.get(name, field.type)
+    default = str(default) if name == HEADS else default
     text = text[0].upper() + text[1:]
     if name in DEPENDENT_DEFAULTS:
         kind, default, text = kind | None, None, f"{text} {DEPENDENT_DEFAULTS[name]}"
-    if name in OPTIONS.MINIMUM:
+    if name in OPTIONS.MINIMUM and name != HEADS:
         option = number(text, OPTIONS.MINIMUM[name], names=(flag,))
     else:
         option = typer.Option(flag, help=text, callback=text_file if name == "calibrate_on" else None)
@@ -119,6 +131,7 @@ def convert_command(
         if given and data is None:
             raise UsageError(f"{flag} has no effect without --data. Leave it out.")
     options |= {name: _layers(OPTIONS.flag_of(name), options[name]) for name in LAYERS}
+    options[HEADS] = _heads(OPTIONS.flag_of(HEADS), options[HEADS])
     trained_map = trains and options["memory"] is None
     if options["feature_map"] is None:
         options["feature_map"] = "exponential" if trained_map else "positive"

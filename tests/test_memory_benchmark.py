@@ -74,7 +74,17 @@ def test_rows_are_made_trained_and_measured(tmp_path, monkeypatch):
     assert found["converted", "3+2+2"]["worth"] > found["window and sinks", "4+2"]["worth"]
 
 
-@pytest.mark.parametrize("row", ["w4", "1+2+3+4", ""])
+def test_rows_name_options():
+    assert options_of("64") == {"memory": 64}
+    plain = {"feature_map": "none", "window_size": 60, "num_sinks": 4}
+    assert options_of("60+4") == plain
+    assert options_of("60+4+9") == plain | {"num_slots": 9}
+    heads = {"retrieval_heads": 3, "retrieval_window": 0}
+    assert options_of("60+4r3x0") == plain | heads
+    assert options_of("60+4+9r3x0") == plain | heads | {"num_slots": 9}
+
+
+@pytest.mark.parametrize("row", ["w4", "1+2+3+4", "", "64r3x0", "60+4r3"])
 def test_rows_that_name_nothing_are_refused(row):
     with pytest.raises(InputError, match="a row is a memory in tokens such as 64"):
         options_of(row)

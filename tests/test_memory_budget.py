@@ -37,8 +37,11 @@ def parent(request, tmp_path_factory):
 
 @pytest.mark.parametrize(("memory", "dtype"), [(8, "auto"), (13, "bfloat16"), (40, "auto")])
 def test_every_way_takes_what_it_says_and_no_more(parent, memory, dtype, tmp_path):
-    ways = ways_to_spend(open_checkpoint(parent), ConversionOptions(memory=memory, dtype=dtype))
-    assert len({name for name, *_ in ways}) == len(ways) >= 3 + 2 * (memory == 40)
+    wanted = ConversionOptions(memory=memory, dtype=dtype)
+    assert not any(options.retrieval_heads for *_, options in ways_to_spend(open_checkpoint(parent), wanted))
+    ways = ways_to_spend(open_checkpoint(parent), wanted, [[1, 0]])
+    assert len({name for name, *_ in ways}) == len(ways) >= 5 + 2 * (memory == 40)
+    assert sum(options.retrieval_heads == [[1, 0]] for *_, options in ways) == 2
     softmax = AutoModelForCausalLM.from_pretrained(parent, dtype="auto" if dtype == "auto" else torch.bfloat16)
     for index, (_, tokens, options) in enumerate(ways):
         convert(parent, tmp_path / str(index), options)
@@ -51,11 +54,13 @@ def test_every_way_takes_what_it_says_and_no_more(parent, memory, dtype, tmp_pat
 
 def test_the_best_way_is_converted_and_all_are_reported(parent, text, tmp_path):
     report = convert(parent, tmp_path / "out", memory=12, calibrate_on=text)
-    best = min(report.trials, key=lambda each: each.perplexity)
+    best = min(report.trials, key=lambda each: each.repeating)
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
     name = f"window {config.window_size}, sinks {config.num_sinks}"
     name += f", slots {config.num_slots}" if config.num_slots else ""
     name += f", {config.num_features} features" if config.feature_map != "none" else ""
+    heads = len(config.retrieval_heads)
+    name += f", {heads} retrieval heads of {config.retrieval_window}" if heads else ""
     assert name == best.name
     card = (tmp_path / "out" / "README.md").read_text()
     assert "--memory 12" in card

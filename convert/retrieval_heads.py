@@ -1,0 +1,171 @@
+"""Choose retrieval heads: those of which exact attention to all tokens tells the model most of what stood far back.
+
+Copying, and finding a fact again, is the work of few heads (Wu et al. 2024, arXiv 2404.15574; Xiao et al. 2025, DuoAttention,
+arXiv 2410.10819). They are found on texts that repeat themselves: the end of a block is made of passages from its beginning.
+Head h of the converted model is given a share α_h of exact attention,
+
+    y_h = (1 − α_h) y_h^converted + α_h y_h^softmax,
+
+and ∂/∂α_h of KL(softmax model ‖ converted model) on the repeated passages says what the head would gain. The head of the
+steepest descent becomes a retrieval head, α_h = 1, and the next is chosen with it in place: heads that copy do so one after
+the other, and what a head is worth depends on those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_rfa.errors import InputError
+from hf_rfa.memory import give_back_memory
+from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.masking import group_queries, ungroup
+
+from .base_model import rfa_layers
+from .calibration_data import Inputs
+
+#: Passages at the end of a block, and their length as a share of it.
+PASSAGES, PASSAGE_SHARE = 3, 3 / 32
+#: Share of a passage that says which one it is, and is not scored.
+PROMPT_SHARE = 1 / 6
+#: Blocks that one head is chosen on.
+BLOCKS = 2
+
+
+@dataclass(frozen=True)
+class RetrievalHead:
+    """A retrieval head, in the order of choice.
+
+    Attributes:
+        layer: its layer.
+        head: its key-value head.
+        before: KL(softmax ‖ converted) on repeated passages, in nats per token, without it.
+        after: the same with it, on the same blocks.
+    """
+
+    layer: int
+    head: int
+    before: float
+    after: float
+
+
+def repeated_passages(ids: Tensor, *, seed: int) -> tuple[Tensor, Tensor]:
+    """Return blocks [N, T] of a text that end with passages from their beginning, and which tokens these tell, [N, T].
+
+    Raises:
+        InputError: if the blocks are too short for that.
+    """
+    length = ids.shape[1]
+    size = int(length * PASSAGE_SHARE)
+    start = length - PASSAGES * size
+    if size < 2:
+        raise InputError(
+            f"retrieval heads are found on blocks of at least {2 / PASSAGE_SHARE:.0f} tokens, got {length}."
+        )
+    generator = torch.Generator().manual_seed(seed)
+    ids, scored = ids.clone(), torch.zeros_like(ids, dtype=torch.bool)
+    for row in range(ids.shape[0]):
+        for place in range(start, length, size):
+            first = int(torch.randint(max(1, start - PASSAGES * size), (), generator=generator))
+            ids[row, place : place + size] = ids[row, first : first + size]
+            scored[row, place + max(1, int(size * PROMPT_SHARE)) : place + size] = True
+    return ids, scored
+
+
+@contextmanager
+def exact_shares(layers: list[RFAAttentionMixin]) -> Iterator[Tensor]:
+    """Give every head of some layers a share of exact attention, [layers, H], 0 to begin with, while the context lasts."""
+    shares = torch.zeros(len(layers), layers[0].feature_map.num_heads, device=next(layers[0].parameters()).device)
+    shares.requires_grad_()
+    try:
+        for row, layer in enumerate(layers):
+            layer.attend = partial(_attend_in_part, layer, shares, row)  # type: ignore[method-assign]
+        yield shares
+    finally:
+        for layer in layers:
+            vars(layer).pop("attend", None)
+
+
+def _attend_in_part(
+    layer: RFAAttentionMixin, shares: Tensor, row: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as `RFAAttentionMixin.attend`, with the shares [H] in a row of ``shares`` of exact attention."""
+    output, weights = type(layer).attend(layer, query, key, value, **options)
+    rows = group_queries(query, key.shape[1])
+    exact, _, _ = layer.retrieve(rows, key, value, options.get("sink_logits"), options.get("padding_mask"), None, None)
+    exact = ungroup(exact, query.shape[1]).to(value.dtype)
+    share = shares[row].repeat_interleave(query.shape[1] // key.shape[1])[:, None, None].to(value.dtype)
+    return output + share * (exact - output), weights
+
+
+def choose_retrieval_heads(
+    model: PreTrainedModel,
+    base_model: PreTrainedModel,
+    inputs: Inputs,
+    count: int,
+    *,
+    seed: int,
+    on_head: Callable[[], None],
+) -> list[RetrievalHead]:
+    """Return at most ``count`` retrieval heads of a converted decoder; fewer where no further one would gain anything.
+
+    Args:
+        model: the converted and calibrated model, whose heads are not chosen yet.
+        base_model: its softmax model.
+        inputs: blocks of text, without padding.
+        count: number of heads. One of every layer is left as it is.
+        seed: what passages are drawn with.
+        on_head: called after each.
+    """
+    layers = [layer for layer in rfa_layers(model).values() if layer.rfa_kind == "causal"]
+    ids, scored = repeated_passages(inputs["input_ids"], seed=seed)
+    batches = list(zip(ids.to(model.device).split(BLOCKS), scored.to(model.device).split(BLOCKS), strict=True))
+    others = {name: tensor.to(model.device).split(BLOCKS) for name, tensor in inputs.items() if name == "position_ids"}
+    grads = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    model.requires_grad_(False)
+    found: list[RetrievalHead] = []
+    expected: dict[int, Tensor] = {}
+
+    def divergence(index: int) -> Tensor:
+        """Return KL(softmax ‖ converted) per token of a batch's repeated passages."""
+        index %= len(batches)
+        (tokens, chosen), more = batches[index], {name: each[index] for name, each in others.items()}
+
+        def predictions(each: PreTrainedModel) -> Tensor:
+            logits = each(input_ids=tokens, **more, use_cache=False).logits[:, :-1]
+            return logits[chosen[:, 1:]].float().log_softmax(-1)
+
+        if index not in expected:
+            with torch.no_grad():
+                expected[index] = predictions(base_model)
+        return F.kl_div(predictions(model), expected[index], log_target=True, reduction="batchmean")
+
+    try:
+        with exact_shares(layers) as shares, torch.enable_grad():
+            while len(found) < count:
+                loss = divergence(len(found))
+                (gradient,) = torch.autograd.grad(loss, shares)
+                taken = shares.detach() > 0
+                last = taken.sum(1, keepdim=True) == shares.shape[1] - 1  # what a layer has left besides
+                gradient = gradient.masked_fill(taken | last, 0.0)
+                row, head = divmod(int(gradient.argmin()), shares.shape[1])
+                if not float(gradient[row, head]) < 0:
+                    break
+                with torch.no_grad():
+                    shares[row, head] = 1.0
+                    after = float(divergence(len(found)))
+                found.append(RetrievalHead(layers[row].rfa_layer_idx, head, float(loss.detach()), after))
+                give_back_memory()
+                on_head()
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(grads[name])
+    return found
