@@ -45,6 +45,14 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
     "none": {"feature_map": "none", "window": 5, "num_sinks": 2},
     "slots": {"feature_map": "none", "window": 3, "num_sinks": 1, "num_slots": 4},
     "slots-features": {"window": 4, "num_slots": 3, "num_features": 16, "chunk_size": 7},
+    "retrieval": {
+        "feature_map": "none",
+        "window": 3,
+        "num_sinks": 2,
+        "retrieval_heads": [[0, 1]],
+        "retrieval_window": 7,
+    },
+    "retrieval-growing": {"gate": True, "retrieval_heads": [[1, 0], [1, 2]], "chunk_size": 7},
     "small-chunks": {"chunk_size": 3, "gate": True},
     "float64-state": {"state_dtype": "float64"},
 }
@@ -61,6 +69,7 @@ SEQ2SEQ_VARIANTS: dict[str, dict[str, Any]] = {
     "hedgehog": {"feature_map": "hedgehog", "num_features": 8},
     "none": {"feature_map": "none", "window": 4, "num_sinks": 1, "softmax_cross_layers": [0, 1, 2]},
     "slots": {"window": 3, "num_sinks": 1, "num_slots": 4},
+    "retrieval": {"window": 3, "num_sinks": 1, "retrieval_heads": [[0, 1]], "retrieval_window": 6},
     "decoder-alone": {"head": "ForCausalLM", "gate": True, "chunk_size": 5},
 }
 #: What a decoder with grouped queries and rotary positions adds to GPT-2.
@@ -75,6 +84,8 @@ LLAMA_VARIANTS: dict[str, dict[str, Any]] = {
     "none": {"feature_map": "none", "window": 5, "num_sinks": 2},
     "slots": {"feature_map": "none", "window": 3, "num_sinks": 1, "num_slots": 4},
     "slots-features": {"window": 4, "num_slots": 3, "num_features": 16, "chunk_size": 7},
+    "retrieval": {"window": 3, "num_slots": 4, "retrieval_heads": [[0, 1], [2, 0]], "retrieval_window": 6},
+    "retrieval-growing": {"feature_map": "none", "window": 3, "retrieval_heads": [[1, 1]]},
 }
 VARIANTS = {"gpt2": DECODER_VARIANTS, "llama": LLAMA_VARIANTS, "bart": SEQ2SEQ_VARIANTS, "marian": SEQ2SEQ_VARIANTS}
 

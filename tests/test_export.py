@@ -40,6 +40,7 @@ def test_a_forward_pass_is_exported(family):
 
 WHOLE = [{}, {"gate": True, "feature_map": "gaussian"}, {"softmax_layers": [0]}, {"window": 7}]
 WHOLE += [{"window": 7, "num_slots": 5}]
+WHOLE += [{"window": 7, "retrieval_heads": [[0, 1]], "retrieval_window": 20}]
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,7 @@ def test_a_forward_pass_is_exported_once_for_all_lengths(options):
 
 STEPS = [{}, {"gate": True}, {"feature_map": "gaussian", "unit_norm": True}, {"window": 3, "gate": True}]
 STEPS += [{"window": 3, "num_slots": 4}]
+STEPS += [{"window": 3, "retrieval_heads": [[0, 1]], "retrieval_window": 5}]
 
 
 @pytest.mark.parametrize("options", STEPS, ids=str)

@@ -126,6 +126,32 @@ def test_the_other_heads_are_those_of_a_model_without_retrieval_heads():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("retrieval_window", [0, 40])
+def test_learned_sinks_take_their_share_in_retrieval_heads(retrieval_window):
+    """Every query head has a logit of its own, also in a group; a softmax with it, in steps and at once."""
+    model = with_retrieval_heads("llama", retrieval_window)
+    attention = model.model.layers[1].self_attn
+    query, key, value = torch.randn(2, 4, 30, 6), torch.randn(2, 2, 30, 6), torch.randn(2, 2, 30, 6)
+    logits, hidden = torch.tensor([-1.0, 0.5, 2.0, 0.0]), torch.randn(2, 30, 24)
+    found = attention.attend(query, key, value, hidden_states=hidden, sink_logits=logits)[0]
+    scores = (query[:, 2:] * attention.scaling) @ key[:, 1:].mT
+    scores = scores.masked_fill(~torch.ones(30, 30, dtype=torch.bool).tril(), -torch.inf)
+    scores = torch.cat([scores, logits[2:].view(1, 2, 1, 1).expand(2, -1, 30, -1)], dim=-1)
+    close(found[:, 2:], scores.softmax(-1)[..., :-1] @ value[:, 1:])
+    plain = make("llama", {"feature_map": "none", "window_size": WINDOW, "num_sinks": SINKS}).model.layers[1].self_attn
+    close(found[:, :2], plain.attend(query, key, value, hidden_states=hidden, sink_logits=logits)[0][:, :2])
+    cache = DynamicCache(config=model.config)
+    steps = [
+        attention.attend(
+            query[:, :, t : t + 1], key[:, :, t : t + 1], value[:, :, t : t + 1],
+            hidden_states=hidden[:, t : t + 1], cache=cache, sink_logits=logits,
+        )[0]
+        for t in range(30)
+    ]  # fmt: skip
+    close(torch.cat(steps, dim=2), found)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("retrieval_window", [0, 6])
 def test_attention_weights_are_those_that_give_the_output(retrieval_window):
     model = with_retrieval_heads("llama", retrieval_window, feature_map="positive", num_features=16)

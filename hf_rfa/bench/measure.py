@@ -158,7 +158,7 @@ def decoding_floor(model: Any, machine: Machine, *, batch: int, cache_bytes: int
     layers = [each for each in model.modules() if isinstance(each, RFAAttentionMixin) and each.rfa_kind == "causal"]
     if not layers:
         return linear + machine.milliseconds(cache_bytes, cache_bytes / size)
-    heads, width = len(layers) * config.num_heads_for("causal"), config.head_dim_for("causal")
+    heads, width = sum(each.feature_map.num_heads for each in layers), config.head_dim_for("causal")
     state = 4.0 * batch * heads * layers[0].feature_map.feature_dim * (width + 1)
     maps = heads * config.num_features_for("causal") * width  # W, read once; q and k are multiplied with it
     return linear + machine.milliseconds(4.0 * maps + state + cache_bytes, 4.0 * maps * batch + state)

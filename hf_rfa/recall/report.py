@@ -22,8 +22,10 @@ from .suite import Column, Figure, RecallReport
 def report_rows(report: RecallReport) -> list[tuple[str, list[str]]]:
     """Return (what was measured, a text per column): memory, then a row per setting, needles averaged over their depths."""
     rows = [("cache, bytes", [f"{column.num_bytes:,}" for column in report.columns])]
-    kinds = [[each.memory.state, each.memory.window, each.memory.sinks, each.memory.slots] for each in report.columns]
-    rows.append(("of it state + window + sinks + slots", [" + ".join(f"{size:,}" for size in each) for each in kinds]))
+    held = [each.memory for each in report.columns]
+    kinds = [[each.state, each.window, each.sinks, each.slots, each.retrieval] for each in held]
+    name = "of it state + window + sinks + slots + retrieval heads"
+    rows.append((name, [" + ".join(f"{size:,}" for size in each) for each in kinds]))
     texts = ["" if column.worth is None else f"{column.worth:,.0f}" for column in report.columns]
     rows.append(("cache, tokens of the teacher's", texts))
     groups = [_groups(column) for column in report.columns]
