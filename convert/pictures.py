@@ -65,7 +65,9 @@ def compare_attention(model: nn.Module, base_model: PreTrainedModel, inputs: Inp
         shown = (
             [F.pad(x[0, head, ::groups], (0, width - x.shape[-1])) for x in each] for each in zip(*blocks, strict=True)
         )
-        maps.append(HeadMap(name, head, divergence, *(torch.cat(each).cpu() for each in shown)))
+        count = layer.feature_map.num_heads + len(layer.retrieval_heads)
+        others = [each for each in range(count) if each not in layer.retrieval_heads]
+        maps.append(HeadMap(name, others[head], divergence, *(torch.cat(each).cpu() for each in shown)))
     return maps
 
 

@@ -315,6 +315,7 @@ def use_attention_component(model: nn.Module, component: AttentionComponent) -> 
     Args:
         model: the RFA model, changed in place; caches made before must not be used again.
         component: "linear" for random features of all tokens, "window" for the window alone, or "both", the default.
+            Retrieval heads stay as they are.
 
     Raises:
         InputError: if the model has no sliding window, for any component but "both"; if it has no features, for "linear".
