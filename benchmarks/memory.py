@@ -43,10 +43,10 @@ SINKS = 4
 #: Tokens of a block whose mean is one point of the picture by position.
 BUCKET = 256
 #: Kinds of rows, and their colors. A window with sinks is the control, also where it is a checkpoint that was trained.
-SOFTMAX, CONTROL, CONVERTED = "softmax", "window and sinks", "converted"
-TRAINED = {CONTROL: "window and sinks, trained", CONVERTED: "converted, trained"}
-COLORS = {SOFTMAX: "#555555", CONTROL: "#dd9464", CONVERTED: "#7ba7d4"}
-COLORS |= {TRAINED[CONTROL]: "#b3440f", TRAINED[CONVERTED]: "#174a80"}
+SOFTMAX, CONTROL, CONVERTED, RETRIEVAL = "softmax", "window and sinks", "converted", "with retrieval heads"
+TRAINED = {kind: f"{kind}, trained" for kind in (CONTROL, CONVERTED, RETRIEVAL)}
+COLORS = {SOFTMAX: "#555555", CONTROL: "#dd9464", CONVERTED: "#7ba7d4", RETRIEVAL: "#8fbf6b"}
+COLORS |= {TRAINED[CONTROL]: "#b3440f", TRAINED[CONVERTED]: "#174a80", TRAINED[RETRIEVAL]: "#3f6f1d"}
 
 
 def models(
@@ -62,8 +62,8 @@ def models(
         model: Any = AutoModelForCausalLM.from_pretrained(path).eval().to(parent.device)
         worth = cache_memory(model).worth(own, longest)
         config = model.config
-        plain = config.feature_map == "none" and not config.num_slots and not config.retrieval_heads
-        kind = CONTROL if plain else CONVERTED
+        plain = config.feature_map == "none" and not config.num_slots
+        kind = RETRIEVAL if config.retrieval_heads else CONTROL if plain else CONVERTED
         trained = (path / "distillation.json").is_file()
         yield TRAINED[kind] if trained else kind, path.name, worth, model, nullcontext
         size = int(worth + 0.5)
@@ -71,7 +71,7 @@ def models(
         def control(window: int = size - SINKS) -> AbstractContextManager:
             return window_and_sinks(parent, window, SINKS)
 
-        if not trained and kind == CONVERTED:
+        if not trained and kind != CONTROL:
             yield CONTROL, f"{size - SINKS}+{SINKS}", float(size), parent, control
 
 
@@ -158,21 +158,27 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     longest = max(row["context"] for row in rows)
     figure = Figure(figsize=(12, 3.8))
     left, right = figure.subplots(1, 2)
-    for context, style in zip(sorted({row["context"] for row in rows}), ("-", "--", ":"), strict=False):
-        for kind in (CONTROL, CONVERTED, *TRAINED.values()):
+    styles = dict(zip(sorted({row["context"] for row in rows}), ("-", "--", ":"), strict=False))
+    names = {"-": "solid", "--": "dashed", ":": "dotted"}
+    for context, style in styles.items():
+        first = style == "-"
+        for kind in (*TRAINED, *TRAINED.values()):
             points = sorted(
                 (row["worth"], row["perplexity"]) for row in rows if row["kind"] == kind and row["context"] == context
             )
             if points:
-                label = f"{kind}, {context:,}"
+                label = kind if first else None
                 left.plot(*zip(*points, strict=True), style, marker="o", color=COLORS[kind], label=label)
         for row in rows:
             if row["kind"] == SOFTMAX and row["context"] == context:
-                left.axhline(row["perplexity"], color=COLORS[SOFTMAX], linestyle=style, label=f"softmax, {context:,}")
+                label = SOFTMAX if first else None
+                left.axhline(row["perplexity"], color=COLORS[SOFTMAX], linestyle=style, label=label)
     left.set_xscale("log", base=2)
-    ticks = sorted({round(row["worth"]) for row in rows if row["worth"] is not None})
+    powers = {round(math.log2(row["worth"])) for row in rows if row["worth"] is not None}
+    ticks = [2**power for power in range(min(powers, default=0), max(powers, default=0) + 1)]
     left.set_xticks(ticks, [str(each) for each in ticks])
-    left.set_xlabel("memory, tokens of the softmax cache")
+    contexts = ", ".join(f"{names[style]} {context:,}" for context, style in styles.items())
+    left.set_xlabel(f"memory, tokens of the softmax cache (contexts: {contexts})")
     left.set_ylabel("perplexity")
     for row in rows:
         if row["context"] == longest:
