@@ -32,7 +32,7 @@ from .families import (
 )
 
 START = 2
-DECODERS = ["positive", "positive-gate", "gaussian-paper", "hybrid", "elu", "window", "window-gate"]
+DECODERS = ["positive", "positive-gate", "gaussian-paper", "hybrid", "retrieval", "elu", "window", "window-gate"]
 TRANSLATORS = ["both", "both-gate", "paper", "cross-only", "causal-only", "everything", "per-layer"]
 DECODER_CASES = [("gpt2", variant) for variant in DECODERS]
 BART_CASES = [("bart", variant) for variant in TRANSLATORS]
@@ -239,7 +239,7 @@ def test_num_return_sequences_and_inputs_embeds():
     assert torch.equal(found, generate(model, ids, max_new_tokens=8)[:, 7:])
 
 
-@pytest.mark.parametrize("variant", ["positive", "gaussian-gate", "window-gate"])
+@pytest.mark.parametrize("variant", ["positive", "gaussian-gate", "window-gate", "retrieval"])
 def test_the_cache_does_not_grow(variant):
     model, ids, sizes = long("gpt2", variant, torch.float32), tokens(1, 7), set()
     for new_tokens in (32, 280):

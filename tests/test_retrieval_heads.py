@@ -298,3 +298,16 @@ def test_fields_that_do_not_fit_are_refused(heads, fields, message):
 def test_a_model_with_retrieval_heads_cannot_be_a_control():
     with pytest.raises(InputError), window_and_sinks(with_retrieval_heads("llama", 0), 4):
         pass
+
+
+def test_a_static_cache_serves_a_window_and_refuses_what_grows():
+    ids = torch.randint(3, 61, (2, 12))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 15, "min_new_tokens": 15, "do_sample": False}
+    options |= {"pad_token_id": 0, "disable_compile": True}
+    model = with_retrieval_heads("llama", 9, softmax_layers=[0])
+    expected = model.generate(ids, **options)
+    found = model.generate(ids, cache_implementation="static", return_dict_in_generate=True, **options)
+    assert torch.equal(found.sequences, expected)
+    assert found.past_key_values.is_compileable
+    with pytest.raises(ValueError, match="Set retrieval_window in its configuration"):
+        with_retrieval_heads("llama", 0, softmax_layers=[0]).generate(ids, cache_implementation="static", **options)

@@ -291,9 +291,17 @@ class RFASourceLayer(RFALayer):
         self.rows_per_state = 1
 
 
+def _no_static_layer(**kwargs: Any) -> RFALayer:
+    """Raise a ValueError: softmax layers of a static cache would be masked wrongly beside a layer that grows."""
+    raise ValueError(
+        "a static cache has one size, and the retrieval heads of this model see all tokens, so that theirs grows. Set "
+        "retrieval_window in its configuration, or use a dynamic cache."
+    )
+
+
 # The state has one size from the start: it serves `StaticCache` as it serves `DynamicCache`.
 STATIC_LAYER_TYPE_MAPPING[RFA_LAYER_TYPE] = RFALayer
-STATIC_LAYER_TYPE_MAPPING[GROWING_LAYER_TYPE] = RFAGrowingLayer
+STATIC_LAYER_TYPE_MAPPING[GROWING_LAYER_TYPE] = _no_static_layer  # type: ignore[assignment]
 
 
 def rfa_layer_of(cache: Cache, layer_idx: int) -> tuple[RFALayer, tuple[Tensor, Tensor] | None]:
