@@ -316,13 +316,17 @@ def test_the_softmax_base_model_shares_memory_and_is_the_parent(tiny_parent, tmp
 
 
 def test_the_command_line_has_every_option():
-    """Names, defaults, help and bounds are those of `ConversionOptions`; feature map and gate depend on what follows."""
+    """Names, defaults, help and bounds are those of `ConversionOptions`; feature map and gate depend on what follows.
+
+    Heads are read as text, for they may be a number or named.
+    """
     parameters = {each.name: each for each in typer.main.get_command(app).commands["convert"].params}
     for field in dataclasses.fields(ConversionOptions):
         shown = parameters[field.name]
         assert shown.help
         assert shown.rich_help_panel
-        assert shown.default == (None if field.name in ("feature_map", "gate") else field.default)
+        read = {"feature_map": None, "gate": None, "retrieval_heads": str(field.default)}
+        assert shown.default == read.get(field.name, field.default)
 
 
 TRANSFER = "--distill-steps is called --transfer-steps now"
