@@ -311,3 +311,22 @@ def test_a_static_cache_serves_a_window_and_refuses_what_grows():
     assert found.past_key_values.is_compileable
     with pytest.raises(ValueError, match="Set retrieval_window in its configuration"):
         with_retrieval_heads("llama", 0, softmax_layers=[0]).generate(ids, cache_implementation="static", **options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("retrieval_window", [0, 9])
+def test_cropping_keeps_the_precision_of_what_is_kept(retrieval_window):
+    """Beside a gate the other heads' window is in float32, and that of retrieval heads in the model's 16 bits."""
+    fields = {"feature_map": "positive", "num_features": 16, "gate": True}
+    model = with_retrieval_heads("llama", retrieval_window, **fields).to(torch.bfloat16)
+    ids = torch.randint(3, 61, (2, 20))
+    cache, other = (DynamicCache(config=model.config) for _ in range(2))
+    model(ids[:, :8], past_key_values=cache)
+    cache.activate_past_recording()
+    model(ids[:, 8:20], past_key_values=cache)
+    cache.crop(-5)
+    for start, stop in ((0, 8), (8, 15)):
+        model(ids[:, start:stop], past_key_values=other)
+    held, expected = cache.layers[1].retrieval_cache, other.layers[1].retrieval_cache
+    assert held.dtype == expected.dtype == torch.bfloat16
+    assert torch.equal(held, expected)

@@ -59,7 +59,7 @@ class RecordedStep(NamedTuple):
             tokens, window = stream.leaving(), stream.window()
         tokens = tokens._replace(key=key_features)
         if self.retrieval is not None:
-            sizes, dtype = self.retrieval_sizes, self.window_dtype
+            sizes, dtype = self.retrieval_sizes, self.retrieval.value.dtype  # as the model's keys came
             if not sizes.window:
                 retrieval, size = with_room(retrieval, count)
                 sizes = WindowSizes(size)

@@ -507,7 +507,7 @@ def with_room(window: Tensor | None, count: int) -> tuple[Tensor | None, int]:
     """Return a window [B, H, W, ·] with ``count`` empty places in front, which new tokens push out, and its new size."""
     if window is None:
         return None, count
-    log_weight = torch.tensor(MASKED_LOGIT, device=window.device).to(window.dtype)  # minus infinity in float16
+    log_weight = torch.full((), MASKED_LOGIT, device=window.device).to(window.dtype)  # minus infinity in float16
     empty = torch.cat([window[..., -1:, :-1], log_weight.expand_as(window[..., -1:, -1:])], dim=-1)
     return torch.cat([empty.expand(-1, -1, count, -1), window], dim=-2), window.shape[-2] + count
 
