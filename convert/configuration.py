@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from functools import partial
 from importlib.machinery import PathFinder
 from typing import Any
 
@@ -96,16 +95,18 @@ def _check_number_of_heads(checkpoint: Checkpoint, config: Any, number: int) -> 
             f"{given} are chosen by what a decoder with a language-model head predicts, and {checkpoint.name} is a "
             f"{checkpoint.architecture}. Name the heads (layer.head), or leave them out."
         )
-    heads, layers = (
-        config.num_heads_for("causal"),
-        sum(map(partial(config.is_rfa, "causal"), range(config.num_layers_for("causal")))),
-    )
+    heads, layers = config.num_heads_for("causal"), converted_layers(config)
     most = layers * (heads - 1)
     if number > most:
         raise InputError(
             f"{given} are too many: {layers} layers of {heads} key-value heads have at most {most}, for one of every layer "
             "has to be left. Keep layers softmax instead (keep_softmax)."
         )
+
+
+def converted_layers(config: Any) -> int:
+    """Return the number of layers whose causal attention an RFA configuration converts."""
+    return sum(config.is_rfa("causal", index) for index in range(config.num_layers_for("causal")))
 
 
 def predicts_tokens(checkpoint: Checkpoint) -> bool:

@@ -24,7 +24,7 @@ from .base_model import softmax_base_model
 from .calibration import calibrate
 from .calibration_data import BLOCK_LENGTH, Inputs, batches
 from .checkpoint import Checkpoint, load_rfa_model
-from .configuration import predicts_tokens, rfa_config
+from .configuration import converted_layers, predicts_tokens, rfa_config
 from .options import ConversionOptions
 from .perplexity import score_labels
 from .retrieval_heads import RetrievalHead, choose_retrieval_heads, repeated_passages
@@ -146,9 +146,7 @@ def _ways_with_retrieval(
 def number_of_heads(checkpoint: Checkpoint, options: ConversionOptions) -> int:
     """Return the number of key-value heads of all layers that are converted."""
     config = rfa_config(checkpoint, options)
-    return config.num_heads_for("causal") * sum(
-        config.is_rfa("causal", index) for index in range(config.num_layers_for("causal"))
-    )
+    return config.num_heads_for("causal") * converted_layers(config)
 
 
 def _features_per_row(width: int) -> int:

@@ -78,12 +78,17 @@ def draw_trials(path: Path, trials: Sequence[Trial]) -> None:
     panels = figure.subplots(1, 2, sharey=True)
     names = [f"{each.name} ({each.tokens:.1f} tokens)" for each in ordered]
     colors = ["#2b6cb0"] + ["#a0aec0"] * (len(ordered) - 1)
-    for axes, field, label in (
-        (panels[0], "repeating", "perplexity where text repeats itself"),
-        (panels[1], "perplexity", "perplexity on text that was not calibrated on"),
+    first = ordered[0]
+    for axes, values, softmax, label in (
+        (
+            panels[0],
+            [each.repeating for each in ordered],
+            first.softmax_repeating,
+            "perplexity where text repeats itself",
+        ),
+        (panels[1], [each.perplexity for each in ordered], first.softmax, "perplexity on text not calibrated on"),
     ):
-        softmax = getattr(ordered[0], field.replace("perplexity", "softmax").replace("repeating", "softmax_repeating"))
-        bars = axes.barh(names, [getattr(each, field) for each in ordered], color=colors)
+        bars = axes.barh(names, values, color=colors)
         axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=3)
         axes.axvline(softmax, color="#888888", linestyle=":", label=f"softmax, {softmax:.2f}")
         axes.set_xlabel(label, fontsize=8)

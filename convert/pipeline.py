@@ -109,9 +109,10 @@ def convert(
     heads: list[RetrievalHead] = []
     if options.memory is not None:
         options, trials, heads = spend_memory(found, options, inputs, report_progress)
+        config = rfa_config(found, options)
     elif isinstance(options.retrieval_heads, int) and options.retrieval_heads:
         options, heads = _choose_heads(found, config, options, inputs, report_progress)
-    config = rfa_config(found, options)
+        config = rfa_config(found, options)
 
     report_progress("loading the weights", 1)
     model, base_model = _load(found, config, options)

@@ -99,9 +99,12 @@ class ConversionReport:
     @property
     def grows(self) -> bool:
         """Whether the cache grows with the sequence or the source: a layer is softmax, or retrieval heads see all tokens."""
-        return self.retrieval_grows or any(
-            rfa < count for kind, (rfa, count) in self.layers.items() if kind != "encoder"
-        )
+        return self.retrieval_grows or self._softmax_grows
+
+    @property
+    def _softmax_grows(self) -> bool:
+        """Whether a layer that has a cache is softmax."""
+        return any(rfa < count for kind, (rfa, count) in self.layers.items() if kind != "encoder")
 
     @property
     def state_tokens(self) -> float:
@@ -112,10 +115,8 @@ class ConversionReport:
     def rows(self) -> list[tuple[str, str]]:
         """Return the figures as (name, value) pairs, for the table and the model card."""
         share = self.added_parameters / self.num_parameters
-        softmax = (
-            "the softmax layers'" if any(rfa < count for rfa, count in self.layers.values()) else "the retrieval heads'"
-        )
-        growth = f"and {softmax} growing cache" if self.grows else "at any length"
+        grows = "the softmax layers'" if self._softmax_grows else "the retrieval heads'"
+        growth = f"and {grows} growing cache" if self.grows else "at any length"
         converted = {kind: f"{rfa} of {count}" for kind, (rfa, count) in self.layers.items()}
         features = {kind: str(count) for kind, count in self.feature_dims.items()}
         rows = [

@@ -189,7 +189,14 @@ def test_a_number_is_for_decoders_with_a_head(tmp_path):
     options = {**WINDOW, "cross_layers": []}
     with pytest.raises(InputError, match=r"Name the heads \(layer.head\)"):
         convert(tmp_path / "bart", tmp_path / "out", **options, retrieval_heads=1)
-    convert(tmp_path / "bart", tmp_path / "out", **options, retrieval_heads=[[0, 1]])
+    report = convert(
+        tmp_path / "bart",
+        tmp_path / "out",
+        **options | {"feature_map": "positive", "cross_layers": None},
+        retrieval_heads=[[0, 1]],
+    )
+    # The encoder is softmax and keeps nothing: what grows are the heads.
+    assert "the retrieval heads' growing cache" in dict(report.rows())["state per sequence"]
 
 
 def test_the_command_line_takes_a_number_or_heads(parent, text, tmp_path, run_cli, capsys):
