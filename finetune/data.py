@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
+from numpy.typing import NDArray
 from transformers import DataCollatorForSeq2Seq
 
 from hf_rfa.convert.calibration_data import Inputs, tokenize
@@ -20,6 +22,8 @@ from hf_rfa.errors import InputError
 BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 #: Documents that are packed at a time; the tokens at their end that fill no block are dropped.
 DOCUMENTS_PER_PACKING = 1000
+#: Least and most tokens of a passage in a block that repeats itself; the most is a quarter of a short block.
+PASSAGE_TOKENS = (16, 128)
 
 #: A `datasets.Dataset`, or an `IterableDataset` if it is streamed.
 Data = Any
@@ -104,8 +108,18 @@ def _column(batch: dict[str, list[Any]], name: str) -> list[Any]:
     return batch[name] if name in batch else [row[inner] for row in batch[outer]]
 
 
-def joined_blocks(tokenizer: Any, documents: Iterable[str], length: int) -> Dataset:
+def joined_blocks(
+    tokenizer: Any, documents: Iterable[str], length: int, *, repeating_share: float = 0.0, seed: int = 0, last: int = 0
+) -> Dataset:
     """Return documents as blocks of ``length`` tokens, joined, each document followed by the end-of-text token.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        documents: texts.
+        length: tokens of a block.
+        repeating_share: share of the blocks that repeat themselves, see `add_repeats`.
+        seed: what these and their passages are drawn with.
+        last: number of blocks at the end that never repeat themselves.
 
     Raises:
         InputError: if there is not a single full block.
@@ -115,7 +129,26 @@ def joined_blocks(tokenizer: Any, documents: Iterable[str], length: int) -> Data
     if count == 0:
         raise InputError(f"the text has {len(ids)} tokens; at least one block of {length} is needed.")
     blocks = ids[: count * length].view(count, length).numpy()
+    add_repeats(blocks[: max(0, count - last)], repeating_share, seed=seed)
     return Dataset.from_dict({"input_ids": blocks, "labels": blocks}).with_format("torch")
+
+
+def add_repeats(blocks: NDArray[np.int64], share: float, *, seed: int) -> None:
+    """Make a share of blocks of text [N, T], drawn at random, repeat themselves, in place: heads that copy learn from these.
+
+    Such a block is cut into passages of `PASSAGE_TOKENS`. Every other one is replaced by as many tokens from before it, at a
+    distance whose logarithm is uniform: copies from near and from far are both frequent.
+    """
+    generator = np.random.default_rng(seed)
+    least, most = PASSAGE_TOKENS
+    most = min(most, max(least, blocks.shape[1] // 4))
+    for row in np.flatnonzero(generator.random(len(blocks)) < share):
+        block, place = blocks[row], 0
+        while (place := place + int(generator.integers(least, most + 1))) < len(block):
+            size = min(int(generator.integers(least, most + 1)), place, len(block) - place)
+            distance = int(np.exp(generator.uniform(np.log(size), np.log(place))))
+            block[place : place + size] = block[place - distance : place - distance + size]
+            place += size
 
 
 def _documents(

@@ -28,7 +28,7 @@ from .arguments import processes_started
 from .card import copy_referred, data_name, table_of, trained_card
 from .data import PairCollator, joined_blocks, load_pairs, token_pairs
 from .param_groups import is_rfa_parameter
-from .recipe import Recipe
+from .recipe import Recipe, Stage
 from .report import HELD_OUT, DistillationReport, plot_losses
 from .run_folder import check_settings, check_training_folder, training_folder
 from .trainers import train_stage, transfer_losses
@@ -95,7 +95,7 @@ def distill(
     datasets = {}
     for name, stage in settings.stages().items():
         if stage.steps:
-            datasets[name] = _load(model, tokenizer, data, references, cast(int, stage.block_length), settings.seed)
+            datasets[name] = _load(model, tokenizer, data, references, stage, settings.seed)
             if len(datasets[name]) <= HELD_OUT:
                 count = len(datasets[name])
                 raise InputError(f"the data gives {count} items for {name}; more than {HELD_OUT} are needed.")
@@ -158,13 +158,19 @@ def _check_teacher(
             )
 
 
-def _load(model: PreTrainedModel, tokenizer: Any, data: Any, references: Any, length: int, seed: int) -> Dataset:
+def _load(model: PreTrainedModel, tokenizer: Any, data: Any, references: Any, stage: Stage, seed: int) -> Dataset:
     """Return the training data of a stage: blocks of a text, or pairs for a model with an encoder."""
+    length, share = cast(int, stage.block_length), stage.repeating_share
     if kind_of(model.config) == "seq2seq":
+        if share:
+            raise InputError(
+                f"recipe: repeating_share={share:g} is for decoders that stand alone; this model reads pairs. Leave it out."
+            )
         return token_pairs(load_pairs(data, references), tokenizer, length=length)
     if references is not None:
         raise InputError("references belong to a model with an encoder; this one is a decoder that stands alone.")
-    blocks = joined_blocks(tokenizer, read_documents(data), length)
+    repeats: dict[str, Any] = {"repeating_share": share, "seed": seed, "last": HELD_OUT}
+    blocks = joined_blocks(tokenizer, read_documents(data), length, **repeats)
     if not has_rotary_positions(model.config):
         return blocks
     positions = shifted_positions(model.config, len(blocks), length, seed=seed)

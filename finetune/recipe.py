@@ -65,6 +65,7 @@ ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bf16": _SWITCH_OR_AUTO,
     "student_inputs": _SHARE,
     "output_mse_weight": _NUMBER,
+    "repeating_share": _SHARE,
 }
 
 
@@ -88,6 +89,7 @@ class Stage:
             converted model, errors included, instead of those in the teacher.
         output_mse_weight: weight of the relative squared error of the attention's outputs, added to the KL of its weights in
             attention transfer.
+        repeating_share: share of the blocks that repeat themselves, from which heads that copy learn; for decoders alone.
     """
 
     steps: int = 0
@@ -101,6 +103,7 @@ class Stage:
     bf16: bool | Literal["auto"] = False
     student_inputs: float = 0.0
     output_mse_weight: float = 0.0
+    repeating_share: float = 0.0
 
     def check(self, name: str) -> None:
         """Raise an `InputError` that names the setting, its value and the values it may have."""
