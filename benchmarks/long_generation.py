@@ -1,0 +1,195 @@
+"""Long free generation: does what a converted model writes, or what it knows, get worse with the number of tokens?
+
+    python -m benchmarks.long_generation MODEL TEXT --checkpoints rfa-256 window-252 … --output FOLDER
+
+Every checkpoint continues the same prompts, beginnings of stretches of the text, by sampling from its own distribution. Of
+each stretch of what it wrote there are the nats per token that the softmax model gives it, with as many tokens before it for
+context, and the share of its 4-grams that occurred before in the stretch. Then it reads a text, once with the cache that it
+has after all that, and once after the prompt alone. Checkpoints are done one by one, in ``generation.json``; a run goes on
+where it was stopped. ``generation.png`` has the nats and the 4-grams by position.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+from transformers.generation.streamers import BaseStreamer
+
+import hf_rfa  # noqa: F401  # registers the RFA models
+from hf_rfa.convert.atomic_io import new_file
+from hf_rfa.convert.calibration_data import tokenize
+from hf_rfa.convert.text_io import read_documents
+from hf_rfa.recall.generation import repeated_ngrams
+from hf_rfa.recall.memory import cache_memory
+from hf_rfa.recall.scoring import Rows, score_tokens
+
+
+class Steps(BaseStreamer):
+    """Passes every step of `generate` to a progress bar."""
+
+    def __init__(self, progress: Progress, task: Any) -> None:
+        self.progress, self.task = progress, task
+
+    def put(self, value: Tensor) -> None:
+        """Count a step."""
+        self.progress.advance(self.task)
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+def main() -> None:
+    """Generate with the checkpoints that are missing, and print and draw all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--checkpoints", type=Path, nargs="+", required=True)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=10_000)
+    parser.add_argument("--stretch", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, required=True)
+    given = parser.parse_args()
+
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    each = given.prompt_tokens + given.stretch
+    ids = tokenize(tokenizer, read_documents(given.text), most=given.rows * each)
+    if len(ids) < given.rows * each:
+        parser.error(
+            f"{given.rows} prompts and texts of {each} tokens are needed, and {given.text} has {len(ids)} tokens."
+        )
+    prompts, texts = ids.view(given.rows, each).split((given.prompt_tokens, given.stretch), 1)
+    parent = AutoModelForCausalLM.from_pretrained(given.model).eval()
+    given.output.mkdir(parents=True, exist_ok=True)
+    path = given.output / "generation.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+    console = Console()
+    names = ("new_tokens", "rows", "seed", "stretch", "prompt_tokens")
+    with Progress(
+        "[progress.description]{task.description}",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    ) as progress:
+        for checkpoint in given.checkpoints:
+            key = {"name": checkpoint.name, **{name: getattr(given, name) for name in names}}
+            if any(key.items() <= row.items() for row in rows):
+                continue
+            model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+            worth = cache_memory(model).worth(cache_memory(parent), given.new_tokens)
+            task = progress.add_task(checkpoint.name, total=given.new_tokens + 1)  # the prompt is a step too
+            figures = measured(model, parent, prompts, texts, given, Steps(progress, task))
+            rows.append(key | {"worth": worth} | figures)
+            with new_file(path) as file:
+                file.write(json.dumps(rows, indent=1) + "\n")
+    draw(rows, given.output / "generation.png")
+    console.print(table(rows), markup=False)
+
+
+@torch.no_grad()
+def measured(
+    model: Any, parent: PreTrainedModel, prompts: Tensor, texts: Tensor, given: argparse.Namespace, steps: BaseStreamer
+) -> dict[str, Any]:
+    """Return the figures of one model on prompts [N, P] and texts [N, S]."""
+    set_seed(given.seed)
+    start = time.perf_counter()
+    plain = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    output = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        min_new_tokens=given.new_tokens,
+        max_new_tokens=given.new_tokens,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        streamer=steps,
+        **plain,
+    )
+    seconds = time.perf_counter() - start
+    written = output.sequences[:, prompts.shape[1] :]
+    fresh = model(prompts, use_cache=True).past_key_values
+    return {
+        "seconds": seconds,
+        "nats": parent_nats(parent, output.sequences, prompts.shape[1], given.stretch),
+        "again": [repeated_ngrams(each) for each in written.split(given.stretch, 1) if each.shape[1] == given.stretch],
+        "text_after": read_on(model, output.past_key_values, written[:, -1:], texts),
+        "text_after_prompt": read_on(model, fresh, prompts[:, :0], texts),
+    }
+
+
+def parent_nats(parent: PreTrainedModel, ids: Tensor, begin: int, stretch: int) -> list[float]:
+    """Return the nats per token that a model gives to each whole stretch of tokens [N, T] from ``begin`` on.
+
+    It reads each with the tokens of the stretch before it, and no others.
+    """
+    found = []
+    for first in range(begin, ids.shape[1] - stretch + 1, stretch):
+        seen = ids[:, max(0, first - stretch) : first + stretch]
+        scored = torch.arange(seen.shape[1]) >= seen.shape[1] - stretch
+        found.append(score_tokens(parent, Rows(seen, scored.expand_as(seen))).mean_nats)
+    return found
+
+
+def read_on(model: Any, cache: Any, last: Tensor, texts: Tensor) -> float:
+    """Return the nats per token of texts [N, S], but for their first token, that a model reads with a cache.
+
+    Args:
+        model: the model.
+        cache: what it has read. It goes on from there.
+        last: tokens that are not in it yet, [N, 0 or more].
+        texts: the texts.
+    """
+    logits = model(torch.cat([last, texts], 1), past_key_values=cache, logits_to_keep=texts.shape[1]).logits[:, :-1]
+    nats = -logits.float().log_softmax(-1).gather(-1, texts[:, 1:, None])
+    return float(nats.double().mean())
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table: the first and the last tenth of what was written, and the text read after it."""
+    lines = [
+        "| | memory | nats of the first tenth | last | 4-grams again, first | last | text after it | after the prompt |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        size = max(1, len(row["nats"]) // 10)
+        ends = [sum(part) / size for name in ("nats", "again") for part in (row[name][:size], row[name][-size:])]
+        cells = [f"{each:.3f}" for each in (*ends, row["text_after"], row["text_after_prompt"])]
+        lines.append(f"| {row['name']} | {row['worth']:.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the softmax model's nats of what was written, and its repetitions, by position, to a PNG file."""
+    figure = Figure(figsize=(10, 3.6))
+    for axes, name, label in zip(
+        figure.subplots(1, 2),
+        ("nats", "again"),
+        ("nats per token by the softmax model", "4-grams that occurred before in the stretch"),
+        strict=True,
+    ):
+        for row in rows:
+            places = [row["stretch"] * (index + 0.5) for index in range(len(row[name]))]
+            axes.plot(places, row[name], marker=".", label=f"{row['name']} ({row['worth']:.0f} tokens)")
+        axes.set_xlabel("generated tokens")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
