@@ -50,12 +50,14 @@ COLORS |= {TRAINED[CONTROL]: "#b3440f", TRAINED[CONVERTED]: "#174a80", TRAINED[R
 
 
 def models(
-    parent: PreTrainedModel, checkpoints: Iterable[Path], longest: int
+    parent: PreTrainedModel, checkpoints: Iterable[Path], longest: int, controls: set[int]
 ) -> Iterator[tuple[str, str, float, Any, Any]]:
     """Yield (kind, name, tokens of the parent's cache, model, context manager to score it in) for every row.
 
-    The memory is that after the ``longest`` context.
+    The memory is that after the ``longest`` context. A control is left out where there is one of its size, or of a token
+    more, among the sizes ``controls``.
     """
+    controls = set(controls)
     own = cache_memory(parent)
     yield SOFTMAX, SOFTMAX, math.inf, parent, nullcontext
     for path in checkpoints:
@@ -65,13 +67,16 @@ def models(
         plain = config.feature_map == "none" and not config.num_slots
         kind = RETRIEVAL if config.retrieval_heads else CONTROL if plain else CONVERTED
         trained = (path / "distillation.json").is_file()
-        yield TRAINED[kind] if trained else kind, path.name, worth, model, nullcontext
         size = int(worth + 0.5)
+        if kind == CONTROL and not trained:
+            controls.add(size)
+        yield TRAINED[kind] if trained else kind, path.name, worth, model, nullcontext
 
         def control(window: int = size - SINKS) -> AbstractContextManager:
             return window_and_sinks(parent, window, SINKS)
 
-        if not trained and kind != CONTROL:
+        if not trained and kind != CONTROL and controls.isdisjoint((size, size + 1)):
+            controls.add(size)
             yield CONTROL, f"{size - SINKS}+{SINKS}", float(size), parent, control
 
 
@@ -107,7 +112,9 @@ def main() -> None:
     columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=(1 + 2 * len(checkpoints)) * len(given.contexts))
-        for kind, name, worth, model, context in models(parent, checkpoints, max(given.contexts)):
+        whole = {"kind": CONTROL, "context": max(given.contexts), "tokens": len(ids)}  # the last of a control's rows
+        controls = {int(row["worth"]) for row in rows if whole.items() <= row.items()}
+        for kind, name, worth, model, context in models(parent, checkpoints, max(given.contexts), controls):
             for length in given.contexts:
                 progress.update(task, description=f"{name}, context {length:,}")
                 key = {"kind": kind, "name": name, "context": length, "tokens": len(ids)}

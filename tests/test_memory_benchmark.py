@@ -74,6 +74,26 @@ def test_rows_are_made_trained_and_measured(tmp_path, monkeypatch):
     assert found["converted", "3+2+2"]["worth"] > found["window and sinks", "4+2"]["worth"]
 
 
+def test_a_control_of_the_same_size_is_enough(tmp_path):
+    save_softmax_model("gpt2", tmp_path / "model")
+    parent = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    checkpoints = []
+    for name, slots in (("a", 6), ("b", 7), ("c", 6)):
+        options = {"feature_map": "none", "window_size": 5, "num_sinks": 1, "num_slots": slots}
+        convert(tmp_path / "model", tmp_path / name, **options)
+        checkpoints.append(tmp_path / name)
+
+    def controls(*known: int) -> list[str]:
+        found = memory.models(parent, checkpoints, 96, set(known))
+        return [name for kind, name, *_ in found if kind == memory.CONTROL]
+
+    sizes = [int(name.split("+")[0]) + memory.SINKS for name in controls()]
+    assert len(sizes) == 2
+    assert sizes[1] == sizes[0] + 1
+    assert controls(sizes[1]) == []
+    assert controls(sizes[0]) == [f"{sizes[1] - memory.SINKS}+{memory.SINKS}"]
+
+
 def test_rows_name_options():
     assert options_of("64") == {"memory": 64}
     plain = {"feature_map": "none", "window_size": 60, "num_sinks": 4}
