@@ -46,7 +46,8 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
     values: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAMES}
     values["feature_seed"] = options.seed
     if isinstance(options.retrieval_heads, list):  # a number of them is chosen later
-        values |= {name: getattr(options, name) for name in ("retrieval_heads", "retrieval_window")}
+        names = ("retrieval_heads", "retrieval_window", "growing_heads")
+        values |= {name: getattr(options, name) for name in names}
     values |= {field: getattr(options, OPTIONS_BY_KIND[kind][1]) for field, kind in config_class.FEATURE_COUNTS.items()}
     try:
         plain = config_class.from_parent(checkpoint.config, **{name: [] for name in config_class.SOFTMAX_LAYERS})
@@ -83,13 +84,12 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
                 f"{name}={value} is of causal attention, and none is converted. Leave it out, or name layers."
             )
     if isinstance(options.retrieval_heads, int) and options.retrieval_heads:
-        _check_number_of_heads(checkpoint, config, options.retrieval_heads)
+        check_number_of_heads(checkpoint, config, options.retrieval_heads, f"retrieval_heads={options.retrieval_heads}")
     return config
 
 
-def _check_number_of_heads(checkpoint: Checkpoint, config: Any, number: int) -> None:
-    """Raise an `InputError` where a number of retrieval heads cannot be chosen."""
-    given = f"retrieval_heads={number}"
+def check_number_of_heads(checkpoint: Checkpoint, config: Any, number: int, given: str) -> None:
+    """Raise an `InputError`, which begins with what was ``given``, where a number of retrieval heads cannot be chosen."""
     if config.is_encoder_decoder or not predicts_tokens(checkpoint):
         raise InputError(
             f"{given} are chosen by what a decoder with a language-model head predicts, and {checkpoint.name} is a "
@@ -126,6 +126,14 @@ def _check_options(checkpoint: Checkpoint, options: ConversionOptions) -> None:
             f"retrieval_window={window} is more than the {position_count(checkpoint.config)} positions of {checkpoint.name}. "
             "Leave it out: the heads then see all tokens."
         )
+    heads, grows = options.retrieval_heads, options.growing_heads
+    if grows and options.memory is None:
+        number = heads if isinstance(heads, int) else len(heads)
+        if not window or grows >= number:
+            raise InputError(
+                f"growing_heads={grows} is for some of several retrieval heads that have a window, got "
+                f"retrieval_heads={heads} and retrieval_window={window}. Without a window all of them see all tokens."
+            )
     present = checkpoint.family.rfa_config.SOFTMAX_LAYERS.values()
     for name in (name for kind, names in OPTIONS_BY_KIND.items() if kind not in present for name in names):
         value = getattr(options, name)

@@ -24,7 +24,7 @@ from .base_model import softmax_base_model
 from .calibration import calibrate
 from .calibration_data import BLOCK_LENGTH, Inputs, batches
 from .checkpoint import Checkpoint, load_rfa_model
-from .configuration import converted_layers, predicts_tokens, rfa_config
+from .configuration import check_number_of_heads, converted_layers, predicts_tokens, rfa_config
 from .options import ConversionOptions
 from .perplexity import score_labels
 from .retrieval_heads import RetrievalHead, choose_retrieval_heads, repeated_passages
@@ -76,44 +76,71 @@ def check_memory(checkpoint: Checkpoint, options: ConversionOptions) -> None:
         raise InputError(f"{memory} needs a model that predicts tokens, and {checkpoint.architecture} does not.")
     if int(options.memory or 0) > position_count(checkpoint.config):
         raise InputError(f"{memory} is more than the positions of {checkpoint.name}: its own cache takes less.")
+    if grows := options.growing_heads:
+        config = rfa_config(checkpoint, ways_to_spend(checkpoint, options)[0][2])
+        check_number_of_heads(checkpoint, config, grows + 1, f"growing_heads={grows}, and one with a window,")
+
+
+@dataclass(frozen=True)
+class _Budget:
+    """A memory in bytes per head: ``total``, that of a ``token`` of the softmax cache, and of one that a head keeps.
+
+    What is kept has a log-weight too (``plain``), and importance in float32 where there are slots (``ranked``).
+    """
+
+    total: int
+    token: int
+    plain: int
+    ranked: int
+    sinks: int
+
+
+def _budget_of(checkpoint: Checkpoint, options: ConversionOptions, width: int) -> _Budget:
+    """Return the memory that options ask for, of heads of some width."""
+    own = "float32" if checkpoint.gguf is not None else str(checkpoint.config.dtype or "float32").removeprefix("torch.")
+    itemsize = getattr(torch, own if options.dtype == "auto" else options.dtype).itemsize
+    memory, token = int(options.memory or 0), 2 * width * itemsize
+    return _Budget(memory * token, token, token + itemsize, token + itemsize + 4, min(SINKS, memory // 4))
+
+
+#: What is kept, its worth in tokens, and the options.
+Way = tuple[str, float, ConversionOptions]
 
 
 def ways_to_spend(
     checkpoint: Checkpoint, options: ConversionOptions, heads: list[list[int]] | None = None
-) -> list[tuple[str, float, ConversionOptions]]:
-    """Return (what is kept, its worth in tokens, options) for every way to spend ``options.memory``.
+) -> list[Way]:
+    """Return every way to spend ``options.memory``; where heads are to grow, those that have some.
 
     ``heads`` are [layer, head] of the retrieval heads of those ways that have some; None leaves these ways out.
     """
     config = checkpoint.family.rfa_config.from_parent(checkpoint.config)
-    own = "float32" if checkpoint.gguf is not None else str(checkpoint.config.dtype or "float32").removeprefix("torch.")
-    itemsize = getattr(torch, own if options.dtype == "auto" else options.dtype).itemsize
-    width, memory = config.head_dim_for("causal"), int(options.memory or 0)
-    token = 2 * width * itemsize
-    plain, ranked = token + itemsize, token + itemsize + 4  # a log-weight, and importance in float32
-    sinks = min(SINKS, memory // 4)
+    width = config.head_dim_for("causal")
+    budget = _budget_of(checkpoint, options, width)
+    total, sinks = budget.total, budget.sinks
 
-    def way(name: str, num_bytes: int, **chosen: Any) -> tuple[str, float, ConversionOptions]:
-        return name, num_bytes / token, replace(options, memory=None, **chosen)
+    def way(name: str, num_bytes: float, **chosen: Any) -> Way:
+        return name, num_bytes / budget.token, replace(options, **{"memory": None, "growing_heads": 0, **chosen})
 
-    count = memory * token // plain
+    count = total // budget.plain
     exact = {"feature_map": "none", "num_sinks": sinks}
-    found = [way(f"window {count - sinks}, sinks {sinks}", count * plain, window_size=count - sinks, **exact)]
-    count = memory * token // ranked
+    found = [way(f"window {count - sinks}, sinks {sinks}", count * budget.plain, window_size=count - sinks, **exact)]
+    count = total // budget.ranked
     for share in (2, 4):
         window = max(1, count // share)
         slots = count - sinks - window
         name = f"window {window}, sinks {sinks}, slots {slots}"
-        found.append(way(name, count * ranked, window_size=window, num_slots=slots, **exact))
+        found.append(way(name, count * budget.ranked, window_size=window, num_slots=slots, **exact))
     if heads:
-        found += _ways_with_retrieval(
-            heads, number_of_heads(checkpoint, found[0][2]), memory, token, plain, ranked, way
-        )
+        ways = _ways_with_retrieval(budget, heads, number_of_heads(checkpoint, found[0][2]), options.growing_heads, way)
+        if options.growing_heads:
+            return ways
+        found += ways
     row = (width + 1) * 4
-    rows = memory * token // 2 // row // FEATURES_STEP * FEATURES_STEP
+    rows = total // 2 // row // FEATURES_STEP * FEATURES_STEP
     mapped = {"feature_map": FEATURE_MAP, "num_features": rows // _features_per_row(width), "num_sinks": sinks}
-    for columns, share in ((plain, 1), (ranked, 2)):
-        count = (memory * token - rows * row) // columns - sinks
+    for columns, share in ((budget.plain, 1), (budget.ranked, 2)):
+        count = (total - rows * row) // columns - sinks
         if rows and count >= share:
             window, num_bytes = -(-count // share), (count + sinks) * columns + rows * row
             slots = count - window
@@ -123,23 +150,26 @@ def ways_to_spend(
 
 
 def _ways_with_retrieval(
-    heads: list[list[int]], all_heads: int, memory: int, token: int, plain: int, ranked: int, way: Callable[..., Any]
-) -> list[Any]:
-    """Return the ways with slots and retrieval heads; rows of the window take ``plain`` bytes, with slots ``ranked``."""
-    number, sinks, found = len(heads), min(SINKS, memory // 4), []
-    total = memory * token * all_heads  # bytes
-    kept = min(RETRIEVAL_WINDOW, int(total * RETRIEVAL_MEMORY) // (number * plain))
-    others = (total - number * kept * plain) // (all_heads - number)
-    if kept <= sinks or others // ranked < 2 * sinks:
+    budget: _Budget, heads: list[list[int]], all_heads: int, growing: int, way: Callable[..., Way]
+) -> list[Way]:
+    """Return the ways with slots and retrieval heads, of which the first ``growing`` come on top of the memory."""
+    number, sinks, found = len(heads) - growing, budget.sinks, []
+    total = budget.total * all_heads
+    kept = min(RETRIEVAL_WINDOW, int(total * RETRIEVAL_MEMORY) // (max(1, number) * budget.plain))
+    rest = all_heads - len(heads)
+    others = (total - number * kept * budget.plain) // rest
+    if number < 1 or kept <= sinks or others // budget.ranked < 2 * sinks:
         return []
-    num_bytes = (number * kept * plain + (all_heads - number) * (others // ranked) * ranked) / all_heads
+    num_bytes = (number * kept * budget.plain + rest * (others // budget.ranked) * budget.ranked) / all_heads
     for share in (2, 4):
-        window = max(1, others // ranked // share)
-        slots = others // ranked - sinks - window
+        window = max(1, others // budget.ranked // share)
+        slots = others // budget.ranked - sinks - window
         if slots > 0:
             name = f"window {window}, sinks {sinks}, slots {slots}, {number} retrieval heads of {kept - sinks}"
+            name += f" and {growing} of all tokens" if growing else ""
             sizes = {"window_size": window, "num_slots": slots, "num_sinks": sinks, "feature_map": "none"}
-            found.append(way(name, num_bytes, retrieval_heads=heads, retrieval_window=kept - sinks, **sizes))
+            retrieval = {"retrieval_heads": heads, "retrieval_window": kept - sinks, "growing_heads": growing}
+            found.append(way(name, num_bytes, **sizes, **retrieval))
     return found
 
 
@@ -178,14 +208,26 @@ def spend_memory(
     plain = ways_to_spend(checkpoint, options)[0][2]
     model, base_model = _load(checkpoint, plain)
     softmax = [score_labels(base_model, text).perplexity for text in batched]
-    count = round(number_of_heads(checkpoint, plain) * RETRIEVAL_SHARE) or 1
+    grows = options.growing_heads
+    count = grows + (round(number_of_heads(checkpoint, plain) * RETRIEVAL_SHARE) or 1)
     heads: list[RetrievalHead] = []
     if model.config.num_heads_for("causal") > 1:
         report_progress("choosing retrieval heads", count)
         heads = choose_retrieval_heads(
-            model, base_model, fit, count, seed=options.seed, on_head=lambda: report_progress(None, 1)
+            model,
+            base_model,
+            fit,
+            count,
+            growing=grows,
+            seed=options.seed,
+            on_head=lambda: report_progress(None, 1),
         )
     ways = ways_to_spend(checkpoint, options, [[each.layer, each.head] for each in heads])
+    if grows and (len(heads) <= grows or not ways):
+        raise InputError(
+            f"growing_heads={grows}: {len(heads)} retrieval heads were found on the text, and one at least has to have a "
+            "window within the memory. Ask for fewer, for more memory, or pass a longer text."
+        )
     report_progress("spending the memory", len(ways))
     trials: list[Trial] = []
     for name, tokens, chosen in ways:

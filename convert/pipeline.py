@@ -240,7 +240,13 @@ def _choose_heads(
     calibrate(model, base_model, inputs, on_layer=lambda: report_progress(None, 1))
     report_progress("choosing retrieval heads", count)
     found = choose_retrieval_heads(
-        model, base_model, inputs, count, seed=options.seed, on_head=lambda: report_progress(None, 1)
+        model,
+        base_model,
+        inputs,
+        count,
+        growing=options.growing_heads,
+        seed=options.seed,
+        on_head=lambda: report_progress(None, 1),
     )
     del model, base_model
     give_back_memory()

@@ -13,6 +13,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from hf_rfa.families import position_count, reads_audio
+from hf_rfa.models.cache_rfa import GROWING_LAYER_TYPE
 from hf_rfa.models.configuration_rfa import AttentionKind
 from hf_rfa.version import __version__
 
@@ -261,7 +262,7 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
         "added_parameters": extended + sum(parameters.get(key, 0) for key in new),
         "added_buffers": sum(state[key].numel() for key in new if key not in parameters),
         "state_bytes": cache_bytes(model, 0),
-        "retrieval_grows": bool(config.retrieval_heads) and not config.retrieval_window,
+        "retrieval_grows": GROWING_LAYER_TYPE in config.cache_layer_types(),
         "audio_positions": config.max_source_positions if reads_audio(config) else None,
         "own_cache_bytes": {length: cache_bytes(model, length) for length in lengths},
         "cache_bytes": {length: cache_bytes(model, length, softmax=True) for length in lengths},
@@ -292,10 +293,10 @@ def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_to
             kept = ("layer " if len(indices) == 1 else "layers ") + ", ".join(map(str, indices))
             length = "sequence" if kind == "causal" else "source"
             found.append(f"The {kind} attention of {kept} is softmax: its cache grows with the {length}.")
-    if config.retrieval_heads and not config.retrieval_window:
-        found.append(
-            "The retrieval heads see all tokens: their cache grows with the text (--retrieval-window limits it)."
-        )
+    if GROWING_LAYER_TYPE in config.cache_layer_types():
+        some = f"The first {config.growing_heads} of the" if config.growing_heads else "The"
+        limit = "" if config.growing_heads else " (--retrieval-window limits it)"
+        found.append(f"{some} retrieval heads see all tokens: their cache grows with the text{limit}.")
     if options.max_positions is not None:
         found.append(checkpoint.family.note_on_positions(config, options.max_positions))
     if options.calibrate_on is None and (config.feature_map != "none" or config.num_slots):

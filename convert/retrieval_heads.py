@@ -112,6 +112,7 @@ def choose_retrieval_heads(
     inputs: Inputs,
     count: int,
     *,
+    growing: int = 0,
     seed: int,
     on_head: Callable[[], None],
 ) -> list[RetrievalHead]:
@@ -122,6 +123,7 @@ def choose_retrieval_heads(
         base_model: its softmax model.
         inputs: blocks of text, without padding.
         count: number of heads. One of every layer is left as it is.
+        growing: how many of these, the first ones, will see all tokens, and the others a window: their layers get no other.
         seed: what passages are drawn with.
         on_head: called after each.
     """
@@ -133,6 +135,7 @@ def choose_retrieval_heads(
     model.requires_grad_(False)
     found: list[RetrievalHead] = []
     expected: dict[int, Tensor] = {}
+    grow: set[int] = set()  # layers whose retrieval heads see all tokens
 
     def divergence(index: int) -> Tensor:
         """Return KL(softmax ‖ converted) per token of a batch's repeated passages."""
@@ -155,7 +158,10 @@ def choose_retrieval_heads(
                 (gradient,) = torch.autograd.grad(loss, shares)
                 taken = shares.detach() > 0
                 last = taken.sum(1, keepdim=True) == shares.shape[1] - 1  # what a layer has left besides
-                gradient = gradient.masked_fill(taken | last, 0.0)
+                alone = torch.zeros_like(last)
+                if growing and len(found) >= growing:
+                    alone = torch.tensor([[layer.rfa_layer_idx in grow] for layer in layers], device=alone.device)
+                gradient = gradient.masked_fill(taken | last | alone, 0.0)
                 row, head = divmod(int(gradient.argmin()), shares.shape[1])
                 if not float(gradient[row, head]) < 0:
                     break
@@ -163,6 +169,7 @@ def choose_retrieval_heads(
                     shares[row, head] = 1.0
                     after = float(divergence(len(found)))
                 found.append(RetrievalHead(layers[row].rfa_layer_idx, head, float(loss.detach()), after))
+                grow = {each.layer for each in found[:growing]}
                 give_back_memory()
                 on_head()
     finally:

@@ -85,7 +85,13 @@ LLAMA_VARIANTS: dict[str, dict[str, Any]] = {
     "slots": {"feature_map": "none", "window": 3, "num_sinks": 1, "num_slots": 4},
     "slots-features": {"window": 4, "num_slots": 3, "num_features": 16, "chunk_size": 7},
     "retrieval": {"window": 3, "num_slots": 4, "retrieval_heads": [[0, 1], [2, 0]], "retrieval_window": 6},
-    "retrieval-growing": {"feature_map": "none", "window": 3, "retrieval_heads": [[1, 1]]},
+    "retrieval-growing": {
+        "feature_map": "none",
+        "window": 3,
+        "retrieval_heads": [[1, 1], [2, 0]],
+        "retrieval_window": 5,
+        "growing_heads": 1,
+    },
 }
 VARIANTS = {"gpt2": DECODER_VARIANTS, "llama": LLAMA_VARIANTS, "bart": SEQ2SEQ_VARIANTS, "marian": SEQ2SEQ_VARIANTS}
 

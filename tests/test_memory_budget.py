@@ -81,6 +81,10 @@ def test_the_best_way_is_converted_and_all_are_reported(parent, text, tmp_path):
         ({"memory": 12, "window_size": 4}, "decides on window_size"),
         ({"memory": 12, "feature_map": "elu", "gate": True}, "decides on feature_map, gate"),
         ({"memory": 97, "calibrate_on": True}, "more than the positions"),
+        (
+            {"memory": 12, "calibrate_on": True, "growing_heads": 6},
+            "growing_heads=6, and one with a window, are too many",
+        ),
     ],
     ids=str,
 )
@@ -90,6 +94,18 @@ def test_what_does_not_go_together_is_refused(options, message, parent, text, tm
     with pytest.raises(InputError, match=message):
         convert(parent, tmp_path / "out", **options)
     assert leftovers(tmp_path) == []
+
+
+def test_growing_heads_come_on_top_of_the_memory(parent, text, tmp_path):
+    report = convert(parent, tmp_path / "out", memory=40, growing_heads=1, calibrate_on=text)
+    assert len(report.trials) == 2, "ways without such heads are left out"
+    assert all(" retrieval heads of " in each.name and " and 1 of all tokens" in each.name for each in report.trials)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    softmax = cache_memory(AutoModelForCausalLM.from_pretrained(parent))
+    memory, heads = cache_memory(model), model.config.num_heads_for("causal") * len(model.config.cache_layer_types())
+    assert 38 < memory.fixed / softmax.per_token <= 40
+    assert memory.per_token / softmax.per_token == pytest.approx(1 / heads, rel=0.1)
+    assert "--growing-heads 1 --memory 40" in report.command
 
 
 def test_models_with_an_encoder_are_refused(text, tmp_path):

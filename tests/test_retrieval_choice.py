@@ -125,6 +125,17 @@ def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_that_of
     assert divergence == pytest.approx(found[-1].after, rel=1e-3, abs=1e-6)
 
 
+def test_layers_of_growing_heads_get_no_head_with_a_window(parent):
+    model, base_model = models(parent)
+    inputs = {"input_ids": torch.randint(3, 61, (2, 64))}
+    options = {"seed": 0, "on_head": lambda: None}
+    plain = choose_retrieval_heads(model, base_model, inputs, 100, **options)
+    found = choose_retrieval_heads(model, base_model, inputs, 100, growing=1, **options)
+    assert found[0] == plain[0]
+    assert len(found) > 1
+    assert found[0].layer not in [each.layer for each in found[1:]]
+
+
 def test_a_number_is_chosen_reported_and_repeatable(parent, text, tmp_path):
     options = {**WINDOW, "num_slots": 3, "retrieval_heads": 2, "retrieval_window": 20, "calibrate_on": text}
     report = convert(parent, tmp_path / "out", **options)
@@ -165,10 +176,28 @@ def test_heads_that_see_all_tokens_are_said_to_grow(parent, tmp_path):
     assert "the retrieval heads' growing cache" in dict(report.rows())["state per sequence"]
 
 
+def test_some_chosen_heads_grow(parent, text, tmp_path):
+    heads = {"retrieval_heads": 2, "retrieval_window": 20, "growing_heads": 1}
+    report = convert(parent, tmp_path / "out", **WINDOW, **heads, calibrate_on=text)
+    assert report.grows
+    assert "The first 1 of the retrieval heads see all tokens" in " ".join(report.notes)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    first, second = ([each.layer, each.head] for each in report.retrieval_heads)
+    assert (model.config.retrieval_heads, model.config.growing_heads) == ([first, second], 1)
+    assert [model.config.retrieval_window_of(layer) for layer, _ in (first, second)] == [0, 20]
+    memory = cache_memory(model)
+    positions = model.config.max_position_embeddings
+    assert report.own_cache_bytes[positions] == memory.after(positions)
+    assert memory.per_token > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"retrieval_window": 5}, "has no effect without retrieval_heads"),
+        ({"retrieval_heads": 2, "growing_heads": 1}, "growing_heads=1 is for some of several"),
+        ({"retrieval_heads": 1, "growing_heads": 1, "retrieval_window": 5}, "growing_heads=1 is for some of several"),
+        ({"retrieval_heads": 2, "growing_heads": -1, "retrieval_window": 5}, "must be at least 0"),
         ({"retrieval_heads": 1, "retrieval_window": 97}, "more than the 96 positions"),
         ({"retrieval_heads": 5}, "at most (4|3|2)"),
         ({"retrieval_heads": [[7, 0]]}, "layers of"),

@@ -23,7 +23,7 @@ from .softmax_under_a_mask import assert_same_gradients, assert_same_logits, clo
 WINDOW, SINKS = 4, 2
 #: Retrieval heads by family: two of GPT-2's three heads in one layer, and one of Llama's two key-value heads.
 HEADS = {"gpt2": [[0, 2], [0, 0], [1, 1]], "llama": [[1, 1]]}
-CASES = [("gpt2", 0), ("gpt2", 9), ("llama", 0), ("llama", 9), ("llama", 90)]
+CASES = [("gpt2", 0, 0), ("gpt2", 9, 0), ("gpt2", 9, 2), ("llama", 0, 0), ("llama", 9, 0), ("llama", 90, 0)]
 
 
 def with_retrieval_heads(family, retrieval_window, **fields):
@@ -34,15 +34,16 @@ def with_retrieval_heads(family, retrieval_window, **fields):
 @pytest.fixture(params=CASES, ids=str)
 def pair(request):
     """A model with retrieval heads and no features, and the softmax model under the mask that they make."""
-    family, retrieval_window = request.param
-    model = with_retrieval_heads(family, retrieval_window)
+    family, retrieval_window, growing = request.param
+    model = with_retrieval_heads(family, retrieval_window, growing_heads=growing)
     teacher = softmax_model(model, family)
     heads = model.config.num_heads_for("causal")
 
     def attention(module, query, key, value, mask, **kwargs):
         length = query.shape[2]
         near = window_and_sinks_mask(length, length, WINDOW, SINKS)
-        far = window_and_sinks_mask(length, length, retrieval_window or length, SINKS)
+        grows = retrieval_window == 0 or module.layer_idx in [layer for layer, _ in HEADS[family][:growing]]
+        far = window_and_sinks_mask(length, length, length if grows else retrieval_window, SINKS)
         seen = torch.stack([far if [module.layer_idx, head] in HEADS[family] else near for head in range(heads)])
         seen = seen.repeat_interleave(query.shape[1] // heads, dim=0)[None]
         return sdpa_attention_forward(module, query, key, value, seen, **kwargs)
@@ -288,11 +289,39 @@ def test_a_decoding_step_of_fixed_shape_needs_a_window():
         ([[0, 0]], {"softmax_layers": [0]}, "whose attention is not RFA"),
         ([], {"retrieval_window": 5}, "has no effect without retrieval_heads"),
         ([[0, 0]], {"retrieval_window": 1_000_000}, "retrieval_window must be from 0"),
+        ([[0, 0]], {"retrieval_window": 5, "growing_heads": 2}, "growing_heads must be from 0 to 1"),
+        ([[0, 0], [1, 0]], {"growing_heads": 1}, "growing_heads=1 leaves retrieval_window=0 nothing to do"),
+        ([[0, 0]], {"retrieval_window": 5, "growing_heads": 1}, "all 1 retrieval heads see all tokens"),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(heads, fields, message):
     with pytest.raises((ValueError, StrictDataclassError), match=message):
         make("llama", {"retrieval_heads": heads, **fields})
+
+
+def test_heads_of_one_layer_see_the_same():
+    fields = {"retrieval_heads": [[0, 2], [0, 0], [1, 1]], "retrieval_window": 5}
+    with pytest.raises(
+        StrictDataclassError, match="lets one retrieval head of layer 0 see all tokens, and head 0 of it has"
+    ):
+        make("gpt2", {**fields, "growing_heads": 1})
+    config = make("gpt2", {**fields, "growing_heads": 2}).config
+    assert [config.retrieval_window_of(layer) for layer in (0, 1)] == [0, 5]
+
+
+@torch.no_grad()
+def test_some_heads_can_grow_and_others_have_a_window():
+    model = with_retrieval_heads("llama", 9, retrieval_heads=[[2, 0], [0, 1], [1, 1]], growing_heads=1)
+    memory, row = cache_memory(model), (2 * 6 + 1) * 4
+    near = (3 * 2 - 3) * (WINDOW + SINKS) * row
+    assert (memory.fixed, memory.retrieval, memory.per_token) == (
+        near + 2 * (9 + SINKS) * row,
+        2 * (9 + SINKS) * row,
+        row,
+    )
+    for length in (30, 90):
+        ids = torch.randint(3, 61, (1, length))
+        assert cache_num_bytes(model(ids).past_key_values) == memory.after(length)
 
 
 def test_a_model_with_retrieval_heads_cannot_be_a_control():

@@ -176,7 +176,7 @@ class RFAAttentionMixin(nn.Module):
         ``groups`` is G, the number of query heads that share each of ``config.num_heads_for(kind)`` key-value heads.
         """
         self.retrieval_heads: list[int] = config.retrieval_heads_of(layer_idx) if kind == "causal" else []
-        self.retrieval_window: int = config.retrieval_window
+        self.retrieval_window: int = config.retrieval_window_of(layer_idx) if self.retrieval_heads else 0
         heads = config.num_heads_for(kind) - len(self.retrieval_heads)
         self.window_size: int = config.window_size if kind == "causal" else 0
         self.num_sinks: int = config.num_sinks if kind == "causal" else 0

@@ -56,6 +56,7 @@ class RFAConfigMixin:
         retrieval_heads: [layer, key-value head] of every retrieval head: one that attends exactly, without features, to the
             sinks and its own window. A layer has to have other heads too.
         retrieval_window: the number of last tokens that retrieval heads see; 0 for all, of which their cache grows.
+        growing_heads: how many of ``retrieval_heads``, the first ones, see all tokens whatever that window.
         softmax_layers: indices of layers that stay softmax attention; their cache grows with the text.
         chunk_size: tokens that prefill and training handle at once in the quadratic form.
         state_dtype: dtype of the recurrent state, "float32" or "float64" (at least the model's own precision is kept).
@@ -74,6 +75,7 @@ class RFAConfigMixin:
     num_slots: int = 0
     retrieval_heads: list[Any] = field(default_factory=list)
     retrieval_window: int = 0
+    growing_heads: int = 0
     softmax_layers: list[Any] = field(default_factory=list)  # `validate_layer_type` says more than a type would
     chunk_size: int = 64
     state_dtype: str = "float32"
@@ -160,12 +162,17 @@ class RFAConfigMixin:
         """Return the retrieval heads of a layer."""
         return sorted(head for layer, head in self.retrieval_heads if layer == layer_idx)
 
+    def retrieval_window_of(self, layer_idx: int) -> int:
+        """Return the number of last tokens that the retrieval heads of a layer see, 0 for all."""
+        growing = self.retrieval_heads[: self.growing_heads]
+        return 0 if any(layer == layer_idx for layer, _ in growing) else self.retrieval_window
+
     def cache_layer_types(self) -> list[str]:
         """Return the type of every layer's cache: "rfa" or "rfa_growing", or that of the base model where nothing is RFA."""
         types = self.base_layer_types()
         for index in range(len(types)):
             if self.is_rfa("causal", index):
-                grows = not self.retrieval_window and self.retrieval_heads_of(index)
+                grows = self.retrieval_heads_of(index) and not self.retrieval_window_of(index)
                 types[index] = GROWING_LAYER_TYPE if grows else RFA_LAYER_TYPE
         return types
 
@@ -256,6 +263,7 @@ class RFAConfigMixin:
             ("num_sinks", 0, positions, "first tokens kept exactly, no more than the model has positions"),
             ("num_slots", 0, positions, "important tokens kept exactly, no more than the model has positions"),
             ("retrieval_window", 0, positions, "tokens that retrieval heads see, or 0 for all"),
+            ("growing_heads", 0, len(self.retrieval_heads), "retrieval heads that see all tokens"),
             ("redraw_pool", 0, MAX_REDRAW_POOL, "the size of the pool, or 0 for a fixed matrix"),
             ("feature_seed", 0, MAX_SEED, "other seeds draw the same as one of these"),
         ):
@@ -314,6 +322,18 @@ class RFAConfigMixin:
             raise ValueError(
                 f"retrieval_window={self.retrieval_window} has no effect without retrieval_heads. Leave it out."
             )
+        grows = self.growing_heads
+        if grows and (not self.retrieval_window or grows == len(given)):
+            raise ValueError(
+                f"growing_heads={grows} leaves retrieval_window={self.retrieval_window} nothing to do: all {len(given)} "
+                "retrieval heads see all tokens. Leave out both, or name more heads and a window."
+            )
+        for layer, head in given[grows:]:
+            if grows and not self.retrieval_window_of(layer):
+                raise ValueError(
+                    f"growing_heads={grows} lets one retrieval head of layer {layer} see all tokens, and head {head} of it "
+                    "has a window: retrieval heads of one layer have to see the same. Leave one out, or let it come first."
+                )
 
     #: Where transformers finds the classes of this family in a checkpoint that holds their code, by auto class.
     AUTO_MAP: ClassVar[dict[str, str]] = {}

@@ -63,11 +63,11 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
     sizes = [getattr(config, name, 0) for name in ("window_size", "num_sinks", "num_slots")]
     found = []
     layers: list[Any] = cache.layers
-    for layer in layers:
+    for index, layer in enumerate(layers):
         if getattr(layer, "holds", None) == RFALayer.holds:
             row = _bytes(layer.window_cache) // max(1, sum(sizes))
             window, sinks, slots = (size * row for size in sizes)
-            retrieval = _bytes(layer.retrieval_cache) if getattr(config, "retrieval_window", 0) else 0
+            retrieval = _bytes(layer.retrieval_cache) if config.retrieval_window_of(index) else 0
             found.append((_bytes(layer.state), window, sinks, slots, retrieval))
     state, window, sinks, slots, retrieval = (sum(each) for each in zip(*found, strict=True)) if found else (0,) * 5
     per_token = (_growing_bytes(cache) - before) // (LONG - SHORT)
