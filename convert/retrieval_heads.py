@@ -99,9 +99,17 @@ def _attend_in_part(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as `RFAAttentionMixin.attend`, with the shares [H] in a row of ``shares`` of exact attention."""
     output, weights = type(layer).attend(layer, query, key, value, **options)
-    rows = group_queries(query, key.shape[1])
-    exact, _, _ = layer.retrieve(rows, key, value, options.get("sink_logits"), options.get("padding_mask"), None, None)
-    exact = ungroup(exact, query.shape[1]).to(value.dtype)
+    sink_logits, padding_mask = options.get("sink_logits"), options.get("padding_mask")
+    if sink_logits is None and padding_mask is None:  # the same at once
+        grouped = query.shape[1] != key.shape[1]
+        exact = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=layer.scaling, enable_gqa=grouped
+        )
+    else:
+        rows = group_queries(query, key.shape[1])
+        exact, _, _ = layer.retrieve(rows, key, value, sink_logits, padding_mask, None, None)
+        exact = ungroup(exact, query.shape[1])
+    exact = exact.to(value.dtype)
     share = shares[row].repeat_interleave(query.shape[1] // key.shape[1])[:, None, None].to(value.dtype)
     return output + share * (exact - output), weights
 
