@@ -366,6 +366,18 @@ def test_without_a_text_its_probes_are_left_out(report, tokenizer):
     }  # fmt: skip
 
 
+def test_without_a_teacher_no_memory_is_counted_in_its_tokens(tokenizer, tmp_path):
+    """Of a model that grows too: its own tokens are not those of the softmax model."""
+    from hf_rfa.convert import convert
+
+    options = {"feature_map": "none", "window_size": 8, "retrieval_heads": [[0, 1]]}
+    convert(DEMO_MODEL, tmp_path / "grows", **options)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "grows", dtype=torch.float32)
+    (own,) = recall_suite(model, tokenizer, effort=SMALL, max_length=256).columns
+    assert own.memory.per_token > 0
+    assert own.worth is None
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -114,7 +114,7 @@ class Column:
         name: what the column is called.
         memory: bytes by kind.
         num_bytes: bytes after the longest row.
-        worth: the same in tokens of the teacher's cache; None where that does not grow.
+        worth: the same in tokens of the teacher's cache; None without a softmax teacher, and where that does not grow.
         figures: by probe and setting.
         written: figures of generation; None where it was left out.
     """
@@ -273,7 +273,7 @@ def recall_suite(
     columns: list[tuple[Column, PreTrainedModel, tuple[int, int] | None]] = []
 
     def add(name: str, each: PreTrainedModel, memory: CacheMemory, view: tuple[int, int] | None = None) -> None:
-        worth = memory.worth(base, length) if base.per_token else None
+        worth = memory.worth(base, length) if base.per_token and not base.fixed else None  # a softmax model
         columns.append((Column(name, memory, memory.after(length), worth), each, view))
 
     if teacher is not None:
