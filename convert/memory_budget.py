@@ -36,8 +36,8 @@ FEATURE_MAP, FEATURES_STEP = "positive", 8
 #: Options that a memory decides on.
 DECIDED = ["feature_map", "num_features", "unit_norm", "trainable_projection", "redraw_pool"]
 DECIDED += ["window_size", "num_sinks", "num_slots", "gate", "retrieval_heads", "retrieval_window"]
-#: Retrieval heads as a share of all, the most memory that they take, and the longest window of one.
-RETRIEVAL_SHARE, RETRIEVAL_MEMORY, RETRIEVAL_WINDOW = 0.045, 1 / 3, BLOCK_LENGTH
+#: Retrieval heads as shares of all that are tried, the most memory that they take, and the longest window of one.
+RETRIEVAL_SHARES, RETRIEVAL_MEMORY, RETRIEVAL_WINDOW = (0.045, 0.09), 1 / 3, BLOCK_LENGTH
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,14 @@ def ways_to_spend(
         name = f"window {window}, sinks {sinks}, slots {slots}"
         found.append(way(name, count * budget.ranked, window_size=window, num_slots=slots, **exact))
     if heads:
-        ways = _ways_with_retrieval(budget, heads, number_of_heads(checkpoint, found[0][2]), options.growing_heads, way)
-        if options.growing_heads:
+        all_heads, grows = number_of_heads(checkpoint, found[0][2]), options.growing_heads
+        counts = {min(len(heads), grows + count) for count in retrieval_counts(all_heads)}
+        ways = [
+            each
+            for count in sorted(counts)
+            for each in _ways_with_retrieval(budget, heads[:count], all_heads, grows, way)
+        ]
+        if grows:
             return ways
         found += ways
     row = (width + 1) * 4
@@ -173,6 +179,11 @@ def _ways_with_retrieval(
     return found
 
 
+def retrieval_counts(all_heads: int) -> list[int]:
+    """Return the numbers of retrieval heads that are tried where a model has so many key-value heads in all."""
+    return [max(1, round(share * all_heads)) for share in RETRIEVAL_SHARES]
+
+
 def number_of_heads(checkpoint: Checkpoint, options: ConversionOptions) -> int:
     """Return the number of key-value heads of all layers that are converted."""
     config = rfa_config(checkpoint, options)
@@ -209,7 +220,7 @@ def spend_memory(
     model, base_model = _load(checkpoint, plain)
     softmax = [score_labels(base_model, text).perplexity for text in batched]
     grows = options.growing_heads
-    count = grows + (round(number_of_heads(checkpoint, plain) * RETRIEVAL_SHARE) or 1)
+    count = grows + max(retrieval_counts(number_of_heads(checkpoint, plain)))
     heads: list[RetrievalHead] = []
     if model.config.num_heads_for("causal") > 1:
         report_progress("choosing retrieval heads", count)
