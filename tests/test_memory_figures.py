@@ -35,6 +35,9 @@ GPT2 = [{}, {"feature_map": "gaussian", "gate": True}, {"window": 4}, {"softmax_
 HYBRIDS = [
     *(("gpt2", each) for each in GPT2),
     ("gpt2", {"softmax_layers": [0], "window": 5, "state_dtype": "float64"}),
+    ("gpt2", {"window": 4, "num_slots": 3, "retrieval_heads": [[0, 1]], "retrieval_window": 6}),
+    ("gpt2", {"retrieval_heads": [[0, 1]]}),
+    ("gpt2", {"window": 4, "retrieval_heads": [[0, 1], [1, 0]], "retrieval_window": 6, "growing_heads": 1}),
     ("bart", {}),
     ("bart", {"softmax_layers": [0, 2], "window": 3}),
     ("bart", {"softmax_cross_layers": [1]}),

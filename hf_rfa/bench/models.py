@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, reads_audio
-from hf_rfa.models.cache_rfa import RFALayer
+from hf_rfa.models.cache_rfa import RFAGrowingLayer, RFALayer
 from hf_rfa.models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
 
 #: The shapes of published models, which need no download.
@@ -92,8 +92,9 @@ def step_inputs(model: Any, batch: int, source: int) -> dict[str, Any]:
 def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0) -> Any:
     """Return a cache as after ``position`` tokens.
 
-    The cost of a step does not depend on a cache's values: softmax layers, also those of a hybrid, get random keys and
-    values instead of a prefill. A softmax model with ``room``, free slots, gets a `StaticCache` instead of a `DynamicCache`.
+    The cost of a step does not depend on a cache's values: softmax layers, also those of a hybrid, and retrieval heads that
+    see all tokens get random keys and values instead of a prefill. A softmax model with ``room``, free slots, gets a
+    `StaticCache` instead of a `DynamicCache`.
     """
     config = model.config
     own: Any = DynamicCache(config=config)
@@ -105,6 +106,11 @@ def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0
         missing = position - int(layer.get_seq_length())
         if isinstance(layer, RFALayer):
             layer.cumulative_length += missing
+            held = layer.retrieval_cache
+            if isinstance(layer, RFAGrowingLayer) and held is not None:
+                new = torch.randn(*held.shape[:2], missing, held.shape[-1], device=held.device, dtype=held.dtype)
+                new[..., -1] = 0.0  # the logarithm of a token's weight
+                layer.retrieval_cache = torch.cat([held, new], dim=-2)
         else:
             rows, heads, _, width = layer.keys.shape
             layer.update(*torch.randn(2, rows, heads, missing, width, device=model.device, dtype=model.dtype))
