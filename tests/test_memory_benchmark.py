@@ -102,9 +102,11 @@ def test_rows_name_options():
     heads = {"retrieval_heads": 3, "retrieval_window": 0}
     assert options_of("60+4r3x0") == plain | heads
     assert options_of("60+4+9r3x0") == plain | heads | {"num_slots": 9}
+    some = {"num_slots": 9, "retrieval_heads": 3, "retrieval_window": 50, "growing_heads": 2}
+    assert options_of("60+4+9r3x50g2") == plain | some
 
 
-@pytest.mark.parametrize("row", ["w4", "1+2+3+4", "", "64r3x0", "60+4r3"])
+@pytest.mark.parametrize("row", ["w4", "1+2+3+4", "", "64r3x0", "60+4r3", "60+4g2"])
 def test_rows_that_name_nothing_are_refused(row):
     with pytest.raises(InputError, match="a row is a memory in tokens such as 64"):
         options_of(row)
