@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_rfa.memory import give_back_memory
-from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.attention import own_prefixes
 
 #: Least bytes of a block's output after which freed memory is returned to the operating system.
 MIN_OUTPUT_BYTES = 1_000_000
@@ -26,8 +26,7 @@ def blocks_on_disk(cls: Any, config: Any) -> dict[str, str]:
         model = cls(config)
     modules = dict(model.named_modules())
     blocks = tuple(f"{name}." for name, module in modules.items() if isinstance(module, nn.ModuleList))
-    layers = (name for name, module in modules.items() if isinstance(module, RFAAttentionMixin))
-    new = tuple(f"{name}.{child}." for name in layers for child in ("feature_map", "gate"))
+    new = own_prefixes(model)
     devices = {}
     for key in model.state_dict():
         # A module has one device; one that has modules in it, such as the model itself, has one for each of its tensors.

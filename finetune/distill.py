@@ -22,12 +22,12 @@ from hf_rfa.convert.text_io import read_documents
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, has_rotary_positions
 from hf_rfa.inference import kind_of, load_model, read_config
+from hf_rfa.models.attention import own_prefixes
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 from .arguments import processes_started
 from .card import copy_referred, data_name, table_of, trained_card
 from .data import PairCollator, joined_blocks, load_pairs, token_pairs
-from .param_groups import is_rfa_parameter
 from .recipe import Recipe, Stage
 from .report import HELD_OUT, DistillationReport, plot_losses
 from .run_folder import check_settings, check_training_folder, training_folder
@@ -134,7 +134,8 @@ def _check_teacher(
         raise InputError(
             f"the teacher {teacher_name} is an RFA checkpoint. Pass the softmax model that {checkpoint} was made from."
         )
-    if transfer and not any(is_rfa_parameter(name) for name, _ in model.named_parameters()):
+    own = own_prefixes(model)
+    if transfer and not any(name.startswith(own) for name, _ in model.named_parameters()):
         raise InputError(
             f"{checkpoint} has nothing that attention transfer could train: feature_map={config.feature_map!r} has no "
             "parameters, and there is no gate. Pass --transfer-steps 0, or convert it with another map or with --gate."
@@ -142,7 +143,7 @@ def _check_teacher(
     theirs = dict(teacher.named_parameters())
     positions = {family.position_embedding for family in FAMILIES.values()}
     for name, parameter in model.named_parameters():
-        if is_rfa_parameter(name):
+        if name.startswith(own):
             continue
         is_position = not positions.isdisjoint(name.split("."))
         other = theirs.get(name)
@@ -237,8 +238,9 @@ def _write(
 ) -> None:
     """Write the distilled checkpoint in the precision that it had, its report, and its card, which calls it ``name``."""
     dtype = read_config(checkpoint).dtype or torch.float32
+    own = own_prefixes(model)
     for key, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and not is_rfa_parameter(key):  # feature maps and gates stay in float32
+        if tensor.is_floating_point() and not key.startswith(own):  # these stay in float32
             tensor.data = tensor.data.to(dtype)
     model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     tokenizer.save_pretrained(folder)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_rfa.errors import InputError
+from hf_rfa.models.attention import own_prefixes
 
 ParameterKind = Literal["feature_maps", "sigma", "gates", "projections", "rest"]
 PARAMETER_KINDS: tuple[ParameterKind, ...] = get_args(ParameterKind)
@@ -18,14 +18,6 @@ PARAMETER_KINDS: tuple[ParameterKind, ...] = get_args(ParameterKind)
 Rates = Mapping[ParameterKind, float]
 #: Linear layers without LoRA: heads, which are trained themselves, or are the vocabulary's.
 HEADS = ["lm_head", "score", "classifier"]
-
-
-def is_rfa_parameter(name: str) -> bool:
-    """Return whether a parameter, by its name in the model, belongs to a feature map or to the gate of an attention layer."""
-    parts = name.split(".")
-    # Layers of experts have a module of that name too.
-    gated = any(part == "gate" and "att" in before for before, part in pairwise(parts))
-    return gated or "feature_map" in parts
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -41,9 +33,10 @@ def parameter_kinds(model: nn.Module) -> dict[str, ParameterKind]:
     """
     linear = linear_layers(model)
     prefixes = tuple(f"{name}." for name, each in model.named_modules() if type(each).__name__.endswith("Attention"))
+    own = own_prefixes(model)
 
     def kind(name: str) -> ParameterKind:
-        if is_rfa_parameter(name):
+        if name.startswith(own):
             parts = name.split(".")
             return "gates" if "gate" in parts else "sigma" if "sigma" in parts else "feature_maps"
         return "projections" if name.startswith(prefixes) and name.rpartition(".")[0] in linear else "rest"
@@ -59,11 +52,11 @@ def parameter_groups(
     The parameters named in ``decayed`` decay, or all. Feature maps and gates never do: decay would pull them away from the
     kernel that they stand for.
     """
-    kinds = parameter_kinds(model)
+    kinds, own = parameter_kinds(model), own_prefixes(model)
     groups: dict[tuple[ParameterKind, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if rates[kinds[name]] > 0 and parameter.requires_grad:
-            decays = not is_rfa_parameter(name) and (decayed is None or name in decayed)
+            decays = not name.startswith(own) and (decayed is None or name in decayed)
             groups.setdefault((kinds[name], decays), []).append(parameter)
     return [
         {"params": parameters, "lr": rates[kind], "weight_decay": weight_decay if decays else 0.0}
@@ -102,8 +95,9 @@ def lora(model: nn.Module, rank: int) -> Iterator[None]:
         fan_in_fan_out=any(isinstance(each, Conv1D) for each in linear.values()),
     )
     tuner: Any = LoraModel(model, config, "default")
+    own = own_prefixes(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name or is_rfa_parameter(name))
+        parameter.requires_grad_("lora_" in name or name.startswith(own))
     try:
         yield
     finally:

@@ -198,6 +198,11 @@ def save_softmax_model(family: str, folder: Path, **options: Any) -> None:
     save_tiny_tokenizer(folder)
 
 
+def is_own(name: str) -> bool:
+    """Return whether a tensor is one that the softmax model lacks, by its name in a model without experts."""
+    return not {"feature_map", "gate", "importance"}.isdisjoint(name.split("."))
+
+
 def tokens(rows: int = ROWS, length: int = LENGTH) -> Tensor:
     """Return token ids [rows, length] without special tokens."""
     return torch.randint(3, 61, (rows, length))

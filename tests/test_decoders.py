@@ -48,6 +48,7 @@ WITH_SINKS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa")
 IN_FLOAT32 = ("gemma2", "granite_swa", "granitemoe_swa", "vaultgemma")
 #: A text that is seen whole, with features that nothing reaches and without.
 WHOLE = [{"feature_map": "none", "window_size": FULL}, {"window_size": FULL, "num_features": 8}]
+DTYPES = (torch.bfloat16, torch.float32)
 #: A text that is seen through features but for its last tokens.
 WINDOWED = {"num_features": 16, "window_size": 5, "gate": True, "chunk_size": 7}
 
@@ -511,11 +512,14 @@ def test_sixteen_bits_round_all_but_feature_maps_and_gates_of_attention(name, tm
         own = module and is_own(key.removeprefix(f"{module}."))
         assert tensor.dtype == (torch.float32 if own else expected[key].dtype), key
     ids = tokens(3, LENGTH)
-    steps, _ = logits_by_steps(small, ids, [10, *range(20, LENGTH)])
-    for found in (logits(small, ids), steps):
-        assert found.dtype == torch.bfloat16
+    exact = [AutoModelForCausalLM.from_pretrained(tmp_path / "softmax", dtype=each).eval() for each in DTYPES]
+    for read in (logits, lambda each, ids: logits_by_steps(each, ids, [10, *range(20, LENGTH)])[0]):
+        found, theirs = read(small, ids), read(exact[0], ids)
+        assert found.dtype == theirs.dtype
         assert torch.isfinite(found).all()
-        assert relative_error(found, logits(reference, ids)) < 0.2
+        # Routers choose other experts, and some recurrent layers read no more than one token after those in their cache.
+        error = relative_error(theirs, logits(exact[1], ids))
+        assert relative_error(found, logits(reference, ids)) < max(0.2, 2 * error)
 
 
 # PEFT
@@ -641,6 +645,8 @@ def test_the_most_sensitive_layer_stays_softmax(name, tmp_path):
 
 
 ROTARY = [name for name in NAMES if has_rotary_positions(tiny_config(name))]
+#: Rotations or scales that depend on the position or on the length of the text.
+SEES_POSITIONS = ("beam", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3")
 every_rotary_decoder = pytest.mark.parametrize("name", [case(name) for name in ROTARY])
 
 
@@ -661,7 +667,13 @@ def test_a_shift_of_all_positions_changes_no_more_than_the_features_error(name, 
         [each(ids, position_ids=positions + shift, use_cache=False).logits for shift in (0, 1000)]
         for each in (softmax, model)
     )
-    assert relative_error(exact_moved, exact) < 1e-4
+    if torch.equal(exact_moved, exact):
+        assert softmax.config.position_embedding_type != "rope"
+        pytest.skip(f"the model of {name} sees no positions")
+    if relative_error(exact_moved, exact) > 1e-4:
+        assert name in SEES_POSITIONS
+        pytest.skip(f"the softmax model of {name} sees more of positions than their differences")
+    assert name not in SEES_POSITIONS
     error = relative_error(found, exact)
     assert relative_error(moved, exact) < 1.5 * error
     assert 0 < relative_error(moved, found) < 1.6 * error

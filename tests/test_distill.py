@@ -26,7 +26,6 @@ from hf_rfa.convert.text_io import read_documents
 from hf_rfa.finetune import losses, recipe, trainers
 from hf_rfa.finetune.data import PairCollator, joined_blocks, token_pairs
 from hf_rfa.finetune.distill import distill
-from hf_rfa.finetune.param_groups import is_rfa_parameter
 from hf_rfa.finetune.recipe import Recipe, Stage
 from hf_rfa.finetune.report import HELD_OUT
 from hf_rfa.finetune.trainers import (
@@ -42,7 +41,7 @@ from hf_rfa.models.feature_maps import FEATURE_MAPS, ProjectedFeatureMap
 from hf_rfa_cli import convert as cli_convert
 
 from .conftest import leftovers, words
-from .families import has_encoder, make, softmax_model
+from .families import has_encoder, is_own, make, softmax_model
 from .training import assert_same, interrupted, save_checkpoints, weights
 
 RECIPE = """
@@ -215,7 +214,7 @@ def test_transfer_trains_feature_maps_and_gates_and_nothing_else(material, tmp_p
         assert fmean(report.after[name]) < 0.8 * fmean(before), name
     old, new = weights(material / "gpt2-rfa"), weights(tmp_path / "out")
     changed = {name for name in old if not torch.equal(old[name], new[name])}
-    assert all(is_rfa_parameter(name) for name in changed)
+    assert all(is_own(name) for name in changed)
     assert {name.rsplit(".", 1)[-1] for name in changed} >= {"projection", "key_projection", "norm_weight", "sigma"}
     assert any(".gate." in name for name in changed)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -368,7 +367,7 @@ def test_lora_is_trained_merged_and_resumed(family, material, tmp_path, monkeypa
     before, after = weights(material / f"{family}-rfa"), weights(tmp_path / "out")
     assert set(after) == set(before), "LoRA is merged and gone"
     changed = {name for name in after if not torch.equal(after[name], before[name])}
-    projections = [name for name in changed if name.endswith("weight") and not is_rfa_parameter(name)]
+    projections = [name for name in changed if name.endswith("weight") and not is_own(name)]
     assert projections
     for name in projections:
         difference = after[name] - before[name]

@@ -21,13 +21,13 @@ from hf_rfa.convert import InputError
 from hf_rfa.finetune import finetune as finetune_module
 from hf_rfa.finetune.data import load_data, packed_blocks
 from hf_rfa.finetune.evaluation import evaluate_generation
-from hf_rfa.finetune.param_groups import PARAMETER_KINDS, is_rfa_parameter, parameter_groups, parameter_kinds
+from hf_rfa.finetune.param_groups import PARAMETER_KINDS, parameter_groups, parameter_kinds
 from hf_rfa.finetune.trainers import GroupedTrainer
 from hf_rfa.inference import load_model
 from hf_rfa_cli.options import UsageError
 
 from .conftest import ROOT, leftovers, words
-from .families import make
+from .families import is_own, make
 from .training import assert_same, interrupted, logged, run, save_checkpoints, weights, write_rows
 
 LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
@@ -149,7 +149,7 @@ def test_kinds_have_their_own_rates(name, material):
         group, of_rfa = given.pop(id(parameter)), kinds[each] in ("feature_maps", "sigma", "gates")
         assert group["lr"] == rates[kinds[each]], each
         assert group["weight_decay"] == (0.0 if of_rfa else 0.1), each
-        assert of_rfa == is_rfa_parameter(each)
+        assert of_rfa == is_own(each)
     assert not given
     assert ("gates" in kinds.values()) == (name == "gated")
     only = parameter_groups(model, {**rates, "projections": 0.0, "rest": 0.0})

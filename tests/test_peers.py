@@ -11,9 +11,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer, TrainingArguments
 
 from hf_rfa.convert import convert
-from hf_rfa.finetune.param_groups import is_rfa_parameter
 from hf_rfa.inference import load_model
 
+from .families import is_own
 from .training import save_checkpoints
 
 # peft 0.21 and TRL 1.16 still read transformers' old name of it.
@@ -130,7 +130,7 @@ def test_feature_maps_train_beside_an_adapter(checkpoints, tmp_path):
     model, _ = load_model(str(checkpoints / "gpt2-rfa"))
     adapted = get_peft_model(model, LoraConfig(r=2, fan_in_fan_out=True, modules_to_save=["feature_map"]))
     trained = {key for key, parameter in adapted.named_parameters() if parameter.requires_grad}
-    assert any(is_rfa_parameter(key) for key in trained)
+    assert any(is_own(key) for key in trained)
     dataset = [{"input_ids": row, "labels": row} for row in batch_for(model)["input_ids"]]
     arguments = TrainingArguments(
         output_dir=str(tmp_path / "t"), use_cpu=True, max_steps=3, learning_rate=0.1, disable_tqdm=True, save_steps=3

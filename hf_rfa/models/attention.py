@@ -7,6 +7,7 @@ than key-value heads, H_q = G H (`hf_rfa.models.masking`).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Literal, cast
@@ -98,19 +99,41 @@ class Gate(nn.Module):
         return F.logsigmoid(logits), torch.sigmoid(-logits)
 
 
+#: The parts of RFA attention that softmax attention does not have.
+OWN_PARTS = ("feature_map", "gate", "importance")
+
+
+def own_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """Return how the names of those tensors of a model begin that its softmax model does not have.
+
+    Experts may have gates too. A checkpoint may bring its own copy of the classes: an attribute tells RFA attention.
+    """
+    layers = [name for name, module in model.named_modules() if hasattr(module, "rfa_kind")]
+    return tuple(f"{name}.{part}." for name in layers for part in OWN_PARTS)
+
+
 class RFAPreTrainedMixin:
     """The part of every RFA model's base class: initial values of feature maps and gates, which stay in float32.
 
     Fields are checked once more here: ``from_pretrained(…, window_size=8)`` sets them after the configuration was made.
     """
 
-    # Feature maps and gates cost few bytes, and rounding them to 16 bits costs accuracy.
-    _keep_in_fp32_modules_strict: Any = ["feature_map", "importance", r"\w*att\w*\.gate"]  # not the gates of experts
+    _keep_in_fp32_modules_strict: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         config.validate_layer_type()
         config.validate_rfa()
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+
+    def post_init(self) -> None:
+        """Finish the model as transformers does, and keep RFA's own parts in float32."""
+        super().post_init()  # type: ignore[misc]
+        self.keep_own_in_float32()
+
+    def keep_own_in_float32(self) -> None:
+        """Let `from_pretrained` keep feature maps and gates in float32: they are small, and rounding them costs accuracy."""
+        patterns = {re.escape(prefix) for prefix in own_prefixes(cast(nn.Module, self))}
+        self._keep_in_fp32_modules_strict = set(self._keep_in_fp32_modules_strict or ()) | patterns
 
     @torch.no_grad()
     def initialize_weights(self) -> None:

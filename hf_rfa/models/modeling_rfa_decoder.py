@@ -193,6 +193,7 @@ class RFADecoderMixin(RFAPreTrainedMixin):
                 stack = module  # the innermost one; heads may call it past the model around it
         if stack is None:
             raise ValueError(f"{type(self).__name__} has no attention modules of the usual form: it is not supported.")
+        self.keep_own_in_float32()
         if not hasattr(stack, "reads_inputs"):
             stack.reads_inputs = tuple(inspect.signature(stack.forward).parameters)
             stack.rfa_layer_types = frozenset(config.cache_layer_types())
