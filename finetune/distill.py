@@ -161,16 +161,12 @@ def _check_teacher(
 
 def _load(model: PreTrainedModel, tokenizer: Any, data: Any, references: Any, stage: Stage, seed: int) -> Dataset:
     """Return the training data of a stage: blocks of a text, or pairs for a model with an encoder."""
-    length, share = cast(int, stage.block_length), stage.repeating_share
+    length = cast(int, stage.block_length)
     if kind_of(model.config) == "seq2seq":
-        if share:
-            raise InputError(
-                f"recipe: repeating_share={share:g} is for decoders that stand alone; this model reads pairs. Leave it out."
-            )
         return token_pairs(load_pairs(data, references), tokenizer, length=length)
     if references is not None:
         raise InputError("references belong to a model with an encoder; this one is a decoder that stands alone.")
-    repeats: dict[str, Any] = {"repeating_share": share, "seed": seed, "last": HELD_OUT}
+    repeats: dict[str, Any] = {"repeating_share": stage.repeating_share, "seed": seed, "last": HELD_OUT}
     blocks = joined_blocks(tokenizer, read_documents(data), length, **repeats)
     if not has_rotary_positions(model.config):
         return blocks

@@ -89,7 +89,7 @@ class Stage:
             converted model, errors included, instead of those in the teacher.
         output_mse_weight: weight of the relative squared error of the attention's outputs, added to the KL of its weights in
             attention transfer.
-        repeating_share: share of the blocks that repeat themselves, from which heads that copy learn; for decoders alone.
+        repeating_share: share of the blocks of text that repeat themselves, from which heads that copy learn; 0 for pairs.
     """
 
     steps: int = 0
@@ -168,7 +168,7 @@ class Recipe:
         return Recipe(**stages, seed=self.seed)
 
     def resolve(self, config: Any, positions: int) -> Recipe:
-        """Return this recipe with the block length, the batch size and the precision of its stages.
+        """Return this recipe with the block length, the batch size, the precision and the repetitions of its stages.
 
         Args:
             config: the model's configuration.
@@ -184,7 +184,9 @@ class Recipe:
                 raise InputError(f"recipe: {name}.block_length is {length}, but the models have {positions} positions.")
             size = PAIRS_PER_STEP if config.is_encoder_decoder else max(1, TOKENS_PER_STEP // length)
             bf16 = has_bf16() if stage.bf16 == "auto" else stage.bf16
-            stages[name] = replace(stage, block_length=length, batch_size=stage.batch_size or size, bf16=bf16)
+            share = 0.0 if config.is_encoder_decoder else stage.repeating_share  # which pairs have none of
+            size = stage.batch_size or size
+            stages[name] = replace(stage, block_length=length, batch_size=size, bf16=bf16, repeating_share=share)
         return Recipe(**stages, seed=self.seed)
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,6 +19,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from hf_rfa import RFALayer, RFASourceLayer, cache_num_bytes
 from hf_rfa.errors import InputError
 from hf_rfa.inference import use_attention_component
+from hf_rfa.models.attention import own_prefixes
 
 from .families import (
     LENGTH,
@@ -363,3 +365,17 @@ def test_a_step_is_the_same_operations_at_any_output_position_and_source_length(
     assert len(first) > 100
     for setting, operations in steps.items():
         assert operations == first, setting
+
+
+def test_own_tensors_are_told_by_their_layer():
+    """Attention may have a gate_proj, and experts a gate, which are the softmax model's."""
+
+    class Mixer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rfa_kind = "causal"
+            self.feature_map, self.gate, self.gate_proj = (nn.Linear(2, 2) for _ in range(3))
+
+    model = nn.ModuleDict({"mixer": Mixer(), "experts": nn.ModuleDict({"gate": nn.Linear(2, 2)})})
+    own = [name for name, _ in model.named_parameters() if name.startswith(own_prefixes(model))]
+    assert own == [f"mixer.{part}.{name}" for part in ("feature_map", "gate") for name in ("weight", "bias")]

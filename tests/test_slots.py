@@ -15,12 +15,15 @@ from hf_rfa.convert import convert
 from hf_rfa.convert.activations import LayerActivations
 from hf_rfa.convert.importance import far_weights, fit_importance
 from hf_rfa.errors import InputError
+from hf_rfa.finetune.distill import distill
+from hf_rfa.finetune.recipe import Recipe, Stage
 from hf_rfa.recall.memory import cache_memory
 
-from .conftest import leftovers
+from .conftest import leftovers, words
 from .families import draw_importance, make_gpt2, save_softmax_model
 from .softmax_under_a_mask import assert_same_gradients, assert_same_logits
 from .test_grouped_queries import Layer
+from .training import weights
 
 WINDOW, SINKS, SLOTS = 4, 2, 5
 
@@ -219,3 +222,18 @@ def test_the_command_line_calibrates_what_it_keeps(parent, tmp_path, run_cli):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.num_slots == 3
     assert all(block.attn.importance.weight.std() > 0 for block in model.transformer.h)
+
+
+def test_distillation_leaves_importance_as_it_is_in_float32(parent, tmp_path):
+    (tmp_path / "text.txt").write_text(words(900))
+    options = {"feature_map": "none", "window_size": 4, "num_slots": 3, "dtype": "bfloat16"}
+    convert(parent, tmp_path / "rfa", calibrate_on=tmp_path / "text.txt", **options)
+    recipe = Recipe(end_to_end=Stage(steps=2, batch_size=2, block_length=32, kl_weight=1.0))
+    distill(tmp_path / "rfa", tmp_path / "out", teacher=parent, data=tmp_path / "text.txt", recipe=recipe)
+    before, after = (weights(tmp_path / name) for name in ("rfa", "out"))
+    found = {name for name in before if name.endswith("importance.weight")}
+    assert len(found) == 3
+    for name in found:
+        assert after[name].dtype == torch.float32
+        assert torch.equal(after[name], before[name])
+        assert not torch.equal(after[name].bfloat16().float(), after[name])
