@@ -176,7 +176,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for axes, name, label in zip(
         figure.subplots(1, 2),
         ("nats", "again"),
-        ("nats per token by the softmax model", "4-grams that occurred before in the stretch"),
+        ("nats per token by the softmax model", "4-grams that came before, share"),
         strict=True,
     ):
         for row in rows:
