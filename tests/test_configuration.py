@@ -131,6 +131,7 @@ RFA_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "num_slots": ([0, 1, 3, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "retrieval_heads": ([[], [[0, 0]], [[0, 1]], [[1, 0], [0, 2]]], WRONG_HEADS),
     "retrieval_window": ([0, 1, 4, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
+    "growing_heads": ([0, 1, 2], [-1, HUGE, None, 1.5, True, "1"]),
     "softmax_layers": LAYERS,
     "chunk_size": ([1, 2, 3, 64, 2**63 - 1], [0, -1, None, 2.5, HUGE]),
     "state_dtype": (["float32", "float64"], ["bfloat16", None, 32, ""]),
@@ -248,6 +249,9 @@ def wrong_fields(family: str, options: dict[str, Any]) -> set[str]:
             wrong.add("retrieval_heads")
     if options.get("retrieval_window") and not chosen:
         wrong.add("retrieval_window")
+    grows = options.get("growing_heads")
+    if grows and (grows >= len(chosen) or not options.get("retrieval_window")):
+        wrong.add("growing_heads")
     if options.get("num_slots") and options.get("gate"):
         wrong |= {"num_slots", "gate"}
     if name == "none":

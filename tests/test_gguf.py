@@ -85,7 +85,10 @@ def test_a_file_is_a_model_to_measure_and_a_teacher(gguf, tmp_path):
     model, tokenizer = load_model(str(tmp_path / "demo.gguf"))
     ids = tokenizer("Call me Ishmael", return_tensors="pt")["input_ids"]
     with torch.no_grad():
-        assert torch.equal(model(ids).logits, GPT2LMHeadModel.from_pretrained(DEMO_MODEL).eval()(ids).logits)
+        expected = GPT2LMHeadModel.from_pretrained(DEMO_MODEL).eval()
+        torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=1e-5, atol=1e-5)
+    read = model.state_dict()
+    assert all(torch.equal(read[name], tensor) for name, tensor in expected.state_dict().items())
     assert model.to(torch.bfloat16).dtype == torch.bfloat16, "nothing in it counts as quantised"
 
 

@@ -122,6 +122,7 @@ class RFASeq2SeqMixin(RFAPreTrainedMixin):
         for part in list(self.modules()):  # type: ignore[attr-defined]
             if isinstance(part, PreTrainedModel) and isinstance(getattr(part, "layers", None), nn.ModuleList):
                 _become_rfa(part)
+        self.keep_own_in_float32()
 
     def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Leave the cache out of what Whisper's `generate` returns: it would part it by keys and values."""
