@@ -294,9 +294,9 @@ def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_to
             length = "sequence" if kind == "causal" else "source"
             found.append(f"The {kind} attention of {kept} is softmax: its cache grows with the {length}.")
     if GROWING_LAYER_TYPE in config.cache_layer_types():
-        some = f"The first {config.growing_heads} of the" if config.growing_heads else "The"
-        limit = "" if config.growing_heads else " (--retrieval-window limits it)"
-        found.append(f"{some} retrieval heads see all tokens: their cache grows with the text{limit}.")
+        count, limit = len(config.retrieval_heads), "" if config.growing_heads else " (--retrieval-window limits it)"
+        some = f"{config.growing_heads or count} of {count}"
+        found.append(f"Retrieval heads that see all tokens: {some}. Their cache grows with the text{limit}.")
     if options.max_positions is not None:
         found.append(checkpoint.family.note_on_positions(config, options.max_positions))
     if options.calibrate_on is None and (config.feature_map != "none" or config.num_slots):

@@ -169,7 +169,7 @@ def test_a_number_is_chosen_reported_and_repeatable(parent, text, tmp_path):
 def test_heads_that_see_all_tokens_are_said_to_grow(parent, tmp_path):
     report = convert(parent, tmp_path / "out", **WINDOW, retrieval_heads=[[1, 0]])
     assert report.grows
-    assert "their cache grows with the text" in " ".join(report.notes)
+    assert "Retrieval heads that see all tokens: 1 of 1. Their cache grows" in " ".join(report.notes)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     memory = cache_memory(model)
     positions = model.config.max_position_embeddings
@@ -182,7 +182,7 @@ def test_some_chosen_heads_grow(parent, text, tmp_path):
     heads = {"retrieval_heads": 2, "retrieval_window": 20, "growing_heads": 1}
     report = convert(parent, tmp_path / "out", **WINDOW, **heads, calibrate_on=text)
     assert report.grows
-    assert "The first 1 of the retrieval heads see all tokens" in " ".join(report.notes)
+    assert "Retrieval heads that see all tokens: 1 of 2. Their cache grows" in " ".join(report.notes)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     first, second = ([each.layer, each.head] for each in report.retrieval_heads)
     assert (model.config.retrieval_heads, model.config.growing_heads) == ([first, second], 1)
