@@ -22,16 +22,15 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.convert.atomic_io import new_file
 from hf_rfa.convert.calibration_data import tokenize
 from hf_rfa.convert.text_io import read_documents
-from hf_rfa.recall.generation import repeated_ngrams
+from hf_rfa.recall.generation import nats_of, repeated_ngrams, sampled
 from hf_rfa.recall.memory import cache_memory
-from hf_rfa.recall.scoring import Rows, score_tokens
 
 
 class Steps(BaseStreamer):
@@ -104,27 +103,16 @@ def measured(
     model: Any, parent: PreTrainedModel, prompts: Tensor, texts: Tensor, given: argparse.Namespace, steps: BaseStreamer
 ) -> dict[str, Any]:
     """Return the figures of one model on prompts [N, P] and texts [N, S]."""
-    set_seed(given.seed)
     start = time.perf_counter()
-    plain = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-    output = model.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        min_new_tokens=given.new_tokens,
-        max_new_tokens=given.new_tokens,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        streamer=steps,
-        **plain,
-    )
+    cache = DynamicCache(config=model.config)
+    written = sampled(model, prompts, given.new_tokens, given.seed, past_key_values=cache, streamer=steps)
     seconds = time.perf_counter() - start
-    written = output.sequences[:, prompts.shape[1] :]
     fresh = model(prompts, use_cache=True).past_key_values
     return {
         "seconds": seconds,
-        "nats": parent_nats(parent, output.sequences, prompts.shape[1], given.stretch),
+        "nats": parent_nats(parent, torch.cat([prompts, written], 1), prompts.shape[1], given.stretch),
         "again": [repeated_ngrams(each) for each in written.split(given.stretch, 1) if each.shape[1] == given.stretch],
-        "text_after": read_on(model, output.past_key_values, written[:, -1:], texts),
+        "text_after": read_on(model, cache, written[:, -1:], texts),
         "text_after_prompt": read_on(model, fresh, prompts[:, :0], texts),
     }
 
@@ -136,9 +124,8 @@ def parent_nats(parent: PreTrainedModel, ids: Tensor, begin: int, stretch: int) 
     """
     found = []
     for first in range(begin, ids.shape[1] - stretch + 1, stretch):
-        seen = ids[:, max(0, first - stretch) : first + stretch]
-        scored = torch.arange(seen.shape[1]) >= seen.shape[1] - stretch
-        found.append(score_tokens(parent, Rows(seen, scored.expand_as(seen))).mean_nats)
+        before = ids[:, max(0, first - stretch) : first]
+        found.append(nats_of(parent, before, ids[:, first : first + stretch]))
     return found
 
 

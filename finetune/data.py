@@ -146,7 +146,7 @@ def add_repeats(blocks: NDArray[np.int64], share: float, *, seed: int) -> None:
         block, place = blocks[row], 0
         while (place := place + int(generator.integers(least, most + 1))) < len(block):
             size = min(int(generator.integers(least, most + 1)), place, len(block) - place)
-            distance = int(np.exp(generator.uniform(np.log(size), np.log(place))))
+            distance = max(size, int(np.exp(generator.uniform(np.log(size), np.log(place)))))
             block[place : place + size] = block[place - distance : place - distance + size]
             place += size
 

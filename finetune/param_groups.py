@@ -52,11 +52,11 @@ def parameter_groups(
     The parameters named in ``decayed`` decay, or all. Feature maps and gates never do: decay would pull them away from the
     kernel that they stand for.
     """
-    kinds, own = parameter_kinds(model), own_prefixes(model)
+    kinds = parameter_kinds(model)
     groups: dict[tuple[ParameterKind, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if rates[kinds[name]] > 0 and parameter.requires_grad:
-            decays = not name.startswith(own) and (decayed is None or name in decayed)
+            decays = kinds[name] in ("projections", "rest") and (decayed is None or name in decayed)
             groups.setdefault((kinds[name], decays), []).append(parameter)
     return [
         {"params": parameters, "lr": rates[kind], "weight_decay": weight_decay if decays else 0.0}

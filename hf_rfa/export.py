@@ -34,7 +34,7 @@ class DecodingStep(nn.Module):
             raise InputError(
                 f"a decoding step of fixed shape needs a decoder whose layers are all RFA, and this is a {config.model_type} "
                 "model with an encoder, with softmax layers, or with retrieval heads that see all tokens. Convert all layers "
-                "of a decoder, and give retrieval heads a window."
+                "of a decoder, and give retrieval heads a window, all of them (growing_heads=0)."
             )
         self.model = model
 

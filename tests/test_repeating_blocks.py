@@ -34,8 +34,14 @@ def test_a_block_copies_passages_from_before_them(length, seed):
         assert back.min() >= 0, "a copy is of this block, and of what is before it"
         ends = [0, *(np.flatnonzero(np.diff(back)) + 1), length]
         starts = [start for start in ends[:-1] if back[start]]
-        assert (length <= PASSAGE_TOKENS[0]) <= (not starts), "nothing is before the first passage"
+        assert (length <= PASSAGE_TOKENS[0]) == (not starts), "nothing is before the first passage"
         assert set(copy[: PASSAGE_TOKENS[0]]) == set(block[: PASSAGE_TOKENS[0]])
+
+
+def test_a_passage_as_long_as_all_before_it_is_that():
+    _, found = made(20, 2 * PASSAGE_TOKENS[0], 1.0)
+    first, second = np.split(found, 2, axis=1)
+    assert (first == second).all()
 
 
 def test_half_of_such_a_block_is_copied_from_near_and_from_far():

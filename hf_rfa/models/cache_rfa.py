@@ -294,8 +294,8 @@ class RFASourceLayer(RFALayer):
 def _no_static_layer(**kwargs: Any) -> RFALayer:
     """Raise a ValueError: softmax layers of a static cache would be masked wrongly beside a layer that grows."""
     raise ValueError(
-        "a static cache has one size, and the retrieval heads of this model see all tokens, so that theirs grows. Set "
-        "retrieval_window in its configuration, or use a dynamic cache."
+        "a static cache has one size, and retrieval heads of this model see all tokens, so that theirs grows. Set "
+        "retrieval_window in its configuration and growing_heads to 0, or use a dynamic cache."
     )
 
 

@@ -49,11 +49,11 @@ def greedy(model: PreTrainedModel, prompts: Tensor, new_tokens: int) -> Tensor:
     return continuations(model, prompts, new_tokens, do_sample=False, num_beams=1, repetition_penalty=1.0)
 
 
-def sampled(model: PreTrainedModel, prompts: Tensor, new_tokens: int, seed: int) -> Tensor:
-    """Return continuations drawn from the model's own distribution, [N, new_tokens]."""
+def sampled(model: PreTrainedModel, prompts: Tensor, new_tokens: int, seed: int, **options: Any) -> Tensor:
+    """Return continuations drawn from the model's own distribution, [N, new_tokens]; options are those of `generate`."""
     set_seed(seed)
     plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-    return continuations(model, prompts, new_tokens, do_sample=True, num_beams=1, **plain)
+    return continuations(model, prompts, new_tokens, do_sample=True, num_beams=1, **plain, **options)
 
 
 def agreement(one: Tensor, other: Tensor) -> float:
