@@ -8,8 +8,8 @@ window of 60 with 4 sinks, and slots beside 4 retrieval heads that see 1,020 tok
 end on the same tokens. Retrieval heads of window 0 see all tokens, as do the first 2 of r4x1020g2; the memory is then that at
 the longest context. Every row is one model on the first tokens of the text in blocks; the control is the softmax model
 through a window with 4 sinks that take as many bytes as the checkpoint's cache. Rows are written one by one to
-``memory.json``, and a run goes on where it was stopped. The picture has perplexity by memory, and by position in the longest
-blocks.
+``memory.json``, and a run goes on where it was stopped. The picture has perplexity relative to softmax, by memory and by
+position in the longest blocks.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ SINKS = 4
 #: Tokens of a block whose mean is one point of the picture by position.
 BUCKET = 256
 #: Kinds of rows, and their colors. A window with sinks is the control, also where it is a checkpoint that was trained.
-SOFTMAX, CONTROL, CONVERTED, RETRIEVAL = "softmax", "window and sinks", "converted", "with retrieval heads"
-TRAINED = {kind: f"{kind}, trained" for kind in (CONTROL, CONVERTED, RETRIEVAL)}
-COLORS = {SOFTMAX: "#555555", CONTROL: "#dd9464", CONVERTED: "#7ba7d4", RETRIEVAL: "#8fbf6b"}
-COLORS |= {TRAINED[CONTROL]: "#b3440f", TRAINED[CONVERTED]: "#174a80", TRAINED[RETRIEVAL]: "#3f6f1d"}
+SOFTMAX, CONTROL, CONVERTED = "softmax", "window and sinks", "converted"
+RETRIEVAL, GROWING = "with retrieval heads", "with growing heads"
+TRAINED = {kind: f"{kind}, trained" for kind in (CONTROL, CONVERTED, RETRIEVAL, GROWING)}
+COLORS = {SOFTMAX: "#555555", CONTROL: "#dd9464", CONVERTED: "#7ba7d4", RETRIEVAL: "#8fbf6b", GROWING: "#b79bd6"}
+COLORS |= {TRAINED[CONTROL]: "#b3440f", TRAINED[CONVERTED]: "#174a80"}
+COLORS |= {TRAINED[RETRIEVAL]: "#3f6f1d", TRAINED[GROWING]: "#5b2f91"}
 
 
 def models(
@@ -66,7 +68,9 @@ def models(
         worth = cache_memory(model).worth(own, longest)
         config = model.config
         plain = config.feature_map == "none" and not config.num_slots
-        kind = RETRIEVAL if config.retrieval_heads else CONTROL if plain else CONVERTED
+        kind = CONTROL if plain else CONVERTED
+        if config.retrieval_heads:
+            kind = GROWING if config.growing_heads or not config.retrieval_window else RETRIEVAL
         trained = (path / "distillation.json").is_file()
         size = int(worth + 0.5)
         if kind == CONTROL and not trained:
@@ -161,43 +165,56 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def best_rows(rows: list[dict[str, Any]], context: int) -> dict[str, dict[int, dict[str, Any]]]:
+    """Return the row of the lowest perplexity of every kind and size at some context, sizes as powers of two, in order."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["worth"] or 0.0):
+        if row["context"] == context and row["worth"] is not None:
+            of_kind, size = found.setdefault(row["kind"], {}), 2 ** round(math.log2(row["worth"]))
+            if size not in of_kind or row["perplexity"] < of_kind[size]["perplexity"]:
+                of_kind[size] = row
+    return found
+
+
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw perplexity by memory, and by position in the longest blocks, to a PNG file."""
-    longest = max(row["context"] for row in rows)
-    figure = Figure(figsize=(12, 3.8))
-    left, right = figure.subplots(1, 2)
-    styles = dict(zip(sorted({row["context"] for row in rows}), ("-", "--", ":"), strict=False))
-    names = {"-": "solid", "--": "dashed", ":": "dotted"}
-    for context, style in styles.items():
-        first = style == "-"
-        for kind in (*TRAINED, *TRAINED.values()):
-            points = sorted(
-                (row["worth"], row["perplexity"]) for row in rows if row["kind"] == kind and row["context"] == context
-            )
-            if points:
-                label = kind if first else None
-                left.plot(*zip(*points, strict=True), style, marker="o", color=COLORS[kind], label=label)
-        for row in rows:
-            if row["kind"] == SOFTMAX and row["context"] == context:
-                label = SOFTMAX if first else None
-                left.axhline(row["perplexity"], color=COLORS[SOFTMAX], linestyle=style, label=label)
+    """Draw perplexity relative to softmax by memory, and by position in the longest blocks, to a PNG file.
+
+    Of several rows of a kind and of nearly one size (`best_rows`) the best is drawn.
+    """
+    softmax = {row["context"]: row for row in rows if row["kind"] == SOFTMAX}
+    best = {context: best_rows(rows, context) for context in sorted(softmax)}
+    longest = max(best)
+    sizes = sorted({size for of_kind in best[longest].values() for size in of_kind})
+    figure = Figure(figsize=(4.6 + 2.9 * max(1, len(sizes)), 3.8))
+    left, *places = figure.subplots(
+        1, 1 + len(sizes), width_ratios=[1.5] + [1.0] * len(sizes), sharey=True, squeeze=False
+    )[0]
+    lines = ("solid", "dashed", "dotted")
+    for (context, kinds), style in zip(best.items(), lines, strict=False):
+        for kind, of_kind in kinds.items():
+            points = [(row["worth"], row["perplexity"] / softmax[context]["perplexity"]) for row in of_kind.values()]
+            left.plot(*zip(*points, strict=True), linestyle=style, marker="o", markersize=4, color=COLORS[kind])
     left.set_xscale("log", base=2)
-    powers = {round(math.log2(row["worth"])) for row in rows if row["worth"] is not None}
-    ticks = [2**power for power in range(min(powers, default=0), max(powers, default=0) + 1)]
-    left.set_xticks(ticks, [str(each) for each in ticks])
-    contexts = ", ".join(f"{names[style]} {context:,}" for context, style in styles.items())
-    left.set_xlabel(f"memory, tokens of the softmax cache (contexts: {contexts})")
-    left.set_ylabel("perplexity")
-    for row in rows:
-        if row["context"] == longest:
-            places = [BUCKET * (index + 0.5) for index in range(len(row["by_position"]))]
-            label = row["name"] if row["worth"] is None else f"{row['kind']}, {row['worth']:.0f}"
-            right.plot(places, row["by_position"], marker=".", color=COLORS[row["kind"]], label=label)
-    right.set_xlabel(f"position in blocks of {longest:,}")
-    for axes in (left, right):
+    left.set_xticks(sizes, [str(each) for each in sizes])
+    left.minorticks_off()
+    contexts = ", ".join(f"{style} {context:,}" for context, style in zip(best, lines, strict=False))
+    left.set_xlabel(f"memory, tokens of the softmax cache\n(context: {contexts})")
+    left.set_ylabel("perplexity / softmax")
+    middles = [BUCKET * (index + 0.5) for index in range(len(softmax[longest]["by_position"]))]
+    for axes, size in zip(places, sizes, strict=True):
+        for kind, of_kind in best[longest].items():
+            if size in of_kind:
+                pairs = zip(of_kind[size]["by_position"], softmax[longest]["by_position"], strict=True)
+                axes.plot(middles, [own / theirs for own, theirs in pairs], marker=".", color=COLORS[kind])
+        axes.set_title(f"memory of about {size}", fontsize=9)
+        axes.set_xlabel(f"position in blocks of {longest:,}")
+    for axes in (left, *places):
+        axes.axhline(1.0, color=COLORS[SOFTMAX])
         axes.grid(alpha=0.3)
+    drawn = [kind for kind in COLORS if any(kind in found for found in best.values())]
+    for kind in (SOFTMAX, *drawn):
+        left.plot([], [], color=COLORS[kind], label=kind)
     left.legend(frameon=False, fontsize=7)
-    right.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hf_rfa.convert import convert
 from hf_rfa.errors import InputError
 from hf_rfa.finetune.distill import distill
+from hf_rfa.finetune.recipe import Recipe, Stage
 from hf_rfa.finetune.run_folder import training_folder
 from hf_rfa_cli.console import report_of
 
@@ -48,8 +51,15 @@ def make_checkpoints(
         recipe: of the distillation, whose end-to-end stage alone is run.
         steps: its steps, instead of the recipe's; 0 trains nothing.
         folder: where the checkpoints are.
+
+    Raises:
+        InputError: if a row names no options, or if its checkpoint there was trained otherwise.
     """
     options = {row: options_of(row) for row in rows}
+    if steps != 0:
+        stage = Recipe.load(recipe).with_steps(end_to_end=steps).end_to_end
+        for row in rows:
+            _check_training(folder / f"{row} trained", stage)
     folder.mkdir(parents=True, exist_ok=True)
     for row in rows:
         converted = folder / row
@@ -72,3 +82,17 @@ def make_checkpoints(
                 resume=training_folder(trained).exists(),
             )
         yield trained
+
+
+def _check_training(trained: Path, asked: Stage) -> None:
+    """Raise an `InputError` if a checkpoint is there that was trained with other settings than those asked for."""
+    path = trained / "distillation.json"
+    if not path.is_file():
+        return
+    found = asdict(Stage()) | json.loads(path.read_text(encoding="utf-8"))["recipe"]["end_to_end"]
+    for name, value in asdict(asked).items():
+        if value not in (None, "auto") and found[name] != value:
+            raise InputError(
+                f"{trained} was trained with {name} {found[name]}, and {value} is asked for. Pass the recipe that it was "
+                "trained with, or another folder with --output."
+            )

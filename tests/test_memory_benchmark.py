@@ -73,6 +73,10 @@ def test_rows_are_made_trained_and_measured(tmp_path, monkeypatch):
         assert fmean(losses[-4:]) < 0.8 * fmean(losses[:4])  # the divergence from the teacher
     assert found["converted", "3+2+2"]["worth"] > found["window and sinks", "4+2"]["worth"]
 
+    recipe.write_text(recipe.read_text().replace("kl_weight", "repeating_share: 0.25, kl_weight"))
+    with pytest.raises(InputError, match=r"4\+2 trained was trained with repeating_share 0.0, and 0.25 is asked for"):
+        memory.main()
+
 
 def test_a_control_of_the_same_size_is_enough(tmp_path):
     save_softmax_model("gpt2", tmp_path / "model")
@@ -92,6 +96,37 @@ def test_a_control_of_the_same_size_is_enough(tmp_path):
     assert sizes[1] == sizes[0] + 1
     assert controls(sizes[1]) == []
     assert controls(sizes[0]) == [f"{sizes[1] - memory.SINKS}+{memory.SINKS}"]
+
+
+def test_heads_that_grow_are_a_kind_of_their_own(tmp_path):
+    save_softmax_model("gpt2", tmp_path / "model")
+    parent = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    plain = {"feature_map": "none", "window_size": 5, "num_sinks": 1, "num_slots": 3}
+    heads = {"retrieval_heads": [[0, 1], [1, 0]]}
+    kinds = {
+        memory.CONVERTED: {},
+        memory.RETRIEVAL: heads | {"retrieval_window": 9},
+        memory.GROWING: heads | {"retrieval_window": 9, "growing_heads": 1},
+    }
+    for kind, options in (*kinds.items(), ("all", heads)):
+        convert(tmp_path / "model", tmp_path / kind, **plain, **options)
+    found = memory.models(parent, [tmp_path / each for each in (*kinds, "all")], 96, set())
+    assert {name: kind for kind, name, *_ in found if kind not in (memory.SOFTMAX, memory.CONTROL)} == (
+        {kind: kind for kind in kinds} | {"all": memory.GROWING}
+    )
+
+
+def test_the_best_row_of_a_kind_and_size_is_drawn():
+    figures = [
+        ("a", 63.4, 20.0, 8),
+        ("a", 64.0, 19.0, 8),
+        ("a", 255.0, 12.0, 8),
+        ("b", 65.0, 30.0, 8),
+        ("a", 64.0, 5.0, 9),
+    ]
+    rows = [dict(zip(("kind", "worth", "perplexity", "context"), row, strict=True)) for row in figures]
+    rows.append({"kind": memory.SOFTMAX, "worth": None, "perplexity": 10.0, "context": 8})
+    assert memory.best_rows(rows, 8) == {"a": {64: rows[1], 256: rows[2]}, "b": {64: rows[3]}}
 
 
 def test_rows_name_options():
