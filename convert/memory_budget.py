@@ -2,9 +2,10 @@
 
 The ways to spend the memory are a window with sinks, the same with slots in place of a half or three quarters of it, and both
 with features in place of half of the memory. With slots there may be a few retrieval heads, whose windows take up to a third
-of the memory. Each way is converted, calibrated on three quarters of the text, and scored on the rest: as it is, and made to
-repeat itself in its last quarter (`hf_rfa.convert.retrieval_heads.repeated_passages`). The second perplexity decides, for it
-is of both: of text, and of remembering it.
+of the memory, or twice as many that take up to two thirds. Each way is converted, calibrated on three quarters of the text,
+and scored on the rest: as it is, and made to repeat itself in its last quarter
+(`hf_rfa.convert.retrieval_heads.repeated_passages`). The second perplexity decides, for it is of both: of text, and of
+remembering it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ FEATURE_MAP, FEATURES_STEP = "positive", 8
 #: Options that a memory decides on.
 DECIDED = ["feature_map", "num_features", "unit_norm", "trainable_projection", "redraw_pool"]
 DECIDED += ["window_size", "num_sinks", "num_slots", "gate", "retrieval_heads", "retrieval_window"]
-#: Retrieval heads as shares of all that are tried, the most memory that they take, and the longest window of one.
-RETRIEVAL_SHARES, RETRIEVAL_MEMORY, RETRIEVAL_WINDOW = (0.045, 0.09), 1 / 3, BLOCK_LENGTH
+#: Retrieval heads that are tried, as shares of all heads, with the most of the memory that they take; their longest window.
+RETRIEVAL_SHARES, RETRIEVAL_WINDOW = {0.045: 1 / 3, 0.09: 1 / 3, 0.18: 2 / 3}, BLOCK_LENGTH
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def check_memory(checkpoint: Checkpoint, options: ConversionOptions) -> None:
 class _Budget:
     """A memory in bytes per head: ``total``, that of a ``token`` of the softmax cache, and of one that a head keeps.
 
-    What is kept has a log-weight too (``plain``), and importance in float32 where there are slots (``ranked``).
+    What is kept has a log-weight too (``plain``), and importance in float32 where there are slots (``ranked``). No head keeps
+    more than the ``longest`` text that retrieval heads are given.
     """
 
     total: int
@@ -93,6 +95,7 @@ class _Budget:
     plain: int
     ranked: int
     sinks: int
+    longest: int
 
 
 def _budget_of(checkpoint: Checkpoint, options: ConversionOptions, width: int) -> _Budget:
@@ -100,7 +103,8 @@ def _budget_of(checkpoint: Checkpoint, options: ConversionOptions, width: int) -
     own = "float32" if checkpoint.gguf is not None else str(checkpoint.config.dtype or "float32").removeprefix("torch.")
     itemsize = getattr(torch, own if options.dtype == "auto" else options.dtype).itemsize
     memory, token = int(options.memory or 0), 2 * width * itemsize
-    return _Budget(memory * token, token, token + itemsize, token + itemsize + 4, min(SINKS, memory // 4))
+    longest = min(RETRIEVAL_WINDOW, position_count(checkpoint.config))
+    return _Budget(memory * token, token, token + itemsize, token + itemsize + 4, min(SINKS, memory // 4), longest)
 
 
 #: What is kept, its worth in tokens, and the options.
@@ -126,18 +130,20 @@ def ways_to_spend(
     exact = {"feature_map": "none", "num_sinks": sinks}
     found = [way(f"window {count - sinks}, sinks {sinks}", count * budget.plain, window_size=count - sinks, **exact)]
     count = total // budget.ranked
-    for share in (2, 4):
-        window = max(1, count // share)
+    for parts in (2, 4):
+        window = max(1, count // parts)
         slots = count - sinks - window
         name = f"window {window}, sinks {sinks}, slots {slots}"
         found.append(way(name, count * budget.ranked, window_size=window, num_slots=slots, **exact))
     if heads:
         all_heads, grows = number_of_heads(checkpoint, found[0][2]), options.growing_heads
-        counts = {min(len(heads), grows + count) for count in retrieval_counts(all_heads)}
+        shares: dict[int, float] = {}
+        for count, share in retrieval_counts(all_heads).items():
+            shares.setdefault(min(len(heads), grows + count), share)
         ways = [
             each
-            for count in sorted(counts)
-            for each in _ways_with_retrieval(budget, heads[:count], all_heads, grows, way)
+            for count, share in shares.items()
+            for each in _ways_with_retrieval(budget, heads[:count], share, all_heads, grows, way)
         ]
         if grows:
             return ways
@@ -145,10 +151,10 @@ def ways_to_spend(
     row = (width + 1) * 4
     rows = total // 2 // row // FEATURES_STEP * FEATURES_STEP
     mapped = {"feature_map": FEATURE_MAP, "num_features": rows // _features_per_row(width), "num_sinks": sinks}
-    for columns, share in ((budget.plain, 1), (budget.ranked, 2)):
+    for columns, parts in ((budget.plain, 1), (budget.ranked, 2)):
         count = (total - rows * row) // columns - sinks
-        if rows and count >= share:
-            window, num_bytes = -(-count // share), (count + sinks) * columns + rows * row
+        if rows and count >= parts:
+            window, num_bytes = -(-count // parts), (count + sinks) * columns + rows * row
             slots = count - window
             name = f"window {window}, sinks {sinks}{f', slots {slots}' if slots else ''}, {rows} features"
             found.append(way(name, num_bytes, window_size=window, num_slots=slots, **mapped))
@@ -156,19 +162,22 @@ def ways_to_spend(
 
 
 def _ways_with_retrieval(
-    budget: _Budget, heads: list[list[int]], all_heads: int, growing: int, way: Callable[..., Way]
+    budget: _Budget, heads: list[list[int]], share: float, all_heads: int, growing: int, way: Callable[..., Way]
 ) -> list[Way]:
-    """Return the ways with slots and retrieval heads, of which the first ``growing`` come on top of the memory."""
+    """Return the ways with slots and retrieval heads, of which the first ``growing`` come on top of the memory.
+
+    The others take at most ``share`` of it.
+    """
     number, sinks, found = len(heads) - growing, budget.sinks, []
     total = budget.total * all_heads
-    kept = min(RETRIEVAL_WINDOW, int(total * RETRIEVAL_MEMORY) // (max(1, number) * budget.plain))
+    kept = min(budget.longest, int(total * share) // (max(1, number) * budget.plain))
     rest = all_heads - len(heads)
     others = (total - number * kept * budget.plain) // rest
     if number < 1 or kept <= sinks or others // budget.ranked < 2 * sinks:
         return []
     num_bytes = (number * kept * budget.plain + rest * (others // budget.ranked) * budget.ranked) / all_heads
-    for share in (2, 4):
-        window = max(1, others // budget.ranked // share)
+    for parts in (2, 4):
+        window = max(1, others // budget.ranked // parts)
         slots = others // budget.ranked - sinks - window
         if slots > 0:
             name = f"window {window}, sinks {sinks}, slots {slots}, {number} retrieval heads of {kept - sinks}"
@@ -179,9 +188,15 @@ def _ways_with_retrieval(
     return found
 
 
-def retrieval_counts(all_heads: int) -> list[int]:
-    """Return the numbers of retrieval heads that are tried where a model has so many key-value heads in all."""
-    return [max(1, round(share * all_heads)) for share in RETRIEVAL_SHARES]
+def retrieval_counts(all_heads: int) -> dict[int, float]:
+    """Return the numbers of retrieval heads that are tried where a model has so many key-value heads, and their memory.
+
+    That is the most that they take, as a share of all. Of the same numbers the first counts.
+    """
+    found: dict[int, float] = {}
+    for share, memory in RETRIEVAL_SHARES.items():
+        found.setdefault(max(1, round(share * all_heads)), memory)
+    return found
 
 
 def number_of_heads(checkpoint: Checkpoint, options: ConversionOptions) -> int:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rfa.convert import ConversionOptions, convert
 from hf_rfa.convert.checkpoint import open_checkpoint
-from hf_rfa.convert.memory_budget import retrieval_counts, ways_to_spend
+from hf_rfa.convert.memory_budget import number_of_heads, retrieval_counts, ways_to_spend
 from hf_rfa.errors import InputError
 from hf_rfa.recall.memory import cache_memory
 
@@ -52,17 +52,27 @@ def test_every_way_takes_what_it_says_and_no_more(parent, memory, dtype, tmp_pat
         assert tokens > memory - (2 if options.feature_map == "none" else 8 * 9 * 4 / 128 + 2)
 
 
-def test_two_numbers_of_retrieval_heads_are_tried(parent, monkeypatch):
-    assert retrieval_counts(90) == [4, 8]
-    assert retrieval_counts(6) == [1, 1]
+def test_several_numbers_of_retrieval_heads_are_tried(parent, monkeypatch):
+    assert retrieval_counts(90) == {4: 1 / 3, 8: 1 / 3, 16: 2 / 3}
+    assert retrieval_counts(6) == {1: 1 / 3}
     heads = [[1, 0], [0, 1], [2, 1]]
-    monkeypatch.setattr("hf_rfa.convert.memory_budget.RETRIEVAL_SHARES", (0.1, 0.25))
+    monkeypatch.setattr("hf_rfa.convert.memory_budget.RETRIEVAL_SHARES", {0.1: 1 / 3, 0.25: 2 / 3})
     for growing, expected in ((0, [0, 1, 2]), (1, [2, 3])):
         ways = ways_to_spend(open_checkpoint(parent), ConversionOptions(memory=60, growing_heads=growing), heads)
         found = [options.retrieval_heads or [] for *_, options in ways]
         assert sorted({len(each) for each in found}) == expected
         assert all(each == heads[: len(each)] for each in found)
         assert len({name for name, *_ in ways}) == len(ways)
+        checkpoint = open_checkpoint(parent)
+        all_heads = number_of_heads(checkpoint, ways[0][2])
+        numbers = 2 * checkpoint.family.rfa_config.from_parent(checkpoint.config).head_dim_for("causal")
+        for count, share in ((1, 1 / 3), (2, 2 / 3)):
+            if growing + count <= len(heads):
+                windows = {
+                    each.retrieval_window for *_, each in ways if len(each.retrieval_heads or []) == growing + count
+                }
+                most = all_heads * 60 * numbers * share
+                assert windows == {min(96, int(most / (numbers + 1) / count)) - 4}
 
 
 def test_the_best_way_is_converted_and_all_are_reported(parent, text, tmp_path):
