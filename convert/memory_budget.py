@@ -180,7 +180,8 @@ def _ways_with_retrieval(
         window = max(1, others // budget.ranked // parts)
         slots = others // budget.ranked - sinks - window
         if slots > 0:
-            name = f"window {window}, sinks {sinks}, slots {slots}, {number} retrieval heads of {kept - sinks}"
+            of_them = f"{number} retrieval head{'s' * (number > 1)} of {kept - sinks}"
+            name = f"window {window}, sinks {sinks}, slots {slots}, {of_them}"
             name += f" and {growing} of all tokens" if growing else ""
             sizes = {"window_size": window, "num_slots": slots, "num_sinks": sinks, "feature_map": "none"}
             retrieval = {"retrieval_heads": heads, "retrieval_window": kept - sinks, "growing_heads": growing}

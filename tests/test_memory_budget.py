@@ -83,7 +83,7 @@ def test_the_best_way_is_converted_and_all_are_reported(parent, text, tmp_path):
     name += f", slots {config.num_slots}" if config.num_slots else ""
     name += f", {config.num_features} features" if config.feature_map != "none" else ""
     heads = len(config.retrieval_heads)
-    name += f", {heads} retrieval heads of {config.retrieval_window}" if heads else ""
+    name += f", {heads} retrieval head{'s' * (heads > 1)} of {config.retrieval_window}" if heads else ""
     assert name == best.name
     card = (tmp_path / "out" / "README.md").read_text()
     assert "--memory 12" in card
@@ -122,7 +122,7 @@ def test_what_does_not_go_together_is_refused(options, message, parent, text, tm
 def test_growing_heads_come_on_top_of_the_memory(parent, text, tmp_path):
     report = convert(parent, tmp_path / "out", memory=40, growing_heads=1, calibrate_on=text)
     assert len(report.trials) == 2, "ways without such heads are left out"
-    assert all(" retrieval heads of " in each.name and " and 1 of all tokens" in each.name for each in report.trials)
+    assert all(re.search(r" retrieval heads? of \d+ and 1 of all tokens", each.name) for each in report.trials)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     softmax = cache_memory(AutoModelForCausalLM.from_pretrained(parent))
     memory, heads = cache_memory(model), model.config.num_heads_for("causal") * len(model.config.cache_layer_types())
