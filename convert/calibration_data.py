@@ -20,6 +20,8 @@ from .perplexity import IGNORED_LABEL
 TEXT_TOKENS = 4096
 #: The same where there are slots: regression on as many inputs as a model is wide takes more tokens.
 SLOT_TEXT_TOKENS = 8192
+#: The same where ways to spend a memory are compared, two fifths of it being held out.
+MEMORY_TEXT_TOKENS = 10_240
 #: Random tokens that calibration reads where there is no text.
 RANDOM_TOKENS = 1024
 #: Most tokens of a block of text or of a source, unless the model has fewer positions.

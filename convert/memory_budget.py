@@ -2,7 +2,7 @@
 
 The ways to spend the memory are a window with sinks, the same with slots in place of a half or three quarters of it, and both
 with features in place of half of the memory. With slots there may be a few retrieval heads, whose windows take up to a third
-of the memory, or twice as many that take up to two thirds. Each way is converted, calibrated on three quarters of the text,
+of the memory, or twice as many that take up to two thirds. Each way is converted, calibrated on three fifths of the text,
 and scored on the rest: as it is, and made to repeat itself in its last quarter
 (`hf_rfa.convert.retrieval_heads.repeated_passages`). The second perplexity decides, for it is of both: of text, and of
 remembering it.
@@ -227,7 +227,7 @@ def spend_memory(
         report_progress: called as the work goes on.
     """
     rows = inputs["input_ids"].shape[0]
-    fitted = max(1, rows - max(1, rows // 4))
+    fitted = max(1, rows - max(1, rows * 2 // 5))
     fit = {name: tensor[:fitted] for name, tensor in inputs.items()}
     held_out = {name: tensor[fitted:] if rows > 1 else tensor for name, tensor in inputs.items()}
     texts = [held_out, held_out | {"input_ids": repeated_passages(held_out["input_ids"], seed=options.seed)[0]}]

@@ -24,6 +24,7 @@ from .atomic_io import check_destination, check_space, new_folder, remove_leftov
 from .base_model import extend_positions, rfa_layers, softmax_base_model
 from .calibration import calibrate
 from .calibration_data import (
+    MEMORY_TEXT_TOKENS,
     SLOT_TEXT_TOKENS,
     TEXT_TOKENS,
     Inputs,
@@ -206,17 +207,11 @@ def _prepare_inputs(checkpoint: Checkpoint, options: ConversionOptions) -> tuple
         )
     if tokenizer is not None:
         check_vocabulary(tokenizer, checkpoint.config, checkpoint.name)
-    return (
-        tokenizer,
-        no_tokenizer,
-        calibration_inputs(
-            checkpoint.config,
-            tokenizer,
-            documents,
-            seed=options.seed,
-            tokens=SLOT_TEXT_TOKENS if options.num_slots or options.memory is not None else TEXT_TOKENS,
-        ),
-    )
+    tokens = SLOT_TEXT_TOKENS if options.num_slots else TEXT_TOKENS
+    if options.memory is not None:
+        tokens = MEMORY_TEXT_TOKENS
+    inputs = calibration_inputs(checkpoint.config, tokenizer, documents, seed=options.seed, tokens=tokens)
+    return tokenizer, no_tokenizer, inputs
 
 
 def _load(checkpoint: Checkpoint, config: Any, options: ConversionOptions) -> tuple[PreTrainedModel, PreTrainedModel]:
