@@ -211,6 +211,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for axes in (left, *places):
         axes.axhline(1.0, color=COLORS[SOFTMAX])
         axes.grid(alpha=0.3)
+    if left.get_ylim()[1] > 2:  # shared by all axes
+        powers = range(math.ceil(math.log2(left.get_ylim()[1])) + 1)
+        left.set_yscale("log", base=2)
+        left.set_yticks([2**power for power in powers], [str(2**power) for power in powers])
     drawn = [kind for kind in COLORS if any(kind in found for found in best.values())]
     for kind in (SOFTMAX, *drawn):
         left.plot([], [], color=COLORS[kind], label=kind)
