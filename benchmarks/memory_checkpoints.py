@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from hf_rfa.convert import convert
 from hf_rfa.errors import InputError
 from hf_rfa.finetune.distill import distill
@@ -53,13 +55,16 @@ def make_checkpoints(
         folder: where the checkpoints are.
 
     Raises:
-        InputError: if a row names no options, or if its checkpoint there was trained otherwise.
+        InputError: if a row names no options, if the model cannot be trained by the recipe, or if a row's checkpoint there
+            was trained otherwise.
     """
     options = {row: options_of(row) for row in rows}
-    if steps != 0:
-        stage = Recipe.load(recipe).with_steps(end_to_end=steps).end_to_end
+    if rows and steps != 0:
+        settings = Recipe.load(recipe).with_steps(transfer=0, end_to_end=steps)
+        config = AutoConfig.from_pretrained(model)
+        settings.resolve(config, config.max_position_embeddings)  # an error now rather than after a conversion
         for row in rows:
-            _check_training(folder / f"{row} trained", stage)
+            _check_training(folder / f"{row} trained", settings.end_to_end)
     folder.mkdir(parents=True, exist_ok=True)
     for row in rows:
         converted = folder / row

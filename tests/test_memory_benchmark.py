@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -76,6 +77,24 @@ def test_rows_are_made_trained_and_measured(tmp_path, monkeypatch):
     recipe.write_text(recipe.read_text().replace("kl_weight", "repeating_share: 0.25, kl_weight"))
     with pytest.raises(InputError, match=r"4\+2 trained was trained with repeating_share 0.0, and 0.25 is asked for"):
         memory.main()
+
+
+def test_a_recipe_that_the_model_is_too_short_for_is_refused_first(tmp_path, monkeypatch):
+    save_softmax_model("gpt2", tmp_path / "model")
+    (tmp_path / "text.txt").write_text("the cat sat on the mat . " * 60)
+    words = [tmp_path / "model", tmp_path / "text.txt", "--train", tmp_path / "text.txt", "--rows", "4+2"]
+    words += [
+        "--recipe",
+        Path(memory.__file__).parent / "recipes" / "memory-repeating.yaml",
+        "--tokens",
+        200,
+        "--output",
+        tmp_path / "out",
+    ]
+    monkeypatch.setattr(sys, "argv", ["memory", *map(str, words)])
+    with pytest.raises(InputError, match=r"end_to_end.block_length is 2048, but the models have \d+ positions"):
+        memory.main()
+    assert not (tmp_path / "out" / "checkpoints").exists()
 
 
 def test_a_control_of_the_same_size_is_enough(tmp_path):
