@@ -95,7 +95,7 @@ def main() -> None:
             with new_file(path) as file:
                 file.write(json.dumps(rows, indent=1) + "\n")
     draw(rows, given.output / "generation.png")
-    console.print(table(rows), markup=False)
+    console.print(table(rows), markup=False, highlight=False, soft_wrap=True)
 
 
 @torch.no_grad()

@@ -131,7 +131,7 @@ def main() -> None:
                         file.write(json.dumps(rows, indent=1) + "\n")
                 progress.advance(task)
     draw(rows, given.output / "memory.png")
-    console.print(table(rows), markup=False)
+    console.print(table(rows), markup=False, highlight=False, soft_wrap=True)
 
 
 def score(model: PreTrainedModel, blocks: Tensor) -> dict[str, Any]:

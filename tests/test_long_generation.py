@@ -62,12 +62,15 @@ def test_checkpoints_are_compared_and_not_done_twice(folder, tmp_path, monkeypat
     assert first[0]["worth"] == pytest.approx(7, abs=0.5)  # and what says where each is
 
     monkeypatch.setattr(sys, "argv", [*sys.argv, str(folder / "window-9")])
+    monkeypatch.setenv("COLUMNS", "20")  # lines of a Markdown table are not broken
     long_generation.main()
     rows = json.loads((tmp_path / "generation.json").read_text())
     assert rows[0] == first[0]
     assert [row["name"] for row in rows] == ["window-6", "window-9"]
     assert (tmp_path / "generation.png").stat().st_size > 10_000
-    assert "| window-9 | 10." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "| window-9 | 10." in out
+    assert long_generation.table(rows) in out
 
     monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], str(folder / "window-6"), "--rows", "30"])
     with pytest.raises(SystemExit):

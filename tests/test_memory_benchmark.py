@@ -28,11 +28,14 @@ def test_rows_are_perplexities_and_are_not_measured_twice(tmp_path, monkeypatch,
     convert(tmp_path / "model", tmp_path / "rfa", memory=12, calibrate_on=text)
     words = [tmp_path / "model", text, "--checkpoints", tmp_path / "rfa", "--tokens", 200, "--contexts", 40, 50]
     monkeypatch.setattr(sys, "argv", ["memory", *map(str, words), "--output", str(tmp_path / "out")])
+    monkeypatch.setenv("COLUMNS", "20")  # lines of a Markdown table are not broken
     memory.main()
     rows = json.loads((tmp_path / "out" / "memory.json").read_text())
     assert [row["kind"] for row in rows] == ["softmax"] * 2 + ["converted"] * 2 + ["window and sinks"] * 2
     assert (tmp_path / "out" / "memory.png").stat().st_size > 10_000
-    assert "| softmax | all | " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "| softmax | all | " in out
+    assert memory.table(rows) in out
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     ids = torch.tensor([*tokenizer(text.read_text())["input_ids"], tokenizer.eos_token_id][:200]).view(-1, 40)

@@ -52,13 +52,14 @@ def test_every_way_takes_what_it_says_and_no_more(parent, memory, dtype, tmp_pat
         assert tokens > memory - (2 if options.feature_map == "none" else 8 * 9 * 4 / 128 + 2)
 
 
-def test_several_numbers_of_retrieval_heads_are_tried(parent, monkeypatch):
+@pytest.mark.parametrize("memory", [40, 60])  # in the second their windows are as long as the model's positions
+def test_several_numbers_of_retrieval_heads_are_tried(parent, memory, monkeypatch):
     assert retrieval_counts(90) == {4: 1 / 3, 8: 1 / 3, 16: 2 / 3}
     assert retrieval_counts(6) == {1: 1 / 3}
     heads = [[1, 0], [0, 1], [2, 1]]
     monkeypatch.setattr("hf_rfa.convert.memory_budget.RETRIEVAL_SHARES", {0.1: 1 / 3, 0.25: 2 / 3})
     for growing, expected in ((0, [0, 1, 2]), (1, [2, 3])):
-        ways = ways_to_spend(open_checkpoint(parent), ConversionOptions(memory=60, growing_heads=growing), heads)
+        ways = ways_to_spend(open_checkpoint(parent), ConversionOptions(memory=memory, growing_heads=growing), heads)
         found = [options.retrieval_heads or [] for *_, options in ways]
         assert sorted({len(each) for each in found}) == expected
         assert all(each == heads[: len(each)] for each in found)
@@ -71,7 +72,7 @@ def test_several_numbers_of_retrieval_heads_are_tried(parent, monkeypatch):
                 windows = {
                     each.retrieval_window for *_, each in ways if len(each.retrieval_heads or []) == growing + count
                 }
-                most = all_heads * 60 * numbers * share
+                most = all_heads * memory * numbers * share
                 assert windows == {min(96, int(most / (numbers + 1) / count)) - 4}
 
 
