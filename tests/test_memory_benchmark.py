@@ -24,7 +24,7 @@ from .families import save_softmax_model
 def test_rows_are_perplexities_and_are_not_measured_twice(tmp_path, monkeypatch, capsys):
     save_softmax_model("gpt2", tmp_path / "model")
     text = tmp_path / "text.txt"
-    text.write_text("the cat sat on the mat and the dog ate the cat . " * 40)
+    text.write_text(" ".join(f"w{4 + (7 * n * n + n // 9) % 53}" for n in range(480)))
     convert(tmp_path / "model", tmp_path / "rfa", memory=12, calibrate_on=text)
     words = [tmp_path / "model", text, "--checkpoints", tmp_path / "rfa", "--tokens", 200, "--contexts", 40, 50]
     monkeypatch.setattr(sys, "argv", ["memory", *map(str, words), "--output", str(tmp_path / "out")])
@@ -53,9 +53,9 @@ def test_rows_are_perplexities_and_are_not_measured_twice(tmp_path, monkeypatch,
 def test_rows_are_made_trained_and_measured(tmp_path, monkeypatch):
     save_softmax_model("gpt2", tmp_path / "model", config={"initializer_range": 0.5})
     text = tmp_path / "text.txt"
-    text.write_text("the cat sat on the mat and the dog ate the cat . " * 60)
+    text.write_text("w4 w9 w31 w7 w52 w9 w4 w18 w40 w9 w33 w25 " * 60)
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("end_to_end: {steps: 12, batch_size: 4, block_length: 16, learning_rate: 0.001, kl_weight: 1.0}")
+    recipe.write_text("end_to_end: {steps: 30, batch_size: 4, block_length: 16, learning_rate: 0.001, kl_weight: 1.0}")
     words = [tmp_path / "model", text, "--train", text, "--rows", "4+2", "3+2+2", "--recipe", recipe]
     words += ["--tokens", 200, "--contexts", 40, "--output", tmp_path / "out"]
     monkeypatch.setattr(sys, "argv", ["memory", *map(str, words)])
@@ -73,8 +73,8 @@ def test_rows_are_made_trained_and_measured(tmp_path, monkeypatch):
         assert found[kind, name]["perplexity"] != found[memory.TRAINED[kind], f"{name} trained"]["perplexity"]
         report = json.loads((tmp_path / "out" / "checkpoints" / f"{name} trained" / "distillation.json").read_text())
         losses = [entry["loss"] for entry in report["stages"][0]["log"] if "loss" in entry]
-        assert len(losses) == 12
-        assert fmean(losses[-4:]) < 0.8 * fmean(losses[:4])  # the divergence from the teacher
+        assert len(losses) == 30
+        assert fmean(losses[-8:]) < 0.8 * fmean(losses[:8])  # the divergence from the teacher
     assert found["converted", "3+2+2"]["worth"] > found["window and sinks", "4+2"]["worth"]
 
     recipe.write_text(recipe.read_text().replace("kl_weight", "repeating_share: 0.25, kl_weight"))
@@ -84,7 +84,7 @@ def test_rows_are_made_trained_and_measured(tmp_path, monkeypatch):
 
 def test_a_recipe_that_the_model_is_too_short_for_is_refused_first(tmp_path, monkeypatch):
     save_softmax_model("gpt2", tmp_path / "model")
-    (tmp_path / "text.txt").write_text("the cat sat on the mat . " * 60)
+    (tmp_path / "text.txt").write_text(" ".join(f"w{4 + n * n % 53}" for n in range(360)))
     words = [tmp_path / "model", tmp_path / "text.txt", "--train", tmp_path / "text.txt", "--rows", "4+2"]
     words += [
         "--recipe",
