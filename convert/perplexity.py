@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_rfa.families import has_rotary_positions
 from hf_rfa.memory import give_back_memory
 
 #: The label of a position that is not counted, as in transformers.
@@ -35,13 +37,16 @@ class LabelScore:
 
 
 @torch.no_grad()
-def score_labels(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -> LabelScore:
+def score_labels(
+    model: PreTrainedModel, batches: Iterable[dict[str, Tensor]], *, piece_length: int | None = None
+) -> LabelScore:
     """Return the mean negative log-likelihood of the labels of some batches, over labels and not over batches.
 
     Args:
         model: a model with a language model's head, softmax or RFA.
         batches: what the model is called with, on any device, and ``labels`` [N, T]. As in transformers, labels of -100 do
             not count, and a decoder that stands alone predicts label t from the tokens before t.
+        piece_length: tokens that are read at a time, as in `logits_of_pieces`; None reads all at once.
 
     Raises:
         ZeroDivisionError: if no label counts.
@@ -50,7 +55,10 @@ def score_labels(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -
     for batch in batches:
         inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
         labels = inputs.pop("labels")
-        logits = model(**inputs, use_cache=False).logits  # [N, T, V]
+        if piece_length is None:
+            logits = model(**inputs, use_cache=False).logits  # [N, T, V]
+        else:
+            logits = logits_of_pieces(model, inputs["input_ids"], piece_length)
         if not model.config.is_encoder_decoder:
             logits, labels = logits[:, :-1], labels[:, 1:]
         for row, expected in zip(logits, labels, strict=True):
@@ -62,3 +70,21 @@ def score_labels(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -
         del logits, row, few
         give_back_memory()
     return LabelScore(total / tokens, tokens)
+
+
+@torch.no_grad()
+def logits_of_pieces(model: PreTrainedModel, ids: Tensor, length: int) -> Tensor:
+    """Return the logits [N, T, V] of rows [N, T] that are read ``length`` tokens at a time, the state carried on.
+
+    Rotary positions go on as well. All others are counted anew in every piece, so that rows may be longer than their table.
+    """
+    cache: Any = None
+    rotary = has_rotary_positions(model.config)
+    found = []
+    for first in range(0, ids.shape[1], length):
+        piece = ids[:, first : first + length]
+        positions = torch.arange(piece.shape[1], device=ids.device) + (first if rotary else 0)
+        outputs = model(input_ids=piece, position_ids=positions.expand_as(piece), past_key_values=cache, use_cache=True)
+        cache = outputs.past_key_values
+        found.append(outputs.logits)
+    return torch.cat(found, dim=1)

@@ -18,6 +18,8 @@ from hf_rfa.convert.calibration_data import BLOCK_LENGTH, Inputs
 from hf_rfa.convert.perplexity import IGNORED_LABEL, score_labels
 from hf_rfa.errors import InputError
 from hf_rfa.inference import check_length
+from hf_rfa.models.cache_rfa import RFA_LAYER_TYPE
+from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 GenerationTask = Literal["translation", "summarization"]
 
@@ -33,6 +35,7 @@ class Perplexity:
         stride: tokens from the start of a window to the start of the next.
         tokens_counted: tokens whose likelihood was counted.
         tokens_total: tokens of the text.
+        piece_length: tokens of a window that were read at a time, the state carried from piece to piece; None for all.
     """
 
     perplexity: float
@@ -41,6 +44,7 @@ class Perplexity:
     stride: int
     tokens_counted: int
     tokens_total: int
+    piece_length: int | None = None
 
     @property
     def protocol(self) -> str:
@@ -52,6 +56,8 @@ class Perplexity:
                 f"windows of {self.context_length} tokens every {self.stride}; of each window only the tokens that no "
                 "window before it held are counted"
             )
+        if self.piece_length is not None:
+            windows += f", read {self.piece_length} tokens at a time with the state carried from piece to piece"
         return (
             f"documents joined, each followed by the end-of-text token; {windows}; {self.tokens_counted:,} of "
             f"{self.tokens_total:,} tokens counted"
@@ -64,6 +70,7 @@ def perplexity(
     *,
     context_length: int | None = None,
     stride: int | None = None,
+    carry_state: bool = False,
     batch_size: int = 8,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
@@ -74,6 +81,8 @@ def perplexity(
         ids: the text's token ids, [N].
         context_length: tokens per window; None takes the model's positions, but at most 1,024.
         stride: tokens between the starts of windows; None takes ``context_length`` (disjoint windows).
+        carry_state: read a window as many tokens at a time as the model has positions, and carry the state from piece to
+            piece, so that windows may be longer than that. Learned positions are counted anew in every piece.
         batch_size: windows at a time.
         on_batch: called with (windows done, windows in all) after each batch.
 
@@ -81,12 +90,15 @@ def perplexity(
         The perplexity, with its protocol.
 
     Raises:
-        InputError: for windows that the model or the text cannot have.
+        InputError: for windows that the model or the text cannot have, and if ``carry_state`` is asked of a model that has
+            no positions to end at, or keys and values that grow.
     """
     positions = getattr(model.config, "max_position_embeddings", None)
     length = context_length or min(BLOCK_LENGTH, positions or BLOCK_LENGTH)
     stride = stride or length
-    if positions is not None and length > positions:
+    if carry_state:
+        _check_carries_state(model)
+    elif positions is not None and length > positions:
         raise InputError(f"a context of {length} tokens is longer than the model's {positions} positions.")
     if length < 2 or not 1 <= stride <= length:
         raise InputError(f"context_length must be at least 2 and stride from 1 to it, got {length} and {stride}.")
@@ -116,10 +128,24 @@ def perplexity(
             if on_batch is not None:
                 on_batch(done, sum(map(len, chunks)))
 
-    found = score_labels(model, batches())
+    piece_length = positions if carry_state else None
+    found = score_labels(model, batches(), piece_length=piece_length)
     if not math.isfinite(found.nats):
         raise InputError("the model's likelihoods are not finite: its weights or its dtype are at fault.")
-    return Perplexity(found.perplexity, found.nats, length, stride, found.tokens, len(ids))
+    return Perplexity(found.perplexity, found.nats, length, stride, found.tokens, len(ids), piece_length)
+
+
+def _check_carries_state(model: PreTrainedModel) -> None:
+    """Raise an `InputError` unless a model has positions to end at, and a state in all layers to carry past them."""
+    config: Any = model.config
+    advice = "Convert all of its layers, or leave carry_state out."
+    if getattr(config, "max_position_embeddings", None) is None:
+        raise InputError(f"carry_state: {config.model_type} has no number of positions, and reads any length at once.")
+    if not isinstance(config, RFAConfigMixin):
+        raise InputError(f"carry_state: {config.model_type} has keys and values that grow instead of a state. {advice}")
+    growing = [index for index, kind in enumerate(config.cache_layer_types()) if kind != RFA_LAYER_TYPE]
+    if growing:
+        raise InputError(f"carry_state: the cache of layers {growing} is not a state of fixed size. {advice}")
 
 
 class _TextMetric(evaluate.Metric):

@@ -15,7 +15,7 @@ from .recall import measure_recall, run_tasks
 #: Two samples of 1,000 tokens of one text differ by a seventh in perplexity (the demo's model on its text).
 FEW_TOKENS = 1000
 #: Options of `evaluate_command` that one kind of task alone has.
-PERPLEXITY_OPTIONS = ("context_length", "stride", "max_tokens")
+PERPLEXITY_OPTIONS = ("context_length", "stride", "carry_state", "max_tokens")
 GENERATION_OPTIONS = (
     *("references", "source_field", "target_field", "num_beams", "max_new_tokens", "limit", "truncate"),
     *("bleu_tokenizer", "save_predictions"),
@@ -46,6 +46,13 @@ def evaluate_command(
     stride: Annotated[
         int | None, number("Perplexity: tokens from window to window. Default: disjoint windows.", 1)
     ] = None,
+    carry_state: Annotated[
+        bool,
+        typer.Option(
+            "--carry-state",
+            help="Perplexity: windows may be longer than the positions: they are read piece by piece, and the state goes on.",
+        ),
+    ] = False,
     max_tokens: Annotated[int | None, number("Perplexity: most tokens of the text that are read.", 2)] = None,
     references: References = None,
     source_field: Annotated[str, typer.Option(help="Generation: the sources' name in a .jsonl file.")] = "source",
@@ -176,7 +183,8 @@ def evaluate_command(
         shared: Any = {"batch_size": batch_size, "on_batch": on_batch}
         if task == "perplexity":
             ids = tokenize(tokenizer, documents)[:max_tokens]
-            result: Any = perplexity(loaded, ids, context_length=context_length, stride=stride, **shared)
+            shared |= {"context_length": context_length, "stride": stride, "carry_state": carry_state}
+            result: Any = perplexity(loaded, ids, **shared)
         else:
             shared |= {"num_beams": num_beams, "max_new_tokens": max_new_tokens, "truncate": truncate}
             result = evaluate_generation(
