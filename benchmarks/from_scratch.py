@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,52 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_rfa.convert.atomic_io import new_file
-from hf_rfa.finetune.recipe import load_settings, merge, to_words
+from hf_rfa.finetune.recipe import load_settings, merge
 from hf_rfa.finetune.synthetic import listops
-from hf_rfa.models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
 
-RFA_FIELDS = {field.name for mixin in (RFAConfigMixin, RFASeq2SeqConfigMixin) for field in fields(mixin)}
-#: What a row changes in the recipe's configuration; None for softmax attention.
-ROWS: dict[str, dict[str, Any] | None] = {
-    "softmax": None,
-    "RFA-Gaussian": {"feature_map": "gaussian", "unit_norm": True, "gate": False},
-    "RFA-arccos": {"feature_map": "arccos", "unit_norm": True, "gate": False},
-    "RFA-Gate-Gaussian": {"feature_map": "gaussian", "unit_norm": True, "gate": True},
-    "RFA-positive": {"feature_map": "positive", "unit_norm": False, "gate": False, "trainable_projection": True},
-    "RFA-exponential": {"feature_map": "exponential", "unit_norm": False, "gate": False},
-    "elu": {"feature_map": "elu", "num_features": None, "unit_norm": False, "gate": False},
-}
+from .experiments.rows import ROWS, settings_of, train
+
 DEFAULT_ROWS = ["softmax", "RFA-Gaussian", "RFA-arccos", "RFA-Gate-Gaussian", "elu"]
 #: Steps of a run that measures time and memory at a length.
 STEPS_AT_A_LENGTH = 8
-
-
-def settings_of(row: str, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe's settings for a row."""
-    change = ROWS[row]
-    if change is not None:
-        return merge(recipe, {"config_overrides": change})
-    shared = {name: value for name, value in recipe["config_overrides"].items() if name not in RFA_FIELDS}
-    return {**recipe, "model_type": recipe["model_type"].removeprefix("rfa_"), "config_overrides": shared}
-
-
-def train(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run `hf-rfa finetune` in a process of its own, and return its metrics, its log and the peak of its memory."""
-    measured = folder.with_name(f"{folder.name}.json")
-    if measured.is_file():
-        return json.loads(measured.read_text())
-    words = to_words({**settings, "output": folder, "overwrite": True})
-    command = [sys.executable, "-m", "hf_rfa.cli", "finetune", *words]
-    with folder.with_name(f"{folder.name}.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        _, status, used = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"training ended with status {os.waitstatus_to_exitcode(status)}: see {log.name}.")
-    found = json.loads((folder / "finetuning.json").read_text())
-    result = {"metrics": found["metrics"], "log": found["log"], "peak_bytes": used.ru_maxrss * 1024}
-    with new_file(measured) as file:
-        json.dump(result, file)
-    return result
 
 
 def main() -> None:

@@ -1,0 +1,52 @@
+"""Run one experiment: ``python -m benchmarks.experiments NAME [--small] [--data FOLDER] --output FOLDER``."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from hf_rfa.finetune.recipe import read_overrides
+
+from .experiment import Experiment, run
+from .rows import ROWS
+
+NAMES = ("images",)
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.experiments", description=(__doc__ or "").partition(":")[0]
+    )
+    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("--small", action="store_true", help="the recipe's small variant, for a processor")
+    parser.add_argument("--data", type=Path, help="folder with the data, where the experiment does not make its own")
+    parser.add_argument("--row", action="append", choices=[*ROWS], help="default: those of the experiment")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: those of the experiment")
+    parser.add_argument("--processes", type=int, default=1, help="processes that train a row together, by accelerate")
+    parser.add_argument("--work", type=Path, help="folder for checkpoints; default: NAME-work")
+    parser.add_argument("--output", type=Path, default=Path("docs/experiments"), help="folder for JSON and PNG")
+    given, others = parser.parse_known_args()  # the rest are options of hf-rfa finetune
+    experiment: Experiment = import_module(f"{__package__}.{given.name}").EXPERIMENT
+    names = [word.removeprefix("--").replace("-", "_") for word in others[::2]]
+    changes: dict[str, Any] = dict(zip(names, others[1::2], strict=True))
+    if "config_overrides" in changes:
+        changes["config_overrides"] = read_overrides(changes["config_overrides"])
+    run(
+        experiment,
+        given.name,
+        data=given.data,
+        work=given.work or Path(f"{given.name}-work"),
+        output=given.output,
+        small=given.small,
+        rows=given.row or experiment.rows,
+        seeds=given.seeds or experiment.seeds,
+        processes=given.processes,
+        changes=changes,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""`benchmarks.experiments`: rows that differ in their attention alone, measured as by hand, and runs that go on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.experiments import __main__ as experiments
+from benchmarks.experiments import experiment, images, rows
+from hf_rfa.finetune.recipe import load_settings
+
+TINY = {"config_overrides": json.dumps({"n_layer": 1, "n_embd": 16, "n_head": 2, "num_features": 8})}
+TINY |= {
+    "per_device_train_batch_size": "8",
+    "max_steps": "4",
+    "warmup_steps": "1",
+    "save_steps": "2",
+    "use_cpu": "true",
+}
+
+
+def words(folder: Path, **options: str) -> list[str]:
+    given = [word for name, value in {**TINY, **options}.items() for word in (f"--{name.replace('_', '-')}", value)]
+    return ["images", "--small", "--work", str(folder / "work"), "--output", str(folder / "out"), *given]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    chosen = ["--row", "softmax", "--row", "RFA-Gaussian", "--seeds", "3"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images, "TIMES", 1)
+        patch.setattr(sys, "argv", ["experiments", *words(folder), *chosen])
+        experiments.main()
+    return folder
+
+
+def test_rows_are_trained_and_measured(ran, monkeypatch, capsys):
+    whole = json.loads((ran / "out" / "images.json").read_text())
+    assert list(whole["rows"]) == ["softmax", "RFA-Gaussian"]
+    assert whole["settings"]["train"] == "train.jsonl"  # and not the path of one machine
+    for row, runs in whole["rows"].items():
+        assert [each["seed"] for each in runs] == [3]
+        config = json.loads((ran / "work" / f"{row}, seed 3" / "config.json").read_text())
+        assert config["model_type"] == ("gpt2" if row == "softmax" else "rfa_gpt2")
+        assert config["n_embd"] == 16
+        assert all(each["cpu_hours"] > 0 and each["peak_bytes"] > 1e8 for each in runs)
+        assert all(each["values"]["images_per_second"] > 0 for each in runs)
+    for name in ("images.png", "images-drawn.png"):
+        assert imread(ran / "out" / name)[..., :3].std() > 0.05
+
+    monkeypatch.setattr(images, "TIMES", 1)
+    monkeypatch.setattr(sys, "argv", ["experiments", *words(ran), "--row", "softmax", "--seeds", "3", "4"])
+    experiments.main()
+    first, second = json.loads((ran / "out" / "images.json").read_text())["rows"]["softmax"]
+    assert first["log"] == whole["rows"]["softmax"][0]["log"]  # not trained again
+    assert first["values"]["bits"] != second["values"]["bits"]
+    monkeypatch.setattr(images, "measure", lambda *given: pytest.fail("measured again"))
+    monkeypatch.setattr(rows.subprocess, "Popen", lambda *given, **options: pytest.fail("trained again"))
+    monkeypatch.setattr(sys, "argv", ["experiments", *words(ran), "--row", "softmax", "--seeds", "3"])
+    capsys.readouterr()
+    experiments.main()
+    assert f"| softmax | {first['values']['bits']:.3f} |" in capsys.readouterr().out
+
+
+def test_bits_are_those_of_single_pixels(ran):
+    folder = ran / "work" / "RFA-Gaussian, seed 3"
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    total, few = 0.0, images.digits()[1][:4]
+    for image in few:
+        text = "^" + "".join("abcdefghijklmnopq"[level] for level in image)
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+        with torch.no_grad():
+            for pixel in range(1, 65):
+                logits = model(ids[None, :pixel]).logits[0, -1].double()
+                total -= float(logits.log_softmax(-1)[ids[pixel]]) / math.log(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images, "digits", lambda: (None, few))
+        assert images.measure(folder, {})["bits"] == pytest.approx(total / few.size, rel=1e-5)
+
+
+def test_drawn_images_keep_what_is_given(ran):
+    folder = ran / "work" / "softmax, seed 3"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    above = torch.from_numpy(images.digits()[1][:3, :32])
+    drawn = images.draw_images(model, tokenizer, above=above, seed=0)
+    assert drawn.shape == (3, 64)
+    assert torch.equal(drawn[:, :32], above)
+    assert 0 <= int(drawn.min()) <= int(drawn.max()) < images.LEVELS
+    assert not torch.equal(drawn[:, 32:], images.draw_images(model, tokenizer, above=above, seed=1)[:, 32:])
+
+
+def test_held_out_images_are_not_trained_on():
+    train, held_out = images.digits()
+    assert (len(train), len(held_out)) == (1437, 360)
+    both = np.unique(np.concatenate([train, held_out]), axis=0)
+    assert len(both) == 1797  # no image stands in both
+    assert 1.0 < images.chance({})["bits"] < math.log2(images.LEVELS)
+
+
+def test_rows_change_attention_alone():
+    recipe = load_settings("wmt14", small=True)
+    softmax, gaussian, elu = (rows.settings_of(row, recipe) for row in ("softmax", "RFA-Gaussian", "elu"))
+    assert softmax["model_type"] == "bart"
+    assert not rows.RFA_FIELDS & softmax["config_overrides"].keys()
+    for name, value in softmax["config_overrides"].items():
+        assert gaussian["config_overrides"][name] == elu["config_overrides"][name] == value
+    assert elu["config_overrides"]["num_cross_features"] is None
+    assert {name: value for name, value in gaussian.items() if name not in ("config_overrides", "model_type")} == {
+        name: value for name, value in softmax.items() if name not in ("config_overrides", "model_type")
+    }
+
+
+def test_a_table_has_means_spreads_and_chance():
+    runs = [{"values": {"bits": each}, "parameters": 2_000_000, "cpu_hours": 0.5} for each in (1.0, 2.0)]
+    told = experiment.table(images.EXPERIMENT, {"elu": runs}, {"bits": 4.0})
+    assert "| elu | 1.500 ± 0.707 |  |  | 2.00 M | 0.50 ± 0.00 |" in told
+    assert "| chance | 4.000 |  |  | | |" in told
+
+
+def start(folder: Path, **options: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "benchmarks.experiments", *words(folder, **options), "--row", "RFA-Gaussian"]
+    return subprocess.Popen([*command, "--seeds", "0"], start_new_session=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
+    settings = {"max_steps": "300", "save_steps": "40"}
+    assert start(tmp_path / "whole", **settings).wait() == 0
+    killed = start(tmp_path / "killed", **settings)
+    training = tmp_path / "killed" / "work" / ".RFA-Gaussian, seed 0.training"
+    while not (training / "checkpoint-40" / "trainer_state.json").exists():
+        assert killed.poll() is None
+        time.sleep(0.05)
+    os.kill(killed.pid, signal.SIGKILL)  # which ends the training too
+    killed.wait()
+    time.sleep(1.0)
+    before = sorted(path.name for path in training.iterdir())
+    time.sleep(2.0)
+    assert sorted(path.name for path in training.iterdir()) == before
+    assert start(tmp_path / "killed", **settings).wait() == 0
+    found, expected = (
+        load_file(tmp_path / name / "work" / "RFA-Gaussian, seed 0" / "model.safetensors")
+        for name in ("killed", "whole")
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert json.loads((tmp_path / "killed" / "out" / "images.json").read_text())["rows"]["RFA-Gaussian"][0]["resumed"]
