@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -16,11 +17,18 @@ import pytest
 import torch
 from matplotlib.image import imread
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from benchmarks.experiments import __main__ as experiments
-from benchmarks.experiments import experiment, images, rows
+from benchmarks.experiments import experiment, images, language, rows, translation
+from hf_rfa.convert.calibration_data import tokenize
+from hf_rfa.convert.text_io import read_documents
+from hf_rfa.errors import InputError
+from hf_rfa.finetune import evaluate_generation, perplexity
 from hf_rfa.finetune.recipe import load_settings
+
+from .conftest import save_tiny_tokenizer
+from .families import make_gpt2, save_softmax_model
 
 TINY = {"config_overrides": json.dumps({"n_layer": 1, "n_embd": 16, "n_head": 2, "num_features": 8})}
 TINY |= {
@@ -160,3 +168,52 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
     assert json.loads((tmp_path / "killed" / "out" / "images.json").read_text())["rows"]["RFA-Gaussian"][0]["resumed"]
+
+
+def test_language_is_measured_past_the_length_of_the_training(tmp_path, monkeypatch):
+    model = make_gpt2({"num_features": 8})
+    model.save_pretrained(tmp_path / "model")
+    save_tiny_tokenizer(tmp_path / "model")
+    for name in language.FILES.values():
+        with gzip.open(tmp_path / name, "wt") as file:
+            file.write(
+                "".join(
+                    json.dumps({"text": " ".join(f"w{4 + n * n % 53}" for n in range(start, start + 90))}) + "\n"
+                    for start in range(9)
+                )
+            )
+    options = {"block_length": 48, "tokenizer": str(tmp_path / "model"), **language.prepare(tmp_path, tmp_path)}
+    found = language.measure(tmp_path / "model", options)
+    ids = tokenize(AutoTokenizer.from_pretrained(tmp_path / "model"), read_documents(tmp_path / "valid.jsonl.gz"))
+    for times in (1, 2, 4):
+        expected = perplexity(model, ids, context_length=48 * times, carry_state=times > 1)
+        assert found[f"perplexity_{times}"] == pytest.approx(expected.perplexity, rel=1e-6)
+    frequencies = torch.bincount(ids).double() / len(ids)
+    entropy = -(frequencies * frequencies.clamp_min(1e-30).log()).sum()
+    assert language.chance(options)["perplexity"] == pytest.approx(math.exp(entropy))
+
+    save_softmax_model("gpt2", tmp_path / "softmax")
+    assert list(language.measure(tmp_path / "softmax", options)) == ["perplexity_1"]
+    with pytest.raises(InputError, match="there is no file"):
+        language.prepare(tmp_path / "elsewhere", tmp_path)
+
+
+def test_translations_are_scored_greedily_and_with_beams(tmp_path):
+    save_softmax_model("bart", tmp_path / "model")
+    rows = [" ".join(f"w{4 + (n * n + 5 * row) % 53}" for n in range(3 + row)) for row in range(6)]
+    for name in ("train", "val", translation.TEST):
+        for which in translation.LANGUAGES:
+            with gzip.open(tmp_path / f"{name}.{which}.gz", "wt") as file:
+                file.write("\n".join(rows))
+    options = translation.prepare(tmp_path, tmp_path)
+    assert Path(options["evaluate_references"]).name == "val.de.gz"
+    found = translation.measure(tmp_path / "model", options)
+    model, tokenizer = (each.from_pretrained(tmp_path / "model") for each in (AutoModelForSeq2SeqLM, AutoTokenizer))
+    for beams in (1, 4):
+        expected = evaluate_generation(
+            model.eval(), tokenizer, rows, rows, task="translation", num_beams=beams, max_new_tokens=60
+        )
+        assert found[f"bleu_{beams}"] == pytest.approx(expected.scores["sacreBLEU"])
+    (tmp_path / "val.de.gz").unlink()
+    with pytest.raises(InputError, match=r"there is no file .*val\.de\.gz"):
+        translation.prepare(tmp_path, tmp_path)

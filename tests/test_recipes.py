@@ -38,8 +38,10 @@ def material(tmp_path_factory):
     save_tiny_tokenizer(folder / "tokenizer")
     words = random.Random(0)
     texts = [" ".join(f"w{words.randint(4, 60)}" for _ in range(words.randint(3, 9))) for _ in range(80)]
+    pairs = [{"en": text, "de": texts[n - 1]} for n, text in enumerate(texts)]
     rows = [
-        {"text": text, "label": n % 2, "prompt": texts[-n], "translation": {"en": text, "de": texts[n - 1]}}
+        {"text": text, "label": n % 2, "prompt": texts[-n], "translation": pairs[n]}
+        | {"source": text, "target": texts[n - 1]}
         for n, text in enumerate(texts)
     ]
     write_rows(folder / "rows.jsonl", rows)

@@ -12,7 +12,7 @@ from hf_rfa.finetune.recipe import read_overrides
 from .experiment import Experiment, run
 from .rows import ROWS
 
-NAMES = ("images",)
+NAMES = ("images", "language", "translation")
 
 
 def main() -> None:

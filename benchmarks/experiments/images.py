@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_rfa  # noqa: F401  # registers the RFA models
 
+from .charts import draw_values
 from .experiment import Column, Experiment, Options
-from .rows import COLORS
 
 SIDE, LEVELS, HELD_OUT = 8, 17, 360
 PIXELS = SIDE * SIDE
@@ -137,18 +137,7 @@ def finish(folders: dict[str, Path], options: Options, output: Path) -> dict[str
 
 def draw(whole: dict[str, Any], path: Path) -> None:
     """Draw bits per pixel and images per second of every row."""
-    figure = Figure(figsize=(8, 3), layout="tight")
-    left, right = figure.subplots(1, 2)
-    for axes, value, title in ((left, "bits", "bits per pixel"), (right, "images_per_second", "images per second")):
-        for place, (row, runs) in enumerate(whole["rows"].items()):
-            found = [each["values"][value] for each in runs if value in each["values"]]
-            axes.plot(found, [place] * len(found), "o", color=COLORS[row], markersize=5)
-        axes.set_yticks(range(len(whole["rows"])), list(whole["rows"]))
-        axes.invert_yaxis()
-        axes.set_xlabel(title)
-        axes.grid(axis="x", alpha=0.3)
-    left.axvline(whole["chance"]["bits"], color="#aaaaaa", linestyle="dotted")
-    figure.savefig(path, dpi=130)
+    draw_values(whole, path, [("bits", "bits per pixel"), ("images_per_second", "images per second")], chance="bits")
 
 
 EXPERIMENT = Experiment(

@@ -1,0 +1,45 @@
+"""Charts that several experiments share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .rows import COLORS
+
+#: A value of the runs, and its title.
+Titled = tuple[str, str]
+
+
+def draw_values(whole: dict[str, Any], path: Path, values: list[Titled], *, chance: str | None = None) -> None:
+    """Draw a panel for each value: a line a row of the experiment, a point a seed; the level of chance is dotted."""
+    figure = Figure(figsize=(1.5 + 3.4 * len(values), 0.9 + 0.42 * len(whole["rows"])), layout="tight")
+    panels = figure.subplots(1, len(values), squeeze=False, sharey=True)[0]
+    for axes, (value, title) in zip(panels, values, strict=True):
+        for place, (row, runs) in enumerate(whole["rows"].items()):
+            found = [each["values"][value] for each in runs if value in each["values"]]
+            axes.plot(found, [place] * len(found), "o", color=COLORS[row], markersize=5)
+        axes.set_xlabel(title)
+        axes.grid(axis="x", alpha=0.3)
+    panels[0].set_yticks(range(len(whole["rows"])), list(whole["rows"]))
+    panels[0].invert_yaxis()
+    if chance in whole["chance"]:
+        panels[0].axvline(whole["chance"][chance], color="#888888", linestyle="dotted")
+    figure.savefig(path, dpi=130)
+
+
+def draw_losses(axes: Axes, whole: dict[str, Any]) -> None:
+    """Draw the training losses, the mean over seeds of every row."""
+    for row, runs in whole["rows"].items():
+        logs = [{entry["step"]: entry["loss"] for entry in each["log"] if "loss" in entry} for each in runs]
+        steps = sorted(set.intersection(*map(set, logs)))
+        axes.plot(
+            steps, [fmean(log[step] for log in logs) for step in steps], color=COLORS[row], linewidth=1, label=row
+        )
+    axes.set(xlabel="step", ylabel="training loss, nats")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, frameon=False)

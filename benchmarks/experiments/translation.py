@@ -1,0 +1,67 @@
+"""Translation from scratch, as in Peng et al. 2021, section 5.2: the captions of Multi30k, English to German.
+
+``--data`` is a folder with ``train``, ``val`` and ``test_2016_flickr``, each ``.en.gz`` and ``.de.gz``, one caption a line;
+``--tokenizer`` a folder with a tokenizer of both languages. Quality is sacreBLEU of the test captions, greedy and with 4
+beams.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
+
+import hf_rfa  # noqa: F401  # registers the RFA models
+from hf_rfa.convert.text_io import read_pairs
+from hf_rfa.errors import InputError
+from hf_rfa.finetune import evaluate_generation
+
+from .charts import draw_values
+from .experiment import Column, Experiment, Options
+
+LANGUAGES = ("en", "de")
+TEST = "test_2016_flickr"
+BEAMS = (1, 4)
+MAX_NEW_TOKENS = 60
+
+
+def prepare(data: Path | None, work: Path) -> Options:
+    """Return the files of the captions."""
+    if data is None:
+        raise InputError("pass --data, a folder with the captions of Multi30k (train.en.gz, …).")
+    files = {name: [data / f"{name}.{language}.gz" for language in LANGUAGES] for name in ("train", "val", TEST)}
+    missing = [str(path) for pair in files.values() for path in pair if not path.is_file()]
+    if missing:
+        raise InputError(f"there is no file {missing[0]}. --data is a folder with the captions of Multi30k.")
+    names = {"train": "train", "val": "evaluate"}
+    options = {option: str(files[name][0]) for name, option in names.items()}
+    return options | {f"{option}_references": str(files[name][1]) for name, option in names.items()}
+
+
+def measure(folder: Path, options: Options) -> dict[str, float]:
+    """Return the BLEU of the test captions."""
+    model: PreTrainedModel = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    source, target = (Path(options["train"]).with_name(f"{TEST}.{language}.gz") for language in LANGUAGES)
+    sources, references = read_pairs(source, target)
+    found = {}
+    for beams in BEAMS:
+        settings: Any = {"task": "translation", "num_beams": beams, "max_new_tokens": MAX_NEW_TOKENS, "batch_size": 50}
+        found[f"bleu_{beams}"] = evaluate_generation(model, tokenizer, sources, references, **settings).scores["sacreBLEU"]
+    return found
+
+
+def draw(whole: dict[str, Any], path: Path) -> None:
+    """Draw BLEU."""
+    draw_values(whole, path, [("bleu_1", "BLEU, greedy"), ("bleu_4", "BLEU, 4 beams")])
+
+
+EXPERIMENT = Experiment(
+    recipe="multi30k",
+    rows=("softmax", "RFA-Gaussian", "RFA-arccos", "RFA-Gate-Gaussian", "elu"),
+    columns=(Column("bleu_1", "BLEU, greedy"), Column("bleu_4", "BLEU, 4 beams")),
+    prepare=prepare,
+    measure=measure,
+    draw=draw,
+)
