@@ -20,12 +20,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from benchmarks.experiments import __main__ as experiments
-from benchmarks.experiments import experiment, images, language, rows, translation
+from benchmarks.experiments import experiment, gate, images, language, rows, translation
 from hf_rfa.convert.calibration_data import tokenize
 from hf_rfa.convert.text_io import read_documents
 from hf_rfa.errors import InputError
 from hf_rfa.finetune import evaluate_generation, perplexity
 from hf_rfa.finetune.recipe import load_settings
+from hf_rfa.models.attention import Gate
 
 from .conftest import save_tiny_tokenizer
 from .families import make_gpt2, save_softmax_model
@@ -40,9 +41,9 @@ TINY |= {
 }
 
 
-def words(folder: Path, **options: str) -> list[str]:
+def words(folder: Path, name: str = "images", **options: str) -> list[str]:
     given = [word for name, value in {**TINY, **options}.items() for word in (f"--{name.replace('_', '-')}", value)]
-    return ["images", "--small", "--work", str(folder / "work"), "--output", str(folder / "out"), *given]
+    return [name, "--small", "--work", str(folder / "work"), "--output", str(folder / "out"), *given]
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +139,31 @@ def test_a_table_has_means_spreads_and_chance():
     told = experiment.table(images.EXPERIMENT, {"elu": runs}, {"bits": 4.0})
     assert "| elu | 1.500 ± 0.707 |  |  | 2.00 M | 0.50 ± 0.00 |" in told
     assert "| chance | 4.000 |  |  | | |" in told
+
+
+def test_a_fixed_gate_has_its_time_scale_and_keeps_it(tmp_path, monkeypatch):
+    overrides = json.dumps({"n_layer": 1, "n_embd": 16, "n_head": 2, "num_features": 8})
+    monkeypatch.setattr(gate, "TRAINED_ON", 40)
+    given = words(tmp_path, "copying", config_overrides=overrides, learning_rate="0.1")
+    monkeypatch.setattr(sys, "argv", ["experiments", *given, "--row", "gate of 16 tokens", "--seeds", "0"])
+    experiments.main()
+    folder = tmp_path / "work" / "gate of 16 tokens, seed 0"
+    before, after = (
+        load_file(tmp_path / "work" / name / "model.safetensors") for name in (f"{folder.name}, new", folder.name)
+    )
+    gates = [name for name in after if ".gate." in name]
+    assert len(gates) == 2
+    assert all(torch.equal(before[name], after[name]) for name in gates)
+    changed = [name for name in after if not torch.equal(before[name], after[name])]
+    assert len(changed) > len(after) / 2
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (layer,) = [module for module in model.modules() if isinstance(module, Gate)]
+    _, forgotten = layer(torch.randn(2, 5, 16))
+    torch.testing.assert_close(1.0 / forgotten, torch.full_like(forgotten, 16.0))
+    assert json.loads((folder / "config.json").read_text())["n_positions"] == 72
+    values = json.loads((tmp_path / "out" / "copying.json").read_text())["rows"]["gate of 16 tokens"][0]["values"]
+    assert set(values) == {f"copied_{length}" for length in gate.LENGTHS}
+    assert imread(tmp_path / "out" / "gate.png")[..., :3].std() > 0.05
 
 
 def start(folder: Path, **options: str) -> subprocess.Popen:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from hf_rfa.finetune.recipe import read_overrides
 
-from .experiment import Experiment, run
+from . import gate, images, language, translation
+from .experiment import run
 from .rows import ROWS
 
-NAMES = ("images", "language", "translation")
+EXPERIMENTS = {
+    "translation": translation.EXPERIMENT,
+    "language": language.EXPERIMENT,
+    "images": images.EXPERIMENT,
+    "copying": gate.COPYING,
+    "gated-language": gate.LANGUAGE,
+}
 
 
 def main() -> None:
@@ -20,16 +26,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.experiments", description=(__doc__ or "").partition(":")[0]
     )
-    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("name", choices=EXPERIMENTS)
     parser.add_argument("--small", action="store_true", help="the recipe's small variant, for a processor")
     parser.add_argument("--data", type=Path, help="folder with the data, where the experiment does not make its own")
-    parser.add_argument("--row", action="append", choices=[*ROWS], help="default: those of the experiment")
+    parser.add_argument("--row", action="append", help="default: those of the experiment")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: those of the experiment")
     parser.add_argument("--processes", type=int, default=1, help="processes that train a row together, by accelerate")
     parser.add_argument("--work", type=Path, help="folder for checkpoints; default: NAME-work")
     parser.add_argument("--output", type=Path, default=Path("docs/experiments"), help="folder for JSON and PNG")
     given, others = parser.parse_known_args()  # the rest are options of hf-rfa finetune
-    experiment: Experiment = import_module(f"{__package__}.{given.name}").EXPERIMENT
+    experiment = EXPERIMENTS[given.name]
+    unknown = sorted({*(given.row or ())} - {*experiment.rows, *ROWS})
+    if unknown:
+        parser.error(f"there is no row {unknown[0]!r}. There are: {', '.join(experiment.rows)}.")
     names = [word.removeprefix("--").replace("-", "_") for word in others[::2]]
     changes: dict[str, Any] = dict(zip(names, others[1::2], strict=True))
     if "config_overrides" in changes:

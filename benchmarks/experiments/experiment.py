@@ -47,6 +47,7 @@ class Experiment:
         finish: called at the end with the folder of every row's first seed, its options and the folder of the output; returns
             values of rows that are measured side by side, such as speed, and draws pictures.
         draw: draws the results to a PNG file.
+        settings: returns a recipe's settings for a row and a seed, given the folder for what the training starts from.
         seeds: of the training.
         options: of the recipe, that this experiment changes.
     """
@@ -59,6 +60,9 @@ class Experiment:
     draw: Callable[[dict[str, Any], Path], None]
     chance: Callable[[Options], dict[str, float]] = lambda options: {}
     finish: Callable[[dict[str, Path], Options, Path], dict[str, dict[str, float]]] = lambda *given: {}
+    settings: Callable[[str, dict[str, Any], Path, int], dict[str, Any]] = lambda row, recipe, work, seed: settings_of(
+        row, recipe
+    )
     seeds: Sequence[int] = (0, 1, 2)
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -92,14 +96,15 @@ def run(
     """
     work.mkdir(parents=True, exist_ok=True)
     output.mkdir(parents=True, exist_ok=True)
-    options = {**experiment.options, **experiment.prepare(data, work), **changes, "disable_tqdm": "true"}
-    recipe = merge(load_settings(experiment.recipe, small=small), options)
+    own = {**experiment.options, **experiment.prepare(data, work), "disable_tqdm": "true"}
+    recipe = merge(merge(load_settings(experiment.recipe, small=small), own), dict(changes))
     results: Results = {}
     console = Console()
     # All rows of a seed before the next seed: a run that is stopped has a whole comparison.
     for seed, row in product(seeds, rows):
         folder = work / f"{row}, seed {seed}"
-        figures = train({**settings_of(row, recipe), "seed": seed}, folder, processes=processes)
+        settings = {**experiment.settings(row, recipe, work, seed), "seed": seed}
+        figures = train(settings, folder, processes=processes)
         measured = work / f"{folder.name}, measured.json"
         if not measured.is_file():
             with new_file(measured) as file:

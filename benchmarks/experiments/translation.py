@@ -48,7 +48,9 @@ def measure(folder: Path, options: Options) -> dict[str, float]:
     found = {}
     for beams in BEAMS:
         settings: Any = {"task": "translation", "num_beams": beams, "max_new_tokens": MAX_NEW_TOKENS, "batch_size": 50}
-        found[f"bleu_{beams}"] = evaluate_generation(model, tokenizer, sources, references, **settings).scores["sacreBLEU"]
+        found[f"bleu_{beams}"] = evaluate_generation(model, tokenizer, sources, references, **settings).scores[
+            "sacreBLEU"
+        ]
     return found
 
 
