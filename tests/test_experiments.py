@@ -17,10 +17,17 @@ import pytest
 import torch
 from matplotlib.image import imread
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    ByT5Tokenizer,
+)
 
 from benchmarks.experiments import __main__ as experiments
-from benchmarks.experiments import experiment, gate, images, language, rows, translation
+from benchmarks.experiments import experiment, gate, images, language, listops, rows, translation
 from hf_rfa.convert.calibration_data import tokenize
 from hf_rfa.convert.text_io import read_documents
 from hf_rfa.errors import InputError
@@ -164,6 +171,40 @@ def test_a_fixed_gate_has_its_time_scale_and_keeps_it(tmp_path, monkeypatch):
     values = json.loads((tmp_path / "out" / "copying.json").read_text())["rows"]["gate of 16 tokens"][0]["values"]
     assert set(values) == {f"copied_{length}" for length in gate.LENGTHS}
     assert imread(tmp_path / "out" / "gate.png")[..., :3].std() > 0.05
+
+
+def test_values_of_expressions_are_counted_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(listops, "HELD_OUT", 30)
+    monkeypatch.setattr(listops, "BATCH", 7)
+    labels = {str(label): index for index, label in enumerate(reversed(range(10)))}
+    ids = {"vocab_size": 259, "pad_token_id": 0, "eos_token_id": 1}
+    config = AutoConfig.for_model(
+        "rfa_llama", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, **ids
+    )
+    config.label2id, config.id2label = labels, {index: label for label, index in labels.items()}
+    config.initializer_range = 1.0
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "model")
+    found = listops.measure(tmp_path / "model", {})
+    for name, lengths in (("right", listops.LENGTHS), ("right_twice", listops.TWICE)):
+        right = 0
+        for row in listops.held_out(lengths):
+            assert lengths[0] <= len(row["text"]) <= lengths[1]
+            answer = model(torch.tensor([[*(3 + byte for byte in row["text"].encode()), 1]])).logits.argmax()
+            right += 9 - int(answer) == row["label"]
+        assert found[name] == right / 30
+    commonest = listops.chance({})
+    assert 0.1 <= commonest["right"] < 0.5
+    monkeypatch.setattr(listops, "TRAINED_ON", 500)
+    options = listops.prepare(None, tmp_path)
+    texts = {
+        name: {json.loads(line)["text"] for line in Path(path).read_text().splitlines()}
+        for name, path in options.items()
+    }
+    assert len(texts["train"]) > 400
+    assert not texts["train"] & texts["evaluate"]
 
 
 def start(folder: Path, **options: str) -> subprocess.Popen:

@@ -43,3 +43,19 @@ def draw_losses(axes: Axes, whole: dict[str, Any]) -> None:
     axes.set(xlabel="step", ylabel="training loss, nats")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, frameon=False)
+
+
+def mark_values(axes: Axes, whole: dict[str, Any], values: list[str]) -> None:
+    """Draw values side by side: a line a run, in its row's color, and the levels of chance dotted."""
+    for row, runs in whole["rows"].items():
+        for index, each in enumerate(runs):
+            found = [each["values"].get(value) for value in values]
+            axes.plot(
+                range(len(values)), found, "o-", color=COLORS.get(row), markersize=4, label=None if index else row
+            )
+    levels = [whole["chance"].get(value) for value in values]
+    if None not in levels:
+        axes.plot(range(len(values)), levels, color="#888888", linestyle="dotted", label="chance")
+    axes.set_xlim(-0.3, len(values) - 0.7)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, frameon=False)
