@@ -6,13 +6,13 @@ import os
 import sys
 from dataclasses import replace
 from importlib.machinery import PathFinder
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from hf_rfa.errors import InputError
-from hf_rfa.families import has_rotary_positions, position_count, scale_rotations
+from hf_rfa.families import Family, has_rotary_positions, position_count, scale_rotations
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
 
@@ -39,8 +39,42 @@ SAME_NAMES = (
 )
 
 
+#: What a decoder keeps by default where features were not found to pay: as many bytes as 128 features of `positive`.
+WINDOW, SINKS, SLOTS = 31, 4, 28
+#: What is trained after a conversion: features by attention transfer, or the whole model end to end.
+Trained = Literal["features", "model"]
+
+
+def with_defaults(family: Family, options: ConversionOptions, trained: Trained | None = None) -> ConversionOptions:
+    """Return options with a value for each that was left to the family and to what is ``trained``.
+
+    Features are the default where they were measured to be worth their bytes (`Family.features_by_default`), and where an
+    option asks for them. Elsewhere it is a window, sinks and slots.
+    """
+    names = ("num_features", "num_encoder_features", "unit_norm", "trainable_projection", "redraw_pool", "gate")
+    by_default = family.features_by_default or options.memory is not None
+    asked = trained == "features" or any(getattr(options, name) for name in names)
+    feature_map = options.feature_map
+    if feature_map is None:
+        features = "positive" if trained is None or options.memory is not None else "exponential"
+        feature_map = features if by_default or asked else "none"
+    chosen = options.feature_map is None and feature_map == "none"
+    sizes = {name: getattr(options, name) for name in ("window_size", "num_sinks", "num_slots")}
+    if chosen and not any(each is not None for each in sizes.values()):
+        sizes = dict(zip(sizes, (WINDOW, SINKS, SLOTS), strict=True))
+    if chosen and sizes["window_size"] and sizes["num_sinks"] is None:
+        sizes["num_sinks"] = SINKS
+    sizes = {name: each or 0 for name, each in sizes.items()}
+    gate = options.gate
+    if gate is None:
+        trains = trained is not None and options.memory is None and feature_map != "none"
+        gate = trains and not sizes["window_size"] and options.layers != []
+    return replace(options, feature_map=feature_map, gate=gate, **sizes)
+
+
 def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
     """Return the RFA configuration, with the checkpoint's number of positions; an `InputError` if an option does not fit."""
+    options = with_defaults(checkpoint.family, options)
     _check_options(checkpoint, options)
     config_class = checkpoint.family.rfa_config
     values: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAMES}
@@ -165,14 +199,16 @@ def with_more_positions(checkpoint: Checkpoint, options: ConversionOptions) -> C
         raise InputError(f"cannot extend the positions of {checkpoint.name}: {error}") from error
 
 
-def outside_module(feature_map: str) -> str | None:
+def outside_module(feature_map: str | None) -> str | None:
     """Return the module that registered a feature map, or None for one of hf-rfa's own (and for one that is unknown)."""
+    if feature_map is None:
+        return None
     module = getattr(FEATURE_MAPS.get(feature_map), "__module__", FeatureMap.__module__)
     own = FeatureMap.__module__.rpartition(".")[0]
     return None if module.startswith(f"{own}.") else module
 
 
-def import_words(feature_map: str) -> list[str]:
+def import_words(feature_map: str | None) -> list[str]:
     """Return the words of a command line that import a feature map from outside hf-rfa, if a command can."""
     module = outside_module(feature_map)
     if module is None or module == "__main__":

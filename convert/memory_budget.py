@@ -25,13 +25,11 @@ from .base_model import softmax_base_model
 from .calibration import calibrate
 from .calibration_data import BLOCK_LENGTH, Inputs, batches
 from .checkpoint import Checkpoint, load_rfa_model
-from .configuration import check_number_of_heads, converted_layers, predicts_tokens, rfa_config
+from .configuration import SINKS, check_number_of_heads, converted_layers, predicts_tokens, rfa_config, with_defaults
 from .options import ConversionOptions
 from .perplexity import score_labels
 from .retrieval_heads import RetrievalHead, choose_retrieval_heads, repeated_passages
 
-#: First tokens that every way keeps, if the memory is at least four times that.
-SINKS = 4
 #: The features of the way that has some, and by what their number is divisible.
 FEATURE_MAP, FEATURES_STEP = "positive", 8
 #: Options that a memory decides on.
@@ -104,7 +102,9 @@ def _budget_of(checkpoint: Checkpoint, options: ConversionOptions, width: int) -
     itemsize = getattr(torch, own if options.dtype == "auto" else options.dtype).itemsize
     memory, token = int(options.memory or 0), 2 * width * itemsize
     longest = min(RETRIEVAL_WINDOW, position_count(checkpoint.config))
-    return _Budget(memory * token, token, token + itemsize, token + itemsize + 4, min(SINKS, memory // 4), longest)
+    return _Budget(
+        memory * token, token, token + itemsize, token + itemsize + 4, min(SINKS, memory // 4), longest
+    )  # every way keeps the sinks
 
 
 #: What is kept, its worth in tokens, and the options.
@@ -124,7 +124,8 @@ def ways_to_spend(
     total, sinks = budget.total, budget.sinks
 
     def way(name: str, num_bytes: float, **chosen: Any) -> Way:
-        return name, num_bytes / budget.token, replace(options, **{"memory": None, "growing_heads": 0, **chosen})
+        spent = replace(options, **{"memory": None, "growing_heads": 0, **chosen})
+        return name, num_bytes / budget.token, with_defaults(checkpoint.family, spent)
 
     count = total // budget.plain
     exact = {"feature_map": "none", "num_sinks": sinks}

@@ -20,7 +20,8 @@ class ConversionOptions:
     """The options of a conversion.
 
     Attributes:
-        feature_map: name of the feature map.
+        feature_map: name of the feature map. Default: positive (exponential where it is trained) for GPT-2 and models with an
+            encoder; none for other decoders, unless another option is of features.
         num_features: D, rows of W per head of causal attention. Default: the map's own.
         num_cross_features: D of cross attention. Default: the map's own.
         num_encoder_features: D of an encoder's attention. Default: the map's own.
@@ -36,14 +37,17 @@ class ConversionOptions:
         keep_softmax: keep this number of those layers softmax: the most sensitive ones, each measured as the only one
             converted, after calibration.
         window_size: number of last tokens that causal attention sees exactly, and the others through features; 0 for none.
-        num_sinks: number of first tokens that it sees exactly as well, for good; with a window.
-        num_slots: number of most important tokens before the window that it sees exactly as well; with a window.
+            Default: 0, and 31 where there are no features, with 4 sinks and 28 slots.
+        num_sinks: number of first tokens that it sees exactly as well, for good; with a window. Default: 0, and 4 where there
+            are no features by default.
+        num_slots: number of most important tokens before the window that it sees exactly as well; with a window. Default: 0,
+            or see window_size.
         retrieval_heads: number of key-value heads that see more, and exactly: those that tell the model most of what stood
             far back, found on texts that repeat themselves; or the heads, as layer.head (18.2,7.2).
         retrieval_window: number of last tokens that these heads see; 0 for all, of which their cache grows.
         growing_heads: how many of these heads, the first ones, see all tokens whatever that window. With a memory their
             cache comes on top of it.
-        gate: add a recency gate per head.
+        gate: add a recency gate per head. Default: where features are trained, without a window.
         memory: the cache of causal attention in tokens of the softmax model's, on average per layer: window, sinks, slots and
             features that predict the text best in that memory are found and used.
         calibrate_on: text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder one source a line). Default: random
@@ -58,7 +62,7 @@ class ConversionOptions:
         ValueError: for a number out of range, or a value that is not one of a field's choices.
     """
 
-    feature_map: str = "positive"
+    feature_map: str | None = None
     num_features: int | None = None
     num_cross_features: int | None = None
     num_encoder_features: int | None = None
@@ -71,13 +75,13 @@ class ConversionOptions:
     cross_layers: Layers | None = None
     encoder_layers: Layers | None = None
     keep_softmax: int = 0
-    window_size: int = 0
-    num_sinks: int = 0
-    num_slots: int = 0
+    window_size: int | None = None
+    num_sinks: int | None = None
+    num_slots: int | None = None
     retrieval_heads: RetrievalHeads = 0
     retrieval_window: int = 0
     growing_heads: int = 0
-    gate: bool = False
+    gate: bool | None = None
     memory: int | None = None
     calibrate_on: str | Path | None = None
     max_positions: int | None = None

@@ -35,7 +35,7 @@ from .calibration_data import (
     random_inputs,
 )
 from .checkpoint import Checkpoint, load_converted, load_rfa_model, open_checkpoint, quiet
-from .configuration import import_words, rfa_config, with_more_positions
+from .configuration import Trained, import_words, rfa_config, with_defaults, with_more_positions
 from .memory_budget import Trial, check_memory, spend_memory
 from .options import RENAMED, ConversionOptions
 from .perplexity import score_labels
@@ -64,6 +64,7 @@ def convert(
     destination: str | Path,
     options: ConversionOptions | None = None,
     *,
+    trained: Trained | None = None,
     overwrite: bool = False,
     command: str | None = None,
     progress: Progress | None = None,
@@ -82,6 +83,8 @@ def convert(
         checkpoint: folder of the softmax checkpoint, a GGUF file of it, or its name on the hub.
         destination: folder to write.
         options: the options of the conversion; None takes the defaults.
+        trained: what is going to be trained on the base model, on which some defaults depend: "features", by attention
+            transfer, or the whole "model"; None for nothing.
         overwrite: replace a checkpoint that is at ``destination``.
         command: the command line that the model card shows; None derives it from the options.
         progress: called as the work goes on.
@@ -103,6 +106,7 @@ def convert(
     found = with_more_positions(_check(checkpoint, destination, options, overwrite=overwrite), options)
     if options.memory is not None:
         check_memory(found, options)
+    options = with_defaults(found.family, options, trained)
     config = rfa_config(found, options)
     tokenizer, no_tokenizer, inputs = _prepare_inputs(found, options)
 

@@ -21,11 +21,6 @@ from .options import Overwrite, References, Resume, UsageError, number, text_fil
 #: What convert/options.py defines, read by its path: importing it as a module of `hf_rfa` would load torch.
 _PACKAGE: Any = find_spec("hf_rfa")
 OPTIONS = SimpleNamespace(**runpy.run_path(f"{_PACKAGE.submodule_search_locations[0]}/convert/options.py"))
-#: Options whose defaults depend on whether features are trained. A gate gains nothing with a window.
-DEPENDENT_DEFAULTS = {
-    "feature_map": "Default: positive; exponential where it is trained.",
-    "gate": "Default: where it is trained, without a window.",
-}
 LAYERS = ("layers", "cross_layers", "encoder_layers")
 HEADS = "retrieval_heads"
 
@@ -59,8 +54,6 @@ def _parameter(field: Field, panel: str, text: str) -> inspect.Parameter:
     kind: Any = {"calibrate_on": Path | None, HEADS: str, **dict.fromkeys(LAYERS, str | None)}.get(name, field.type)
     default = str(default) if name == HEADS else default
     text = text[0].upper() + text[1:]
-    if name in DEPENDENT_DEFAULTS:
-        kind, default, text = kind | None, None, f"{text} {DEPENDENT_DEFAULTS[name]}"
     if name in OPTIONS.MINIMUM and name != HEADS:
         option = number(text, OPTIONS.MINIMUM[name], names=(flag,))
     else:
@@ -132,11 +125,6 @@ def convert_command(
             raise UsageError(f"{flag} has no effect without --data. Leave it out.")
     options |= {name: _layers(OPTIONS.flag_of(name), options[name]) for name in LAYERS}
     options[HEADS] = _heads(OPTIONS.flag_of(HEADS), options[HEADS])
-    trained_map = trains and options["memory"] is None
-    if options["feature_map"] is None:
-        options["feature_map"] = "exponential" if trained_map else "positive"
-    if options["gate"] is None:
-        options["gate"] = trained_map and options["window_size"] == 0 and options["layers"] != []
     options["calibrate_on"] = options["calibrate_on"] or data
     if not trains:
         _convert(checkpoint, destination, overwrite=overwrite, **options)
@@ -153,7 +141,8 @@ def convert_command(
     with folder_beside(destination) as folder:
         converted = folder / destination.name
         command = shlex.join(["hf-rfa", *(word for word in sys.argv[1:] if word != "--resume")])
-        _convert(checkpoint, converted, command=command, **options)
+        trained = "model" if transfer_steps is None else "features"
+        _convert(checkpoint, converted, command=command, trained=trained, **options)
         revision = options["revision"]
         teacher = checkpoint if revision is None else locate(checkpoint, revision=revision, allow_pickle=False)
         report_of(

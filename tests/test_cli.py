@@ -7,12 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
-from hf_rfa import __version__
+from hf_rfa import FAMILIES, __version__
+from hf_rfa.convert.configuration import with_defaults
+from hf_rfa.convert.options import ConversionOptions
 from hf_rfa_cli import convert as cli_convert
 from hf_rfa_cli import train
 
@@ -202,27 +205,45 @@ def test_layers_are_read_as_indices_and_ranges():
 
 
 @pytest.mark.parametrize(
-    ("options", "feature_map", "gate"),
+    ("family", "options", "feature_map", "gate", "sizes"),
     [
-        ([], "positive", False),
-        (["--gate"], "positive", True),
-        (["--distill-steps", "3"], "exponential", True),
-        (["--distill-steps", "3", "--no-gate"], "exponential", False),
-        (["--distill-steps", "3", "--layers", "none"], "exponential", False),
-        (["--distill-steps", "3", "--window", "4"], "exponential", False),
-        (["--distill-steps", "3", "--window", "4", "--gate"], "exponential", True),
-        (["--distill-steps", "3", "--feature-map", "elu"], "elu", True),
+        ("gpt2", [], "positive", False, (0, 0, 0)),
+        ("gpt2", ["--gate"], "positive", True, (0, 0, 0)),
+        ("bart", ["--window-size", "4"], "positive", False, (4, 0, 0)),
+        ("gpt2", ["--distill-steps", "3"], "exponential", True, (0, 0, 0)),
+        ("gpt2", ["--distill-steps", "3", "--no-gate"], "exponential", False, (0, 0, 0)),
+        ("bart", ["--distill-steps", "3", "--layers", "none"], "exponential", False, (0, 0, 0)),
+        ("gpt2", ["--distill-steps", "3", "--window", "4"], "exponential", False, (4, 0, 0)),
+        ("gpt2", ["--distill-steps", "3", "--window", "4", "--gate"], "exponential", True, (4, 0, 0)),
+        ("gpt2", ["--distill-steps", "3", "--feature-map", "elu"], "elu", True, (0, 0, 0)),
+        ("gpt2", ["--end-to-end-steps", "3"], "exponential", True, (0, 0, 0)),
+        ("llama", [], "none", False, (31, 4, 28)),
+        ("llama", ["--window-size", "9"], "none", False, (9, 4, 0)),
+        ("llama", ["--window-size", "9", "--sinks", "0"], "none", False, (9, 0, 0)),
+        ("llama", ["--window-size", "9", "--slots", "5"], "none", False, (9, 4, 5)),
+        ("llama", ["--window-size", "0"], "none", False, (0, 0, 0)),  # which the configuration refuses
+        ("llama", ["--feature-map", "none", "--window-size", "9"], "none", False, (9, 0, 0)),
+        ("llama", ["--feature-map", "positive"], "positive", False, (0, 0, 0)),
+        ("llama", ["--num-features", "64", "--window-size", "9"], "positive", False, (9, 0, 0)),
+        ("llama", ["--gate"], "positive", True, (0, 0, 0)),
+        ("llama", ["--end-to-end-steps", "3"], "none", False, (31, 4, 28)),
+        ("llama", ["--distill-steps", "3"], "exponential", True, (0, 0, 0)),
     ],
 )
-def test_defaults_depend_on_whether_there_is_training(options, feature_map, gate, run_cli, tmp_path, monkeypatch):
-    """Feature map and gate that docs/quality.md found best without training, and with it."""
+def test_defaults_depend_on_the_family_and_on_training(
+    family, options, feature_map, gate, sizes, run_cli, tmp_path, monkeypatch
+):
+    """Those that docs/quality.md and benchmarks/results/memory.md found best without training, and with it."""
     chosen = {}
 
-    def stop(source, destination, **given):
-        chosen.update(given)
+    def stop(source, destination, *, trained=None, command=None, overwrite=False, **given):
+        found = with_defaults(FAMILIES[family], ConversionOptions(**given), trained)
+        assert with_defaults(FAMILIES[family], found) == found
+        chosen.update(asdict(found))
         raise SystemExit(0)
 
     monkeypatch.setattr(cli_convert, "_convert", stop)
-    data = ["--data", str(DEMO_TEXT)] if "--distill-steps" in options else []
+    data = ["--data", str(DEMO_TEXT)] if {"--distill-steps", "--end-to-end-steps"} & {*options} else []
     assert run_cli("convert", "parent", tmp_path / "out", *options, *data) == 0
     assert (chosen["feature_map"], chosen["gate"]) == (feature_map, gate)
+    assert tuple(chosen[name] for name in ("window_size", "num_sinks", "num_slots")) == sizes

@@ -23,6 +23,7 @@ from huggingface_hub.errors import RevisionNotFoundError
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import interpolate
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
@@ -47,7 +48,7 @@ from .conftest import (
     shared,
     tiny_parent_config,
 )
-from .families import base_config, has_encoder
+from .families import base_config, has_encoder, save_softmax_model
 
 SCRIPT = Path(sys.executable).parent / "hf-rfa"
 
@@ -325,7 +326,7 @@ def test_the_command_line_has_every_option():
         shown = parameters[field.name]
         assert shown.help
         assert shown.rich_help_panel
-        read = {"feature_map": None, "gate": None, "retrieval_heads": str(field.default)}
+        read = {"retrieval_heads": str(field.default)}
         assert shown.default == read.get(field.name, field.default)
 
 
@@ -336,7 +337,7 @@ TRANSFER = "--distill-steps is called --transfer-steps now"
     ("words", "message", "name", "value"),
     [
         (["--window", "4"], "--window is called --window-size now", "window_size", 4),
-        (["--distill-steps=3", "--data", DEMO_TEXT], TRANSFER, "gate", True),
+        (["--distill-steps=3", "--data", DEMO_TEXT], TRANSFER, "trained", "features"),
         (["--iid"], "", "orthogonal", False),
     ],
 )
@@ -658,3 +659,22 @@ def test_ctrl_c_at_any_time_leaves_nothing(delay, tmp_path):
     status = process.wait(timeout=60)
     assert status != 0 or (tmp_path / "out" / "model.safetensors").is_file()
     assert leftovers(tmp_path) == (["out"] if status == 0 else [])
+
+
+def test_a_decoder_keeps_a_window_sinks_and_slots_by_default(tmp_path):
+    save_softmax_model("llama", tmp_path / "llama")
+    report = convert(tmp_path / "llama", tmp_path / "rfa")
+    config = AutoConfig.from_pretrained(tmp_path / "rfa")
+    assert (config.feature_map, config.window_size, config.num_sinks, config.num_slots) == ("none", 31, 4, 28)
+    assert report.command == f"hf-rfa convert {tmp_path / 'llama'} {tmp_path / 'rfa'}"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "rfa").eval()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval()
+    ids = torch.randint(3, 61, (2, 90))
+    with torch.no_grad():
+        found, expected = (each(ids).logits for each in (model, base))
+    torch.testing.assert_close(found[:, :31], expected[:, :31], atol=1e-4, rtol=1e-4)  # the window holds all
+    assert (found - expected)[:, 70:].abs().max() > 1e-3
+    with pytest.raises(InputError, match="window"):
+        convert(tmp_path / "llama", tmp_path / "none", window_size=0)
+    convert(tmp_path / "llama", tmp_path / "features", feature_map="positive")
+    assert AutoConfig.from_pretrained(tmp_path / "features").num_features
