@@ -570,7 +570,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "no layer of .* attends to all tokens.*sliding_attention.*nothing to convert",
     ),
     ("gemma3_text", {}, {"layers": [0]}, r"layers to convert must be indices among .*, got \[0\]"),
-    ("gpt_oss", {}, {}, "learned sinks.*window_size"),
+    ("gpt_oss", {}, {"feature_map": "positive"}, "learned sinks.*window_size"),
     ("llama", {}, {"layers": [3]}, r"layers to convert must be indices from 0 to 2, got \[3\]"),
     ("llama", {}, {"window_size": 129}, "window_size must be from 0 to 128"),
     ("llama", {}, {"max_positions": 128}, "max_positions=128 does not extend the 128 positions"),
