@@ -8,13 +8,14 @@ from typing import Any
 
 from hf_rfa.finetune.recipe import read_overrides
 
-from . import gate, images, language, listops, translation
+from . import gate, images, language, listops, reviews, translation
 from .experiment import run
 from .rows import ROWS
 
 EXPERIMENTS = {
     "translation": translation.EXPERIMENT,
     "language": language.EXPERIMENT,
+    "reviews": reviews.EXPERIMENT,
     "listops": listops.EXPERIMENT,
     "images": images.EXPERIMENT,
     "copying": gate.COPYING,

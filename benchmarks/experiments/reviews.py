@@ -1,0 +1,140 @@
+"""Long texts classified by a language model that was converted: film reviews, at contexts of 256, 1,024 and 4,096 tokens.
+
+``--data`` is a folder with ``train.jsonl.gz`` and ``valid.jsonl.gz``, a review a line with "text" and "label"; ``--model`` a
+GPT-2. All rows are fine-tuned alike: the GPT-2 itself, what it is converted to, and the same after attention transfer on the
+reviews to train on. A table of positions that is too short is stretched by interpolation, for all rows.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from hf_rfa.convert import convert
+from hf_rfa.convert.atomic_io import new_folder
+from hf_rfa.convert.base_model import extend_positions
+from hf_rfa.convert.text_io import open_text
+from hf_rfa.errors import InputError
+from hf_rfa.families import FAMILIES, position_count
+from hf_rfa.finetune.distill import distill
+
+from .experiment import Column, Experiment, Options
+
+CONTEXTS = (256, 1024, 4096)
+SOFTMAX, CONVERTED, TRANSFERRED = "softmax", "RFA", "RFA after attention transfer"
+COLORS = {SOFTMAX: "#555555", CONVERTED: "#7ba7d4", TRANSFERRED: "#174a80"}
+ROWS = tuple(f"{kind}, {context}" for context in CONTEXTS for kind in COLORS)
+FILES = {"train": "train.jsonl.gz", "evaluate": "valid.jsonl.gz"}
+#: Steps of attention transfer, of 2,048 tokens each, and the reviews that are classified at once.
+TRANSFER_STEPS, BATCH = 120, 8
+
+
+def prepare(data: Path | None, work: Path) -> Options:
+    """Return the files of the reviews."""
+    if data is None:
+        raise InputError(f"pass --data, a folder with {' and '.join(FILES.values())}.")
+    for name in FILES.values():
+        if not (data / name).is_file():
+            raise InputError(f"there is no file {data / name}. --data is a folder with {' and '.join(FILES.values())}.")
+    return {option: str(data / name) for option, name in FILES.items()}
+
+
+def settings(row: str, recipe: dict[str, Any], work: Path, seed: int) -> dict[str, Any]:
+    """Return the recipe's settings for a row, whose model is made unless it is there."""
+    if "model" not in recipe:
+        raise InputError("pass --model, the folder of a GPT-2 language model that is converted and fine-tuned.")
+    kind, _, context = row.rpartition(", ")
+    changed = {"model": str(_start(kind, int(context), recipe, work)), "block_length": int(context)}
+    rates = ("feature_map_rate", "sigma_rate") if kind == SOFTMAX else ()  # it has neither
+    return {name: value for name, value in recipe.items() if name not in rates} | changed
+
+
+def _start(kind: str, context: int, recipe: dict[str, Any], work: Path) -> Path:
+    """Return the model that a row's fine-tuning starts from."""
+    folder = work / f"start, {kind}, {context}"
+    if folder.is_dir():
+        return folder
+    if kind == SOFTMAX:
+        model: Any = AutoModelForCausalLM.from_pretrained(recipe["model"], dtype="float32")
+        if position_count(model.config) < context:
+            extend_positions(FAMILIES[model.config.model_type], model, context)
+        with new_folder(folder) as place:
+            model.save_pretrained(place)
+            AutoTokenizer.from_pretrained(recipe["model"]).save_pretrained(place)
+        return folder
+    base, text = _start(SOFTMAX, context, recipe, work), recipe["train"]
+    if kind == CONVERTED:
+        convert(base, folder, calibrate_on=text)
+        return folder
+    converted = work / f"start, {kind}, {context}, untrained"
+    if not converted.is_dir():
+        convert(base, converted, calibrate_on=text, trained="features")
+    steps = {"transfer_steps": TRANSFER_STEPS, "end_to_end_steps": 0}
+    distill(converted, folder, teacher=base, data=text, overwrite=True, **steps)  # type: ignore[arg-type]
+    return folder
+
+
+@torch.no_grad()
+def measure(folder: Path, options: Options) -> dict[str, float]:
+    """Return the share of held-out reviews that are classified rightly."""
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    context = json.loads((folder / "finetuning.json").read_text())["settings"]["block_length"]
+    with open_text(Path(options["evaluate"])) as file:
+        rows = [json.loads(line) for line in file]
+    right = 0
+    for start in range(0, len(rows), BATCH):
+        few = rows[start : start + BATCH]
+        inputs = tokenizer(
+            [row["text"] for row in few], truncation=True, max_length=context, padding=True, return_tensors="pt"
+        )
+        answers = model(**{key: inputs[key] for key in ("input_ids", "attention_mask")}).logits.argmax(-1).tolist()
+        right += sum(
+            model.config.id2label[answer] == str(row["label"]) for answer, row in zip(answers, few, strict=True)
+        )
+    return {"right": right / len(rows)}
+
+
+def draw(whole: dict[str, Any], path: Path) -> None:
+    """Draw accuracy by context."""
+    figure = Figure(figsize=(5, 3.6), layout="tight")
+    axes = figure.subplots()
+    for kind, color in COLORS.items():
+        points = [
+            (context, each["values"]["right"])
+            for context in CONTEXTS
+            for each in whole["rows"].get(f"{kind}, {context}", ())
+        ]
+        axes.plot(*zip(*points, strict=True), "o", color=color, markersize=4, label=kind) if points else None
+    axes.axhline(whole["chance"]["right"], color="#888888", linestyle="dotted", label="chance")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(CONTEXTS, [f"{each:,}" for each in CONTEXTS])
+    axes.set(xlabel="context, tokens", ylabel="reviews classified rightly")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def chance(options: Options) -> dict[str, float]:
+    """Return the share of the commoner label among the held-out reviews."""
+    with open_text(Path(options["evaluate"])) as file:
+        labels = [json.loads(line)["label"] for line in file]
+    return {"right": max(labels.count(label) for label in labels) / len(labels)}
+
+
+EXPERIMENT = Experiment(
+    recipe="reviews",
+    rows=ROWS,
+    columns=(Column("right", "classified rightly", ".3f", "right"),),
+    prepare=prepare,
+    measure=measure,
+    chance=chance,
+    draw=draw,
+    settings=settings,
+)
