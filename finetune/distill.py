@@ -138,7 +138,8 @@ def _check_teacher(
     if transfer and not any(name.startswith(own) for name, _ in model.named_parameters()):
         raise InputError(
             f"{checkpoint} has nothing that attention transfer could train: feature_map={config.feature_map!r} has no "
-            "parameters, and there is no gate. Pass --transfer-steps 0, or convert it with another map or with --gate."
+            "parameters, and there is no gate. Pass --recipe pretrained or --transfer-steps 0 to train the whole model, or "
+            "convert it with another map or with --gate."
         )
     theirs = dict(teacher.named_parameters())
     positions = {family.position_embedding for family in FAMILIES.values()}
