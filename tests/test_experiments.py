@@ -27,7 +27,8 @@ from transformers import (
 )
 
 from benchmarks.experiments import __main__ as experiments
-from benchmarks.experiments import experiment, gate, images, language, listops, reviews, rows, translation
+from benchmarks.experiments import experiment, gate, images, language, listops, reviews, rows, speech, translation
+from hf_rfa.convert.base_model import rfa_layers
 from hf_rfa.convert.calibration_data import tokenize
 from hf_rfa.convert.text_io import read_documents
 from hf_rfa.errors import InputError
@@ -247,6 +248,22 @@ def test_reviews_start_from_the_same_model_and_are_counted_one_by_one(tmp_path):
     right = sum(answer == row["label"] for answer, row in zip(answers, rows, strict=True))
     assert reviews.measure(folder, recipe)["right"] == right / len(rows)
     assert reviews.chance(recipe) == {"right": 0.5}
+
+
+def test_speech_is_timed_by_length(tmp_path):
+    tiny = {name: 2 if name.endswith("heads") else 1 if name.endswith("layers") else 16 for name in speech.SHAPE}
+    tiny |= {"vocab_size": 61, "num_mel_bins": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    tiny |= {"decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None}
+    for row, count in (("softmax", 0), ("RFA-Gaussian", 3), ("elu", 3)):
+        model = speech.model_of(row, 1, **tiny)
+        assert len(rfa_layers(model)) == count
+        assert model.config.max_source_positions == 50
+    found = [each for seconds in (1, 2) for each in speech.measure(seconds, 1, **tiny)]
+    assert [(each["seconds"], each["row"]) for each in found] == [(n, row) for n in (1, 2) for row in speech.COMPARED]
+    assert all(each["reading_ms"] > 0 and each["step_ms"] > 0 for each in found)
+    assert f"| 2 | {found[3]['reading_ms']:,.0f} | {found[3]['step_ms']:.1f} |" in speech.table(found)
+    speech.draw(found, tmp_path / "speech.png")
+    assert imread(tmp_path / "speech.png")[..., :3].std() > 0.05
 
 
 def start(folder: Path, **options: str) -> subprocess.Popen:

@@ -1,0 +1,128 @@
+"""Speech, as in Katharopoulos et al. 2020, section 4.3: time and memory of a Whisper by the length of the audio.
+
+    python -m benchmarks.experiments.speech --output docs/experiments
+
+Models of Whisper tiny's shape with random weights: what they write means nothing, and quality is not measured. All attention
+is softmax, or all of it RFA or elu: the encoder's, the decoder's causal and its cross attention. The audio is read once, and
+the decoder then takes one step. Both are timed in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForSpeechSeq2Seq
+
+import hf_rfa  # noqa: F401  # registers the RFA models
+from hf_rfa.bench import Load
+from hf_rfa.bench.measure import interleaved, peak_bytes
+from hf_rfa.convert.atomic_io import new_file
+
+from .rows import COLORS, ROWS, SOFTMAX
+
+SHAPE = {"d_model": 384, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 6}
+SHAPE |= {"decoder_attention_heads": 6, "encoder_ffn_dim": 1536, "decoder_ffn_dim": 1536}
+COMPARED = (SOFTMAX, "RFA-Gaussian", "elu")
+#: Positions of the encoder in a second of audio, and frames of its input in a position.
+POSITIONS_PER_SECOND, FRAMES = 50, 2
+#: Features of the decoder's cross attention, as many as Peng et al. 2021 have, and of all other attention.
+FEATURES = {"num_features": 64, "num_cross_features": 128, "num_encoder_features": 64}
+
+
+def model_of(row: str, seconds: int, **shape: Any) -> Any:
+    """Return a model of a row with random weights, for audio of some length."""
+    options: dict[str, Any] = {**SHAPE, **shape, "max_source_positions": seconds * POSITIONS_PER_SECOND}
+    change = ROWS[row]
+    if change is not None:
+        features = FEATURES if "num_features" not in change else dict.fromkeys(FEATURES)
+        options |= {**change, **features, "softmax_encoder_layers": []}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("whisper" if change is None else "rfa_whisper", **options)
+    return AutoModelForSpeechSeq2Seq.from_config(config).eval()
+
+
+@torch.no_grad()
+def measure(seconds: int, steps: int, rows: tuple[str, ...] = COMPARED, **shape: Any) -> list[dict[str, Any]]:
+    """Return milliseconds of reading audio of some length and of a decoder's step after it, and the most memory, by row."""
+    models = {row: model_of(row, seconds, **shape) for row in rows}
+    config = next(iter(models.values())).config
+    audio = torch.randn(1, config.num_mel_bins, seconds * POSITIONS_PER_SECOND * FRAMES)
+    start = torch.full((1, 1), config.decoder_start_token_id)
+    calls = {row: lambda model=model: model.model.encoder(audio) for row, model in models.items()}
+    reading = interleaved(calls, steps, audio.device)
+    memory = {row: peak_bytes(call, audio.device) for row, call in calls.items()}
+    after = {}
+    for row, model in models.items():
+        read = model.model.encoder(audio)
+        cache = model(encoder_outputs=read, decoder_input_ids=start, use_cache=True).past_key_values
+        options = {"encoder_outputs": read, "decoder_input_ids": start, "past_key_values": cache, "use_cache": True}
+        after[row] = lambda model=model, options=options: model(**options)
+    step = interleaved(after, 4 * steps, audio.device)
+    return [
+        {"row": row, "seconds": seconds, "reading_ms": reading[row], "step_ms": step[row], "peak_bytes": memory[row]}
+        for row in rows
+    ]
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Return the figures as a Markdown table: a row a length, milliseconds of reading, of a step, and peak memory."""
+    rows = list(dict.fromkeys(each["row"] for each in found))
+    lines = ["| seconds of audio | " + " | ".join(f"{row}: reads, ms | step, ms | MB" for row in rows) + " |"]
+    lines.append("|---|" + "---|" * 3 * len(rows))
+    for seconds in dict.fromkeys(each["seconds"] for each in found):
+        here = {each["row"]: each for each in found if each["seconds"] == seconds}
+        cells = [
+            cell
+            for row in rows
+            for cell in (
+                f"{here[row]['reading_ms']:,.0f}",
+                f"{here[row]['step_ms']:.1f}",
+                "" if here[row]["peak_bytes"] is None else f"{here[row]['peak_bytes'] / 1e6:,.0f}",
+            )
+        ]
+        lines.append(f"| {seconds} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(found: list[dict[str, Any]], path: Path) -> None:
+    """Draw the time of reading, and of a step, by length."""
+    figure = Figure(figsize=(9, 3.4), layout="tight")
+    panels = figure.subplots(1, 2)
+    for axes, value, title in zip(panels, ("reading_ms", "step_ms"), ("to read the audio", "of a step"), strict=True):
+        for row in dict.fromkeys(each["row"] for each in found):
+            points = [(each["seconds"], each[value]) for each in found if each["row"] == row]
+            axes.plot(*zip(*points, strict=True), "o-", color=COLORS[row], markersize=4, label=row)
+        axes.set(xscale="log", yscale="log", xlabel="audio, seconds", ylabel=f"milliseconds {title}")
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize=7, frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    """Measure all lengths, shortest first, and write ``speech.json`` and ``speech.png``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=int, nargs="+", default=[8, 15, 30, 60, 120, 240])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path("docs/experiments"))
+    given = parser.parse_args()
+    console, load = Console(), Load.now()
+    if warning := load.warning():
+        console.print(warning, soft_wrap=True)
+    found: list[dict[str, Any]] = []
+    for seconds in sorted(given.seconds):
+        found += measure(seconds, given.steps)
+        console.print(table(found), markup=False, highlight=False, soft_wrap=True)
+    given.output.mkdir(parents=True, exist_ok=True)
+    with new_file(given.output / "speech.json") as file:
+        json.dump({"shape": SHAPE, "machine": str(load), "rows": found}, file, indent=1)
+    draw(found, given.output / "speech.png")
+
+
+if __name__ == "__main__":
+    main()
