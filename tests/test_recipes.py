@@ -28,6 +28,8 @@ from .training import run, write_rows
 
 RECIPES = sorted(path.stem for path in (FOLDER / "finetune").glob("*.yaml"))
 TINY = {"gpt2": {"n_layer": 1, "n_embd": 16, "n_head": 2}, "bart": {"encoder_layers": 1, "decoder_layers": 1}}
+TINY["llama"] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+TINY["llama"] |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 TINY["bart"] |= {name: 16 for name in ("d_model", "encoder_ffn_dim", "decoder_ffn_dim")}
 TINY["bart"] |= {name: 2 for name in ("encoder_attention_heads", "decoder_attention_heads")}
 
@@ -64,12 +66,12 @@ def parse(words: list[str]):
 def test_every_recipe_trains(name, small, material, tmp_path):
     """With the data and the size of its model replaced, and two steps."""
     recipe = load_settings(name, small=small)
-    family = "bart" if recipe["task"] == "seq2seq" else "gpt2"
+    family = recipe.get("model_type", "rfa_gpt2").removeprefix("rfa_")
     options = {"train": material / "rows.jsonl", "evaluate": material / "rows.jsonl", "output-dir": tmp_path / "out"}
     options |= {"max-steps": 2, "warmup-steps": 1, "save-steps": 2, "block-length": 32, "use-cpu": True}
     options |= {"per-device-train-batch-size": 2, "per-device-eval-batch-size": 8}
     if "model_type" in recipe:
-        positions = {"gpt2": "n_positions", "bart": "max_position_embeddings"}[family]
+        positions = "n_positions" if family == "gpt2" else "max_position_embeddings"
         options["config-overrides"] = json.dumps(TINY[family] | {positions: 32})
     else:
         AutoTokenizer.from_pretrained(material / "tokenizer").save_pretrained(tmp_path / "model")
