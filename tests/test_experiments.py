@@ -343,3 +343,16 @@ def test_translations_are_scored_greedily_and_with_beams(tmp_path):
     (tmp_path / "val.de.gz").unlink()
     with pytest.raises(InputError, match=r"there is no file .*val\.de\.gz"):
         translation.prepare(tmp_path, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_processes_train_a_row_together(tmp_path):
+    """A step has the rows of both: half as many steps make an epoch."""
+    epochs = {}
+    for processes in ("1", "2"):
+        assert start(tmp_path / processes, processes=processes).wait() == 0
+        folder = tmp_path / processes
+        (run,) = json.loads((folder / "out" / "images.json").read_text())["rows"]["RFA-Gaussian"]
+        assert run["values"]["bits"] > 0
+        epochs[processes] = run["log"][-1]["epoch"]
+    assert epochs["2"] == pytest.approx(2 * epochs["1"], rel=0.1)

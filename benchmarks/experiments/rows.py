@@ -15,6 +15,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from hf_rfa import finetune
 from hf_rfa.convert.atomic_io import new_file
 from hf_rfa.finetune.recipe import merge, to_words
 from hf_rfa.finetune.run_folder import training_folder
@@ -75,7 +76,15 @@ def train(settings: dict[str, Any], folder: Path, *, processes: int = 1) -> dict
     words = to_words({**settings, "output": folder, "overwrite": True, "resume": resumed})
     launch = [sys.executable]
     if processes > 1:
-        launch += ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes)]
+        together = Path(finetune.__file__).parent / "launch" / "ddp.yaml"
+        launch += [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(together),
+            "--num_processes",
+            str(processes),
+        ]
     start = time.perf_counter()
     with folder.with_name(f"{folder.name}.log").open("a") as log:
         command = [*launch, "-m", "hf_rfa.cli", "finetune", *words]
