@@ -98,6 +98,7 @@ def run(
     output.mkdir(parents=True, exist_ok=True)
     own = {**experiment.options, **experiment.prepare(data, work), "disable_tqdm": "true"}
     recipe = merge(merge(load_settings(experiment.recipe, small=small), own), dict(changes))
+    chance = experiment.chance(recipe)
     results: Results = {}
     console = Console()
     # All rows of a seed before the next seed: a run that is stopped has a whole comparison.
@@ -111,8 +112,7 @@ def run(
                 json.dump(experiment.measure(folder, recipe), file)
         values = json.loads(measured.read_text())
         results.setdefault(row, []).append({"seed": seed, "values": values, **figures})
-        console.print(table(experiment, results, {}), markup=False, highlight=False, soft_wrap=True)
-    chance = experiment.chance(recipe)
+        console.print(table(experiment, results, chance), markup=False, highlight=False, soft_wrap=True)
     together = experiment.finish({row: work / f"{row}, seed {seeds[0]}" for row in rows}, recipe, output)
     for row, values in together.items():
         for each in results[row]:
