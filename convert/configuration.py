@@ -37,8 +37,6 @@ SAME_NAMES = (
     "num_sinks",
     "num_slots",
 )
-
-
 #: What a decoder keeps by default where features were not found to pay: as many bytes as 128 features of `positive`.
 WINDOW, SINKS, SLOTS = 31, 4, 28
 #: What is trained after a conversion: features by attention transfer, or the whole model end to end.
@@ -53,7 +51,7 @@ def with_defaults(family: Family, options: ConversionOptions, trained: Trained |
     """
     names = ("num_features", "num_encoder_features", "unit_norm", "trainable_projection", "redraw_pool", "gate")
     by_default = family.features_by_default or options.memory is not None
-    asked = trained == "features" or any(getattr(options, name) for name in names)
+    asked = trained == "features" or not options.orthogonal or any(getattr(options, name) for name in names)
     feature_map = options.feature_map
     if feature_map is None:
         features = "positive" if trained is None or options.memory is not None else "exponential"

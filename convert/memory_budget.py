@@ -84,8 +84,8 @@ def check_memory(checkpoint: Checkpoint, options: ConversionOptions) -> None:
 class _Budget:
     """A memory in bytes per head: ``total``, that of a ``token`` of the softmax cache, and of one that a head keeps.
 
-    What is kept has a log-weight too (``plain``), and importance in float32 where there are slots (``ranked``). No head keeps
-    more than the ``longest`` text that retrieval heads are given.
+    Every way keeps the ``sinks``. What is kept has a log-weight too (``plain``), and importance in float32 where there are
+    slots (``ranked``). No head keeps more than the ``longest`` text that retrieval heads are given.
     """
 
     total: int
@@ -102,9 +102,7 @@ def _budget_of(checkpoint: Checkpoint, options: ConversionOptions, width: int) -
     itemsize = getattr(torch, own if options.dtype == "auto" else options.dtype).itemsize
     memory, token = int(options.memory or 0), 2 * width * itemsize
     longest = min(RETRIEVAL_WINDOW, position_count(checkpoint.config))
-    return _Budget(
-        memory * token, token, token + itemsize, token + itemsize + 4, min(SINKS, memory // 4), longest
-    )  # every way keeps the sinks
+    return _Budget(memory * token, token, token + itemsize, token + itemsize + 4, min(SINKS, memory // 4), longest)
 
 
 #: What is kept, its worth in tokens, and the options.

@@ -226,6 +226,7 @@ def test_layers_are_read_as_indices_and_ranges():
         ("llama", ["--feature-map", "positive"], "positive", False, (0, 0, 0)),
         ("llama", ["--num-features", "64", "--window-size", "9"], "positive", False, (9, 0, 0)),
         ("llama", ["--gate"], "positive", True, (0, 0, 0)),
+        ("llama", ["--iid"], "positive", False, (0, 0, 0)),
         ("llama", ["--end-to-end-steps", "3"], "none", False, (31, 4, 28)),
         ("llama", ["--distill-steps", "3"], "exponential", True, (0, 0, 0)),
     ],

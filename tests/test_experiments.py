@@ -214,7 +214,7 @@ def test_reviews_start_from_the_same_model_and_are_counted_one_by_one(tmp_path):
         {"text": " ".join(f"w{4 + (n * n + 7 * row) % 53}" for n in range(90 + row)), "label": row % 2}
         for row in range(60)
     ]
-    for name in reviews.FILES.values():
+    for name in language.FILES.values():
         with gzip.open(tmp_path / name, "wt") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
     recipe = load_settings("reviews", small=True) | {

@@ -24,24 +24,14 @@ from hf_rfa.families import FAMILIES, position_count
 from hf_rfa.finetune.distill import distill
 
 from .experiment import Column, Experiment, Options
+from .language import prepare
 
 CONTEXTS = (256, 1024, 4096)
 SOFTMAX, CONVERTED, TRANSFERRED = "softmax", "RFA", "RFA after attention transfer"
 COLORS = {SOFTMAX: "#555555", CONVERTED: "#7ba7d4", TRANSFERRED: "#174a80"}
 ROWS = tuple(f"{kind}, {context}" for context in CONTEXTS for kind in COLORS)
-FILES = {"train": "train.jsonl.gz", "evaluate": "valid.jsonl.gz"}
 #: Steps of attention transfer, of 2,048 tokens each, and the reviews that are classified at once.
 TRANSFER_STEPS, BATCH = 120, 8
-
-
-def prepare(data: Path | None, work: Path) -> Options:
-    """Return the files of the reviews."""
-    if data is None:
-        raise InputError(f"pass --data, a folder with {' and '.join(FILES.values())}.")
-    for name in FILES.values():
-        if not (data / name).is_file():
-            raise InputError(f"there is no file {data / name}. --data is a folder with {' and '.join(FILES.values())}.")
-    return {option: str(data / name) for option, name in FILES.items()}
 
 
 def settings(row: str, recipe: dict[str, Any], work: Path, seed: int) -> dict[str, Any]:
