@@ -261,7 +261,7 @@ class _LinearAttention(torch.autograd.Function):
 def _rows(tensor: Tensor | None, like: Tensor, default: float) -> Tensor:
     """Return [B, H, T] in float32, contiguous: a tensor broadcast to it, or a constant."""
     if tensor is None:
-        return torch.full_like(like[..., 0], default, dtype=torch.float32)
+        return torch.full(like.shape[:-1], default, dtype=torch.float32, device=like.device)  # strides may be any
     return tensor.to(torch.float32).expand(like.shape[:-1]).contiguous()
 
 

@@ -1,0 +1,53 @@
+"""`benchmarks.gpu`: what fails is recorded and counted, and all parts run in their dry form."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from benchmarks.gpu.parity import judged
+from benchmarks.gpu.trial import FAILED, attempt, failures
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_what_fails_is_recorded_with_its_reason_and_found_wherever_it_is():
+    def fails():
+        raise MemoryError("64 GiB\n  are not there")
+
+    results = {"part": {"case": attempt(fails), "other": attempt(lambda: {"ms": 1.0}), "rows": [attempt(fails)]}}
+    assert results["part"]["other"] == {"ms": 1.0}
+    reason = "MemoryError: 64 GiB are not there"
+    assert failures(results) == [("part case", reason), ("part rows 0", reason)]
+
+
+def test_a_kernel_fails_if_its_error_is_much_more_than_that_of_torch():
+    assert FAILED not in judged({"output": (3e-7, 1e-7)}, 1e-7)
+    assert FAILED not in judged({"output": (1e-6, 1e-9)}, 1e-5)
+    found = judged({"output": (1e-7, 1e-7), "gradient": (0.5, 1e-7)}, 1e-5)
+    assert found[FAILED] == "error of gradient 5.0e-01, torch 1.0e-07"
+    assert FAILED in judged({"output": (float("inf"), 1e-7)}, 1e-5)  # not a number
+
+
+@pytest.mark.slow
+def test_all_parts_run_dry_and_are_not_run_again(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.gpu", "--dry", "--output", str(tmp_path)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    first = json.loads((tmp_path / "gpu.json").read_text())
+    assert set(first) == {"about", "parity", "attention", "graphs", "decoding", "conversion"}
+    assert len(first["parity"]) > 20
+    again = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+    assert json.loads((tmp_path / "gpu.json").read_text()) == first
+    assert "conversion: " in again.stdout  # shown, not run
+    del environment["TRITON_INTERPRET"]
+    refused = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "set TRITON_INTERPRET=1" in refused.stderr
