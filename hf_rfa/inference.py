@@ -30,10 +30,11 @@ from .cache_files import cache_num_bytes
 from .errors import InputError
 from .families import reads_audio
 from .gguf_files import is_gguf, load_gguf, load_gguf_tokenizer, open_gguf
+from .int8_weights import quantize_weights
 from .models.attention import AttentionComponent, RFAAttentionMixin
 from .models.feature_maps import NoFeatures
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 
 ModelKind = Literal["causal", "seq2seq"]
 KINDS: dict[ModelKind, str] = {"causal": "a decoder that stands alone", "seq2seq": "an encoder and a decoder"}
@@ -71,7 +72,8 @@ def load_model(
     Args:
         name: folder of the checkpoint, a GGUF file, or its name on the hub.
         kind: "causal" for a decoder that stands alone, "seq2seq" for an encoder and a decoder, None for either.
-        dtype: "auto" for the checkpoint's own, and float32 of a GGUF file; or one of `DTYPES`.
+        dtype: "auto" for the checkpoint's own, and float32 of a GGUF file; or one of `DTYPES`; "int8" is bfloat16 with the
+            weights of linear layers in 8 bits (`hf_rfa.int8_weights`). States are in float32 in any case.
         need_tokenizer: whether a missing tokenizer is an error; otherwise it is returned as None.
 
     Returns:
@@ -99,6 +101,7 @@ def load_model(
             "such a checkpoint, or choose another task."
         )
     auto_class: Any = AutoModelForSeq2SeqLM if found == "seq2seq" else AutoModelForCausalLM
+    int8, dtype = dtype == "int8", "bfloat16" if dtype == "int8" else dtype
     try:
         if gguf is None:
             model = auto_class.from_pretrained(source, config=config, dtype=dtype, use_safetensors=True)
@@ -108,6 +111,8 @@ def load_model(
         raise
     except WEIGHT_ERRORS as error:
         raise InputError(f"cannot load a model that generates text from {name}: {error}") from error
+    if int8:
+        quantize_weights(model)
     if found == "causal":
         name_loss(model)
     tokenizer, problem = load_tokenizer(source) if gguf is None else load_gguf_tokenizer(gguf)

@@ -38,9 +38,17 @@ def bench_command(
     gate: Annotated[bool, typer.Option("--gate", help="With gates.")] = False,
     static: Annotated[bool, typer.Option("--static", help="Softmax on a StaticCache as well.")] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="Both under torch.compile as well.")] = False,
+    against: Annotated[
+        Literal["llama.cpp"] | None,
+        typer.Option(help="Decoding of one sequence also by llama.cpp, from --gguf (pip install xllamacpp)."),
+    ] = None,
+    gguf: Annotated[Path | None, typer.Option(help="The softmax model as a GGUF file, for --against.")] = None,
     steps: Annotated[int, number("Steps timed per point; medians are reported.", 1)] = 11,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Precision of both.")] = "float32",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16", "int8"],
+        typer.Option(help="Precision of both; int8 for bfloat16 with 8-bit weights."),
+    ] = "float32",
     output: Annotated[
         Path | None,
         typer.Option(callback=in_a_folder, help="Write OUTPUT.json, and one picture a task, OUTPUT-TASK.png."),
@@ -48,11 +56,20 @@ def bench_command(
 ) -> None:
     """Time RFA against its softmax parent (SDPA), same weights, in one process, in turn: medians and ratios."""
     tasks = task or [Task.decoding]
+    if dtype == "int8" and Task.training in tasks:
+        raise UsageError("--dtype int8 is for inference: leave --task training out, or take another precision.")
     sizes = {"batches": _numbers("--batches", batches), "sources": _numbers("--sources", sources)}
     default = {each: "128,512,2048,8192" if each == "decoding" else "1024,4096" for each in tasks}
     chosen = {each: _numbers("--lengths", default[each] if lengths is None else lengths) for each in tasks}
     if (static or compiled) and "decoding" not in tasks:
         raise UsageError("--static and --compile are about decoding: pass --task decoding with them.")
+
+    if (against is None) != (gguf is None):
+        raise UsageError("--against llama.cpp and --gguf FILE go together: pass both.")
+    if against is not None and (Task.decoding not in tasks or 1 not in sizes["batches"] or device != "cpu"):
+        raise UsageError(
+            "--against llama.cpp is about decoding one sequence on a CPU: pass --task decoding --batches 1."
+        )
 
     import torch
     from huggingface_hub.errors import StrictDataclassError
@@ -62,6 +79,7 @@ def bench_command(
     from hf_rfa.convert.atomic_io import check_file, new_file
     from hf_rfa.errors import InputError
     from hf_rfa.inference import read_config
+    from hf_rfa.int8_weights import quantize_weights
 
     files = {end: Path(f"{output}{end}") for end in (".json", *(f"-{each}.png" for each in tasks)) if output}
     for path in files.values():
@@ -69,6 +87,8 @@ def bench_command(
     config: Any = SHAPES[model] if model in SHAPES else read_config(model)
     if config.is_encoder_decoder and set(tasks) != {"decoding"}:
         raise InputError("models with an encoder are timed at decoding: pass --task decoding.")
+    if gguf is not None:
+        bench.check_llama_cpp(gguf)
     load = bench.Load.now()
     if device == "cpu" and (warning := load.warning()):
         warn(warning)
@@ -78,10 +98,13 @@ def bench_command(
         torch.empty(0, device=device)  # before models are made for one that is not there
         options = {name: value for name, value in given.items() if value}
         softmax, rfa = bench.pair(config, longest + steps + 16, **options)
-        softmax, rfa = (each.to(device, getattr(torch, dtype)) for each in (softmax, rfa))
+        computed = torch.bfloat16 if dtype == "int8" else getattr(torch, dtype)
+        softmax, rfa = (each.to(device, computed) for each in (softmax, rfa))
+        for each in (softmax, rfa) if dtype == "int8" else ():
+            quantize_weights(each)
     except (ValueError, RuntimeError, AssertionError, StrictDataclassError) as error:
         raise InputError(f"cannot make the models: {error}") from error
-    machine = bench.measure_machine(device, getattr(torch, dtype))
+    machine = bench.measure_machine(device, computed)
     console.print(f"{machine.bandwidth / 1e9:.1f} GB/s read, {machine.peak / 1e9:.0f} GFLOP/s")
     caption = f"{model}, {dtype}, {device}, {load}"
     results: dict[str, list[bench.Point]] = {}
@@ -95,12 +118,16 @@ def bench_command(
                 results[each] = bench.decoding(softmax, rfa, **shared)
             else:
                 results[each] = bench.whole_sequences(each, softmax, rfa, **shared)
+        if each == "decoding" and gguf is not None:
+            with shown_count(against or "") as progress:
+                results[each] = bench.with_llama_cpp(results[each], gguf, steps=steps, progress=progress)
         console.print(bench.table(results[each], caption))
         if output is not None:
             bench.plot(results[each], files[f"-{each}.png"], f"{each}, {caption}")
     if output is not None:
         about: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, **asdict(load)}
         about |= {"torch": torch.__version__, "options": {name: getattr(rfa.config, name) for name in given}}
+        about |= {} if gguf is None else {"gguf": gguf.name}
         about |= {"bandwidth": machine.bandwidth, "peak": machine.peak}
         about |= {"points": {each: [asdict(point) for point in found] for each, found in results.items()}}
         with new_file(files[".json"]) as file:

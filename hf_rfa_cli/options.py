@@ -71,7 +71,8 @@ def in_a_folder(path: Path | None) -> Path | None:
 
 Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the hub.")]
 ModelDtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Precision; auto for the checkpoint's own.")
+    Literal["auto", "float32", "bfloat16", "float16", "int8"],
+    typer.Option(help="Precision; auto for the checkpoint's own; int8 for bfloat16 with 8-bit weights."),
 ]
 #: numpy and torch both take these.
 Seed = Annotated[int, number("Seed of what is drawn at random.", 0, 2**32 - 1)]

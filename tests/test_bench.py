@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from functools import partial
@@ -11,12 +12,15 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from hf_rfa import InputError, RFAGPT2Config, bench
-from hf_rfa.bench.measure import decoding_floor, decoding_parameters, interleaved, peak_bytes
+from hf_rfa.bench.llama_cpp import check_llama_cpp
+from hf_rfa.bench.measure import decoding_floor, decoding_weights, interleaved, peak_bytes
 from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
 from hf_rfa.cache_files import cache_num_bytes
+from hf_rfa.int8_weights import quantize_weights
 
-from .conftest import tiny_parent_config
+from .conftest import DEMO_MODEL, tiny_parent_config
 from .families import FAMILIES, base_config, every_family
+from .gguf_models import write_gguf
 
 
 @every_family
@@ -71,19 +75,34 @@ def test_a_static_cache_is_as_long_as_it_says():
     assert isinstance(cache_at(softmax, step_inputs(softmax, 1, 0), 20), DynamicCache)
 
 
+def count(model) -> int:
+    return sum(each.numel() for each in decoding_weights(model))
+
+
+def test_weights_of_8_bits_are_read_as_such():
+    _, rfa = bench.pair(SHAPES["gpt2"], 32)
+    rfa.to(torch.bfloat16)
+    number, before = count(rfa), sum(each.nbytes for each in decoding_weights(rfa))
+    quantize_weights(rfa)
+    matrices = 12 * 12 * 768**2
+    scales = 12 * 9 * 768  # one an output, in 16 bits
+    assert count(rfa) == number + scales
+    assert sum(each.nbytes for each in decoding_weights(rfa)) == before - matrices + 2 * scales
+
+
 def test_a_floor_counts_every_byte_once():
     softmax, rfa = bench.pair(SHAPES["gpt2"], 32)
     embeddings = sum(softmax.transformer.get_submodule(name).weight.numel() for name in ("wte", "wpe"))
     body = sum(parameter.numel() for parameter in softmax.transformer.parameters()) - embeddings
-    assert decoding_parameters(softmax) == body + softmax.lm_head.weight.numel()
+    assert count(softmax) == body + softmax.lm_head.weight.numel()
     state = cache_num_bytes(cache_at(rfa, step_inputs(rfa, 1, 0), 9))
     slow_memory = bench.Machine(bandwidth=1.0, peak=1e30)
     maps = 12 * 12 * 128 * 64 * 4
-    expected = 4 * decoding_parameters(rfa) + maps + 2 * state
+    expected = 4 * count(rfa) + maps + 2 * state
     assert decoding_floor(rfa, slow_memory, batch=1, cache_bytes=state) == pytest.approx(1000 * expected, rel=1e-3)
     cache = 2 * 9 * 768 * 12 * 4
     found = decoding_floor(softmax, slow_memory, batch=1, cache_bytes=cache)
-    assert found == pytest.approx(1000 * (4 * decoding_parameters(softmax) + cache), rel=1e-6)
+    assert found == pytest.approx(1000 * (4 * count(softmax) + cache), rel=1e-6)
 
 
 def test_contestants_run_in_turn():
@@ -172,7 +191,7 @@ def test_the_peak_of_a_call_is_its_own():
     [
         (["--lengths", "8,a"], "--lengths must be whole numbers"),
         (["--batches", "0"], "--batches must be whole numbers"),
-        (["--dtype", "int8"], "Invalid value for '--dtype'"),
+        (["--dtype", "int4"], "Invalid value for '--dtype'"),
         (["--task", "prefill", "--static"], "are about decoding"),
         (["--model", "bart-base", "--task", "training"], "timed at decoding"),
         (["--model", "./nowhere"], "cannot read the configuration"),
@@ -185,3 +204,36 @@ def test_what_cannot_be_timed_is_refused(options, match, run_cli, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     assert run_cli("bench", *options) == 1
     assert match in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    write_gguf(DEMO_MODEL, path)
+    return path
+
+
+def test_llama_cpp_is_timed_with_one_sequence_by_position(gguf, tmp_path, run_cli, capsys):
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    short = ("--model", DEMO_MODEL, "--lengths", "8,40", "--batches", "1,2", "--steps", 2)
+    assert run_cli("bench", *short, "--against", "llama.cpp", "--gguf", gguf, "--output", tmp_path / "speed") == 0
+    assert "llama.cpp" in capsys.readouterr().out
+    found = json.loads((tmp_path / "speed.json").read_text())
+    assert found["gguf"] == "model.gguf"
+    times = {(each["batch"], each["length"]): each["milliseconds"] for each in found["points"]["decoding"]}
+    assert all(("llama.cpp" in each) == (batch == 1) for (batch, _), each in times.items())
+    assert all(0 < times[1, length]["llama.cpp"] < 1000 for length in (8, 40))
+    assert (tmp_path / "speed-decoding.png").stat().st_size > 1000
+
+
+def test_llama_cpp_says_what_it_lacks(gguf, tmp_path, monkeypatch, refused_command):
+    assert "--against llama.cpp and --gguf FILE go together" in refused_command("bench", "--against", "llama.cpp")
+    batch = ("bench", "--batches", 8, "--against", "llama.cpp", "--gguf", gguf)
+    assert "about decoding one sequence on a CPU: pass --task decoding --batches 1" in refused_command(*batch)
+    (tmp_path / "text.gguf").write_text("no model")
+    wrong = ("bench", "--batches", 1, "--against", "llama.cpp", "--gguf", tmp_path / "text.gguf")
+    if importlib.util.find_spec("xllamacpp") is not None:
+        assert "is not a GGUF file" in refused_command(*wrong)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="not installed: pip install xllamacpp"):
+        check_llama_cpp(gguf)

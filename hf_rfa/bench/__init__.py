@@ -1,8 +1,21 @@
 """Speed and memory of an RFA model and of its softmax base model: decoding, reading a prompt, a training step."""
 
+from .llama_cpp import check_llama_cpp, with_llama_cpp
 from .measure import Load, Machine, measure_machine
 from .models import pair
 from .report import plot, table
 from .tasks import Point, decoding, whole_sequences
 
-__all__ = ["Load", "Machine", "Point", "decoding", "measure_machine", "pair", "plot", "table", "whole_sequences"]
+__all__ = [
+    "Load",
+    "Machine",
+    "Point",
+    "check_llama_cpp",
+    "decoding",
+    "measure_machine",
+    "pair",
+    "plot",
+    "table",
+    "whole_sequences",
+    "with_llama_cpp",
+]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_rfa.memory import give_back_memory
 from hf_rfa.models.attention import RFAAttentionMixin
@@ -134,17 +134,17 @@ def measure_machine(device: torch.device | str = "cpu", dtype: torch.dtype = tor
     return Machine(matrix.numel() * matrix.element_size() / reading, 2.0 * size**3 / multiplying)
 
 
-def decoding_parameters(model: Any) -> int:
-    """Return the number of parameters that a decoding step multiplies with: the decoder's, and the output's matrix."""
+def decoding_weights(model: Any) -> list[Tensor]:
+    """Return the parameters that a decoding step multiplies with: the decoder's, and the output's matrix."""
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model.base_model
     unused = {id(p) for module in decoder.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    counted = sum(
-        parameter.numel()
+    used = [
+        parameter
         for name, parameter in decoder.named_parameters()
         # keys and values of an encoder's output are computed once, before the first step
         if id(parameter) not in unused and not ("encoder_attn.k_proj" in name or "encoder_attn.v_proj" in name)
-    )
-    return counted + model.get_output_embeddings().weight.numel()
+    ]
+    return [*used, model.get_output_embeddings().weight]
 
 
 def decoding_floor(model: Any, machine: Machine, *, batch: int, cache_bytes: int) -> float:
@@ -152,9 +152,9 @@ def decoding_floor(model: Any, machine: Machine, *, batch: int, cache_bytes: int
 
     Weights are read once, keys and values once, a causal state is read and written once.
     """
-    config, count = model.config, decoding_parameters(model)
-    size = next(model.parameters()).element_size()
-    linear = machine.milliseconds(count * size, 2.0 * count * batch)
+    config, weights, size = model.config, decoding_weights(model), model.dtype.itemsize
+    read, count = sum(each.nbytes for each in weights), sum(each.numel() for each in weights)
+    linear = machine.milliseconds(read, 2.0 * count * batch)
     layers = [each for each in model.modules() if isinstance(each, RFAAttentionMixin) and each.rfa_kind == "causal"]
     if not layers:
         return linear + machine.milliseconds(cache_bytes, cache_bytes / size)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from .tasks import Point
 
-COLORS = {"softmax": "#b3432b", "RFA": "#1f6f8b"}
+COLORS = {"softmax": "#b3432b", "RFA": "#1f6f8b", "llama.cpp": "#7a7a3a"}
 STYLES = {"": "-", "static cache": ":", "compiled": "--"}
 TITLES = {"decoding": "one decoding step", "prefill": "prefill", "training": "training step"}
 UNITS = {"decoding": "position", "prefill": "tokens", "training": "tokens"}
@@ -41,12 +41,16 @@ def table(points: Sequence[Point], caption: str | None = None) -> Table:
         columns = {"source": lambda point, _: f"{point.source:,}"} | columns
     if points[0].cache_bytes:
         head = "cache, MiB" if task == "decoding" else "peak, MiB"
-        columns[head] = lambda point, name: f"{point.cache_bytes[name] / 2**20:,.1f}"
+        columns[head] = lambda point, name: (
+            f"{point.cache_bytes[name] / 2**20:,.1f}" if name in point.cache_bytes else ""
+        )
     if points[0].floor:
-        columns["/ floor"] = lambda point, name: f"{point.milliseconds[name] / point.floor[name]:.2f} ×"
+        columns["/ floor"] = lambda point, name: (
+            f"{point.milliseconds[name] / point.floor[name]:.2f} ×" if name in point.floor else ""
+        )
     shown = Table(title=TITLES[task], caption=caption)
     for column in columns:
-        shown.add_column(column, justify="right" if column else "left")
+        shown.add_column(column, justify="right" if column else "left", no_wrap=not column)
     for point in points:
         for name in point.milliseconds:
             shown.add_row(*(cell(point, name) for cell in columns.values()))
@@ -66,7 +70,7 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
     for axes, group in zip(panels, [*groups, *groups[:memory]], strict=True):
         lengths, first = [point.length for point in group], group[0]
         times = memory is False or axes is not panels[-1]
-        for name in first.milliseconds if times else COLORS:
+        for name in first.milliseconds if times else (each for each in COLORS if each in first.cache_bytes):
             model, _, variant = name.partition(", ")
             values = [point.milliseconds[name] if times else point.cache_bytes[name] / 2**20 for point in group]
             axes.plot(lengths, values, STYLES[variant], marker="o", color=COLORS[model], label=name)
