@@ -159,3 +159,30 @@ def test_the_command_line_has_both(parent, tmp_path, run_cli, capsys):
     assert "attention.png" not in card
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
     assert (config.feature_map, config.window_size, config.num_sinks) == ("none", 5, 2)
+
+
+def test_a_cache_knows_its_sinks_are_held_once_every_row_has_them():
+    """A step then leaves out what finds the places of new ones."""
+    model = make("llama", feature_map="none", window=5, num_sinks=4)
+    ids = torch.randint(1, 61, (2, 9))
+
+    def read(length: int, padding: int, cache: DynamicCache) -> list[bool]:
+        mask = torch.ones(2, length, dtype=torch.long)
+        mask[0, :padding] = 0
+        with torch.no_grad():
+            model(ids[:, :length], attention_mask=mask, past_key_values=cache)
+        return [layer.sinks_held for layer in cache.layers]
+
+    for length, padding, held in ((4, 0, True), (9, 0, True), (9, 5, True), (9, 6, False), (3, 0, False)):
+        cache = DynamicCache(config=model.config)
+        assert read(length, padding, cache) == [held] * len(cache.layers)
+    cache = DynamicCache(config=model.config)
+    read(6, 0, cache)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        model(ids[:, :1], past_key_values=cache)
+    cache.crop(-1)
+    assert not any(layer.sinks_held for layer in cache.layers)
+    read(6, 0, cache)
+    cache.reset()
+    assert not any(layer.sinks_held for layer in cache.layers)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_rfa.convert.attention_weights import ExactWindow, log_attention_weights, seen_in_slots
 from hf_rfa.models.feature_maps import FEATURE_MAPS, Features
-from hf_rfa.models.linear_attention import Tokens, denominator
+from hf_rfa.models.linear_attention import MASKED_LOGIT, Tokens, denominator
 from hf_rfa.models.sliding_window import (
     Step,
     Stream,
@@ -233,13 +233,17 @@ def test_a_step_is_a_stream_of_one_token(dtype, data):
     scale = before[:, None].to(compute).expand_as(known.key[..., 0])
     window = stream_of(known._replace(input_scale=scale), None, sizes, dtype=dtype).window()
     new = tokens(1, None)
-    step = stream_of(new, window, sizes, dtype=dtype)
+    all_held = bool(
+        (window[:, 0, : sizes.sinks, 5] > MASKED_LOGIT / 2).all()
+    )  # after 3 columns of keys and 2 of values
+    step = stream_of(new, window, sizes, dtype=dtype, sinks_held=all_held and data.draw(st.booleans()))
     stream = stream_of(new._replace(padding_mask=torch.ones(batch, 1)), window, sizes, dtype=dtype)
     assert isinstance(step, Step)
     assert isinstance(stream, Stream)
     query, offset = some(3, 3), some(3, 1)
     for found, expected in zip(step.attend(query, offset, 1), stream.attend(query, offset, 1), strict=True):
         torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(step.attend_alone(query), stream.attend(query, torch.zeros_like(offset), 1)[0])
     found, expected = step.leaving(), stream.leaving()
     assert torch.equal(found.input_scale, expected.input_scale)
     assert torch.equal(found.key * found.input_scale[..., None], expected.key * expected.input_scale[..., None])

@@ -33,7 +33,14 @@ from .linear_attention import (
     split_tokens,
 )
 from .masking import beams_per_source, group_queries, join_heads, split_heads, ungroup
-from .sliding_window import WindowSizes, exact_attention, in_stream_order, sliding_window_attention, stream_of
+from .sliding_window import (
+    WindowSizes,
+    exact_attention,
+    in_stream_order,
+    sinks_are_held,
+    sliding_window_attention,
+    stream_of,
+)
 from .slots import Importance
 
 #: Added to a layer's index where its random matrices are drawn, so that cross attention has others than causal attention.
@@ -300,20 +307,25 @@ class RFAAttentionMixin(nn.Module):
                 attn_weights = join_heads(attn_weights, found, self.retrieval_heads)
             attn_weights = ungroup(attn_weights, query_heads)[..., -length:, -length:].to(value.dtype)
         tokens = tokens._replace(value=F.dropout(value, dropout, self.training))
+        known: Any = {"sinks_held": layer is not None and layer.sinks_held}
         recording = layer is not None and layer.record_past
         output, state, window, recorded = self._attend(
-            query, tokens, document_starts, state, window, sink_logits, recording=recording
+            query, tokens, document_starts, state, window, sink_logits, recording=recording, **known
         )
         if exact is not None:
             values = F.dropout(exact[2], dropout, self.training)
             found, retrieval, tokens = self.retrieve(
-                *exact[:2], values, exact[3], padding_mask, document_starts, retrieval
+                *exact[:2], values, exact[3], padding_mask, document_starts, retrieval, **known
             )
             output = join_heads(output, found, self.retrieval_heads)
             if recorded is not None:
                 recorded = recorded._replace(retrieval=tokens, retrieval_sizes=self.retrieval_sizes)
         if cache is not None:
             facts: Any = {"num_tokens": key.shape[-2], "retrieval": retrieval, "recorded": recorded}
+            if (
+                window is not None and key.shape[-2] > 1 and not known["sinks_held"]
+            ):  # asked once: the answer is waited for
+                facts["sinks_held"] = sinks_are_held(window, self.num_sinks, self.feature_map.head_dim)
             cache.update(state, window, self.rfa_layer_idx, **facts)  # type: ignore[arg-type]
         return ungroup(output, query_heads)[..., -length:, :].to(value.dtype), attn_weights
 
@@ -338,6 +350,7 @@ class RFAAttentionMixin(nn.Module):
         padding_mask: Tensor | None,
         document_starts: Tensor | None,
         window: Tensor | None,
+        sinks_held: bool = False,
     ) -> tuple[Tensor, Tensor, Tokens]:
         """Attend exactly, as retrieval heads do, to a window of ``retrieval_window`` tokens or to all.
 
@@ -349,6 +362,7 @@ class RFAAttentionMixin(nn.Module):
             padding_mask: [B, T], 0 for padding, or None.
             document_starts: [B, T], or None; see `attend`.
             window: what they hold of the tokens before, or None at the start.
+            sinks_held: whether the window is known to have all sinks.
 
         Returns:
             The output [B, R, T G, M], what they hold now, and the tokens.
@@ -365,6 +379,7 @@ class RFAAttentionMixin(nn.Module):
             dtype=key.dtype,
             chunk_size=self.chunk_size,
             sink_logits=sink_logits,
+            sinks_held=sinks_held,
         )
         return output, window, tokens
 
@@ -378,6 +393,7 @@ class RFAAttentionMixin(nn.Module):
         sink_logits: Tensor | None,
         *,
         recording: bool = False,
+        sinks_held: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None, RecordedStep | None]:
         """Attend causally: the output [B, H, T G, M], the new state and window, and what `RFALayer.crop` needs, if recording.
 
@@ -398,11 +414,14 @@ class RFAAttentionMixin(nn.Module):
         if self.window_size and self.attention_component != "linear":
             dtype = tokens.key.dtype if self.gate is None else self._as_state(tokens.key).dtype
             sizes, tokens = self.window_sizes, tokens._replace(key=self._as_state(tokens.key))
-            stream = stream_of(tokens, window, sizes, document_starts, dtype=dtype, chunk_size=self.chunk_size)
+            known: Any = {"dtype": dtype, "chunk_size": self.chunk_size, "sinks_held": sinks_held}
+            stream = stream_of(tokens, window, sizes, document_starts, **known)
             query = in_stream_order(self._as_state(query), stream)
             least_shift = feature_map.least_shift(state)
-            leaving = stream.leaving() if recording or feature_map.feature_dim else None
-            features = self._features(query, None if leaving is None else leaving.key, least_shift, offset=True)
+            leaving = features = None
+            if recording or feature_map.feature_dim:
+                leaving = stream.leaving()
+                features = self._features(query, leaving.key, least_shift, offset=True)
             output, state = sliding_window_attention(
                 query,
                 stream,
@@ -415,7 +434,10 @@ class RFAAttentionMixin(nn.Module):
                 window_only=self.attention_component == "window",
                 sink_logits=sink_logits,
             )
-            window, key_features = stream.window(), features.unshifted_key() if recording else None
+            window, key_features = (
+                stream.window(),
+                features.unshifted_key() if recording and features is not None else None,
+            )
         else:
             sizes, dtype, window = WindowSizes(0), tokens.key.dtype, None
             output, state, key_features = self._attend_to_past(query, tokens, state, recording)

@@ -97,6 +97,7 @@ class RFALayer(CacheLayerMixin):
         self.retrieval_cache: Tensor | None = None
         self.cumulative_length = 0
         self.record_past = False
+        self.sinks_held = False  # whether the window is known to have all sinks
         self._forget()
 
     def _forget(self) -> None:
@@ -145,11 +146,13 @@ class RFALayer(CacheLayerMixin):
         num_tokens: int | None = None,
         retrieval: Tensor | None = None,
         recorded: RecordedStep | None = None,
+        sinks_held: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Store the state, the window and that of retrieval heads (None without one) after some tokens.
 
-        ``num_tokens`` counts those since `read`, padding included; ``recorded`` is what they added, while the layer records.
+        ``num_tokens`` counts those since `read`, padding included; ``recorded`` is what they added, while the layer records;
+        ``sinks_held`` says that the window has all sinks now.
 
         Raises:
             TypeError: if an attention layer that is not RFA writes keys and values to this layer.
@@ -165,6 +168,7 @@ class RFALayer(CacheLayerMixin):
             self._steps.append((recorded, num_tokens))
         self.state, self.window_cache, self.retrieval_cache = state, window, retrieval
         self.cumulative_length += num_tokens
+        self.sinks_held |= sinks_held
         return state, window
 
     def get_seq_length(self) -> int:
@@ -190,7 +194,7 @@ class RFALayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens."""
         self.state = self.window_cache = self.retrieval_cache = None
-        self.cumulative_length = 0
+        self.cumulative_length, self.sinks_held = 0, False
         self._forget()
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -232,6 +236,7 @@ class RFALayer(CacheLayerMixin):
                 kept -= length
             self.state, self.window_cache, self.retrieval_cache = held
             self.cumulative_length -= count
+            self.sinks_held = False
         self._forget()
 
 

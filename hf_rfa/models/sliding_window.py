@@ -44,7 +44,7 @@ from .linear_attention import (
     rescale,
     segment_sums,
 )
-from .masking import rows_per_token, to_rows
+from .masking import is_tracing, rows_per_token, to_rows
 from .slots import (
     Slots,
     attend_to_slots,
@@ -172,14 +172,16 @@ class Step(NamedTuple):
 
     Attributes:
         kept: the window after the token, [B, H, S + K + W, ·].
-        lost: what joins the state, [B, H, 1, ·].
+        others: rows of which one joins the state, [B, H, n, ·].
+        lost: the place of that row, [B, H, 1], or None for the first.
         head_dim: d.
         value_dim: M.
         dtype: the computing dtype.
     """
 
     kept: Tensor
-    lost: Tensor
+    others: Tensor
+    lost: Tensor | None
     head_dim: int
     value_dim: int
     dtype: torch.dtype
@@ -198,11 +200,14 @@ class Step(NamedTuple):
         """Return keys, values and log-weights [B, H, n, 1]."""
         rows = rows[..., : self.head_dim + self.value_dim + 1].to(self.dtype)
         key, value, log_weights = rows.split([self.head_dim, self.value_dim, 1], dim=-1)
-        return key, value, log_weights.clamp_min(MASKED_LOGIT)  # minus infinity in float16
+        if self.kept.dtype == torch.float16:  # in which `MASKED_LOGIT` is minus infinity
+            log_weights = log_weights.clamp_min(MASKED_LOGIT)
+        return key, value, log_weights
 
     def leaving(self) -> Tokens:
         """Return the token that leaves for the state."""
-        key, value, log_weights = self._split(self.lost)
+        gone = self.others[..., :1, :] if self.lost is None else _take_each(self.others, self.lost)
+        key, value, log_weights = self._split(gone)
         return Tokens(key, value, None, log_weights[..., 0].exp())
 
     def window(self) -> Tensor:
@@ -223,16 +228,30 @@ class Step(NamedTuple):
         key, value, log_weights = self._split(self.kept)
         return weighted_mean(query @ key.mT + log_weights.mT + offset, value)
 
+    def attend_alone(self, query: Tensor) -> Tensor:
+        """Compute the outputs of `attend` where nothing joins them, and no normalizer is needed."""
+        key, value, log_weights = self._split(self.kept)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=log_weights.mT, scale=1.0)
 
-def _step_of(tokens: Tokens, window: Tensor, sizes: WindowSizes, dtype: torch.dtype) -> Step:
+
+def sinks_are_held(window: Tensor, num_sinks: int, head_dim: int) -> bool:
+    """Return whether every row of a window has all of its sinks, whose values are ``head_dim`` wide as their keys.
+
+    A compiler or a CUDA graph cannot know, and takes the general path, which is right in any case.
+    """
+    if is_tracing(window) or (window.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return False
+    return bool((window[:, 0, :num_sinks, 2 * head_dim] > MASKED_LOGIT / 2).all())
+
+
+def _step_of(tokens: Tokens, window: Tensor, sizes: WindowSizes, dtype: torch.dtype, sinks_held: bool) -> Step:
     """Return a window [B, H, S + K + W, ·], kept in ``dtype``, followed by one token."""
     _, num_sinks, num_slots = sizes
-    key, value, importance = tokens.key, tokens.value, tokens.importance
+    key, importance = tokens.key, tokens.importance
     plain = _rows_of(tokens)
     row = plain.to(dtype)
-    held, others = window[..., :num_sinks, :], window[..., num_sinks:, :]
-    if num_sinks:  # a sink weighs nothing in the stream
-        column = row.shape[-1] - 1
+    if num_sinks and not sinks_held:  # a sink weighs nothing in the stream
+        held, column = window[..., :num_sinks, :], row.shape[-1] - 1
         number_held = (held[..., column : column + 1] > MASKED_LOGIT / 2).sum(-2, keepdim=True)
         is_sink = number_held < num_sinks
         sink = row
@@ -240,18 +259,24 @@ def _step_of(tokens: Tokens, window: Tensor, sizes: WindowSizes, dtype: torch.dt
             sink = with_importance(row, torch.zeros_like(plain[..., 0]))
             importance = cast(Tensor, importance).to(key.dtype).masked_fill(is_sink[..., 0], MASKED_LOGIT)
         held = torch.where(torch.arange(num_sinks, device=held.device)[:, None] == number_held, sink, held)
+        window = torch.cat([held, window[..., num_sinks:, :]], dim=-2)
         row = torch.cat([plain[..., :-1], plain[..., -1:].masked_fill(is_sink, MASKED_LOGIT)], dim=-1).to(dtype)
+    widths = key.shape[-1], tokens.value.shape[-1], key.dtype
     if not num_slots:
-        kept = [held, others[..., 1:, :], row] if num_sinks else [others[..., 1:, :], row]
-        return Step(torch.cat(kept, dim=-2), others[..., :1, :], key.shape[-1], value.shape[-1], key.dtype)
-    others = torch.cat([others, with_importance(row, cast(Tensor, importance))], dim=-2)
-    rank = split_importance(others[..., : num_slots + 1, :])[1]
-    lost = num_slots - rank.flip(-1).argmin(dim=-1, keepdim=True)  # of several, the last
-    places = torch.arange(others.shape[-2] - 1, device=window.device)
-    stay = others.gather(2, (places + (places >= lost))[..., None].expand(-1, -1, -1, others.shape[-1]))
-    lower_importance(stay[..., :-1, :], cast(Tensor, tokens.recency))
-    gone = others.gather(2, lost[..., None].expand(-1, -1, -1, others.shape[-1]))
-    return Step(torch.cat([held, stay], dim=-2), gone, key.shape[-1], value.shape[-1], key.dtype)
+        kept = (
+            [window[..., :num_sinks, :], window[..., num_sinks + 1 :, :], row]
+            if num_sinks
+            else [window[..., 1:, :], row]
+        )
+        return Step(torch.cat(kept, dim=-2), window[..., num_sinks:, :], None, *widths)
+    rows = torch.cat([window, with_importance(row, cast(Tensor, importance))], dim=-2)
+    last = num_sinks + num_slots  # the place of what leaves the window, after the slots
+    rank = split_importance(rows[..., num_sinks : last + 1, :])[1]
+    lost = last - rank.flip(-1).argmin(dim=-1, keepdim=True)  # of several, the last
+    places = torch.arange(rows.shape[-2] - 1, device=window.device)
+    stay = _take_each(rows, places + (places >= lost))
+    lower_importance(stay[..., num_sinks:-1, :], cast(Tensor, tokens.recency))
+    return Step(stay, rows, lost, *widths)
 
 
 def stream_of(
@@ -262,6 +287,7 @@ def stream_of(
     *,
     dtype: torch.dtype | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    sinks_held: bool = False,
 ) -> Stream | Step:
     """Return a window, or None at the start, followed by tokens with keys in float32 or float64.
 
@@ -273,13 +299,14 @@ def stream_of(
             let nothing of the texts before it through.
         dtype: that of the window as it is kept; None takes that of the keys.
         chunk_size: queries handled at once.
+        sinks_held: whether the window is known to have all sinks (`sinks_are_held`), which saves a step some operations.
     """
     key, _, log_decay, input_scale, padding_mask, importance, _ = tokens
     size, num_sinks, num_slots = sizes
     dtype = dtype or key.dtype
     plain = log_decay is None and input_scale is None and padding_mask is None and document_starts is None
     if plain and window is not None and key.shape[-2] == 1:
-        return _step_of(tokens, window, sizes, dtype)
+        return _step_of(tokens, window, sizes, dtype, sinks_held)
     rows = _rows_of(tokens)
     window, known = _unpacked(window, rows, sizes, dtype)
     held, in_slots, last = window.split([num_sinks, num_slots, size], dim=-2)
@@ -403,7 +430,7 @@ def sliding_window_attention(
     query: Tensor,
     stream: Stream | Step,
     leaving: Tokens | None,
-    features: Features,
+    features: Features | None,
     *,
     scaling: float,
     initial_state: Tensor | None = None,
@@ -418,7 +445,7 @@ def sliding_window_attention(
         query: [B, H, T G, d], in the order of the stream (`in_stream_order`).
         stream: the window and the new tokens.
         leaving: what leaves the window (`Stream.leaving`); None where there are no features.
-        features: of these queries and of the keys that leave, with an offset.
+        features: of these queries and of the keys that leave, with an offset; None where there are none.
         scaling: s.
         initial_state: the state of all tokens that left the window before, or None at the start.
         denominator_floor: see `hf_rfa.models.linear_attention.denominator`.
@@ -429,13 +456,17 @@ def sliding_window_attention(
     Returns:
         The outputs [B, H, T G, M], in the order in which the tokens came, and the new state.
     """
-    offset = cast(Tensor, features.offset)
-    output, log_exact = stream.attend(query * scaling, offset, chunk_size)
-    if sink_logits is not None:
-        output, log_exact = _with_sinks(output, log_exact, sink_logits, offset)
-    if leaving is None or features.query.shape[-1] == 0:  # `hf_rfa.models.feature_maps.NoFeatures`
-        state = output.new_zeros(*output.shape[:2], 0, output.shape[-1] + 1)
+    shift = None if features is None else features.shift
+    if features is None or leaving is None or features.query.shape[-1] == 0:  # `hf_rfa.models.feature_maps.NoFeatures`
+        output = _attend_exactly(query * scaling, stream, chunk_size, sink_logits)
+        state = initial_state
+        if state is None:
+            state = output.new_zeros(*output.shape[:2], 0, output.shape[-1] + 1)
     else:
+        offset = cast(Tensor, features.offset)
+        output, log_exact = stream.attend(query * scaling, offset, chunk_size)
+        if sink_logits is not None:
+            output, log_exact = _with_sinks(output, log_exact, sink_logits, offset)
         far, state, divisor = linear_attention(
             features.query,
             leaving._replace(key=features.key),
@@ -450,7 +481,7 @@ def sliding_window_attention(
         output = output + share * (far - output)
     if stream.order is not None:
         output = _take_rows(output, stream.order.argsort(dim=1))
-    return output, cast(Tensor, rescale(state, features.shift, None))
+    return output, cast(Tensor, rescale(state, shift, None))
 
 
 def exact_attention(
@@ -464,6 +495,7 @@ def exact_attention(
     dtype: torch.dtype | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     sink_logits: Tensor | None = None,
+    sinks_held: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend causally to sinks and a window, and to nothing else; a window of size 0 grows and holds all tokens.
 
@@ -477,6 +509,7 @@ def exact_attention(
         dtype: that of the window as it is kept; None takes that of the keys.
         chunk_size: queries handled at once.
         sink_logits: logits of the query heads' learned sinks, [H G], or None.
+        sinks_held: see `stream_of`.
 
     Returns:
         The outputs [B, H, T G, M], and the new window.
@@ -493,14 +526,21 @@ def exact_attention(
             output, window = exact_attention(*part, window, WindowSizes(size), starts, **options)
             outputs.append(output)
         return torch.cat(outputs, dim=-2), cast(Tensor, window)
-    stream = stream_of(tokens, window, sizes, document_starts, dtype=dtype, chunk_size=chunk_size)
-    offset = query.new_zeros(*query.shape[:-1], 1)
-    output, log_total = stream.attend(in_stream_order(query, stream) * scaling, offset, chunk_size)
-    if sink_logits is not None:
-        output, _ = _with_sinks(output, log_total, sink_logits, offset)
+    known: Any = {"dtype": dtype, "chunk_size": chunk_size, "sinks_held": sinks_held}
+    stream = stream_of(tokens, window, sizes, document_starts, **known)
+    output = _attend_exactly(in_stream_order(query, stream) * scaling, stream, chunk_size, sink_logits)
     if stream.order is not None:
         output = _take_rows(output, stream.order.argsort(dim=1))
     return output, stream.window()
+
+
+def _attend_exactly(query: Tensor, stream: Stream | Step, chunk_size: int, sink_logits: Tensor | None) -> Tensor:
+    """Return the outputs of scaled queries, in the order of the stream, that see nothing but what is kept."""
+    if isinstance(stream, Step) and sink_logits is None:
+        return stream.attend_alone(query)
+    offset = query.new_zeros(*query.shape[:-1], 1)
+    output, log_total = stream.attend(query, offset, chunk_size)
+    return output if sink_logits is None else _with_sinks(output, log_total, sink_logits, offset)[0]
 
 
 def with_room(window: Tensor | None, count: int) -> tuple[Tensor | None, int]:
@@ -541,6 +581,11 @@ def _padding_first(tokens: Tensor) -> Tensor:
 def _take(x: Tensor, places: Tensor) -> Tensor:
     """Return x [B, H, T, n] with its tokens in the order ``places`` [B, T]."""
     return x.gather(2, places[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _take_each(rows: Tensor, places: Tensor) -> Tensor:
+    """Return the rows [B, H, m, ·] at some places [B, H, m] of ``rows`` [B, H, n, ·]."""
+    return rows.gather(2, places[..., None].expand(*places.shape, rows.shape[-1]))
 
 
 def _take_rows(rows: Tensor, places: Tensor) -> Tensor:
