@@ -66,6 +66,14 @@ def test_a_converted_checkpoint_is_timed_as_it_is(family):
         bench.pair(config, 40, gate=True)
 
 
+def test_a_cache_at_a_position_is_known_to_hold_its_sinks():
+    _, rfa = bench.pair(tiny_parent_config(), 60, window_size=4, num_sinks=3)
+    for position in (3, 4, 30):
+        cache = cache_at(rfa, step_inputs(rfa, 2, 0), position)
+        assert cache.get_seq_length() == position
+        assert all(layer.sinks_held for layer in cache.layers)
+
+
 def test_a_static_cache_is_as_long_as_it_says():
     softmax, _ = bench.pair(tiny_parent_config(), 60)
     cache = cache_at(softmax, step_inputs(softmax, 1, 0), 20, room=8)

@@ -101,7 +101,10 @@ def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0
     if room and not isinstance(config, RFAConfigMixin):
         own = StaticCache(config=config, max_cache_len=position + room)
     cache = EncoderDecoderCache(own, DynamicCache(config=config)) if config.is_encoder_decoder else own
-    model(**inputs, past_key_values=cache)
+    # As many tokens as a window has sinks, so that the cache is known to hold them: later steps then do less.
+    count = max(1, min(position, getattr(config, "num_sinks", 0) + 1))
+    tokens = {name: ids.expand(-1, count) for name, ids in inputs.items() if name.endswith("input_ids")}
+    model(**inputs | tokens, past_key_values=cache)
     for layer in own.layers:
         missing = position - int(layer.get_seq_length())
         if isinstance(layer, RFALayer):

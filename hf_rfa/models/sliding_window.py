@@ -474,7 +474,8 @@ def sliding_window_attention(
             denominator_floor=denominator_floor,
             chunk_size=chunk_size,
         )
-        divisor = differentiable(divisor, divisor)
+        if torch.is_grad_enabled():
+            divisor = differentiable(divisor, divisor)
         seen = divisor > 0
         log_far = torch.where(seen, torch.where(seen, divisor, 1.0).log(), MASKED_LOGIT)
         share = torch.zeros_like(log_exact) if window_only else torch.sigmoid(log_far - log_exact)
