@@ -31,6 +31,9 @@ class RFAForCausalLM(TransformersForCausalLM, HasInnerState, IsAttentionFree):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         check_support(vllm_config)
+        config = vllm_config.model_config.hf_config
+        # The models of a family are registered when its first configuration is made: this one may come from another process.
+        config.ON_FIRST_USE.pop(type(config), lambda: None)()
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def _decorate_for_torch_compile(self) -> None:
