@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -88,7 +89,8 @@ class Checks:
         """
         inputs: Any = [{"prompt_token_ids": prompt} for prompt in self.prompts]
         settings = self.sampling(self.tokens, logprobs=5, prompt_logprobs=5)
-        differences, of_transformers = [], []
+        differences: list[list[float]] = []
+        of_transformers: list[list[float]] = []
         for prompt, found in zip(self.prompts, self.llm.generate(inputs, settings, use_tqdm=False), strict=True):
             text, cache = [*prompt, *found.outputs[0].token_ids], DynamicCache(config=self.model.config)
             parts = [prompt, *([token] for token in text[len(prompt) :])]
@@ -96,16 +98,19 @@ class Checks:
             expected = torch.cat(rows).float().log_softmax(-1)
             whole = self.model(torch.tensor([text])).logits[0].float().log_softmax(-1)
             given: Any = [*found.prompt_logprobs[1:], *found.outputs[0].logprobs]
+            differences.append([])
+            of_transformers.append([])
             for place, tokens in enumerate(given):
                 chosen = torch.tensor(list(tokens))
                 logprobs = torch.tensor([each.logprob for each in tokens.values()])
-                differences.append(float((expected[place, chosen] - logprobs).abs().max()))
-                of_transformers.append(float((expected[place, chosen] - whole[place, chosen]).abs().max()))
+                differences[-1].append(float((expected[place, chosen] - logprobs).abs().max()))
+                of_transformers[-1].append(float((expected[place, chosen] - whole[place, chosen]).abs().max()))
         return {
-            "largest_difference": max(differences),
-            "median": sorted(differences)[len(differences) // 2],
-            "places": len(differences),
-            "largest_of_transformers": max(of_transformers),
+            "largest_difference": max(map(max, differences)),
+            "median": statistics.median(each for places in differences for each in places),
+            "places": sum(map(len, differences)),
+            "largest_by_prompt": [float(f"{max(places):.1e}") for places in differences],
+            "of_transformers_by_prompt": [float(f"{max(places):.1e}") for places in of_transformers],
         }
 
     def greedy(self) -> dict[str, Any]:
