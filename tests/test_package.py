@@ -26,6 +26,7 @@ LAYERS = [
     ["hf_rfa.integrations", "hf_rfa.cache_files", "hf_rfa.export", "hf_rfa.gguf_files", "hf_rfa.inference"],
     ["hf_rfa.chat"],
     ["hf_rfa"],
+    ["hf_rfa.serving"],
     ["hf_rfa.convert"],
     ["hf_rfa.finetune"],
     ["hf_rfa.recall"],
