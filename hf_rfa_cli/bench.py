@@ -88,7 +88,11 @@ def bench_command(
     if config.is_encoder_decoder and set(tasks) != {"decoding"}:
         raise InputError("models with an encoder are timed at decoding: pass --task decoding.")
     if gguf is not None:
-        bench.check_llama_cpp(gguf)
+        most = bench.check_llama_cpp(gguf, steps=steps)
+        if max(chosen[Task.decoding]) > most:
+            warn(
+                f"llama.cpp takes no more tokens than this model was trained with: it is left out past position {most:,}."
+            )
     load = bench.Load.now()
     if device == "cpu" and (warning := load.warning()):
         warn(warning)

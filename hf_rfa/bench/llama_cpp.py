@@ -20,19 +20,25 @@ from hf_rfa.gguf_files import open_gguf
 from .tasks import Point, Progress
 
 NAME = "llama.cpp"
+#: Tokens of its context beside those of a prompt and of the steps timed.
+SPARE = 16
 #: The package that has llama.cpp's server.
 PACKAGE = "xllamacpp"
 
 
-def check_llama_cpp(gguf: Path) -> None:
-    """Raise an `InputError` if llama.cpp cannot be had, or if a file is no GGUF file."""
+def check_llama_cpp(gguf: Path, *, steps: int = 0) -> int:
+    """Return the last position that llama.cpp can be timed at: it takes no more tokens than a model was trained with.
+
+    Raises:
+        InputError: if llama.cpp cannot be had, or if a file is no GGUF file.
+    """
     if importlib.util.find_spec(PACKAGE) is None:
         raise InputError(f"llama.cpp is timed by the package {PACKAGE}, which is not installed: pip install {PACKAGE}")
-    open_gguf(gguf)
+    return int(getattr(open_gguf(gguf).config, "max_position_embeddings", 0)) - steps - SPARE
 
 
 def with_llama_cpp(points: Sequence[Point], gguf: Path, *, steps: int, progress: Progress | None = None) -> list[Point]:
-    """Return decoding points with llama.cpp's mean milliseconds a step among them, at those of batch 1.
+    """Return decoding points with llama.cpp's mean milliseconds a step among them, at those of batch 1 that it can reach.
 
     It computes with as many threads as torch, on a CPU, with its own defaults: keys and values in float16.
 
@@ -45,18 +51,22 @@ def with_llama_cpp(points: Sequence[Point], gguf: Path, *, steps: int, progress:
     Raises:
         InputError: if llama.cpp cannot be had, or refuses the model or a length.
     """
-    check_llama_cpp(gguf)
-    lengths = sorted({point.length for point in points if point.batch == 1})
+    most = check_llama_cpp(gguf, steps=steps)
+    lengths = sorted({point.length for point in points if point.batch == 1 and point.length <= most})
     if not lengths:
-        raise InputError("llama.cpp is timed with one sequence: pass --batches with 1 among them.")
+        raise InputError(
+            f"llama.cpp is timed with one sequence, of up to {most} tokens of this model: there is no such point."
+        )
     found: dict[int, float] = {}
-    server = _server(gguf, max(lengths) + steps + 16)
+    server = _server(gguf, max(lengths) + steps + SPARE)
     for number, length in enumerate(lengths, start=1):
         found[length] = _milliseconds(server, length, steps)
         if progress is not None:
             progress(number, len(lengths))
     return [
-        replace(point, milliseconds={**point.milliseconds, NAME: found[point.length]}) if point.batch == 1 else point
+        replace(point, milliseconds={**point.milliseconds, NAME: found[point.length]})
+        if point.batch == 1 and point.length in found
+        else point
         for point in points
     ]
 

@@ -72,8 +72,13 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
         times = memory is False or axes is not panels[-1]
         for name in first.milliseconds if times else (each for each in COLORS if each in first.cache_bytes):
             model, _, variant = name.partition(", ")
-            values = [point.milliseconds[name] if times else point.cache_bytes[name] / 2**20 for point in group]
-            axes.plot(lengths, values, STYLES[variant], marker="o", color=COLORS[model], label=name)
+            shown = [
+                point for point in group if name in point.milliseconds
+            ]  # llama.cpp's positions may end before others
+            values = [point.milliseconds[name] if times else point.cache_bytes[name] / 2**20 for point in shown]
+            axes.plot(
+                [point.length for point in shown], values, STYLES[variant], marker="o", color=COLORS[model], label=name
+            )
         if times and first.floor:
             axes.plot(lengths, [point.floor["RFA"] for point in group], ":", color="#888888", label="RFA, floor")
         what = "" if times else "cache, " if first.task == "decoding" else "peak memory, "
