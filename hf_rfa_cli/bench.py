@@ -24,7 +24,8 @@ class Task(StrEnum):
 
 def bench_command(
     model: Annotated[
-        str, typer.Option(help="gpt2 or bart-base for their shapes, or a checkpoint, softmax or RFA, for its own.")
+        str,
+        typer.Option(help="gpt2, bart-base or smollm2-135m for their shapes, or a checkpoint, softmax or RFA."),
     ] = "gpt2",
     task: Annotated[list[Task] | None, typer.Option(help="What to time; may be repeated. Default: decoding.")] = None,
     lengths: Annotated[

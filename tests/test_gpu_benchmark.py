@@ -9,11 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import DynamicCache
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from benchmarks.gpu.decoding import put_back
 from benchmarks.gpu.parity import judged
 from benchmarks.gpu.trial import FAILED, attempt, failures
+
+from .families import make, tokens
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,6 +39,25 @@ def test_a_kernel_fails_if_its_error_is_much_more_than_that_of_torch():
     found = judged({"output": (1e-7, 1e-7), "gradient": (0.5, 1e-7)}, 1e-5)
     assert found[FAILED] == "error of gradient 5.0e-01, torch 1.0e-07"
     assert FAILED in judged({"output": (float("inf"), 1e-7)}, 1e-5)  # not a number
+
+
+@pytest.mark.parametrize("variant", ["positive", "slots", "retrieval"])
+def test_a_step_that_is_put_back_can_be_repeated_on_the_same_tensors(variant):
+    """What a replayed graph does: every step reads the tensors of the first one."""
+    model, ids = make("llama", variant), tokens(2, 12)
+    plain, fixed = (DynamicCache(config=model.config) for _ in range(2))
+    with torch.no_grad():
+        for cache in (plain, fixed):
+            model(ids[:, :9], past_key_values=cache)
+        held = [(layer.state, layer.window_cache, layer.retrieval_cache) for layer in fixed.layers]
+        tensors = [tensor for layer in fixed.layers for tensor in layer.tensors()]
+        for place in range(9, 12):
+            expected = model(ids[:, place : place + 1], past_key_values=plain).logits
+            for layer, each in zip(fixed.layers, held, strict=True):
+                layer.state, layer.window_cache, layer.retrieval_cache = each
+            found = model(ids[:, place : place + 1], past_key_values=fixed).logits
+            put_back(tensors, fixed)
+            torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow

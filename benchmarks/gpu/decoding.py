@@ -11,27 +11,14 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig
 
 from hf_rfa import bench
 from hf_rfa.bench.measure import interleaved
-from hf_rfa.bench.models import cache_at, step_inputs
+from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
 from hf_rfa.inference import read_config
 
 from .trial import FAILED, Setting, attempt
 
-#: The shape of SmolLM2-135M.
-SMOLLM2: Any = LlamaConfig(
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    max_position_embeddings=8192,
-    tie_word_embeddings=True,
-    rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-)
 #: The models that are timed, by name: options of the conversion. All take the memory of 63 tokens.
 MODELS: dict[str, dict[str, Any]] = {
     "31 + 4 tokens, 28 slots": {"feature_map": "none", "window_size": 31, "num_sinks": 4, "num_slots": 28},
@@ -44,7 +31,7 @@ def shape(setting: Setting) -> Any:
     """Return the configuration of the model that is timed: tiny in a dry run, by default SmolLM2's."""
     if setting.model is not None:
         return read_config(setting.model)
-    config = copy.deepcopy(SMOLLM2)
+    config = copy.deepcopy(SHAPES["smollm2-135m"])
     if setting.dry:
         config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size = 2, 36, 48, 64
         config.num_attention_heads, config.num_key_value_heads, config.head_dim = 6, 3, 6
@@ -97,25 +84,35 @@ def _graph(setting: Setting, options: dict[str, Any], batch: int) -> dict[str, A
 def captured(model: Any, inputs: dict[str, Any], cache: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """Return a CUDA graph of a step, with ``cache`` as it was before, and its logits.
 
-    The state, which a step changes in place, is put back after the steps that warm up.
+    A replay reads the tensors that the cache held at the capture. A step changes sums in place and replaces windows: the
+    graph copies these back to where it reads them. What the steps that warm up did is undone.
     """
-    held = [tensor for layer in cache.layers for tensor in layer.tensors()]
-    before = [tensor.clone() for tensor in held]
+    before = [tensor.clone() for tensor in _tensors(cache)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             model(**inputs, past_key_values=cache)
     torch.cuda.current_stream().wait_stream(stream)
+    held = _tensors(cache)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits = model(**inputs, past_key_values=cache).logits
-    moved = [tensor for layer in cache.layers for tensor in layer.tensors()]
-    if any(a.data_ptr() != b.data_ptr() for a, b in zip(held, moved, strict=True)):
-        raise RuntimeError("a step replaces tensors of the cache instead of changing them, which no graph can repeat.")
+        put_back(held, cache)
     for tensor, value in zip(held, before, strict=True):
         tensor.copy_(value)
     return graph, logits
+
+
+def _tensors(cache: Any) -> list[torch.Tensor]:
+    return [tensor for layer in cache.layers for tensor in layer.tensors()]
+
+
+def put_back(held: list[torch.Tensor], cache: Any) -> None:
+    """Copy what a step left in a cache to the tensors that the cache held before the step."""
+    for tensor, new in zip(held, _tensors(cache), strict=True):
+        if tensor is not new:
+            tensor.copy_(new)
 
 
 def show_graphs(results: dict[str, Any], console: Console) -> None:

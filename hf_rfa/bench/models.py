@@ -16,6 +16,7 @@ from transformers import (
     DynamicCache,
     EncoderDecoderCache,
     GPT2Config,
+    LlamaConfig,
     StaticCache,
 )
 from transformers.modeling_outputs import BaseModelOutput
@@ -36,6 +37,17 @@ SHAPES: dict[str, Any] = {
         decoder_ffn_dim=3072,
         encoder_attention_heads=12,
         decoder_attention_heads=12,
+    ),
+    "smollm2-135m": LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
     ),
 }
 

@@ -72,9 +72,7 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
         times = memory is False or axes is not panels[-1]
         for name in first.milliseconds if times else (each for each in COLORS if each in first.cache_bytes):
             model, _, variant = name.partition(", ")
-            shown = [
-                point for point in group if name in point.milliseconds
-            ]  # llama.cpp's positions may end before others
+            shown = [point for point in group if name in point.milliseconds]  # llama.cpp may not reach all positions
             values = [point.milliseconds[name] if times else point.cache_bytes[name] / 2**20 for point in shown]
             axes.plot(
                 [point.length for point in shown], values, STYLES[variant], marker="o", color=COLORS[model], label=name
