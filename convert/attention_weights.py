@@ -12,11 +12,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hf_rfa.models.feature_maps import FeatureMap, exponentiate_queries
-from hf_rfa.models.learned_feature_maps import ExponentialMap, HedgehogMap
+from hf_rfa.models.feature_maps import FeatureMap
 from hf_rfa.models.linear_attention import MASKED_LOGIT, denominator, differentiable, divide
 from hf_rfa.models.masking import rows_per_token, to_rows
-from hf_rfa.models.random_feature_maps import GaussianMap, PositiveMap
+from hf_rfa.models.projected_feature_maps import exponentiate_queries
+from hf_rfa.models.random_feature_maps import ExponentialMap, GaussianMap, HedgehogMap, PositiveMap
 from hf_rfa.models.sliding_window import WindowSizes
 
 #: Attention weights of signed features are raised to this before a logarithm is taken.
@@ -62,7 +62,7 @@ class ExactWindow(NamedTuple):
 
 
 def seen_in_slots(importance: Tensor, recency: Tensor, sizes: WindowSizes, key_mask: Tensor | None) -> Tensor:
-    """Return which tokens the queries of a whole sequence see in slots (`hf_rfa.models.slots`), [B, H, T, T].
+    """Return which tokens the queries of a whole sequence see in slots (`hf_rfa.models.sinks_and_slots`), [B, H, T, T].
 
     Args:
         importance: that of the tokens when they come, [B, H, T].

@@ -1,4 +1,4 @@
-"""Fit the importance of tokens to the attention that they receive in the softmax model, for slots (`hf_rfa.models.slots`).
+"""Fit the importance of tokens to the attention that they receive in the softmax model, for slots.
 
 The target of a token, per key-value head, is the logarithm of the mean squared weight that it gets from the queries that have
 it behind their window. Squares, because an error of the output goes with the weight that is lost, and few large weights count

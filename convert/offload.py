@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_rfa.memory import give_back_memory
-from hf_rfa.models.attention import own_prefixes
+from hf_rfa.models.rfa_classes import own_prefixes
 
 #: Least bytes of a block's output after which freed memory is returned to the operating system.
 MIN_OUTPUT_BYTES = 1_000_000

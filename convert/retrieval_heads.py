@@ -27,7 +27,9 @@ from transformers import PreTrainedModel
 from hf_rfa.errors import InputError
 from hf_rfa.memory import give_back_memory
 from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.linear_attention import Tokens, mask_padding
 from hf_rfa.models.masking import group_queries, ungroup
+from hf_rfa.models.sliding_window import WindowSizes, exact_attention
 
 from .base_model import rfa_layers
 from .calibration_data import Inputs
@@ -107,7 +109,9 @@ def _attend_in_part(
         )
     else:
         rows = group_queries(query, key.shape[1])
-        exact, _, _ = layer.retrieve(rows, key, value, sink_logits, padding_mask, None, None)
+        tokens = Tokens(key, value, None, mask_padding(padding_mask, None, None)[1], padding_mask)
+        given: Any = {"scaling": layer.scaling, "chunk_size": layer.chunk_size, "sink_logits": sink_logits}
+        exact, _ = exact_attention(rows, tokens, None, WindowSizes(0), **given)
         exact = ungroup(exact, query.shape[1])
     exact = exact.to(value.dtype)
     share = shares[row].repeat_interleave(query.shape[1] // key.shape[1])[:, None, None].to(value.dtype)

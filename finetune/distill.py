@@ -22,8 +22,8 @@ from hf_rfa.convert.text_io import read_documents
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, has_rotary_positions
 from hf_rfa.inference import kind_of, load_model, read_config
-from hf_rfa.models.attention import own_prefixes
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
+from hf_rfa.models.rfa_classes import own_prefixes
 
 from .arguments import processes_started
 from .card import copy_referred, data_name, table_of, trained_card

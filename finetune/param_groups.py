@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_rfa.errors import InputError
-from hf_rfa.models.attention import own_prefixes
+from hf_rfa.models.rfa_classes import own_prefixes
 
 ParameterKind = Literal["feature_maps", "sigma", "gates", "projections", "rest"]
 PARAMETER_KINDS: tuple[ParameterKind, ...] = get_args(ParameterKind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -134,7 +134,7 @@ def _describe(layer: Any) -> tuple[str, dict[str, Any]]:
 
 def _restore(kind: str, facts: dict[str, Any], held: dict[str, Tensor | None], empty: Any) -> Any:
     """Return a layer with what a file holds of it; ``empty`` is the one that the model's configuration makes."""
-    first = cast(Tensor, next(iter(held.values())))
+    first = next(tensor for tensor in held.values() if tensor is not None)
     if kind == "source state":
         source = RFASourceLayer()
         source.fill(first, length=facts["length"], rows_per_state=facts["rows"])

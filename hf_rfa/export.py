@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from .errors import InputError
 from .models.cache_rfa import RFA_LAYER_TYPE, RFALayer
 from .models.configuration_rfa import RFAConfigMixin
+from .models.feature_maps import NoFeatures
 
 
 class DecodingStep(nn.Module):
@@ -42,8 +43,8 @@ class DecodingStep(nn.Module):
     def states(cache: Cache) -> list[Tensor]:
         """Return copies of the tensors that a cache holds, layer by layer.
 
-        That is a layer's state [B, H, rows, d + 1], where the model has an exact window its window [B, H, W, 2d + 1], and
-        where the layer has retrieval heads theirs.
+        That is a layer's state [B, H, rows, d + 1] where the model has features, its window [B, H, S + K + W, ·] where it has
+        one, and that of retrieval heads where the layer has some.
         """
         return [tensor.clone() for layer in cache.layers for tensor in cast(RFALayer, layer).tensors()]
 
@@ -60,10 +61,11 @@ class DecodingStep(nn.Module):
         """
         cache = DynamicCache(config=self.model.config)
         config, held = self.model.config, iter(states)
+        has_features = config.feature_map != NoFeatures.name
         for index, layer in enumerate(cast(list[RFALayer], cache.layers)):
-            state = next(held)
-            layer.lazy_initialization(state, state)
-            layer.state = state.clone()  # a step updates it where it lies
+            layer.lazy_initialization(states[0], states[0])
+            if has_features:
+                layer.state = next(held).clone()  # a step updates it where it lies
             layer.window_cache = next(held) if config.window_size else None
             layer.retrieval_cache = next(held) if config.retrieval_heads_of(index) else None
         logits = self.model(token, position_ids=position, past_key_values=cache, use_cache=True).logits

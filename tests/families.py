@@ -15,7 +15,7 @@ from hf_rfa.families import FAMILIES
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.configuration_rfa import RFASeq2SeqConfigMixin
 from hf_rfa.models.linear_attention import Tokens, linear_attention
-from hf_rfa.models.slots import Importance
+from hf_rfa.models.sinks_and_slots import Importance
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
 from .tiny_models import tiny_config

@@ -19,7 +19,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from hf_rfa import RFALayer, RFASourceLayer, cache_num_bytes
 from hf_rfa.errors import InputError
 from hf_rfa.inference import use_attention_component
-from hf_rfa.models.attention import own_prefixes
+from hf_rfa.models.rfa_classes import own_prefixes
 
 from .families import (
     LENGTH,

@@ -37,7 +37,8 @@ from hf_rfa.finetune.trainers import (
     transfer_losses,
 )
 from hf_rfa.inference import load_model
-from hf_rfa.models.feature_maps import FEATURE_MAPS, ProjectedFeatureMap
+from hf_rfa.models.feature_maps import FEATURE_MAPS
+from hf_rfa.models.projected_feature_maps import ProjectedFeatureMap
 from hf_rfa_cli import convert as cli_convert
 
 from .conftest import leftovers, words

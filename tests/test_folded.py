@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import hf_rfa.models.attention
 from hf_rfa.models.attention import SEGMENT_LENGTH
-from hf_rfa.models.feature_maps import FEATURE_MAPS, ProjectedFeatureMap
+from hf_rfa.models.feature_maps import FEATURE_MAPS
 from hf_rfa.models.linear_attention import Tokens, chunked, parallel
+from hf_rfa.models.projected_feature_maps import ProjectedFeatureMap
 
 from .families import make_gpt2
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_rfa.convert.attention_weights import ExactWindow, log_attention_weights, seen_in_slots
 from hf_rfa.models.feature_maps import FEATURE_MAPS, Features
 from hf_rfa.models.linear_attention import MASKED_LOGIT, Tokens, denominator
+from hf_rfa.models.sinks_and_slots import split_importance
 from hf_rfa.models.sliding_window import (
     Step,
     Stream,
@@ -22,7 +23,6 @@ from hf_rfa.models.sliding_window import (
     sliding_window_attention,
     stream_of,
 )
-from hf_rfa.models.slots import split_importance
 
 
 def attend(

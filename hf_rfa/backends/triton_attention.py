@@ -21,13 +21,9 @@ from hf_rfa.models.feature_maps import (
     QUERY_EXPONENT,
     EluMap,
     FeatureMap,
-    ProjectedFeatureMap,
     compute_dtype,
-    from_heads,
     least_shift_above,
-    to_heads,
 )
-from hf_rfa.models.learned_feature_maps import HedgehogMap, T2RMap
 from hf_rfa.models.linear_attention import (
     MASKED_LOGIT,
     denominator,
@@ -37,7 +33,8 @@ from hf_rfa.models.linear_attention import (
     with_norm_row,
     with_ones,
 )
-from hf_rfa.models.random_feature_maps import ArcCosMap, GaussianMap, PositiveMap
+from hf_rfa.models.projected_feature_maps import ProjectedFeatureMap, from_heads, to_heads
+from hf_rfa.models.random_feature_maps import ArcCosMap, GaussianMap, HedgehogMap, PositiveMap, T2RMap
 
 #: Kinds of features by name, as the kernels number them.
 KINDS = {"exp": 0, "sin": 1, "relu": 2, "elu": 3}
@@ -61,8 +58,8 @@ class KernelInputs:
     """Features as f(A q + a) and w f(A'k + a' − n), for kernels that compute them where they are used.
 
     Attributes:
-        kind: f, "exp" (as `hf_rfa.models.feature_maps.exponentiate_keys` and `exponentiate_queries`), "sin", "relu", or
-            "elu", to which 1 is added.
+        kind: f, "exp" (as `exponentiate_keys` and `exponentiate_queries` of `hf_rfa.models.projected_feature_maps`), "sin",
+            "relu", or "elu", to which 1 is added.
         query: prepared queries, [B, H, T, d].
         key: prepared keys, [B, H, T, d].
         query_weight: A, [H, F, d].

@@ -7,10 +7,9 @@ than key-value heads, H_q = G H (`hf_rfa.models.masking`).
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from .cache_rfa import RecordedStep, cross_layer_of, rfa_layer_of
+from .cache_rfa import Held, RecordedStep, cross_layer_of, rfa_layer_of
 from .configuration_rfa import AttentionKind
 from .feature_maps import FEATURE_MAPS, FeatureMap, Features, compute_dtype
 from .linear_attention import (
@@ -33,15 +32,14 @@ from .linear_attention import (
     split_tokens,
 )
 from .masking import beams_per_source, group_queries, join_heads, split_heads, ungroup
+from .sinks_and_slots import Importance, sinks_are_held
 from .sliding_window import (
     WindowSizes,
     exact_attention,
     in_stream_order,
-    sinks_are_held,
     sliding_window_attention,
     stream_of,
 )
-from .slots import Importance
 
 #: Added to a layer's index where its random matrices are drawn, so that cross attention has others than causal attention.
 DRAW_OFFSET: dict[AttentionKind, int] = {"causal": 0, "cross": 100_000, "encoder": 200_000}
@@ -51,8 +49,6 @@ SEGMENT_LENGTH = 512
 #: With gradients sequences up to this length are one segment: that takes more memory, and a fifth less time.
 MAX_LENGTH_WITHOUT_SEGMENTS = 2048
 
-#: Queries, keys, values and logits of learned sinks of some heads.
-HeadInputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 #: The components of attention with a sliding window (`hf_rfa.inference.use_attention_component`).
 AttentionComponent = Literal["both", "linear", "window"]
 #: Modules that compute causal attention without a window in place of torch, by name; `hf_rfa.backends` registers its own.
@@ -106,63 +102,39 @@ class Gate(nn.Module):
         return F.logsigmoid(logits), torch.sigmoid(-logits)
 
 
-#: The parts of RFA attention that softmax attention does not have.
-OWN_PARTS = ("feature_map", "gate", "importance")
-
-
-def own_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """Return how the names of those tensors of a model begin that its softmax model does not have.
-
-    Experts may have gates too. A checkpoint may bring its own copy of the classes: an attribute tells RFA attention.
-    """
-    layers = [name for name, module in model.named_modules() if hasattr(module, "rfa_kind")]
-    return tuple(f"{name}.{part}." for name in layers for part in OWN_PARTS)
-
-
-class RFAPreTrainedMixin:
-    """The part of every RFA model's base class: initial values of feature maps and gates, which stay in float32.
-
-    Fields are checked once more here: ``from_pretrained(…, window_size=8)`` sets them after the configuration was made.
-    """
-
-    _keep_in_fp32_modules_strict: Any
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        config.validate_layer_type()
-        config.validate_rfa()
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-
-    def post_init(self) -> None:
-        """Finish the model as transformers does, and keep RFA's own parts in float32."""
-        super().post_init()  # type: ignore[misc]
-        self.keep_own_in_float32()
-
-    def keep_own_in_float32(self) -> None:
-        """Let `from_pretrained` keep feature maps and gates in float32: they are small, and rounding them costs accuracy."""
-        patterns = {re.escape(prefix) for prefix in own_prefixes(cast(nn.Module, self))}
-        self._keep_in_fp32_modules_strict = set(self._keep_in_fp32_modules_strict or ()) | patterns
-
-    @torch.no_grad()
-    def initialize_weights(self) -> None:
-        """Set the initial values of all that no checkpoint has set, features and gates first.
-
-        They are not left to `_init_weights`, which transformers calls on the part that holds a module: a body, say, which
-        is of the base model's class.
-        """
-        for module in self.modules():  # type: ignore[attr-defined]
-            if isinstance(module, (FeatureMap, Gate, Importance)) and not getattr(module, "_is_hf_initialized", False):
-                module.reset_parameters()
-                module._is_hf_initialized = True  # type: ignore[assignment]
-        super().initialize_weights()  # type: ignore[misc]
-
-    def create_masks_for_generate(self, *, attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
-        """Return the padding mask for `generate`, which prepares none of T × T entries: `forward` makes what is needed."""
-        return attention_mask
-
-
 def one_hot_values(key: Tensor) -> Tensor:
     """Return values [B, H, T, T] of keys [B, H, T, d] such that the outputs of attention are the attention weights."""
     return torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
+
+
+class HeadGroup(NamedTuple):
+    """Heads of a layer that keep tokens in one way, and their inputs: the heads with features, or the retrieval heads.
+
+    Attributes:
+        query: rows of the key-value heads, [B, H, T G, d] (`hf_rfa.models.masking.group_queries`).
+        tokens: keys, values and what else there is of the tokens.
+        sink_logits: logits of the query heads' learned sinks, [H G], or None.
+        held: what is kept of the tokens before.
+        sizes: numbers of tokens that the heads see exactly; without features a window of 0 is one of all tokens.
+        feature_map: φ, or None without features.
+    """
+
+    query: Tensor
+    tokens: Tokens
+    sink_logits: Tensor | None
+    held: Held
+    sizes: WindowSizes
+    feature_map: FeatureMap | None
+
+    def with_one_hot_values(self) -> HeadGroup:
+        """Return the group with values such that the outputs are the attention weights."""
+        key = self.tokens.key
+        held = self.held.with_zeros_for_values(key.shape[-2], key.shape[-1])
+        return self._replace(tokens=self.tokens._replace(value=one_hot_values(key)), held=held)
+
+    def with_dropout(self, probability: float) -> HeadGroup:
+        """Return the group with values of which some are dropped."""
+        return self._replace(tokens=self.tokens._replace(value=F.dropout(self.tokens.value, probability)))
 
 
 class RFAAttentionMixin(nn.Module):
@@ -286,165 +258,134 @@ class RFAAttentionMixin(nn.Module):
             key, value = (torch.cat(each, dim=-2) for each in zip(prefix, (key, value), strict=True))
             query = F.pad(query, (0, 0, key.shape[-2] - length, 0))
             hidden_states = F.pad(hidden_states, (0, 0, key.shape[-2] - length, 0))
-        query = group_queries(query, key.shape[1])
-        state, window, retrieval = (None, None, None) if layer is None else layer.read(query.device)
-        exact = None
-        if self.retrieval_heads:
-            (query, key, value, sink_logits), exact = self._retrieval_apart(query, key, value, sink_logits)
-        log_decay, input_scale = (None, None) if self.gate is None else self.gate(hidden_states)  # [B, H, T]
-        importance, recency = (None, None) if self.importance is None else self.importance(hidden_states)
-        scales = mask_padding(padding_mask, log_decay, input_scale)
-        tokens = Tokens(key, value, *scales, padding_mask, importance, mask_padding(padding_mask, recency, None)[0])
+        held = (Held(), Held()) if layer is None else layer.read(query.device)
+        rows = group_queries(query, key.shape[1])  # [B, H, T G, d]
+        groups = self._head_groups(rows, key, value, hidden_states, padding_mask, sink_logits, held)
         attn_weights = None
         if output_attentions:
-            one_hot = tokens._replace(value=one_hot_values(key))
-            held = self._without_values(key.shape[-2], state, window)
-            attn_weights = self._attend(query, one_hot, document_starts, *held, sink_logits)[0]
-            if exact is not None:
-                hot = *exact[:2], one_hot_values(exact[1]), exact[3]
-                held = self._without_values(key.shape[-2], None, retrieval)
-                found, _, _ = self.retrieve(*hot, padding_mask, document_starts, held[1])
-                attn_weights = join_heads(attn_weights, found, self.retrieval_heads)
-            attn_weights = ungroup(attn_weights, query_heads)[..., -length:, -length:].to(value.dtype)
-        tokens = tokens._replace(value=F.dropout(value, dropout, self.training))
-        known: Any = {"sinks_held": layer is not None and layer.sinks_held}
-        recording = layer is not None and layer.record_past
-        output, state, window, recorded = self._attend(
-            query, tokens, document_starts, state, window, sink_logits, recording=recording, **known
+            found = [self._attend(group.with_one_hot_values(), document_starts)[0] for group in groups]
+            attn_weights = ungroup(join_heads(found, self.retrieval_heads), query_heads)
+            attn_weights = attn_weights[..., -length:, -length:].to(value.dtype)
+        if dropout and self.training:
+            groups = [group.with_dropout(dropout) for group in groups]
+        sinks_held, recording = (False, False) if layer is None else (layer.sinks_held, layer.record_past)
+        known: Any = {"sinks_held": sinks_held, "recording": recording}
+        outputs, now_held, recorded = zip(
+            *(self._attend(each, document_starts, **known) for each in groups), strict=True
         )
-        if exact is not None:
-            values = F.dropout(exact[2], dropout, self.training)
-            found, retrieval, tokens = self.retrieve(
-                *exact[:2], values, exact[3], padding_mask, document_starts, retrieval, **known
-            )
-            output = join_heads(output, found, self.retrieval_heads)
-            if recorded is not None:
-                recorded = recorded._replace(retrieval=tokens, retrieval_sizes=self.retrieval_sizes)
         if cache is not None:
-            facts: Any = {"num_tokens": key.shape[-2], "retrieval": retrieval, "recorded": recorded}
-            if (
-                window is not None and key.shape[-2] > 1 and not known["sinks_held"]
-            ):  # asked once: the answer is waited for
+            (state, window), *others = now_held
+            facts: Any = {"num_tokens": key.shape[-2], "retrieval": others[0].window if others else None}
+            if window is not None and key.shape[-2] > 1 and not sinks_held:  # asked once: the answer is waited for
                 facts["sinks_held"] = sinks_are_held(window, self.num_sinks, self.feature_map.head_dim)
-            cache.update(state, window, self.rfa_layer_idx, **facts)  # type: ignore[arg-type]
-        return ungroup(output, query_heads)[..., -length:, :].to(value.dtype), attn_weights
+            facts["recorded"] = recorded if recording else ()
+            cache.update(state, window, self.rfa_layer_idx, **facts)
+        output = ungroup(join_heads(outputs, self.retrieval_heads), query_heads)
+        return output[..., -length:, :].to(value.dtype), attn_weights
 
-    def _retrieval_apart(
-        self, query: Tensor, key: Tensor, value: Tensor, sink_logits: Tensor | None
-    ) -> tuple[HeadInputs, HeadInputs]:
-        """Return queries [B, H, T G, d], keys, values and sink logits of the heads with features, and of retrieval heads."""
-        sinks: Any = None, None
-        if sink_logits is not None:
-            by_head = split_heads(sink_logits.view(1, key.shape[1], -1), self.retrieval_heads)
-            sinks = by_head[0].flatten(), by_head[1].flatten()
-        queries, keys, values = (split_heads(each, self.retrieval_heads) for each in (query, key, value))
-        return (queries[0], keys[0], values[0], sinks[0]), (queries[1], keys[1], values[1], sinks[1])
-
-    @without_autocast
-    def retrieve(
+    def _head_groups(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        sink_logits: Tensor | None,
+        hidden_states: Tensor,
         padding_mask: Tensor | None,
-        document_starts: Tensor | None,
-        window: Tensor | None,
-        sinks_held: bool = False,
-    ) -> tuple[Tensor, Tensor, Tokens]:
-        """Attend exactly, as retrieval heads do, to a window of ``retrieval_window`` tokens or to all.
-
-        Args:
-            query: rows of the R heads, [B, R, T G, d] (`hf_rfa.models.masking.group_queries`).
-            key: [B, R, T, d].
-            value: [B, R, T, M].
-            sink_logits: logits of their query heads' learned sinks, [R G], or None.
-            padding_mask: [B, T], 0 for padding, or None.
-            document_starts: [B, T], or None; see `attend`.
-            window: what they hold of the tokens before, or None at the start.
-            sinks_held: whether the window is known to have all sinks.
-
-        Returns:
-            The output [B, R, T G, M], what they hold now, and the tokens.
-        """
-        scale = mask_padding(padding_mask, None, None)[1]
-        tokens = Tokens(self._as_state(key), value, None, scale, padding_mask)
-        output, window = exact_attention(
-            self._as_state(query),
-            tokens,
-            window,
-            self.retrieval_sizes,
-            document_starts,
-            scaling=self.scaling,
-            dtype=key.dtype,
-            chunk_size=self.chunk_size,
-            sink_logits=sink_logits,
-            sinks_held=sinks_held,
-        )
-        return output, window, tokens
+        sink_logits: Tensor | None,
+        held: tuple[Held, Held],
+    ) -> list[HeadGroup]:
+        """Return the heads with features, and the retrieval heads if there are any; shapes are those of `HeadGroup`."""
+        log_decay, input_scale = (None, None) if self.gate is None else self.gate(hidden_states)  # [B, H, T]
+        importance, recency = (None, None) if self.importance is None else self.importance(hidden_states)
+        log_decay, input_scale = mask_padding(padding_mask, log_decay, input_scale)
+        recency, is_token = mask_padding(padding_mask, recency, None)
+        more = (log_decay, input_scale, padding_mask, importance, recency)
+        has_features = self.feature_map.feature_dim > 0 or self.attention_component == "linear"
+        kept = self.window_sizes, self.feature_map if has_features else None
+        if not self.retrieval_heads:
+            return [HeadGroup(query, Tokens(key, value, *more), sink_logits, held[0], *kept)]
+        inputs = [split_heads(each, self.retrieval_heads) for each in (query, key, value)]
+        sinks: Any = (None, None)
+        if sink_logits is not None:
+            sinks = split_heads(sink_logits.view(1, key.shape[1], -1), self.retrieval_heads)
+            sinks = tuple(each.flatten() for each in sinks)
+        (query, exact_query), (key, exact_key), (value, exact_value) = inputs
+        exact_tokens = Tokens(exact_key, exact_value, None, is_token, padding_mask)
+        return [
+            HeadGroup(query, Tokens(key, value, *more), sinks[0], held[0], *kept),
+            HeadGroup(exact_query, exact_tokens, sinks[1], held[1], self.retrieval_sizes, None),
+        ]
 
     def _attend(
         self,
-        query: Tensor,
-        tokens: Tokens,
+        group: HeadGroup,
         document_starts: Tensor | None,
-        state: Tensor | None,
-        window: Tensor | None,
-        sink_logits: Tensor | None,
         *,
-        recording: bool = False,
         sinks_held: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor | None, RecordedStep | None]:
-        """Attend causally: the output [B, H, T G, M], the new state and window, and what `RFALayer.crop` needs, if recording.
-
-        Queries are rows [B, H, T G, d] of the key-value heads (`group_queries`), here and in all that this calls.
-        """
-        feature_map, log_decay = self.feature_map, tokens.log_decay
-        plain = not self.window_size and not recording and tokens.value.shape[-1] == tokens.key.shape[-1]
+        recording: bool = False,
+    ) -> tuple[Tensor, Held, RecordedStep | None]:
+        """Attend causally: output [B, H, T G, M], what the heads hold now, and if recording what `RFALayer.crop` needs."""
+        query, tokens, held, sizes, feature_map = group.query, group.tokens, group.held, group.sizes, group.feature_map
+        if feature_map is None or (sizes.window and self.attention_component != "linear"):
+            return self._attend_with_window(group, document_starts, sinks_held, recording)
+        plain = not sizes.window and not recording and tokens.value.shape[-1] == tokens.key.shape[-1]
         if self.backend != "torch" and plain and not torch.compiler.is_compiling():
             grouped = query.shape != tokens.key.shape  # which no backend knows
-            found = None if grouped else BACKENDS[self.backend].attend(self, query, *tokens[:4], document_starts, state)
+            inputs = (query, *tokens[:4], document_starts, held.state)
+            found = None if grouped else BACKENDS[self.backend].attend(self, *inputs)
             if found is not None:
-                return *found, None, None
-        if document_starts is not None:  # a gate that lets nothing through
-            if log_decay is None:
-                log_decay = tokens.key.new_zeros(tokens.key.shape[:-1], dtype=compute_dtype(tokens.key.dtype))
-            tokens = tokens._replace(log_decay=log_decay.masked_fill(document_starts[:, None], MASKED_LOGIT))
-
-        if self.window_size and self.attention_component != "linear":
-            dtype = tokens.key.dtype if self.gate is None else self._as_state(tokens.key).dtype
-            sizes, tokens = self.window_sizes, tokens._replace(key=self._as_state(tokens.key))
-            known: Any = {"dtype": dtype, "chunk_size": self.chunk_size, "sinks_held": sinks_held}
-            stream = stream_of(tokens, window, sizes, document_starts, **known)
-            query = in_stream_order(self._as_state(query), stream)
-            least_shift = feature_map.least_shift(state)
-            leaving = features = None
-            if recording or feature_map.feature_dim:
-                leaving = stream.leaving()
-                features = self._features(query, leaving.key, least_shift, offset=True)
-            output, state = sliding_window_attention(
-                query,
-                stream,
-                leaving,
-                features,
-                scaling=self.scaling,
-                initial_state=state,
-                denominator_floor=feature_map.denominator_floor,
-                chunk_size=self.chunk_size,
-                window_only=self.attention_component == "window",
-                sink_logits=sink_logits,
-            )
-            window, key_features = (
-                stream.window(),
-                features.unshifted_key() if recording and features is not None else None,
-            )
-        else:
-            sizes, dtype, window = WindowSizes(0), tokens.key.dtype, None
-            output, state, key_features = self._attend_to_past(query, tokens, state, recording)
+                output, state = found
+                return output, Held(state), None
+        tokens = self._apart(tokens, document_starts)
+        output, state, key_features = self._attend_to_past(query, tokens, held.state, recording)
         recorded = None
-        if key_features is not None:
-            recorded = RecordedStep(tokens, key_features, feature_map.denominator_floor, sizes, dtype)
-        return output, state, window, recorded
+        if recording:
+            recorded = RecordedStep(
+                tokens, key_features, feature_map.denominator_floor, WindowSizes(0), tokens.key.dtype
+            )
+        return output, Held(state), recorded
+
+    def _apart(self, tokens: Tokens, document_starts: Tensor | None) -> Tokens:
+        """Return tokens whose decays let nothing through where a document starts."""
+        if document_starts is None:
+            return tokens
+        log_decay = tokens.log_decay
+        if log_decay is None:
+            log_decay = tokens.key.new_zeros(tokens.key.shape[:-1], dtype=compute_dtype(tokens.key.dtype))
+        return tokens._replace(log_decay=log_decay.masked_fill(document_starts[:, None], MASKED_LOGIT))
+
+    def _attend_with_window(
+        self, group: HeadGroup, document_starts: Tensor | None, sinks_held: bool, recording: bool
+    ) -> tuple[Tensor, Held, RecordedStep | None]:
+        """Attend to a window, and to features of the tokens before it if there are any; see `_attend`."""
+        query, tokens, sink_logits, (state, window), sizes, feature_map = group
+        decays = tokens.log_decay is not None  # 16 bits would round what is left of a token
+        dtype = self._as_state(tokens.key).dtype if decays else tokens.key.dtype
+        query, tokens = self._as_state(query), tokens._replace(key=self._as_state(tokens.key))
+        kept: Any = {"dtype": dtype, "chunk_size": self.chunk_size, "sinks_held": sinks_held}
+        attended: Any = {"scaling": self.scaling, "sink_logits": sink_logits}
+        if feature_map is None:
+            output, window = exact_attention(query, tokens, window, sizes, document_starts, **kept, **attended)
+            recorded = RecordedStep(tokens, None, None, sizes, dtype) if recording else None
+            return output, Held(None, window), recorded
+        tokens = self._apart(tokens, document_starts)
+        stream = stream_of(tokens, window, sizes, document_starts, **kept)
+        query, leaving = in_stream_order(query, stream), stream.leaving()
+        features = self._features(query, leaving.key, feature_map.least_shift(state), offset=True)
+        output, state = sliding_window_attention(
+            query,
+            stream,
+            leaving,
+            features,
+            initial_state=state,
+            denominator_floor=feature_map.denominator_floor,
+            chunk_size=self.chunk_size,
+            window_only=self.attention_component == "window",
+            **attended,
+        )
+        recorded = None
+        if recording:
+            recorded = RecordedStep(tokens, features.unshifted_key(), feature_map.denominator_floor, sizes, dtype)
+        return output, Held(state, stream.window()), recorded
 
     def _attend_to_past(
         self, query: Tensor, tokens: Tokens, state: Tensor | None, recording: bool
@@ -488,18 +429,6 @@ class RFAAttentionMixin(nn.Module):
             chunk_size=self.chunk_size,
         )
         return output, state, features
-
-    def _without_values(
-        self, width: int, state: Tensor | None, window: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return a state and a window for values of another width, with zeros in place of their own values."""
-        d = self.feature_map.head_dim
-        if state is not None:
-            state = torch.cat([state.new_zeros(*state.shape[:-1], width), state[..., -1:]], dim=-1)
-        if window is not None:
-            zeros = window.new_zeros(*window.shape[:-1], width)
-            window = torch.cat([window[..., :d], zeros, window[..., 2 * d :]], dim=-1)
-        return state, window
 
     def _as_state(self, tensor: Tensor) -> Tensor:
         """Return a tensor in the dtype of the state."""

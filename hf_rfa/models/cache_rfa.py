@@ -27,53 +27,67 @@ GROWING_LAYER_TYPE = "rfa_growing"
 MAX_RECORDED_STEPS = 512
 
 
+class Held(NamedTuple):
+    """What some heads of a layer keep of the tokens so far.
+
+    Attributes:
+        state: [B, H, F, d + 1] (`hf_rfa.models.linear_attention`), or None for heads without features.
+        window: [B, H, S + K + W, ·] (`hf_rfa.models.sliding_window`), or None for heads without a window.
+    """
+
+    state: Tensor | None = None
+    window: Tensor | None = None
+
+    def with_zeros_for_values(self, width: int, head_dim: int) -> Held:
+        """Return the same for values of another width than that of keys, ``head_dim``: zeros in place of their own."""
+        state, window = self
+        if state is not None:
+            state = torch.cat([state.new_zeros(*state.shape[:-1], width), state[..., -1:]], dim=-1)
+        if window is not None:
+            zeros = window.new_zeros(*window.shape[:-1], width)
+            window = torch.cat([window[..., :head_dim], zeros, window[..., 2 * head_dim :]], dim=-1)
+        return Held(state, window)
+
+
 class RecordedStep(NamedTuple):
-    """Additions of one step to a layer's tensors, of which `RFALayer.crop` can add a part again.
+    """Additions of one step to what some heads hold, of which `RFALayer.crop` can add a part again.
 
     Attributes:
         tokens: the tokens of the step; keys are not read without a window.
-        key_features: φ(k) of the tokens that joined the state, [B, H, T, F].
+        key_features: φ(k) of the tokens that joined the state, [B, H, T, F], or None for heads without features.
         denominator_floor: that of the feature map.
-        sizes: those of the window, 0 without one.
+        sizes: those of the window; a window of 0 is none, or where there are no features one that grows.
         window_dtype: that of the window as it is kept.
-        retrieval: the tokens of the step in retrieval heads, or None where there are none.
-        retrieval_sizes: those of the retrieval heads' window.
     """
 
     tokens: Tokens
-    key_features: Tensor
+    key_features: Tensor | None
     denominator_floor: float | None
     sizes: WindowSizes
     window_dtype: torch.dtype
-    retrieval: Tokens | None = None
-    retrieval_sizes: WindowSizes = WindowSizes(0)
 
-    def replay(
-        self, count: int, state: Tensor | None, window: Tensor | None, retrieval: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the state, the window and that of retrieval heads after the first ``count`` tokens."""
-        tokens, key_features = self.tokens.part(0, count), self.key_features[..., :count, :]
-        if self.sizes.window:
-            stream = stream_of(tokens, window, self.sizes, dtype=self.window_dtype)
-            key_features = first_to_leave(self.key_features, count, self.tokens.padding_mask)
+    def replay(self, count: int, held: Held) -> Held:
+        """Return what is held after the first ``count`` tokens."""
+        tokens, key_features, sizes, (state, window) = self.tokens.part(0, count), self.key_features, self.sizes, held
+        if key_features is None and not sizes.window:
+            window, size = with_room(window, count)
+            sizes = WindowSizes(size)
+        if sizes.window:
+            stream = stream_of(tokens, window, sizes, dtype=self.window_dtype)
             tokens, window = stream.leaving(), stream.window()
-        tokens = tokens._replace(key=key_features)
-        if self.retrieval is not None:
-            sizes, dtype = self.retrieval_sizes, self.retrieval.value.dtype  # as the model's keys came
-            if not sizes.window:
-                retrieval, size = with_room(retrieval, count)
-                sizes = WindowSizes(size)
-            retrieval = stream_of(self.retrieval.part(0, count), retrieval, sizes, dtype=dtype).window()
-        state = final_state(tokens, initial_state=state, denominator_floor=self.denominator_floor)
-        return state, window, retrieval
+        if key_features is None:
+            return Held(state, window)
+        if sizes.window:
+            key_features = first_to_leave(key_features, count, self.tokens.padding_mask)
+        tokens = tokens._replace(key=key_features[..., :count, :])
+        return Held(final_state(tokens, initial_state=state, denominator_floor=self.denominator_floor), window)
 
 
 class RFALayer(CacheLayerMixin):
-    """Holds the state [B, H, F, d + 1] of one attention layer (`hf_rfa.models.linear_attention`), and counts its tokens.
+    """Holds the state and the window of one attention layer (`Held`), and counts its tokens.
 
-    With a sliding window it also holds the keys and values of the sinks, of the tokens in slots and of the last tokens,
-    [B, H, S + K + W, 2d + 1] (`hf_rfa.models.sliding_window`), and for retrieval heads, which those two leave out, those of
-    sinks and of a window of their own. All take the same memory after ten tokens and after a million.
+    Retrieval heads, which those two leave out, have a window of their own. All take the same memory after ten tokens and
+    after a million.
 
     Earlier states are gone, so that nothing can be cropped, unless the layer records: after `activate_past_recording` it
     keeps a copy of the state and what each step added to it, until `crop` says how many tokens stay. Assisted decoding does
@@ -102,8 +116,8 @@ class RFALayer(CacheLayerMixin):
 
     def _forget(self) -> None:
         """Drop what was recorded."""
-        self._before: tuple[Tensor | None, ...] = (None, None, None)
-        self._steps: list[tuple[RecordedStep, int]] = []
+        self._before: tuple[Held, Held] = (Held(), Held())
+        self._steps: list[tuple[tuple[RecordedStep, ...], int]] = []
 
     def activate_past_recording(self) -> None:
         """Keep what `crop` needs to remove tokens that come from now on."""
@@ -125,34 +139,39 @@ class RFALayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def read(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the state, the window and that of retrieval heads on a device, each None at the start.
-
-        A step may change them in place.
-        """
+    def read(self, device: torch.device) -> tuple[Held, Held]:
+        """Return what the heads with features and the retrieval heads hold, on a device; a step may change it in place."""
         self._change(lambda tensor: tensor.to(device))
         if len(self._steps) == MAX_RECORDED_STEPS:
             self._forget()
+        held = (Held(self.state, self.window_cache), Held(None, self.retrieval_cache))
         if self.record_past and not self._steps:
-            held = (self.state, self.window_cache, self.retrieval_cache)
-            self._before = tuple(None if each is None else each.clone() for each in held)
-        return self.state, self.window_cache, self.retrieval_cache
+            first, second = (Held(*(None if each is None else each.clone() for each in part)) for part in held)
+            self._before = first, second
+        return held
 
     def update(  # type: ignore[override]
         self,
-        state: Tensor,
+        state: Tensor | None,
         window: Tensor | None,
         *args: Any,
         num_tokens: int | None = None,
         retrieval: Tensor | None = None,
-        recorded: RecordedStep | None = None,
+        recorded: tuple[RecordedStep, ...] = (),
         sinks_held: bool = False,
         **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Store the state, the window and that of retrieval heads (None without one) after some tokens.
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Store what the heads with features and the retrieval heads hold after some tokens.
 
-        ``num_tokens`` counts those since `read`, padding included; ``recorded`` is what they added, while the layer records;
-        ``sinks_held`` says that the window has all sinks now.
+        Args:
+            state: the state, or None without features.
+            window: the window, or None without one.
+            *args: what transformers adds.
+            num_tokens: number of the tokens since `read`, padding included.
+            retrieval: the window of retrieval heads, or None without any.
+            recorded: what these tokens added, by groups of heads, while the layer records.
+            sinks_held: whether the window is known to have all sinks now.
+            **kwargs: what transformers adds.
 
         Raises:
             TypeError: if an attention layer that is not RFA writes keys and values to this layer.
@@ -162,11 +181,12 @@ class RFALayer(CacheLayerMixin):
                 "a softmax attention layer wrote to an RFA cache layer. Build the cache with "
                 "DynamicCache(config=model.config) of the model that uses it."
             )
-        if not self.is_initialized:
-            self.lazy_initialization(state, state)
-        if recorded is not None:
-            self._steps.append((recorded, num_tokens))
         self.state, self.window_cache, self.retrieval_cache = state, window, retrieval
+        if not self.is_initialized:
+            first = self.tensors()[0]
+            self.lazy_initialization(first, first)
+        if recorded:
+            self._steps.append((recorded, num_tokens))
         self.cumulative_length += num_tokens
         self.sinks_held |= sinks_held
         return state, window
@@ -229,12 +249,13 @@ class RFALayer(CacheLayerMixin):
                 "number; or copy the cache (copy.deepcopy) before them."
             )
         if count:
-            held, kept = self._before, recorded - count
-            for step, length in self._steps:
+            held, kept = list(self._before), recorded - count
+            for steps, length in self._steps:
                 if kept > 0:
-                    held = step.replay(min(length, kept), *held)
+                    for index, step in enumerate(steps):
+                        held[index] = step.replay(min(length, kept), held[index])
                 kept -= length
-            self.state, self.window_cache, self.retrieval_cache = held
+            (self.state, self.window_cache), (_, self.retrieval_cache) = held
             self.cumulative_length -= count
             self.sinks_held = False
         self._forget()

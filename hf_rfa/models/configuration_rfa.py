@@ -17,8 +17,7 @@ from transformers.activations import ACT2FN
 
 from .cache_rfa import GROWING_LAYER_TYPE, RFA_LAYER_TYPE
 from .feature_maps import FEATURE_MAPS, NoFeatures
-from .learned_feature_maps import ExponentialMap, LearnedFeatureMap
-from .random_feature_maps import RandomFeatureMap
+from .random_feature_maps import ExponentialMap, LearnedFeatureMap, RandomFeatureMap
 from .rfa_classes import base_class, make_class
 
 STATE_DTYPES = ("float32", "float64")

@@ -46,7 +46,7 @@ class Tokens(NamedTuple):
         log_decay: log g, [B, H, T], ≤ 0 and 0 for padding, or None for g = 1.
         input_scale: w, [B, H or 1, T], 0 for padding, or None for ones.
         padding_mask: [B, T], 0 for padding, or None where nothing is padded.
-        importance: that of the tokens when they come, [B, H, T], or None without slots (`hf_rfa.models.slots`).
+        importance: that of the tokens when they come, [B, H, T], or None without slots (`hf_rfa.models.sinks_and_slots`).
         recency: importance that all tokens lose at each, [B, H, T] and 0 for padding, or None.
     """
 

@@ -10,6 +10,7 @@ Features, outputs and what else there is per query have the same rows. Between f
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -103,8 +104,11 @@ def split_heads(tensor: Tensor, chosen: list[int]) -> tuple[Tensor, Tensor]:
     return torch.stack([tensor[:, head] for head in others], 1), torch.stack([tensor[:, head] for head in chosen], 1)
 
 
-def join_heads(others: Tensor, chosen_heads: Tensor, chosen: list[int]) -> Tensor:
-    """Return all heads in order: the inverse of `split_heads`."""
+def join_heads(groups: Sequence[Tensor], chosen: list[int]) -> Tensor:
+    """Return all heads in order: the inverse of `split_heads`. Without chosen heads there is one group."""
+    if not chosen:
+        return groups[0]
+    others, chosen_heads = groups
     parts, own = dict(zip(chosen, chosen_heads.unbind(1), strict=True)), iter(others.unbind(1))
     count = others.shape[1] + len(chosen)
     return torch.stack([parts[head] if head in parts else next(own) for head in range(count)], 1)

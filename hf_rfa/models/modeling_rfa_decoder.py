@@ -22,11 +22,11 @@ from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from .attention import RFAAttentionMixin, RFAPreTrainedMixin
+from .attention import RFAAttentionMixin
 from .cache_rfa import GROWING_LAYER_TYPE, RFA_LAYER_TYPE, past_length, self_attention_cache, unread_length
 from .configuration_rfa import decoder_config_class
 from .masking import check_positions, document_starts, local_padding, padding_of_mask
-from .rfa_classes import base_class, make_class
+from .rfa_classes import RFAPreTrainedMixin, base_class, make_class
 
 #: Name of random feature attention in transformers' attention interface.
 INTERFACE = "rfa"

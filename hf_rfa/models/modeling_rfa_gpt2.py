@@ -22,10 +22,11 @@ from transformers.models.gpt2.modeling_gpt2 import (
     GPT2LMHeadModel,
 )
 
-from .attention import RFAAttentionMixin, RFAPreTrainedMixin
+from .attention import RFAAttentionMixin
 from .cache_rfa import past_length, self_attention_cache, unread_length
 from .configuration_rfa import AttentionKind, RFAGPT2Config
 from .masking import check_positions, document_starts, local_padding, padding_of_mask
+from .rfa_classes import RFAPreTrainedMixin
 
 
 class RFAGPT2Attention(RFAAttentionMixin, GPT2Attention):

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.models.auto import modeling_auto
 
-from .attention import RFAAttentionMixin, RFAPreTrainedMixin
+from .attention import RFAAttentionMixin
 from .cache_rfa import cross_layer_of, past_length, self_attention_cache, unread_length
 from .configuration_rfa import AttentionKind, seq2seq_config_class
 from .masking import check_positions, local_padding
-from .rfa_classes import base_class, make_class
+from .rfa_classes import RFAPreTrainedMixin, base_class, make_class
 
 #: The tables of names by which Trainer, transformers serve, pipelines and lm-eval recognize language models.
 NAME_TABLES: tuple[dict[str, str], ...] = (

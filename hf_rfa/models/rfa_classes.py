@@ -1,12 +1,73 @@
-"""Making RFA classes by name: ``RFALlamaForCausalLM`` from transformers' ``LlamaForCausalLM``."""
+"""RFA's model classes: what all have in common, and how they are made by name.
+
+``RFALlamaForCausalLM`` is made from transformers' ``LlamaForCausalLM``.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import torch
 import transformers
+from torch import Tensor, nn
+
+#: The parts of RFA attention that softmax attention does not have.
+OWN_PARTS = ("feature_map", "gate", "importance")
+
+
+def own_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """Return how the names of those tensors of a model begin that its softmax model does not have.
+
+    Experts may have gates too. A checkpoint may bring its own copy of the classes: an attribute tells RFA attention.
+    """
+    layers = [name for name, module in model.named_modules() if hasattr(module, "rfa_kind")]
+    return tuple(f"{name}.{part}." for name in layers for part in OWN_PARTS)
+
+
+class RFAPreTrainedMixin:
+    """The part of every RFA model's base class: initial values of feature maps and gates, which stay in float32.
+
+    Fields are checked once more here: ``from_pretrained(…, window_size=8)`` sets them after the configuration was made.
+    """
+
+    _keep_in_fp32_modules_strict: Any
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        config.validate_layer_type()
+        config.validate_rfa()
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+
+    def post_init(self) -> None:
+        """Finish the model as transformers does, and keep RFA's own parts in float32."""
+        super().post_init()  # type: ignore[misc]
+        self.keep_own_in_float32()
+
+    def keep_own_in_float32(self) -> None:
+        """Let `from_pretrained` keep feature maps and gates in float32: they are small, and rounding them costs accuracy."""
+        patterns = {re.escape(prefix) for prefix in own_prefixes(cast(nn.Module, self))}
+        self._keep_in_fp32_modules_strict = set(self._keep_in_fp32_modules_strict or ()) | patterns
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Set the initial values of all that no checkpoint has set, RFA's own parts first.
+
+        They are not left to `_init_weights`, which transformers calls on the part that holds a module: a body, say, which
+        is of the base model's class.
+        """
+        modules: dict[str, Any] = dict(self.named_modules())  # type: ignore[attr-defined]
+        for prefix in own_prefixes(cast(nn.Module, self)):
+            part = modules.get(prefix.removesuffix("."))  # None where a layer has no gate, say
+            if part is not None and not getattr(part, "_is_hf_initialized", False):
+                part.reset_parameters()
+                part._is_hf_initialized = True
+        super().initialize_weights()  # type: ignore[misc]
+
+    def create_masks_for_generate(self, *, attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
+        """Return the padding mask for `generate`, which prepares none of T × T entries: `forward` makes what is needed."""
+        return attention_mask
 
 
 def make_class(

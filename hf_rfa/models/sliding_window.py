@@ -2,14 +2,13 @@
 
     y_t ∝ Σ_{t−W < j ≤ t} exp(q_t·k_j·s + o_t) c_tj v_j  +  φ(q_t)ᵀ S_{t−W}        c_tj = w_j g_{j+1} … g_t
 
-The first tokens of a text, its sinks, may be kept exactly for good: softmax heads that need no other token attend to them
-(Xiao et al. 2024, arXiv 2309.17453). They have c_tj = 1, neither scaled nor decayed, and never join the state.
+The first tokens of a text, its sinks, may be kept exactly for good. They have c_tj = 1, neither scaled nor decayed, and never
+join the state. Those of the tokens before the window that matter most may be kept as well, in slots
+(`hf_rfa.models.sinks_and_slots`).
 
 A token's key and value are kept as they are for W steps, and then join the recurrent state: the state lags W tokens behind,
 and what is kept does not grow. The offset o_t makes both kinds of weights commensurate: it takes out of exp(q·k·s) the factor
 that φ leaves out (`hf_rfa.models.feature_maps.Features`).
-
-Those of the tokens before the window that matter most may be kept as well, in slots (`hf_rfa.models.slots`).
 
 A window [B, H, S + K + W, 2d + 1] holds keys, values and log-weights (log c, `MASKED_LOGIT` for empty places and padding)
 of S sinks, of the tokens in K slots and of W last tokens; with slots the tokens' importance follows (`with_importance`). The
@@ -44,14 +43,20 @@ from .linear_attention import (
     rescale,
     segment_sums,
 )
-from .masking import is_tracing, rows_per_token, to_rows
-from .slots import (
+from .masking import rows_per_token, to_rows
+from .sinks_and_slots import (
+    Sinks,
     Slots,
+    attend_to_sinks,
     attend_to_slots,
     choose,
     lower_importance,
+    padding_first,
     split_importance,
     take,
+    take_places,
+    take_sinks,
+    take_tokens,
     weighted_mean,
     with_importance,
 )
@@ -66,20 +71,6 @@ class WindowSizes(NamedTuple):
     window: int
     sinks: int = 0
     slots: int = 0
-
-
-class Sinks(NamedTuple):
-    """The first tokens of every text: those held before the new tokens, and those among them.
-
-    Attributes:
-        rows: keys, values and log-weights, [B, H, n, d + M + 1].
-        seen: which of them the new tokens see, in the order of the stream, [B, T, n].
-        held: the sinks to be held from now on, [B, H, S, d + M + 1].
-    """
-
-    rows: Tensor
-    seen: Tensor
-    held: Tensor
 
 
 class Stream(NamedTuple):
@@ -158,7 +149,7 @@ class Stream(NamedTuple):
         output, log_total = _attend_to_window(query, self, offset, chunk_size)
         found = []
         if self.sinks is not None:
-            found.append(_attend_to_sinks(query, self.sinks, offset))
+            found.append(attend_to_sinks(query, self.sinks, offset))
         if self.slots is not None:
             found.append(attend_to_slots(query, cast(Tensor, self.candidates), self.slots, offset))
         for each, log_each in found:
@@ -206,7 +197,7 @@ class Step(NamedTuple):
 
     def leaving(self) -> Tokens:
         """Return the token that leaves for the state."""
-        gone = self.others[..., :1, :] if self.lost is None else _take_each(self.others, self.lost)
+        gone = self.others[..., :1, :] if self.lost is None else take_places(self.others, self.lost)
         key, value, log_weights = self._split(gone)
         return Tokens(key, value, None, log_weights[..., 0].exp())
 
@@ -232,16 +223,6 @@ class Step(NamedTuple):
         """Compute the outputs of `attend` where nothing joins them, and no normalizer is needed."""
         key, value, log_weights = self._split(self.kept)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=log_weights.mT, scale=1.0)
-
-
-def sinks_are_held(window: Tensor, num_sinks: int, head_dim: int) -> bool:
-    """Return whether every row of a window has all of its sinks, whose values are ``head_dim`` wide as their keys.
-
-    A compiler or a CUDA graph cannot know, and takes the general path, which is right in any case.
-    """
-    if is_tracing(window) or (window.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return False
-    return bool((window[:, 0, :num_sinks, 2 * head_dim] > MASKED_LOGIT / 2).all())
 
 
 def _step_of(tokens: Tokens, window: Tensor, sizes: WindowSizes, dtype: torch.dtype, sinks_held: bool) -> Step:
@@ -274,7 +255,7 @@ def _step_of(tokens: Tokens, window: Tensor, sizes: WindowSizes, dtype: torch.dt
     rank = split_importance(rows[..., num_sinks : last + 1, :])[1]
     lost = last - rank.flip(-1).argmin(dim=-1, keepdim=True)  # of several, the last
     places = torch.arange(rows.shape[-2] - 1, device=window.device)
-    stay = _take_each(rows, places + (places >= lost))
+    stay = take_places(rows, places + (places >= lost))
     lower_importance(stay[..., num_sinks:-1, :], cast(Tensor, tokens.recency))
     return Step(stay, rows, lost, *widths)
 
@@ -312,7 +293,7 @@ def stream_of(
     held, in_slots, last = window.split([num_sinks, num_slots, size], dim=-2)
     sinks = document = None
     if num_sinks:
-        sinks, rows = _take_sinks(held, rows, padding_mask, document_starts)
+        sinks, rows = take_sinks(held, rows, padding_mask, document_starts)
     if num_slots:
         known, importance = _importance_at_the_end(tokens, known, rows[..., -1] <= MASKED_LOGIT / 2)
         importance = torch.cat([known[..., num_sinks + num_slots :], importance], dim=-1)
@@ -323,10 +304,10 @@ def stream_of(
     order = None
     if padding_mask is not None:
         filled = torch.cat([last[:, 0, :, -1] > MASKED_LOGIT / 2, padding_mask != 0], dim=1)
-        places, order = _padding_first(filled), _padding_first(padding_mask)
-        rows = _take(rows, places)
-        log_decay = None if log_decay is None else _take(log_decay[..., None], places)[..., 0]
-        importance = None if importance is None else _take(importance[..., None], places)[..., 0]
+        places, order = padding_first(filled), padding_first(padding_mask)
+        rows = take_tokens(rows, places)
+        log_decay = None if log_decay is None else take_tokens(log_decay[..., None], places)[..., 0]
+        importance = None if importance is None else take_tokens(importance[..., None], places)[..., 0]
         document = None if document is None else document.gather(1, places)
         if sinks is not None:
             sinks = sinks._replace(seen=sinks.seen.gather(1, order[..., None].expand_as(sinks.seen)))
@@ -377,43 +358,6 @@ def _importance_at_the_end(tokens: Tokens, known: Tensor, empty: Tensor) -> tupl
     return known.to(lost.dtype) - lost.sum(-1, keepdim=True), importance.masked_fill(empty, MASKED_LOGIT)
 
 
-def _take_sinks(
-    held: Tensor, rows: Tensor, padding_mask: Tensor | None, document_starts: Tensor | None
-) -> tuple[Sinks, Tensor]:
-    """Return the sinks with those among some tokens, and the tokens' rows [B, H, T, ·], in which sinks weigh nothing.
-
-    ``held`` [B, H, S, ·] are the sinks before them; there are fewer than S while a text is shorter than that.
-    """
-    (batch, _, length, _), count, device = rows.shape, held.shape[-2], rows.device
-    number_held = (held[:, 0, :, -1] > MASKED_LOGIT / 2).sum(-1, keepdim=True)  # [B, 1]
-    token = torch.ones(batch, length, dtype=torch.bool, device=device) if padding_mask is None else padding_mask != 0
-    before = token.cumsum(-1) - 1  # tokens of the row before each
-    document = torch.zeros_like(before)
-    if document_starts is None:
-        ordinal = before + number_held
-    else:  # counted from the start of the token's own document
-        document = document_starts.cumsum(-1)
-        ordinal = before - torch.where(document_starts, before, -number_held).cummax(-1).values
-    is_sink = token & (ordinal < count)
-    most = min(count, length) if document_starts is None else int(is_sink.sum(-1).max())
-    places = _padding_first(~is_sink)[:, :most]
-    log_weights = torch.where(is_sink.gather(1, places), 0.0, MASKED_LOGIT).to(rows)[:, None, :, None]
-    found = torch.cat([_take(rows, places)[..., :-1], log_weights.expand(-1, rows.shape[1], -1, -1)], dim=-1)
-
-    slots = torch.arange(count, device=device).expand(batch, -1)
-    row_ordinal = torch.cat([slots, ordinal.gather(1, places)], dim=1)  # [B, n]
-    row_document = torch.cat([torch.zeros_like(slots), document.gather(1, places)], dim=1)
-    sinks = torch.cat([held, found], dim=-2)
-    seen = (row_document[:, None] == document[..., None]) & (row_ordinal[:, None] <= ordinal[..., None])
-    last = (row_document == document[:, -1:]) & (sinks[:, 0, :, -1] > MASKED_LOGIT / 2)
-    fills = last[:, None] & (row_ordinal[:, None] == slots[..., None])  # [B, S, n]
-    kept = _take(sinks, fills.int().argmax(-1))
-    log_weights = torch.where(fills.any(-1), 0.0, MASKED_LOGIT).to(rows)[:, None, :, None]
-    kept = torch.cat([kept[..., :-1], log_weights.expand(-1, rows.shape[1], -1, -1)], dim=-1)
-    log_weights = rows[..., -1].masked_fill(is_sink[:, None], MASKED_LOGIT)
-    return Sinks(sinks, seen, kept), torch.cat([rows[..., :-1], log_weights[..., None]], dim=-1)
-
-
 def first_to_leave(key_features: Tensor, count: int, padding_mask: Tensor | None) -> Tensor:
     """Return φ(k), [B, H, count, F], of what leaves the window when the first ``count`` of some tokens enter it.
 
@@ -423,14 +367,14 @@ def first_to_leave(key_features: Tensor, count: int, padding_mask: Tensor | None
         return key_features[..., :count, :]
     # Padding stands in front: without that of the other tokens, all that follows it moves up.
     dropped = (padding_mask[:, count:] == 0).sum(1, keepdim=True)
-    return _take(key_features, dropped + torch.arange(count, device=padding_mask.device))
+    return take_tokens(key_features, dropped + torch.arange(count, device=padding_mask.device))
 
 
 def sliding_window_attention(
     query: Tensor,
     stream: Stream | Step,
-    leaving: Tokens | None,
-    features: Features | None,
+    leaving: Tokens,
+    features: Features,
     *,
     scaling: float,
     initial_state: Tensor | None = None,
@@ -444,8 +388,8 @@ def sliding_window_attention(
     Args:
         query: [B, H, T G, d], in the order of the stream (`in_stream_order`).
         stream: the window and the new tokens.
-        leaving: what leaves the window (`Stream.leaving`); None where there are no features.
-        features: of these queries and of the keys that leave, with an offset; None where there are none.
+        leaving: what leaves the window (`Stream.leaving`).
+        features: of these queries and of the keys that leave, with an offset.
         scaling: s.
         initial_state: the state of all tokens that left the window before, or None at the start.
         denominator_floor: see `hf_rfa.models.linear_attention.denominator`.
@@ -456,33 +400,24 @@ def sliding_window_attention(
     Returns:
         The outputs [B, H, T G, M], in the order in which the tokens came, and the new state.
     """
-    shift = None if features is None else features.shift
-    if features is None or leaving is None or features.query.shape[-1] == 0:  # `hf_rfa.models.feature_maps.NoFeatures`
-        output = _attend_exactly(query * scaling, stream, chunk_size, sink_logits)
-        state = initial_state
-        if state is None:
-            state = output.new_zeros(*output.shape[:2], 0, output.shape[-1] + 1)
-    else:
-        offset = cast(Tensor, features.offset)
-        output, log_exact = stream.attend(query * scaling, offset, chunk_size)
-        if sink_logits is not None:
-            output, log_exact = _with_sinks(output, log_exact, sink_logits, offset)
-        far, state, divisor = linear_attention(
-            features.query,
-            leaving._replace(key=features.key),
-            initial_state=rescale(initial_state, None, features.shift),
-            denominator_floor=denominator_floor,
-            chunk_size=chunk_size,
-        )
-        if torch.is_grad_enabled():
-            divisor = differentiable(divisor, divisor)
-        seen = divisor > 0
-        log_far = torch.where(seen, torch.where(seen, divisor, 1.0).log(), MASKED_LOGIT)
-        share = torch.zeros_like(log_exact) if window_only else torch.sigmoid(log_far - log_exact)
-        output = output + share * (far - output)
-    if stream.order is not None:
-        output = _take_rows(output, stream.order.argsort(dim=1))
-    return output, cast(Tensor, rescale(state, shift, None))
+    offset = cast(Tensor, features.offset)
+    output, log_exact = stream.attend(query * scaling, offset, chunk_size)
+    if sink_logits is not None:
+        output, log_exact = _with_learned_sinks(output, log_exact, sink_logits, offset)
+    far, state, divisor = linear_attention(
+        features.query,
+        leaving._replace(key=features.key),
+        initial_state=rescale(initial_state, None, features.shift),
+        denominator_floor=denominator_floor,
+        chunk_size=chunk_size,
+    )
+    if torch.is_grad_enabled():
+        divisor = differentiable(divisor, divisor)
+    seen = divisor > 0
+    log_far = torch.where(seen, torch.where(seen, divisor, 1.0).log(), MASKED_LOGIT)
+    share = torch.zeros_like(log_exact) if window_only else torch.sigmoid(log_far - log_exact)
+    output = output + share * (far - output)
+    return in_order_of_tokens(output, stream), cast(Tensor, rescale(state, features.shift, None))
 
 
 def exact_attention(
@@ -498,13 +433,13 @@ def exact_attention(
     sink_logits: Tensor | None = None,
     sinks_held: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attend causally to sinks and a window, and to nothing else; a window of size 0 grows and holds all tokens.
+    """Attend causally to what is kept exactly, and to nothing else; a window of size 0 grows and holds all tokens.
 
     Args:
         query: [B, H, T G, d], in the order of the tokens.
         tokens: the new tokens, keys in float32 or float64.
-        window: [B, H, S + W, d + M + 1], or None at the start.
-        sizes: W, S, and K = 0; there are no sinks where the window grows.
+        window: [B, H, S + K + W, ·], or None at the start.
+        sizes: W, S and K; a window that grows comes alone.
         document_starts: [B, T], True where a text begins that sees nothing before it, or None.
         scaling: s.
         dtype: that of the window as it is kept; None takes that of the keys.
@@ -529,19 +464,14 @@ def exact_attention(
         return torch.cat(outputs, dim=-2), cast(Tensor, window)
     known: Any = {"dtype": dtype, "chunk_size": chunk_size, "sinks_held": sinks_held}
     stream = stream_of(tokens, window, sizes, document_starts, **known)
-    output = _attend_exactly(in_stream_order(query, stream) * scaling, stream, chunk_size, sink_logits)
-    if stream.order is not None:
-        output = _take_rows(output, stream.order.argsort(dim=1))
-    return output, stream.window()
-
-
-def _attend_exactly(query: Tensor, stream: Stream | Step, chunk_size: int, sink_logits: Tensor | None) -> Tensor:
-    """Return the outputs of scaled queries, in the order of the stream, that see nothing but what is kept."""
+    query = in_stream_order(query, stream) * scaling
     if isinstance(stream, Step) and sink_logits is None:
-        return stream.attend_alone(query)
+        return stream.attend_alone(query), stream.window()
     offset = query.new_zeros(*query.shape[:-1], 1)
     output, log_total = stream.attend(query, offset, chunk_size)
-    return output if sink_logits is None else _with_sinks(output, log_total, sink_logits, offset)[0]
+    if sink_logits is not None:
+        output, _ = _with_learned_sinks(output, log_total, sink_logits, offset)
+    return in_order_of_tokens(output, stream), stream.window()
 
 
 def with_room(window: Tensor | None, count: int) -> tuple[Tensor | None, int]:
@@ -553,7 +483,9 @@ def with_room(window: Tensor | None, count: int) -> tuple[Tensor | None, int]:
     return torch.cat([empty.expand(-1, -1, count, -1), window], dim=-2), window.shape[-2] + count
 
 
-def _with_sinks(output: Tensor, log_total: Tensor, sink_logits: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+def _with_learned_sinks(
+    output: Tensor, log_total: Tensor, sink_logits: Tensor, offset: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return outputs [B, H, T G, M] and logarithms of their normalizers with learned sinks [H G] in these."""
     heads, rows = output.shape[1:3]
     log_sink = sink_logits.to(offset).view(heads, -1)
@@ -561,38 +493,14 @@ def _with_sinks(output: Tensor, log_total: Tensor, sink_logits: Tensor, offset: 
     return output * torch.sigmoid(log_total - log_sink), torch.logaddexp(log_total, log_sink)
 
 
-def _attend_to_sinks(query: Tensor, sinks: Sinks, offset: Tensor) -> tuple[Tensor, Tensor]:
-    """Attend exactly to the sinks up to each query's own; see `_attend_to_window` for what is returned."""
-    width = query.shape[-1]
-    logits = query @ sinks.rows[..., :width].mT + sinks.rows[..., -1:].mT + offset  # [B, H, T G, n]
-    seen = to_rows(sinks.seen, rows_per_token(query, sinks.seen))
-    return weighted_mean(logits.masked_fill(~seen[:, None], MASKED_LOGIT), sinks.rows[..., width:-1])
-
-
 def in_stream_order(query: Tensor, stream: Stream | Step) -> Tensor:
     """Return queries [B, H, T G, d] with padding in front, as in the stream."""
     return query if stream.order is None else _take_rows(query, stream.order)
 
 
-def _padding_first(tokens: Tensor) -> Tensor:
-    """Return the order [B, T] that moves padding to the front and keeps the order of the tokens; 0 or False is padding."""
-    return (tokens != 0).long().argsort(dim=1, stable=True)
-
-
-def _take(x: Tensor, places: Tensor) -> Tensor:
-    """Return x [B, H, T, n] with its tokens in the order ``places`` [B, T]."""
-    return x.gather(2, places[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
-
-def _take_each(rows: Tensor, places: Tensor) -> Tensor:
-    """Return the rows [B, H, m, ·] at some places [B, H, m] of ``rows`` [B, H, n, ·]."""
-    return rows.gather(2, places[..., None].expand(*places.shape, rows.shape[-1]))
-
-
-def _take_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """Return rows [B, H, T G, n] with their tokens in the order ``places`` [B, T]."""
-    by_token = rows.reshape(*rows.shape[:2], places.shape[1], -1)
-    return _take(by_token, places).view(rows.shape)
+def in_order_of_tokens(output: Tensor, stream: Stream | Step) -> Tensor:
+    """Return outputs [B, H, T G, M] in the order in which the tokens came: the inverse of `in_stream_order`."""
+    return output if stream.order is None else _take_rows(output, stream.order.argsort(dim=1))
 
 
 def _attend_to_window(query: Tensor, stream: Stream, offset: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
@@ -626,3 +534,9 @@ def _attend_to_window(query: Tensor, stream: Stream, offset: Tensor, chunk: int)
         logits.masked_fill(outside, MASKED_LOGIT), blocks[..., width:-1, :].transpose(-1, -2)
     )
     return output.flatten(2, 3)[:, :, places], log_total.flatten(2, 3)[:, :, places]
+
+
+def _take_rows(rows: Tensor, places: Tensor) -> Tensor:
+    """Return rows [B, H, T G, n] with their tokens in the order ``places`` [B, T]."""
+    by_token = rows.reshape(*rows.shape[:2], places.shape[1], -1)
+    return take_tokens(by_token, places).view(rows.shape)

@@ -32,12 +32,12 @@ class StateLayout(NamedTuple):
     """The tensors of one layer in a block, as `RFALayer` holds them for one sequence.
 
     Attributes:
-        state: feature sums, [H, F, d + 1]; F = 0 without features.
+        state: feature sums, [H, F, d + 1], or None without features.
         window: keys and values of sinks, slots and the last tokens, [H, S + K + W, ·], or None without a window.
         retrieval: those of retrieval heads, [R, S + W', ·], or None where there are none.
     """
 
-    state: Piece
+    state: Piece | None
     window: Piece | None
     retrieval: Piece | None
 
@@ -52,8 +52,6 @@ class StateLayout(NamedTuple):
 
 
 def _view(blocks: Tensor, piece: Piece) -> Tensor:
-    if not piece.num_bytes:  # without features; a view of no bytes has no dtype
-        return torch.empty(len(blocks), *piece.shape, dtype=piece.dtype, device=blocks.device)
     return blocks[:, piece.offset : piece.offset + piece.num_bytes].view(piece.dtype).unflatten(1, piece.shape)
 
 
@@ -78,10 +76,12 @@ def state_layout(attention: RFAAttentionMixin, dtype: torch.dtype, *, offset: in
         raise ValueError("retrieval heads that see all tokens grow with the text: no block of fixed size holds them.")
     heads, width = feature_map.num_heads, feature_map.head_dim
     state_dtype = torch.promote_types(attention.state_dtype, compute_dtype(dtype))
-    norm_row = feature_map.denominator_floor is not None  # of features with negative entries
-    state = Piece(aligned(offset), (heads, feature_map.feature_dim + norm_row, width + 1), state_dtype)
-    window = retrieval = None
-    columns, offset = 2 * width + 1, aligned(state.offset + state.num_bytes)
+    state = window = retrieval = None
+    columns, offset = 2 * width + 1, aligned(offset)
+    if feature_map.feature_dim:
+        norm_row = feature_map.denominator_floor is not None  # of features with negative entries
+        state = Piece(offset, (heads, feature_map.feature_dim + norm_row, width + 1), state_dtype)
+        offset = aligned(offset + state.num_bytes)
     if attention.window_size:
         kept = dtype if attention.gate is None else state_dtype
         importance = max(1, torch.float32.itemsize // kept.itemsize) if attention.num_slots else 0

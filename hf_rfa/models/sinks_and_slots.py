@@ -1,7 +1,9 @@
-"""Slots: the most important tokens that have left the window, kept exactly.
+"""Tokens that stay exact when they have left the window: sinks, the first ones, and slots, for the most important.
 
-A softmax head looks far back at few tokens, and which ones they will be can be told when they come. Per key-value head, the
-importance of token s at token t is linear in the layer's input at s, and falls with age (`Importance`):
+**Sinks.** Softmax heads that need no other token attend to the first tokens of a text (Xiao et al. 2024, arXiv 2309.17453).
+
+**Slots.** A softmax head looks far back at few tokens, and which ones they will be can be told when they come. Per key-value
+head, the importance of token s at token t is linear in the layer's input at s, and falls with age (`Importance`):
 
     i_ts = w·x_s − r (t − s)
 
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .linear_attention import MASKED_LOGIT
-from .masking import to_rows
+from .masking import is_tracing, rows_per_token, to_rows
 
 
 class Importance(nn.Module):
@@ -80,6 +82,75 @@ def lower_importance(rows: Tensor, by: Tensor) -> None:
     importance = split_importance(rows)[1]
     lowered = (importance - by.to(importance.dtype))[..., None].view(rows.dtype)
     rows[..., rows.shape[-1] - lowered.shape[-1] :] = lowered
+
+
+class Sinks(NamedTuple):
+    """The first tokens of every text: those held before the new tokens, and those among them.
+
+    Attributes:
+        rows: keys, values and log-weights, [B, H, n, d + M + 1].
+        seen: which of them the new tokens see, in the order of the stream, [B, T, n].
+        held: the sinks to be held from now on, [B, H, S, d + M + 1].
+    """
+
+    rows: Tensor
+    seen: Tensor
+    held: Tensor
+
+
+def sinks_are_held(window: Tensor, num_sinks: int, head_dim: int) -> bool:
+    """Return whether every row of a window has all of its sinks, whose values are ``head_dim`` wide as their keys.
+
+    A compiler or a CUDA graph cannot know, and takes the general path, which is right in any case.
+    """
+    if is_tracing(window) or (window.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return False
+    return bool((window[:, 0, :num_sinks, 2 * head_dim] > MASKED_LOGIT / 2).all())
+
+
+def take_sinks(
+    held: Tensor, rows: Tensor, padding_mask: Tensor | None, document_starts: Tensor | None
+) -> tuple[Sinks, Tensor]:
+    """Return the sinks with those among some tokens, and the tokens' rows [B, H, T, ·], in which sinks weigh nothing.
+
+    ``held`` [B, H, S, ·] are the sinks before them; there are fewer than S while a text is shorter than that.
+    """
+    (batch, _, length, _), count, device = rows.shape, held.shape[-2], rows.device
+    number_held = (held[:, 0, :, -1] > MASKED_LOGIT / 2).sum(-1, keepdim=True)  # [B, 1]
+    token = torch.ones(batch, length, dtype=torch.bool, device=device) if padding_mask is None else padding_mask != 0
+    before = token.cumsum(-1) - 1  # tokens of the row before each
+    document = torch.zeros_like(before)
+    if document_starts is None:
+        ordinal = before + number_held
+    else:  # counted from the start of the token's own document
+        document = document_starts.cumsum(-1)
+        ordinal = before - torch.where(document_starts, before, -number_held).cummax(-1).values
+    is_sink = token & (ordinal < count)
+    most = min(count, length) if document_starts is None else int(is_sink.sum(-1).max())
+    places = padding_first(~is_sink)[:, :most]
+    log_weights = torch.where(is_sink.gather(1, places), 0.0, MASKED_LOGIT).to(rows)[:, None, :, None]
+    found = torch.cat([take_tokens(rows, places)[..., :-1], log_weights.expand(-1, rows.shape[1], -1, -1)], dim=-1)
+
+    slots = torch.arange(count, device=device).expand(batch, -1)
+    row_ordinal = torch.cat([slots, ordinal.gather(1, places)], dim=1)  # [B, n]
+    row_document = torch.cat([torch.zeros_like(slots), document.gather(1, places)], dim=1)
+    sinks = torch.cat([held, found], dim=-2)
+    seen = (row_document[:, None] == document[..., None]) & (row_ordinal[:, None] <= ordinal[..., None])
+    last = (row_document == document[:, -1:]) & (sinks[:, 0, :, -1] > MASKED_LOGIT / 2)
+    fills = last[:, None] & (row_ordinal[:, None] == slots[..., None])  # [B, S, n]
+    kept = take_tokens(sinks, fills.int().argmax(-1))
+    log_weights = torch.where(fills.any(-1), 0.0, MASKED_LOGIT).to(rows)[:, None, :, None]
+    kept = torch.cat([kept[..., :-1], log_weights.expand(-1, rows.shape[1], -1, -1)], dim=-1)
+    log_weights = rows[..., -1].masked_fill(is_sink[:, None], MASKED_LOGIT)
+    return Sinks(sinks, seen, kept), torch.cat([rows[..., :-1], log_weights[..., None]], dim=-1)
+
+
+def attend_to_sinks(query: Tensor, sinks: Sinks, offset: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend exactly to the sinks up to each query's own; see `_attend_to_window` for what is returned."""
+    width = query.shape[-1]
+    logits = query @ sinks.rows[..., :width].mT + sinks.rows[..., -1:].mT + offset  # [B, H, T G, n]
+    seen = to_rows(sinks.seen, rows_per_token(query, sinks.seen))
+    return weighted_mean(logits.masked_fill(~seen[:, None], MASKED_LOGIT), sinks.rows[..., width:-1])
 
 
 class Slots(NamedTuple):
@@ -194,3 +265,18 @@ def weighted_mean(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     log_total = logits.logsumexp(-1, keepdim=True)
     weights = (logits - log_total).exp() * (log_total > MASKED_LOGIT / 2)
     return weights @ value, log_total
+
+
+def padding_first(tokens: Tensor) -> Tensor:
+    """Return the order [B, T] that moves padding to the front and keeps the order of the tokens; 0 or False is padding."""
+    return (tokens != 0).long().argsort(dim=1, stable=True)
+
+
+def take_tokens(x: Tensor, places: Tensor) -> Tensor:
+    """Return x [B, H, T, n] with its tokens in the order ``places`` [B, T]."""
+    return x.gather(2, places[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def take_places(rows: Tensor, places: Tensor) -> Tensor:
+    """Return the rows [B, H, m, ·] at some places [B, H, m] of ``rows`` [B, H, n, ·]."""
+    return rows.gather(2, places[..., None].expand(*places.shape, rows.shape[-1]))
