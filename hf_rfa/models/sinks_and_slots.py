@@ -52,14 +52,13 @@ class Importance(nn.Module):
         init.zeros_(self.weight)
         init.zeros_(self.recency)
 
-    @torch.no_grad()
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the importance of tokens when they come, and what all lose at each, for hidden states [B, T, width].
 
         Both are [B, H, T], in float32 or float64.
         """
         dtype = torch.promote_types(self.weight.dtype, hidden_states.dtype)
-        importance = F.linear(hidden_states.to(dtype), self.weight.to(dtype)).transpose(1, 2)
+        importance = F.linear(hidden_states.detach().to(dtype), self.weight.to(dtype)).transpose(1, 2)
         return importance, self.recency.to(dtype)[:, None].expand_as(importance)
 
 
@@ -80,6 +79,9 @@ def split_importance(rows: Tensor) -> tuple[Tensor, Tensor]:
 def lower_importance(rows: Tensor, by: Tensor) -> None:
     """Lower the importance of rows [B, H, n, ·] in place, by [B, H, 1]."""
     importance = split_importance(rows)[1]
+    if importance.dtype == rows.dtype:  # it lies in the rows
+        importance.sub_(by.to(rows.dtype))
+        return
     lowered = (importance - by.to(importance.dtype))[..., None].view(rows.dtype)
     rows[..., rows.shape[-1] - lowered.shape[-1] :] = lowered
 

@@ -163,15 +163,15 @@ class Step(NamedTuple):
 
     Attributes:
         kept: the window after the token, [B, H, S + K + W, ·].
-        others: rows of which one joins the state, [B, H, n, ·].
-        lost: the place of that row, [B, H, 1], or None for the first.
+        leaves: rows of which one joins the state, [B, H, K + 1, ·]: those in slots, and the one that leaves the window.
+        lost: the place of that row, [B, H, 1], or None without slots.
         head_dim: d.
         value_dim: M.
         dtype: the computing dtype.
     """
 
     kept: Tensor
-    others: Tensor
+    leaves: Tensor
     lost: Tensor | None
     head_dim: int
     value_dim: int
@@ -197,7 +197,7 @@ class Step(NamedTuple):
 
     def leaving(self) -> Tokens:
         """Return the token that leaves for the state."""
-        gone = self.others[..., :1, :] if self.lost is None else take_places(self.others, self.lost)
+        gone = self.leaves if self.lost is None else take_places(self.leaves, self.lost)
         key, value, log_weights = self._split(gone)
         return Tokens(key, value, None, log_weights[..., 0].exp())
 
@@ -219,10 +219,10 @@ class Step(NamedTuple):
         key, value, log_weights = self._split(self.kept)
         return weighted_mean(query @ key.mT + log_weights.mT + offset, value)
 
-    def attend_alone(self, query: Tensor) -> Tensor:
-        """Compute the outputs of `attend` where nothing joins them, and no normalizer is needed."""
+    def attend_alone(self, query: Tensor, scaling: float) -> Tensor:
+        """Return the outputs of queries that are not scaled yet, where nothing joins them and no normalizer is needed."""
         key, value, log_weights = self._split(self.kept)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=log_weights.mT, scale=1.0)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=log_weights.mT, scale=scaling)
 
 
 def _step_of(tokens: Tokens, window: Tensor, sizes: WindowSizes, dtype: torch.dtype, sinks_held: bool) -> Step:
@@ -230,7 +230,7 @@ def _step_of(tokens: Tokens, window: Tensor, sizes: WindowSizes, dtype: torch.dt
     _, num_sinks, num_slots = sizes
     key, importance = tokens.key, tokens.importance
     plain = _rows_of(tokens)
-    row = plain.to(dtype)
+    row = plain if plain.dtype == dtype else plain.to(dtype)
     if num_sinks and not sinks_held:  # a sink weighs nothing in the stream
         held, column = window[..., :num_sinks, :], row.shape[-1] - 1
         number_held = (held[..., column : column + 1] > MASKED_LOGIT / 2).sum(-2, keepdim=True)
@@ -243,21 +243,20 @@ def _step_of(tokens: Tokens, window: Tensor, sizes: WindowSizes, dtype: torch.dt
         window = torch.cat([held, window[..., num_sinks:, :]], dim=-2)
         row = torch.cat([plain[..., :-1], plain[..., -1:].masked_fill(is_sink, MASKED_LOGIT)], dim=-1).to(dtype)
     widths = key.shape[-1], tokens.value.shape[-1], key.dtype
-    if not num_slots:
-        kept = (
-            [window[..., :num_sinks, :], window[..., num_sinks + 1 :, :], row]
-            if num_sinks
-            else [window[..., 1:, :], row]
-        )
-        return Step(torch.cat(kept, dim=-2), window[..., num_sinks:, :], None, *widths)
-    rows = torch.cat([window, with_importance(row, cast(Tensor, importance))], dim=-2)
     last = num_sinks + num_slots  # the place of what leaves the window, after the slots
-    rank = split_importance(rows[..., num_sinks : last + 1, :])[1]
-    lost = last - rank.flip(-1).argmin(dim=-1, keepdim=True)  # of several, the last
-    places = torch.arange(rows.shape[-2] - 1, device=window.device)
-    stay = take_places(rows, places + (places >= lost))
-    lower_importance(stay[..., num_sinks:-1, :], cast(Tensor, tokens.recency))
-    return Step(stay, rows, lost, *widths)
+    parts, leaves, lost = [window[..., last + 1 :, :], row], window[..., num_sinks : last + 1, :], None
+    if num_slots:
+        rank = split_importance(leaves)[1]
+        lost = num_slots - rank.flip(-1).argmin(dim=-1, keepdim=True)  # of several, the last
+        moves = torch.arange(num_slots, device=window.device) >= lost
+        slots = torch.where(moves[..., None], leaves[..., 1:, :], leaves[..., :-1, :])
+        parts = [slots, parts[0], with_importance(row, cast(Tensor, importance))]
+    if num_sinks:
+        parts.insert(0, window[..., :num_sinks, :])
+    kept = torch.cat(parts, dim=-2)
+    if num_slots:
+        lower_importance(kept[..., num_sinks:-1, :], cast(Tensor, tokens.recency))
+    return Step(kept, leaves, lost, *widths)
 
 
 def stream_of(
@@ -464,9 +463,9 @@ def exact_attention(
         return torch.cat(outputs, dim=-2), cast(Tensor, window)
     known: Any = {"dtype": dtype, "chunk_size": chunk_size, "sinks_held": sinks_held}
     stream = stream_of(tokens, window, sizes, document_starts, **known)
-    query = in_stream_order(query, stream) * scaling
     if isinstance(stream, Step) and sink_logits is None:
-        return stream.attend_alone(query), stream.window()
+        return stream.attend_alone(query, scaling), stream.window()
+    query = in_stream_order(query, stream) * scaling
     offset = query.new_zeros(*query.shape[:-1], 1)
     output, log_total = stream.attend(query, offset, chunk_size)
     if sink_logits is not None:
