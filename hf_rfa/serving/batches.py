@@ -26,33 +26,35 @@ class TokenGroup(NamedTuple):
     Attributes:
         tokens: the places of their tokens in the batch's row, [B, T].
         blocks: the numbers of their blocks, [B].
-        is_new: whether these are their first tokens, so that their blocks hold nothing of theirs.
+        past: the least number of tokens that one of them has brought before; 0 if these are the first tokens of all, so that
+            their blocks hold nothing of theirs.
     """
 
     tokens: Tensor
     blocks: Tensor
-    is_new: bool
+    past: int
 
 
-def group_tokens(starts: list[int], is_new: Iterable[bool], blocks: Tensor) -> list[TokenGroup]:
-    """Return the sequences of a batch, grouped by the number of their tokens.
+def group_tokens(starts: list[int], past: Iterable[int], blocks: Tensor) -> list[TokenGroup]:
+    """Return the sequences of a batch, grouped by the number of their tokens; new ones apart from the others.
 
     Args:
         starts: the place of every sequence's first token in the batch's row, and after these the place after the last.
-        is_new: of every sequence, whether its first tokens are among these.
+        past: the number of tokens that every sequence has brought before.
         blocks: the numbers of the sequences' blocks, [sequences].
     """
-    members: dict[tuple[int, bool], list[int]] = {}
-    for index, new in enumerate(is_new):
+    members: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+    for index, before in enumerate(past):
         length = starts[index + 1] - starts[index]
         if length:
-            members.setdefault((length, new), []).append(index)
+            members.setdefault((length, before == 0), []).append((index, before))
     groups = []
-    for (length, new), indices in members.items():
+    for (length, _), found in members.items():
+        indices, pasts = zip(*found, strict=True)
         first = torch.tensor([starts[index] for index in indices])
         tokens = (first[:, None] + torch.arange(length)).to(blocks.device, non_blocking=True)
         chosen = torch.tensor(indices).to(blocks.device, non_blocking=True)
-        groups.append(TokenGroup(tokens, blocks[chosen], new))
+        groups.append(TokenGroup(tokens, blocks[chosen], min(pasts)))
     return groups
 
 
@@ -65,6 +67,8 @@ def attend_in_groups(
     value: Tensor,
     hidden_states: Tensor,
     sink_logits: Tensor | None = None,
+    *,
+    num_sinks: int = 0,
 ) -> Tensor:
     """Attend causally within every sequence of a batch, whose states are read and written where they are kept.
 
@@ -77,14 +81,16 @@ def attend_in_groups(
         value: [1, H, N, d].
         hidden_states: the layer's input, [1, N, width].
         sink_logits: see `attend`.
+        num_sinks: first tokens that the layer keeps for good.
 
     Returns:
         The output, [1, H_q, N, d]; 0 at places that belong to no sequence.
     """
     output = torch.zeros_like(query)
-    for tokens, blocks, is_new in groups:
+    for tokens, blocks, past in groups:
         layer = RFALayer()
-        if not is_new:
+        if past:
+            layer.sinks_held = past >= num_sinks  # no token of a sequence is padding
             kept = [None if each is None else each[blocks] for each in held]
             layer.state, layer.window_cache, layer.retrieval_cache = kept
         found, _ = attend(
@@ -137,7 +143,7 @@ class ServedAttention(RFAAttentionMixin):
             output, _ = super().attend(query, key, value, hidden_states=hidden_states, sink_logits=sink_logits)
             return output, None
         inputs = (query, key, value, hidden_states, sink_logits)
-        return attend_in_groups(super().attend, groups, states.held(index), *inputs), None
+        return attend_in_groups(super().attend, groups, states.held(index), *inputs, num_sinks=self.num_sinks), None
 
 
 @cache

@@ -1,7 +1,7 @@
 """The states of vLLM's sequences, in its cache for recurrent layers: one block a sequence holds those of all layers.
 
 vLLM gives every sequence a block when it is scheduled, and the block to another one when it ends, is aborted or preempted.
-A block holds whatever its last sequence left. A sequence's first tokens therefore never read it (`TokenGroup.is_new`).
+A block holds whatever its last sequence left. A sequence's first tokens therefore never read it (`TokenGroup.past`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class TokenGroupsBuilder(AttentionMetadataBuilder[list[TokenGroup]]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> list[TokenGroup]:
-        """Return the groups; a sequence is new where vLLM has computed none of its tokens."""
+        """Return the groups; a sequence's past is what vLLM has computed of its tokens."""
         batch = common_attn_metadata
+        # the bound is exact: only speculative decoding, which is refused, makes it one
         starts, lengths = batch.query_start_loc_cpu, batch.seq_lens_cpu_upper_bound
-        is_new = lengths[: batch.num_reqs] == starts[1 : batch.num_reqs + 1] - starts[: batch.num_reqs]
+        past = lengths[: batch.num_reqs] - (starts[1 : batch.num_reqs + 1] - starts[: batch.num_reqs])
         blocks = batch.block_table_tensor[: batch.num_reqs, 0].long()
-        return group_tokens(starts.tolist(), is_new.tolist(), blocks)
+        return group_tokens(starts.tolist(), past.tolist(), blocks)
 
 
 class RFAStatesBackend(AttentionBackend):
