@@ -89,7 +89,7 @@ def bench_command(
     if config.is_encoder_decoder and set(tasks) != {"decoding"}:
         raise InputError("models with an encoder are timed at decoding: pass --task decoding.")
     if gguf is not None:
-        most = bench.check_llama_cpp(gguf, steps=steps)
+        most = bench.llama_cpp_positions(gguf, steps=steps)
         if max(chosen[Task.decoding]) > most:
             warn(
                 f"llama.cpp takes no more tokens than this model was trained with: it is left out past position {most:,}."
@@ -125,7 +125,7 @@ def bench_command(
                 results[each] = bench.whole_sequences(each, softmax, rfa, **shared)
         if each == "decoding" and gguf is not None:
             with shown_count(against or "") as progress:
-                results[each] = bench.with_llama_cpp(results[each], gguf, steps=steps, progress=progress)
+                results[each] = bench.with_llama_cpp(results[each], gguf, most=most, steps=steps, progress=progress)
         console.print(bench.table(results[each], caption))
         if output is not None:
             bench.plot(results[each], files[f"-{each}.png"], f"{each}, {caption}")

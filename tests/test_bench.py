@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from hf_rfa import InputError, RFAGPT2Config, bench
-from hf_rfa.bench.llama_cpp import check_llama_cpp
+from hf_rfa.bench.llama_cpp import llama_cpp_positions
 from hf_rfa.bench.measure import decoding_floor, decoding_weights, interleaved, peak_bytes
 from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
 from hf_rfa.cache_files import cache_num_bytes
@@ -247,4 +247,4 @@ def test_llama_cpp_says_what_it_lacks(gguf, tmp_path, monkeypatch, refused_comma
         assert "is not a GGUF file" in refused_command(*wrong)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="not installed: pip install xllamacpp"):
-        check_llama_cpp(gguf)
+        llama_cpp_positions(gguf)

@@ -1,6 +1,6 @@
 """Speed and memory of an RFA model and of its softmax base model: decoding, reading a prompt, a training step."""
 
-from .llama_cpp import check_llama_cpp, with_llama_cpp
+from .llama_cpp import llama_cpp_positions, with_llama_cpp
 from .measure import Load, Machine, measure_machine
 from .models import pair
 from .report import plot, table
@@ -10,8 +10,8 @@ __all__ = [
     "Load",
     "Machine",
     "Point",
-    "check_llama_cpp",
     "decoding",
+    "llama_cpp_positions",
     "measure_machine",
     "pair",
     "plot",

@@ -26,7 +26,7 @@ SPARE = 16
 PACKAGE = "xllamacpp"
 
 
-def check_llama_cpp(gguf: Path, *, steps: int = 0) -> int:
+def llama_cpp_positions(gguf: Path, *, steps: int = 0) -> int:
     """Return the last position that llama.cpp can be timed at: it takes no more tokens than a model was trained with.
 
     Raises:
@@ -37,7 +37,9 @@ def check_llama_cpp(gguf: Path, *, steps: int = 0) -> int:
     return int(getattr(open_gguf(gguf).config, "max_position_embeddings", 0)) - steps - SPARE
 
 
-def with_llama_cpp(points: Sequence[Point], gguf: Path, *, steps: int, progress: Progress | None = None) -> list[Point]:
+def with_llama_cpp(
+    points: Sequence[Point], gguf: Path, *, most: int, steps: int, progress: Progress | None = None
+) -> list[Point]:
     """Return decoding points with llama.cpp's mean milliseconds a step among them, at those of batch 1 that it can reach.
 
     It computes with as many threads as torch, on a CPU, with its own defaults: keys and values in float16.
@@ -45,13 +47,13 @@ def with_llama_cpp(points: Sequence[Point], gguf: Path, *, steps: int, progress:
     Args:
         points: of `hf_rfa.bench.decoding`.
         gguf: the model.
+        most: the last position that it can be timed at (`llama_cpp_positions`).
         steps: steps timed per point.
         progress: receives (points done, points in all).
 
     Raises:
         InputError: if llama.cpp cannot be had, or refuses the model or a length.
     """
-    most = check_llama_cpp(gguf, steps=steps)
     lengths = sorted({point.length for point in points if point.batch == 1 and point.length <= most})
     if not lengths:
         raise InputError(
