@@ -175,8 +175,10 @@ def _check_config(folder: Path, name: str) -> None:
     if model_type in [family.rfa_config.model_type for family in FAMILIES.values()]:
         raise InputError(f"{name} is an RFA checkpoint already (model_type {model_type!r}). Convert its base model.")
     if model_type not in list(FAMILIES):
-        supported = ", ".join(sorted(FAMILIES))
-        raise InputError(f"{name} has model_type {model_type!r}, which cannot be converted. Supported: {supported}.")
+        raise InputError(
+            f"{name} has model_type {model_type!r}, which cannot be converted. docs/models.md lists the types that can, and "
+            "why others cannot. A family of your own is registered with --import MODULE (CONTRIBUTING.md)."
+        )
     if quantization:
         raise InputError(
             f"{name} is quantised ({_quantization_name(quantization)}, in its config.json), and the conversion needs "

@@ -226,6 +226,11 @@ def _load(checkpoint: Checkpoint, config: Any, options: ConversionOptions) -> tu
         raise InputError(
             f"keep_softmax={options.keep_softmax} must leave at least one of the {count} layers to convert."
         )
+    if config.is_encoder_decoder:
+        try:
+            _logits(model, random_inputs(config, seed=options.seed, tokens=1))
+        except ValueError as error:  # a family of one's own
+            raise InputError(f"{checkpoint.name} cannot be converted: {error}") from error
     return model, softmax_base_model(model, checkpoint.architecture, checkpoint.config)
 
 

@@ -280,13 +280,30 @@ SEQ2SEQ: dict[str, dict[str, Any]] = {
 }
 
 
+def _config_of(model_type: str, *, encoder: bool) -> Any:
+    """Return the configuration class of softmax models, which have an encoder or not.
+
+    Raises:
+        ValueError: if transformers has no such models, or if they are declared by the other function.
+    """
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"transformers knows no model_type {model_type!r}. Pass that of a softmax model's config.json."
+        )
+    found = CONFIG_MAPPING[model_type]
+    if found.is_encoder_decoder != encoder:
+        has, other = ("no encoder", "decoder_family") if encoder else ("an encoder", "seq2seq_family")
+        raise ValueError(f"{model_type!r} models have {has}. Declare them with {other}({model_type!r}).")
+    return found
+
+
 def decoder_family(model_type: str) -> Family:
     """Return the family of a decoder whose attention goes through transformers' attention interface.
 
     Raises:
-        KeyError: if transformers knows no such ``model_type``.
+        ValueError: if transformers knows no such ``model_type``, or one with an encoder.
     """
-    return Family(rfa_config=decoder_config_class(CONFIG_MAPPING[model_type]), features_by_default=False)
+    return Family(rfa_config=decoder_config_class(_config_of(model_type, encoder=False)), features_by_default=False)
 
 
 def seq2seq_family(model_type: str, **deviations: Any) -> Family:
@@ -297,9 +314,9 @@ def seq2seq_family(model_type: str, **deviations: Any) -> Family:
         **deviations: fields of `Family` with another value than their default.
 
     Raises:
-        KeyError: if transformers knows no such ``model_type``.
+        ValueError: if transformers knows no such ``model_type``, one without an encoder, or one that is built otherwise.
     """
-    return Family(rfa_config=seq2seq_config_class(CONFIG_MAPPING[model_type]), **deviations)
+    return Family(rfa_config=seq2seq_config_class(_config_of(model_type, encoder=True)), **deviations)
 
 
 for _model_type, _deviations in SEQ2SEQ.items():

@@ -48,6 +48,8 @@ def import_modules(names: Sequence[str]) -> None:
                 f"--import {name}: {error}. Pass the name of a module that Python finds, or its file's path, such as "
                 f"{name.removesuffix('.py')}.py."
             ) from error
+        except ValueError as error:  # of what it registers
+            raise UsageError(f"--import {name}: {error}") from error
 
 
 def _import_file(path: Path) -> None:

@@ -28,7 +28,7 @@ from hf_rfa import (
     register_family,
 )
 from hf_rfa.convert import convert
-from hf_rfa.families import NAME_TABLES
+from hf_rfa.families import NAME_TABLES, decoder_family, seq2seq_family
 
 from .conftest import save_tiny_tokenizer, tiny_seq2seq_config
 
@@ -100,6 +100,55 @@ def test_attention_of_another_form_is_refused(folders, tmp_path):
     """Its encoder's attention is no q_proj, k_proj, v_proj and out_proj."""
     with pytest.raises(InputError, match=r"not supported: leave these layers softmax \(softmax_encoder_layers\)"):
         convert(folders[0], tmp_path / "out", encoder_layers="all")
+
+
+@pytest.fixture
+def families():
+    """The families, to which a test may add some of its own."""
+    before = dict(FAMILIES)
+    yield FAMILIES
+    FAMILIES.clear()
+    FAMILIES.update(before)
+
+
+def save_tiny(model_type: str, folder: Path) -> Path:
+    """Save a tiny softmax model of a family with an encoder."""
+    torch.manual_seed(1)
+    AutoModelForSeq2SeqLM.from_config(tiny_seq2seq_config(model_type)).save_pretrained(folder)
+    save_tiny_tokenizer(folder)
+    return folder
+
+
+def test_layers_that_keep_padding_from_their_attention_are_refused(families, tmp_path):
+    """Those of MVP take keyword arguments and hand none on: padded sources would give other outputs."""
+    register_family(seq2seq_family("mvp"))
+    base = save_tiny("mvp", tmp_path / "base")
+    with pytest.raises(InputError, match="hands no keyword arguments on to its MvpAttention"):
+        convert(base, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_encoder_whose_attention_has_another_call_is_refused(families, tmp_path):
+    """PEGASUS-X's has the four projections, and hidden states of two kinds."""
+    register_family(seq2seq_family("pegasus_x"))
+    base = save_tiny("pegasus_x", tmp_path / "base")
+    with pytest.raises(InputError, match=r"not supported: leave these layers softmax \(softmax_encoder_layers\)"):
+        convert(base, tmp_path / "out", encoder_layers="all")
+
+
+@pytest.mark.parametrize(
+    ("declare", "model_type", "message"),
+    [
+        (decoder_family, "nosuch", "transformers knows no model_type 'nosuch'"),
+        (seq2seq_family, "nosuch", "transformers knows no model_type 'nosuch'"),
+        (decoder_family, "mvp", "'mvp' models have an encoder. Declare them with seq2seq_family"),
+        (seq2seq_family, "llama", "'llama' models have no encoder. Declare them with decoder_family"),
+        (seq2seq_family, "t5", "T5Config has no decoder_layers: its models are not built as BART's are"),
+    ],
+)
+def test_what_is_no_such_family_is_refused(declare, model_type, message):
+    with pytest.raises(ValueError, match=message):
+        declare(model_type)
 
 
 class Misnamed(RFABartModel):

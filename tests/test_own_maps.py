@@ -131,11 +131,13 @@ def test_a_map_of_a_script_belongs_into_a_module(folder):
         ("nowhere/maps.py", "nowhere/maps.py"),
         ("torch.py", "is another module's name"),
         ("broken.py", "No module named 'no_such_module'"),
+        ("no_family.py", "transformers knows no model_type 'nosuch'"),
     ],
 )
 def test_what_cannot_be_imported_is_refused_before_anything_starts(word, said, folder, hf_rfa, capsys):
     (folder / "torch.py").write_text(MODULE)
     (folder / "broken.py").write_text("import no_such_module")
+    (folder / "no_family.py").write_text("from hf_rfa.families import decoder_family\ndecoder_family('nosuch')")
     before = sorted(folder.iterdir())
     torch_itself = sys.modules["torch"]
     assert hf_rfa("convert", DEMO_MODEL, "out", "--import", word) == 1

@@ -512,10 +512,17 @@ def decoder_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]
 
 
 def seq2seq_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """Return the configuration class of RFA models with an encoder: the fields of ``base`` and of `RFASeq2SeqConfigMixin`."""
+    """Return the configuration class of RFA models with an encoder: the fields of ``base`` and of `RFASeq2SeqConfigMixin`.
+
+    Raises:
+        ValueError: if ``base`` lacks a field that BART's configuration has.
+    """
+    known = {*base.attribute_map, *(name for name in RFASeq2SeqConfigMixin.SIZES if hasattr(base, name))}
+    missing = [name for name in RFASeq2SeqConfigMixin.SIZES if name not in {*known, "max_position_embeddings"}]
+    if missing:
+        raise ValueError(f"{base.__name__} has no {missing[0]}: its models are not built as BART's are.")
     # Positions are the decoder's: an encoder of audio has others.
-    known = hasattr(base, "max_position_embeddings") or "max_position_embeddings" in base.attribute_map
-    names = {} if known else {"max_position_embeddings": "max_target_positions"}
+    names = {} if "max_position_embeddings" in known else {"max_position_embeddings": "max_target_positions"}
     return _config_class(base, RFASeq2SeqConfigMixin, attribute_map=names)
 
 

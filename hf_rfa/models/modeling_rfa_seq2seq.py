@@ -50,13 +50,7 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
         """Add feature map and gate to a module that was built as the base model's.
 
         ``kind`` says whether it is the decoder's causal or cross attention, or the encoder's.
-
-        Raises:
-            ValueError: if its projections are not those of BART.
         """
-        if not all(hasattr(self, name) for name in ("q_proj", "k_proj", "v_proj", "out_proj")):
-            fields = {each: name for name, each in config.SOFTMAX_LAYERS.items()}
-            raise ValueError(f"{type(self).__name__} is not supported: leave these layers softmax ({fields[kind]}).")
         self.init_rfa(config, kind=kind, scaling=self.scaling, layer_idx=layer_idx)
 
     def _split_heads(self, states: Tensor) -> Tensor:
@@ -78,7 +72,7 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
         attention_mask: Tensor | None = None,
         padding_mask: Tensor | None = None,
         source_padding_mask: Tensor | None = None,
-        output_rfa_attentions: bool = False,
+        output_rfa_attentions: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; arguments as for the family's own attention, whose mask is for softmax layers, and these.
@@ -87,7 +81,15 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
 
         Returns:
             The output [B, T, width], and the weights [B, H, T, T or S], or None without ``output_rfa_attentions``.
+
+        Raises:
+            ValueError: if the layer around it leaves these arguments out, and with them padding.
         """
+        if output_rfa_attentions is None:
+            raise ValueError(
+                f"the layer hands no keyword arguments on to its {type(self).__name__.removeprefix('RFA')}, so that padding "
+                "does not arrive there: this family is not supported."
+            )
         if self.rfa_kind == "cross":
             output, weights = self.attend_to_source(
                 hidden_states,
@@ -138,11 +140,20 @@ def _become_rfa(stack: Any) -> None:
         for name, kind in (DECODER_KINDS if is_decoder else ENCODER_KINDS).items():
             module = getattr(layer, name)
             if stack.config.is_rfa(kind, index) and not isinstance(module, RFAAttentionMixin):
+                _check_attention(module, kind, stack.config)
                 module.__class__ = rfa_attention_class(type(module))
                 module.become_rfa(stack.config, kind, index)
     if not hasattr(stack, "reads_inputs"):
         stack.reads_inputs = tuple(inspect.signature(stack.forward).parameters)
         stack.register_forward_pre_hook(prepare_decoder if is_decoder else prepare_encoder, with_kwargs=True)
+
+
+def _check_attention(module: nn.Module, kind: AttentionKind, config: Any) -> None:
+    """Raise a ValueError for an attention module whose projections and call are not those of BART's."""
+    projections = all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "out_proj"))
+    if not projections or "hidden_states" not in inspect.signature(module.forward).parameters:
+        fields = {each: name for name, each in config.SOFTMAX_LAYERS.items()}
+        raise ValueError(f"{type(module).__name__} is not supported: leave these layers softmax ({fields[kind]}).")
 
 
 def prepare_encoder(

@@ -85,7 +85,8 @@ class FeatureSpec:
 class ProjectedFeatureMap(FeatureMap):
     """A map with a matrix W per head, [H, D, d]; ``projection`` in the state dict, parameter or buffer.
 
-    A subclass says its linear part in `spec`, and makes features of it in `features`.
+    A subclass sets W in `reset_parameters`, says its linear part in `spec`, and makes features of it in `features`.
+    `hf_rfa.models.random_feature_maps` has subclasses that draw W, or learn it.
     """
 
     #: Whether every query head of a group has a W of its own for its queries, [H G, D, d].
@@ -97,7 +98,8 @@ class ProjectedFeatureMap(FeatureMap):
         """Add W, and what every map has."""
         super().build()
         self._cached_spec: tuple[Any, FeatureSpec] | None = None
-        self.add("projection", self.num_matrices, self.num_features, self.head_dim, trainable=self.trainable)
+        shape = self.num_matrices, self.num_features, self.head_dim
+        self.add("projection", *shape, initial=math.nan, trainable=self.trainable)  # a subclass that forgets it shows
 
     @property
     def num_matrices(self) -> int:
