@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=[])
     parser.add_argument("--recipe", default=str(Path(__file__).parent / "recipes" / "memory.yaml"))
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--seed", type=int, default=0, help="of conversion and training; one folder a seed")
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--output", type=Path, required=True)
@@ -111,7 +112,7 @@ def main() -> None:
     path = given.output / "memory.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
     console = Console()
-    settings = {"train": given.train, "recipe": given.recipe, "steps": given.steps}
+    settings = {"train": given.train, "recipe": given.recipe, "steps": given.steps, "seed": given.seed}
     made = make_checkpoints(given.model, given.rows, folder=given.output / "checkpoints", **settings)
     checkpoints = [*given.checkpoints, *made]
     columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

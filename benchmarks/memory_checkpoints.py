@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def options_of(row: str) -> dict[str, Any]:
 
 
 def make_checkpoints(
-    model: Path, rows: list[str], *, train: Path, recipe: str, steps: int | None, folder: Path
+    model: Path, rows: list[str], *, train: Path, recipe: str, steps: int | None, seed: int, folder: Path
 ) -> Iterator[Path]:
     """Yield the checkpoint of every row, and the same trained, each made unless it is there.
 
@@ -52,6 +52,7 @@ def make_checkpoints(
         train: text to calibrate and to train on.
         recipe: of the distillation, whose end-to-end stage alone is run.
         steps: its steps, instead of the recipe's; 0 trains nothing.
+        seed: of the conversion and of the training.
         folder: where the checkpoints are.
 
     Raises:
@@ -59,8 +60,9 @@ def make_checkpoints(
             was trained otherwise.
     """
     options = {row: options_of(row) for row in rows}
+    loaded = replace(Recipe.load(recipe), seed=seed)
     if rows and steps != 0:
-        settings = Recipe.load(recipe).with_steps(transfer=0, end_to_end=steps)
+        settings = loaded.with_steps(transfer=0, end_to_end=steps)
         config = AutoConfig.from_pretrained(model)
         settings.resolve(config, config.max_position_embeddings)  # an error now rather than after a conversion
         for row in rows:
@@ -69,7 +71,7 @@ def make_checkpoints(
     for row in rows:
         converted = folder / row
         if not converted.exists():
-            report_of(convert, model, converted, calibrate_on=train, **options[row])
+            report_of(convert, model, converted, calibrate_on=train, seed=seed, **options[row])
         yield converted
         trained = folder / f"{row} trained"
         if steps == 0:
@@ -81,7 +83,7 @@ def make_checkpoints(
                 trained,
                 teacher=model,
                 data=train,
-                recipe=recipe,
+                recipe=loaded,
                 transfer_steps=0,
                 end_to_end_steps=steps,
                 resume=training_folder(trained).exists(),

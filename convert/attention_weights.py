@@ -75,9 +75,12 @@ def seen_in_slots(importance: Tensor, recency: Tensor, sizes: WindowSizes, key_m
     count = mask.cumsum(1)
     left = (count[:, :, None] - count[:, None, :] >= sizes.window) & (mask & (count > sizes.sinks))[:, None, :]
     importance = importance + (recency * mask[:, None]).cumsum(-1)  # at whichever token, but for a constant
-    order = importance.argsort(dim=-1, descending=True, stable=True)[:, :, None].expand(-1, -1, length, -1)
-    ranked = left[:, None].expand_as(order).gather(-1, order)
-    return torch.zeros_like(ranked).scatter(-1, order, ranked & (ranked.cumsum(-1) <= sizes.slots))
+    heads = []  # one at a time: the counts of all would take 8 T² bytes each
+    for order in importance.argsort(dim=-1, descending=True, stable=True).unbind(1):
+        order = order[:, None].expand(-1, length, -1)
+        ranked = left.gather(-1, order)
+        heads.append(torch.zeros_like(ranked).scatter(-1, order, ranked & (ranked.cumsum(-1) <= sizes.slots)))
+    return torch.stack(heads, dim=1)
 
 
 def log_attention_weights(

@@ -37,8 +37,12 @@ SAME_NAMES = (
     "num_sinks",
     "num_slots",
 )
-#: What a decoder keeps by default where features were not found to pay: as many bytes as 128 features of `positive`.
-WINDOW, SINKS, SLOTS = 31, 4, 28
+#: First tokens that causal attention keeps exactly by default.
+SINKS = 4
+#: What it keeps by default, in as many bytes as 128 features of `positive` take: features in half of them where these were
+#: found to pay (`Family.features_by_default`), and exact tokens alone elsewhere.
+WITH_FEATURES = {"num_features": 64, "window_size": 14, "num_sinks": SINKS, "num_slots": 14}
+WITHOUT_FEATURES = {"window_size": 31, "num_sinks": SINKS, "num_slots": 28}
 #: What is trained after a conversion: features by attention transfer, or the whole model end to end.
 Trained = Literal["features", "model"]
 
@@ -46,28 +50,28 @@ Trained = Literal["features", "model"]
 def with_defaults(family: Family, options: ConversionOptions, trained: Trained | None = None) -> ConversionOptions:
     """Return options with a value for each that was left to the family and to what is ``trained``.
 
-    Features are the default where they were measured to be worth their bytes (`Family.features_by_default`), and where an
-    option asks for them. Elsewhere it is a window, sinks and slots.
+    Without an option of features, window, sinks or slots, and where features are not trained, the default is taken as a
+    whole. Otherwise what is not named is left out, but for features where the family has them by default, and for sinks
+    beside a window where it has none.
     """
-    names = ("num_features", "num_encoder_features", "unit_norm", "trainable_projection", "redraw_pool", "gate")
-    by_default = family.features_by_default or options.memory is not None
+    names = ("feature_map", "num_features", "unit_norm", "trainable_projection", "redraw_pool", "gate", "memory")
     asked = trained == "features" or not options.orthogonal or any(getattr(options, name) for name in names)
-    feature_map = options.feature_map
-    if feature_map is None:
-        features = "positive" if trained is None or options.memory is not None else "exponential"
-        feature_map = features if by_default or asked else "none"
-    chosen = options.feature_map is None and feature_map == "none"
-    sizes = {name: getattr(options, name) for name in ("window_size", "num_sinks", "num_slots")}
-    if chosen and not any(each is not None for each in sizes.values()):
-        sizes = dict(zip(sizes, (WINDOW, SINKS, SLOTS), strict=True))
-    if chosen and sizes["window_size"] and sizes["num_sinks"] is None:
-        sizes["num_sinks"] = SINKS
-    sizes = {name: each or 0 for name, each in sizes.items()}
-    gate = options.gate
-    if gate is None:
-        trains = trained is not None and options.memory is None and feature_map != "none"
-        gate = trains and not sizes["window_size"] and options.layers != []
-    return replace(options, feature_map=feature_map, gate=gate, **sizes)
+    features = asked or family.features_by_default
+    sizes = ("window_size", "num_sinks", "num_slots")
+    defaults = dict.fromkeys(sizes, 0)
+    if not asked and options.layers != [] and all(getattr(options, name) is None for name in sizes):
+        defaults = WITH_FEATURES if features else WITHOUT_FEATURES
+    elif not features and options.window_size:
+        defaults["num_sinks"] = SINKS
+    chosen: dict[str, Any] = {name: value for name, value in defaults.items() if getattr(options, name) is None}
+    trains = trained is not None and options.memory is None
+    if options.feature_map is None:
+        chosen["feature_map"] = ("exponential" if trains else "positive") if features else "none"
+    options = replace(options, **chosen)
+    if options.gate is None:
+        gate = trains and options.feature_map != "none" and not options.window_size and options.layers != []
+        options = replace(options, gate=gate)
+    return options
 
 
 def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:

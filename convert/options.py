@@ -22,7 +22,7 @@ class ConversionOptions:
     Attributes:
         feature_map: name of the feature map. Default: positive (exponential where it is trained) for GPT-2 and models with an
             encoder; none for other decoders, unless another option is of features.
-        num_features: D, rows of W per head of causal attention. Default: the map's own.
+        num_features: D, rows of W per head of causal attention. Default: the map's own; see window_size.
         num_cross_features: D of cross attention. Default: the map's own.
         num_encoder_features: D of an encoder's attention. Default: the map's own.
         unit_norm: ℓ2-normalize queries and keys (Peng et al. 2021).
@@ -37,9 +37,10 @@ class ConversionOptions:
         keep_softmax: keep this number of those layers softmax: the most sensitive ones, each measured as the only one
             converted, after calibration.
         window_size: number of last tokens that causal attention sees exactly, and the others through features; 0 for none.
-            Default: 0, and 31 where there are no features, with 4 sinks and 28 slots.
-        num_sinks: number of first tokens that it sees exactly as well, for good; with a window. Default: 0, and 4 where there
-            are no features by default.
+            Default, where no option of features, sinks or slots is given and no attention transfer follows: 14, with 4 sinks,
+            14 slots and 64 features; 31, with 4 sinks and 28 slots, for decoders other than GPT-2. Else 0.
+        num_sinks: number of first tokens that it sees exactly as well, for good; with a window. Default: 0; 4 beside a
+            window where there are no features by default; or see window_size.
         num_slots: number of most important tokens before the window that it sees exactly as well; with a window. Default: 0,
             or see window_size.
         retrieval_heads: number of key-value heads that see more, and exactly: those that tell the model most of what stood

@@ -117,8 +117,9 @@ class Family:
         position_embedding: attribute name of the modules that hold position embeddings, or the end of their path.
         more_positions: makes a longer table of positions from such a module and a count.
         more_positions_note: note for the user on what that changes; ``{}`` stands for the count.
-        features_by_default: whether a conversion without further options gives causal attention random features. They were
-            measured to be worth their bytes on a small GPT-2 and in models with an encoder, and not on a pretrained decoder.
+        features_by_default: whether a conversion without further options gives causal attention random features, beside a
+            window, sinks and slots. They were measured to be worth their bytes on small GPT-2 models, and not on a pretrained
+            decoder; cross attention needs them.
     """
 
     rfa_config: Any

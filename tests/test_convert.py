@@ -203,7 +203,8 @@ def test_other_heads(name, auto_class, tmp_path):
         assert head.out_features == 4
     if has_encoder(family) and name != "BartForCausalLM":  # for a decoder alone the text is no block of 96 tokens
         (tmp_path / "text").write_text(SOURCES)
-        report = convert(tmp_path / "parent", tmp_path / "b", calibrate_on=tmp_path / "text")
+        options = {"calibrate_on": tmp_path / "text", "window_size": 0}  # a window would hold all of its short lines
+        report = convert(tmp_path / "parent", tmp_path / "b", **options)
         assert report.perplexities is None
         assert all(gain.after < gain.before for gain in report.gains)
 
@@ -678,3 +679,17 @@ def test_a_decoder_keeps_a_window_sinks_and_slots_by_default(tmp_path):
         convert(tmp_path / "llama", tmp_path / "none", window_size=0)
     convert(tmp_path / "llama", tmp_path / "features", feature_map="positive")
     assert AutoConfig.from_pretrained(tmp_path / "features").num_features
+
+
+def test_gpt2_keeps_exact_tokens_and_features_in_the_bytes_of_128_features(tiny_parent, tmp_path):
+    report = convert(tiny_parent, tmp_path / "out")
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.feature_map, config.num_features) == ("positive", 64)
+    assert (config.window_size, config.num_sinks, config.num_slots) == (14, 4, 14)
+    features = convert(tiny_parent, tmp_path / "features", window_size=0)
+    assert features.feature_dims == {"causal": 128}
+    assert report.state_bytes == features.state_bytes
+
+
+def test_the_default_of_causal_attention_leaves_cross_attention_its_features(tiny_seq2seq_parents, tmp_path):
+    assert convert(tiny_seq2seq_parents["bart"], tmp_path / "out").feature_dims == {"causal": 64, "cross": 256}

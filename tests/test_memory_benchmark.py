@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import memory
 from benchmarks.memory_checkpoints import options_of
@@ -57,7 +57,7 @@ def test_rows_are_made_trained_and_measured(tmp_path, monkeypatch):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("end_to_end: {steps: 30, batch_size: 4, block_length: 16, learning_rate: 0.001, kl_weight: 1.0}")
     words = [tmp_path / "model", text, "--train", text, "--rows", "4+2", "3+2+2", "--recipe", recipe]
-    words += ["--tokens", 200, "--contexts", 40, "--output", tmp_path / "out"]
+    words += ["--tokens", 200, "--contexts", 40, "--output", tmp_path / "out", "--seed", 3]
     monkeypatch.setattr(sys, "argv", ["memory", *map(str, words)])
     memory.main()
     rows = json.loads((tmp_path / "out" / "memory.json").read_text())
@@ -72,9 +72,11 @@ def test_rows_are_made_trained_and_measured(tmp_path, monkeypatch):
     for kind, name in (("window and sinks", "4+2"), ("converted", "3+2+2")):
         assert found[kind, name]["perplexity"] != found[memory.TRAINED[kind], f"{name} trained"]["perplexity"]
         report = json.loads((tmp_path / "out" / "checkpoints" / f"{name} trained" / "distillation.json").read_text())
+        assert report["recipe"]["seed"] == 3
         losses = [entry["loss"] for entry in report["stages"][0]["log"] if "loss" in entry]
         assert len(losses) == 30
         assert fmean(losses[-8:]) < 0.8 * fmean(losses[:8])  # the divergence from the teacher
+    assert AutoConfig.from_pretrained(tmp_path / "out" / "checkpoints" / "3+2+2").feature_seed == 3
     assert found["converted", "3+2+2"]["worth"] > found["window and sinks", "4+2"]["worth"]
 
     recipe.write_text(recipe.read_text().replace("kl_weight", "repeating_share: 0.25, kl_weight"))

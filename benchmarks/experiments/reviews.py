@@ -59,7 +59,7 @@ def _start(kind: str, context: int, recipe: dict[str, Any], work: Path) -> Path:
         return folder
     base, text = _start(SOFTMAX, context, recipe, work), recipe["train"]
     if kind == CONVERTED:
-        convert(base, folder, calibrate_on=text)
+        convert(base, folder, calibrate_on=text, feature_map="positive")
         return folder
     converted = work / f"start, {kind}, {context}, untrained"
     if not converted.is_dir():
