@@ -125,8 +125,9 @@ def run(
         whole["rows"] = _with_run(whole["rows"], row, run, [*experiment.rows, *rows])
         _write(experiment, whole, path)
         console.print(table(experiment, whole), markup=False, highlight=False, soft_wrap=True)
-    if any(column.side_by_side for column in experiment.columns):
-        _finish(experiment, whole, recipe, work, output, console)
+    together = _measure_together(experiment, whole, recipe, work, output, console)
+    whole |= load(path, settings=settings, changes=ROWS)
+    whole["side_by_side"] |= together
     _write(experiment, whole, path)
     console.print(table(experiment, whole), markup=False, highlight=False, soft_wrap=True)
     return whole
@@ -144,26 +145,21 @@ def _write(experiment: Experiment, whole: dict[str, Any], path: Path) -> None:
     experiment.draw(whole, path.with_suffix(".png"))
 
 
-def _finish(
+def _measure_together(
     experiment: Experiment, whole: dict[str, Any], recipe: Options, work: Path, output: Path, console: Console
-) -> None:
-    """Measure rows side by side, unless every row has been; say for which there is no checkpoint."""
-    rows: Results = whole["rows"]
-    if rows.keys() <= whole["side_by_side"].keys():
-        return
-    folders = {
-        row: folder
-        for row, runs in rows.items()
-        for run in runs[:1]
-        if ((folder := work / f"{row}, seed {run['seed']}") / "config.json").is_file()
-    }
-    if folders:
-        found = experiment.finish(folders, recipe, output)
-        whole["side_by_side"] |= {row: {**values, "measured_with": list(found)} for row, values in found.items()}
-    for row in rows.keys() - folders.keys():
-        known = "is that of an earlier run" if row in whole["side_by_side"] else "is missing"
-        what = ", ".join(column.title for column in experiment.columns if column.side_by_side)
-        console.print(f"{row}: there is no checkpoint in {work}, so {what} {known}.", highlight=False)
+) -> dict[str, Any]:
+    """Return values of rows that are measured side by side, unless every row has them; say which have no checkpoint."""
+    what = ", ".join(column.title for column in experiment.columns if column.side_by_side)
+    known, rows = whole["side_by_side"], whole["rows"]
+    if not what or rows.keys() <= known.keys():
+        return {}
+    folders = {row: work / f"{row}, seed {runs[0]['seed']}" for row, runs in rows.items()}
+    there = {row: folder for row, folder in folders.items() if (folder / "config.json").is_file()}
+    for row in rows.keys() - there.keys():
+        state = "of an earlier run" if row in known else "missing"
+        console.print(f"{row}: there is no checkpoint in {work}, so {what} is {state}.", highlight=False)
+    found = experiment.finish(there, recipe, output) if there else {}
+    return {row: {**values, "measured_with": list(found)} for row, values in found.items()}
 
 
 def table(experiment: Experiment, whole: Mapping[str, Any]) -> str:

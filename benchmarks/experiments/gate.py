@@ -32,7 +32,7 @@ from .rows import FIXED_GATES, settings_of
 #: Gates that are not fixed, and their place in the chart.
 OTHERS = {"RFA-Gate-Gaussian": ("learned", "*", 1024), "RFA-Gaussian": ("none", "s", 2048)}
 #: Copies: pairs to train on and held out, and the digits of the held-out sequences.
-TRAINED_ON, HELD_OUT, LENGTHS = 40_000, 200, (4, 8, 16, 24, 31)
+TRAINED_ON, HELD_OUT, LENGTHS = 40_000, 200, (3, 7, 11, 15)
 BATCH = 100
 COPIED = {f"copied_{length}": f"{length} digits" for length in LENGTHS}
 
@@ -58,7 +58,7 @@ def gate_settings(row: str, recipe: dict[str, Any], work: Path, seed: int) -> di
 
 
 def prepare_copies(data: Path | None, work: Path) -> Options:
-    """Write sequences of up to 31 digits and their copies."""
+    """Write sequences of up to 15 digits and their copies."""
     paths = {"train": work / "train.jsonl", "evaluate": work / "valid.jsonl"}
     for seed, (path, count) in enumerate(zip(paths.values(), (TRAINED_ON, HELD_OUT), strict=True)):
         rows = copy_task(count, min_length=1, max_length=max(LENGTHS), seed=seed)
@@ -138,5 +138,4 @@ COPYING = Experiment(
     chance=lambda options: {"copied": 0.1},
     draw=draw,
     settings=gate_settings,
-    options={"block_length": 72, "config_overrides": {"n_positions": 72}},
 )

@@ -95,4 +95,5 @@ EXPERIMENT = Experiment(
     chance=chance,
     draw=draw,
     settings=gate_settings,
+    constants={"scored_tokens": TOKENS},
 )
