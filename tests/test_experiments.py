@@ -38,7 +38,7 @@ from hf_rfa.finetune import evaluate_generation, perplexity
 from hf_rfa.finetune.recipe import load_settings
 from hf_rfa.models.attention import Gate
 
-from .conftest import save_tiny_tokenizer
+from .conftest import ROOT, save_tiny_tokenizer
 from .families import make_gpt2, save_softmax_model
 
 TINY = {"config_overrides": json.dumps({"n_layer": 1, "n_embd": 16, "n_head": 2, "num_features": 8})}
@@ -455,3 +455,15 @@ def test_gates_are_drawn_as_far_as_they_were_run(tmp_path):
         gate.draw_gates(tmp_path)
         pictures.append(imread(tmp_path / "gate.png"))
     assert all((one != other).any() for one, other in itertools.pairwise(pictures))
+
+
+@pytest.mark.parametrize("name", sorted(experiments.EXPERIMENTS))
+def test_the_page_has_the_tables_of_the_results(name):
+    folder = ROOT / "docs" / "experiments"
+    page = (ROOT / "docs" / "experiments.md").read_text()
+    if not (folder / f"{name}.json").is_file():
+        assert f"`{name}`" in page.partition("## Not run")[2]
+        return
+    whole = json.loads((folder / f"{name}.json").read_text())
+    assert experiment.table(experiments.EXPERIMENTS[name], whole) in page
+    assert f"](experiments/{name}.png)" in page
