@@ -111,7 +111,7 @@ def run(
     recipe = merge(merge(load_settings(experiment.recipe, small=small), own), dict(changes))
     settings = {**described(recipe), **experiment.constants, "processes": processes}
     path, console = output / f"{name}.json", Console()
-    whole = {"experiment": name, "settings": settings, "chance": experiment.chance(recipe), "side_by_side": {}}
+    whole: dict[str, Any] = {"experiment": name, "settings": settings, "chance": experiment.chance(recipe)}
     whole |= load(path, settings=settings, changes=ROWS)
     # All rows of a seed before the next seed: a run that is stopped has a whole comparison.
     for seed, row in product(seeds, rows):

@@ -58,7 +58,7 @@ def load(path: Path, *, settings: Mapping[str, Any], changes: Mapping[str, Any])
         InputError: if the results were made with other settings, or a row changed others.
     """
     if not path.is_file():
-        return {"rows": {}}
+        return {"rows": {}, "side_by_side": {}}
     found = json.loads(path.read_text(encoding="utf-8"))
     remedy = "Results of one file share all settings: pass the same, or another --output."
     check_same(found["settings"], settings, f"{path} was made", remedy)
