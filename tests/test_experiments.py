@@ -233,7 +233,7 @@ def test_a_table_has_means_spreads_and_chance():
     runs = [{"values": {"bits": each}, "cpu_hours": 0.5, **size} for each in (1.0, 2.0)]
     whole = {"rows": {"elu": runs}, "side_by_side": {"elu": {"images_per_second": 7}}, "chance": {"bits": 4.0}}
     told = experiment.table(images.EXPERIMENT, whole)
-    assert "| elu | 1.500 ± 0.707 |  | 7.0 | 2.00 M | 3.00 M | 0.50 ± 0.00 | 2 |" in told
+    assert "| elu | 1.500 ± 0.707 |  | 7.0 | 2.00 M | 3.00 M | 30.0 ± 0.0 | 2 |" in told
     assert "| chance | 4.000 |  |  | | | | |" in told
 
 

@@ -165,12 +165,12 @@ def _measure_together(
 def table(experiment: Experiment, whole: Mapping[str, Any]) -> str:
     """Return the results as a Markdown table: means over seeds, with their standard deviation where there are several."""
     titles = [column.title for column in experiment.columns]
-    last = ("parameters", "tokens", "CPU hours", "seeds")
+    last = ("parameters", "tokens", "CPU minutes", "seeds")
     lines = [f"| | {' | '.join([*titles, *last])} |", "|---|" + "---|" * (len(titles) + len(last))]
     for row, runs in whole["rows"].items():
         cells = [mean(values_of(whole, row, column.value), column.format) for column in experiment.columns]
         cells += [f"{fmean(each[name] for each in runs) / 1e6:.2f} M" for name in ("parameters", "tokens")]
-        cells += [mean([each["cpu_hours"] for each in runs], ".2f"), str(len(runs))]
+        cells += [mean([60 * each["cpu_hours"] for each in runs], ".1f"), str(len(runs))]
         lines.append(f"| {row} | {' | '.join(cells)} |")
     if chance := whole["chance"]:
         levels = [chance.get(each.chance or "") for each in experiment.columns]

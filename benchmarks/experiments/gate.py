@@ -85,10 +85,13 @@ def measure_copies(folder: Path, options: Options) -> dict[str, float]:
 
 
 def draw_gates(folder: Path) -> None:
-    """Draw copying and language modelling by time scale of the gate, as far as both were run, to ``gate.png``."""
-    figure = Figure(figsize=(9, 3.6), layout="tight")
+    """Draw copying and language modelling by time scale of the gate, as far as they were run, to ``gate.png``."""
     panels = {"copying": (COPIED, "digits copied"), "language": ({"perplexity_1": "fixed gate"}, "perplexity")}
-    for axes, (name, (values, title)) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+    there = [name for name in panels if (folder / f"{name}.json").is_file()]
+    figure = Figure(figsize=(4.5 * len(there), 3.6), layout="tight")
+    for axes, name in zip(figure.subplots(1, len(there), squeeze=False)[0], there, strict=True):
+        whole = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        values, title = panels[name]
         axes.set(xlabel="time scale of the gate, tokens", ylabel=title)
         axes.set_xscale("log", base=2)
         axes.set_xticks(
@@ -97,21 +100,14 @@ def draw_gates(folder: Path) -> None:
             rotation=45,
         )
         axes.grid(alpha=0.3)
-        path = folder / f"{name}.json"
-        whole = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": {}}
         for index, (value, label) in enumerate(values.items()):
+            found = {row: values_of(whole, row, value) for row in whole["rows"]}
+            fixed = [(scale, each) for row, scale in FIXED_GATES.items() for each in found.get(row, ())]
             color = f"C{index}"
-            fixed = [
-                (scale, each)
-                for row, scale in FIXED_GATES.items()
-                if row in whole["rows"]
-                for each in values_of(whole, row, value)
-            ]
             axes.plot([x for x, _ in fixed], [y for _, y in fixed], "o-", color=color, markersize=3, label=label)
             for row, (_, marker, place) in OTHERS.items():
-                if row in whole["rows"]:
-                    each = values_of(whole, row, value)
-                    axes.plot([place] * len(each), each, marker, color=color, markersize=6)
+                each = found.get(row, [])
+                axes.plot([place] * len(each), each, marker, color=color, markersize=6)
         axes.legend(fontsize=7, frameon=False)
     figure.savefig(folder / "gate.png", dpi=130)
 
@@ -131,7 +127,13 @@ def draw(whole: dict[str, Any], path: Path) -> None:
 
 COPYING = Experiment(
     recipe="copy",
-    rows=("softmax", "RFA-Gaussian", "elu", "RFA-Gate-Gaussian", *list(FIXED_GATES)[:-1]),  # 256 tokens forget nothing here
+    rows=(
+        "softmax",
+        "RFA-Gaussian",
+        "elu",
+        "RFA-Gate-Gaussian",
+        *list(FIXED_GATES)[:-1],
+    ),  # 256 tokens forget nothing here
     columns=tuple(Column(value, title, ".3f", "copied") for value, title in COPIED.items()),
     prepare=prepare_copies,
     measure=measure_copies,
