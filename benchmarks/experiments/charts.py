@@ -17,7 +17,9 @@ Titled = tuple[str, str]
 
 
 def draw_values(whole: dict[str, Any], path: Path, values: list[Titled], *, chance: str | None = None) -> None:
-    """Draw a panel for each value: a line a row of the experiment, a point a seed; the level of chance is dotted."""
+    """Draw a panel for each value that was measured: a line a row of the experiment, a point a seed; chance is dotted."""
+    measured = {value for value, _ in values for row in whole["rows"] if any(values_of(whole, row, value))}
+    values = [each for each in values if each[0] in measured]
     figure = Figure(figsize=(1.5 + 3.4 * len(values), 0.9 + 0.42 * len(whole["rows"])), layout="tight")
     panels = figure.subplots(1, len(values), squeeze=False, sharey=True)[0]
     for axes, (value, title) in zip(panels, values, strict=True):

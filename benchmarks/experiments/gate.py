@@ -99,6 +99,7 @@ def draw_gates(folder: Path) -> None:
             [*map(str, FIXED_GATES.values()), *(label for label, _, _ in OTHERS.values())],
             rotation=45,
         )
+        axes.set_xlim(min(FIXED_GATES.values()) / 2, 4096)
         axes.grid(alpha=0.3)
         for index, (value, label) in enumerate(values.items()):
             found = {row: values_of(whole, row, value) for row in whole["rows"]}
