@@ -24,6 +24,7 @@ from hf_rfa.convert.atomic_io import new_file
 from hf_rfa.finetune.recipe import load_settings, merge
 from hf_rfa.finetune.synthetic import listops
 
+from .experiments.results import described
 from .experiments.rows import ROWS, settings_of, train
 
 DEFAULT_ROWS = ["softmax", "RFA-Gaussian", "RFA-arccos", "RFA-Gate-Gaussian", "elu"]
@@ -54,13 +55,8 @@ def main() -> None:
         print_table({name: results[name]})
     print_table(results)
     if arguments.output is not None:
-        # a path is of one machine alone: its last part is enough
-        named = {
-            name: Path(value).name if isinstance(value, str) and Path(value).exists() else value
-            for name, value in recipe.items()
-        }
         with new_file(arguments.output) as file:
-            json.dump({"settings": named, "results": results}, file, indent=1)
+            json.dump({"settings": described(recipe), "results": results}, file, indent=1)
         if arguments.lengths is None:
             plot(results, arguments.output.with_suffix(".png"))
 
@@ -91,8 +87,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(6, 4), layout="tight")
     axes = figure.subplots()
     for row, found in results.items():
-        points = [(entry["step"], entry["loss"]) for entry in found["log"] if "loss" in entry]
-        axes.plot(*zip(*points, strict=True), label=row, linewidth=1)
+        axes.plot(*zip(*found["losses"], strict=True), label=row, linewidth=1)
     axes.set(xlabel="step", ylabel="training loss, nats")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

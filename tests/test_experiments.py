@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +38,7 @@ from hf_rfa.finetune import evaluate_generation, perplexity
 from hf_rfa.finetune.recipe import load_settings
 from hf_rfa.models.attention import Gate
 
-from .conftest import save_tiny_tokenizer
+from .conftest import ROOT, save_tiny_tokenizer
 from .families import make_gpt2, save_softmax_model
 
 TINY = {"config_overrides": json.dumps({"n_layer": 1, "n_embd": 16, "n_head": 2, "num_features": 8})}
@@ -68,29 +70,113 @@ def ran(tmp_path_factory):
 def test_rows_are_trained_and_measured(ran, monkeypatch, capsys):
     whole = json.loads((ran / "out" / "images.json").read_text())
     assert list(whole["rows"]) == ["softmax", "RFA-Gaussian"]
-    assert whole["settings"]["train"] == "train.jsonl"  # and not the path of one machine
+    assert whole["settings"]["train"].startswith("train.jsonl, sha256 ")  # and not the path of one machine
+    assert str(ran) not in json.dumps(whole)
     for row, runs in whole["rows"].items():
         assert [each["seed"] for each in runs] == [3]
         config = json.loads((ran / "work" / f"{row}, seed 3" / "config.json").read_text())
         assert config["model_type"] == ("gpt2" if row == "softmax" else "rfa_gpt2")
         assert config["n_embd"] == 16
         assert all(each["cpu_hours"] > 0 and each["peak_bytes"] > 1e8 for each in runs)
-        assert all(each["values"]["images_per_second"] > 0 for each in runs)
+        assert all(each["tokens"] == 4 * 8 * 66 for each in runs)  # "^", 64 pixels, the end
+        assert whole["side_by_side"][row]["images_per_second"] > 0
     for name in ("images.png", "images-drawn.png"):
         assert imread(ran / "out" / name)[..., :3].std() > 0.05
 
     monkeypatch.setattr(images, "TIMES", 1)
-    monkeypatch.setattr(sys, "argv", ["experiments", *words(ran), "--row", "softmax", "--seeds", "3", "4"])
+    monkeypatch.setattr(sys, "argv", ["experiments", *words(ran), "--row", "softmax", "--seeds", "4"])
     experiments.main()
-    first, second = json.loads((ran / "out" / "images.json").read_text())["rows"]["softmax"]
-    assert first["log"] == whole["rows"]["softmax"][0]["log"]  # not trained again
+    found = json.loads((ran / "out" / "images.json").read_text())["rows"]
+    first, second = found["softmax"]
+    assert (first, second["seed"]) == (whole["rows"]["softmax"][0], 4)  # not trained again
     assert first["values"]["bits"] != second["values"]["bits"]
-    monkeypatch.setattr(images, "measure", lambda *given: pytest.fail("measured again"))
-    monkeypatch.setattr(rows.subprocess, "Popen", lambda *given, **options: pytest.fail("trained again"))
-    monkeypatch.setattr(sys, "argv", ["experiments", *words(ran), "--row", "softmax", "--seeds", "3"])
-    capsys.readouterr()
+    assert found["RFA-Gaussian"] == whole["rows"]["RFA-Gaussian"]
+
+
+def elsewhere(ran: Path, folder: Path) -> Path:
+    """Return a folder with the results of a run, and without its checkpoints."""
+    (folder / "out").mkdir()
+    (folder / "out" / "images.json").write_bytes((ran / "out" / "images.json").read_bytes())
+    return folder
+
+
+def test_finished_rows_are_taken_from_the_results_alone(ran, tmp_path, monkeypatch, capsys):
+    folder = elsewhere(ran, tmp_path)
+    before = json.loads((folder / "out" / "images.json").read_text())
+    chosen = ["--row", "softmax", "--row", "RFA-Gaussian", "--seeds", "3"]
+    with monkeypatch.context() as patch:
+        patch.setattr(rows.subprocess, "Popen", lambda *given, **options: pytest.fail("trained again"))
+        patch.setattr(sys, "argv", ["experiments", *words(folder), *chosen])
+        experiments.main()
+    assert json.loads((folder / "out" / "images.json").read_text()) == before
+    bits = before["rows"]["RFA-Gaussian"][0]["values"]["bits"]
+    assert f"| RFA-Gaussian | {bits:.3f} |" in capsys.readouterr().out
+    assert imread(folder / "out" / "images.png")[..., :3].std() > 0.05
+
+    monkeypatch.setattr(images, "TIMES", 1)
+    monkeypatch.setattr(sys, "argv", ["experiments", *words(folder), *chosen, "--row", "elu"])
     experiments.main()
-    assert f"| softmax | {first['values']['bits']:.3f} |" in capsys.readouterr().out
+    after = json.loads((folder / "out" / "images.json").read_text())
+    assert list(after["rows"]) == ["softmax", "RFA-Gaussian", "elu"]
+    assert after["side_by_side"]["elu"]["measured_with"] == ["elu"]
+    assert after["side_by_side"]["softmax"] == before["side_by_side"]["softmax"]
+    told = " ".join(capsys.readouterr().out.split())
+    assert "softmax: there is no checkpoint" in told
+    assert "images per second is of an earlier run" in told
+
+
+@pytest.mark.parametrize(
+    ("option", "named"), [({"max_steps": "3"}, "max_steps 4, this run has 3"), ({"processes": "2"}, "processes 1")]
+)
+def test_results_of_other_settings_are_refused(ran, tmp_path, monkeypatch, option, named):
+    folder = elsewhere(ran, tmp_path)
+    before = (folder / "out" / "images.json").read_bytes()
+    monkeypatch.setattr(sys, "argv", ["experiments", *words(folder, **option), "--row", "elu", "--seeds", "3"])
+    with pytest.raises(InputError, match=named):
+        experiments.main()
+    assert (folder / "out" / "images.json").read_bytes() == before
+
+
+def test_rows_that_changed_and_other_data_are_refused(ran, tmp_path, monkeypatch):
+    folder = elsewhere(ran, tmp_path)
+    chosen = ["--row", "softmax", "--seeds", "3"]
+    monkeypatch.setattr(sys, "argv", ["experiments", *words(folder), *chosen])
+    with monkeypatch.context() as patch:
+        patch.setitem(rows.ROWS, "RFA-Gaussian", {"feature_map": "gaussian", "gate": False})
+        with pytest.raises(InputError, match=r"has a row RFA-Gaussian with attention .*'unit_norm': True"):
+            experiments.main()
+    train, held_out = images.digits()
+    monkeypatch.setattr(images, "digits", lambda: (train[1:], held_out))
+    with pytest.raises(InputError, match=r"images\.json was made with train 'train\.jsonl, sha256 "):
+        experiments.main()
+
+
+def test_a_checkpoint_of_other_settings_is_refused(ran, monkeypatch):
+    settings = rows.settings_of("softmax", load_settings("digits", small=True))
+    monkeypatch.setattr(rows.subprocess, "Popen", lambda *given, **options: pytest.fail("trained"))
+    with pytest.raises(InputError, match=r"softmax, seed 3 was trained with .* Pass another --work"):
+        rows.train(settings, ran / "work" / "softmax, seed 3")
+
+
+def test_results_are_written_after_every_row(tmp_path, monkeypatch):
+    """The second row is never measured, as if the machine were lost."""
+    measure = images.EXPERIMENT.measure
+
+    def first_alone(folder, options):
+        if "softmax" not in folder.name:
+            raise KeyboardInterrupt
+        return measure(folder, options)
+
+    broken = replace(images.EXPERIMENT, measure=first_alone)
+    monkeypatch.setitem(experiments.EXPERIMENTS, "images", broken)
+    chosen = ["--row", "softmax", "--row", "elu", "--seeds", "0"]
+    monkeypatch.setattr(sys, "argv", ["experiments", *words(tmp_path), *chosen])
+    with pytest.raises(KeyboardInterrupt):
+        experiments.main()
+    whole = json.loads((tmp_path / "out" / "images.json").read_text())
+    assert {row: [run["seed"] for run in runs] for row, runs in whole["rows"].items()} == {"softmax": [0]}
+    assert whole["rows"]["softmax"][0]["values"]["bits"] > 0
+    assert imread(tmp_path / "out" / "images.png")[..., :3].std() > 0.05
 
 
 def test_bits_are_those_of_single_pixels(ran):
@@ -143,10 +229,12 @@ def test_rows_change_attention_alone():
 
 
 def test_a_table_has_means_spreads_and_chance():
-    runs = [{"values": {"bits": each}, "parameters": 2_000_000, "cpu_hours": 0.5} for each in (1.0, 2.0)]
-    told = experiment.table(images.EXPERIMENT, {"elu": runs}, {"bits": 4.0})
-    assert "| elu | 1.500 ± 0.707 |  |  | 2.00 M | 0.50 ± 0.00 |" in told
-    assert "| chance | 4.000 |  |  | | |" in told
+    size = {"parameters": 2_000_000, "tokens": 3_000_000}
+    runs = [{"values": {"bits": each}, "cpu_hours": 0.5, **size} for each in (1.0, 2.0)]
+    whole = {"rows": {"elu": runs}, "side_by_side": {"elu": {"images_per_second": 7}}, "chance": {"bits": 4.0}}
+    told = experiment.table(images.EXPERIMENT, whole)
+    assert "| elu | 1.500 ± 0.707 |  | 7.0 | 2.00 M | 3.00 M | 30.0 ± 0.0 | 2 |" in told
+    assert "| chance | 4.000 |  |  | | | | |" in told
 
 
 def test_a_fixed_gate_has_its_time_scale_and_keeps_it(tmp_path, monkeypatch):
@@ -168,7 +256,6 @@ def test_a_fixed_gate_has_its_time_scale_and_keeps_it(tmp_path, monkeypatch):
     (layer,) = [module for module in model.modules() if isinstance(module, Gate)]
     _, forgotten = layer(torch.randn(2, 5, 16))
     torch.testing.assert_close(1.0 / forgotten, torch.full_like(forgotten, 16.0))
-    assert json.loads((folder / "config.json").read_text())["n_positions"] == 72
     values = json.loads((tmp_path / "out" / "copying.json").read_text())["rows"]["gate of 16 tokens"][0]["values"]
     assert set(values) == {f"copied_{length}" for length in gate.LENGTHS}
     assert imread(tmp_path / "out" / "gate.png")[..., :3].std() > 0.05
@@ -354,5 +441,29 @@ def test_two_processes_train_a_row_together(tmp_path):
         folder = tmp_path / processes
         (run,) = json.loads((folder / "out" / "images.json").read_text())["rows"]["RFA-Gaussian"]
         assert run["values"]["bits"] > 0
-        epochs[processes] = run["log"][-1]["epoch"]
+        epochs[processes] = run["metrics"]["epoch"]
     assert epochs["2"] == pytest.approx(2 * epochs["1"], rel=0.1)
+
+
+def test_gates_are_drawn_as_far_as_they_were_run(tmp_path):
+    run = {"seed": 0, "values": {value: 0.1 * index for index, value in enumerate(gate.COPIED)}}
+    whole = {"chance": {"copied": 0.1}, "side_by_side": {}, "rows": {"RFA-Gaussian": [run]}}
+    pictures = []
+    for row in ("RFA-Gaussian", "gate of 4 tokens", "RFA-Gate-Gaussian"):
+        whole["rows"][row] = [run]
+        (tmp_path / "copying.json").write_text(json.dumps(whole))
+        gate.draw_gates(tmp_path)
+        pictures.append(imread(tmp_path / "gate.png"))
+    assert all((one != other).any() for one, other in itertools.pairwise(pictures))
+
+
+@pytest.mark.parametrize("name", sorted(experiments.EXPERIMENTS))
+def test_the_page_has_the_tables_of_the_results(name):
+    folder = ROOT / "docs" / "experiments"
+    page = (ROOT / "docs" / "experiments.md").read_text()
+    if not (folder / f"{name}.json").is_file():
+        assert f"`{name}`" in page.partition("## Not run")[2]
+        return
+    whole = json.loads((folder / f"{name}.json").read_text())
+    assert experiment.table(experiments.EXPERIMENTS[name], whole) in page
+    assert f"](experiments/{name}.png)" in page

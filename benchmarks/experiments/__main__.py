@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hf_rfa.finetune.recipe import read_overrides
 
 from . import gate, images, language, listops, reviews, translation
 from .experiment import run
-from .rows import ROWS
+from .rows import FIXED_GATES, ROWS
 
 EXPERIMENTS = {
     "translation": translation.EXPERIMENT,
@@ -19,8 +20,17 @@ EXPERIMENTS = {
     "listops": listops.EXPERIMENT,
     "images": images.EXPERIMENT,
     "copying": gate.COPYING,
-    "gated-language": gate.LANGUAGE,
 }
+
+
+def _value(name: str, word: str) -> Any:
+    """Return a number, a truth value or fields of a configuration as a recipe has them, and other words as they are."""
+    if name == "config_overrides":
+        return read_overrides(word)
+    try:
+        return json.loads(word)
+    except json.JSONDecodeError:
+        return word
 
 
 def main() -> None:
@@ -38,13 +48,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/experiments"), help="folder for JSON and PNG")
     given, others = parser.parse_known_args()  # the rest are options of hf-rfa finetune
     experiment = EXPERIMENTS[given.name]
-    unknown = sorted({*(given.row or ())} - {*experiment.rows, *ROWS})
+    unknown = sorted({*(given.row or ())} - {*experiment.rows, *(ROWS.keys() - FIXED_GATES.keys())})
     if unknown:
         parser.error(f"there is no row {unknown[0]!r}. There are: {', '.join(experiment.rows)}.")
     names = [word.removeprefix("--").replace("-", "_") for word in others[::2]]
-    changes: dict[str, Any] = dict(zip(names, others[1::2], strict=True))
-    if "config_overrides" in changes:
-        changes["config_overrides"] = read_overrides(changes["config_overrides"])
+    changes = {name: _value(name, word) for name, word in zip(names, others[1::2], strict=True)}
     run(
         experiment,
         given.name,

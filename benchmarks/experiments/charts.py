@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from .results import values_of
 from .rows import COLORS
 
 #: A value of the runs, and its title.
@@ -16,12 +17,14 @@ Titled = tuple[str, str]
 
 
 def draw_values(whole: dict[str, Any], path: Path, values: list[Titled], *, chance: str | None = None) -> None:
-    """Draw a panel for each value: a line a row of the experiment, a point a seed; the level of chance is dotted."""
+    """Draw a panel for each value that was measured: a line a row of the experiment, a point a seed; chance is dotted."""
+    measured = {value for value, _ in values for row in whole["rows"] if any(values_of(whole, row, value))}
+    values = [each for each in values if each[0] in measured]
     figure = Figure(figsize=(1.5 + 3.4 * len(values), 0.9 + 0.42 * len(whole["rows"])), layout="tight")
     panels = figure.subplots(1, len(values), squeeze=False, sharey=True)[0]
     for axes, (value, title) in zip(panels, values, strict=True):
-        for place, (row, runs) in enumerate(whole["rows"].items()):
-            found = [each["values"][value] for each in runs if value in each["values"]]
+        for place, row in enumerate(whole["rows"]):
+            found = [each for each in values_of(whole, row, value) if each is not None]
             axes.plot(found, [place] * len(found), "o", color=COLORS[row], markersize=5)
         axes.set_xlabel(title)
         axes.grid(axis="x", alpha=0.3)
@@ -35,11 +38,10 @@ def draw_values(whole: dict[str, Any], path: Path, values: list[Titled], *, chan
 def draw_losses(axes: Axes, whole: dict[str, Any]) -> None:
     """Draw the training losses, the mean over seeds of every row."""
     for row, runs in whole["rows"].items():
-        logs = [{entry["step"]: entry["loss"] for entry in each["log"] if "loss" in entry} for each in runs]
-        steps = sorted(set.intersection(*map(set, logs)))
-        axes.plot(
-            steps, [fmean(log[step] for log in logs) for step in steps], color=COLORS[row], linewidth=1, label=row
-        )
+        losses = [dict(each["losses"]) for each in runs]
+        steps = sorted(set.intersection(*map(set, losses)))
+        means = [fmean(each[step] for each in losses) for step in steps]
+        axes.plot(steps, means, color=COLORS[row], linewidth=1, label=row)
     axes.set(xlabel="step", ylabel="training loss, nats")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, frameon=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -12,10 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from hf_rfa.convert.atomic_io import new_file
 from hf_rfa.finetune.recipe import load_settings, merge
 
-from .rows import settings_of, train
+from .results import described, load, save, values_of
+from .rows import ROWS, settings_of, train
 
 #: Options of a recipe as an experiment adds them: data, lengths.
 Options = dict[str, Any]
@@ -25,12 +24,16 @@ Results = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: a measured value by its name, its title, and its format; ``chance`` is the level of chance."""
+    """A column of the table: a measured value by its name, its title, and its format.
+
+    ``chance`` is the level of chance, by name. A value that is measured ``side_by_side`` comes from `Experiment.finish`.
+    """
 
     value: str
     title: str
     format: str = ".2f"
     chance: str | None = None
+    side_by_side: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,13 @@ class Experiment:
         prepare: writes the data into a folder, from another with data, and returns the options that name them.
         measure: returns the values of a trained checkpoint, given its folder and the options.
         chance: returns what a model that learned nothing would reach, by name, given the options.
-        finish: called at the end with the folder of every row's first seed, its options and the folder of the output; returns
-            values of rows that are measured side by side, such as speed, and draws pictures.
+        finish: called at the end with the checkpoint of every row's first seed, as far as there is one, the options and the
+            folder of the output; returns values of rows that are measured side by side, such as speed, and draws pictures.
         draw: draws the results to a PNG file.
         settings: returns a recipe's settings for a row and a seed, given the folder for what the training starts from.
         seeds: of the training.
         options: of the recipe, that this experiment changes.
+        constants: what else every figure depends on, by name.
     """
 
     recipe: str
@@ -65,6 +69,7 @@ class Experiment:
     )
     seeds: Sequence[int] = (0, 1, 2)
     options: Mapping[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run(
@@ -80,7 +85,10 @@ def run(
     processes: int,
     changes: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Train and measure what is missing, write ``NAME.json`` and ``NAME.png``, and return all results.
+    """Train and measure what is missing, and return all results.
+
+    ``NAME.json`` and ``NAME.png`` are written after every run. Runs that ``NAME.json`` holds are taken from it, with or
+    without their checkpoints, if it was made with the same settings.
 
     Args:
         experiment: what to run.
@@ -93,60 +101,84 @@ def run(
         seeds: which seeds.
         processes: how many train a row together.
         changes: options of the recipe that win over all others.
+
+    Raises:
+        InputError: if ``NAME.json`` was made with other settings.
     """
     work.mkdir(parents=True, exist_ok=True)
     output.mkdir(parents=True, exist_ok=True)
     own = {**experiment.options, **experiment.prepare(data, work), "disable_tqdm": "true"}
     recipe = merge(merge(load_settings(experiment.recipe, small=small), own), dict(changes))
-    chance = experiment.chance(recipe)
-    results: Results = {}
-    console = Console()
+    settings = {**described(recipe), **experiment.constants, "processes": processes}
+    path, console = output / f"{name}.json", Console()
+    whole: dict[str, Any] = {"experiment": name, "settings": settings, "chance": experiment.chance(recipe)}
+    whole |= load(path, settings=settings, changes=ROWS)
     # All rows of a seed before the next seed: a run that is stopped has a whole comparison.
     for seed, row in product(seeds, rows):
+        if any(run["seed"] == seed for run in whole["rows"].get(row, ())):
+            console.print(f"{row}, seed {seed}: taken from {path}.", highlight=False)
+            continue
         folder = work / f"{row}, seed {seed}"
-        settings = {**experiment.settings(row, recipe, work, seed), "seed": seed}
-        figures = train(settings, folder, processes=processes)
-        measured = work / f"{folder.name}, measured.json"
-        if not measured.is_file():
-            with new_file(measured) as file:
-                json.dump(experiment.measure(folder, recipe), file)
-        values = json.loads(measured.read_text())
-        results.setdefault(row, []).append({"seed": seed, "values": values, **figures})
-        console.print(table(experiment, results, chance), markup=False, highlight=False, soft_wrap=True)
-    together = experiment.finish({row: work / f"{row}, seed {seeds[0]}" for row in rows}, recipe, output)
-    for row, values in together.items():
-        for each in results[row]:
-            each["values"] |= values
-    # a path is of one machine alone: its last part is enough
-    named = {
-        key: Path(value).name if isinstance(value, str) and Path(value).exists() else value
-        for key, value in recipe.items()
-    }
-    whole = {"experiment": name, "settings": named, "chance": chance, "rows": results}
-    with new_file(output / f"{name}.json") as file:
-        file.write(json.dumps(whole, indent=1, default=str) + "\n")
-    experiment.draw(whole, output / f"{name}.png")
-    console.print(table(experiment, results, chance), markup=False, highlight=False, soft_wrap=True)
+        figures = train({**experiment.settings(row, recipe, work, seed), "seed": seed}, folder, processes=processes)
+        run = {"seed": seed, "change": ROWS.get(row), "values": experiment.measure(folder, recipe), **figures}
+        whole |= load(path, settings=settings, changes=ROWS)  # another process may have added rows
+        whole["rows"] = _with_run(whole["rows"], row, run, [*experiment.rows, *rows])
+        _write(experiment, whole, path)
+        console.print(table(experiment, whole), markup=False, highlight=False, soft_wrap=True)
+    together = _measure_together(experiment, whole, recipe, work, output, console)
+    whole |= load(path, settings=settings, changes=ROWS)
+    whole["side_by_side"] |= together
+    _write(experiment, whole, path)
+    console.print(table(experiment, whole), markup=False, highlight=False, soft_wrap=True)
     return whole
 
 
-def table(experiment: Experiment, results: Results, chance: Mapping[str, float]) -> str:
+def _with_run(results: Results, row: str, run: dict[str, Any], order: Sequence[str]) -> Results:
+    """Return results with one more run: rows in a given order, the runs of a row by seed."""
+    runs = [each for each in results.get(row, ()) if each["seed"] != run["seed"]]
+    found = {**results, row: sorted([*runs, run], key=lambda each: each["seed"])}
+    return {name: found[name] for name in [*dict.fromkeys(order), *found] if name in found}
+
+
+def _write(experiment: Experiment, whole: dict[str, Any], path: Path) -> None:
+    save(path, whole)
+    experiment.draw(whole, path.with_suffix(".png"))
+
+
+def _measure_together(
+    experiment: Experiment, whole: dict[str, Any], recipe: Options, work: Path, output: Path, console: Console
+) -> dict[str, Any]:
+    """Return values of rows that are measured side by side, unless every row has them; say which have no checkpoint."""
+    what = ", ".join(column.title for column in experiment.columns if column.side_by_side)
+    known, rows = whole["side_by_side"], whole["rows"]
+    if not what or rows.keys() <= known.keys():
+        return {}
+    folders = {row: work / f"{row}, seed {runs[0]['seed']}" for row, runs in rows.items()}
+    there = {row: folder for row, folder in folders.items() if (folder / "config.json").is_file()}
+    for row in rows.keys() - there.keys():
+        state = "of an earlier run" if row in known else "missing"
+        console.print(f"{row}: there is no checkpoint in {work}, so {what} is {state}.", highlight=False)
+    found = experiment.finish(there, recipe, output) if there else {}
+    return {row: {**values, "measured_with": list(found)} for row, values in found.items()}
+
+
+def table(experiment: Experiment, whole: Mapping[str, Any]) -> str:
     """Return the results as a Markdown table: means over seeds, with their standard deviation where there are several."""
     titles = [column.title for column in experiment.columns]
-    lines = [f"| | {' | '.join(titles)} | parameters | CPU hours |", "|---|" + "---|" * (len(titles) + 2)]
-    for row, runs in results.items():
-        cells = [
-            mean([each["values"].get(column.value) for each in runs], column.format) for column in experiment.columns
-        ]
-        size = f"{fmean(each['parameters'] for each in runs) / 1e6:.2f} M"
-        lines.append(f"| {row} | {' | '.join(cells)} | {size} | {mean([each['cpu_hours'] for each in runs], '.2f')} |")
-    if chance:
+    last = ("parameters", "tokens", "CPU minutes", "seeds")
+    lines = [f"| | {' | '.join([*titles, *last])} |", "|---|" + "---|" * (len(titles) + len(last))]
+    for row, runs in whole["rows"].items():
+        cells = [mean(values_of(whole, row, column.value), column.format) for column in experiment.columns]
+        cells += [f"{fmean(each[name] for each in runs) / 1e6:.2f} M" for name in ("parameters", "tokens")]
+        cells += [mean([60 * each["cpu_hours"] for each in runs], ".1f"), str(len(runs))]
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    if chance := whole["chance"]:
         levels = [chance.get(each.chance or "") for each in experiment.columns]
         cells = [
             "" if level is None else format(level, each.format)
             for level, each in zip(levels, experiment.columns, strict=True)
         ]
-        lines.append(f"| chance | {' | '.join(cells)} | | |")
+        lines.append(f"| chance | {' | '.join(cells)} |{' |' * len(last)}")
     return "\n".join(lines)
 
 

@@ -24,24 +24,23 @@ from hf_rfa.finetune.finetune import load_config_and_tokenizer
 from hf_rfa.finetune.synthetic import copy_task
 from hf_rfa.models.attention import Gate
 
-from . import language
+from .charts import draw_losses, mark_values
 from .experiment import Column, Experiment, Options
-from .rows import settings_of
+from .results import values_of
+from .rows import FIXED_GATES, settings_of
 
-#: Time scales of fixed gates, in tokens.
-TIME_SCALES = (4, 16, 64, 256)
-NO_GATE, LEARNED = "no gate", "learned gate"
-FIXED = {f"gate of {scale} tokens": scale for scale in TIME_SCALES}
-ROWS = (NO_GATE, LEARNED, *FIXED)
+#: Gates that are not fixed, and their place in the chart.
+OTHERS = {"RFA-Gate-Gaussian": ("learned", "*", 1024), "RFA-Gaussian": ("none", "s", 2048)}
 #: Copies: pairs to train on and held out, and the digits of the held-out sequences.
-TRAINED_ON, HELD_OUT, LENGTHS = 40_000, 200, (4, 8, 16, 24, 31)
+TRAINED_ON, HELD_OUT, LENGTHS = 40_000, 200, (3, 7, 11, 15)
 BATCH = 100
+COPIED = {f"copied_{length}": f"{length} digits" for length in LENGTHS}
 
 
 def gate_settings(row: str, recipe: dict[str, Any], work: Path, seed: int) -> dict[str, Any]:
     """Return a recipe's settings for a row. A fixed gate is set in a new model, which the training starts from."""
-    settings = settings_of("RFA-Gaussian" if row == NO_GATE else "RFA-Gate-Gaussian", recipe)
-    if row not in FIXED:
+    settings = settings_of(row, recipe)
+    if row not in FIXED_GATES:
         return settings
     overrides = settings.pop("config_overrides")
     start = {"model_type": settings.pop("model_type"), "config_overrides": json.dumps(overrides)}
@@ -52,14 +51,14 @@ def gate_settings(row: str, recipe: dict[str, Any], work: Path, seed: int) -> di
     for module in model.modules():
         if isinstance(module, Gate):
             torch.nn.init.zeros_(module.weight)
-            torch.nn.init.constant_(module.bias, math.log(FIXED[row] - 1))
+            torch.nn.init.constant_(module.bias, math.log(FIXED_GATES[row] - 1))
     folder = work / f"{row}, seed {seed}, new"
     model.save_pretrained(folder)
     return {**settings, "model": str(folder), "gate_rate": 0.0}
 
 
 def prepare_copies(data: Path | None, work: Path) -> Options:
-    """Write sequences of up to 31 digits and their copies."""
+    """Write sequences of up to 15 digits and their copies."""
     paths = {"train": work / "train.jsonl", "evaluate": work / "valid.jsonl"}
     for seed, (path, count) in enumerate(zip(paths.values(), (TRAINED_ON, HELD_OUT), strict=True)):
         rows = copy_task(count, min_length=1, max_length=max(LENGTHS), seed=seed)
@@ -85,50 +84,61 @@ def measure_copies(folder: Path, options: Options) -> dict[str, float]:
     return found
 
 
+def draw_gates(folder: Path) -> None:
+    """Draw copying and language modelling by time scale of the gate, as far as they were run, to ``gate.png``."""
+    panels = {"copying": (COPIED, "digits copied"), "language": ({"perplexity_1": "fixed gate"}, "perplexity")}
+    there = [name for name in panels if (folder / f"{name}.json").is_file()]
+    figure = Figure(figsize=(4.5 * len(there), 3.6), layout="tight")
+    for axes, name in zip(figure.subplots(1, len(there), squeeze=False)[0], there, strict=True):
+        whole = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        values, title = panels[name]
+        axes.set(xlabel="time scale of the gate, tokens", ylabel=title)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(
+            [*FIXED_GATES.values(), *(place for _, _, place in OTHERS.values())],
+            [*map(str, FIXED_GATES.values()), *(label for label, _, _ in OTHERS.values())],
+            rotation=45,
+        )
+        axes.set_xlim(min(FIXED_GATES.values()) / 2, 4096)
+        axes.grid(alpha=0.3)
+        for index, (value, label) in enumerate(values.items()):
+            found = {row: values_of(whole, row, value) for row in whole["rows"]}
+            fixed = [(scale, each) for row, scale in FIXED_GATES.items() for each in found.get(row, ())]
+            color = f"C{index}"
+            axes.plot([x for x, _ in fixed], [y for _, y in fixed], "o-", color=color, markersize=3, label=label)
+            for row, (_, marker, place) in OTHERS.items():
+                each = found.get(row, [])
+                axes.plot([place] * len(each), each, marker, color=color, markersize=6)
+        axes.legend(fontsize=7, frameon=False)
+    figure.savefig(folder / "gate.png", dpi=130)
+
+
 def draw(whole: dict[str, Any], path: Path) -> None:
-    """Draw copying and language modelling by time scale, as far as both were run, beside each other."""
+    """Draw the training losses, and the share of the digits that are copied, by length; and the chart of the gates."""
     figure = Figure(figsize=(9, 3.6), layout="tight")
     left, right = figure.subplots(1, 2)
-    for name in ("copying", "gated-language"):
-        if not (path.parent / f"{name}.json").is_file():
-            continue
-        rows = json.loads((path.parent / f"{name}.json").read_text())["rows"]
-        copies = name == "copying"
-        axes = left if copies else right
-        lines = [(f"copied_{length}", f"{length} digits") for length in LENGTHS] if copies else [("perplexity_1", "")]
-        for index, (value, title) in enumerate(lines):
-            color = f"C{index}" if copies else "C0"
-            points = [(scale, run["values"][value]) for row, scale in FIXED.items() for run in rows.get(row, ())]
-            axes.plot(*zip(*sorted(points), strict=True), "o-", color=color, markersize=3, label=title or "fixed gate")
-            for row, marker, place in ((NO_GATE, "s", 2048), (LEARNED, "*", 1024)):
-                each = [run["values"][value] for run in rows.get(row, ())]
-                axes.plot([place] * len(each), each, marker, color=color, markersize=6, linestyle="none")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks([*TIME_SCALES, 1024, 2048], [*map(str, TIME_SCALES), "learned", "none"], rotation=45)
-        axes.set(xlabel="time scale of the gate, tokens", ylabel="digits copied" if copies else "perplexity")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7, frameon=False)
-    figure.savefig(path.parent / "gate.png", dpi=130)
+    draw_losses(left, whole)
+    mark_values(right, whole, list(COPIED))
+    right.axhline(whole["chance"]["copied"], color="#888888", linestyle="dotted")
+    right.set_xticks(range(len(LENGTHS)), list(map(str, LENGTHS)))
+    right.set(xlabel="digits of the sequence", ylabel="copied", ylim=(0, 1.03))
+    figure.savefig(path, dpi=130)
+    draw_gates(path.parent)
 
 
 COPYING = Experiment(
     recipe="copy",
-    rows=ROWS,
-    columns=tuple(Column(f"copied_{length}", f"{length} digits", ".3f", "copied") for length in LENGTHS),
+    rows=(
+        "softmax",
+        "RFA-Gaussian",
+        "elu",
+        "RFA-Gate-Gaussian",
+        *list(FIXED_GATES)[:-1],
+    ),  # 256 tokens forget nothing here
+    columns=tuple(Column(value, title, ".3f", "copied") for value, title in COPIED.items()),
     prepare=prepare_copies,
     measure=measure_copies,
     chance=lambda options: {"copied": 0.1},
-    draw=draw,
-    settings=gate_settings,
-    options={"block_length": 72, "config_overrides": {"n_positions": 72}},
-)
-LANGUAGE = Experiment(
-    recipe="wikitext103-scratch",
-    rows=ROWS,
-    columns=language.EXPERIMENT.columns,
-    prepare=language.prepare,
-    measure=language.measure,
-    chance=language.chance,
     draw=draw,
     settings=gate_settings,
 )

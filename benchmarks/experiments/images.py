@@ -146,7 +146,7 @@ EXPERIMENT = Experiment(
     columns=(
         Column("bits", "bits per pixel", ".3f", "bits"),
         Column("lower_half_bits", "… of the lower half", ".3f"),
-        Column("images_per_second", "images per second", ".1f"),
+        Column("images_per_second", "images per second", ".1f", side_by_side=True),
     ),
     prepare=prepare,
     measure=measure,

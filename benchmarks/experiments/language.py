@@ -2,7 +2,8 @@
 
 ``--data`` is a folder with ``train.jsonl.gz`` and ``valid.jsonl.gz``, an article a line in the field "text"; ``--tokenizer``
 a folder with a tokenizer. Quality is perplexity in blocks as long as those of the training, and two and four times as long,
-which are read in pieces of that length with the state carried from piece to piece.
+which are read in pieces of that length with the state carried from piece to piece. Rows with gates of a fixed time scale are
+for the chart of `benchmarks.experiments.gate`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 from .charts import draw_losses
 from .experiment import Column, Experiment, Options
-from .rows import COLORS
+from .gate import draw_gates, gate_settings
+from .rows import COLORS, FIXED_GATES
 
 FILES = {"train": "train.jsonl.gz", "evaluate": "valid.jsonl.gz"}
 #: Tokens of the text that are scored, and how many times the length of the training its blocks have.
@@ -65,7 +67,7 @@ def chance(options: Options) -> dict[str, float]:
 
 
 def draw(whole: dict[str, Any], path: Path) -> None:
-    """Draw the training losses, and perplexity by length."""
+    """Draw the training losses, and perplexity by length; and the chart of the gates."""
     figure = Figure(figsize=(9, 3.6), layout="tight")
     left, right = figure.subplots(1, 2)
     draw_losses(left, whole)
@@ -78,11 +80,12 @@ def draw(whole: dict[str, Any], path: Path) -> None:
     right.set(xlabel="length, of that of the training", ylabel="perplexity")
     right.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
+    draw_gates(path.parent)
 
 
 EXPERIMENT = Experiment(
     recipe="wikitext103-scratch",
-    rows=("softmax", "RFA-Gaussian", "RFA-arccos", "RFA-Gate-Gaussian", "elu"),
+    rows=("softmax", "RFA-Gaussian", "RFA-arccos", "RFA-Gate-Gaussian", "elu", *FIXED_GATES),
     columns=(
         Column("perplexity_1", "perplexity", ".1f", "perplexity"),
         *(Column(f"perplexity_{times}", f"… {times} times as long", ".1f") for times in TIMES[1:]),
@@ -91,4 +94,6 @@ EXPERIMENT = Experiment(
     measure=measure,
     chance=chance,
     draw=draw,
+    settings=gate_settings,
+    constants={"scored_tokens": TOKENS},
 )

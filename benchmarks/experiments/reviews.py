@@ -127,4 +127,5 @@ EXPERIMENT = Experiment(
     chance=chance,
     draw=draw,
     settings=settings,
+    constants={"transfer_steps": TRANSFER_STEPS},
 )

@@ -21,17 +21,23 @@ from hf_rfa.finetune.recipe import merge, to_words
 from hf_rfa.finetune.run_folder import training_folder
 from hf_rfa.models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
 
+from .results import check_same, described
+
 RFA_FIELDS = {field.name for mixin in (RFAConfigMixin, RFASeq2SeqConfigMixin) for field in fields(mixin)}
 SOFTMAX = "softmax"
+GATE = {"feature_map": "gaussian", "unit_norm": True, "gate": True}
+#: Time scales of fixed gates, in tokens, by the name of the row.
+FIXED_GATES = {f"gate of {scale} tokens": scale for scale in (4, 16, 64, 256)}
 #: What a row changes in the recipe's configuration; None for softmax attention.
 ROWS: dict[str, dict[str, Any] | None] = {
     SOFTMAX: None,
     "RFA-Gaussian": {"feature_map": "gaussian", "unit_norm": True, "gate": False},
     "RFA-arccos": {"feature_map": "arccos", "unit_norm": True, "gate": False},
-    "RFA-Gate-Gaussian": {"feature_map": "gaussian", "unit_norm": True, "gate": True},
+    "RFA-Gate-Gaussian": GATE,
     "RFA-positive": {"feature_map": "positive", "unit_norm": False, "gate": False, "trainable_projection": True},
     "RFA-exponential": {"feature_map": "exponential", "unit_norm": False, "gate": False},
     "elu": {"feature_map": "elu", "num_features": None, "unit_norm": False, "gate": False},
+    **dict.fromkeys(FIXED_GATES, GATE),
 }
 COLORS = {
     SOFTMAX: "#555555",
@@ -41,6 +47,7 @@ COLORS = {
     "RFA-positive": "#b79bd6",
     "RFA-exponential": "#5b2f91",
     "elu": "#b3440f",
+    **dict(zip(FIXED_GATES, ("#d9e8c8", "#b5d196", "#8bb561", "#639138"), strict=True)),
 }
 
 
@@ -59,7 +66,7 @@ def train(settings: dict[str, Any], folder: Path, *, processes: int = 1) -> dict
     """Run `hf-rfa finetune` in processes of its own, and return its figures, the peak of its memory and its hours.
 
     What is there already is not trained again, and what was interrupted goes on; hours and the peak are then those of the
-    last part.
+    last part. Tokens are those of the inputs (of an encoder's where there is one), padding counted.
 
     Args:
         settings: options of `hf-rfa finetune`.
@@ -67,11 +74,16 @@ def train(settings: dict[str, Any], folder: Path, *, processes: int = 1) -> dict
         processes: how many train together, by accelerate.
 
     Raises:
+        InputError: if what is there was trained with other settings.
         SystemExit: if the training fails; its output is in a file beside the folder.
     """
     measured = folder.with_name(f"{folder.name}.json")
+    settings = {**settings, "include_num_input_tokens_seen": "true"}
+    identity = {**described(settings), "processes": processes}
     if measured.is_file():
-        return json.loads(measured.read_text())
+        before = json.loads(measured.read_text())
+        check_same(before["settings"], identity, f"{folder} was trained", "Pass another --work, or remove that folder.")
+        return before["figures"]
     resumed = training_folder(folder).is_dir()
     words = to_words({**settings, "output": folder, "overwrite": True, "resume": resumed})
     launch = [sys.executable]
@@ -95,7 +107,8 @@ def train(settings: dict[str, Any], folder: Path, *, processes: int = 1) -> dict
     found = json.loads((folder / "finetuning.json").read_text())
     result = {
         "metrics": found["metrics"],
-        "log": found["log"],
+        "losses": [[entry["step"], round(entry["loss"], 4)] for entry in found["log"] if "loss" in entry],
+        "tokens": found["log"][-1]["num_input_tokens_seen"],
         "parameters": count_parameters(folder),
         "peak_bytes": used.ru_maxrss * 1024,
         "hours": (time.perf_counter() - start) / 3600,
@@ -103,7 +116,7 @@ def train(settings: dict[str, Any], folder: Path, *, processes: int = 1) -> dict
         "resumed": resumed,
     }
     with new_file(measured) as file:
-        json.dump(result, file)
+        json.dump({"settings": identity, "figures": result}, file)
     return result
 
 
