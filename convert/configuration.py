@@ -47,12 +47,14 @@ WITHOUT_FEATURES = {"window_size": 31, "num_sinks": SINKS, "num_slots": 28}
 Trained = Literal["features", "model"]
 
 
-def with_defaults(family: Family, options: ConversionOptions, trained: Trained | None = None) -> ConversionOptions:
+def with_defaults(
+    family: Family, options: ConversionOptions, trained: Trained | None = None, *, positions: int | None = None
+) -> ConversionOptions:
     """Return options with a value for each that was left to the family and to what is ``trained``.
 
     Without an option of features, window, sinks or slots, and where features are not trained, the default is taken as a
-    whole. Otherwise what is not named is left out, but for features where the family has them by default, and for sinks
-    beside a window where it has none.
+    whole, as far as the model has ``positions``. Otherwise what is not named is left out, but for features where the family
+    has them by default, and for sinks beside a window where it has none.
     """
     names = ("feature_map", "num_features", "unit_norm", "trainable_projection", "redraw_pool", "gate", "memory")
     asked = trained == "features" or not options.orthogonal or any(getattr(options, name) for name in names)
@@ -60,9 +62,11 @@ def with_defaults(family: Family, options: ConversionOptions, trained: Trained |
     sizes = ("window_size", "num_sinks", "num_slots")
     defaults = dict.fromkeys(sizes, 0)
     if not asked and options.layers != [] and all(getattr(options, name) is None for name in sizes):
-        defaults = WITH_FEATURES if features else WITHOUT_FEATURES
+        defaults = dict(WITH_FEATURES if features else WITHOUT_FEATURES)
     elif not features and options.window_size:
         defaults["num_sinks"] = SINKS
+    if positions is not None:
+        defaults |= {name: min(defaults[name], positions) for name in sizes}
     chosen: dict[str, Any] = {name: value for name, value in defaults.items() if getattr(options, name) is None}
     trains = trained is not None and options.memory is None
     if options.feature_map is None:
@@ -76,7 +80,7 @@ def with_defaults(family: Family, options: ConversionOptions, trained: Trained |
 
 def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
     """Return the RFA configuration, with the checkpoint's number of positions; an `InputError` if an option does not fit."""
-    options = with_defaults(checkpoint.family, options)
+    options = with_defaults(checkpoint.family, options, positions=position_count(checkpoint.config))
     _check_options(checkpoint, options)
     config_class = checkpoint.family.rfa_config
     values: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAMES}

@@ -123,7 +123,11 @@ def ways_to_spend(
 
     def way(name: str, num_bytes: float, **chosen: Any) -> Way:
         spent = replace(options, **{"memory": None, "growing_heads": 0, **chosen})
-        return name, num_bytes / budget.token, with_defaults(checkpoint.family, spent)
+        return (
+            name,
+            num_bytes / budget.token,
+            with_defaults(checkpoint.family, spent, positions=position_count(checkpoint.config)),
+        )
 
     count = total // budget.plain
     exact = {"feature_map": "none", "num_sinks": sinks}

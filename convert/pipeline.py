@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
-from hf_rfa.families import reads_audio
+from hf_rfa.families import position_count, reads_audio
 from hf_rfa.inference import check_vocabulary
 from hf_rfa.memory import give_back_memory
 
@@ -106,7 +106,7 @@ def convert(
     found = with_more_positions(_check(checkpoint, destination, options, overwrite=overwrite), options)
     if options.memory is not None:
         check_memory(found, options)
-    options = with_defaults(found.family, options, trained)
+    options = with_defaults(found.family, options, trained, positions=position_count(found.config))
     config = rfa_config(found, options)
     tokenizer, no_tokenizer, inputs = _prepare_inputs(found, options)
 

@@ -146,7 +146,9 @@ def test_sixteen_bit_models_are_close_to_float32(family, variant, dtype):
     expected_dtype = getattr(torch, model.config.state_dtype)
     for kind, part in caches(cache).items():
         for index, layer in enumerate(part.layers):
-            assert not model.config.is_rfa(kind, index) or layer.state.dtype == expected_dtype
+            if model.config.is_rfa(kind, index):
+                assert (layer.state is None) == (model.config.num_features_for(kind) == 0)
+                assert layer.state is None or layer.state.dtype == expected_dtype
 
 
 def test_gates_start_with_time_scales_spread_over_heads():

@@ -125,7 +125,9 @@ class Machine:
 def measure_machine(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Machine:
     """Measure a device; takes a few seconds and half a gigabyte."""
     device = torch.device(device)
-    size = 2048 if device.type == "cpu" else 8192
+    size = 8192
+    if device.type == "cpu":  # many have no operations in 16 bits, and take minutes for a larger product
+        size = 2048 if dtype.itemsize >= 4 else 512
     matrix = torch.randn(8192, 16384, device=device).to(dtype)
     vector = torch.randn(16384, device=device).to(dtype)
     square = torch.randn(size, size, device=device).to(dtype)
