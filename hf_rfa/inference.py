@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    CompileConfig,
     PreTrainedConfig,
     PreTrainedModel,
     TextStreamer,
@@ -231,6 +232,7 @@ def generate_text(
     ignore_eos: bool = False,
     chat: bool = False,
     system: str | None = None,
+    compiled: bool = False,
     **options: Any,
 ) -> Generation:
     """Generate text with ``model.generate``.
@@ -245,6 +247,7 @@ def generate_text(
         ignore_eos: go on to ``max_new_tokens`` whatever the model says.
         chat: take each prompt as a user's message, and write it as the tokenizer's chat template does.
         system: with ``chat``, a system message before it.
+        compiled: run decoding steps under ``torch.compile``, on any device. The first steps then take up to minutes.
         **options: further arguments of ``model.generate`` (``do_sample``, ``num_beams``, ``temperature``, …).
 
     Returns:
@@ -266,7 +269,18 @@ def generate_text(
             which = ("source" if seq2seq else "prompt") + (f" {number} of {len(rows)}" if len(rows) > 1 else "")
             raise InputError(f"the {which} is empty: there is nothing to start from.")
     options |= {"max_new_tokens": max_new_tokens, "streamer": streamer}
+    options |= compiled_steps() if compiled else {}
     return generate_rows(model, tokenizer, rows, seed=seed, ignore_eos=ignore_eos, **options)[0]
+
+
+def compiled_steps() -> dict[str, Any]:
+    """Return the arguments of ``model.generate`` by which decoding steps are compiled on any device.
+
+    A GPU does without the configuration: a static cache is enough there.
+    """
+    config = CompileConfig(mode="default")
+    config._compile_all_devices = True  # type: ignore[assignment]
+    return {"cache_implementation": "static", "compile_config": config}
 
 
 def generate_rows(

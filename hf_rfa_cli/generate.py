@@ -48,6 +48,13 @@ def generate_command(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
     batch_size: BatchSize = 8,
     dtype: ModelDtype = "auto",
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Compile decoding steps, which takes up to minutes and makes each faster: for long outputs.",
+        ),
+    ] = False,
 ) -> None:
     """Continue prompts, or translate or summarise sources, and report speed and memory.
 
@@ -66,6 +73,8 @@ def generate_command(
         raise UsageError(f"prompt {prompts.index('') + 1} of {len(prompts)} is empty: there is nothing to start from.")
     if system is not None and not chat:
         raise UsageError("--system is of a conversation: pass --chat with it.")
+    if compiled and not prompts:
+        raise UsageError("--compile is not for a conversation, which goes on in one cache: pass --prompt with it.")
     if not prompts and not (chat and prompt_file is None):
         raise UsageError(
             "there is nothing to start from: pass --prompt or --prompt-file, or --chat for a conversation."
@@ -93,6 +102,7 @@ def generate_command(
                 seed=(seed + start) % 2**32,
                 chat=chat,
                 system=system,
+                compiled=compiled,
                 **options,
             )
         )

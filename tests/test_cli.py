@@ -65,6 +65,17 @@ def test_generate_streams_and_reports(converted):
     assert sampled[0] == sampled[1] != sampled[2]
 
 
+@pytest.mark.slow
+def test_generate_compiles(converted):
+    """The same text, from both models and in beams."""
+    options = ("--prompt", "Call me", "--prompt", "The", "--max-new-tokens", "12")
+    for model, more in ((converted[0], ()), (DEMO_MODEL, ()), (converted[0], ("--num-beams", "2"))):
+        assert (
+            run("generate", model, *options, *more, "--compile").stdout
+            == run("generate", model, *options, *more).stdout
+        )
+
+
 def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypatch, capsys):
     lines = ["The whale", "It was the ship"]
     (tmp_path / "prompts.txt").write_text("\n".join(lines) + "\n")
@@ -121,6 +132,7 @@ def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypat
         (["generate", DEMO_MODEL, "--prompt", "x", "--seed", 2**32], "at least 0 and at most 4294967295"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--dtype", "int4"], "'--dtype'"),
         (["generate", DEMO_MODEL], "pass --prompt or --prompt-file"),
+        (["generate", DEMO_MODEL, "--chat", "--compile"], "--compile is not for a conversation"),
         (["generate", DEMO_MODEL, "--prompt", ""], "prompt 1 of 1 is empty"),
         (["generate", DEMO_MODEL, "--prompt-file", "missing.txt"], "there is no text file missing.txt"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--temperature", "0.5"], "pass --sample"),
