@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -103,9 +104,11 @@ def draw_gates(folder: Path) -> None:
         axes.grid(alpha=0.3)
         for index, (value, label) in enumerate(values.items()):
             found = {row: values_of(whole, row, value) for row in whole["rows"]}
-            fixed = [(scale, each) for row, scale in FIXED_GATES.items() for each in found.get(row, ())]
+            fixed = {scale: found[row] for row, scale in FIXED_GATES.items() if found.get(row)}
             color = f"C{index}"
-            axes.plot([x for x, _ in fixed], [y for _, y in fixed], "o-", color=color, markersize=3, label=label)
+            axes.plot(list(fixed), [fmean(each) for each in fixed.values()], "-", color=color, label=label)
+            for scale, each in fixed.items():
+                axes.plot([scale] * len(each), each, "o", color=color, markersize=3)
             for row, (_, marker, place) in OTHERS.items():
                 each = found.get(row, [])
                 axes.plot([place] * len(each), each, marker, color=color, markersize=6)
