@@ -104,11 +104,15 @@ def draw_gates(folder: Path) -> None:
         axes.grid(alpha=0.3)
         for index, (value, label) in enumerate(values.items()):
             found = {row: values_of(whole, row, value) for row in whole["rows"]}
-            fixed = {scale: found[row] for row, scale in FIXED_GATES.items() if found.get(row)}
+            fixed = {
+                scale: known
+                for row, scale in FIXED_GATES.items()
+                if (known := [each for each in found.get(row, ()) if each is not None])
+            }
             color = f"C{index}"
             axes.plot(list(fixed), [fmean(each) for each in fixed.values()], "-", color=color, label=label)
-            for scale, each in fixed.items():
-                axes.plot([scale] * len(each), each, "o", color=color, markersize=3)
+            for scale, known in fixed.items():
+                axes.plot([scale] * len(known), known, "o", color=color, markersize=3)
             for row, (_, marker, place) in OTHERS.items():
                 each = found.get(row, [])
                 axes.plot([place] * len(each), each, marker, color=color, markersize=6)
