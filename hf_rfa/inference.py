@@ -247,7 +247,8 @@ def generate_text(
         ignore_eos: go on to ``max_new_tokens`` whatever the model says.
         chat: take each prompt as a user's message, and write it as the tokenizer's chat template does.
         system: with ``chat``, a system message before it.
-        compiled: run decoding steps under ``torch.compile``, on any device. The first steps then take up to minutes.
+        compiled: run decoding steps under ``torch.compile``, on any device; not with beams, which transformers
+            does not compile. The first steps then take up to minutes.
         **options: further arguments of ``model.generate`` (``do_sample``, ``num_beams``, ``temperature``, …).
 
     Returns:

@@ -52,7 +52,7 @@ def generate_command(
         bool,
         typer.Option(
             "--compile",
-            help="Compile decoding steps, which takes up to minutes and makes each faster: for long outputs.",
+            help="Compile decoding steps, which takes up to minutes and makes each faster: for a thousand tokens or more.",
         ),
     ] = False,
 ) -> None:
@@ -73,11 +73,15 @@ def generate_command(
         raise UsageError(f"prompt {prompts.index('') + 1} of {len(prompts)} is empty: there is nothing to start from.")
     if system is not None and not chat:
         raise UsageError("--system is of a conversation: pass --chat with it.")
-    if compiled and not prompts:
-        raise UsageError("--compile is not for a conversation, which goes on in one cache: pass --prompt with it.")
     if not prompts and not (chat and prompt_file is None):
         raise UsageError(
             "there is nothing to start from: pass --prompt or --prompt-file, or --chat for a conversation."
+        )
+    if compiled and not prompts:
+        raise UsageError("--compile is not for a conversation, which goes on in one cache: pass --prompt with it.")
+    if compiled and num_beams > 1:
+        raise UsageError(
+            "--compile is not for beams, whose steps transformers does not compile: leave out one of the two."
         )
 
     from transformers import TextStreamer

@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_rfa import FAMILIES, __version__
 from hf_rfa.convert.configuration import with_defaults
@@ -66,14 +67,19 @@ def test_generate_streams_and_reports(converted):
 
 
 @pytest.mark.slow
-def test_generate_compiles(converted):
-    """The same text, from both models and in beams."""
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of the inductor's imports
+def test_generate_compiles(converted, run_cli, capsys):
+    """The same text, from both models."""
     options = ("--prompt", "Call me", "--prompt", "The", "--max-new-tokens", "12")
-    for model, more in ((converted[0], ()), (DEMO_MODEL, ()), (converted[0], ("--num-beams", "2"))):
-        assert (
-            run("generate", model, *options, *more, "--compile").stdout
-            == run("generate", model, *options, *more).stdout
-        )
+    for model in (converted[0], DEMO_MODEL):
+        torch._dynamo.reset()
+        assert run_cli("generate", model, *options) == 0
+        assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        expected = capsys.readouterr().out
+        assert run_cli("generate", model, *options, "--compile") == 0
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        assert capsys.readouterr().out == expected
+        torch._dynamo.utils.counters.clear()
 
 
 def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypatch, capsys):
@@ -133,6 +139,7 @@ def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypat
         (["generate", DEMO_MODEL, "--prompt", "x", "--dtype", "int4"], "'--dtype'"),
         (["generate", DEMO_MODEL], "pass --prompt or --prompt-file"),
         (["generate", DEMO_MODEL, "--chat", "--compile"], "--compile is not for a conversation"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--compile", "--num-beams", "2"], "--compile is not for beams"),
         (["generate", DEMO_MODEL, "--prompt", ""], "prompt 1 of 1 is empty"),
         (["generate", DEMO_MODEL, "--prompt-file", "missing.txt"], "there is no text file missing.txt"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--temperature", "0.5"], "pass --sample"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import CompileConfig
+
+from hf_rfa.inference import compiled_steps
 
 from .families import has_encoder, make, read, source, tokens
 from .test_generation import generate, long, prompt_for
@@ -48,8 +49,6 @@ def test_generate_compiles_by_itself_with_a_static_cache(family, variant):
     model, ids = long(family, variant, torch.float32), prompt_for(family)
     torch._dynamo.reset()
     expected = generate(model, ids, max_new_tokens=25)
-    compile_config = CompileConfig(mode="default")
-    compile_config._compile_all_devices = True
-    found = generate(model, ids, max_new_tokens=25, cache_implementation="static", compile_config=compile_config)
+    found = generate(model, ids, max_new_tokens=25, **compiled_steps())
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert torch.equal(found, expected)

@@ -103,19 +103,16 @@ def draw_gates(folder: Path) -> None:
         axes.set_xlim(min(FIXED_GATES.values()) / 2, 4096)
         axes.grid(alpha=0.3)
         for index, (value, label) in enumerate(values.items()):
-            found = {row: values_of(whole, row, value) for row in whole["rows"]}
-            fixed = {
-                scale: known
-                for row, scale in FIXED_GATES.items()
-                if (known := [each for each in found.get(row, ()) if each is not None])
-            }
+            values_by_row = {row: values_of(whole, row, value) for row in whole["rows"]}
+            found = {row: [each for each in runs if each is not None] for row, runs in values_by_row.items()}
+            fixed = {scale: found[row] for row, scale in FIXED_GATES.items() if found.get(row)}
             color = f"C{index}"
             axes.plot(list(fixed), [fmean(each) for each in fixed.values()], "-", color=color, label=label)
-            for scale, known in fixed.items():
-                axes.plot([scale] * len(known), known, "o", color=color, markersize=3)
+            for scale, runs in fixed.items():
+                axes.plot([scale] * len(runs), runs, "o", color=color, markersize=3)
             for row, (_, marker, place) in OTHERS.items():
-                each = found.get(row, [])
-                axes.plot([place] * len(each), each, marker, color=color, markersize=6)
+                runs = found.get(row, [])
+                axes.plot([place] * len(runs), runs, marker, color=color, markersize=6)
         axes.legend(fontsize=7, frameon=False)
     figure.savefig(folder / "gate.png", dpi=130)
 
