@@ -34,6 +34,7 @@ from .gguf_files import is_gguf, load_gguf, load_gguf_tokenizer, open_gguf
 from .int8_weights import quantize_weights
 from .models.attention import AttentionComponent, RFAAttentionMixin
 from .models.feature_maps import NoFeatures
+from .packed_weights import pack_weights, why_not_packed
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 
@@ -66,7 +67,12 @@ def name_loss(model: Any) -> None:
 
 
 def load_model(
-    name: str, *, kind: ModelKind | None = None, dtype: str = "auto", need_tokenizer: bool = True
+    name: str,
+    *,
+    kind: ModelKind | None = None,
+    dtype: str = "auto",
+    need_tokenizer: bool = True,
+    packed: bool = False,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a model that generates text, RFA or softmax, and its tokenizer.
 
@@ -76,6 +82,7 @@ def load_model(
         dtype: "auto" for the checkpoint's own, and float32 of a GGUF file; or one of `DTYPES`; "int8" is bfloat16 with the
             weights of linear layers in 8 bits (`hf_rfa.int8_weights`). States are in float32 in any case.
         need_tokenizer: whether a missing tokenizer is an error; otherwise it is returned as None.
+        packed: pack weights of float32 for inference on this CPU, where it is one for which `pack_weights` can.
 
     Returns:
         The model, in evaluation mode, and its tokenizer.
@@ -121,6 +128,8 @@ def load_model(
         raise InputError(f"{name}: {problem}. Put the tokenizer's files into the checkpoint's folder.")
     if tokenizer is not None:
         check_vocabulary(tokenizer, config, name)
+    if packed and why_not_packed(model) is None:
+        pack_weights(model)
     return model.eval(), tokenizer
 
 

@@ -62,6 +62,21 @@ class Int8Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
+def linear_layers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear | Conv1D]]:
+    """Return the linear layers of a model, GPT-2's `Conv1D` among them, each as (its parent, its name there, the layer)."""
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, (nn.Linear, Conv1D))
+    ]
+
+
+def plain_weight(layer: nn.Linear | Conv1D) -> Tensor:
+    """Return a linear layer's weight as [outputs, inputs]; `Conv1D` has it the other way."""
+    return layer.weight.mT if isinstance(layer, Conv1D) else layer.weight
+
+
 def quantize_weights(model: PreTrainedModel) -> None:
     """Replace the linear layers of a model by layers with weights of 8 bits (`Int8Linear`), in place.
 
@@ -73,14 +88,8 @@ def quantize_weights(model: PreTrainedModel) -> None:
     if getattr(model.config, "quantization_config", None) is not None:
         raise InputError("the weights of this checkpoint are quantized already. Leave int8 out.")
     logits = model.get_output_embeddings()
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, (nn.Linear, Conv1D)) and child is not logits
-    ]
+    found = [each for each in linear_layers(model) if each[2] is not logits]
     if not found:
         raise InputError(f"a {model.config.model_type} model has no linear layers, whose weights int8 is about.")
     for parent, name, child in found:
-        weight = child.weight.mT if isinstance(child, Conv1D) else child.weight  # which is [inputs, outputs]
-        setattr(parent, name, Int8Linear(weight, child.bias))
+        setattr(parent, name, Int8Linear(plain_weight(child), child.bias))

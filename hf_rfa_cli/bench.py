@@ -39,6 +39,9 @@ def bench_command(
     gate: Annotated[bool, typer.Option("--gate", help="With gates.")] = False,
     static: Annotated[bool, typer.Option("--static", help="Softmax on a StaticCache as well.")] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="Both under torch.compile as well.")] = False,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Weights of both packed for this CPU, as hf-rfa generate packs them.")
+    ] = False,
     against: Annotated[
         Literal["llama.cpp"] | None,
         typer.Option(help="Decoding of one sequence also by llama.cpp, from --gguf (pip install xllamacpp)."),
@@ -59,6 +62,10 @@ def bench_command(
     tasks = task or [Task.decoding]
     if dtype == "int8" and Task.training in tasks:
         raise UsageError("--dtype int8 is for inference: leave --task training out, or take another precision.")
+    if packed and (dtype != "float32" or device != "cpu" or Task.training in tasks):
+        raise UsageError(
+            "--packed is for inference in float32 on a CPU: leave --dtype, --device and --task training out."
+        )
     sizes = {"batches": _numbers("--batches", batches), "sources": _numbers("--sources", sources)}
     default = {each: "128,512,2048,8192" if each == "decoding" else "1024,4096" for each in tasks}
     chosen = {each: _numbers("--lengths", default[each] if lengths is None else lengths) for each in tasks}
@@ -81,6 +88,7 @@ def bench_command(
     from hf_rfa.errors import InputError
     from hf_rfa.inference import read_config
     from hf_rfa.int8_weights import quantize_weights
+    from hf_rfa.packed_weights import pack_weights
 
     files = {end: Path(f"{output}{end}") for end in (".json", *(f"-{each}.png" for each in tasks)) if output}
     for path in files.values():
@@ -105,13 +113,16 @@ def bench_command(
         softmax, rfa = bench.pair(config, longest + steps + 16, **options)
         computed = torch.bfloat16 if dtype == "int8" else getattr(torch, dtype)
         softmax, rfa = (each.to(device, computed) for each in (softmax, rfa))
-        for each in (softmax, rfa) if dtype == "int8" else ():
-            quantize_weights(each)
+        for each in (softmax, rfa):
+            if dtype == "int8":
+                quantize_weights(each)
+            if packed:
+                pack_weights(each)
     except (ValueError, RuntimeError, AssertionError, StrictDataclassError) as error:
         raise InputError(f"cannot make the models: {error}") from error
     machine = bench.measure_machine(device, computed)
     console.print(f"{machine.bandwidth / 1e9:.1f} GB/s read, {machine.peak / 1e9:.0f} GFLOP/s")
-    caption = f"{model}, {dtype}, {device}, {load}"
+    caption = f"{model}, {dtype}{', packed' if packed else ''}, {device}, {load}"
     results: dict[str, list[bench.Point]] = {}
     for each in tasks:
         with shown_count(each) as progress:
@@ -130,7 +141,7 @@ def bench_command(
         if output is not None:
             bench.plot(results[each], files[f"-{each}.png"], f"{each}, {caption}")
     if output is not None:
-        about: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, **asdict(load)}
+        about: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "packed": packed, **asdict(load)}
         about |= {"torch": torch.__version__, "options": {name: getattr(rfa.config, name) for name in given}}
         about |= {} if gguf is None else {"gguf": gguf.name}
         about |= {"bandwidth": machine.bandwidth, "peak": machine.peak}

@@ -52,7 +52,7 @@ def generate_command(
         bool,
         typer.Option(
             "--compile",
-            help="Compile decoding steps, which takes up to minutes and makes each faster: for a thousand tokens or more.",
+            help="Compile decoding steps, which takes up to minutes and makes each faster: for thousands of tokens.",
         ),
     ] = False,
 ) -> None:
@@ -88,7 +88,7 @@ def generate_command(
 
     from hf_rfa.inference import generate_text, load_model
 
-    loaded, tokenizer = load_model(model, dtype=dtype)
+    loaded, tokenizer = load_model(model, dtype=dtype, packed=True)
     streamer = None
     if num_beams == 1 and len(prompts) <= 1:
         streamer = TextStreamer(tokenizer, skip_prompt=chat, skip_special_tokens=True)

@@ -1,0 +1,110 @@
+"""Weights packed for a CPU: the float32 matrices of a model's linear layers in the layout in which oneDNN multiplies fastest.
+
+A decoding step multiplies every weight by as few rows as there are sequences, and should take as long as reading the weights
+does. torch's products of plain weights take up to 3 × as long on some processors, most of all for 2 to 16 rows. The products
+are the same in float32, sums in another order. A model with packed weights is for inference: it is not trained and not saved.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .errors import InputError
+from .int8_weights import linear_layers, plain_weight
+
+#: The number of rows that oneDNN is told to expect. Its layout is good for any number.
+EXPECTED_ROWS = 8
+PROCESSORS = ("x86_64", "amd64")
+
+# Under torch.compile an operator of its own: the compiler takes oneDNN's operator for constant weights alone.
+_library = torch.library.Library("hf_rfa", "DEF")
+_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+
+
+def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x Wᵀ + b, [..., outputs], for x [..., inputs] and a packed W."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+for _key in ("CPU", "MkldnnCPU"):
+    _library.impl("packed_linear", packed_product, _key)
+
+
+@torch.library.register_fake("hf_rfa::packed_linear")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+class PackedLinear(nn.Module):
+    """A linear layer with packed weights, for inference.
+
+    Attributes:
+        weight: W, [outputs, inputs], float32 in oneDNN's layout.
+        bias: [outputs], or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), EXPECTED_ROWS)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return W x + b, [..., outputs], for x [..., inputs] in float32.
+
+        Raises:
+            InputError: for another dtype, under autocast, or where a gradient would be lost.
+        """
+        if (
+            x.dtype != torch.float32
+            or torch.is_autocast_enabled("cpu")
+            or (x.requires_grad and torch.is_grad_enabled())
+        ):
+            raise InputError(
+                f"packed weights multiply float32 without autocast and without gradients, and got {x.dtype}, requires_grad "
+                f"{x.requires_grad}. Load the checkpoint again, and leave its weights as they are."
+            )
+        if torch.compiler.is_compiling():
+            return torch.ops.hf_rfa.packed_linear(x, self.weight, self.bias)
+        return packed_product(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """Return the layer's shape, as `nn.Linear` does."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    def _save_to_state_dict(self, *args: object, **kwargs: object) -> None:
+        raise InputError(
+            "packed weights are for inference and cannot be saved. Load the checkpoint again and save that."
+        )
+
+
+def why_not_packed(model: PreTrainedModel) -> str | None:
+    """Return why a model's weights cannot be packed, None if they can be."""
+    if platform.machine().lower() not in PROCESSORS or not torch.backends.mkldnn.is_available():
+        return f"packing needs an x86-64 processor and a torch with oneDNN, and this is {platform.machine()}"
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        return f"packing is for float32 on a CPU, and this model is in {model.dtype} on {model.device}"
+    if getattr(model.config, "quantization_config", None) is not None:
+        return "the weights of this checkpoint are quantized"
+    return None
+
+
+def pack_weights(model: PreTrainedModel) -> None:
+    """Replace the linear layers of a model, that of the logits among them, by layers with packed weights, in place.
+
+    They take as many bytes as before, but for logits tied to the embeddings, which then have both layouts. The model serves
+    inference alone afterwards.
+
+    Raises:
+        InputError: if the model's weights are not float32 on an x86-64 CPU, or not plain.
+    """
+    if reason := why_not_packed(model):
+        raise InputError(f"{reason}. Leave the weights as they are.")
+    model.requires_grad_(False)
+    for parent, name, child in linear_layers(model):
+        setattr(parent, name, PackedLinear(plain_weight(child), child.bias))

@@ -1,0 +1,161 @@
+"""Weights packed for a CPU: what a layer computes, which layers have them, and that models stay what they are."""
+
+from __future__ import annotations
+
+import json
+import platform
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from hf_rfa import InputError
+from hf_rfa.convert import convert
+from hf_rfa.inference import generate_text, load_model
+from hf_rfa.packed_weights import PROCESSORS, PackedLinear, pack_weights, why_not_packed
+
+from .conftest import DEMO_MODEL
+from .families import every_model, inputs_for, make, make_named
+
+needs_x86 = pytest.mark.skipif(
+    platform.machine().lower() not in PROCESSORS, reason=f"weights are not packed on {platform.machine()}"
+)
+pytestmark = needs_x86
+
+
+@given(
+    inputs=st.integers(1, 70),
+    outputs=st.integers(1, 70),
+    shape=st.sampled_from([(), (1,), (8,), (33,), (3, 5), (0,), (2, 0)]),
+    bias=st.booleans(),
+)
+def test_a_layer_is_its_matrix(inputs, outputs, shape, bias):
+    torch.manual_seed(inputs + outputs)
+    weight, offset = torch.randn(outputs, inputs), torch.randn(outputs) if bias else None
+    x = torch.randn(*shape, inputs)
+    found = PackedLinear(weight, offset)(x)
+    expected = x.double() @ weight.double().mT + (0.0 if offset is None else offset.double())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_inputs_and_weights_may_lie_in_any_order():
+    torch.manual_seed(0)
+    weight, x = torch.randn(19, 12).mT, torch.randn(19, 7).mT
+    torch.testing.assert_close(PackedLinear(weight, None)(x), x @ weight.mT)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_compiled_layer_is_one_graph(bias):
+    torch.manual_seed(0)
+    layer = PackedLinear(torch.randn(12, 19), torch.randn(12) if bias else None)
+    compiled = torch.compile(lambda x: layer(x).relu(), fullgraph=True, backend="aot_eager")
+    for shape in ((2, 1, 19), (3, 1, 19), (3, 5, 19)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(compiled(x), layer(x).relu())
+
+
+@every_model
+def test_models_compute_what_they_did(family, name):
+    model = make_named(family, name)
+    inputs = inputs_for(model)
+    with torch.no_grad():
+        expected = model(**inputs)
+        pack_weights(model)
+        found = model(**inputs)
+    linear = [each for each in model.modules() if isinstance(each, (nn.Linear, Conv1D))]
+    assert not linear
+    assert any(isinstance(each, PackedLinear) for each in model.modules())
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(found[name], value, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed") / "rfa"
+    convert(DEMO_MODEL, folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["softmax", "RFA"])
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_texts_are_the_same(kind, num_beams, converted):
+    folder = str(DEMO_MODEL if kind == "softmax" else converted)
+    prompts = ["It was a bright cold day", "The old man", "She"]
+    texts = []
+    for packed in (False, True):
+        model, tokenizer = load_model(folder, packed=packed)
+        assert isinstance(model.get_output_embeddings(), PackedLinear) == packed
+        texts.append(generate_text(model, tokenizer, prompts, max_new_tokens=20, num_beams=num_beams).texts)
+    assert texts[0] == texts[1]
+
+
+def test_tied_embeddings_stay(converted):
+    model, _ = load_model(str(converted))
+    before = model.get_input_embeddings().weight.clone()
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    pack_weights(model)
+    assert torch.equal(model.get_input_embeddings().weight, before)
+
+
+def test_commands_pack(converted, tmp_path, run_cli, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr("hf_rfa.inference.pack_weights", lambda model: asked.append(model) or pack_weights(model))
+    assert run_cli("generate", converted, "--prompt", "It was", "--max-new-tokens", 4) == 0
+    assert len(asked) == 1
+    assert run_cli("generate", converted, "--prompt", "It was", "--max-new-tokens", 4, "--dtype", "bfloat16") == 0
+    assert len(asked) == 1
+    short = ("--model", converted, "--lengths", 16, "--batches", 2, "--steps", 1, "--packed")
+    assert run_cli("bench", *short, "--output", tmp_path / "speed") == 0
+    assert json.loads((tmp_path / "speed.json").read_text())["packed"] is True
+    assert "float32, packed, cpu" in capsys.readouterr().out.replace("\n", " ")
+    for wrong in (("--task", "training"), ("--dtype", "bfloat16"), ("--device", "cuda")):
+        assert run_cli("bench", "--model", converted, "--packed", *wrong) == 1
+        assert "--packed is for inference in float32 on a CPU" in capsys.readouterr().err
+
+
+def test_what_packed_weights_cannot_do_is_refused(tmp_path):
+    model = make("llama")
+    ids = torch.arange(6)[None]
+    pack_weights(model)
+    with pytest.raises(InputError, match="cannot be saved"):
+        model.save_pretrained(tmp_path / "model")
+    embedded = model.get_input_embeddings()(ids).requires_grad_()
+    with pytest.raises(InputError, match="without gradients"):
+        model(inputs_embeds=embedded)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match="without autocast"):
+        model(ids)
+    with pytest.raises(InputError, match=r"got torch\.bfloat16"):
+        PackedLinear(torch.randn(3, 4), None)(torch.randn(2, 4).bfloat16())
+
+
+def test_models_that_cannot_be_packed_are_refused(monkeypatch):
+    with pytest.raises(InputError, match=r"float32 on a CPU, and this model is in torch\.bfloat16 on cpu\. Leave"):
+        pack_weights(make("llama").bfloat16())
+    model = make("llama")
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    assert why_not_packed(model) == "the weights of this checkpoint are quantized"
+    del model.config.quantization_config
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    assert "and this is arm64" in str(why_not_packed(model))
+
+
+@pytest.mark.slow
+def test_compiled_steps_are_one_graph(converted):
+    model, _ = load_model(str(converted), packed=True)
+    plain = AutoModelForCausalLM.from_pretrained(converted)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        cache, expected = (each(ids[:, :10], use_cache=True).past_key_values for each in (model, plain))
+        for step in range(10, 20):
+            with torch.compiler.set_stance("fail_on_recompile" if step > 12 else "default"):
+                found = compiled(ids[:, step : step + 1], past_key_values=cache)
+            own = plain(ids[:, step : step + 1], past_key_values=expected)
+            torch.testing.assert_close(found.logits, own.logits, atol=1e-4, rtol=1e-4)
