@@ -21,10 +21,9 @@ from hf_rfa.packed_weights import PROCESSORS, PackedLinear, pack_weights, why_no
 from .conftest import DEMO_MODEL
 from .families import every_model, inputs_for, make, make_named
 
-needs_x86 = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     platform.machine().lower() not in PROCESSORS, reason=f"weights are not packed on {platform.machine()}"
 )
-pytestmark = needs_x86
 
 
 @given(
