@@ -91,5 +91,6 @@ def quantize_weights(model: PreTrainedModel) -> None:
     found = [each for each in linear_layers(model) if each[2] is not logits]
     if not found:
         raise InputError(f"a {model.config.model_type} model has no linear layers, whose weights int8 is about.")
-    for parent, name, child in found:
+    while found:
+        parent, name, child = found.pop()  # a plain weight is let go when it is replaced
         setattr(parent, name, Int8Linear(plain_weight(child), child.bias))

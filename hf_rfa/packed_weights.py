@@ -106,5 +106,7 @@ def pack_weights(model: PreTrainedModel) -> None:
     if reason := why_not_packed(model):
         raise InputError(f"{reason}. Leave the weights as they are.")
     model.requires_grad_(False)
-    for parent, name, child in linear_layers(model):
+    layers = linear_layers(model)
+    while layers:
+        parent, name, child = layers.pop()  # a plain weight is let go when it is packed
         setattr(parent, name, PackedLinear(plain_weight(child), child.bias))
