@@ -104,13 +104,16 @@ def test_tied_embeddings_stay(converted):
 
 def test_commands_pack(converted, tmp_path, run_cli, capsys, monkeypatch):
     asked = []
-    monkeypatch.setattr("hf_rfa.inference.pack_weights", lambda model: asked.append(model) or pack_weights(model))
+    for module in ("inference", "packed_weights"):  # as `generate` and as `bench` find it
+        monkeypatch.setattr(f"hf_rfa.{module}.pack_weights", lambda model: asked.append(model) or pack_weights(model))
     assert run_cli("generate", converted, "--prompt", "It was", "--max-new-tokens", 4) == 0
     assert len(asked) == 1
     assert run_cli("generate", converted, "--prompt", "It was", "--max-new-tokens", 4, "--dtype", "bfloat16") == 0
     assert len(asked) == 1
     short = ("--model", converted, "--lengths", 16, "--batches", 2, "--steps", 1, "--packed")
     assert run_cli("bench", *short, "--output", tmp_path / "speed") == 0
+    assert len(asked) == 3  # both models of the bench
+    assert all(isinstance(each.get_output_embeddings(), PackedLinear) for each in asked)
     assert json.loads((tmp_path / "speed.json").read_text())["packed"] is True
     assert "float32, packed, cpu" in capsys.readouterr().out.replace("\n", " ")
     for wrong in (("--task", "training"), ("--dtype", "bfloat16"), ("--device", "cuda")):
