@@ -3,11 +3,15 @@
 A decoding step multiplies every weight by as few rows as there are sequences, and should take as long as reading the weights
 does. torch's products of plain weights take up to 3 × as long on some processors, most of all for 2 to 16 rows. The products
 are the same in float32, sums in another order. A model with packed weights is for inference: it is not trained and not saved.
+
+The queries, keys and values of RFA's self-attention become one product, for a step of few rows spends a part of its time on
+starting products.
 """
 
 from __future__ import annotations
 
 import platform
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +19,13 @@ from transformers import PreTrainedModel
 
 from .errors import InputError
 from .int8_weights import linear_layers, plain_weight
+from .models.attention import RFAAttentionMixin
 
 #: The number of rows that oneDNN is told to expect. Its layout is good for any number.
 EXPECTED_ROWS = 8
 PROCESSORS = ("x86_64", "amd64")
+#: Layers of self-attention that have its input in common.
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 # Under torch.compile an operator of its own: the compiler takes oneDNN's operator for constant weights alone.
 _library = torch.library.Library("hf_rfa", "DEF")
@@ -83,6 +90,52 @@ class PackedLinear(nn.Module):
         )
 
 
+class PackedParts(nn.Module):
+    """Linear layers of the same inputs as one product, for inference.
+
+    Whatever asks for the first part of an input (`PackedPart`) has all parts computed, and the others find theirs. An input
+    that another part was not asked for is another product: results do not depend on who asks for what, and when.
+
+    Attributes:
+        linear: the layers' rows, one layer after the other.
+        sizes: outputs of each layer.
+    """
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        super().__init__()
+        self.sizes = [each.out_features for each in layers]
+        bias = None
+        if any(each.bias is not None for each in layers):
+            zeros = [each.weight.new_zeros(each.out_features) for each in layers]
+            bias = torch.cat(
+                [zero if each.bias is None else each.bias for each, zero in zip(layers, zeros, strict=True)]
+            )
+        self.linear = PackedLinear(torch.cat([each.weight.detach() for each in layers]), bias)
+        self._found: tuple[Tensor, dict[int, Tensor]] | None = None  # an input, and the parts of it not asked for yet
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """Return the outputs of one layer, [..., outputs], for x [..., inputs]."""
+        found = self._found
+        if found is None or found[0] is not x or index not in found[1]:
+            found = x, dict(enumerate(self.linear(x).split(self.sizes, dim=-1)))
+        others = {other: each for other, each in found[1].items() if other != index}
+        self._found = (x, others) if others else None  # nothing is kept when all have their parts
+        return found[1][index].contiguous()
+
+
+class PackedPart(nn.Module):
+    """One layer of `PackedParts`."""
+
+    def __init__(self, parts: PackedParts, index: int) -> None:
+        super().__init__()
+        self.parts, self.index = parts, index
+        self.in_features, self.out_features = parts.linear.in_features, parts.sizes[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's outputs, [..., outputs], for x [..., inputs]; see `PackedLinear.forward`."""
+        return self.parts.part(x, self.index)
+
+
 def why_not_packed(model: PreTrainedModel) -> str | None:
     """Return why a model's weights cannot be packed, None if they can be."""
     if platform.machine().lower() not in PROCESSORS or not torch.backends.mkldnn.is_available():
@@ -106,7 +159,19 @@ def pack_weights(model: PreTrainedModel) -> None:
     if reason := why_not_packed(model):
         raise InputError(f"{reason}. Leave the weights as they are.")
     model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, RFAAttentionMixin) and module.rfa_kind != "cross":
+            _join_projections(module)
     layers = linear_layers(model)
     while layers:
         parent, name, child = layers.pop()  # a plain weight is let go when it is packed
         setattr(parent, name, PackedLinear(plain_weight(child), child.bias))
+
+
+def _join_projections(attention: nn.Module) -> None:
+    """Replace the layers of queries, keys and values, where attention has them apart, by the parts of one."""
+    layers = [getattr(attention, name, None) for name in PROJECTIONS]
+    if all(type(each) is nn.Linear for each in layers):
+        parts = PackedParts(cast(list[nn.Linear], layers))
+        for index, name in enumerate(PROJECTIONS):
+            setattr(attention, name, PackedPart(parts, index))

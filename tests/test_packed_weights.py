@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_rfa import InputError
 from hf_rfa.convert import convert
 from hf_rfa.inference import generate_text, load_model
-from hf_rfa.packed_weights import PROCESSORS, PackedLinear, pack_weights, why_not_packed
+from hf_rfa.packed_weights import PROCESSORS, PackedLinear, PackedPart, PackedParts, pack_weights, why_not_packed
 
 from .conftest import DEMO_MODEL
 from .families import every_model, inputs_for, make, make_named
@@ -58,6 +58,74 @@ def test_a_compiled_layer_is_one_graph(bias):
         torch.testing.assert_close(compiled(x), layer(x).relu())
 
 
+class CountedLinear(PackedLinear):
+    """A packed layer that counts its products."""
+
+    count = 0
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x)
+
+
+def make_parts(biases=(False, False, False)):
+    torch.manual_seed(0)
+    layers = [nn.Linear(12, size, bias=bias) for size, bias in zip((7, 3, 5), biases, strict=True)]
+    parts = PackedParts(layers)
+    parts.linear.__class__ = CountedLinear
+    return layers, parts, [PackedPart(parts, index) for index in range(3)]
+
+
+@given(
+    asked=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), max_size=12), biases=st.tuples(*[st.booleans()] * 3)
+)
+def test_parts_are_their_layers_whoever_asks_for_them_and_when(asked, biases):
+    layers, _, parts = make_parts(biases)
+    inputs = torch.randn(2, 2, 4, 12).unbind()
+    with torch.no_grad():
+        for index, place in asked:
+            found = parts[index](inputs[place])
+            assert found.is_contiguous()
+            torch.testing.assert_close(found, layers[index](inputs[place]))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_parts_of_one_input_are_one_product_and_then_nothing_is_kept(order):
+    _, joined, parts = make_parts()
+    for count in (1, 2):
+        x = torch.randn(2, 4, 12)
+        for index in order:
+            parts[index](x)
+        assert joined.linear.count == count
+        assert joined._found is None
+
+
+def test_parts_of_an_input_that_was_changed_in_place_are_new():
+    layers, _, parts = make_parts()
+    x = torch.randn(2, 4, 12)
+    with torch.no_grad():
+        for _ in range(2):
+            for layer, part in zip(layers, parts, strict=True):
+                torch.testing.assert_close(part(x), layer(x))
+            x.mul_(2.0)
+
+
+def test_compiled_parts_are_one_graph_and_one_product():
+    layers, _, parts = make_parts((True, False, True))
+    products = []
+
+    def count(graph, _):
+        products.append(sum("packed_linear" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    compiled = torch.compile(lambda x: [part(x) for part in parts], fullgraph=True, backend=count)
+    with torch.no_grad():
+        for batch in (2, 3, 3):
+            x = torch.randn(batch, 1, 12)
+            torch.testing.assert_close(compiled(x), [layer(x) for layer in layers])
+    assert set(products) == {1}
+
+
 @every_model
 def test_models_compute_what_they_did(family, name):
     model = make_named(family, name)
@@ -69,9 +137,22 @@ def test_models_compute_what_they_did(family, name):
     linear = [each for each in model.modules() if isinstance(each, (nn.Linear, Conv1D))]
     assert not linear
     assert any(isinstance(each, PackedLinear) for each in model.modules())
+    assert all(each._found is None for each in model.modules() if isinstance(each, PackedParts))
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
             torch.testing.assert_close(found[name], value, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "bart", "whisper"])
+def test_self_attention_has_one_product_for_queries_keys_and_values(family):
+    model = make(family)
+    pack_weights(model)
+    causal = [each for each in model.modules() if getattr(each, "rfa_kind", None) == "causal"]
+    assert causal
+    for each in causal:
+        assert each.q_proj.parts is each.k_proj.parts is each.v_proj.parts
+    cross = [each for each in model.modules() if getattr(each, "rfa_kind", None) == "cross"]
+    assert all(isinstance(each.q_proj, PackedLinear) for each in cross)
 
 
 @pytest.fixture(scope="module")

@@ -64,8 +64,10 @@ class Importance(nn.Module):
 
 def with_importance(rows: Tensor, importance: Tensor) -> Tensor:
     """Return rows [B, H, n, ·] with importance [B, H, n] as their last columns: two in 16 bits, which hold its float32."""
-    column = importance.to(torch.promote_types(rows.dtype, torch.float32))[..., None].contiguous()
-    return torch.cat([rows, column if column.dtype == rows.dtype else column.view(rows.dtype)], dim=-1)
+    # In three dimensions: torch's compiler takes four with one column for a picture, and reorders all others' memory.
+    column = importance.to(torch.promote_types(rows.dtype, torch.float32)).flatten(1)[..., None].contiguous()
+    column = column if column.dtype == rows.dtype else column.view(rows.dtype)
+    return torch.cat([rows.flatten(1, 2), column], dim=-1).unflatten(1, rows.shape[1:3])
 
 
 def split_importance(rows: Tensor) -> tuple[Tensor, Tensor]:

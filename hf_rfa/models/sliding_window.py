@@ -222,7 +222,7 @@ class Step(NamedTuple):
     def attend_alone(self, query: Tensor, scaling: float) -> Tensor:
         """Return the outputs of queries that are not scaled yet, where nothing joins them and no normalizer is needed."""
         key, value, log_weights = self._split(self.kept)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=log_weights.mT, scale=scaling)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=log_weights.mT.contiguous(), scale=scaling)
 
 
 def _step_of(tokens: Tokens, window: Tensor, sizes: WindowSizes, dtype: torch.dtype, sinks_held: bool) -> Step:
@@ -327,11 +327,12 @@ def stream_of(
 def _rows_of(tokens: Tokens) -> Tensor:
     """Return the keys, values and log-weights of tokens, [B, H, T, d + M + 1]."""
     key, scale = tokens.key, tokens.input_scale
-    log_weights = torch.zeros_like(key[..., 0])
-    if scale is not None:
-        scale = scale.to(key.dtype).expand_as(log_weights)
-        log_weights = scale.clamp_min(torch.finfo(key.dtype).tiny).log().masked_fill(scale == 0, MASKED_LOGIT)
-    return torch.cat([key, tokens.value.to(key.dtype), log_weights[..., None]], dim=-1)
+    rows = torch.cat([key, tokens.value.to(key.dtype)], dim=-1)
+    if scale is None:
+        return F.pad(rows, (0, 1))
+    scale = scale.to(key.dtype).expand_as(key[..., 0])
+    log_weights = scale.clamp_min(torch.finfo(key.dtype).tiny).log().masked_fill(scale == 0, MASKED_LOGIT)
+    return torch.cat([rows, log_weights[..., None]], dim=-1)
 
 
 def _unpacked(window: Tensor | None, rows: Tensor, sizes: WindowSizes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
