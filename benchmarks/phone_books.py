@@ -26,7 +26,7 @@ from hf_rfa.recall.window_control import window_and_sinks
 def answers(model: Any, rows: Rows) -> tuple[Tensor, float]:
     """Return which rows are answered, [N], and the mean negative log-likelihood of an answer in nats."""
     scores = score_tokens(model, rows)
-    return (scores.correct | ~scores.scored).all(1), scores.row_nats
+    return scores.answered, scores.row_nats
 
 
 def compare(parent: str, checkpoints: list[str], window: tuple[int, int], rows: Rows) -> Iterator[str]:

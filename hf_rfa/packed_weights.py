@@ -94,7 +94,8 @@ class PackedParts(nn.Module):
     """Linear layers of the same inputs as one product, for inference.
 
     Whatever asks for the first part of an input (`PackedPart`) has all parts computed, and the others find theirs. An input
-    that another part was not asked for is another product: results do not depend on who asks for what, and when.
+    that another part was not asked for is another product: results do not depend on who asks for what, and when, as long as
+    nobody changes an input in place before all have asked.
 
     Attributes:
         linear: the layers' rows, one layer after the other.

@@ -53,9 +53,14 @@ class TokenScores:
         return float(self.correct.sum() / self.scored.sum())
 
     @property
+    def answered(self) -> Tensor:
+        """Whether every scored token of a row is predicted, [N]."""
+        return (self.correct | ~self.scored).all(1)
+
+    @property
     def exact(self) -> float:
         """Share of the rows of which every scored token is predicted: those that greedy decoding would complete."""
-        return float((self.correct | ~self.scored).all(1).double().mean())
+        return float(self.answered.double().mean())
 
     @property
     def mean_nats(self) -> float:
