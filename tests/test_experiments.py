@@ -77,6 +77,7 @@ def test_rows_are_trained_and_measured(ran, monkeypatch, capsys):
         config = json.loads((ran / "work" / f"{row}, seed 3" / "config.json").read_text())
         assert config["model_type"] == ("gpt2" if row == "softmax" else "rfa_gpt2")
         assert config["n_embd"] == 16
+        assert config.get("feature_seed") == (None if row == "softmax" else 3)
         assert all(each["cpu_hours"] > 0 and each["peak_bytes"] > 1e8 for each in runs)
         assert all(each["tokens"] == 4 * 8 * 66 for each in runs)  # "^", 64 pixels, the end
         assert whole["side_by_side"][row]["images_per_second"] > 0
@@ -223,6 +224,7 @@ def test_rows_change_attention_alone():
     for name, value in softmax["config_overrides"].items():
         assert gaussian["config_overrides"][name] == elu["config_overrides"][name] == value
     assert elu["config_overrides"]["num_cross_features"] is None
+    assert rows.settings_of("RFA-Gaussian", recipe, 2)["config_overrides"]["feature_seed"] == 2
     assert {name: value for name, value in gaussian.items() if name not in ("config_overrides", "model_type")} == {
         name: value for name, value in softmax.items() if name not in ("config_overrides", "model_type")
     }

@@ -51,7 +51,7 @@ class Experiment:
             folder of the output; returns values of rows that are measured side by side, such as speed, and draws pictures.
         draw: draws the results to a PNG file.
         settings: returns a recipe's settings for a row and a seed, given the folder for what the training starts from.
-        seeds: of the training.
+        seeds: of the training: they draw weights, random vectors and the order of the data.
         options: of the recipe, that this experiment changes.
         constants: what else every figure depends on, by name.
     """
@@ -65,7 +65,7 @@ class Experiment:
     chance: Callable[[Options], dict[str, float]] = lambda options: {}
     finish: Callable[[dict[str, Path], Options, Path], dict[str, dict[str, float]]] = lambda *given: {}
     settings: Callable[[str, dict[str, Any], Path, int], dict[str, Any]] = lambda row, recipe, work, seed: settings_of(
-        row, recipe
+        row, recipe, seed
     )
     seeds: Sequence[int] = (0, 1, 2)
     options: Mapping[str, Any] = field(default_factory=dict)

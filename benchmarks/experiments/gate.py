@@ -40,7 +40,7 @@ COPIED = {f"copied_{length}": f"{length} digits" for length in LENGTHS}
 
 def gate_settings(row: str, recipe: dict[str, Any], work: Path, seed: int) -> dict[str, Any]:
     """Return a recipe's settings for a row. A fixed gate is set in a new model, which the training starts from."""
-    settings = settings_of(row, recipe)
+    settings = settings_of(row, recipe, seed)
     if row not in FIXED_GATES:
         return settings
     overrides = settings.pop("config_overrides")

@@ -8,6 +8,7 @@ reviews to train on. A table of positions that is too short is stretched by inte
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hf_rfa.convert.text_io import open_text
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, position_count
 from hf_rfa.finetune.distill import distill
+from hf_rfa.finetune.recipe import Recipe
 
 from .experiment import Column, Experiment, Options
 from .language import prepare
@@ -39,14 +41,14 @@ def settings(row: str, recipe: dict[str, Any], work: Path, seed: int) -> dict[st
     if "model" not in recipe:
         raise InputError("pass --model, the folder of a GPT-2 language model that is converted and fine-tuned.")
     kind, _, context = row.rpartition(", ")
-    changed = {"model": str(_start(kind, int(context), recipe, work)), "block_length": int(context)}
+    changed = {"model": str(_start(kind, int(context), recipe, work, seed)), "block_length": int(context)}
     rates = ("feature_map_rate", "sigma_rate") if kind == SOFTMAX else ()  # it has neither
     return {name: value for name, value in recipe.items() if name not in rates} | changed
 
 
-def _start(kind: str, context: int, recipe: dict[str, Any], work: Path) -> Path:
-    """Return the model that a row's fine-tuning starts from."""
-    folder = work / f"start, {kind}, {context}"
+def _start(kind: str, context: int, recipe: dict[str, Any], work: Path, seed: int) -> Path:
+    """Return the model that a row's fine-tuning starts from; a seed draws its random vectors and the transfer's data."""
+    folder = work / (f"start, {kind}, {context}" + ("" if kind == SOFTMAX else f", seed {seed}"))
     if folder.is_dir():
         return folder
     if kind == SOFTMAX:
@@ -57,15 +59,16 @@ def _start(kind: str, context: int, recipe: dict[str, Any], work: Path) -> Path:
             model.save_pretrained(place)
             AutoTokenizer.from_pretrained(recipe["model"]).save_pretrained(place)
         return folder
-    base, text = _start(SOFTMAX, context, recipe, work), recipe["train"]
+    base, text = _start(SOFTMAX, context, recipe, work, seed), recipe["train"]
     if kind == CONVERTED:
-        convert(base, folder, calibrate_on=text, feature_map="positive")
+        convert(base, folder, calibrate_on=text, feature_map="positive", seed=seed)
         return folder
-    converted = work / f"start, {kind}, {context}, untrained"
+    converted = folder.with_name(f"{folder.name}, untrained")
     if not converted.is_dir():
-        convert(base, converted, calibrate_on=text, trained="features")
+        convert(base, converted, calibrate_on=text, trained="features", seed=seed)
     steps = {"transfer_steps": TRANSFER_STEPS, "end_to_end_steps": 0}
-    distill(converted, folder, teacher=base, data=text, overwrite=True, **steps)  # type: ignore[arg-type]
+    transfer = replace(Recipe.load("default"), seed=seed)
+    distill(converted, folder, teacher=base, data=text, recipe=transfer, overwrite=True, **steps)  # type: ignore[arg-type]
     return folder
 
 
