@@ -199,8 +199,9 @@ def _train(
     collate: Any = default_data_collator if kind_of(model.config) == "causal" else PairCollator(tokenizer, model=model)
     first = next(iter(datasets.values()))
     batch: Inputs = collate([first[index] for index in range(len(first) - HELD_OUT, len(first))])
-    for name, each in (("teacher", teacher), ("converted", model)):
-        report.perplexities[name] = score_labels(each, [batch]).perplexity
+    rows = [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(HELD_OUT)]
+    for name, each in (("teacher", teacher), ("converted", model)):  # a row at a time: logits take the most memory
+        report.perplexities[name] = score_labels(each, rows).perplexity
     for name, dataset in datasets.items():
         if name == "transfer":
             report.before = _divergences(model, teacher, batch)
@@ -220,7 +221,7 @@ def _train(
             report.after = _divergences(model, teacher, batch)
             report.maps = compare_attention(model, teacher, batch)
         report.stages.append(result)
-        report.perplexities[result.name] = score_labels(model, [batch]).perplexity
+        report.perplexities[result.name] = score_labels(model, rows).perplexity
 
 
 @torch.no_grad()

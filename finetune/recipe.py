@@ -76,8 +76,8 @@ class Stage:
     Attributes:
         steps: optimizer steps; 0 leaves the stage out.
         batch_size: blocks or pairs per step; None takes `PAIRS_PER_STEP` pairs, or blocks of `TOKENS_PER_STEP` tokens.
-        block_length: tokens per block; for pairs the most tokens of either side. None takes `BLOCK_LENGTH`, or the models'
-            positions if they are fewer.
+        block_length: tokens per block; for pairs the most tokens of either side. None takes `TOKENS_PER_STEP` of a text end
+            to end, and `BLOCK_LENGTH` otherwise, or the models' positions if they are fewer.
         learning_rate: of feature maps and gates in attention transfer (default 1e-2), of all else end to end (default 1e-4).
         rfa_learning_rate: of feature maps and gates, end to end.
         kl_weight: share of the KL in the loss, end to end.
@@ -179,7 +179,10 @@ class Recipe:
         """
         stages = {}
         for name, stage in self.stages().items():
-            length = min(BLOCK_LENGTH, positions) if stage.block_length is None else stage.block_length
+            # One long block teaches more than two of half its length: benchmarks/results/memory.md.
+            whole_step = name == "end_to_end" and not config.is_encoder_decoder
+            most = TOKENS_PER_STEP if whole_step else BLOCK_LENGTH
+            length = min(most, positions) if stage.block_length is None else stage.block_length
             if stage.steps and length > positions:
                 raise InputError(f"recipe: {name}.block_length is {length}, but the models have {positions} positions.")
             size = PAIRS_PER_STEP if config.is_encoder_decoder else max(1, TOKENS_PER_STEP // length)

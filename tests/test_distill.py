@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -612,3 +613,19 @@ def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch,
     assert card.content.count(" ".join(["hf-rfa", *command])) == 2, "what makes it again, from start to end"
     assert (tmp_path / "out" / "distillation.json").is_file()
     assert leftovers(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("positions", "pairs", "lengths", "sizes"),
+    [
+        (8192, False, (1024, 2048), (2, 1)),  # two blocks of 1,024 teach less end to end
+        (1500, False, (1024, 1500), (2, 1)),
+        (512, False, (512, 512), (4, 4)),
+        (8192, True, (1024, 1024), (8, 8)),
+    ],
+)
+def test_blocks_are_as_long_as_a_step_end_to_end(positions, pairs, lengths, sizes):
+    config = SimpleNamespace(is_encoder_decoder=pairs)
+    stages = Recipe(Stage(steps=1), Stage(steps=1)).resolve(config, positions).stages().values()
+    assert tuple(stage.block_length for stage in stages) == lengths
+    assert tuple(stage.batch_size for stage in stages) == sizes
