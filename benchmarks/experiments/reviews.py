@@ -1,8 +1,9 @@
 """Long texts classified by a language model that was converted: film reviews, at contexts of 256, 1,024 and 4,096 tokens.
 
 ``--data`` is a folder with ``train.jsonl.gz`` and ``valid.jsonl.gz``, a review a line with "text" and "label"; ``--model`` a
-GPT-2. All rows are fine-tuned alike: the GPT-2 itself, what it is converted to, and the same after attention transfer on the
-reviews to train on. A table of positions that is too short is stretched by interpolation, for all rows.
+GPT-2. A review that is longer than the context is cut to its end, where the verdict is. All rows are fine-tuned alike: the
+GPT-2 itself, what it is converted to, and the same after attention transfer on the reviews to train on. A table of positions
+that is too short is stretched by interpolation, for all rows.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _start(kind: str, context: int, recipe: dict[str, Any], work: Path, seed: in
             extend_positions(FAMILIES[model.config.model_type], model, context)
         with new_folder(folder) as place:
             model.save_pretrained(place)
-            AutoTokenizer.from_pretrained(recipe["model"]).save_pretrained(place)
+            AutoTokenizer.from_pretrained(recipe["model"], truncation_side="left").save_pretrained(place)
         return folder
     base, text = _start(SOFTMAX, context, recipe, work, seed), recipe["train"]
     if kind == CONVERTED:
