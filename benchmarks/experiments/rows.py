@@ -26,7 +26,7 @@ from .results import check_same, described
 RFA_FIELDS = {field.name for mixin in (RFAConfigMixin, RFASeq2SeqConfigMixin) for field in fields(mixin)}
 SOFTMAX = "softmax"
 GATE = {"feature_map": "gaussian", "unit_norm": True, "gate": True}
-#: glibc keeps what it has freed. Giving large blocks back and taking them anew costs training on processors much of its time.
+#: glibc keeps what it has freed: docs/faq.md has what that gains.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
