@@ -96,16 +96,14 @@ def distill(
     for name, stage in settings.stages().items():
         if stage.steps:
             datasets[name] = _load(model, tokenizer, data, references, stage, settings.seed)
-            if len(datasets[name]) <= HELD_OUT:
-                count = len(datasets[name])
-                raise InputError(f"the data gives {count} items for {name}; more than {HELD_OUT} are needed.")
+    held_out, learned = _hold_out(datasets, settings, pairs=kind_of(model.config) == "seq2seq")
     paths = {"teacher": teacher, "data": data, "references": references}
     described = {name: None if path is None else str(Path(path).resolve()) for name, path in paths.items()}
     check_settings(work, described | {"recipe": settings.to_dict()}, resume=resume)
     report = DistillationReport(
         command or _command(arguments, model.config.feature_map), data_name(str(data)), settings
     )
-    _train(model, softmax_model, tokenizer, datasets, report, work, resume, progress)
+    _train(model, softmax_model, tokenizer, held_out, learned, report, work, resume, progress)
     with new_folder(destination) as folder:
         _write(model, tokenizer, report, str(checkpoint), folder, destination.resolve().name)
     shutil.rmtree(work, ignore_errors=True)
@@ -175,6 +173,27 @@ def _load(model: PreTrainedModel, tokenizer: Any, data: Any, references: Any, st
     return blocks.add_column("position_ids", list(positions.numpy()))
 
 
+def _hold_out(datasets: dict[str, Dataset], recipe: Recipe, *, pairs: bool) -> tuple[Dataset, dict[str, Dataset]]:
+    """Return the last `HELD_OUT` items of the first stage, and what every stage learns: its items that end before those.
+
+    Blocks of another length end elsewhere in the text; pairs are the same in all stages.
+    """
+    stages = recipe.stages()
+    size = {name: 1 if pairs else cast(int, stages[name].block_length) for name in datasets}
+    first, dataset = next(iter(datasets.items()))
+    before = len(dataset) - HELD_OUT
+    if before < 1:
+        raise InputError(f"the data gives {len(dataset)} items for {first}; more than {HELD_OUT} are needed.")
+    held_out, learned = dataset.select(range(before, len(dataset))), {}
+    for name, dataset in datasets.items():
+        count = before * size[first] // size[name]
+        if count < 1:
+            what = f"no block of {size[name]} tokens for {name} before the {HELD_OUT} that are held out"
+            raise InputError(f"the data gives {what}: more text is needed.")
+        learned[name] = dataset.select(range(count))
+    return held_out, learned
+
+
 def _command(options: dict[str, Any], feature_map: str) -> str:
     """Return the command line that stands for the arguments of `distill`, of a model with such a feature map."""
     words = ["hf-rfa", "distill", str(options["checkpoint"]), "--output", str(options["destination"])]
@@ -189,27 +208,27 @@ def _train(
     model: PreTrainedModel,
     teacher: PreTrainedModel,
     tokenizer: Any,
-    datasets: dict[str, Dataset],
+    held_out: Dataset,
+    learned: dict[str, Dataset],
     report: DistillationReport,
     work: Path,
     resume: bool,
     progress: Progress | None,
 ) -> None:
-    """Run the stages that have data, and measure on the items that none of them learns."""
+    """Run the stages that have data, and measure on the items that are held out."""
     collate: Any = default_data_collator if kind_of(model.config) == "causal" else PairCollator(tokenizer, model=model)
-    first = next(iter(datasets.values()))
-    batch: Inputs = collate([first[index] for index in range(len(first) - HELD_OUT, len(first))])
+    batch: Inputs = collate([held_out[index] for index in range(HELD_OUT)])
     rows = [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(HELD_OUT)]
     for name, each in (("teacher", teacher), ("converted", model)):  # a row at a time: logits take the most memory
         report.perplexities[name] = score_labels(each, rows).perplexity
-    for name, dataset in datasets.items():
+    for name, dataset in learned.items():
         if name == "transfer":
             report.before = _divergences(model, teacher, batch)
         result = train_stage(
             cast(Any, name),
             model,
             teacher,
-            dataset.select(range(len(dataset) - HELD_OUT)),
+            dataset,
             report.recipe.stages()[name],
             work / name,
             seed=report.recipe.seed,

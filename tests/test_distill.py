@@ -344,6 +344,26 @@ def test_the_seed_sets_the_order_and_what_is_held_out_is_not_learned(material, t
     assert set(seen[3]).isdisjoint(blocks[-HELD_OUT:])
 
 
+@pytest.mark.parametrize("lengths", [(32, 16), (16, 17), (16, 32)])
+def test_no_stage_learns_what_is_held_out_when_its_blocks_have_another_length(lengths, material, tmp_path, monkeypatch):
+    learned: list[list[int]] = []
+
+    def recorded(name, model, teacher, data, *args, **options):
+        learned.append(data["input_ids"][:].flatten().tolist())
+        return train_stage(name, model, teacher, data, *args, **options)
+
+    monkeypatch.setattr("hf_rfa.finetune.distill.train_stage", recorded)
+    recipe = recipe_of(material, transfer=1, end_to_end=1)
+    stages = zip(recipe.stages().items(), lengths, strict=True)
+    recipe = replace(recipe, **{name: replace(stage, block_length=length) for (name, stage), length in stages})
+    run(material, tmp_path, recipe=recipe)
+    tokenizer = AutoTokenizer.from_pretrained(material / "gpt2")
+    whole = joined_blocks(tokenizer, read_documents(material / "text.txt"), lengths[0])["input_ids"][:]
+    before = whole[:-HELD_OUT].flatten().tolist()
+    for tokens, length in zip(learned, lengths, strict=True):
+        assert tokens == before[: len(before) // length * length], "all whole blocks before what is held out"
+
+
 def test_the_models_own_inputs_come_last(material, tmp_path, monkeypatch):
     used = []
     watched(monkeypatch, lambda model, source, inputs: used.append(source is model))
@@ -492,6 +512,10 @@ def test_blocks_join_documents(material):
         ({"checkpoint": "gpt2"}, "is a gpt2 model, not an RFA checkpoint. Convert it first"),
         ({"teacher": "bart"}, "is a bart model, an encoder and a decoder, but this needs a decoder that stands alone"),
         ({"data": "short.txt"}, "the data gives 2 items for transfer; more than 8 are needed"),
+        (
+            {"recipe": Recipe(Stage(steps=1, block_length=75), Stage(steps=1, block_length=96))},
+            "no block of 96 tokens for end_to_end before the 8 that are held out: more text",
+        ),
         ({"data": "missing.txt"}, "there is no text file"),
         ({"references": "targets.txt"}, "references belong to a model with an encoder"),
         ({"transfer_steps": 0, "end_to_end_steps": 0}, "no stage of the recipe has any steps"),
