@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -169,3 +175,19 @@ def test_backends_that_cannot_be_had_are_refused(monkeypatch):
     with pytest.raises(InputError, match=r"needs Triton .* and a CUDA device, and this model is on cpu"):
         use_backend(model, "fused")
     assert {module.backend for module in model.modules() if isinstance(module, RFAAttentionMixin)} == {"torch"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler for GPUs comes with its builds for Linux")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("name", "width"), [("exponential", 64), ("gaussian", 64), ("gaussian", 128)])
+def test_kernels_compile_for_a_gpu_and_fit_its_shared_memory(name, width, dtype):
+    """An H100 gives one program 227 KiB at most; kernels that take more do not start there."""
+    script = Path(__file__).with_name("kernels_for_a_gpu.py")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", script, name, str(width), "64", dtype]
+    done = subprocess.run(command, env=environment, cwd=script.parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert {kernel for kernel, _ in found} >= {"states_kernel", "outputs_kernel", "gradients_kernel"}
+    assert max(shared for _, shared in found) <= 227 * 1024, found

@@ -25,7 +25,7 @@ from hf_rfa.models.configuration_rfa import RFAConfigMixin
 from .charts import draw_losses
 from .experiment import Column, Experiment, Options
 from .gate import draw_gates, gate_settings
-from .rows import COLORS, FIXED_GATES
+from .rows import COLORS, FIXED_GATES, best_device
 
 FILES = {"train": "train.jsonl.gz", "evaluate": "valid.jsonl.gz"}
 #: Tokens of the text that are scored, and how many times the length of the training its blocks have.
@@ -48,7 +48,7 @@ def _text(folder: Path, options: Options) -> torch.Tensor:
 
 def measure(folder: Path, options: Options) -> dict[str, float]:
     """Return perplexities by length; of a softmax model at the length of the training alone, which its positions end at."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder).to(best_device()).eval()
     ids, length = _text(folder, options), int(options["block_length"])
     carries = isinstance(model.config, RFAConfigMixin)
     found = {}

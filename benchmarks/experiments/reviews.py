@@ -28,6 +28,7 @@ from hf_rfa.finetune.recipe import Recipe
 
 from .experiment import Column, Experiment, Options
 from .language import prepare
+from .rows import best_device
 
 CONTEXTS = (256, 1024, 4096)
 SOFTMAX, CONVERTED, TRANSFERRED = "softmax", "RFA", "RFA after attention transfer"
@@ -76,7 +77,7 @@ def _start(kind: str, context: int, recipe: dict[str, Any], work: Path, seed: in
 @torch.no_grad()
 def measure(folder: Path, options: Options) -> dict[str, float]:
     """Return the share of held-out reviews that are classified rightly."""
-    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).to(best_device()).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     context = json.loads((folder / "finetuning.json").read_text())["settings"]["block_length"]
@@ -87,7 +88,7 @@ def measure(folder: Path, options: Options) -> dict[str, float]:
         few = rows[start : start + BATCH]
         inputs = tokenizer(
             [row["text"] for row in few], truncation=True, max_length=context, padding=True, return_tensors="pt"
-        )
+        ).to(model.device)
         answers = model(**{key: inputs[key] for key in ("input_ids", "attention_mask")}).logits.argmax(-1).tolist()
         right += sum(
             model.config.id2label[answer] == str(row["label"]) for answer, row in zip(answers, few, strict=True)

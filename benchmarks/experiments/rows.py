@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 
 from hf_rfa import finetune
@@ -122,10 +123,22 @@ def train(settings: dict[str, Any], folder: Path, *, processes: int = 1) -> dict
         "hours": (time.perf_counter() - start) / 3600,
         "cpu_hours": (used.ru_utime + used.ru_stime) / 3600,
         "resumed": resumed,
+        "device": _device_name(),
     }
     with new_file(measured) as file:
         json.dump({"settings": identity, "figures": result}, file)
     return result
+
+
+def best_device() -> torch.device:
+    """Return the accelerator, or the processor where there is none: the Trainer trains there, and measuring follows it."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _device_name() -> str:
+    """Return what the accelerator calls itself, or "processor" where there is none."""
+    device = best_device()
+    return torch.cuda.get_device_name() if device.type == "cuda" else {"cpu": "processor"}.get(device.type, device.type)
 
 
 def _end_with_parent() -> None:

@@ -19,6 +19,7 @@ from hf_rfa.finetune import evaluate_generation
 
 from .charts import draw_values
 from .experiment import Column, Experiment, Options
+from .rows import best_device
 
 LANGUAGES = ("en", "de")
 TEST = "test_2016_flickr"
@@ -41,7 +42,7 @@ def prepare(data: Path | None, work: Path) -> Options:
 
 def measure(folder: Path, options: Options) -> dict[str, float]:
     """Return the BLEU of the test captions."""
-    model: PreTrainedModel = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    model: PreTrainedModel = AutoModelForSeq2SeqLM.from_pretrained(folder).to(best_device()).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     source, target = (Path(options["train"]).with_name(f"{TEST}.{language}.gz") for language in LANGUAGES)
     sources, references = read_pairs(source, target)

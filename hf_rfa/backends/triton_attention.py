@@ -31,7 +31,6 @@ from hf_rfa.models.linear_attention import (
     key_norm_sums,
     rescale,
     with_norm_row,
-    with_ones,
 )
 from hf_rfa.models.projected_feature_maps import ProjectedFeatureMap, from_heads, to_heads
 from hf_rfa.models.random_feature_maps import ArcCosMap, GaussianMap, HedgehogMap, PositiveMap, T2RMap
@@ -167,92 +166,134 @@ def _power(count: int) -> int:
 LIMITS = {"TOP": QUERY_EXPONENT, "LEAST": MIN_DIFFERENTIABLE_EXPONENT, "MOST": MAX_EXPONENT}
 
 
-def _shape(d: int, features: int, columns: int, chunk: int) -> dict[str, int]:
-    return {"C": chunk, "BK": _power(d), "BF": _power(features), "BM": _power(columns)}
+#: Features, and columns of a state, that a program computes at once. More of them do not fit in a GPU's shared memory.
+FEATURES, COLUMNS = 32, 32
+#: How the kernels run: groups of 32 threads, and loads that run ahead (each would take as much shared memory again).
+LAUNCH = {
+    "states": {"num_warps": 4, "num_stages": 1},
+    "outputs": {"num_warps": 4, "num_stages": 1},
+    "gradients": {"num_warps": 8, "num_stages": 1},
+}
 
 
-def _precision(dtype: torch.dtype) -> str:
-    """Return how matrix products round: as float32 does, or as tensor cores do where the model is in 16 bits."""
-    return "ieee" if dtype == torch.float32 else "tf32"
+def _shape(d: int, features: int, chunk: int) -> dict[str, int]:
+    return {"C": chunk, "BK": _power(d), "BF": min(FEATURES, _power(features))}
+
+
+def _precision(kind: str, dtype: torch.dtype) -> str:
+    """Return how tensor cores multiply: with all bits in three products of 10 each, or with 10 bits in one.
+
+    One is enough for a model in 16 bits whose normalisers are sums of exponentials. Those of the other kinds can come near
+    zero, and divide what was rounded.
+    """
+    return "tf32" if kind == "exp" and dtype.itemsize == 2 else "tf32x3"
 
 
 class _LinearAttention(torch.autograd.Function):
-    """(q, k, A, a, A', a', n, values with ones, log-gates, scales, state) → (sums [B, H, T, d + 1], state)."""
+    """(q, k, A, a, A', a', n, values, log-gates, scales, state) → (numerators [B, H, T, d], normalisers [B, H, T], state)."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Run the two forward kernels."""
-        from .triton_kernels import outputs_kernel, states_kernel
+        from .triton_kernels import outputs_kernel
 
-        *tensors, state, documents, kind, chunk = inputs
+        *tensors, state, documents, kind, chunk, precision = inputs
         query, key, query_weight, query_bias, key_weight, key_bias, norm, value, gate, scale = tensors
         batch, heads, length, d = query.shape
-        features, columns = query_weight.shape[1], value.shape[-1]
-        rows, chunks = batch * heads, -(-length // chunk)
-        sizes = (length, d, features, columns, heads, chunks)
-        options = {**LIMITS, "KIND": KINDS[kind], "PRECISION": _precision(query.dtype)}
-        shape = _shape(d, features, columns, chunk)
-        states = torch.empty(rows, chunks + 1, features, columns, device=query.device, dtype=torch.float32)
-        block = min(64, shape["BM"])
-        states_kernel[(rows, -(-columns // block))](
-            key, key_weight, key_bias, norm, value, gate, scale, documents, states if state is None else state, states,
-            *sizes, **options, **{**shape, "BM": block}, REVERSE=False, HAS_START=state is not None,
+        features, rows, chunks = query_weight.shape[1], batch * heads, -(-length // chunk)
+        ctx.sizes, ctx.shape = (length, d, features, heads, chunks), _shape(d, features, chunk)
+        ctx.options = {**LIMITS, "KIND": KINDS[kind], "PRECISION": precision}
+        states = _states(ctx, key, key_weight, key_bias, norm, norm, value, norm, gate, scale, documents, state)
+        output = torch.empty(batch, heads, length, d, device=query.device, dtype=torch.float32)
+        mass, top = torch.empty_like(norm), torch.empty_like(norm)
+        outputs_kernel[(chunks * rows,)](
+            query, key, query_weight, query_bias, key_weight, key_bias, norm, value, gate, scale, documents, *states,
+            output, mass, top, *ctx.sizes, **ctx.options, **ctx.shape, **LAUNCH["outputs"],
         )  # fmt: skip
-        output = torch.empty(batch, heads, length, columns, device=query.device, dtype=torch.float32)
-        outputs_kernel[(chunks, rows)](
-            query, key, query_weight, query_bias, key_weight, key_bias, norm, value, gate, scale, documents, states,
-            output, *sizes, **options, **shape,
-        )  # fmt: skip
-        ctx.save_for_backward(
-            query, key, query_weight, query_bias, key_weight, key_bias, norm, value, gate, scale, documents, states
-        )
-        ctx.sizes, ctx.options, ctx.shape, ctx.has_state = sizes, options, shape, state is not None
-        return output, states[:, -1].view(batch, heads, features, columns).clone()
+        ctx.save_for_backward(*tensors, documents, top, *states)
+        ctx.has_state = state is not None
+        return output, mass, _with_masses(states, -1, batch, heads)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         """Run the two backward kernels, and multiply the exponents' gradients with what they came from."""
-        from .triton_kernels import gradients_kernel, states_kernel
+        from .triton_kernels import gradients_kernel
 
-        doutput, dstate = (gradient.contiguous().float() for gradient in gradients)
-        *inputs, documents, states = ctx.saved_tensors
+        doutput, dmass, dstate = (gradient.contiguous().float() for gradient in gradients)
+        *inputs, documents, top, states, masses = ctx.saved_tensors
         query, key, query_weight, query_bias, key_weight, _, norm, value, gate, scale = inputs
-        batch, heads, length, _ = query.shape
-        rows, chunks, (_, _, features, columns, _, _) = batch * heads, ctx.sizes[-1], ctx.sizes
-        later = torch.empty_like(states)
-        block = min(64, ctx.shape["BM"])
-        states_kernel[(rows, -(-columns // block))](
-            query, query_weight, query_bias, norm, doutput, gate, scale, documents, dstate, later,
-            *ctx.sizes, **ctx.options, **{**ctx.shape, "BM": block}, REVERSE=True, HAS_START=True,
-        )  # fmt: skip
+        batch, heads, length, d = query.shape
+        rows, (_, _, features, _, chunks) = batch * heads, ctx.sizes
+        later = _states(
+            ctx,
+            query,
+            query_weight,
+            query_bias,
+            norm,
+            top,
+            doutput,
+            dmass,
+            gate,
+            scale,
+            documents,
+            dstate,
+            reverse=True,
+        )
         dquery_exponent, dkey_exponent = (
             torch.empty(batch, heads, length, features, device=query.device, dtype=torch.float32) for _ in range(2)
         )
-        dvalue = torch.empty(batch, heads, length, columns, device=query.device, dtype=torch.float32)
+        dvalue = torch.empty(batch, heads, length, d, device=query.device, dtype=torch.float32)
         dtotal, dscale = (torch.empty_like(norm) for _ in range(2))
-        gradients_kernel[(chunks, rows)](
-            *inputs, documents, states, later, doutput,
+        gradients_kernel[(chunks * rows,)](
+            *inputs, documents, top, states, masses, *later, doutput, dmass,
             dquery_exponent, dkey_exponent, dvalue, dtotal, dscale, *ctx.sizes, **ctx.options, **ctx.shape,
+            **LAUNCH["gradients"],
         )  # fmt: skip
-        end = (states[:, -1] * dstate.flatten(0, 1)).sum((-1, -2)).view(batch, heads, 1)
+        end = (_with_masses((states, masses), -1, batch, heads) * dstate).sum((-1, -2))[..., None]
         dgate = dtotal.flip(-1).cumsum(-1).flip(-1) + end
-        dstart = later[:, 0].view(batch, heads, features, columns) if ctx.has_state else None
+        asked = ctx.needs_input_grad  # sums over all tokens take a fifth of the time, and frozen maps need none
         return (
             (dquery_exponent @ query_weight).to(query.dtype),
             (dkey_exponent @ key_weight).to(key.dtype),
-            torch.einsum("bhtf,bhtd->hfd", dquery_exponent, query.float()),
-            dquery_exponent.sum((0, 2)),
-            torch.einsum("bhtf,bhtd->hfd", dkey_exponent, key.float()),
-            dkey_exponent.sum((0, 2)),
-            -dkey_exponent.sum(-1),
+            torch.einsum("bhtf,bhtd->hfd", dquery_exponent, query.float()) if asked[2] else None,
+            dquery_exponent.sum((0, 2)) if asked[3] else None,
+            torch.einsum("bhtf,bhtd->hfd", dkey_exponent, key.float()) if asked[4] else None,
+            dkey_exponent.sum((0, 2)) if asked[5] else None,
+            -dkey_exponent.sum(-1) if asked[6] else None,
             dvalue.to(value.dtype),
             dgate,
             dscale,
-            dstart,
+            _with_masses(later, 0, batch, heads) if ctx.has_state else None,
+            None,
             None,
             None,
             None,
         )
+
+
+def _states(ctx: Any, *inputs: Any, reverse: bool = False) -> tuple[Tensor, Tensor]:
+    """Run the kernel of states, and return them [B·H, N + 1, F, d] and their normalisers' [B·H, N + 1, F]."""
+    from .triton_kernels import states_kernel
+
+    *tensors, start = inputs
+    _, d, features, heads, chunks = ctx.sizes
+    rows, like = tensors[0].shape[0] * heads, {"device": tensors[0].device, "dtype": torch.float32}
+    states = torch.empty(rows, chunks + 1, features, d, **like)
+    masses = torch.empty(rows, chunks + 1, features, **like)
+    starts = (states, masses) if start is None else (start[..., :-1].contiguous(), start[..., -1].contiguous())
+    columns = min(COLUMNS, ctx.shape["BK"])
+    grid = (rows, -(-features // ctx.shape["BF"]), -(-d // columns))
+    states_kernel[grid](
+        *tensors, *starts, states, masses, *ctx.sizes, **ctx.options, **ctx.shape, BV=columns,
+        REVERSE=reverse, HAS_START=start is not None, **LAUNCH["states"],
+    )  # fmt: skip
+    return states, masses
+
+
+def _with_masses(states: tuple[Tensor, Tensor], place: int, batch: int, heads: int) -> Tensor:
+    """Return the state [B, H, F, d + 1] at a boundary of chunks, its normaliser's column last."""
+    whole = torch.cat([states[0][:, place], states[1][:, place, :, None]], dim=-1)
+    return whole.unflatten(0, (batch, heads))
 
 
 def _rows(tensor: Tensor | None, like: Tensor, default: float) -> Tensor:
@@ -302,20 +343,21 @@ def fused_attention(
     documents = numbers[:, None].expand(decay.shape).contiguous()
     signed = denominator_floor is not None
     rows = state[..., :-1, :] if signed and state is not None else state
-    sums, end = _LinearAttention.apply(
+    output, mass, end = _LinearAttention.apply(
         query, key, inputs.query_weight.contiguous(), inputs.query_bias.contiguous(), inputs.key_weight.contiguous(),
-        inputs.key_bias.contiguous(), norm, with_ones(value, torch.float32), decay, scale,
-        None if rows is None else rows.float().contiguous(), documents, inputs.kind, chunk,
+        inputs.key_bias.contiguous(), norm, value.contiguous(), decay, scale,
+        None if rows is None else rows.float(), documents, inputs.kind, chunk, _precision(inputs.kind, value.dtype),
     )  # fmt: skip
     if not signed:
-        return divide(sums[..., :-1], sums[..., -1:]), cast(Tensor, rescale(end, shift, None))
+        return divide(output, mass[..., None]), cast(Tensor, rescale(end, shift, None))
+    gates = None if log_decay is None and document_starts is None else decay
     if document_starts is not None:
-        decay = decay.masked_fill(document_starts[:, None], MASKED_LOGIT)
+        gates = decay.masked_fill(document_starts[:, None], MASKED_LOGIT)
     # sin² + cos² = 1, so that the norm of D pairs of features is √D.
     query_norm = torch.full_like(scale, math.sqrt(inputs.query_weight.shape[1] / 2))[..., None]
     before = None if state is None else state[..., -1:, -1:].clone()
-    norms, last = key_norm_sums(query_norm * scale[..., None], decay, None, before)
-    output = divide(sums[..., :-1], denominator(sums[..., -1:], query_norm, norms, denominator_floor))
+    norms, last = key_norm_sums(query_norm * scale[..., None], gates, None, before)
+    output = divide(output, denominator(mass[..., None], query_norm, norms, denominator_floor))
     return output, cast(Tensor, rescale(with_norm_row(end, last), shift, None))
 
 

@@ -324,6 +324,11 @@ def key_norm_sums(
     n is the recurrence with one feature, ``key_norm`` = ‖φ(k)‖ [B, H, T, 1], and ones for values. ``initial`` is n before
     these tokens, updated in place as a state is. The other arguments are those of `linear_attention`.
     """
+    if log_decay is None and key_norm.shape[-2] > 1:
+        sums = key_norm[..., 0] if input_scale is None else key_norm[..., 0] * input_scale
+        sums = sums.cumsum(-1)[..., None]  # along memory: many times faster on a GPU
+        sums = sums if initial is None else sums + initial
+        return sums, sums[..., -1:, :]
     ones = torch.ones_like(key_norm)
     return _recurrence(ones, Tokens(key_norm, ones, log_decay, input_scale), initial, chunk_size)
 

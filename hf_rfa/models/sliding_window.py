@@ -222,6 +222,8 @@ class Step(NamedTuple):
     def attend_alone(self, query: Tensor, scaling: float) -> Tensor:
         """Return the outputs of queries that are not scaled yet, where nothing joins them and no normalizer is needed."""
         key, value, log_weights = self._split(self.kept)
+        if key.is_cuda:  # its kernels take no rows that are a number of bytes apart which 16 does not divide
+            key, value = key.contiguous(), value.contiguous()
         return F.scaled_dot_product_attention(query, key, value, attn_mask=log_weights.mT.contiguous(), scale=scaling)
 
 
