@@ -14,7 +14,7 @@ from rich.console import Console
 from hf_rfa.finetune.recipe import load_settings, merge
 
 from .results import described, load, save, values_of
-from .rows import ROWS, settings_of, train
+from .rows import PROCESSOR, ROWS, settings_of, train
 
 #: Options of a recipe as an experiment adds them: data, lengths.
 Options = dict[str, Any]
@@ -170,7 +170,7 @@ def table(experiment: Experiment, whole: Mapping[str, Any]) -> str:
     for row, runs in whole["rows"].items():
         cells = [mean(values_of(whole, row, column.value), column.format) for column in experiment.columns]
         cells += [f"{fmean(each[name] for each in runs) / 1e6:.2f} M" for name in ("parameters", "tokens")]
-        cells += [mean([60 * each["cpu_hours"] for each in runs], ".1f"), str(len(runs))]
+        cells += [_minutes(runs), str(len(runs))]
         lines.append(f"| {row} | {' | '.join(cells)} |")
     if chance := whole["chance"]:
         levels = [chance.get(each.chance or "") for each in experiment.columns]
@@ -180,6 +180,16 @@ def table(experiment: Experiment, whole: Mapping[str, Any]) -> str:
         ]
         lines.append(f"| chance | {' | '.join(cells)} |{' |' * len(last)}")
     return "\n".join(lines)
+
+
+def _minutes(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the minutes of processor time by device: beside an accelerator they are few, and say nothing of its own time."""
+    devices = dict.fromkeys(run.get("device", PROCESSOR) for run in runs)
+    parts = []
+    for device in devices:
+        minutes = [60 * run["cpu_hours"] for run in runs if run.get("device", PROCESSOR) == device]
+        parts.append(mean(minutes, ".1f") + ("" if device == PROCESSOR else f" beside {device}"))
+    return "; ".join(parts)
 
 
 def mean(values: Sequence[float | None], form: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.convert.calibration_data import tokenize
@@ -48,7 +48,8 @@ def _text(folder: Path, options: Options) -> torch.Tensor:
 
 def measure(folder: Path, options: Options) -> dict[str, float]:
     """Return perplexities by length; of a softmax model at the length of the training alone, which its positions end at."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder).to(best_device()).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model = model.to(best_device()).eval()
     ids, length = _text(folder, options), int(options["block_length"])
     carries = isinstance(model.config, RFAConfigMixin)
     found = {}

@@ -26,6 +26,8 @@ from .results import check_same, described
 
 RFA_FIELDS = {field.name for mixin in (RFAConfigMixin, RFASeq2SeqConfigMixin) for field in fields(mixin)}
 SOFTMAX = "softmax"
+#: The device of a run that used no accelerator.
+PROCESSOR = "processor"
 GATE = {"feature_map": "gaussian", "unit_norm": True, "gate": True}
 #: glibc keeps what it has freed: docs/faq.md has what that gains.
 KEEP_MEMORY = {
@@ -136,9 +138,9 @@ def best_device() -> torch.device:
 
 
 def _device_name() -> str:
-    """Return what the accelerator calls itself, or "processor" where there is none."""
+    """Return what the accelerator calls itself, or `PROCESSOR` where there is none."""
     device = best_device()
-    return torch.cuda.get_device_name() if device.type == "cuda" else {"cpu": "processor"}.get(device.type, device.type)
+    return torch.cuda.get_device_name() if device.type == "cuda" else {"cpu": PROCESSOR}.get(device.type, device.type)
 
 
 def _end_with_parent() -> None:
