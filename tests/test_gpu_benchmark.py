@@ -66,6 +66,7 @@ def test_all_parts_run_dry_and_are_not_run_again(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
     first = json.loads((tmp_path / "gpu.json").read_text())
+    assert (tmp_path / "attention.png").is_file()
     assert set(first) == {"about", "parity", "attention", "graphs", "decoding", "conversion"}
     assert len(first["parity"]) > 20
     again = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)

@@ -3,9 +3,9 @@
     python -m benchmarks.gpu --output FOLDER                              # a CUDA device
     TRITON_INTERPRET=1 python -m benchmarks.gpu --dry --output FOLDER     # tiny shapes on a CPU, to see that all parts run
 
-``FOLDER/gpu.json`` is written after each part, and parts that are in it are not run again. What fails, a kernel that does not
-compile or a length that does not fit, is recorded with its reason, shown in the tables and counted at the end; the rest goes
-on. The status is 1 if anything failed.
+``FOLDER/gpu.json`` is written after each part, with a chart of attention's times, and parts that are in it are not run again.
+What fails, a kernel that does not compile or a length that does not fit, is recorded with its reason, shown in the tables and
+counted at the end; the rest goes on. The status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ def main() -> None:
             results[name] = found | {"seconds": time.perf_counter() - start}
             with new_file(path) as file:
                 file.write(json.dumps(results, indent=1) + "\n")
+            if name == "attention":
+                attention.draw(results[name], given.output / "attention.png")
         console.rule(f"{name}: {results[name]['seconds']:.0f} s")
         TABLES[name](results[name], console)
     failed = failures(results)

@@ -11,10 +11,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -29,6 +31,7 @@ from .trial import FAILED, Setting, attempt
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: Feature maps whose kernels are timed: without signs and with.
 MAPS = ("exponential", "gaussian")
+COLORS = {"fused": "#174a80", "torch": "#7ba7d4", "fla": "#3f6f1d", "softmax": "#555555"}
 
 
 def plain(feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -103,6 +106,33 @@ def _times(attention: Attention, inputs: list[Tensor], steps: int, device: torch
         "forward": forward,
         "with gradients": interleaved({"": lambda: backward(attention, inputs)}, steps, device)[""],
     }
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw the times by length, of a map a panel, to a PNG file."""
+    names = [name for name in MAPS if name in results]
+    figure = Figure(figsize=(1.8 + 4.2 * len(names), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    for axes, name in zip(panels, names, strict=True):
+        rows = results[name]["lengths"]
+        for contestant, color in COLORS.items():
+            for what, style in (("forward", "o-"), ("with gradients", "o--")):
+                points = [
+                    (int(length), found[contestant][what])
+                    for length, found in rows.items()
+                    if contestant in found and FAILED not in found[contestant]
+                ]
+                if points:
+                    axes.plot(
+                        *zip(*points, strict=True), style, color=color, markersize=3, label=f"{contestant}, {what}"
+                    )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set(xlabel="tokens of a text", title=f"{name} features")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("ms")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)
 
 
 def show(results: dict[str, Any], console: Console) -> None:
