@@ -1,8 +1,9 @@
 """The kernels against attention in torch on the same device: outputs, gradients and decoding steps.
 
 The truth is attention in torch in float64. An error is the largest difference to it, relative to the largest entry, and a
-kernel passes if its error is at most `TIMES` times that of torch in the kernel's own precision, or at most `LEAST`. The
-gradients of one token's query and key are zero, so their errors are relative to the value's gradient.
+kernel passes if its error is at most `TIMES` times that of torch in the kernel's own precision, or at most `LEAST`. One
+token's output is its value: the gradients of query and key are zero, and their errors are relative to the value's. Features
+with signs are an exception, whose normaliser can be at its floor.
 """
 
 from __future__ import annotations
@@ -92,9 +93,8 @@ def compare(feature_map: FeatureMap, dtype: str, gated: bool, length: int, setti
     mine = _outputs_and_gradients(lambda *each: kernels(feature_map, *each), [query, key, value])
     theirs = _outputs_and_gradients(lambda *each: torch_form(feature_map, *each), [query, key, value])
     names = ("output", "query's gradient", "key's gradient", "value's gradient")
-    scales = [
-        truth[3] if length == 1 and "gradient" in name else exactly for name, exactly in zip(names, truth, strict=True)
-    ]
+    vanish = length == 1 and not feature_map.signed  # gradients of query and key
+    scales = [truth[0], *(truth[3] if vanish else each for each in truth[1:])]
     errors = {
         name: (error(a, t, scale), error(b, t, scale))
         for name, a, b, t, scale in zip(names, mine, theirs, truth, scales, strict=True)

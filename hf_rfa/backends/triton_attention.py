@@ -203,7 +203,8 @@ class _LinearAttention(torch.autograd.Function):
         features, rows, chunks = query_weight.shape[1], batch * heads, -(-length // chunk)
         ctx.sizes, ctx.shape = (length, d, features, heads, chunks), _shape(d, features, chunk)
         ctx.options = {**LIMITS, "KIND": KINDS[kind], "PRECISION": precision}
-        states = _states(ctx, key, key_weight, key_bias, norm, norm, value, norm, gate, scale, documents, state)
+        no = norm  # stands for the largest exponents and the normalisers' gradients, which are read in reverse alone
+        states = _states(ctx, key, key_weight, key_bias, norm, no, value, no, gate, scale, documents, state)
         output = torch.empty(batch, heads, length, d, device=query.device, dtype=torch.float32)
         mass, top = torch.empty_like(norm), torch.empty_like(norm)
         outputs_kernel[(chunks * rows,)](
