@@ -43,7 +43,10 @@ class FinetuneArguments:
         default=None, metadata={"help": "Instead of --model: train a new model of this type, such as rfa_gpt2 or gpt2."}
     )
     config_overrides: str | None = field(
-        default=None, metadata={"help": "Fields of the new model's configuration, as a JSON object."}
+        default=None,
+        metadata={
+            "help": "Fields of the new model's configuration, as a JSON object; feature_seed: --seed if not given."
+        },
     )
     tokenizer: str | None = field(default=None, metadata={"help": "Folder or name of a tokenizer, if not the model's."})
     evaluate: str | None = field(default=None, metadata={"help": "Data to evaluate on, in the same forms."})

@@ -106,7 +106,7 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
         )
         check_training_folder(work, resume=options.resume)
 
-    config, tokenizer = load_config_and_tokenizer(options)
+    config, tokenizer = load_config_and_tokenizer(options, seed=arguments.seed)
     positions = config.max_position_embeddings
     length = min(BLOCK_LENGTH, positions) if options.block_length is None else options.block_length
     if not 2 <= length <= positions:
@@ -163,8 +163,11 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     return metrics
 
 
-def load_config_and_tokenizer(options: FinetuneArguments) -> tuple[Any, Any]:
-    """Return the configuration of the model to train, and its tokenizer; raise an `InputError` if there are none that fit."""
+def load_config_and_tokenizer(options: FinetuneArguments, *, seed: int = 0) -> tuple[Any, Any]:
+    """Return the configuration of the model to train, and its tokenizer; raise an `InputError` if there are none that fit.
+
+    The random vectors of a new type's model are drawn with the seed, unless ``config_overrides`` has a ``feature_seed``.
+    """
     config: Any = None if options.model is None else read_config(options.model)
     if options.byte_tokenizer:
         tokenizer: Any = ByT5Tokenizer(extra_ids=0)
@@ -177,18 +180,20 @@ def load_config_and_tokenizer(options: FinetuneArguments) -> tuple[Any, Any]:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config is None:
-        config = _new_config(str(options.model_type), options.overrides(), tokenizer)
+        config = _new_config(str(options.model_type), options.overrides(), tokenizer, seed)
     check_vocabulary(tokenizer, config, options.model or f"config_overrides for {options.model_type}")
     return config, tokenizer
 
 
-def _new_config(model_type: str, overrides: dict[str, Any], tokenizer: Any) -> Any:
+def _new_config(model_type: str, overrides: dict[str, Any], tokenizer: Any, seed: int) -> Any:
     """Return a configuration of a type, for a tokenizer."""
     values = {"vocab_size": len(tokenizer)}
     values |= {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
     try:
         known = AutoConfig.for_model(model_type)
         unknown = [name for name in overrides if not hasattr(known, name)]
+        if hasattr(known, "feature_seed"):
+            values["feature_seed"] = seed
         values |= {name: value for name, value in overrides.items() if name not in unknown}
         if "decoder_start_token_id" in vars(known):
             values.setdefault("decoder_start_token_id", values["eos_token_id"])

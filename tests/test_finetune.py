@@ -135,6 +135,14 @@ def test_bytes_from_scratch(material, tmp_path):
     assert model.config.model_type == "rfa_gpt2"
 
 
+@pytest.mark.parametrize(("given", "expected"), [({}, 7), ({"feature_seed": 3}, 3)])
+def test_the_seed_of_a_new_model_draws_its_random_vectors(given, expected, material, tmp_path):
+    overrides = {"n_layer": 1, "n_embd": 8, "n_head": 2, "num_features": 4, **given}
+    new = {"model_type": "rfa_gpt2", "config_overrides": json.dumps(overrides), "byte_tokenizer": True}
+    run(material, tmp_path, model=None, seed=7, steps=1, **new)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.feature_seed == expected
+
+
 @pytest.mark.parametrize("name", ["gpt2-rfa", "bart-rfa", "gated"])
 def test_kinds_have_their_own_rates(name, material):
     rates = {kind: 10.0**-n for n, kind in enumerate(PARAMETER_KINDS)}
