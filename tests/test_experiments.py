@@ -459,6 +459,16 @@ def test_gates_are_drawn_as_far_as_they_were_run(tmp_path):
     assert all((one != other).any() for one, other in itertools.pairwise(pictures))
 
 
+def test_a_value_of_zero_is_drawn_and_one_that_is_missing_is_not(tmp_path):
+    """A translation that learned nothing has a BLEU of 0; images a second may not have been measured yet."""
+    widths = []
+    for second in ({}, {"bleu_4": 0.0}):
+        runs = [{"seed": 0, "values": {"bleu_1": 0.0, **second}}]
+        translation.draw({"chance": {}, "side_by_side": {}, "rows": {"elu": runs}}, tmp_path / "drawn.png")
+        widths.append(imread(tmp_path / "drawn.png").shape[1])
+    assert widths[0] < 0.7 * widths[1]
+
+
 @pytest.mark.parametrize("name", sorted(experiments.EXPERIMENTS))
 def test_the_page_has_the_tables_of_the_results(name):
     folder = ROOT / "docs" / "experiments"

@@ -18,7 +18,7 @@ Titled = tuple[str, str]
 
 def draw_values(whole: dict[str, Any], path: Path, values: list[Titled], *, chance: str | None = None) -> None:
     """Draw a panel for each value that was measured: a line a row of the experiment, a point a seed; chance is dotted."""
-    measured = {value for value, _ in values for row in whole["rows"] if any(values_of(whole, row, value))}
+    measured = {value for value, _ in values for row in whole["rows"] if set(values_of(whole, row, value)) != {None}}
     values = [each for each in values if each[0] in measured]
     figure = Figure(figsize=(1.5 + 3.4 * len(values), 0.9 + 0.42 * len(whole["rows"])), layout="tight")
     panels = figure.subplots(1, len(values), squeeze=False, sharey=True)[0]
