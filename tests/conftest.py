@@ -118,6 +118,16 @@ def tiny_parent(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def converted_demo(tmp_path_factory) -> Path:
+    """Folder of the demo's model, converted; for reading alone."""
+    from hf_rfa.convert import convert
+
+    folder = tmp_path_factory.mktemp("converted-demo") / "rfa"
+    convert(DEMO_MODEL, folder)
+    return folder
+
+
 @pytest.fixture
 def run_cli(monkeypatch):
     """The command line in this process: it takes words, and returns the exit status."""

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from hf_rfa import InputError
-from hf_rfa.convert import convert
 from hf_rfa.convert.calibration_data import tokenize
 from hf_rfa.convert.text_io import read_documents
 from hf_rfa.finetune import perplexity
@@ -85,16 +84,9 @@ def test_linear_layers_alone_are_changed(family, name):
         )
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("int8") / "rfa"
-    convert(DEMO_MODEL, folder)
-    return folder
-
-
 @pytest.mark.parametrize("kind", ["softmax", "RFA"])
-def test_perplexity_is_within_a_hundredth_and_16_bits_within_a_fifth_of_that(kind, converted):
-    folder = DEMO_MODEL if kind == "softmax" else converted
+def test_perplexity_is_within_a_hundredth_and_16_bits_within_a_fifth_of_that(kind, converted_demo):
+    folder = DEMO_MODEL if kind == "softmax" else converted_demo
     found = {}
     for dtype in ("float32", "bfloat16", "int8"):
         model, tokenizer = load_model(str(folder), dtype=dtype)
@@ -104,8 +96,8 @@ def test_perplexity_is_within_a_hundredth_and_16_bits_within_a_fifth_of_that(kin
     assert found["int8"] == pytest.approx(found["float32"], rel=0.01)
 
 
-def test_states_stay_in_float32_and_a_split_text_is_the_whole(converted):
-    model, tokenizer = load_model(str(converted), dtype="int8")
+def test_states_stay_in_float32_and_a_split_text_is_the_whole(converted_demo):
+    model, tokenizer = load_model(str(converted_demo), dtype="int8")
     ids = tokenizer("It was a bright cold day in April, and the clocks were striking.", return_tensors="pt").input_ids
     with torch.no_grad():
         whole = model(ids)
@@ -116,18 +108,18 @@ def test_states_stay_in_float32_and_a_split_text_is_the_whole(converted):
     torch.testing.assert_close(rest, whole.logits[:, 5:], atol=0.15, rtol=0.05)
 
 
-def test_commands_take_int8(converted, tmp_path, run_cli, capsys):
-    assert run_cli("generate", converted, "--prompt", "It was", "--dtype", "int8", "--max-new-tokens", 4) == 0
-    assert run_cli("evaluate", converted, DEMO_TEXT, "--max-tokens", 1200, "--dtype", "int8") == 0
+def test_commands_take_int8(converted_demo, tmp_path, run_cli, capsys):
+    assert run_cli("generate", converted_demo, "--prompt", "It was", "--dtype", "int8", "--max-new-tokens", 4) == 0
+    assert run_cli("evaluate", converted_demo, DEMO_TEXT, "--max-tokens", 1200, "--dtype", "int8") == 0
     assert "perplexity" in capsys.readouterr().out
-    short = ("--model", converted, "--lengths", 16, "--batches", 1, "--steps", 1, "--dtype", "int8")
+    short = ("--model", converted_demo, "--lengths", 16, "--batches", 1, "--steps", 1, "--dtype", "int8")
     assert run_cli("bench", *short, "--output", tmp_path / "speed") == 0
     assert json.loads((tmp_path / "speed.json").read_text())["dtype"] == "int8"
-    assert run_cli("bench", "--model", converted, "--task", "training", "--dtype", "int8") == 1
+    assert run_cli("bench", "--model", converted_demo, "--task", "training", "--dtype", "int8") == 1
     assert "--dtype int8 is for inference" in capsys.readouterr().err
 
 
-def test_what_cannot_be_quantized_is_refused(converted):
+def test_what_cannot_be_quantized_is_refused(converted_demo):
     model = make("llama")
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
     with pytest.raises(InputError, match=r"quantized already\. Leave int8 out"):
@@ -137,4 +129,4 @@ def test_what_cannot_be_quantized_is_refused(converted):
     with pytest.raises(InputError, match="no linear layers"):
         quantize_weights(model)
     with pytest.raises(InputError, match="dtype must be one of auto, float32, bfloat16, float16, int8, got 'int4'"):
-        load_model(str(converted), dtype="int4")
+        load_model(str(converted_demo), dtype="int4")

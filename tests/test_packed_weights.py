@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from hf_rfa import InputError
-from hf_rfa.convert import convert
 from hf_rfa.inference import generate_text, load_model
 from hf_rfa.packed_weights import PROCESSORS, PackedLinear, PackedPart, PackedParts, pack_weights, why_not_packed
 
@@ -155,17 +154,10 @@ def test_self_attention_has_one_product_for_queries_keys_and_values(family):
     assert all(isinstance(each.q_proj, PackedLinear) for each in cross)
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("packed") / "rfa"
-    convert(DEMO_MODEL, folder)
-    return folder
-
-
 @pytest.mark.parametrize("kind", ["softmax", "RFA"])
 @pytest.mark.parametrize("num_beams", [1, 2])
-def test_texts_are_the_same(kind, num_beams, converted):
-    folder = str(DEMO_MODEL if kind == "softmax" else converted)
+def test_texts_are_the_same(kind, num_beams, converted_demo):
+    folder = str(DEMO_MODEL if kind == "softmax" else converted_demo)
     prompts = ["It was a bright cold day", "The old man", "She"]
     texts = []
     for packed in (False, True):
@@ -175,30 +167,30 @@ def test_texts_are_the_same(kind, num_beams, converted):
     assert texts[0] == texts[1]
 
 
-def test_tied_embeddings_stay(converted):
-    model, _ = load_model(str(converted))
+def test_tied_embeddings_stay(converted_demo):
+    model, _ = load_model(str(converted_demo))
     before = model.get_input_embeddings().weight.clone()
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     pack_weights(model)
     assert torch.equal(model.get_input_embeddings().weight, before)
 
 
-def test_commands_pack(converted, tmp_path, run_cli, capsys, monkeypatch):
+def test_commands_pack(converted_demo, tmp_path, run_cli, capsys, monkeypatch):
     asked = []
     for module in ("inference", "packed_weights"):  # as `generate` and as `bench` find it
         monkeypatch.setattr(f"hf_rfa.{module}.pack_weights", lambda model: asked.append(model) or pack_weights(model))
-    assert run_cli("generate", converted, "--prompt", "It was", "--max-new-tokens", 4) == 0
+    assert run_cli("generate", converted_demo, "--prompt", "It was", "--max-new-tokens", 4) == 0
     assert len(asked) == 1
-    assert run_cli("generate", converted, "--prompt", "It was", "--max-new-tokens", 4, "--dtype", "bfloat16") == 0
+    assert run_cli("generate", converted_demo, "--prompt", "It was", "--max-new-tokens", 4, "--dtype", "bfloat16") == 0
     assert len(asked) == 1
-    short = ("--model", converted, "--lengths", 16, "--batches", 2, "--steps", 1, "--packed")
+    short = ("--model", converted_demo, "--lengths", 16, "--batches", 2, "--steps", 1, "--packed")
     assert run_cli("bench", *short, "--output", tmp_path / "speed") == 0
     assert len(asked) == 3  # both models of the bench
     assert all(isinstance(each.get_output_embeddings(), PackedLinear) for each in asked)
     assert json.loads((tmp_path / "speed.json").read_text())["packed"] is True
     assert "float32, packed, cpu" in capsys.readouterr().out.replace("\n", " ")
     for wrong in (("--task", "training"), ("--dtype", "bfloat16"), ("--device", "cuda")):
-        assert run_cli("bench", "--model", converted, "--packed", *wrong) == 1
+        assert run_cli("bench", "--model", converted_demo, "--packed", *wrong) == 1
         assert "--packed is for inference in float32 on a CPU" in capsys.readouterr().err
 
 
@@ -229,9 +221,9 @@ def test_models_that_cannot_be_packed_are_refused(monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiled_steps_are_one_graph(converted):
-    model, _ = load_model(str(converted), packed=True)
-    plain = AutoModelForCausalLM.from_pretrained(converted)
+def test_compiled_steps_are_one_graph(converted_demo):
+    model, _ = load_model(str(converted_demo), packed=True)
+    plain = AutoModelForCausalLM.from_pretrained(converted_demo)
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True)
     ids = torch.arange(40).view(2, 20)
