@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,7 @@ from transformers import DynamicCache
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from benchmarks.gpu.decoding import put_back
+from benchmarks.gpu.decoding import captured, difference, put_back
 from benchmarks.gpu.parity import judged
 from benchmarks.gpu.trial import FAILED, attempt, failures
 
@@ -58,6 +62,41 @@ def test_a_step_that_is_put_back_can_be_repeated_on_the_same_tensors(variant):
             found = model(ids[:, place : place + 1], past_key_values=fixed).logits
             put_back(tensors, fixed)
             torch.testing.assert_close(found, expected)
+
+
+@torch.no_grad()
+def test_a_step_on_a_state_that_another_writes_to_is_found():
+    """What a graph does whose state's memory has gone to another tensor."""
+    model, ids = make("llama", "positive"), tokens(2, 9)
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    inputs = {"input_ids": ids[:, :1].clone()}
+    others = copy.deepcopy(cache)
+    assert difference(lambda: model(**inputs, past_key_values=others).logits, model, inputs, copy.deepcopy(cache)) == 0
+    assert difference(lambda: model(**inputs, past_key_values=cache).logits, model, inputs, cache) > 1e-3
+
+
+@torch.no_grad()
+def test_a_graph_keeps_the_tensors_it_reads(monkeypatch):
+    class Stream(contextlib.nullcontext):
+        def wait_stream(self, other):
+            pass
+
+    for name in ("Stream", "current_stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, Stream)
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda context: context)
+    model, ids = make("llama", "positive"), tokens(2, 9)
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    kept = [weakref.ref(tensor) for tensor in cache.layers[0].tensors()]
+    values = [tensor().clone() for tensor in kept]
+    step = captured(model, {"input_ids": ids[:, :1]}, cache)
+    del cache
+    gc.collect()
+    held = [tensor() for tensor in kept]
+    assert all(any(tensor is each for each in step.held) for tensor in held)
+    assert all(torch.equal(tensor, value) for tensor, value in zip(held, values, strict=True))
 
 
 @pytest.mark.slow
