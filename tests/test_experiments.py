@@ -224,7 +224,6 @@ def test_rows_change_attention_alone():
     for name, value in softmax["config_overrides"].items():
         assert gaussian["config_overrides"][name] == elu["config_overrides"][name] == value
     assert elu["config_overrides"]["num_cross_features"] is None
-    assert rows.settings_of("RFA-Gaussian", recipe, 2)["config_overrides"]["feature_seed"] == 2
     assert {name: value for name, value in gaussian.items() if name not in ("config_overrides", "model_type")} == {
         name: value for name, value in softmax.items() if name not in ("config_overrides", "model_type")
     }
@@ -243,9 +242,9 @@ def test_a_fixed_gate_has_its_time_scale_and_keeps_it(tmp_path, monkeypatch):
     overrides = json.dumps({"n_layer": 1, "n_embd": 16, "n_head": 2, "num_features": 8})
     monkeypatch.setattr(gate, "TRAINED_ON", 40)
     given = words(tmp_path, "copying", config_overrides=overrides, learning_rate="0.1")
-    monkeypatch.setattr(sys, "argv", ["experiments", *given, "--row", "gate of 16 tokens", "--seeds", "0"])
+    monkeypatch.setattr(sys, "argv", ["experiments", *given, "--row", "gate of 16 tokens", "--seeds", "5"])
     experiments.main()
-    folder = tmp_path / "work" / "gate of 16 tokens, seed 0"
+    folder = tmp_path / "work" / "gate of 16 tokens, seed 5"
     before, after = (
         load_file(tmp_path / "work" / name / "model.safetensors") for name in (f"{folder.name}, new", folder.name)
     )
@@ -255,6 +254,7 @@ def test_a_fixed_gate_has_its_time_scale_and_keeps_it(tmp_path, monkeypatch):
     changed = [name for name in after if not torch.equal(before[name], after[name])]
     assert len(changed) > len(after) / 2
     model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.feature_seed == 5
     (layer,) = [module for module in model.modules() if isinstance(module, Gate)]
     _, forgotten = layer(torch.randn(2, 5, 16))
     torch.testing.assert_close(1.0 / forgotten, torch.full_like(forgotten, 16.0))

@@ -65,7 +65,7 @@ class Experiment:
     chance: Callable[[Options], dict[str, float]] = lambda options: {}
     finish: Callable[[dict[str, Path], Options, Path], dict[str, dict[str, float]]] = lambda *given: {}
     settings: Callable[[str, dict[str, Any], Path, int], dict[str, Any]] = lambda row, recipe, work, seed: settings_of(
-        row, recipe, seed
+        row, recipe
     )
     seeds: Sequence[int] = (0, 1, 2)
     options: Mapping[str, Any] = field(default_factory=dict)

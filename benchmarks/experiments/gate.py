@@ -40,13 +40,13 @@ COPIED = {f"copied_{length}": f"{length} digits" for length in LENGTHS}
 
 def gate_settings(row: str, recipe: dict[str, Any], work: Path, seed: int) -> dict[str, Any]:
     """Return a recipe's settings for a row. A fixed gate is set in a new model, which the training starts from."""
-    settings = settings_of(row, recipe, seed)
+    settings = settings_of(row, recipe)
     if row not in FIXED_GATES:
         return settings
     overrides = settings.pop("config_overrides")
     start = {"model_type": settings.pop("model_type"), "config_overrides": json.dumps(overrides)}
     start |= {name: settings[name] for name in ("task", "train", "tokenizer", "byte_tokenizer") if name in settings}
-    config, _ = load_config_and_tokenizer(FinetuneArguments(**start))
+    config, _ = load_config_and_tokenizer(FinetuneArguments(**start), seed=seed)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     for module in model.modules():

@@ -60,11 +60,10 @@ COLORS = {
 }
 
 
-def settings_of(row: str, recipe: dict[str, Any], seed: int = 0) -> dict[str, Any]:
-    """Return a recipe's settings for a row, with random vectors of a seed."""
+def settings_of(row: str, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe's settings for a row."""
     change = ROWS[row]
     if change is not None:
-        change = change | {"feature_seed": seed}
         if row == "elu" and "num_cross_features" in recipe["config_overrides"]:
             change = change | {"num_cross_features": None}  # as many features as a head has dimensions
         return merge(recipe, {"config_overrides": change})
