@@ -101,9 +101,10 @@ def draw(whole: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(5, 3.6), layout="tight")
     axes = figure.subplots()
     for place, (kind, color) in enumerate(COLORS.items(), start=-1):  # beside each other: many are equal
-        runs = {context: whole["rows"].get(f"{kind}, {context}", ()) for context in CONTEXTS}
         points = [
-            (context * 2 ** (place / 8), each["values"]["right"]) for context in CONTEXTS for each in runs[context]
+            (context * 2 ** (place / 8), each["values"]["right"])
+            for context in CONTEXTS
+            for each in whole["rows"].get(f"{kind}, {context}", ())
         ]
         axes.plot(*zip(*points, strict=True), "o", color=color, markersize=4, label=kind) if points else None
     axes.axhline(whole["chance"]["right"], color="#888888", linestyle="dotted", label="chance")
