@@ -229,6 +229,21 @@ def test_rows_change_attention_alone():
     }
 
 
+def test_rows_have_random_features_in_one_kind_of_attention_alone(tmp_path):
+    recipe = load_settings("multi30k", small=True)
+    layers = recipe["config_overrides"]["decoder_layers"]
+    for row in translation.EXPERIMENT.rows:
+        found = translation.settings(row, recipe, tmp_path, 0)
+        if row not in rows.ALONE:
+            assert found == rows.settings_of(row, recipe)
+            continue
+        config = AutoConfig.for_model(found["model_type"], **found["config_overrides"])
+        kinds = [[config.is_rfa(kind, layer) for layer in range(layers)] for kind in ("causal", "cross", "encoder")]
+        expected = (row.endswith("in causal attention"), row.endswith("in cross attention"), False)
+        assert kinds == [[each] * layers for each in expected]
+        assert (config.feature_map, config.unit_norm, config.gate) == ("gaussian", True, False)
+
+
 def test_a_table_has_means_spreads_and_chance():
     size = {"parameters": 2_000_000, "tokens": 3_000_000}
     runs = [{"values": {"bits": each}, "cpu_hours": 0.5, **size} for each in (1.0, 2.0)]

@@ -11,7 +11,7 @@ from hf_rfa.finetune.recipe import read_overrides
 
 from . import gate, images, language, listops, reviews, translation
 from .experiment import run
-from .rows import FIXED_GATES, ROWS
+from .rows import ROWS, SPECIAL
 
 EXPERIMENTS = {
     "translation": translation.EXPERIMENT,
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/experiments"), help="folder for JSON and PNG")
     given, others = parser.parse_known_args()  # the rest are options of hf-rfa finetune
     experiment = EXPERIMENTS[given.name]
-    unknown = sorted({*(given.row or ())} - {*experiment.rows, *(ROWS.keys() - FIXED_GATES.keys())})
+    unknown = sorted({*(given.row or ())} - {*experiment.rows, *(ROWS.keys() - SPECIAL)})
     if unknown:
         parser.error(f"there is no row {unknown[0]!r}. There are: {', '.join(experiment.rows)}.")
     names = [word.removeprefix("--").replace("-", "_") for word in others[::2]]

@@ -28,7 +28,8 @@ RFA_FIELDS = {field.name for mixin in (RFAConfigMixin, RFASeq2SeqConfigMixin) fo
 SOFTMAX = "softmax"
 #: The device of a run that used no accelerator.
 PROCESSOR = "processor"
-GATE = {"feature_map": "gaussian", "unit_norm": True, "gate": True}
+GAUSSIAN = {"feature_map": "gaussian", "unit_norm": True, "gate": False}
+GATE = {**GAUSSIAN, "gate": True}
 #: glibc keeps what it has freed: docs/faq.md has what that gains.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
@@ -37,17 +38,25 @@ KEEP_MEMORY = {
 }
 #: Time scales of fixed gates, in tokens, by the name of the row.
 FIXED_GATES = {f"gate of {scale} tokens": scale for scale in (4, 16, 64, 256)}
+#: Random features in one kind of a decoder's attention alone, and the field with the layers whose other kind stays softmax.
+ALONE = {
+    "RFA-Gaussian in causal attention": "softmax_cross_layers",
+    "RFA-Gaussian in cross attention": "softmax_layers",
+}
 #: What a row changes in the recipe's configuration; None for softmax attention.
 ROWS: dict[str, dict[str, Any] | None] = {
     SOFTMAX: None,
-    "RFA-Gaussian": {"feature_map": "gaussian", "unit_norm": True, "gate": False},
+    "RFA-Gaussian": GAUSSIAN,
     "RFA-arccos": {"feature_map": "arccos", "unit_norm": True, "gate": False},
     "RFA-Gate-Gaussian": GATE,
     "RFA-positive": {"feature_map": "positive", "unit_norm": False, "gate": False, "trainable_projection": True},
     "RFA-exponential": {"feature_map": "exponential", "unit_norm": False, "gate": False},
     "elu": {"feature_map": "elu", "num_features": None, "unit_norm": False, "gate": False},
     **dict.fromkeys(FIXED_GATES, GATE),
+    **dict.fromkeys(ALONE, GAUSSIAN),
 }
+#: What only the experiments that name them can train.
+SPECIAL = {*FIXED_GATES, *ALONE}
 COLORS = {
     SOFTMAX: "#555555",
     "RFA-Gaussian": "#174a80",
@@ -57,6 +66,7 @@ COLORS = {
     "RFA-exponential": "#5b2f91",
     "elu": "#b3440f",
     **dict(zip(FIXED_GATES, ("#d9e8c8", "#b5d196", "#8bb561", "#639138"), strict=True)),
+    **dict(zip(ALONE, ("#4f80b5", "#a9c8e6"), strict=True)),
 }
 
 

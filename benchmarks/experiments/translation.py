@@ -16,10 +16,11 @@ import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.convert.text_io import read_pairs
 from hf_rfa.errors import InputError
 from hf_rfa.finetune import evaluate_generation
+from hf_rfa.finetune.recipe import merge
 
 from .charts import draw_values
 from .experiment import Column, Experiment, Options
-from .rows import best_device
+from .rows import ALONE, best_device, settings_of
 
 LANGUAGES = ("en", "de")
 TEST = "test_2016_flickr"
@@ -38,6 +39,15 @@ def prepare(data: Path | None, work: Path) -> Options:
     names = {"train": "train", "val": "evaluate"}
     options = {option: str(files[name][0]) for name, option in names.items()}
     return options | {f"{option}_references": str(files[name][1]) for name, option in names.items()}
+
+
+def settings(row: str, recipe: dict[str, Any], work: Path, seed: int) -> dict[str, Any]:
+    """Return a recipe's settings for a row, in which one kind of attention may stay softmax in all layers."""
+    found = settings_of(row, recipe)
+    if row not in ALONE:
+        return found
+    layers = list(range(found["config_overrides"]["decoder_layers"]))
+    return merge(found, {"config_overrides": {ALONE[row]: layers}})
 
 
 def measure(folder: Path, options: Options) -> dict[str, float]:
@@ -62,9 +72,10 @@ def draw(whole: dict[str, Any], path: Path) -> None:
 
 EXPERIMENT = Experiment(
     recipe="multi30k",
-    rows=("softmax", "RFA-Gaussian", "RFA-arccos", "RFA-Gate-Gaussian", "elu"),
+    rows=("softmax", "RFA-Gaussian", "RFA-arccos", "RFA-Gate-Gaussian", "elu", *ALONE),
     columns=(Column("bleu_1", "BLEU, greedy"), Column("bleu_4", "BLEU, 4 beams")),
     prepare=prepare,
     measure=measure,
     draw=draw,
+    settings=settings,
 )
