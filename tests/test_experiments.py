@@ -484,13 +484,18 @@ def test_a_value_of_zero_is_drawn_and_one_that_is_missing_is_not(tmp_path):
     assert widths[0] < 0.7 * widths[1]
 
 
-@pytest.mark.parametrize("name", sorted(experiments.EXPERIMENTS))
+PAGE = ROOT / "docs" / "experiments.md"
+#: Results of an experiment by its own model, and in folders below by others.
+RESULTS = [f"{name}.json" for name in sorted(experiments.EXPERIMENTS)]
+RESULTS += sorted(str(path.relative_to(PAGE.with_suffix(""))) for path in PAGE.with_suffix("").glob("*/*.json"))
+
+
+@pytest.mark.parametrize("name", RESULTS)
 def test_the_page_has_the_tables_of_the_results(name):
-    folder = ROOT / "docs" / "experiments"
-    page = (ROOT / "docs" / "experiments.md").read_text()
-    if not (folder / f"{name}.json").is_file():
-        assert f"`{name}`" in page.partition("## Not run")[2]
+    path, page = PAGE.with_suffix("") / name, PAGE.read_text()
+    if not path.is_file():
+        assert f"`{path.stem}`" in page.partition("## Not run")[2]
         return
-    whole = json.loads((folder / f"{name}.json").read_text())
-    assert experiment.table(experiments.EXPERIMENTS[name], whole) in page
-    assert f"](experiments/{name}.png)" in page
+    whole = json.loads(path.read_text())
+    assert experiment.table(experiments.EXPERIMENTS[path.stem], whole) in page
+    assert f"](experiments/{name.replace('.json', '.png')})" in page

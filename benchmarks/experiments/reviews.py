@@ -1,9 +1,9 @@
 """Long texts classified by a language model that was converted: film reviews, at contexts of 256, 1,024 and 4,096 tokens.
 
 ``--data`` is a folder with ``train.jsonl.gz`` and ``valid.jsonl.gz``, a review a line with "text" and "label"; ``--model`` a
-GPT-2. A review that is longer than the context is cut to its end, where the verdict is. All rows are fine-tuned alike: the
-GPT-2 itself, what it is converted to, and the same after attention transfer on the reviews to train on. A table of positions
-that is too short is stretched by interpolation, for all rows.
+GPT-2 or another decoder. A review that is longer than the context is cut to its end, where the verdict is. All rows are
+fine-tuned alike: the decoder itself, what it is converted to, and the same after attention transfer on the reviews to train
+on. A table of positions that is too short is stretched by interpolation, for all rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TRANSFER_STEPS, BATCH = 120, 8
 def settings(row: str, recipe: dict[str, Any], work: Path, seed: int) -> dict[str, Any]:
     """Return the recipe's settings for a row, whose model is made unless it is there."""
     if "model" not in recipe:
-        raise InputError("pass --model, the folder of a GPT-2 language model that is converted and fine-tuned.")
+        raise InputError("pass --model, the folder of a language model that is converted and fine-tuned.")
     kind, _, context = row.rpartition(", ")
     changed = {"model": str(_start(kind, int(context), recipe, work, seed)), "block_length": int(context)}
     rates = ("feature_map_rate", "sigma_rate") if kind == SOFTMAX else ()  # it has neither
@@ -110,6 +110,7 @@ def draw(whole: dict[str, Any], path: Path) -> None:
     axes.axhline(whole["chance"]["right"], color="#888888", linestyle="dotted", label="chance")
     axes.set_xscale("log", base=2)
     axes.set_xticks(CONTEXTS, [f"{each:,}" for each in CONTEXTS])
+    axes.set_xlim(CONTEXTS[0] / 1.3, CONTEXTS[-1] * 1.3)
     axes.set(xlabel="context, tokens", ylabel="reviews classified rightly")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, frameon=False)
