@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from benchmarks.experiments import __main__ as experiments
-from benchmarks.experiments import experiment, gate, images, language, listops, reviews, rows, speech, translation
+from benchmarks.experiments import experiment, gate, images, language, listops, rows, speech, translation
 from hf_rfa.convert.base_model import rfa_layers
 from hf_rfa.convert.calibration_data import tokenize
 from hf_rfa.convert.text_io import read_documents
@@ -232,6 +232,7 @@ def test_rows_change_attention_alone():
 def test_rows_have_random_features_in_one_kind_of_attention_alone(tmp_path):
     recipe = load_settings("multi30k", small=True)
     layers = recipe["config_overrides"]["decoder_layers"]
+    assert set(rows.ALONE) < set(translation.EXPERIMENT.rows)
     for row in translation.EXPERIMENT.rows:
         found = translation.settings(row, recipe, tmp_path, 0)
         if row not in rows.ALONE:
@@ -310,48 +311,6 @@ def test_values_of_expressions_are_counted_one_by_one(tmp_path, monkeypatch):
     }
     assert len(texts["train"]) > 400
     assert not texts["train"] & texts["evaluate"]
-
-
-def test_reviews_start_from_the_same_model_and_are_counted_one_by_one(tmp_path):
-    save_softmax_model("gpt2", tmp_path / "base")
-    rows = [
-        {"text": " ".join(f"w{4 + (n * n + 7 * row) % 53}" for n in range(90 + row)), "label": row % 2}
-        for row in range(60)
-    ]
-    for name in language.FILES.values():
-        with gzip.open(tmp_path / name, "wt") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = load_settings("reviews", small=True) | {
-        "model": str(tmp_path / "base"),
-        **reviews.prepare(tmp_path, tmp_path),
-    }
-    found = {
-        kind: reviews.settings(f"{kind}, 128", recipe, tmp_path / "work", 0)
-        for kind in reviews.COLORS
-        if kind != reviews.TRANSFERRED
-    }
-    assert all(each["block_length"] == 128 for each in found.values())
-    assert "sigma_rate" not in found[reviews.SOFTMAX]
-    models = {kind: AutoModelForCausalLM.from_pretrained(each["model"]) for kind, each in found.items()}
-    kept = {kind: dict(model.named_parameters()) for kind, model in models.items()}
-    assert kept[reviews.SOFTMAX]["transformer.wpe.weight"].shape[0] == 128  # of 96
-    for name, tensor in kept[reviews.SOFTMAX].items():
-        assert torch.equal(tensor, kept[reviews.CONVERTED][name])
-    assert models[reviews.CONVERTED].config.model_type == "rfa_gpt2"
-
-    folder = tmp_path / "trained"
-    tokenizer = AutoTokenizer.from_pretrained(found[reviews.CONVERTED]["model"])
-    padding = {"pad_token_id": tokenizer.pad_token_id}  # as fine-tuning sets it
-    model = AutoModelForSequenceClassification.from_pretrained(found[reviews.CONVERTED]["model"], **padding).eval()
-    tokenizer.save_pretrained(folder)
-    (folder / "finetuning.json").write_text(json.dumps({"settings": {"block_length": 100}}))
-    model.config.id2label = {0: "0", 1: "1"}
-    model.save_pretrained(folder)
-    cut = {"truncation": True, "max_length": 100}
-    answers = [int(model(torch.tensor([tokenizer(row["text"], **cut)["input_ids"]])).logits.argmax()) for row in rows]
-    right = sum(answer == row["label"] for answer, row in zip(answers, rows, strict=True))
-    assert reviews.measure(folder, recipe)["right"] == right / len(rows)
-    assert reviews.chance(recipe) == {"right": 0.5}
 
 
 def test_speech_is_timed_by_length(tmp_path):

@@ -25,6 +25,7 @@ from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, position_count
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe
+from hf_rfa.finetune.run_folder import training_folder
 
 from .experiment import Column, Experiment, Options
 from .language import prepare
@@ -70,7 +71,8 @@ def _start(kind: str, context: int, recipe: dict[str, Any], work: Path, seed: in
         convert(base, converted, calibrate_on=text, trained="features", seed=seed)
     steps = {"transfer_steps": TRANSFER_STEPS, "end_to_end_steps": 0}
     transfer = replace(Recipe.load("default"), seed=seed)
-    distill(converted, folder, teacher=base, data=text, recipe=transfer, overwrite=True, **steps)  # type: ignore[arg-type]
+    resume = training_folder(folder).is_dir()
+    distill(converted, folder, teacher=base, data=text, recipe=transfer, resume=resume, **steps)  # type: ignore[arg-type]
     return folder
 
 

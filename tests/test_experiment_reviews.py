@@ -1,0 +1,77 @@
+"""`benchmarks.experiments.reviews`: what the rows start from, also after an interruption, and accuracy counted by hand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from benchmarks.experiments import language, reviews
+from hf_rfa.finetune.recipe import load_settings
+from hf_rfa.finetune.trainers import AttentionTransferTrainer
+
+from .families import save_softmax_model
+from .training import assert_same, interrupted, weights
+
+
+def material(folder: Path, first: int = 90) -> tuple[list[dict], dict]:
+    """Write a tiny GPT-2 and 60 reviews of ``first`` tokens or more; return the reviews, and a recipe's settings."""
+    save_softmax_model("gpt2", folder / "base")
+    rows = [
+        {"text": " ".join(f"w{4 + (n * n + 7 * row) % 53}" for n in range(first + row)), "label": row % 2}
+        for row in range(60)
+    ]
+    for name in language.FILES.values():
+        with gzip.open(folder / name, "wt") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"model": str(folder / "base"), **reviews.prepare(folder, folder)}
+    return rows, load_settings("reviews", small=True) | options
+
+
+def test_reviews_start_from_the_same_model_and_are_counted_one_by_one(tmp_path):
+    rows, recipe = material(tmp_path)
+    found = {
+        kind: reviews.settings(f"{kind}, 128", recipe, tmp_path / "work", 0)
+        for kind in reviews.COLORS
+        if kind != reviews.TRANSFERRED
+    }
+    assert all(each["block_length"] == 128 for each in found.values())
+    assert "sigma_rate" not in found[reviews.SOFTMAX]
+    models = {kind: AutoModelForCausalLM.from_pretrained(each["model"]) for kind, each in found.items()}
+    kept = {kind: dict(model.named_parameters()) for kind, model in models.items()}
+    assert kept[reviews.SOFTMAX]["transformer.wpe.weight"].shape[0] == 128  # of 96
+    for name, tensor in kept[reviews.SOFTMAX].items():
+        assert torch.equal(tensor, kept[reviews.CONVERTED][name])
+    assert models[reviews.CONVERTED].config.model_type == "rfa_gpt2"
+
+    folder = tmp_path / "trained"
+    tokenizer = AutoTokenizer.from_pretrained(found[reviews.CONVERTED]["model"])
+    padding = {"pad_token_id": tokenizer.pad_token_id}  # as fine-tuning sets it
+    model = AutoModelForSequenceClassification.from_pretrained(found[reviews.CONVERTED]["model"], **padding).eval()
+    tokenizer.save_pretrained(folder)
+    (folder / "finetuning.json").write_text(json.dumps({"settings": {"block_length": 100}}))
+    model.config.id2label = {0: "0", 1: "1"}
+    model.save_pretrained(folder)
+    cut = {"truncation": True, "max_length": 100}
+    answers = [int(model(torch.tensor([tokenizer(row["text"], **cut)["input_ids"]])).logits.argmax()) for row in rows]
+    right = sum(answer == row["label"] for answer, row in zip(answers, rows, strict=True))
+    assert reviews.measure(folder, recipe)["right"] == right / len(rows)
+    assert reviews.chance(recipe) == {"right": 0.5}
+
+
+def test_an_interrupted_transfer_goes_on_to_the_same_weights(tmp_path, monkeypatch):
+    _, recipe = material(tmp_path)
+    monkeypatch.setattr(reviews, "TRANSFER_STEPS", 10)
+    row = f"{reviews.TRANSFERRED}, 96"
+    whole = reviews.settings(row, recipe, tmp_path / "whole", 1)["model"]
+    with interrupted(monkeypatch, AttentionTransferTrainer, "compute_loss", after=7):
+        reviews.settings(row, recipe, tmp_path / "stopped", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(reviews, "convert", None)  # which is done
+        stopped = reviews.settings(row, recipe, tmp_path / "stopped", 1)["model"]
+    found, first = weights(Path(stopped)), weights(Path(f"{whole}, untrained"))
+    assert any(not torch.equal(tensor, first[name]) for name, tensor in found.items())
+    assert_same(found, weights(Path(whole)), atol=1e-6, rtol=1e-5)
