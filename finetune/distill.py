@@ -247,7 +247,7 @@ def _train(
 def _divergences(model: PreTrainedModel, teacher: PreTrainedModel, batch: Inputs) -> dict[str, tuple[float, ...]]:
     """Return the divergence of every layer's heads on a batch."""
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    return {name: tuple(loss.tolist()) for name, loss in transfer_losses(model, teacher, inputs).items()}
+    return {name: tuple(loss.tolist()) for name, loss in transfer_losses(model, teacher, inputs)}
 
 
 def _write(

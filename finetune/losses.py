@@ -1,7 +1,8 @@
-"""The loss of end-to-end distillation."""
+"""Losses of distillation whose gradients are computed at once, so that little of a graph is held."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,3 +44,36 @@ def logit_divergence(logits: Tensor, expected: Tensor) -> Tensor:
         expected: the teacher's, [N, vocabulary]; they get no gradient.
     """
     return _LogitDivergence.apply(logits, expected)
+
+
+class _EarlyGradient(torch.autograd.Function):
+    """Is a loss whose gradients are known."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, count: int, *given: Tensor) -> Tensor:
+        ctx.count = count
+        ctx.save_for_backward(*given[count:])
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = (gradient * grad_outputs[0].to(gradient.dtype) for gradient in ctx.saved_tensors)
+        return (None, None, *gradients, *(None,) * ctx.count)
+
+
+def early_gradient(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Return a loss with the gradients that it has now, in place of its graph, whose memory is free after this.
+
+    A sum of such losses has the gradients of the sum, and holds the graph of one of them at a time.
+
+    Args:
+        loss: a scalar. One without a graph is returned as it is.
+        parameters: leaves that may get gradients. All others get none.
+    """
+    if not loss.requires_grad:
+        return loss
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    reached = [pair for pair in zip(parameters, gradients, strict=True) if pair[1] is not None]
+    return _EarlyGradient.apply(
+        loss.detach(), len(reached), *(each for each, _ in reached), *(each for _, each in reached)
+    )

@@ -37,7 +37,7 @@ from hf_rfa.convert.calibration_data import Inputs
 from hf_rfa.convert.perplexity import IGNORED_LABEL
 from hf_rfa.convert.pipeline import Progress
 
-from .losses import logit_divergence
+from .losses import early_gradient, logit_divergence
 from .param_groups import PARAMETER_KINDS, ParameterKind, Rates, freeze, lora, parameter_groups
 from .recipe import Stage, has_bf16
 from .run_folder import last_checkpoint
@@ -92,8 +92,8 @@ class StopAtNaN(TrainerCallback):
 
 def transfer_losses(
     model: nn.Module, teacher: PreTrainedModel, inputs: Inputs, *, output_mse_weight: float = 0.0
-) -> dict[str, Tensor]:
-    """Return KL(softmax weights ‖ weights of the features) of every RFA layer on one batch, in nats per query, [H] each.
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield KL(softmax weights ‖ weights of the features) of every RFA layer on one batch, in nats per query, [H] each.
 
     The projections of the RFA model are still the teacher's. The inputs of the layers are those that the teacher's layers
     have, which may be the softmax model or ``model`` itself. ``output_mse_weight`` weighs the relative squared error of the
@@ -102,7 +102,6 @@ def transfer_losses(
     layers = rfa_layers(model)
     captured = capture_inputs(teacher, layers, inputs)
     masks = padding_masks(inputs)
-    losses = {}
     for name, layer in layers.items():
         if name not in captured:
             continue
@@ -110,8 +109,8 @@ def transfer_losses(
             activations = layer_activations(layer, captured[name], masks)
         with torch.autocast(activations.key.device.type, enabled=False):
             hidden_states = captured.pop(name).hidden_states
-            losses[name] = layer_divergence(layer, activations, hidden_states, output_weight=output_mse_weight)
-    return losses
+            loss = layer_divergence(layer, activations, hidden_states, output_weight=output_mse_weight)
+        yield name, loss
 
 
 class DistillationTrainer(GroupedTrainer):
@@ -125,15 +124,16 @@ class DistillationTrainer(GroupedTrainer):
 
 
 class AttentionTransferTrainer(DistillationTrainer):
-    """Stage 1: the loss is the mean over heads and layers of `transfer_losses`."""
+    """Stage 1: the loss is the mean over heads and layers of `transfer_losses`, with one layer's graph held at a time."""
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
         """Return the loss of one batch."""
         unwrapped: Any = self.accelerator.unwrap_model(model)
         late = self.state.global_step >= round((1.0 - self.stage.student_inputs) * self.state.max_steps)
         source = unwrapped if late else self.teacher
+        trained = [parameter for parameter in unwrapped.parameters() if parameter.requires_grad]
         losses = transfer_losses(unwrapped, source, inputs, output_mse_weight=self.stage.output_mse_weight)
-        return torch.stack([loss.mean() for loss in losses.values()]).mean()
+        return torch.stack([early_gradient(loss.mean(), trained) for _, loss in losses]).mean()
 
 
 class LogitDistillationTrainer(DistillationTrainer):

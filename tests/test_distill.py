@@ -35,6 +35,7 @@ from hf_rfa.finetune.trainers import (
     layer_divergence,
     no_dropout,
     train_stage,
+    training_arguments,
     transfer_losses,
 )
 from hf_rfa.inference import load_model
@@ -268,11 +269,54 @@ def test_a_stage_leaves_the_models_settings_as_they_were(name, dropout, pair, tm
 
 def test_all_layers_learn_alone(pair):
     """The loss of one layer has no gradient in another's feature map."""
-    losses = transfer_losses(*pair, {"input_ids": torch.randint(4, 61, (2, 12))})
+    losses = dict(transfer_losses(*pair, {"input_ids": torch.randint(4, 61, (2, 12))}))
     losses["transformer.h.1.attn"].sum().backward()
     layers = rfa_layers(pair[0])
     assert all(p.grad is None for p in layers["transformer.h.0.attn"].feature_map.parameters())
     assert layers["transformer.h.1.attn"].feature_map.projection.grad.abs().sum() > 0
+
+
+def test_transfer_holds_the_graph_of_one_layer_at_a_time(pair, tmp_path):
+    """With the gradients of the losses' plain mean, of which the Trainer takes a part."""
+    model, teacher = pair
+    inputs = {"input_ids": torch.randint(4, 61, (2, 12))}
+    stage = Stage(steps=1, batch_size=2, output_mse_weight=0.5)
+    trainer = AttentionTransferTrainer(
+        stage=stage, teacher=teacher, model=model, args=training_arguments(stage, tmp_path, seed=0)
+    )
+    trainer.state.max_steps = 1  # the step is before those on the model's own inputs
+    held = []  # sizes of what is saved for backward passes, while it is
+    most = 0
+
+    class Saved:
+        def __init__(self, tensor):
+            nonlocal most
+            self.tensor = tensor
+            held.append(tensor.nbytes)
+            most = max(most, sum(held))
+
+        def __del__(self):
+            held.remove(self.tensor.nbytes)
+
+    def gradients(loss):
+        (loss / 3).backward()
+        found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        model.zero_grad()
+        return found
+
+    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+        losses = dict(transfer_losses(model, teacher, inputs, output_mse_weight=0.5))
+        expected = torch.stack([loss.mean() for loss in losses.values()]).mean()
+        all_layers, wanted = most, gradients(expected)
+        del losses
+        assert not held
+        most = 0
+        loss = trainer.compute_loss(model, inputs)
+        assert most < 0.6 * all_layers, "of two layers"
+        found = gradients(loss)
+    torch.testing.assert_close(loss, expected)
+    assert any("feature_map" in name for name in found)
+    assert_same(found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -307,11 +351,11 @@ def test_the_models_own_inputs_and_the_outputs_error_enter_the_loss(pair):
     model, teacher = pair
     inputs = {"input_ids": torch.randint(4, 61, (2, 12))}
     names = list(rfa_layers(model))
-    theirs, own = transfer_losses(model, teacher, inputs), transfer_losses(model, model, inputs)
+    theirs, own = (dict(transfer_losses(model, source, inputs)) for source in (teacher, model))
     torch.testing.assert_close(own[names[0]], theirs[names[0]])  # the first layer sees the same text
     assert not torch.allclose(own[names[1]], theirs[names[1]])
 
-    weighted = transfer_losses(model, teacher, inputs, output_mse_weight=2.0)
+    weighted = dict(transfer_losses(model, teacher, inputs, output_mse_weight=2.0))
     layer = rfa_layers(model)[names[0]]
     hidden = model.transformer.h[0].ln_1(model.transformer.wte(inputs["input_ids"]) + model.transformer.wpe.weight[:12])
     query, key, value = layer.project(hidden)
@@ -485,7 +529,9 @@ def test_padding_does_not_enter_the_outputs_error(material):
     pairs = [{"input_ids": [5, 6, 7, 2], "labels": [8, 9, 2]}, {"input_ids": [9] * 9 + [2], "labels": [5] * 7 + [2]}]
     collate = PairCollator(tokenizer, model=model)
     alone, padded = collate(pairs[:1]), {name: rows[:1] for name, rows in collate(pairs).items()}
-    expected, found = (transfer_losses(model, teacher, inputs, output_mse_weight=2.0) for inputs in (alone, padded))
+    expected, found = (
+        dict(transfer_losses(model, teacher, inputs, output_mse_weight=2.0)) for inputs in (alone, padded)
+    )
     for name, expected_losses in expected.items():
         torch.testing.assert_close(found[name], expected_losses, rtol=1e-4, atol=1e-5, msg=name)
 
