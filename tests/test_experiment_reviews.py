@@ -6,12 +6,14 @@ import gzip
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.experiments import language, reviews
 from hf_rfa.finetune.recipe import load_settings
 from hf_rfa.finetune.trainers import AttentionTransferTrainer
+from hf_rfa.recall.memory import cache_memory
 
 from .families import save_softmax_model
 from .training import assert_same, interrupted, weights
@@ -43,9 +45,13 @@ def test_reviews_start_from_the_same_model_and_are_counted_one_by_one(tmp_path):
     models = {kind: AutoModelForCausalLM.from_pretrained(each["model"]) for kind, each in found.items()}
     kept = {kind: dict(model.named_parameters()) for kind, model in models.items()}
     assert kept[reviews.SOFTMAX]["transformer.wpe.weight"].shape[0] == 128  # of 96
-    for name, tensor in kept[reviews.SOFTMAX].items():
-        assert torch.equal(tensor, kept[reviews.CONVERTED][name])
-    assert models[reviews.CONVERTED].config.model_type == "rfa_gpt2"
+    own = cache_memory(models[reviews.SOFTMAX])
+    for kind in reviews.CONVERSIONS:
+        for name, tensor in kept[reviews.SOFTMAX].items():
+            assert torch.equal(tensor, kept[kind][name])
+        assert models[kind].config.model_type == "rfa_gpt2"
+        assert cache_memory(models[kind]).worth(own, 1024) == pytest.approx(64, rel=0.13), "or 72: heads are 8 wide"
+        assert ("sigma_rate" in found[kind]) == any("sigma" in name for name in kept[kind])
 
     folder = tmp_path / "trained"
     tokenizer = AutoTokenizer.from_pretrained(found[reviews.CONVERTED]["model"])

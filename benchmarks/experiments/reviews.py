@@ -2,8 +2,9 @@
 
 ``--data`` is a folder with ``train.jsonl.gz`` and ``valid.jsonl.gz``, a review a line with "text" and "label"; ``--model`` a
 GPT-2 or another decoder. A review that is longer than the context is cut to its end, where the verdict is. All rows are
-fine-tuned alike: the decoder itself, what it is converted to, and the same after attention transfer on the reviews to train
-on. A table of positions that is too short is stretched by interpolation, for all rows.
+fine-tuned alike: the decoder itself, what it is converted to, and random features after attention transfer on the reviews to
+train on. What it is converted to is random features alone, the default for decoders other than GPT-2, and a window with
+sinks, all of as many bytes. A table of positions that is too short is stretched by interpolation, for all rows.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ from .rows import best_device
 
 CONTEXTS = (256, 1024, 4096)
 SOFTMAX, CONVERTED, TRANSFERRED = "softmax", "RFA", "RFA after attention transfer"
-COLORS = {SOFTMAX: "#555555", CONVERTED: "#7ba7d4", TRANSFERRED: "#174a80"}
+SLOTS, WINDOW = "window, sinks and slots", "window and sinks"
+COLORS = {SOFTMAX: "#555555", CONVERTED: "#7ba7d4", TRANSFERRED: "#174a80", SLOTS: "#8fbf6b", WINDOW: "#dd9464"}
+#: What is converted without any training before the fine-tuning, by the options of the conversion.
+CONVERSIONS: dict[str, dict[str, Any]] = {
+    CONVERTED: {"feature_map": "positive"},
+    SLOTS: {"feature_map": "none", "window_size": 31, "num_sinks": 4, "num_slots": 28},
+    WINDOW: {"feature_map": "none", "window_size": 60, "num_sinks": 4},
+}
 ROWS = tuple(f"{kind}, {context}" for context in CONTEXTS for kind in COLORS)
 #: Steps of attention transfer, of 2,048 tokens each, and the reviews that are classified at once.
 TRANSFER_STEPS, BATCH = 120, 8
@@ -45,7 +53,7 @@ def settings(row: str, recipe: dict[str, Any], work: Path, seed: int) -> dict[st
         raise InputError("pass --model, the folder of a language model that is converted and fine-tuned.")
     kind, _, context = row.rpartition(", ")
     changed = {"model": str(_start(kind, int(context), recipe, work, seed)), "block_length": int(context)}
-    rates = ("feature_map_rate", "sigma_rate") if kind == SOFTMAX else ()  # it has neither
+    rates = () if kind in (CONVERTED, TRANSFERRED) else ("feature_map_rate", "sigma_rate")  # others have neither
     return {name: value for name, value in recipe.items() if name not in rates} | changed
 
 
@@ -63,8 +71,8 @@ def _start(kind: str, context: int, recipe: dict[str, Any], work: Path, seed: in
             AutoTokenizer.from_pretrained(recipe["model"], truncation_side="left").save_pretrained(place)
         return folder
     base, text = _start(SOFTMAX, context, recipe, work, seed), recipe["train"]
-    if kind == CONVERTED:
-        convert(base, folder, calibrate_on=text, feature_map="positive", seed=seed)
+    if kind in CONVERSIONS:
+        convert(base, folder, calibrate_on=text, seed=seed, **CONVERSIONS[kind])
         return folder
     converted = folder.with_name(f"{folder.name}, untrained")
     if not converted.is_dir():
@@ -102,7 +110,7 @@ def draw(whole: dict[str, Any], path: Path) -> None:
     """Draw accuracy by context."""
     figure = Figure(figsize=(5, 3.6), layout="tight")
     axes = figure.subplots()
-    for place, (kind, color) in enumerate(COLORS.items(), start=-1):  # beside each other: many are equal
+    for place, (kind, color) in enumerate(COLORS.items(), start=-2):  # beside each other: many are equal
         points = [
             (context * 2 ** (place / 8), each["values"]["right"])
             for context in CONTEXTS
