@@ -50,15 +50,14 @@ class _EarlyGradient(torch.autograd.Function):
     """Is a loss whose gradients are known."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, count: int, *given: Tensor) -> Tensor:
-        ctx.count = count
-        ctx.save_for_backward(*given[count:])
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = (gradient * grad_outputs[0].to(gradient.dtype) for gradient in ctx.saved_tensors)
-        return (None, None, *gradients, *(None,) * ctx.count)
+        (scale,) = grad_outputs
+        return None, None, *(None if each is None else each * scale.to(each.dtype) for each in ctx.gradients)
 
 
 def early_gradient(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -73,7 +72,4 @@ def early_gradient(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     if not loss.requires_grad:
         return loss
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    reached = [pair for pair in zip(parameters, gradients, strict=True) if pair[1] is not None]
-    return _EarlyGradient.apply(
-        loss.detach(), len(reached), *(each for each, _ in reached), *(each for _, each in reached)
-    )
+    return _EarlyGradient.apply(loss.detach(), gradients, *parameters)

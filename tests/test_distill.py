@@ -201,8 +201,9 @@ def test_a_recipe_may_leave_bf16_to_the_processor(has, monkeypatch, tmp_path):
     assert trainers.training_arguments(given, tmp_path, seed=0).bf16 is has
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="looks at the processor where there is no accelerator")
 def test_bf16_is_for_processors_that_multiply_in_it(monkeypatch):
+    for devices in (torch.cuda, torch.accelerator):
+        monkeypatch.setattr(devices, "is_available", lambda: False)
     for found, expected in (({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_f": True}, False)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found, raising=False)
         assert recipe.has_bf16() is expected

@@ -19,11 +19,11 @@ from .families import save_softmax_model
 from .training import assert_same, interrupted, weights
 
 
-def material(folder: Path, first: int = 90) -> tuple[list[dict], dict]:
-    """Write a tiny GPT-2 and 60 reviews of ``first`` tokens or more; return the reviews, and a recipe's settings."""
+def material(folder: Path) -> tuple[list[dict], dict]:
+    """Write a tiny GPT-2 and 60 reviews of 90 tokens or more; return the reviews, and a recipe's settings."""
     save_softmax_model("gpt2", folder / "base")
     rows = [
-        {"text": " ".join(f"w{4 + (n * n + 7 * row) % 53}" for n in range(first + row)), "label": row % 2}
+        {"text": " ".join(f"w{4 + (n * n + 7 * row) % 53}" for n in range(90 + row)), "label": row % 2}
         for row in range(60)
     ]
     for name in language.FILES.values():
