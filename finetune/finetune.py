@@ -297,21 +297,36 @@ def _bleu(prediction: Any, *, tokenizer: Any) -> dict[str, float]:
     return {"bleu": cast(dict[str, Any], found)["bleu"]}
 
 
+def _mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
+    """Return the loss as the mean over the labels of a whole step, of which a batch may be one piece of several.
+
+    The Trainer counts those labels, and takes a head's word for it that it divides by their number: GPT-2's and BART's
+    classifiers, and BART and Marian, take the number and ignore it.
+    """
+    logits = outputs["logits"].flatten(0, -2)
+    total = torch.nn.functional.cross_entropy(
+        logits.float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+    return total / ((labels != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
 def _trainer(
     options: FinetuneArguments, model: Any, arguments: Any, prepared: dict[str, Any], tokenizer: Any
 ) -> GroupedTrainer:
     """Return the Trainer of a task."""
-    measured: dict[str, Any] = {}
+    special: dict[str, Any] = {}
     collator: Any = DataCollatorForSeq2Seq(tokenizer, model=model if options.task == "seq2seq" else None)
     if options.task == "classify":
         collator = DataCollatorWithPadding(tokenizer)
     elif options.task == "clm" and not options.unpacked:
         collator = default_data_collator
     if options.task != "seq2seq":
-        measured["compute_metrics"] = partial(_accuracy, shift=int(options.task == "clm"))
-        measured["preprocess_logits_for_metrics"] = _likeliest
+        special["compute_metrics"] = partial(_accuracy, shift=int(options.task == "clm"))
+        special["preprocess_logits_for_metrics"] = _likeliest
     elif arguments.predict_with_generate:
-        measured["compute_metrics"] = partial(_bleu, tokenizer=tokenizer)
+        special["compute_metrics"] = partial(_bleu, tokenizer=tokenizer)
+    if options.task != "clm" and not arguments.label_smoothing_factor:  # which the Trainer has a loss of its own for
+        special["compute_loss_func"] = _mean_loss
     cls = GroupedSeq2SeqTrainer if options.task == "seq2seq" else GroupedTrainer
     return cls(
         model=model,
@@ -322,7 +337,7 @@ def _trainer(
         processing_class=tokenizer,
         callbacks=[StopAtNaN()],
         rates=options.rates(),
-        **measured,
+        **special,
     )
 
 
