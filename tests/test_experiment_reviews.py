@@ -68,6 +68,17 @@ def test_reviews_start_from_the_same_model_and_are_counted_one_by_one(tmp_path):
     assert reviews.chance(recipe) == {"right": 0.5}
 
 
+@pytest.mark.parametrize(
+    ("context", "accelerator", "pieces"),
+    [(256, False, (8, 1)), (300, False, (2, 4)), (1024, False, (2, 4)), (4096, False, (1, 8)), (4096, True, (4, 2))],
+)
+def test_long_reviews_are_trained_in_pieces_of_a_step(context, accelerator, pieces, tmp_path, monkeypatch):
+    _, recipe = material(tmp_path)
+    monkeypatch.setattr(reviews, "best_device", lambda: torch.device("cuda" if accelerator else "cpu"))
+    found = reviews.settings(f"{reviews.SOFTMAX}, {context}", recipe, tmp_path / "work", 0)
+    assert (found["per_device_train_batch_size"], found["gradient_accumulation_steps"]) == pieces
+
+
 def test_an_interrupted_transfer_goes_on_to_the_same_weights(tmp_path, monkeypatch):
     _, recipe = material(tmp_path)
     monkeypatch.setattr(reviews, "TRANSFER_STEPS", 10)

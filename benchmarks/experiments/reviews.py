@@ -10,6 +10,7 @@ sinks, all of as many bytes. A table of positions that is too short is stretched
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
 ROWS = tuple(f"{kind}, {context}" for context in CONTEXTS for kind in COLORS)
 #: Steps of attention transfer, of 2,048 tokens each, and the reviews that are classified at once.
 TRANSFER_STEPS, BATCH = 120, 8
+#: Tokens of a step that a processor and an accelerator hold at once: a step of more is taken in pieces.
+TOKENS_AT_ONCE, TOKENS_ON_ACCELERATOR = 2**11, 2**14
 
 
 def settings(row: str, recipe: dict[str, Any], work: Path, seed: int) -> dict[str, Any]:
@@ -53,8 +56,16 @@ def settings(row: str, recipe: dict[str, Any], work: Path, seed: int) -> dict[st
         raise InputError("pass --model, the folder of a language model that is converted and fine-tuned.")
     kind, _, context = row.rpartition(", ")
     changed = {"model": str(_start(kind, int(context), recipe, work, seed)), "block_length": int(context)}
+    changed |= _pieces(recipe["per_device_train_batch_size"], int(context))
     rates = () if kind in (CONVERTED, TRANSFERRED) else ("feature_map_rate", "sigma_rate")  # others have neither
     return {name: value for name, value in recipe.items() if name not in rates} | changed
+
+
+def _pieces(batch: int, context: int) -> dict[str, int]:
+    """Return a batch as pieces of so few reviews that memory holds their activations; the step is the same."""
+    tokens = TOKENS_AT_ONCE if best_device().type == "cpu" else TOKENS_ON_ACCELERATOR
+    piece = math.gcd(batch, max(1, tokens // context))
+    return {"per_device_train_batch_size": piece, "gradient_accumulation_steps": batch // piece}
 
 
 def _start(kind: str, context: int, recipe: dict[str, Any], work: Path, seed: int) -> Path:
