@@ -218,7 +218,17 @@ def load_model_to_train(options: FinetuneArguments, config: Any) -> Any:
         raise InputError(f"cannot load a model for {options.task} from {name}: {error}") from error
     if options.task == "clm":
         name_loss(model)
+        if _has_encoder(config) and not options.unpacked:
+            raise InputError(
+                f"the decoder of {config.model_type} takes no position_ids, by which packed documents are kept apart. "
+                "Pass --unpacked."
+            )
     return model
+
+
+def _has_encoder(config: Any) -> bool:
+    """Return whether a configuration is that of an encoder and a decoder, the decoder alone being trained or both."""
+    return hasattr(config, "encoder_layers")
 
 
 def _load(options: FinetuneArguments) -> dict[str, Any]:
@@ -297,15 +307,20 @@ def _bleu(prediction: Any, *, tokenizer: Any) -> dict[str, float]:
     return {"bleu": cast(dict[str, Any], found)["bleu"]}
 
 
-def _mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
+def _mean_loss(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None, *, shift: int = 0
+) -> torch.Tensor:
     """Return the loss as the mean over the labels of a whole step, of which a batch may be one piece of several.
 
-    The Trainer counts those labels, and takes a head's word for it that it divides by their number: GPT-2's and BART's
-    classifiers, and BART and Marian, take the number and ignore it.
+    The Trainer counts those labels, and takes a head's word for it that it divides by their number. Heads with a loss of
+    their own take the number and ignore it: GPT-2's and BART's classifiers, and every head of models with an encoder.
+    A language model's logits stand ``shift`` = 1 before what they predict.
     """
-    logits = outputs["logits"].flatten(0, -2)
+    logits = outputs["logits"]
+    if shift:
+        logits, labels = logits[:, :-shift], labels[:, shift:]
     total = torch.nn.functional.cross_entropy(
-        logits.float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
     return total / ((labels != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch)
 
@@ -325,8 +340,9 @@ def _trainer(
         special["preprocess_logits_for_metrics"] = _likeliest
     elif arguments.predict_with_generate:
         special["compute_metrics"] = partial(_bleu, tokenizer=tokenizer)
-    if options.task != "clm" and not arguments.label_smoothing_factor:  # which the Trainer has a loss of its own for
-        special["compute_loss_func"] = _mean_loss
+    own_loss = options.task != "clm" or _has_encoder(model.config)
+    if own_loss and not arguments.label_smoothing_factor:  # for which the Trainer has one
+        special["compute_loss_func"] = partial(_mean_loss, shift=int(options.task == "clm"))
     cls = GroupedSeq2SeqTrainer if options.task == "seq2seq" else GroupedTrainer
     return cls(
         model=model,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -74,6 +74,7 @@ def test_steps_give_the_same_weights(options, others, tolerance, material, tmp_p
     ("task", "model"),
     [
         ("clm", "gpt2"),
+        ("clm", "bart-rfa"),
         ("classify", "gpt2"),
         ("classify", "gpt2-rfa"),
         ("classify", "bart"),
@@ -86,12 +87,30 @@ def test_the_loss_of_a_step_in_pieces_is_that_of_the_whole(task, model, smoothin
     """Also where transformers' own head ignores how many labels the whole step has, and where pieces have unlike numbers."""
     options = {"task": task, "model": model, "steps": 2, "label_smoothing_factor": smoothing, "max_grad_norm": 0.0}
     options |= {"optim": "sgd", "learning_rate": 0.05}  # which takes a gradient of another size as a larger step
+    options |= {"unpacked": True} if task == "clm" else {}
     options |= {"source_column": "text"} if task == "seq2seq" else {}
     run(material, tmp_path / "one", per_device_train_batch_size=8, **options)
     run(material, tmp_path / "other", **PIECES, **options)
     found, expected = (logged(tmp_path / name / "out") for name in ("other", "one"))
     assert found == pytest.approx(expected, rel=1e-4)
     assert_same(weights(tmp_path / "other" / "out"), weights(tmp_path / "one" / "out"), atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bart", "bart-rfa"])
+def test_language_models_learn_the_next_token(model, material, tmp_path):
+    """Also a decoder that comes with an encoder, whose head in transformers learns the token that it reads."""
+    metrics = run(material, tmp_path, model, steps=1, evaluate="rows.jsonl", unpacked=True, learning_rate=0.01)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    total, counted = 0.0, 0
+    for line in (material / "rows.jsonl").read_text().splitlines():
+        ids = tokenizer(json.loads(line)["text"])["input_ids"]
+        ids = torch.tensor([(ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id])[:16]])
+        with torch.no_grad():
+            logits = trained(ids, use_cache=False).logits[0, :-1].double()
+        total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        counted += ids.shape[1] - 1
+    assert metrics["eval_loss"] == pytest.approx(total / counted, rel=2e-3)
 
 
 def test_bfloat16_follows_float32(material, tmp_path):
