@@ -86,9 +86,12 @@ def test_an_interrupted_transfer_goes_on_to_the_same_weights(tmp_path, monkeypat
     whole = reviews.settings(row, recipe, tmp_path / "whole", 1)["model"]
     with interrupted(monkeypatch, AttentionTransferTrainer, "compute_loss", after=7):
         reviews.settings(row, recipe, tmp_path / "stopped", 1)
+    step, taken = AttentionTransferTrainer.training_step, []
     with monkeypatch.context() as patch:
         patch.setattr(reviews, "convert", None)  # which is done
+        patch.setattr(AttentionTransferTrainer, "training_step", lambda *given: taken.append(given) or step(*given))
         stopped = reviews.settings(row, recipe, tmp_path / "stopped", 1)["model"]
+    assert len(taken) == 10 - 6, "of 10 steps, checkpoints at every second, stopped in the eighth"
     found, first = weights(Path(stopped)), weights(Path(f"{whole}, untrained"))
     assert any(not torch.equal(tensor, first[name]) for name, tensor in found.items())
     assert_same(found, weights(Path(whole)), atol=1e-6, rtol=1e-5)
