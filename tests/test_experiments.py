@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from matplotlib.image import imread
 from safetensors.torch import load_file
 from transformers import (
@@ -157,6 +158,17 @@ def test_a_checkpoint_of_other_settings_is_refused(ran, monkeypatch):
     monkeypatch.setattr(rows.subprocess, "Popen", lambda *given, **options: pytest.fail("trained"))
     with pytest.raises(InputError, match=r"softmax, seed 3 was trained with .* Pass another --work"):
         rows.train(settings, ran / "work" / "softmax, seed 3")
+
+
+def test_what_another_command_is_training_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.setattr(sys, "argv", ["experiments", *words(tmp_path), "--row", "softmax", "--seeds", "3"])
+    monkeypatch.setattr(experiment, "train", lambda *given, **options: pytest.fail("trained beside it"))
+    match = "another command is training .*softmax, seed 3. Wait"
+    with FileLock(tmp_path / "work" / ".softmax, seed 3.lock"), pytest.raises(InputError, match=match):
+        experiments.main()
+    with pytest.raises(pytest.fail.Exception, match="trained beside it"):
+        experiments.main()
 
 
 def test_results_are_written_after_every_row(tmp_path, monkeypatch):

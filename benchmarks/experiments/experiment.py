@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from filelock import FileLock, Timeout
 from rich.console import Console
 
+from hf_rfa.errors import InputError
 from hf_rfa.finetune.recipe import load_settings, merge
 
 from .results import described, load, save, values_of
@@ -103,7 +106,7 @@ def run(
         changes: options of the recipe that win over all others.
 
     Raises:
-        InputError: if ``NAME.json`` was made with other settings.
+        InputError: if ``NAME.json`` was made with other settings, or if another command is training the same.
     """
     work.mkdir(parents=True, exist_ok=True)
     output.mkdir(parents=True, exist_ok=True)
@@ -119,8 +122,9 @@ def run(
             console.print(f"{row}, seed {seed}: taken from {path}.", highlight=False)
             continue
         folder = work / f"{row}, seed {seed}"
-        figures = train({**experiment.settings(row, recipe, work, seed), "seed": seed}, folder, processes=processes)
-        run = {"seed": seed, "change": ROWS.get(row), "values": experiment.measure(folder, recipe), **figures}
+        with _alone(folder):
+            figures = train({**experiment.settings(row, recipe, work, seed), "seed": seed}, folder, processes=processes)
+            run = {"seed": seed, "change": ROWS.get(row), "values": experiment.measure(folder, recipe), **figures}
         whole |= load(path, settings=settings, changes=ROWS)  # another process may have added rows
         whole["rows"] = _with_run(whole["rows"], row, run, [*experiment.rows, *rows])
         _write(experiment, whole, path)
@@ -131,6 +135,18 @@ def run(
     _write(experiment, whole, path)
     console.print(table(experiment, whole), markup=False, highlight=False, soft_wrap=True)
     return whole
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other commands from training what goes into a folder, until the block or the process ends."""
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout as error:
+        raise InputError(f"another command is training {folder}. Wait for it, or pass another --work.") from error
+    with held:
+        yield
 
 
 def _with_run(results: Results, row: str, run: dict[str, Any], order: Sequence[str]) -> Results:

@@ -268,7 +268,9 @@ def weighted_mean(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean of values by softmax weights, and the logarithm of the normalizer; zeros where nothing is seen."""
     weights = logits.softmax(dim=-1)
     highest, place = logits.max(dim=-1, keepdim=True)
-    log_total = highest - weights.gather(-1, place).log()  # logsumexp takes longer than the rest together, on a processor
+    log_total = (
+        highest - weights.gather(-1, place).log()
+    )  # logsumexp takes longer than the rest together, on a processor
     return (weights @ value) * (log_total > MASKED_LOGIT / 2), log_total
 
 
