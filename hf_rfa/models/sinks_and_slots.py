@@ -267,10 +267,9 @@ def attend_to_slots(query: Tensor, rows: Tensor, slots: Slots, offset: Tensor) -
 def weighted_mean(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean of values by softmax weights, and the logarithm of the normalizer; zeros where nothing is seen."""
     weights = logits.softmax(dim=-1)
+    # Of one weight: on a processor logsumexp takes longer than all the rest.
     highest, place = logits.max(dim=-1, keepdim=True)
-    log_total = (
-        highest - weights.gather(-1, place).log()
-    )  # logsumexp takes longer than the rest together, on a processor
+    log_total = highest - weights.gather(-1, place).log()
     return (weights @ value) * (log_total > MASKED_LOGIT / 2), log_total
 
 
