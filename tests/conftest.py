@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -97,6 +98,26 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def refused(match: str, source: str | Path, folder: Path, **options) -> str:
+    """Check that a conversion is refused and leaves nothing in a folder; return the error's text."""
+    from hf_rfa.convert import InputError, convert
+
+    before = leftovers(folder)
+    with pytest.raises(InputError, match=match) as error:
+        convert(source, options.pop("destination", folder / "never"), **options)
+    assert leftovers(folder) == before
+    return str(error.value)
+
+
+def copy_of(source: Path, destination: Path) -> Path:
+    """Copy a checkpoint, which may be read-only, to a folder that may be written to; return this."""
+    shutil.copytree(source, destination)
+    for path in destination.rglob("*"):
+        path.chmod(0o644)
+    destination.chmod(0o755)
+    return destination
+
+
 @pytest.fixture(scope="session")
 def tiny_seq2seq_parents(tmp_path_factory) -> dict[str, Path]:
     """Folders of tiny softmax checkpoints with an encoder, by family."""
@@ -116,6 +137,12 @@ def tiny_parent(tmp_path_factory) -> Path:
     torch.manual_seed(1)
     GPT2LMHeadModel(tiny_parent_config()).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def parents(tiny_parent, tiny_seq2seq_parents) -> dict[str, Path]:
+    """Folders of tiny softmax checkpoints by family."""
+    return {"gpt2": tiny_parent, **tiny_seq2seq_parents}
 
 
 @pytest.fixture(scope="session")

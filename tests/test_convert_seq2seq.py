@@ -27,10 +27,10 @@ from hf_rfa.finetune import evaluate_generation
 from hf_rfa.finetune.evaluation import BleuMetric, RougeMetric
 from hf_rfa.inference import generate_text, load_model
 
-from .conftest import DEMO_MODEL, leftovers, save_tiny_tokenizer, shared, tiny_seq2seq_config, words
+from .conftest import DEMO_MODEL, leftovers, refused, save_tiny_tokenizer, shared, tiny_seq2seq_config, words
 from .families import make, softmax_model
 from .test_cli import run
-from .test_convert import SOURCES, refused
+from .test_convert import SOURCES
 
 
 @pytest.fixture
