@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,36 +14,26 @@ from torch.testing import assert_close
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from hf_rfa import FEATURE_MAPS
-from hf_rfa.convert import activations as activations_module
-from hf_rfa.convert import calibration
-from hf_rfa.convert.activations import (
-    LayerActivations,
-    LayerInputs,
-    compare_weights,
-    layer_activations,
-    layer_divergence,
-)
 from hf_rfa.models import attention
-from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.linear_attention import Tokens, _chunked_at_once, linear_attention, parallel
 from hf_rfa.models.masking import group_queries, ungroup
 
-HEADS, GROUPS, BATCH, WIDTH, HIDDEN = 2, 3, 2, 4, 5
-SCALING = 0.6
-PADDING = torch.ones(BATCH, 13, dtype=torch.long)
-PADDING[0, :3], PADDING[1, 5], PADDING[1, 11:] = 0, 0, 0
-DOCUMENTS = torch.zeros(BATCH, 13, dtype=torch.bool)
-DOCUMENTS[0, 6], DOCUMENTS[1, 0], DOCUMENTS[1, 8] = True, True, True
-
-
-def repeat(tensor: Tensor | None, groups: int = GROUPS, dim: int = 1) -> Tensor | None:
-    """Return what key-value heads have, for each of their query heads."""
-    return None if tensor is None else tensor.repeat_interleave(groups, dim=dim)
-
-
-def double(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
+from .grouped_layers import (
+    BATCH,
+    CASES,
+    GROUPS,
+    HEADS,
+    PADDING,
+    SCALING,
+    WIDTH,
+    double,
+    every_case,
+    every_text,
+    options_of,
+    pair,
+    repeat,
+    sample,
+)
 
 # The recurrence
 
@@ -128,87 +117,6 @@ def test_one_token_at_a_time(case, with_gradients):
 
 
 # The attention layer
-
-
-class Layer(RFAAttentionMixin):
-    """Attention without projections of its own."""
-
-    scaling = SCALING
-
-    def __init__(self, heads: int, groups: int, kind: str = "causal", **fields: Any) -> None:
-        super().__init__()
-        defaults = {
-            "feature_map": "positive", "window_size": 0, "num_sinks": 0, "num_slots": 0, "gate": False, "unit_norm": False,
-            "orthogonal": True, "trainable_projection": False, "redraw_pool": 0, "feature_seed": 1, "chunk_size": 4,
-            "hidden_size": HIDDEN, "max_position_embeddings": 8, "state_dtype": "float32", "retrieval_window": 0,
-        }  # fmt: skip
-        config = SimpleNamespace(**{**defaults, **fields})
-        config.num_heads_for = lambda kind: heads
-        config.head_dim_for = lambda kind: WIDTH
-        config.retrieval_heads_of = lambda layer: []
-        name = config.feature_map
-        config.num_features_for = lambda kind: 0 if name == "none" else None if name in ("elu", "hedgehog") else 6
-        self.init_rfa(config, kind=kind, scaling=SCALING, layer_idx=0, groups=groups)
-        self.source: Any = None
-
-    def project_query(self, hidden_states: Tensor) -> Tensor:
-        return self.source[0]
-
-    def project_source(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        return self.source[1:]
-
-
-def pair(kind: str = "causal", **fields: Any) -> tuple[Layer, Layer]:
-    """Return a layer of grouped queries with any parameters, and the same layer with a key-value head per query head."""
-    torch.manual_seed(0)
-    grouped, single = Layer(HEADS, GROUPS, kind, **fields).double(), Layer(HEADS * GROUPS, 1, kind, **fields).double()
-    with torch.no_grad():
-        for tensor in grouped.state_dict().values():
-            tensor.add_(0.2 * torch.randn_like(tensor))
-        theirs = grouped.state_dict()
-        for name, tensor in single.state_dict().items():
-            tensor.copy_(theirs[name].repeat_interleave(tensor.shape[0] // theirs[name].shape[0], dim=0))
-    return grouped.eval(), single.eval()
-
-
-def sample(length: int = 13) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return queries, keys, values and hidden states."""
-    torch.manual_seed(1)
-    keys = (double(BATCH, HEADS, length, WIDTH) for _ in range(2))
-    return double(BATCH, HEADS * GROUPS, length, WIDTH), *keys, double(BATCH, length, HIDDEN)
-
-
-CASES = {
-    "plain": {},
-    "exponential": {"feature_map": "exponential"},
-    "gaussian": {"feature_map": "gaussian", "gate": True},
-    "signed window": {"feature_map": "gaussian", "window_size": 3, "num_sinks": 2},
-    "unit norm": {"feature_map": "gaussian", "unit_norm": True, "window_size": 2},
-    "elu": {"feature_map": "elu", "gate": True, "window_size": 1},
-    "t2r": {"feature_map": "t2r"},
-    "hedgehog": {"feature_map": "hedgehog", "window_size": 4},
-    "window": {"window_size": 3},
-    "sinks": {"feature_map": "exponential", "window_size": 3, "num_sinks": 2, "gate": True},
-    "no features": {"feature_map": "none", "window_size": 5, "num_sinks": 1},
-    "slots": {"feature_map": "none", "window_size": 2, "num_sinks": 1, "num_slots": 3},
-    "slots and features": {"feature_map": "exponential", "window_size": 2, "num_slots": 2},
-}
-every_case = pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
-every_text = pytest.mark.parametrize(
-    "text",
-    [
-        {},
-        {"padding_mask": PADDING},
-        {"document_starts": DOCUMENTS},
-        {"padding_mask": PADDING, "document_starts": DOCUMENTS},
-    ],
-    ids=["whole", "padded", "packed", "both"],
-)
-
-
-def options_of(layer: Layer) -> dict[str, Any]:
-    """Return learned sinks, for a layer with a window."""
-    return {"sink_logits": torch.linspace(-1.0, 2.0, HEADS * GROUPS).double()} if layer.window_size else {}
 
 
 @every_case
@@ -372,84 +280,6 @@ def test_attention_to_all_keys(feature_map):
     assert_close(*found)
 
 
-# Learned sinks
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("document_starts", [None, DOCUMENTS], ids=["one text", "packed"])
-@pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
-@pytest.mark.parametrize("gate", [False, True])
-@pytest.mark.parametrize("with_sink_logits", [False, True])
-def test_the_window_against_a_loop(document_starts, padding, gate, with_sink_logits):
-    size, count = 3, 2
-    layer, _ = pair(feature_map="positive", window_size=size, num_sinks=count, gate=gate)
-    query, key, value, hidden = sample()
-    logits = torch.linspace(-1.0, 2.0, HEADS * GROUPS).double() if with_sink_logits else None
-    found, _ = layer.attend(
-        query,
-        key,
-        value,
-        hidden_states=hidden,
-        padding_mask=padding,
-        document_starts=document_starts,
-        sink_logits=logits,
-    )
-    gates = torch.ones(BATCH, HEADS, 13).double()
-    scales = gates
-    if layer.gate is not None:
-        log_gates, scales = layer.gate(hidden)
-        gates = log_gates.exp()
-    feature_map = layer.feature_map
-    for row in range(BATCH):
-        tokens = [t for t in range(13) if padding is None or padding[row, t]]
-        starts = [] if document_starts is None else [t for t in tokens if document_starts[row, t]]
-        documents = {t: sum(start <= t for start in starts) for t in tokens}
-        for head in range(HEADS * GROUPS):
-            shared = head // GROUPS
-            for place, t in enumerate(tokens):
-                q = query[row : row + 1, head : head + 1, t : t + 1]
-                own = [j for j in tokens[: place + 1] if documents[j] == documents[t]]
-                total, mean = 0.0, torch.zeros(WIDTH).double()
-                everyone = key[row : row + 1, :, own]
-                features = feature_map(q.expand(1, HEADS, 1, -1), everyone, offset=True)
-                offset = float(features.offset[0, shared, 0, 0])
-                for index, j in enumerate(own):
-                    decay = scales[row, shared, j] * math.prod(gates[row, shared, i] for i in own[index + 1 :])
-                    exact = math.exp(float(query[row, head, t] @ key[row, shared, j]) * SCALING + offset)
-                    if index < count:
-                        weight = exact
-                    elif index > len(own) - 1 - size:
-                        weight = exact * decay
-                    else:
-                        weight = float(features.query[0, shared, 0] @ features.key[0, shared, index]) * decay
-                    total, mean = total + weight, mean + weight * value[row, shared, j]
-                if logits is not None:
-                    total = total + math.exp(float(logits[head]) + offset)
-                assert_close(found[row, head, t], mean / total, rtol=1e-7, atol=1e-9)
-
-
-@torch.no_grad()
-def test_learned_sinks_are_a_softmax_column_that_is_dropped():
-    """Without features, and with a window as long as the text."""
-    layer, _ = pair(feature_map="none", window_size=13)
-    query, key, value, hidden = sample()
-    sink_logits = torch.linspace(-1.0, 2.0, HEADS * GROUPS)
-    logits = SCALING * query @ repeat(key).mT + torch.full((13, 13), -math.inf).triu(1)
-    column = sink_logits.double()[None, :, None, None].expand(BATCH, -1, 13, 1)
-    expected = torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1]
-    options = {"hidden_states": hidden, "sink_logits": sink_logits, "output_attentions": True}
-    output, weights = layer.attend(query, key, value, **options)
-    assert_close(weights, expected)
-    assert_close(output, expected @ repeat(value))
-
-
-def test_learned_sinks_need_a_window():
-    query, key, value, hidden = sample()
-    for kind in ("causal", "encoder"):
-        with pytest.raises(ValueError, match="sink_logits need a sliding window"):
-            pair(kind)[0].attend(query, key, value, hidden_states=hidden, sink_logits=torch.zeros(HEADS * GROUPS))
-
-
 # Feature maps
 
 
@@ -482,84 +312,3 @@ def test_kept_specifications_follow_the_parameters():
     expected = torch.zeros(2, HEADS, 7, GROUPS, dtype=torch.bool)
     expected[:, 0, :, 1] = True
     assert torch.equal(changed, expected.flatten(2))
-
-
-# Calibration
-
-
-def divergences(fields: dict[str, Any], mask: Tensor | None, kind: str = "causal") -> tuple[Tensor, Tensor]:
-    """Return the divergence of grouped queries' layer, and the mean over a group's heads of the other layer."""
-    grouped, single = pair(kind, **fields)
-    query, key, value, hidden = sample()
-    gated = hidden if kind == "causal" else None
-    found = layer_divergence(grouped, LayerActivations(group_queries(query, HEADS), key, value, mask, mask), gated)
-    expected = layer_divergence(single, LayerActivations(query, repeat(key), repeat(value), mask, mask), gated)
-    return found, expected.unflatten(0, (HEADS, GROUPS)).mean(1)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("fields", [case for name, case in CASES.items() if name != "no features"], ids=str)
-@pytest.mark.parametrize("padding", [None, PADDING[:, :5].repeat(1, 3)[:, :13]], ids=["whole", "padded"])
-@pytest.mark.parametrize("block", [128, 7])
-def test_the_divergence_is_the_mean_over_a_groups_queries(fields, padding, block, monkeypatch):
-    monkeypatch.setattr(activations_module, "QUERY_BLOCK", block)
-    mask = None if padding is None else torch.arange(13) >= torch.tensor([[4], [0]])
-    assert_close(*divergences(fields, mask))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("mask", [None, PADDING.bool()], ids=["whole", "padded"])
-def test_the_divergence_of_attention_to_all(mask):
-    assert_close(*divergences({"feature_map": "gaussian"}, mask, "encoder"))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("fields", [CASES["sinks"], CASES["elu"], CASES["plain"]], ids=str)
-def test_weights_of_the_features_are_those_of_attention(fields):
-    layer, _ = pair(**fields)
-    query, key, value, hidden = sample()
-    _, expected = layer.attend(query, key, value, hidden_states=hidden, output_attentions=True)
-    folded = LayerActivations(group_queries(query, HEADS), key, value)
-    (_, log_weights), *others = compare_weights(layer, folded, hidden)
-    assert not others
-    assert_close(ungroup(log_weights.exp(), HEADS * GROUPS), expected, rtol=1e-4, atol=1e-7)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["plain", "exponential", "sinks", "hedgehog"])
-def test_calibration_of_grouped_queries(name):
-    torch.manual_seed(0)
-    layer = Layer(HEADS, GROUPS, **CASES[name])
-    query, key = torch.randn(3, HEADS * GROUPS, 40, WIDTH), 1.5 * torch.randn(3, HEADS, 40, WIDTH) + 1
-    mask = torch.arange(40) >= torch.tensor([[5], [0], [9]])
-    sample = LayerActivations(group_queries(query, HEADS), key, torch.randn_like(key), mask, mask)
-    before, after = calibration.calibrate_layer(layer, sample, torch.randn(3, 40, HIDDEN))
-    assert before.shape == after.shape == (HEADS,)
-    assert (after < before).all()
-    if name == "exponential":
-        feature_map = layer.feature_map
-        assert torch.equal(feature_map.projection, repeat(feature_map.key_projection, dim=0))
-        assert torch.equal(feature_map.query_bias, repeat(feature_map.key_bias, dim=0))
-        assert feature_map.key_bias.any()
-    kept = sample.queries()
-    assert torch.equal(kept, torch.cat([group_queries(query, HEADS)[row, :, start * GROUPS :] for row, start in
-                                        ((0, 5), (1, 0), (2, 9))], dim=1))  # fmt: skip
-
-
-def test_as_many_tokens_are_compared_as_without_groups(monkeypatch):
-    monkeypatch.setattr(calibration, "COMPARED_TOKENS", 26)
-    query, key, value, _ = (torch.cat([each, each]).float() for each in sample())
-    layers = Layer(HEADS, GROUPS), Layer(HEADS * GROUPS, 1)
-    inputs = (group_queries(query, HEADS), key, value), (query, repeat(key), repeat(value))
-    for layer, each in zip(layers, inputs, strict=True):
-        assert calibration._Comparison(layer, LayerActivations(*each), None).activations.key.shape[0] == 2
-
-
-def test_activations_of_a_layer_are_grouped():
-    layer, _ = pair()
-    query, key, value, hidden = sample()
-    layer.source = (query, key, value)
-    found = layer_activations(layer, LayerInputs(hidden, None, {}), {"causal": PADDING.bool()})
-    assert torch.equal(found.query, group_queries(query, HEADS))
-    assert torch.equal(found.query[:, 1, 5 * GROUPS + 2], query[:, GROUPS + 2, 5])
-    assert torch.equal(ungroup(found.query, HEADS * GROUPS), query)

@@ -21,8 +21,8 @@ from hf_rfa.recall.memory import cache_memory
 
 from .conftest import leftovers, words
 from .families import draw_importance, make_gpt2, save_softmax_model
+from .grouped_layers import Layer
 from .softmax_under_a_mask import assert_same_gradients, assert_same_logits
-from .test_grouped_queries import Layer
 from .training import weights
 
 WINDOW, SINKS, SLOTS = 4, 2, 5
