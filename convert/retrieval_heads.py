@@ -83,9 +83,12 @@ def repeated_passages(ids: Tensor, *, seed: int) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def exact_shares(layers: list[RFAAttentionMixin]) -> Iterator[Tensor]:
-    """Give every head of some layers a share of exact attention, [layers, H], 0 to begin with, while the context lasts."""
-    shares = torch.zeros(len(layers), layers[0].feature_map.num_heads, device=next(layers[0].parameters()).device)
+def exact_shares(layers: list[RFAAttentionMixin], device: torch.device) -> Iterator[Tensor]:
+    """Give every head of some layers a share of exact attention, [layers, H], 0 to begin with, while the context lasts.
+
+    They are on ``device``, which the layers compute on: that of their weights says nothing where these stay on disk.
+    """
+    shares = torch.zeros(len(layers), layers[0].feature_map.num_heads, device=device)
     shares.requires_grad_()
     try:
         for row, layer in enumerate(layers):
@@ -164,7 +167,7 @@ def choose_retrieval_heads(
         return F.kl_div(predictions(model), expected[index], log_target=True, reduction="batchmean")
 
     try:
-        with exact_shares(layers) as shares, torch.enable_grad():
+        with exact_shares(layers, model.device) as shares, torch.enable_grad():
             while len(found) < count:
                 loss = divergence(len(found))
                 (gradient,) = torch.autograd.grad(loss, shares)

@@ -33,6 +33,8 @@ CASES = [
     ("body", False, {"keep_softmax": 1}),
     ("llama", False, {}),  # a window, sinks and slots
     ("llama", True, {"keep_softmax": 1}),
+    ("llama", True, {"memory": 12}),
+    ("gpt2", True, {"retrieval_heads": 1, "retrieval_window": 8, "window_size": 4, "feature_map": "hedgehog"}),
     ("bart", False, {"encoder_layers": "all", "max_positions": 150}),
     ("bart", True, {"gate": True, "keep_softmax": 2}),
 ]
@@ -65,10 +67,13 @@ def test_the_result_is_that_of_a_conversion_in_memory(name, text, options, tmp_p
         given = {"allow_pickle": folder == "pickle", "command": "the command"}
         convert(tmp_path / folder, tmp_path / f"{folder}-rfa", **given, **options)
         reports[folder] = json.loads((tmp_path / f"{folder}-rfa" / "conversion.json").read_text())
-        assert bool(reports[folder]["gains"]) == (name != "llama")  # the divergence of features
+        assert bool(reports[folder]["gains"]) == (name != "llama" or "memory" in options)  # the divergence of features
+        assert bool(reports[folder]["retrieval_heads"]) == ("retrieval_heads" in options)
         for key in ("source", "destination"):
             del reports[folder][key]
-    assert offloaded.call_count == 3, "the shards, and both results"
+    loaded = {"memory": 1 + len(reports["shards"]["trials"]), "retrieval_heads": 1}
+    more = sum(count for option, count in loaded.items() if option in options)
+    assert offloaded.call_count == 3 + more, "the shards, once more for every way that is tried, and both results"
     assert reports["shards"] == reports["pickle"]
     found, expected = tensors(tmp_path / "shards-rfa"), tensors(tmp_path / "pickle-rfa")
     assert found.keys() == expected.keys()

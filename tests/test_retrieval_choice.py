@@ -75,7 +75,7 @@ def test_all_shares_of_exact_attention_are_the_softmax_model(parent, padded):
     mask[0, 60 - 10 * padded :] = 0
     given = {"attention_mask": mask} if padded else {}
     plain = model(ids, **given).logits
-    with exact_shares(layers) as shares:
+    with exact_shares(layers, model.device) as shares:
         torch.testing.assert_close(model(ids, **given).logits, plain)
         shares.fill_(1.0)
         found = model(ids, **given).logits
@@ -92,7 +92,7 @@ def test_the_first_head_is_that_of_the_steepest_descent(parent):
     ids, scored = repeated_passages(torch.randint(3, 61, (2, 64)), seed=0)
     expected = base_model(ids).logits[:, :-1].log_softmax(-1)
     slopes = {}
-    with torch.no_grad(), exact_shares(layers) as shares:
+    with torch.no_grad(), exact_shares(layers, model.device) as shares:
         for row, layer in enumerate(layers):
             for head in range(shares.shape[1]):
                 values = []
