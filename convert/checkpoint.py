@@ -259,8 +259,8 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str) -> PreTrainedModel:
-    """Load softmax weights, in ``dtype`` or "auto", into an RFA model that is configured by ``config``.
+def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device) -> PreTrainedModel:
+    """Load softmax weights, in ``dtype`` or "auto", into an RFA model on ``device`` that is configured by ``config``.
 
     The blocks of a checkpoint over `MAX_BYTES_IN_MEMORY` stay in its files, unless those are pickles or a GGUF file. A GGUF
     file's weights are dequantised, to float32 for "auto".
@@ -282,7 +282,7 @@ def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str) -> PreTraine
         for key, tensor in options["state_dict"].items():
             _check_finite(key, tensor, checkpoint.gguf.path)
         options["dtype"] = "float32" if dtype == "auto" else dtype
-    model, info = _from_pretrained(model_class, folder, config, num_bytes=num_bytes, **options)
+    model, info = _from_pretrained(model_class, folder, config, device, num_bytes=num_bytes, **options)
     mismatched += sorted(info["mismatched_keys"])
     missing = sorted(set(info["missing_keys"]) - set(new_keys(model)) - {key for key, *_ in mismatched})
     if missing:
@@ -305,11 +305,12 @@ def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str) -> PreTraine
     return model.eval()
 
 
-def load_converted(model_class: Any, folder: Path) -> PreTrainedModel:
+def load_converted(model_class: Any, folder: Path, device: torch.device) -> PreTrainedModel:
     """Load a converted checkpoint that has just been written; raise an `InputError` if its tensors are not the model's."""
     config = model_class.config_class.from_pretrained(folder)
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    model, info = _from_pretrained(model_class, folder, config, num_bytes=num_bytes, dtype="auto", use_safetensors=True)
+    options: dict[str, Any] = {"dtype": "auto", "use_safetensors": True}
+    model, info = _from_pretrained(model_class, folder, config, device, num_bytes=num_bytes, **options)
     problems = [f"{kind} {key}" for kind in ("missing", "unexpected", "mismatched") for key in info[f"{kind}_keys"]]
     problems += [f"mismatched {key}" for key, found, expected in offloaded_shapes(model) if found != expected]
     if problems:
@@ -318,14 +319,15 @@ def load_converted(model_class: Any, folder: Path) -> PreTrainedModel:
 
 
 def _from_pretrained(
-    model_class: Any, folder: Path | None, config: Any, *, num_bytes: int, **options: Any
+    model_class: Any, folder: Path | None, config: Any, device: torch.device, *, num_bytes: int, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return a model and the names of its unfit tensors; the blocks of more than `MAX_BYTES_IN_MEMORY` stay on disk."""
-    device_map = blocks_on_disk(model_class, config) if num_bytes > MAX_BYTES_IN_MEMORY else None
+    device_map = blocks_on_disk(model_class, config, device) if num_bytes > MAX_BYTES_IN_MEMORY else None
     with quiet():
-        return model_class.from_pretrained(
+        model, info = model_class.from_pretrained(
             folder, config=config, device_map=device_map, output_loading_info=True, **options
         )
+    return (model if device_map else model.to(device)), info
 
 
 def _reset_in_float32(model: PreTrainedModel) -> None:

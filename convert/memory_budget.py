@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_rfa.devices import find_device
 from hf_rfa.errors import InputError
 from hf_rfa.families import position_count
 from hf_rfa.models.feature_maps import FEATURE_MAPS
@@ -273,5 +274,6 @@ def spend_memory(
 
 def _load(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return the RFA model of some options, not yet calibrated, and the base model."""
-    model = load_rfa_model(checkpoint, rfa_config(checkpoint, options), options.dtype)
+    config, device = rfa_config(checkpoint, options), find_device(options.device)
+    model = load_rfa_model(checkpoint, config, options.dtype, device)
     return model, softmax_base_model(model, checkpoint.architecture, checkpoint.config)

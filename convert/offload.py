@@ -17,10 +17,10 @@ from hf_rfa.models.rfa_classes import own_prefixes
 MIN_OUTPUT_BYTES = 1_000_000
 
 
-def blocks_on_disk(cls: Any, config: Any) -> dict[str, str]:
+def blocks_on_disk(cls: Any, config: Any, device: torch.device) -> dict[str, str]:
     """Return the device map that leaves a model's blocks on disk, except for feature maps and gates.
 
-    Embeddings and heads are in memory: they may be tied, or have to be extended.
+    Embeddings and heads are on ``device``, which also computes with the blocks: they may be tied, or have to be extended.
     """
     with torch.device("meta"):
         model = cls(config)
@@ -32,7 +32,7 @@ def blocks_on_disk(cls: Any, config: Any) -> dict[str, str]:
         # A module has one device; one that has modules in it, such as the model itself, has one for each of its tensors.
         owner = key.rpartition(".")[0]
         name = key if any(modules[owner].children()) else owner
-        devices[name] = "disk" if key.startswith(blocks) and not key.startswith(new) else "cpu"
+        devices[name] = "disk" if key.startswith(blocks) and not key.startswith(new) else str(device)
     return devices
 
 

@@ -56,6 +56,7 @@ class ConversionOptions:
         max_positions: extend the positions to this number. Default: keep them.
         dtype: precision of the weights; auto for the checkpoint's, and float32 of a GGUF file. Feature maps and gates are
             float32.
+        device: what to compute on: cpu, cuda, cuda:1, …; auto for an accelerator where there is one.
         revision: branch, tag or commit of a checkpoint on the hub. Default: main.
         allow_pickle: load weights that exist only as a pickle. Only if you trust them.
 
@@ -87,6 +88,7 @@ class ConversionOptions:
     calibrate_on: str | Path | None = None
     max_positions: int | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
     revision: str | None = None
     allow_pickle: bool = False
 
@@ -131,6 +133,7 @@ PANELS = {
     "window_size": "Window and gate",
     "calibrate_on": "Calibration",
     "max_positions": "Output",
+    "device": "Computation",
     "revision": "Checkpoint",
 }
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_rfa.devices import find_device
 from hf_rfa.errors import InputError
 from hf_rfa.families import position_count, reads_audio
 from hf_rfa.inference import check_vocabulary
@@ -99,6 +100,7 @@ def convert(
     destination = Path(destination)
     report_progress = progress or (lambda step, total: None)
     options = _resolve_options(options, fields)
+    device = find_device(options.device)
     words = ["hf-rfa", "convert", str(checkpoint), str(destination), *options.words()]
     command = command or shlex.join(words + import_words(options.feature_map))
 
@@ -170,7 +172,7 @@ def convert(
             trials=tuple(trials),
             retrieval_heads=tuple(heads),
             perplexities=perplexities,
-            max_logit_difference=_verify(model_class, folder, probe, expected),
+            max_logit_difference=_verify(model_class, folder, device, probe, expected),
             notes=notes(found, config, options, no_tokenizer),
             **figures,
         )
@@ -220,7 +222,7 @@ def _prepare_inputs(checkpoint: Checkpoint, options: ConversionOptions) -> tuple
 
 def _load(checkpoint: Checkpoint, config: Any, options: ConversionOptions) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return the RFA model, not yet calibrated, and the base model, which share their weights."""
-    model = load_rfa_model(checkpoint, config, options.dtype)
+    model = load_rfa_model(checkpoint, config, options.dtype, find_device(options.device))
     count = len(rfa_layers(model))
     if options.keep_softmax >= count:
         raise InputError(
@@ -305,9 +307,9 @@ def _write_report(report: ConversionReport, checkpoint: Checkpoint, maps: list[H
         draw_attention(folder / "attention.png", stages, maps)
 
 
-def _verify(model_class: Any, folder: Path, probe: Inputs, expected: Tensor) -> float:
+def _verify(model_class: Any, folder: Path, device: torch.device, probe: Inputs, expected: Tensor) -> float:
     """Load the written checkpoint; return the largest difference of its logits from those before it was written."""
-    found = _logits(load_converted(model_class, folder), probe)
+    found = _logits(load_converted(model_class, folder, device), probe)
     difference = float((found - expected).abs().max())
     if not torch.isfinite(found).all() or difference > MAX_RELOAD_ERROR * float(expected.abs().max()):
         raise InputError(

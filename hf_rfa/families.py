@@ -50,7 +50,7 @@ def interpolate_positions(embedding: nn.Embedding, count: int) -> Tensor:
     """
     offset = int(getattr(embedding, "offset", 0))
     kept, learned = embedding.weight.data[:offset], embedding.weight.data[offset:].float()
-    place = torch.linspace(0, learned.shape[0] - 1, count, dtype=torch.float64)
+    place = torch.linspace(0, learned.shape[0] - 1, count, dtype=torch.float64, device=learned.device)
     below = place.floor().long().clamp(max=learned.shape[0] - 2)
     share = (place - below).float()[:, None]
     table = torch.lerp(learned[below], learned[below + 1], share).to(embedding.weight.dtype)
@@ -60,7 +60,7 @@ def interpolate_positions(embedding: nn.Embedding, count: int) -> Tensor:
 def continue_sinusoids(embedding: Any, count: int) -> Tensor:
     """Return Marian's or Pegasus's sinusoidal positions up to ``count``; those that were there stay as they are."""
     longer = type(embedding)(count, embedding.embedding_dim)
-    return longer.create_weight().to(embedding.weight.dtype)
+    return longer.create_weight().to(embedding.weight)
 
 
 def reads_audio(config: Any) -> bool:

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from .cache_files import cache_num_bytes
+from .devices import find_device
 from .errors import InputError
 from .families import reads_audio
 from .gguf_files import is_gguf, load_gguf, load_gguf_tokenizer, open_gguf
@@ -71,6 +72,7 @@ def load_model(
     *,
     kind: ModelKind | None = None,
     dtype: str = "auto",
+    device: str = "cpu",
     need_tokenizer: bool = True,
     packed: bool = False,
 ) -> tuple[PreTrainedModel, Any]:
@@ -81,6 +83,7 @@ def load_model(
         kind: "causal" for a decoder that stands alone, "seq2seq" for an encoder and a decoder, None for either.
         dtype: "auto" for the checkpoint's own, and float32 of a GGUF file; or one of `DTYPES`; "int8" is bfloat16 with the
             weights of linear layers in 8 bits (`hf_rfa.int8_weights`). States are in float32 in any case.
+        device: what it computes on: cpu, cuda, …, or "auto" for an accelerator where there is one.
         need_tokenizer: whether a missing tokenizer is an error; otherwise it is returned as None.
         packed: pack weights of float32 for inference on this CPU, where it is one for which `pack_weights` can.
 
@@ -88,10 +91,12 @@ def load_model(
         The model, in evaluation mode, and its tokenizer.
 
     Raises:
-        InputError: if the checkpoint or its tokenizer cannot be loaded, is of the other kind, or do not belong together.
+        InputError: if the checkpoint or its tokenizer cannot be loaded, is of the other kind, or do not belong together; if
+            there is no such device.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    place = find_device(device)
     path = Path(name).expanduser()
     gguf = open_gguf(path) if is_gguf(path) else None
     if gguf is None and path.exists() and not (path / "config.json").is_file():
@@ -128,6 +133,8 @@ def load_model(
         raise InputError(f"{name}: {problem}. Put the tokenizer's files into the checkpoint's folder.")
     if tokenizer is not None:
         check_vocabulary(tokenizer, config, name)
+    if model.device != place:
+        model.to(place)
     if packed and why_not_packed(model) is None:
         pack_weights(model)
     return model.eval(), tokenizer

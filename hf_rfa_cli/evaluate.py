@@ -9,7 +9,19 @@ from typing import Annotated, Any, Literal
 import typer
 
 from .console import console, shown_count, warn
-from .options import BatchSize, Beams, Model, ModelDtype, References, Seed, UsageError, in_a_folder, number, text_file
+from .options import (
+    BatchSize,
+    Beams,
+    Device,
+    Model,
+    ModelDtype,
+    References,
+    Seed,
+    UsageError,
+    in_a_folder,
+    number,
+    text_file,
+)
 from .recall import measure_recall, run_tasks
 
 #: Two samples of 1,000 tokens of one text differ by a seventh in perplexity (the demo's model on its text).
@@ -81,6 +93,7 @@ def evaluate_command(
     ] = False,
     batch_size: BatchSize = 8,
     dtype: ModelDtype = "auto",
+    device: Device = "auto",
     suite: Annotated[
         Literal["recall"] | None,
         typer.Option(
@@ -151,13 +164,16 @@ def evaluate_command(
             "seed": seed,
             "document_end": document_end,
             "dtype": dtype,
+            "device": device,
         }
         measure_recall(model, text, teacher=teacher, controls=control, output=output, record=record, **about)
         return
     if tasks is not None:
         if record or text is not None:
             raise UsageError(f"{'--record' if record else 'a text'} has no effect with --tasks. Leave it out.")
-        run_tasks(model, tasks, tasks_folder=tasks_folder, output=output, batch_size=batch_size, dtype=dtype)
+        run_tasks(
+            model, tasks, tasks_folder=tasks_folder, output=output, batch_size=batch_size, dtype=dtype, device=device
+        )
         return
     if text is None:
         raise UsageError("Missing argument 'TEXT': a file to measure on.")
@@ -177,7 +193,8 @@ def evaluate_command(
         )
     if save_predictions is not None:
         check_file(save_predictions, replace=False)
-    loaded, tokenizer = load_model(model, kind="causal" if task == "perplexity" else "seq2seq", dtype=dtype)
+    kind_of_model: Any = "causal" if task == "perplexity" else "seq2seq"
+    loaded, tokenizer = load_model(model, kind=kind_of_model, dtype=dtype, device=device)
     use_attention_component(loaded, attention_component)
     with shown_count("evaluating") as on_batch:
         shared: Any = {"batch_size": batch_size, "on_batch": on_batch}

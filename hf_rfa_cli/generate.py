@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from .console import console, errors
-from .options import BatchSize, Beams, Model, ModelDtype, Seed, UsageError, number, text_file
+from .options import BatchSize, Beams, Device, Model, ModelDtype, Seed, UsageError, number, text_file
 
 STDIN = Path("-")
 
@@ -48,6 +48,7 @@ def generate_command(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
     batch_size: BatchSize = 8,
     dtype: ModelDtype = "auto",
+    device: Device = "auto",
     compiled: Annotated[
         bool,
         typer.Option(
@@ -88,7 +89,7 @@ def generate_command(
 
     from hf_rfa.inference import generate_text, load_model
 
-    loaded, tokenizer = load_model(model, dtype=dtype, packed=True)
+    loaded, tokenizer = load_model(model, dtype=dtype, device=device, packed=True)
     streamer = None
     if num_beams == 1 and len(prompts) <= 1:
         streamer = TextStreamer(tokenizer, skip_prompt=chat, skip_special_tokens=True)

@@ -74,6 +74,9 @@ ModelDtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16", "int8"],
     typer.Option(help="Precision; auto for the checkpoint's own; int8 for bfloat16 with 8-bit weights."),
 ]
+Device = Annotated[
+    str, typer.Option(help="What to compute on: cpu, cuda, cuda:1, …; auto for an accelerator where there is one.")
+]
 #: numpy and torch both take these.
 Seed = Annotated[int, number("Seed of what is drawn at random.", 0, 2**32 - 1)]
 Beams = Annotated[int, number("Beams of generation; 1 for none.", 1)]

@@ -37,6 +37,7 @@ def measure_recall(
     output: Path | None,
     record: bool,
     dtype: str,
+    device: str,
 ) -> None:
     """Run the recall suite on a checkpoint, print its table, and write its files where they are asked for."""
     from hf_rfa.convert.calibration_data import tokenize
@@ -50,8 +51,9 @@ def measure_recall(
     folder = check_recordable(name) if record else None
     check_output(output)
     documents = None if text is None else list(read_documents(text))
-    model, tokenizer = load_model(name, dtype=dtype)
-    softmax = None if teacher is None else load_model(teacher, dtype=dtype, need_tokenizer=False)[0]
+    where: Any = {"dtype": dtype, "device": device}
+    model, tokenizer = load_model(name, **where)
+    softmax = None if teacher is None else load_model(teacher, need_tokenizer=False, **where)[0]
     ids = None if documents is None else tokenize(tokenizer, documents, most=TEXT_TOKENS, end=document_end)
     with shown_count("measuring recall") as progress:
         report = recall_suite(
@@ -78,7 +80,7 @@ def measure_recall(
 
 
 def run_tasks(
-    name: str, tasks: str, *, tasks_folder: Path | None, output: Path | None, batch_size: int, dtype: str
+    name: str, tasks: str, *, tasks_folder: Path | None, output: Path | None, batch_size: int, dtype: str, device: str
 ) -> None:
     """Hand a checkpoint over to lm-eval, print its table, and write its results where they are asked for."""
     from hf_rfa.convert.atomic_io import new_file
@@ -101,7 +103,7 @@ def run_tasks(
         raise InputError(
             f"lm-eval has no task {unknown[0]!r}. Its own are listed by `lm-eval ls tasks`; see --tasks-folder."
         )
-    model, tokenizer = load_model(name, dtype=dtype)
+    model, tokenizer = load_model(name, dtype=dtype, device=device)
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     results: Any = lm_eval.simple_evaluate(model=wrapped, tasks=wanted, task_manager=manager, log_samples=False)
     console.print(make_table(results), markup=False, highlight=False, soft_wrap=True)

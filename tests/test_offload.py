@@ -91,10 +91,10 @@ def test_small_checkpoints_are_loaded_whole(tiny_parent, tmp_path, monkeypatch):
 
 def test_which_modules_stay_on_disk():
     config = RFABartConfig.from_parent(tiny_seq2seq_config("bart"), gate=True)
-    devices = blocks_on_disk(RFABartForConditionalGeneration, config)
+    devices = blocks_on_disk(RFABartForConditionalGeneration, config, torch.device("cuda:1"))
     for name in ("self_attn.q_proj", "encoder_attn.out_proj", "fc1", "final_layer_norm"):
         assert devices[f"model.decoder.layers.2.{name}"] == "disk"
     new = {f"model.decoder.layers.0.{name}" for name in ("self_attn.feature_map", "encoder_attn.feature_map")}
     shared = {"model.shared", "model.encoder.embed_tokens", "lm_head", "final_logits_bias"}
     for name in {*new, *shared, "model.decoder.layers.0.self_attn.gate", "model.decoder.embed_positions"}:
-        assert devices[name] == "cpu"
+        assert devices[name] == "cuda:1"

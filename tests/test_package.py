@@ -20,7 +20,14 @@ from .conftest import ROOT
 #: The tree from the bottom up: a module imports those of its own entry and of the entries before it.
 LAYERS = [
     ["hf_rfa.models"],
-    ["hf_rfa.errors", "hf_rfa.version", "hf_rfa.memory", "hf_rfa.int8_weights", "hf_rfa.packed_weights"],
+    [
+        "hf_rfa.errors",
+        "hf_rfa.devices",
+        "hf_rfa.version",
+        "hf_rfa.memory",
+        "hf_rfa.int8_weights",
+        "hf_rfa.packed_weights",
+    ],
     ["hf_rfa.backends"],
     ["hf_rfa.families"],
     ["hf_rfa.integrations", "hf_rfa.cache_files", "hf_rfa.export", "hf_rfa.gguf_files", "hf_rfa.inference"],

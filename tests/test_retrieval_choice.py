@@ -39,7 +39,9 @@ def text(tmp_path_factory):
 
 def models(parent, **options):
     checkpoint = open_checkpoint(parent)
-    model = load_rfa_model(checkpoint, rfa_config(checkpoint, ConversionOptions(**WINDOW | options)), "auto")
+    model = load_rfa_model(
+        checkpoint, rfa_config(checkpoint, ConversionOptions(**WINDOW | options)), "auto", torch.device("cpu")
+    )
     return model, softmax_base_model(model, checkpoint.architecture, checkpoint.config)
 
 

@@ -1,0 +1,167 @@
+"""Conversion, generation and measurement on a second device: all results are those of the CPU.
+
+`tests/test_devices.py` runs these tests, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import offload
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.utils._pytree import tree_leaves
+from transformers import AutoTokenizer
+
+from hf_rfa.convert import checkpoint, convert
+from hf_rfa.devices import find_device
+from hf_rfa.errors import InputError
+from hf_rfa.finetune import evaluate_generation, perplexity
+from hf_rfa.inference import generate_text, load_model
+
+from .conftest import save_tiny_tokenizer, words
+from .families import has_encoder, make, save_softmax_model
+from .other_device import DEVICE, NAME, ElsewhereTensor, SecondDevice
+
+
+@pytest.fixture(autouse=True)
+def _second_device():
+    with SecondDevice():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Softmax models of three families with a tokenizer, and a text."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in ("gpt2", "llama", "bart"):
+        save_softmax_model(family, folder / family)
+    (folder / "text.txt").write_text("\n".join(words(30, 3 * start) for start in range(20)))
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for path in folder.glob("*.safetensors") for key, tensor in load_file(path).items()}
+
+
+def figures_of(report: Any) -> tuple[list[float], list[Any]]:
+    """Return the numbers with fractions that a report holds at any depth, and all else."""
+    leaves = tree_leaves(report)
+    return [x for x in leaves if isinstance(x, float)], [x for x in leaves if not isinstance(x, float)]
+
+
+def open_for_the_device(file: str, framework: str, device: Any) -> Any:
+    """Open a file of tensors as safetensors does, which knows torch's own devices by name."""
+
+    class File:
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *raised: object) -> None:
+            pass
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            with safe_open(file, framework=framework, device="cpu") as found:
+                return found.get_tensor(name).to(device)
+
+    return File()
+
+
+def test_the_device_refuses_what_a_gpu_refuses():
+    there = torch.arange(6.0, device=NAME).view(2, 3)
+    assert there.device == torch.zeros(1).to(NAME).device == torch.tensor(2.0, device=NAME).device == DEVICE
+    assert torch.equal((there * 2 + 1).cpu(), torch.arange(6.0).view(2, 3) * 2 + 1)
+    with pytest.raises(RuntimeError, match=r"add: expected all tensors to be on the same device, got .* on cpu"):
+        there + torch.ones(3)
+    with pytest.raises(RuntimeError, match="numpy"):
+        there.numpy()
+
+
+def test_auto_is_the_accelerator():
+    assert find_device("auto") == find_device(NAME) == DEVICE
+    assert find_device("cpu") == torch.device("cpu")
+    for name in ("cuda", "nowhere", "meta"):
+        with pytest.raises(InputError, match=r"Pass cpu, cuda, or auto\."):
+            find_device(name)
+
+
+GREEDY: dict[str, Any] = {}
+BEAMS: dict[str, Any] = {"num_beams": 3}
+SAMPLES: dict[str, Any] = {"do_sample": True, "seed": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "options"),
+    [
+        ("gpt2", "window-gate", BEAMS),
+        ("gpt2", "gaussian-gate", GREEDY),
+        ("gpt2", "retrieval-growing", SAMPLES),
+        ("llama", "slots-features", SAMPLES),
+        ("llama", "hybrid", GREEDY),
+        ("llama", "retrieval", BEAMS),
+        ("bart", "both-gate", BEAMS),
+        ("bart", "everything-signed", GREEDY),
+    ],
+)
+def test_generation(family, variant, options, tmp_path):
+    make(family, variant).save_pretrained(tmp_path)
+    save_tiny_tokenizer(tmp_path)
+    prompts = [words(12), words(5, 20)]
+    found = []
+    for device in ("cpu", "auto"):
+        model, tokenizer = load_model(str(tmp_path), device=device)
+        assert model.device.type == (NAME if device == "auto" else "cpu")
+        assert isinstance(next(model.parameters()), ElsewhereTensor) == (device == "auto")
+        found.append(generate_text(model, tokenizer, prompts, max_new_tokens=20, ignore_eos=True, **options).texts)
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "on_disk", "options"),
+    [
+        ("gpt2", False, {"feature_map": "gaussian", "keep_softmax": 1, "max_positions": 300}),
+        ("gpt2", True, {"feature_map": "hedgehog", "retrieval_heads": 1, "retrieval_window": 8, "window_size": 4}),
+        ("gpt2", True, {"calibrate_on": None, "feature_map": "exponential", "gate": True}),
+        ("llama", False, {"memory": 12}),
+        ("llama", True, {"feature_map": "positive", "num_features": 16, "window_size": 3, "num_slots": 4}),
+        ("bart", False, {"encoder_layers": "all", "gate": True}),
+    ],
+)
+def test_conversion(family, on_disk, options, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(offload, "safe_open", open_for_the_device)
+    monkeypatch.setattr(checkpoint, "MAX_BYTES_IN_MEMORY", 0 if on_disk else 10**9)
+    given: dict[str, Any] = {"calibrate_on": folder / "text.txt", "command": "the command", **options}
+    found = {}
+    for device in ("cpu", "auto"):
+        convert(folder / family, tmp_path / device, device=device, **given)
+        found[device] = json.loads((tmp_path / device / "conversion.json").read_text())
+        del found[device]["destination"]
+    figures, others = zip(*(figures_of(each) for each in found.values()), strict=True)
+    assert others[0] == others[1]
+    assert figures[0] == pytest.approx(figures[1], rel=1e-3)
+    torch.testing.assert_close(*(tensors(tmp_path / device) for device in found), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bart"])
+def test_measurement(family, tmp_path):
+    model = make(family, "slots" if has_encoder(family) else "slots-features")
+    save_tiny_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    models = model, copy.deepcopy(model).to(NAME)
+    if has_encoder(family):
+        texts = [words(9, start) for start in range(5)]
+        found: list[Any] = [
+            evaluate_generation(each, tokenizer, texts, texts, task="translation", max_new_tokens=8) for each in models
+        ]
+        assert found[0].predictions == found[1].predictions
+    else:
+        ids = torch.randint(3, 61, (500,))
+        for options in ({"context_length": 50, "stride": 20}, {"context_length": 200, "carry_state": True}):
+            found = [perplexity(each, ids, **options) for each in models]
+            assert found[0] == found[1]
