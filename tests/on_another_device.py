@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hf_rfa.devices import find_device
 from hf_rfa.errors import InputError
 from hf_rfa.finetune import evaluate_generation, perplexity
 from hf_rfa.inference import generate_text, load_model
+from hf_rfa.recall import Effort, recall_suite
 
 from .conftest import save_tiny_tokenizer, words
 from .families import has_encoder, make, save_softmax_model
@@ -165,3 +167,29 @@ def test_measurement(family, tmp_path):
         for options in ({"context_length": 50, "stride": 20}, {"context_length": 200, "carry_state": True}):
             found = [perplexity(each, ids, **options) for each in models]
             assert found[0] == found[1]
+
+
+def test_the_recall_suite(tmp_path):
+    save_softmax_model("llama", tmp_path / "softmax", max_position_embeddings=128)
+    convert(tmp_path / "softmax", tmp_path / "rfa", device="cpu")
+    text = torch.randint(3, 61, (300,))
+    effort = Effort(text_tokens=64, repeated_tokens=64, books=2, needles=1, prompts=1, new_tokens=4, every=3)
+    found = []
+    for device in ("cpu", NAME):
+        (model, tokenizer), (teacher, _) = (
+            load_model(str(tmp_path / each), device=device) for each in ("rfa", "softmax")
+        )
+        report = recall_suite(model, tokenizer, teacher=teacher, text=text, effort=effort, max_length=128)
+        found.append(figures_of([asdict(column) for column in report.columns]))
+    assert len(found[0][0]) > 20
+    assert found[0][1] == found[1][1]
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-3)
+
+
+@torch.no_grad()
+def test_weights_of_8_bits(tmp_path):
+    make("llama", "slots-features").save_pretrained(tmp_path)
+    ids = torch.randint(3, 61, (2, 15))
+    models = [load_model(str(tmp_path), dtype="int8", device=each, need_tokenizer=False)[0] for each in ("cpu", NAME)]
+    expected, found = (each(ids.to(each.device)).logits.float().cpu() for each in models)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
