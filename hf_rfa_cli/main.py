@@ -73,7 +73,10 @@ def _shared(
 
 
 def main() -> None:
-    """Run the command line. Input that cannot be used ends it with a message and status 1, an interrupt with 130 (typer)."""
+    """Run the command line.
+
+    Input that cannot be used, and a full accelerator, end it with a message and status 1, an interrupt with 130 (typer).
+    """
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name="hf-rfa", standalone_mode=False) or 0)
     except UsageError as error:
@@ -84,6 +87,13 @@ def main() -> None:
         if not isinstance(error, InputError | FloatingPointError):
             raise
         message = str(error)
+    except RuntimeError as error:
+        from torch import OutOfMemoryError
+
+        if not isinstance(error, OutOfMemoryError):
+            raise
+        short = ". ".join(str(error).split(". ")[:2])  # torch goes on about its allocator
+        message = f"{short}. Take smaller batches or shorter rows, or compute on the CPU."
     errors.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
     sys.exit(1)
 
