@@ -17,7 +17,7 @@ def find_device(name: str) -> torch.device:
         InputError: if there is no such device.
     """
     if name == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        found = torch.accelerator.current_accelerator(check_available=True)
         name = "cpu" if found is None or found.type == "mps" else str(found)
     try:
         device = torch.empty(0, device=name).device  # cuda is cuda:0 then

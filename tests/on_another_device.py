@@ -139,11 +139,21 @@ def test_conversion(family, on_disk, options, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(offload, "safe_open", open_for_the_device)
     monkeypatch.setattr(checkpoint, "MAX_BYTES_IN_MEMORY", 0 if on_disk else 10**9)
     given: dict[str, Any] = {"calibrate_on": folder / "text.txt", "command": "the command", **options}
-    found = {}
-    for device in ("cpu", "auto"):
+    load, places, found = checkpoint._from_pretrained, [], {}
+
+    def loaded(*args: Any, **options: Any) -> Any:
+        model, info = load(*args, **options)
+        places.append(model.device)
+        return model, info
+
+    monkeypatch.setattr(checkpoint, "_from_pretrained", loaded)
+    for device, place in (("cpu", torch.device("cpu")), ("auto", DEVICE)):
+        places.clear()
         convert(folder / family, tmp_path / device, device=device, **given)
         found[device] = json.loads((tmp_path / device / "conversion.json").read_text())
         del found[device]["destination"]
+        assert len(places) >= 2  # the model, and the checkpoint that was written
+        assert set(places) == {place}
     figures, others = zip(*(figures_of(each) for each in found.values()), strict=True)
     assert others[0] == others[1]
     assert figures[0] == pytest.approx(figures[1], rel=1e-3)
