@@ -23,6 +23,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from .attention import RFAAttentionMixin
+from .cache_names import CACHE_NAME, cache_name, take_cache
 from .cache_rfa import GROWING_LAYER_TYPE, RFA_LAYER_TYPE, past_length, self_attention_cache, unread_length
 from .configuration_rfa import decoder_config_class
 from .masking import check_positions, document_starts, local_padding, padding_of_mask
@@ -30,8 +31,6 @@ from .rfa_classes import RFAPreTrainedMixin, base_class, make_class
 
 #: Name of random feature attention in transformers' attention interface.
 INTERFACE = "rfa"
-#: Arguments by which attention modules take their cache.
-CACHE_ARGUMENTS = ("past_key_values", "layer_past")
 #: Modules of a stack that hold learned positions, by attribute name.
 POSITION_EMBEDDINGS = ("embed_positions", "wpe")
 #: Families, by model_type, without rotary positions that count the tokens of a padding mask for positions.
@@ -126,8 +125,7 @@ class RFADecoderAttention(RFAAttentionMixin):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Attend; arguments and results are those of the base model's module, and what `prepare_inputs` adds."""
         # Without a cache the base model's forward hands over the keys of this call alone. The state has those before them.
-        caches = [kwargs.pop(name) for name in CACHE_ARGUMENTS if name in kwargs]
-        own: dict[str, Any] = {"rfa_hidden_states": hidden_states, "rfa_cache": caches[0] if caches else None}
+        own: dict[str, Any] = {"rfa_hidden_states": hidden_states, "rfa_cache": take_cache(kwargs)}
         if "output_rfa_attentions" not in kwargs:
             own |= _inputs_from_mask(hidden_states.shape[1], own["rfa_cache"], kwargs)
         return super().forward(hidden_states, *args, **own, **kwargs)
@@ -205,10 +203,13 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     Raises:
         ValueError: for a mask per query, or for positions past learned ones.
+        TypeError: for a cache under a name that is none of a cache's.
     """
     kwargs = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}
-    names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values")
-    input_ids, inputs_embeds, attention_mask, position_ids, cache = (kwargs.get(name) for name in names)
+    if (cache := take_cache(kwargs)) is not None:
+        kwargs[cache_name(stack.reads_inputs)] = cache
+    names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+    input_ids, inputs_embeds, attention_mask, position_ids = (kwargs.get(name) for name in names)
     inputs = input_ids if input_ids is not None else inputs_embeds
     if inputs is None or (input_ids is not None and inputs_embeds is not None):
         raise ValueError("pass either input_ids or inputs_embeds, and not both.")
@@ -260,7 +261,7 @@ def _masks_by_type(
         "config": config,
         "inputs_embeds": embeds,
         "attention_mask": attention_mask,
-        "past_key_values": Cache(layers=kept) if kept else None,
+        CACHE_NAME: Cache(layers=kept) if kept else None,
         "position_ids": position_ids,
     }
     unread = _prepared(None, embeds.device)

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.models.auto import modeling_auto
 
 from .attention import RFAAttentionMixin
+from .cache_names import CACHE_NAME, cache_name, take_cache
 from .cache_rfa import cross_layer_of, past_length, self_attention_cache, unread_length
 from .configuration_rfa import AttentionKind, seq2seq_config_class
 from .masking import check_positions, local_padding
@@ -68,8 +69,7 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
         self,
         hidden_states: Tensor,
         key_value_states: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        attention_mask: Tensor | None = None,
+        *,
         padding_mask: Tensor | None = None,
         source_padding_mask: Tensor | None = None,
         output_rfa_attentions: bool | None = None,
@@ -84,7 +84,9 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
 
         Raises:
             ValueError: if the layer around it leaves these arguments out, and with them padding.
+            TypeError: for a cache under a name that is none of a cache's.
         """
+        cache = take_cache(kwargs)
         if output_rfa_attentions is None:
             raise ValueError(
                 f"the layer hands no keyword arguments on to its {type(self).__name__.removeprefix('RFA')}, so that padding "
@@ -94,7 +96,7 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
             output, weights = self.attend_to_source(
                 hidden_states,
                 key_value_states,
-                past_key_values=past_key_values,
+                past_key_values=cache,
                 padding_mask=source_padding_mask,
                 dropout=self.dropout,
                 output_attentions=output_rfa_attentions,
@@ -103,7 +105,7 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
             output, weights = self.attend(
                 *self.project(hidden_states),
                 hidden_states=hidden_states,
-                cache=self_attention_cache(past_key_values),
+                cache=self_attention_cache(cache),
                 padding_mask=padding_mask,
                 dropout=self.dropout,
                 output_attentions=output_rfa_attentions,
@@ -129,7 +131,7 @@ class RFASeq2SeqMixin(RFAPreTrainedMixin):
     def _postprocess_outputs(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Leave the cache out of what Whisper's `generate` returns: it would part it by keys and values."""
         if not isinstance(seek_outputs, Tensor):
-            seek_outputs = type(seek_outputs)(**{**seek_outputs, "past_key_values": None})
+            seek_outputs = type(seek_outputs)(**{**seek_outputs, CACHE_NAME: None})
         return super()._postprocess_outputs(seek_outputs, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -165,6 +167,7 @@ def prepare_encoder(
         ValueError: for a mask per query, or for a source longer than the encoder's positions.
     """
     kwargs, config = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}, stack.config
+    take_cache(kwargs)  # the decoder's, among the arguments that both are given
     if config.any_rfa("encoder"):
         kwargs["output_rfa_attentions"] = _wants_weights(stack, kwargs)
     if "input_ids" in stack.reads_inputs:  # audio has one length, and no padding
@@ -184,11 +187,11 @@ def prepare_decoder(
 
     Raises:
         ValueError: for a mask per query, or for positions past the model's.
+        TypeError: for a cache under a name that is none of a cache's.
     """
     kwargs, config = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}, stack.config
-    attention_mask, cache, source = (
-        kwargs.get(name) for name in ("attention_mask", "past_key_values", "encoder_hidden_states")
-    )
+    cache = take_cache(kwargs)
+    attention_mask, source = kwargs.get("attention_mask"), kwargs.get("encoder_hidden_states")
     length, device = _length(kwargs)
     past = past_length(cache)
     check_positions(past + length - 1, config.max_position_embeddings)
@@ -200,12 +203,13 @@ def prepare_decoder(
     if not config.softmax_layers_for("causal"):
         kwargs["attention_mask"] = _no_mask(device)
     if source is not None:
-        kwargs["past_key_values"] = cache = _prepare_cache(config, cache, kwargs.get("use_cache"))
+        cache = _prepare_cache(config, cache, kwargs.get("use_cache"))
         finished = isinstance(cache, EncoderDecoderCache) and any(cache.is_updated.values())
         if not finished or kwargs["output_rfa_attentions"]:  # a finished state is read without any mask
             kwargs["source_padding_mask"] = local_padding(kwargs.get("encoder_attention_mask"), source.shape[1])
         if "encoder_attention_mask" in stack.reads_inputs and not config.softmax_layers_for("cross"):
             kwargs["encoder_attention_mask"] = _no_mask(device)
+    kwargs[cache_name(stack.reads_inputs)] = cache
     return (), kwargs
 
 
