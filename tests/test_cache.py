@@ -15,6 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GPT2Config, StaticCa
 from transformers.cache_utils import DynamicLayer
 
 from hf_rfa import InputError, cache_files, cache_num_bytes, load_cache, save_cache
+from hf_rfa.models.cache_names import CACHE_NAME, cache_argument
 
 from .families import (
     base_config,
@@ -55,7 +56,7 @@ def test_operations_on_the_state_of_a_decoder():
     cache.crop(0)
     cache.reset()
     assert cache.get_seq_length() == 0
-    assert_close(model(ids, past_key_values=cache).past_key_values.layers[0].state, state[:1])
+    assert_close(model(ids, **cache_argument(cache)).past_key_values.layers[0].state, state[:1])
     assert cache.get_max_length() == -1
 
 
@@ -65,7 +66,7 @@ def test_operations_on_the_state_of_a_source():
     model, source, target = make("bart", dtype=torch.float64), tokens(2, 9), tokens(2, 5)
 
     def step(cache: Any, rows: Tensor, ids: Tensor) -> Tensor:
-        return model(source[rows], decoder_input_ids=ids, past_key_values=cache).logits
+        return model(source[rows], decoder_input_ids=ids, **cache_argument(cache)).logits
 
     def cache_for(rows: Tensor) -> Any:
         return model(source[rows], decoder_input_ids=target[rows]).past_key_values
@@ -101,7 +102,7 @@ def test_operations_on_the_state_of_a_source():
     repeated.reset()
     assert not layer.tensors()
     assert layer.get_seq_length() == 0
-    found = model(source, decoder_input_ids=target, past_key_values=repeated).logits
+    found = model(source, decoder_input_ids=target, **cache_argument(repeated)).logits
     assert_close(found, model(source, decoder_input_ids=target).logits)
 
 
@@ -110,7 +111,7 @@ def test_the_state_is_updated_in_place():
     model, ids = make("gpt2", "positive-gate"), tokens(1, 7)
     cache = model(ids).past_key_values
     before = [layer.state.data_ptr() for layer in cache.layers]
-    model(ids[:, :1], past_key_values=cache)
+    model(ids[:, :1], **cache_argument(cache))
     assert [layer.state.data_ptr() for layer in cache.layers] == before
 
 
@@ -125,14 +126,14 @@ def test_a_cache_without_a_configuration_serves_a_decoder(options):
     mask[1, :3] = 0
     expected = logits(model, ids, mask=mask)[mask == 1]
     for cache in (DynamicCache(), DynamicCache(config=GPT2Config(n_layer=2))):
-        first = model(ids[:, :5], attention_mask=mask[:, :5], past_key_values=cache)
+        first = model(ids[:, :5], attention_mask=mask[:, :5], **cache_argument(cache))
         assert first.past_key_values is cache
-        second = model(ids[:, 5:], attention_mask=mask, past_key_values=cache)
+        second = model(ids[:, 5:], attention_mask=mask, **cache_argument(cache))
         found = torch.cat([first.logits, second.logits], dim=1)[mask == 1]
         assert_close(found, expected, atol=2e-4, rtol=1e-3)
     for beams in (1, 3):
         given = {"attention_mask": mask, "num_beams": beams, **GENERATE}
-        assert torch.equal(model.generate(ids, past_key_values=DynamicCache(), **given), model.generate(ids, **given))
+        assert torch.equal(model.generate(ids, **cache_argument(DynamicCache()), **given), model.generate(ids, **given))
 
 
 @pytest.mark.parametrize("options", [{"gate": True}, {"softmax_layers": [0], "softmax_cross_layers": [1]}], ids=str)
@@ -142,12 +143,12 @@ def test_caches_without_a_configuration_serve_an_encoder_and_a_decoder(family, o
     model, ids, start = make(family, options), tokens(2, 9), tokens(2, 5)
     expected = model(ids, decoder_input_ids=start, use_cache=False).logits
     for cache in (EncoderDecoderCache(DynamicCache(), DynamicCache()), DynamicCache()):
-        first = model(ids, decoder_input_ids=start[:, :3], past_key_values=cache)
-        second = model(ids, decoder_input_ids=start[:, 3:], past_key_values=first.past_key_values)
+        first = model(ids, decoder_input_ids=start[:, :3], **cache_argument(cache))
+        second = model(ids, decoder_input_ids=start[:, 3:], **cache_argument(first.past_key_values))
         assert_close(torch.cat([first.logits, second.logits], dim=1), expected, atol=2e-4, rtol=1e-3)
     for beams in (1, 3):
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        found = model.generate(ids, past_key_values=cache, num_beams=beams, **GENERATE)
+        found = model.generate(ids, **cache_argument(cache), num_beams=beams, **GENERATE)
         assert torch.equal(found, model.generate(ids, num_beams=beams, **GENERATE))
 
 
@@ -155,11 +156,11 @@ def test_caches_without_a_configuration_serve_an_encoder_and_a_decoder(family, o
 def test_a_step_on_such_a_cache_is_one_graph():
     model, ids = make("gpt2", "hybrid"), tokens(2, 9)
     cache, expected_cache = DynamicCache(), DynamicCache()
-    model(ids, past_key_values=cache)
-    model(ids, past_key_values=expected_cache)
+    model(ids, **cache_argument(cache))
+    model(ids, **cache_argument(expected_cache))
     torch._dynamo.reset()
-    found = torch.compile(model, fullgraph=True, backend="eager")(ids[:, :1], past_key_values=cache).logits
-    assert_close(found, model(ids[:, :1], past_key_values=expected_cache).logits)
+    found = torch.compile(model, fullgraph=True, backend="eager")(ids[:, :1], **cache_argument(cache)).logits
+    assert_close(found, model(ids[:, :1], **cache_argument(expected_cache)).logits)
 
 
 def keys_and_values(model: Any, ids: Tensor, count: int, **inputs: Any) -> list[tuple[Tensor, Tensor]]:
@@ -193,9 +194,9 @@ def test_keys_and_values_in_a_cache_are_tokens_seen(family, head, options):
         expected = logits(model, ids, mask=padding)[:, count:]
         cache = DynamicCache(keys_and_values(model, ids, count, attention_mask=padding))
         assert cache.get_seq_length() == count
-        first = model(ids[:, count:-1], attention_mask=padding[:, :-1], past_key_values=cache)
+        first = model(ids[:, count:-1], attention_mask=padding[:, :-1], **cache_argument(cache))
         assert cache.get_seq_length() == ids.shape[1] - 1
-        second = model(ids[:, -1:], attention_mask=padding, past_key_values=cache)
+        second = model(ids[:, -1:], attention_mask=padding, **cache_argument(cache))
         found, seen = torch.cat([first.logits, second.logits], dim=1), padding[:, count:] == 1
         assert_close(found[seen], expected[seen], atol=2e-4, rtol=1e-3)
 
@@ -208,21 +209,21 @@ def test_caches_of_another_kind_are_refused():
     ids, ours = tokens(), make("gpt2")
     rebuild = r"DynamicCache\(config=model.config\)"
     with pytest.raises(TypeError, match=rebuild):
-        ours(ids, past_key_values=StaticCache(config=base_config("gpt2"), max_cache_len=20))
+        ours(ids, **cache_argument(StaticCache(config=base_config("gpt2"), max_cache_len=20)))
     softmax = softmax_model(ours, "gpt2")
     with pytest.raises(TypeError, match=rebuild):
-        softmax(ids, past_key_values=DynamicCache(config=ours.config))
+        softmax(ids, **cache_argument(DynamicCache(config=ours.config)))
     of_a_source = read(make("bart"), ids).past_key_values.cross_attention_cache
     with pytest.raises(TypeError, match="self-attention layer wrote"):
-        softmax(ids, past_key_values=of_a_source)
+        softmax(ids, **cache_argument(of_a_source))
 
 
 @every_generating_head
-def test_past_key_values_that_are_no_cache_are_refused(family, head):
+def test_what_is_no_cache_is_refused(family, head):
     model, keys = make_head(family, head), torch.zeros(3, 3, 2, 8)
     for wrong in (((keys, keys),) * 3, [], "a cache", {"keys": keys}):
-        with pytest.raises(TypeError, match=r"past_key_values.*DynamicCache\(config=model.config\)"):
-            read(model, tokens(), past_key_values=wrong)
+        with pytest.raises(TypeError, match=rf"{CACHE_NAME}.*DynamicCache\(config=model.config\)"):
+            read(model, tokens(), **cache_argument(wrong))
 
 
 @torch.no_grad()
@@ -231,7 +232,7 @@ def test_a_cache_of_another_model_is_refused():
     used = read(softmax_model(ours, "bart"), ids).past_key_values
     for variant, cache in (("both", used), ("cross-only", used), ("causal-only", read(ours, ids).past_key_values)):
         with pytest.raises(TypeError, match="filled by another model"):
-            read(make("bart", variant), ids, past_key_values=cache)
+            read(make("bart", variant), ids, **cache_argument(cache))
         kept = {type(layer) for layer in used.self_attention_cache.layers}
         assert kept == {DynamicLayer}, "refused before it is changed"
 
@@ -252,16 +253,16 @@ def test_a_cache_continues_from_disk(family, options, tmp_path):
     _, cache = logits_by_steps(model, ids[:, :-1], [])
     save_cache(cache, tmp_path / "prompt.safetensors")
     size = cache_num_bytes(cache)
-    expected = read(model, ids[:, -1:], past_key_values=cache).logits
+    expected = read(model, ids[:, -1:], **cache_argument(cache)).logits
     for _ in range(2):  # a loaded cache does not change the file
         loaded = load_cache(tmp_path / "prompt.safetensors", model)
         assert loaded.get_seq_length() == 8
         assert cache_num_bytes(loaded) == size
-        assert torch.equal(read(model, ids[:, -1:], past_key_values=loaded).logits, expected)
+        assert torch.equal(read(model, ids[:, -1:], **cache_argument(loaded)).logits, expected)
     assert [path.name for path in tmp_path.iterdir()] == ["prompt.safetensors"]
     loaded = load_cache(tmp_path / "prompt.safetensors", model)
     if not has_encoder(family):
-        again = model.generate(ids, past_key_values=loaded, **GENERATE)
+        again = model.generate(ids, **cache_argument(loaded), **GENERATE)
         assert torch.equal(again, model.generate(ids, **GENERATE))
     else:
         other = make(family, {**options, "softmax_cross_layers": [2] if options["softmax_cross_layers"] else [0]})
@@ -282,7 +283,7 @@ def test_a_cache_of_beams_continues_from_disk(options, tmp_path):
     given, results = {"decoder_input_ids": torch.arange(5, 11)[:, None], "encoder_outputs": (encoded,)}, []
     for cache in (found.past_key_values, loaded):
         cache.reorder_cache(torch.tensor([2, 0, 0, 3, 5, 4]))  # as beam search continues
-        results.append(model(**given, past_key_values=cache).logits)
+        results.append(model(**given, **cache_argument(cache)).logits)
     assert_close(*results)
 
 

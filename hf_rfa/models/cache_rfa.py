@@ -15,6 +15,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
+from .cache_names import CACHE_NAME
 from .linear_attention import Tokens, final_state
 from .sliding_window import WindowSizes, first_to_leave, stream_of, with_room
 
@@ -401,7 +402,7 @@ def past_length(cache: Cache | None) -> int:
         return 0
     if not isinstance(cache, Cache):
         raise TypeError(
-            f"past_key_values is a {type(cache).__name__}, and has to be a cache. Build it with "
+            f"{CACHE_NAME} is a {type(cache).__name__}, and has to be a cache. Build it with "
             "DynamicCache(config=model.config), or let the model build it (use_cache=True)."
         )
     return cache.get_seq_length()
