@@ -29,6 +29,7 @@ import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.convert.atomic_io import new_file
 from hf_rfa.convert.calibration_data import tokenize
 from hf_rfa.convert.text_io import read_documents
+from hf_rfa.models.cache_names import cache_argument, returned_cache
 from hf_rfa.recall.generation import nats_of, repeated_ngrams, sampled
 from hf_rfa.recall.memory import cache_memory
 
@@ -105,9 +106,9 @@ def measured(
     """Return the figures of one model on prompts [N, P] and texts [N, S]."""
     start = time.perf_counter()
     cache = DynamicCache(config=model.config)
-    written = sampled(model, prompts, given.new_tokens, given.seed, past_key_values=cache, streamer=steps)
+    written = sampled(model, prompts, given.new_tokens, given.seed, **cache_argument(cache), streamer=steps)
     seconds = time.perf_counter() - start
-    fresh = model(prompts, use_cache=True).past_key_values
+    fresh = returned_cache(model(prompts, use_cache=True))
     return {
         "seconds": seconds,
         "nats": parent_nats(parent, torch.cat([prompts, written], 1), prompts.shape[1], given.stretch),
@@ -138,7 +139,7 @@ def read_on(model: Any, cache: Any, last: Tensor, texts: Tensor) -> float:
         last: tokens that are not in it yet, [N, 0 or more].
         texts: the texts.
     """
-    logits = model(torch.cat([last, texts], 1), past_key_values=cache, logits_to_keep=texts.shape[1]).logits[:, :-1]
+    logits = model(torch.cat([last, texts], 1), **cache_argument(cache), logits_to_keep=texts.shape[1]).logits[:, :-1]
     nats = -logits.float().log_softmax(-1).gather(-1, texts[:, 1:, None])
     return float(nats.double().mean())
 

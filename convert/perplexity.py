@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from hf_rfa.families import has_rotary_positions
 from hf_rfa.memory import give_back_memory
 
+from ..models.cache_names import cache_argument, returned_cache
+
 #: The label of a position that is not counted, as in transformers.
 IGNORED_LABEL = -100
 #: Tokens whose losses are computed at once.
@@ -84,7 +86,9 @@ def logits_of_pieces(model: PreTrainedModel, ids: Tensor, length: int) -> Tensor
     for first in range(0, ids.shape[1], length):
         piece = ids[:, first : first + length]
         positions = torch.arange(piece.shape[1], device=ids.device) + (first if rotary else 0)
-        outputs = model(input_ids=piece, position_ids=positions.expand_as(piece), past_key_values=cache, use_cache=True)
-        cache = outputs.past_key_values
+        outputs = model(
+            input_ids=piece, position_ids=positions.expand_as(piece), **cache_argument(cache), use_cache=True
+        )
+        cache = returned_cache(outputs)
         found.append(outputs.logits)
     return torch.cat(found, dim=1)

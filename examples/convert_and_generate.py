@@ -15,6 +15,7 @@ from hf_rfa import cache_num_bytes  # importing hf_rfa registers the RFA models 
 from hf_rfa.convert import convert
 from hf_rfa.convert.text_io import read_documents
 from hf_rfa.finetune import perplexity, tokenize
+from hf_rfa.models.cache_names import returned_cache
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 
@@ -51,7 +52,7 @@ def main() -> None:
             return_dict_in_generate=True,
         )
         print(f"\n{name}: perplexity {found.perplexity:.2f} ({found.protocol})")
-        print(f"cache {cache_num_bytes(answer.past_key_values):,} bytes after {answer.sequences.shape[1]} tokens")
+        print(f"cache {cache_num_bytes(returned_cache(answer)):,} bytes after {answer.sequences.shape[1]} tokens")
         print(tokenizer.decode(answer.sequences[0], skip_special_tokens=True))
 
 

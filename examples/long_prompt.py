@@ -18,6 +18,7 @@ from hf_rfa import load_cache, save_cache
 from hf_rfa.convert import convert
 from hf_rfa.convert.text_io import read_documents
 from hf_rfa.finetune import tokenize
+from hf_rfa.models.cache_names import cache_argument, returned_cache
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 
@@ -45,7 +46,7 @@ def main() -> None:
 
     start = time.perf_counter()
     with torch.no_grad():
-        cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
+        cache = returned_cache(model(prompt, use_cache=True, logits_to_keep=1))
     seconds = time.perf_counter() - start
     file = args.output / "prompt.safetensors"
     save_cache(cache, file)
@@ -61,7 +62,7 @@ def main() -> None:
         words = tokenizer(beginning, return_tensors="pt")["input_ids"]
         answer = model.generate(
             torch.cat([prompt, words], dim=1),
-            past_key_values=copy.deepcopy(cache),  # generate changes the cache it is given
+            **cache_argument(copy.deepcopy(cache)),  # generate changes the cache it is given
             max_new_tokens=args.new_tokens,
             do_sample=False,
             repetition_penalty=1.3,

@@ -69,7 +69,7 @@ def load_cache(path: str | Path, model: Any) -> Cache:
         model: the model that goes on from it, the one that made it; the cache comes to its device.
 
     Returns:
-        The cache, to be passed as ``past_key_values`` with the tokens that follow.
+        The cache, to be passed with the tokens that follow (`hf_rfa.models.cache_names.cache_argument`).
 
     Raises:
         InputError: if the file is not such a file, or was written of another model.
@@ -139,7 +139,7 @@ def _restore(kind: str, facts: dict[str, Any], held: dict[str, Tensor | None], e
         source = RFASourceLayer()
         source.fill(first, length=facts["length"], rows_per_state=facts["rows"])
         return source
-    layer = empty if kind == "state" else DynamicLayer()
+    layer: Any = empty if kind == "state" else DynamicLayer()
     for name, tensor in held.items():
         setattr(layer, TENSORS[kind][name], tensor)
     layer.dtype, layer.device, layer.is_initialized = first.dtype, first.device, True

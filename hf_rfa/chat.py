@@ -9,6 +9,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from .inference import Generation, chat_messages, chat_text, check_chat, generate_rows
+from .models.cache_names import cache_argument, returned_cache
 
 
 class Conversation:
@@ -58,13 +59,13 @@ class Conversation:
         tokens = [*tokens, *rest]
         unread = len(tokens) - (0 if cache is None else cache.get_seq_length())
         row = torch.tensor(tokens, dtype=torch.long)
-        answer, output = generate_rows(self.model, self.tokenizer, [row], past_key_values=cache, **options)
+        answer, output = generate_rows(self.model, self.tokenizer, [row], **cache_argument(cache), **options)
 
         self.tokens = output.sequences[0].tolist()
         ends: Any = self.model.generation_config.eos_token_id
         if self.tokens[-1] in (ends if isinstance(ends, list) else [ends]):
             del self.tokens[-1]  # the template writes the end of a turn, and the cache has not seen the last token
-        self.cache = output.past_key_values if options.get("num_beams", 1) == 1 else None
+        self.cache = returned_cache(output) if options.get("num_beams", 1) == 1 else None
         written = self.tokenizer.decode(self.tokens[len(row) :], skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": written}]
         self._text = text + written

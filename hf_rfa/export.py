@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from .errors import InputError
+from .models.cache_names import cache_argument
 from .models.cache_rfa import RFA_LAYER_TYPE, RFALayer
 from .models.configuration_rfa import RFAConfigMixin
 from .models.feature_maps import NoFeatures
@@ -68,5 +69,5 @@ class DecodingStep(nn.Module):
                 layer.state = next(held).clone()  # a step updates it where it lies
             layer.window_cache = next(held) if config.window_size else None
             layer.retrieval_cache = next(held) if config.retrieval_heads_of(index) else None
-        logits = self.model(token, position_ids=position, past_key_values=cache, use_cache=True).logits
+        logits = self.model(token, position_ids=position, **cache_argument(cache), use_cache=True).logits
         return logits, [tensor for layer in cache.layers for tensor in cast(RFALayer, layer).tensors()]

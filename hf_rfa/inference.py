@@ -34,6 +34,7 @@ from .families import reads_audio
 from .gguf_files import is_gguf, load_gguf, load_gguf_tokenizer, open_gguf
 from .int8_weights import quantize_weights
 from .models.attention import AttentionComponent, RFAAttentionMixin
+from .models.cache_names import returned_cache
 from .models.feature_maps import NoFeatures
 from .packed_weights import pack_weights, why_not_packed
 
@@ -340,7 +341,7 @@ def generate_rows(
         prompt_tokens=int(mask.sum()),
         new_tokens=len(new) + int((ended == 0).sum()),
         seconds=seconds,
-        cache_bytes=cache_num_bytes(output.past_key_values),
+        cache_bytes=cache_num_bytes(returned_cache(output)),
     )
     return generation, output
 

@@ -23,6 +23,7 @@ import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.bench import Load
 from hf_rfa.bench.measure import interleaved, peak_bytes
 from hf_rfa.convert.atomic_io import new_file
+from hf_rfa.models.cache_names import cache_argument, returned_cache
 
 from .rows import COLORS, ROWS, SOFTMAX
 
@@ -60,8 +61,8 @@ def measure(seconds: int, steps: int, rows: tuple[str, ...] = COMPARED, **shape:
     after = {}
     for row, model in models.items():
         read = model.model.encoder(audio)
-        cache = model(encoder_outputs=read, decoder_input_ids=start, use_cache=True).past_key_values
-        options = {"encoder_outputs": read, "decoder_input_ids": start, "past_key_values": cache, "use_cache": True}
+        cache = returned_cache(model(encoder_outputs=read, decoder_input_ids=start, use_cache=True))
+        options = {"encoder_outputs": read, "decoder_input_ids": start, "use_cache": True, **cache_argument(cache)}
         after[row] = lambda model=model, options=options: model(**options)
     step = interleaved(after, 4 * steps, audio.device)
     return [

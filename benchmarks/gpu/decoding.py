@@ -16,6 +16,7 @@ from hf_rfa import bench
 from hf_rfa.bench.measure import interleaved
 from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
 from hf_rfa.inference import read_config
+from hf_rfa.models.cache_names import cache_argument
 
 from .trial import FAILED, Setting, attempt
 
@@ -67,7 +68,7 @@ def _graph(setting: Setting, options: dict[str, Any], batch: int) -> dict[str, A
         # Positions as tensors: what a graph replays reads no number of Python.
         inputs["position_ids"] = torch.full((batch, 1), POSITION, device=setting.device)
         cache = cache_at(model, step_inputs(model, batch, 0), POSITION, room=64)
-        calls[name] = partial(model, **inputs, past_key_values=cache)
+        calls[name] = partial(model, **inputs, **cache_argument(cache))
         if setting.device.type == "cuda" and name == "RFA":
             step = captured(model, inputs, copy.deepcopy(cache))
             result["difference"] = difference(step, model, inputs, copy.deepcopy(cache))
@@ -109,12 +110,12 @@ def captured(model: Any, inputs: dict[str, Any], cache: Any) -> Captured:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            model(**inputs, past_key_values=cache)
+            model(**inputs, **cache_argument(cache))
     torch.cuda.current_stream().wait_stream(stream)
     held = _tensors(cache)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        logits = model(**inputs, past_key_values=cache).logits
+        logits = model(**inputs, **cache_argument(cache)).logits
         put_back(held, cache)
     for tensor, value in zip(held, before, strict=True):
         tensor.copy_(value)
@@ -130,7 +131,7 @@ def difference(step: Callable[[], torch.Tensor], model: Any, inputs: dict[str, A
     worst = 0.0
     for _ in range(3):
         inputs["input_ids"].random_(model.config.vocab_size)
-        expected = model(**inputs, past_key_values=cache).logits
+        expected = model(**inputs, **cache_argument(cache)).logits
         worst = max(worst, float((step() - expected).abs().max() / expected.abs().max()))
     return worst
 

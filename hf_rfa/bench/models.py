@@ -26,6 +26,8 @@ from hf_rfa.families import FAMILIES, reads_audio
 from hf_rfa.models.cache_rfa import RFAGrowingLayer, RFALayer
 from hf_rfa.models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
 
+from ..models.cache_names import cache_argument
+
 #: The shapes of published models, which need no download.
 SHAPES: dict[str, Any] = {
     "gpt2": GPT2Config(),
@@ -116,7 +118,7 @@ def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0
     # As many tokens as a window has sinks, so that the cache is known to hold them: later steps then do less.
     count = max(1, min(position, getattr(config, "num_sinks", 0) + 1))
     tokens = {name: ids.expand(-1, count) for name, ids in inputs.items() if name.endswith("input_ids")}
-    model(**inputs | tokens, past_key_values=cache)
+    model(**inputs | tokens, **cache_argument(cache))
     for layer in own.layers:
         missing = position - int(layer.get_seq_length())
         if isinstance(layer, RFALayer):

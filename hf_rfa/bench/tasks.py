@@ -12,6 +12,7 @@ import torch
 
 from hf_rfa.cache_files import cache_num_bytes
 
+from ..models.cache_names import cache_argument
 from .measure import WARMUP_CALLS, Machine, decoding_floor, interleaved, peak_bytes
 from .models import cache_at, step_inputs
 
@@ -98,7 +99,7 @@ def decoding(
             inputs = step_inputs(model, batch, source)
             cache = cache_at(model, inputs, length, room=STATIC_CACHE_MARGIN + steps if fixed else 0)
             sizes[name] = cache_num_bytes(cache)
-            calls[name] = partial(torch.compile(model) if compile_it else model, **inputs, past_key_values=cache)
+            calls[name] = partial(torch.compile(model) if compile_it else model, **inputs, **cache_argument(cache))
             if machine is not None:
                 floor[name] = decoding_floor(model, machine, batch=batch, cache_bytes=sizes[name])
         times = interleaved(calls, steps, rfa.device, WARMUP_CALLS_COMPILED if compiled else WARMUP_CALLS)

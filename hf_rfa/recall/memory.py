@@ -11,6 +11,8 @@ from transformers.cache_utils import DynamicCache
 
 from hf_rfa.models.cache_rfa import RFALayer
 
+from ..models.cache_names import cache_argument
+
 #: Tokens after which the growth of a cache is measured.
 SHORT, LONG = 8, 16
 
@@ -56,9 +58,9 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
     """Return the memory of a causal model's cache, by reading `LONG` tokens with it."""
     cache = DynamicCache(config=model.config)
     ids = torch.zeros(1, LONG, dtype=torch.long, device=model.device)
-    model(ids[:, :SHORT], past_key_values=cache, use_cache=True)
+    model(ids[:, :SHORT], **cache_argument(cache), use_cache=True)
     before = _growing_bytes(cache)
-    model(ids[:, SHORT:], past_key_values=cache, use_cache=True)
+    model(ids[:, SHORT:], **cache_argument(cache), use_cache=True)
     config: Any = model.config
     sizes = [getattr(config, name, 0) for name in ("window_size", "num_sinks", "num_slots")]
     found = []
