@@ -13,6 +13,7 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 
 from hf_rfa.families import FAMILIES
 from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.configuration_rfa import RFASeq2SeqConfigMixin
 from hf_rfa.models.linear_attention import Tokens, linear_attention
 from hf_rfa.models.sinks_and_slots import Importance
@@ -260,7 +261,7 @@ def logits_by_steps(model: PreTrainedModel, ids: Tensor, cuts: Any, **options: A
     """Return the logits of tokens read in pieces that end at ``cuts``, and the cache."""
     found, start, cache = [], 0, None
     for stop in (*cuts, ids.shape[1]):
-        output = read(model, ids[:, start:stop], past_key_values=cache, use_cache=True, **options)
+        output = read(model, ids[:, start:stop], **cache_argument(cache), use_cache=True, **options)
         cache, start = output.past_key_values, stop
         found.append(output.logits)
     return torch.cat(found, dim=1), cache

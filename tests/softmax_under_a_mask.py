@@ -6,6 +6,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from hf_rfa.models.cache_names import cache_argument
+
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare tensors in float32."""
@@ -20,7 +22,7 @@ def assert_same_logits(model: PreTrainedModel, teacher: PreTrainedModel) -> None
     close(model(ids).logits, expected)
     for lengths in ([2, 1, 1, 20, 1, 25], [1] * 50):
         cache = DynamicCache(config=model.config)
-        pieces = [model(piece, past_key_values=cache).logits for piece in ids.split(lengths, dim=1)]
+        pieces = [model(piece, **cache_argument(cache)).logits for piece in ids.split(lengths, dim=1)]
         close(torch.cat(pieces, dim=1), expected)
     mask = torch.ones(2, 60, dtype=torch.long)
     mask[0, :10], mask[1, :3], mask[1, 53:] = 0, 0, 0
@@ -31,7 +33,7 @@ def assert_same_logits(model: PreTrainedModel, teacher: PreTrainedModel) -> None
     cache = DynamicCache(config=model.config)
     pieces = [
         model(padded[:, :stop][:, start:], attention_mask=mask[:, :stop], position_ids=positions[:, start:stop],
-              past_key_values=cache).logits
+              **cache_argument(cache)).logits
         for start, stop in ((0, 4), (4, 5), (5, 30), (30, 60))
     ]  # fmt: skip
     close(torch.cat(pieces, dim=1)[mask.bool()].view(2, 50, -1), expected)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
+from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.cache_rfa import MAX_RECORDED_STEPS
 
 from . import families
@@ -52,7 +53,7 @@ def test_a_cropped_state_is_that_of_the_tokens_that_stay(name, before, lengths, 
     def read(cache, start, stop, tokens=ids):
         if stop > start:
             attention = torch.cat([mask[:, :start], mask[:, start:stop]], dim=1)
-            model(tokens[:, start:stop], past_key_values=cache, attention_mask=attention)
+            model(tokens[:, start:stop], **cache_argument(cache), attention_mask=attention)
 
     with torch.no_grad():
         cache, expected = DynamicCache(config=model.config), DynamicCache(config=model.config)
@@ -67,8 +68,8 @@ def test_a_cropped_state_is_that_of_the_tokens_that_stay(name, before, lengths, 
         read(expected, 0, stay)
         assert cache.get_seq_length() == expected.get_seq_length() == stay
         attention = torch.cat([mask[:, :stay], torch.ones(2, 3, dtype=torch.long)], dim=1)
-        found = model(more, past_key_values=cache, attention_mask=attention).logits
-        wanted = model(more, past_key_values=expected, attention_mask=attention).logits
+        found = model(more, **cache_argument(cache), attention_mask=attention).logits
+        wanted = model(more, **cache_argument(expected), attention_mask=attention).logits
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
@@ -80,7 +81,7 @@ def test_what_was_not_recorded_cannot_be_removed():
         with pytest.raises(ValueError, match="0 tokens were recorded"):
             cache.crop(-1)
         cache.activate_past_recording()
-        model(ids[:, 4:7], past_key_values=cache)
+        model(ids[:, 4:7], **cache_argument(cache))
         for wrong in (-4, 2):
             with pytest.raises(ValueError, match="3 tokens were recorded"):
                 cache.crop(wrong)
@@ -100,11 +101,11 @@ def test_a_recording_cache_can_be_pickled_and_copied(name):
         cache = model(ids[:, :4]).past_key_values
         cache.activate_past_recording()
         for start in (4, 7):
-            model(ids[:, start : start + 3], past_key_values=cache)
+            model(ids[:, start : start + 3], **cache_argument(cache))
         answers = []
         for each in (cache, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):
             each.crop(-4)
-            answers.append(model(ids[:, 6:], past_key_values=each).logits)
+            answers.append(model(ids[:, 6:], **cache_argument(each)).logits)
         expected = model(ids).logits[:, 6:]
     for answer in answers:
         assert torch.equal(answer, answers[0])
@@ -117,7 +118,7 @@ def test_a_recording_that_nobody_crops_stays_small():
         cache = DynamicCache(config=model.config)
         cache.activate_past_recording()
         for _ in range(MAX_RECORDED_STEPS + 5):
-            model(torch.tensor([[3]]), past_key_values=cache)
+            model(torch.tensor([[3]]), **cache_argument(cache))
     assert len(cache.layers[0]._steps) == 5
 
 

@@ -19,6 +19,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from hf_rfa import RFALayer, RFASourceLayer, cache_num_bytes
 from hf_rfa.errors import InputError
 from hf_rfa.inference import use_attention_component
+from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.rfa_classes import own_prefixes
 
 from .families import (
@@ -131,7 +132,7 @@ def test_output_attentions_on_a_warm_cache_cover_this_calls_tokens(family, past)
     )
     whole = read(model, ids, output_attentions=True, **rows)
     cache = read(model, ids[:, :past], **rows).past_key_values
-    part = read(model, ids[:, past:], past_key_values=cache, output_attentions=True, **rows)
+    part = read(model, ids[:, past:], **cache_argument(cache), output_attentions=True, **rows)
     name = "attentions" if not has_encoder(family) else "decoder_attentions"
     for found, expected in zip(part[name], whole[name], strict=True):
         assert_close(found, expected[:, :, past:, past:], atol=1e-5, rtol=1e-4)
@@ -263,10 +264,10 @@ def test_cross_attention_of_a_decoder_alone_and_its_cache(family, options):
     assert_close(expected[1:2], single, atol=1e-4, rtol=1e-4)
     # as `generate` builds it for a model without an encoder, or as the model builds it
     for cache in (DynamicCache(config=model.config), None):
-        first = model(ids[:, :10], past_key_values=cache, use_cache=True, **given).past_key_values
+        first = model(ids[:, :10], **cache_argument(cache), use_cache=True, **given).past_key_values
         assert isinstance(first, EncoderDecoderCache)
         size = cache_num_bytes(first.cross_attention_cache)
-        second = model(ids[:, 10:], past_key_values=first, use_cache=True, **given)
+        second = model(ids[:, 10:], **cache_argument(first), use_cache=True, **given)
         assert_close(second.logits, expected[:, 10:], atol=2e-4, rtol=1e-4)
         assert cache_num_bytes(first.cross_attention_cache) == size
     weights = model(ids, output_attentions=True, use_cache=False, **given).cross_attentions
@@ -335,7 +336,7 @@ def test_no_quadratic_mask_is_built(family, implementation, padded):
     with Operations() as operations:
         cache = read(model, ids, mask=mask, **given).past_key_values
         more = None if mask is None else torch.cat([mask, mask[:, -2:]], dim=1)
-        read(model, ids[:, :2], mask=more, past_key_values=cache, **given)
+        read(model, ids[:, :2], mask=more, **cache_argument(cache), **given)
     lengths = {79, 83, 85}
     shapes = {shape for _, read_ in operations.seen for shape in read_}
     assert any(lengths & set(shape) for shape in shapes)
@@ -357,7 +358,7 @@ def test_a_step_is_the_same_operations_at_any_output_position_and_source_length(
             cache = model(decoder_input_ids=tokens(2, position), **inputs).past_key_values
             sizes.add(cache_num_bytes(cache))
             with Operations() as operations:
-                model(decoder_input_ids=torch.full((2, 1), 5), past_key_values=cache, **inputs)
+                model(decoder_input_ids=torch.full((2, 1), 5), **cache_argument(cache), **inputs)
             steps[source_length, position] = operations.seen
     (size,) = sizes
     assert size > 0

@@ -17,6 +17,7 @@ from hf_rfa.bench.measure import decoding_floor, decoding_weights, interleaved, 
 from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
 from hf_rfa.cache_files import cache_num_bytes
 from hf_rfa.int8_weights import quantize_weights
+from hf_rfa.models.cache_names import cache_argument
 
 from .conftest import DEMO_MODEL, tiny_parent_config
 from .families import FAMILIES, base_config, every_family
@@ -35,7 +36,7 @@ def test_the_models_have_the_same_weights_and_caches_at_the_same_position(family
             cache = cache_at(model, inputs, position)
             assert cache.get_seq_length() == position
             sizes[model, position] = cache_num_bytes(cache)
-            model(**inputs, past_key_values=cache)
+            model(**inputs, **cache_argument(cache))
             assert cache.get_seq_length() == position + 1
     assert sizes[softmax, 30] > sizes[softmax, 5]
     assert sizes[rfa, 30] == sizes[rfa, 5]
@@ -61,7 +62,7 @@ def test_a_converted_checkpoint_is_timed_as_it_is(family):
     lengths = [layer.get_seq_length() for layer in own.layers[: config.num_layers_for("causal")]]
     assert lengths == [30] * len(config.cache_layer_types())
     assert own.layers[1].keys.shape[-2] == 30
-    rfa(**inputs, past_key_values=cache)
+    rfa(**inputs, **cache_argument(cache))
     with pytest.raises(InputError, match="has its own gate"):
         bench.pair(config, 40, gate=True)
 

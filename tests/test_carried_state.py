@@ -13,6 +13,7 @@ from transformers import GPT2LMHeadModel
 from hf_rfa import InputError
 from hf_rfa.convert.perplexity import logits_of_pieces
 from hf_rfa.finetune import perplexity
+from hf_rfa.models.cache_names import cache_argument
 
 from .conftest import tiny_parent_config
 from .families import make, make_gpt2
@@ -40,7 +41,7 @@ def test_pieces_give_the_logits_of_tokens_read_one_by_one(kind, length, piece):
     with torch.no_grad():
         for place in range(length):
             positions = torch.full((2, 1), place % piece)
-            outputs = model(ids[:, place : place + 1], position_ids=positions, past_key_values=cache, use_cache=True)
+            outputs = model(ids[:, place : place + 1], position_ids=positions, **cache_argument(cache), use_cache=True)
             cache = outputs.past_key_values
             expected.append(outputs.logits)
     found = logits_of_pieces(model, ids, piece)

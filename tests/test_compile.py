@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from hf_rfa.inference import compiled_steps
+from hf_rfa.models.cache_names import cache_argument
 
 from .families import has_encoder, make, read, source, tokens
 from .test_generation import generate, long, prompt_for
@@ -37,8 +38,8 @@ def test_a_compiled_decoding_step_is_one_graph(family, variant):
         if t == 10:
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         step = {"input_ids" if not has_encoder(family) else "decoder_input_ids": ids[:, t : t + 1], **given}
-        found = compiled(past_key_values=cache, **step)
-        assert_close(found.logits, eager(past_key_values=expected_cache, **step).logits, atol=1e-4, rtol=1e-4)
+        found = compiled(**cache_argument(cache), **step)
+        assert_close(found.logits, eager(**cache_argument(expected_cache), **step).logits, atol=1e-4, rtol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs <= 3
     assert not torch._dynamo.utils.counters["graph_break"]
 

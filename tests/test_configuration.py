@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from hf_rfa import FEATURE_MAPS, RFAGPT2Config, RFAGPT2LMHeadModel
+from hf_rfa.models.cache_names import cache_argument
 
 from .conftest import tiny_parent_config
 from .families import COMMON, FAMILIES, base_config, every_family, has_encoder, make, make_head, read, tokens
@@ -296,7 +297,7 @@ def assert_runs(family: str, model: Any) -> None:
         whole, again = (read(model, ids, mask=mask, use_cache=False, **options).logits for _ in range(2))
         assert torch.equal(again, whole), "evaluation is not deterministic"
         cache = read(model, ids[:, :-1], mask=mask[:, :-1], use_cache=True, **options).past_key_values
-        step = read(model, ids[:, -1:], mask=mask, past_key_values=cache, use_cache=True, **options).logits
+        step = read(model, ids[:, -1:], mask=mask, **cache_argument(cache), use_cache=True, **options).logits
     assert_close(step[:, 0], whole[:, -1], rtol=1e-6, atol=1e-6)
     assert cache.get_seq_length() == LENGTH
 

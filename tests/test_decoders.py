@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_rfa import FAMILIES, RFALayer, cache_num_bytes
 from hf_rfa.families import has_rotary_positions
+from hf_rfa.models.cache_names import CACHE_NAME, cache_argument
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION
 
 from .decoders import LENGTH, NAMES, QUICK, case, every_decoder, parent, rfa_indices, with_plain_experts
@@ -173,7 +174,7 @@ def test_a_row_of_a_batch_is_the_row_alone_and_padding_is_not_seen(name):
         for start, stop in ((0, 24), (24, 25), (25, 26), (26, LENGTH)):
             given = {name: positions[:, start:stop] for name, positions in at.items()}
             output = each(
-                ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True, **given
+                ids[:, start:stop], attention_mask=mask[:, :stop], **cache_argument(cache), use_cache=True, **given
             )
             found, cache = [*found, output.logits], output.past_key_values
         return torch.cat(found, dim=1)[2, -6:], logits(each, ids[2:, -6:])[0]
@@ -208,7 +209,7 @@ def test_the_cache_has_one_size_and_a_state_per_key_value_head(name):
     config, sizes = model.config, {}
     cache = DynamicCache(config=config)
     for count in (20, 1, 39):
-        cache = model(tokens(2, count), past_key_values=cache).past_key_values
+        cache = model(tokens(2, count), **cache_argument(cache)).past_key_values
         sizes[cache.get_seq_length()] = cache_num_bytes(cache)
     assert sizes.keys() == {20, 21, 60}
     assert len(set(sizes.values())) == 1
@@ -234,16 +235,16 @@ def test_operations_on_the_cache(name):
     if all(isinstance(layer, RFALayer) for layer in cache.layers):
         for layer in cache.layers:
             layer.activate_past_recording()
-        model(ids[:, 9:14], past_key_values=cache)
+        model(ids[:, 9:14], **cache_argument(cache))
         cache.crop(-3)
         assert cache.get_seq_length() == 11
-        assert relative_error(model(ids[:, 11:], past_key_values=cache).logits, logits(model, ids)[:, 11:]) < 1e-5
+        assert relative_error(model(ids[:, 11:], **cache_argument(cache)).logits, logits(model, ids)[:, 11:]) < 1e-5
     cache, order = model(ids[:, :9], use_cache=True).past_key_values, torch.tensor([1, 0, 0, 1])
     if not all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
         pytest.skip("transformers' layers for recurrences and convolutions cannot repeat their rows")
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([2, 0, 1, 3]))
-    assert relative_error(model(ids[order, 9:], past_key_values=cache).logits, logits(model, ids)[order, 9:]) < 1e-5
+    assert relative_error(model(ids[order, 9:], **cache_argument(cache)).logits, logits(model, ids)[order, 9:]) < 1e-5
     cache.batch_select_indices(torch.tensor([2]))
     assert cache.layers[rfa_indices(model)[0]].state.shape[0] == 1
 
@@ -257,7 +258,7 @@ def test_a_static_cache_holds_the_state(name):
     def by_steps(each: Any) -> tuple[Tensor, Tensor]:
         cache = StaticCache(config=each.config, max_cache_len=32)
         pieces = (ids[:, :9], ids[:, 9:10], ids[:, 10:11])
-        found = [each(piece, past_key_values=cache).logits for piece in pieces]
+        found = [each(piece, **cache_argument(cache)).logits for piece in pieces]
         if each is model:
             assert isinstance(cache.layers[rfa_indices(model)[0]], RFALayer)
         return torch.cat(found, dim=1), logits(each, ids)[:, :11]
@@ -325,7 +326,7 @@ def test_every_head_runs_and_keeps_the_weights_of_the_softmax_head(name, auto, t
     again = auto.from_pretrained(tmp_path / "head").eval()
     ids = tokens(2, 9)
     outputs, expected = (each(ids, use_cache=False) for each in (again, head.eval()))
-    assert [key for key in outputs if key != "past_key_values"] == [key for key in expected if key != "past_key_values"]
+    assert [key for key in outputs if key != CACHE_NAME] == [key for key in expected if key != CACHE_NAME]
     shapes = [shape for ending, shape in OUTPUTS.items() if type(model).__name__.endswith(ending)]
     assert tuple(outputs[0].shape) == (shapes[0] if shapes else tuple(expected[0].shape))
     assert torch.isfinite(outputs[0]).all()
@@ -431,7 +432,7 @@ def compiled_step(name: str, steps: int) -> None:
     caches = [model(first, use_cache=True).past_key_values for _ in range(2)]
     for t in range(steps):
         found, expected = (
-            each(ids[:, t : t + 1], past_key_values=cache).logits
+            each(ids[:, t : t + 1], **cache_argument(cache)).logits
             for each, cache in zip((compiled, model), caches, strict=True)
         )
         assert_close(found, expected, atol=1e-4, rtol=1e-4)

@@ -15,6 +15,7 @@ from hf_rfa import InputError, save_cache
 from hf_rfa.convert import convert
 from hf_rfa.convert.atomic_io import check_file, new_file, new_folder
 from hf_rfa.finetune.card import check_recordable
+from hf_rfa.models.cache_names import cache_argument
 
 from .conftest import DEMO_MODEL, DEMO_TEXT, tiny_parent_config
 
@@ -109,7 +110,7 @@ def test_a_cache_replaces_files_alone(make, linked, tmp_path):
     before = untouched(tmp_path)
     model = AutoModelForCausalLM.from_config(tiny_parent_config())
     cache = DynamicCache(config=model.config)
-    model(model.dummy_inputs["input_ids"], past_key_values=cache)
+    model(model.dummy_inputs["input_ids"], **cache_argument(cache))
     with pytest.raises(InputError, match="exists and is not a file"):
         save_cache(cache, tmp_path / ("link" if linked else "out"))
     (tmp_path / "folder").mkdir()
@@ -123,7 +124,7 @@ def test_a_cache_is_written_where_a_link_leads(tmp_path):
     model = AutoModelForCausalLM.from_config(tiny_parent_config())
     for _ in range(2):
         cache = DynamicCache(config=model.config)
-        model(model.dummy_inputs["input_ids"], past_key_values=cache)
+        model(model.dummy_inputs["input_ids"], **cache_argument(cache))
         save_cache(cache, tmp_path / "link")
         assert untouched(tmp_path) == {"link": stat.S_IFLNK, "cache": stat.S_IFREG}
 

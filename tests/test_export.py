@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from hf_rfa import InputError
 from hf_rfa.export import DecodingStep
+from hf_rfa.models.cache_names import cache_argument
 
 from .families import has_encoder, logits, make, make_head, read, relative_error, softmax_model, source, tokens
 
@@ -76,7 +77,7 @@ def test_a_decoding_step_is_exported_once_for_all_positions(options):
     assert all(map(torch.equal, states, before))
     for at in range(4, 12):
         found, states = exported(ids[:, at : at + 1], torch.full((2, 1), at), states)
-        expected = model(ids[:, at : at + 1], past_key_values=cache).logits
+        expected = model(ids[:, at : at + 1], **cache_argument(cache)).logits
         assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -110,7 +111,7 @@ def test_a_decoding_step_in_onnx(options, dynamo, tmp_path):
         values = [ids[:, at : at + 1], torch.full((2, 1), at), *states]
         outputs = session.run(None, {name: value.numpy() for name, value in zip(names, values, strict=True)})
         found, *states = map(torch.from_numpy, outputs)
-        expected = model(ids[:, at : at + 1], past_key_values=cache).logits
+        expected = model(ids[:, at : at + 1], **cache_argument(cache)).logits
         assert_close(found, expected, atol=2e-4, rtol=1e-3)
 
 

@@ -16,6 +16,7 @@ import torch
 from hf_rfa.backends import fla_attention, use_backend
 from hf_rfa.backends.fla_attention import fla_chunked
 from hf_rfa.models.attention import BACKENDS
+from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.linear_attention import Tokens, chunked
 
 from .families import make_gpt2 as make
@@ -113,7 +114,7 @@ def test_models_say_the_same(simple_gla, name, monkeypatch):
         whole = model(ids, attention_mask=mask).logits
         cache, pieces = None, []
         for start, end in ((0, 9), (9, 20), (20, 21)):
-            output = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+            output = model(ids[:, start:end], attention_mask=mask[:, :end], **cache_argument(cache), use_cache=True)
             cache = output.past_key_values
             pieces.append(output.logits)
         answers.append((whole[:, 6:], torch.cat(pieces, dim=1)[:, 6:]))

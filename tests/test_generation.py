@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_rfa import RFALayer, cache_num_bytes
 from hf_rfa.families import has_rotary_positions
+from hf_rfa.models.cache_names import cache_argument
 
 from .conftest import ROOT
 from .families import (
@@ -194,7 +195,7 @@ def test_a_cache_changes_no_token(family, head, options):
 def test_a_cache_handed_back_continues_the_text(family, variant):
     model, ids = long(family, variant), prompt_for(family)
     first = generate(model, ids, max_new_tokens=15, return_dict_in_generate=True)
-    second = generate(model, first.sequences, max_new_tokens=25, past_key_values=first.past_key_values)
+    second = generate(model, first.sequences, max_new_tokens=25, **cache_argument(first.past_key_values))
     assert torch.equal(second, generate(model, ids, max_new_tokens=40))
 
 
@@ -212,7 +213,7 @@ def test_a_cache_copied_and_forked(family):
         # by this mask transformers sees that the tokens hold those that the cache has seen
         options = {name: longer, name.replace("input_ids", "attention_mask"): torch.ones_like(longer), **given}
         shared = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-        forked = model.generate(**options, **shared, past_key_values=copy.deepcopy(cache))
+        forked = model.generate(**options, **shared, **cache_argument(copy.deepcopy(cache)))
         assert torch.equal(forked, model.generate(**options, **shared))
 
 

@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from benchmarks.gpu.decoding import captured, difference, put_back
 from benchmarks.gpu.parity import judged
 from benchmarks.gpu.trial import FAILED, attempt, failures
+from hf_rfa.models.cache_names import cache_argument
 
 from .families import make, tokens
 
@@ -52,14 +53,14 @@ def test_a_step_that_is_put_back_can_be_repeated_on_the_same_tensors(variant):
     plain, fixed = (DynamicCache(config=model.config) for _ in range(2))
     with torch.no_grad():
         for cache in (plain, fixed):
-            model(ids[:, :9], past_key_values=cache)
+            model(ids[:, :9], **cache_argument(cache))
         held = [(layer.state, layer.window_cache, layer.retrieval_cache) for layer in fixed.layers]
         tensors = [tensor for layer in fixed.layers for tensor in layer.tensors()]
         for place in range(9, 12):
-            expected = model(ids[:, place : place + 1], past_key_values=plain).logits
+            expected = model(ids[:, place : place + 1], **cache_argument(plain)).logits
             for layer, each in zip(fixed.layers, held, strict=True):
                 layer.state, layer.window_cache, layer.retrieval_cache = each
-            found = model(ids[:, place : place + 1], past_key_values=fixed).logits
+            found = model(ids[:, place : place + 1], **cache_argument(fixed)).logits
             put_back(tensors, fixed)
             torch.testing.assert_close(found, expected)
 
@@ -69,11 +70,13 @@ def test_a_step_on_a_state_that_another_writes_to_is_found():
     """What a graph does whose state's memory has gone to another tensor."""
     model, ids = make("llama", "positive"), tokens(2, 9)
     cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache)
+    model(ids, **cache_argument(cache))
     inputs = {"input_ids": ids[:, :1].clone()}
     others = copy.deepcopy(cache)
-    assert difference(lambda: model(**inputs, past_key_values=others).logits, model, inputs, copy.deepcopy(cache)) == 0
-    assert difference(lambda: model(**inputs, past_key_values=cache).logits, model, inputs, cache) > 1e-3
+    assert (
+        difference(lambda: model(**inputs, **cache_argument(others)).logits, model, inputs, copy.deepcopy(cache)) == 0
+    )
+    assert difference(lambda: model(**inputs, **cache_argument(cache)).logits, model, inputs, cache) > 1e-3
 
 
 @torch.no_grad()
@@ -88,7 +91,7 @@ def test_a_graph_keeps_the_tensors_it_reads(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda context: context)
     model, ids = make("llama", "positive"), tokens(2, 9)
     cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache)
+    model(ids, **cache_argument(cache))
     kept = [weakref.ref(tensor) for tensor in cache.layers[0].tensors()]
     values = [tensor().clone() for tensor in kept]
     step = captured(model, {"input_ids": ids[:, :1]}, cache)

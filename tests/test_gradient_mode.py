@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from hf_rfa import RFAGPT2LMHeadModel
 from hf_rfa.convert import convert
 from hf_rfa.convert.attention_weights import key_exponents
+from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.feature_maps import FEATURE_MAPS
 from hf_rfa.models.linear_attention import Tokens, linear_attention
 
@@ -150,7 +151,7 @@ def test_a_cache_goes_from_one_mode_to_the_other(name, options):
         cache = None
         for step, part in enumerate(ids.split(5, dim=1)):
             with torch.set_grad_enabled(first == (step % 2 == 0)):
-                output = model(part, past_key_values=cache, use_cache=True)
+                output = model(part, **cache_argument(cache), use_cache=True)
             cache = output.past_key_values
             parts.append(output.logits.detach())
         assert error(torch.cat(parts, dim=1), truth) < 1e-10

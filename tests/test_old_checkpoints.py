@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_rfa import RFAGPT2Config, load_cache, save_cache
+from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.configuration_rfa import RENAMED_FIELDS
 
 #: A GPT-2 of two layers with a window and gates, its logits, and its cache, as version 0.1.0 at commit 16f3c38 wrote them.
@@ -48,7 +49,7 @@ def test_a_cache_with_old_names_is_read_and_gives_the_same_continuation(tmp_path
     follow = torch.tensor([[4, 9]])
     with torch.no_grad():
         expected = model(torch.cat([ids, follow], dim=1)).logits[:, -2:]
-        found = model(follow, past_key_values=load_cache(OLD / "cache.safetensors", model)).logits
+        found = model(follow, **cache_argument(load_cache(OLD / "cache.safetensors", model))).logits
     torch.testing.assert_close(found, expected)
     save_cache(load_cache(OLD / "cache.safetensors", model), tmp_path / "again.safetensors")
     old, new = load_file(OLD / "cache.safetensors"), load_file(tmp_path / "again.safetensors")

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_rfa import InputError
 from hf_rfa.inference import generate_text, load_model
+from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.packed_weights import PROCESSORS, PackedLinear, PackedPart, PackedParts, pack_weights, why_not_packed
 
 from .conftest import DEMO_MODEL
@@ -231,6 +232,6 @@ def test_compiled_steps_are_one_graph(converted_demo):
         cache, expected = (each(ids[:, :10], use_cache=True).past_key_values for each in (model, plain))
         for step in range(10, 20):
             with torch.compiler.set_stance("fail_on_recompile" if step > 12 else "default"):
-                found = compiled(ids[:, step : step + 1], past_key_values=cache)
-            own = plain(ids[:, step : step + 1], past_key_values=expected)
+                found = compiled(ids[:, step : step + 1], **cache_argument(cache))
+            own = plain(ids[:, step : step + 1], **cache_argument(expected))
             torch.testing.assert_close(found.logits, own.logits, atol=1e-4, rtol=1e-4)

@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from hf_rfa.families import has_rotary_positions
+from hf_rfa.models.cache_names import cache_argument
 
 from .families import (
     LENGTH,
@@ -57,7 +58,7 @@ def test_single_token_steps_honor_the_padding_mask():
     expected = logits(model, ids, mask=mask, position_ids=positions)
     for t in range(LENGTH):
         now = slice(t, t + 1)
-        given = {"attention_mask": mask[:, : t + 1], "position_ids": positions[:, now], "past_key_values": cache}
+        given = {"attention_mask": mask[:, : t + 1], "position_ids": positions[:, now], **cache_argument(cache)}
         output = model(ids[:, now], use_cache=True, **given)
         cache, seen = output.past_key_values, mask[:, t] == 1
         assert_close(output.logits[seen, 0], expected[seen, t], atol=2e-4, rtol=1e-4)
@@ -126,7 +127,7 @@ def test_positions_past_the_table_are_refused(family):
         read(model, too_many)
     cache = read(model, too_many[:, :96]).past_key_values
     with pytest.raises(ValueError, match="--max-positions"):
-        read(model, too_many[:, :1], past_key_values=cache)
+        read(model, too_many[:, :1], **cache_argument(cache))
     if model.config.is_encoder_decoder:
         with pytest.raises(ValueError, match=r"position 96.*96 positions.*--max-positions 97"):
             model(too_many, decoder_input_ids=too_many[:, :5])

@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache
 from hf_rfa.convert.calibration_data import tokenize
 from hf_rfa.convert.text_io import read_documents
 from hf_rfa.errors import InputError
+from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.recall import Effort, draw_report, markdown_table, recall_suite, report_table, window_and_sinks
 from hf_rfa.recall.generation import agreement, greedy, repeated_ngrams, sampled
 from hf_rfa.recall.memory import cache_memory
@@ -238,7 +239,7 @@ def test_the_control_is_softmax_attention_with_that_mask(softmax_model, window, 
     with window_and_sinks(softmax_model, window, sinks):
         torch.testing.assert_close(softmax_model(ids).logits, wanted, rtol=1e-4, atol=1e-4)
         cache = DynamicCache(config=softmax_model.config)
-        parts = [softmax_model(part, past_key_values=cache).logits for part in ids.split([7, 1, 22], dim=1)]
+        parts = [softmax_model(part, **cache_argument(cache)).logits for part in ids.split([7, 1, 22], dim=1)]
         torch.testing.assert_close(torch.cat(parts, 1), wanted, rtol=1e-4, atol=1e-4)
     assert torch.equal(softmax_model(ids).logits, plain)
     assert torch.equal(plain, wanted) == (window >= 30)

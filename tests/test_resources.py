@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from hf_rfa import RFAGPT2LMHeadModel, cache_num_bytes
+from hf_rfa.models.cache_names import cache_argument
 
 from .conftest import shared
 from .families import make_gpt2 as make
@@ -158,7 +159,7 @@ def decode(model, ids):
     """Feed tokens one by one; return the logits of the last 50 and the cache."""
     cache, last = None, []
     for t in range(ids.shape[1]):
-        output = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
+        output = model(ids[:, t : t + 1], **cache_argument(cache), use_cache=True)
         cache = output.past_key_values
         if t >= ids.shape[1] - 50:
             last.append(output.logits[:, 0].double())

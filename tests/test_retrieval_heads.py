@@ -13,6 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from hf_rfa import cache_num_bytes, load_cache, save_cache
 from hf_rfa.errors import InputError
 from hf_rfa.export import DecodingStep
+from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.recall import window_and_sinks
 from hf_rfa.recall.memory import cache_memory
 from hf_rfa.recall.window_control import window_and_sinks_mask
@@ -98,7 +99,7 @@ def test_pieces_and_padding_change_nothing(family, retrieval_window, fields):
     expected = model(ids).logits
     for lengths in ([7, 1, 1, 20, 1, 10], [1] * 40):
         cache = DynamicCache(config=model.config)
-        pieces = [model(piece, past_key_values=cache).logits for piece in ids.split(lengths, dim=1)]
+        pieces = [model(piece, **cache_argument(cache)).logits for piece in ids.split(lengths, dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-4, atol=1e-4)
     mask = torch.ones(2, 45, dtype=torch.long)
     mask[0, :5], mask[1, 2], mask[1, 41:] = 0, 0, 0
@@ -191,12 +192,12 @@ def test_a_cropped_cache_is_one_that_never_saw_the_tokens(retrieval_window, fiel
     draw_importance(model)
     ids = torch.randint(3, 61, (2, 30))
     cache = DynamicCache(config=model.config)
-    model(ids[:, :12], past_key_values=cache)
+    model(ids[:, :12], **cache_argument(cache))
     cache.activate_past_recording()
     for start, stop in ((12, 13), (13, 20), (20, 22)):
-        model(ids[:, start:stop], past_key_values=cache)
+        model(ids[:, start:stop], **cache_argument(cache))
     cache.crop(-6)  # through the middle of a step
-    found = model(ids[:, 16:], past_key_values=cache).logits
+    found = model(ids[:, 16:], **cache_argument(cache)).logits
     torch.testing.assert_close(found, model(ids).logits[:, 16:], rtol=1e-4, atol=1e-4)
 
 
@@ -221,7 +222,7 @@ def test_a_window_takes_the_same_bytes_however_long_the_text_and_all_tokens_grow
         save_cache(cache, tmp_path / "cache.safetensors")
         loaded = load_cache(tmp_path / "cache.safetensors", each)
         assert type(loaded.layers[1]) is type(cache.layers[1])
-        close(each(ids[:, 11:], past_key_values=loaded).logits, each(ids).logits[:, 11:])
+        close(each(ids[:, 11:], **cache_argument(loaded)).logits, each(ids).logits[:, 11:])
 
 
 @torch.no_grad()
@@ -261,9 +262,9 @@ def test_a_compiled_step_is_the_step():
     draw_importance(model)
     ids = torch.randint(3, 61, (2, 20))
     cache = DynamicCache(config=model.config)
-    model(ids[:, :8], past_key_values=cache)
+    model(ids[:, :8], **cache_argument(cache))
     step = torch.compile(model, backend="eager", fullgraph=False)
-    found = [step(ids[:, place : place + 1], past_key_values=cache).logits for place in range(8, 20)]
+    found = [step(ids[:, place : place + 1], **cache_argument(cache)).logits for place in range(8, 20)]
     close(torch.cat(found, dim=1), model(ids).logits[:, 8:])
 
 
@@ -350,12 +351,12 @@ def test_cropping_keeps_the_precision_of_what_is_kept(retrieval_window):
     model = with_retrieval_heads("llama", retrieval_window, **fields).to(torch.bfloat16)
     ids = torch.randint(3, 61, (2, 20))
     cache, other = (DynamicCache(config=model.config) for _ in range(2))
-    model(ids[:, :8], past_key_values=cache)
+    model(ids[:, :8], **cache_argument(cache))
     cache.activate_past_recording()
-    model(ids[:, 8:20], past_key_values=cache)
+    model(ids[:, 8:20], **cache_argument(cache))
     cache.crop(-5)
     for start, stop in ((0, 8), (8, 15)):
-        model(ids[:, start:stop], past_key_values=other)
+        model(ids[:, start:stop], **cache_argument(other))
     held, expected = cache.layers[1].retrieval_cache, other.layers[1].retrieval_cache
     assert held.dtype == expected.dtype == torch.bfloat16
     assert torch.equal(held, expected)

@@ -20,6 +20,7 @@ from hf_rfa.bench import pair
 from hf_rfa.convert import convert
 from hf_rfa.families import SEQ2SEQ
 from hf_rfa.inference import load_model
+from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.configuration_rfa import seq2seq_config_class
 
 from .conftest import tiny_seq2seq_config
@@ -104,7 +105,7 @@ def test_steps_with_a_cache_of_one_size_equal_one_pass(family):
     expected, sizes = model(**sources(family), decoder_input_ids=ids, use_cache=False).logits, set()
     cache, found = None, []
     for piece in ids.split([7, *[1] * 8, 15], dim=1):
-        output = model(**sources(family), decoder_input_ids=piece, past_key_values=cache, use_cache=True)
+        output = model(**sources(family), decoder_input_ids=piece, **cache_argument(cache), use_cache=True)
         cache = output.past_key_values
         found.append(output.logits)
         sizes.add(cache_num_bytes(cache))
@@ -317,7 +318,7 @@ def test_a_decoder_of_whisper_stands_alone():
     with torch.no_grad():
         whole = model(ids, encoder_outputs=(source,), use_cache=False).logits
         first = model(ids[:, :7], encoder_outputs=(source,), use_cache=True)
-        rest = model(ids[:, 7:], encoder_outputs=(source,), past_key_values=first.past_key_values, use_cache=True)
+        rest = model(ids[:, 7:], encoder_outputs=(source,), **cache_argument(first.past_key_values), use_cache=True)
     assert_close(torch.cat([first.logits, rest.logits], dim=1), whole, atol=1e-4, rtol=1e-4)
 
 

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 import hf_rfa
 from hf_rfa.models import modeling_rfa_decoder
 from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.serving import served_architectures
 from hf_rfa.serving.batches import group_tokens, serve
 from hf_rfa.serving.states import ALIGNMENT, state_layout
@@ -73,7 +74,7 @@ def test_a_block_has_room_for_what_a_cache_holds(models, dtype):
     model = models[0].to(dtype)
     cache, offset = DynamicCache(config=model.config), 0
     for length in (1, 30):
-        model(torch.ones(1, length, dtype=torch.long), past_key_values=cache)
+        model(torch.ones(1, length, dtype=torch.long), **cache_argument(cache))
         for attention, layer in zip(layers_of(model), cache.layers, strict=True):
             layout = state_layout(attention, dtype, offset=offset)
             held = (layer.state, layer.window_cache, layer.retrieval_cache)
@@ -97,7 +98,7 @@ def test_a_batch_computes_what_every_sequence_does_alone(models):
             cache = caches.setdefault(name, DynamicCache(config=alone.config))
             positions.append(torch.arange(count) + texts.get(name, 0))
             texts[name] = texts.get(name, 0) + count
-            expected.append(alone(tokens[None], past_key_values=cache).logits[0])
+            expected.append(alone(tokens[None], **cache_argument(cache)).logits[0])
             row.append(tokens)
             starts.append(starts[-1] + count)
         server.batch = group_tokens(starts, past, torch.tensor([block for *_, block in batch]))

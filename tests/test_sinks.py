@@ -12,6 +12,7 @@ from hf_rfa import cache_num_bytes
 from hf_rfa.convert import convert
 from hf_rfa.errors import InputError
 from hf_rfa.inference import use_attention_component
+from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.recall import window_and_sinks
 
 from .conftest import leftovers
@@ -170,7 +171,7 @@ def test_a_cache_knows_its_sinks_are_held_once_every_row_has_them():
         mask = torch.ones(2, length, dtype=torch.long)
         mask[0, :padding] = 0
         with torch.no_grad():
-            model(ids[:, :length], attention_mask=mask, past_key_values=cache)
+            model(ids[:, :length], attention_mask=mask, **cache_argument(cache))
         return [layer.sinks_held for layer in cache.layers]
 
     for length, padding, held in ((4, 0, True), (9, 0, True), (9, 5, True), (9, 6, False), (3, 0, False)):
@@ -180,7 +181,7 @@ def test_a_cache_knows_its_sinks_are_held_once_every_row_has_them():
     read(6, 0, cache)
     cache.activate_past_recording()
     with torch.no_grad():
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **cache_argument(cache))
     cache.crop(-1)
     assert not any(layer.sinks_held for layer in cache.layers)
     read(6, 0, cache)

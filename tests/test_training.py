@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from hf_rfa.models.cache_names import cache_argument
+
 from .families import (
     HEADS,
     LENGTH,
@@ -203,7 +205,7 @@ def test_autocast_leaves_states_in_float32(family):
     model, ids = make(family, {} if not has_encoder(family) else {"softmax_encoder_layers": []}), tokens()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = read(model, ids, use_cache=True)
-        step = read(model, ids[:, :1], past_key_values=output.past_key_values)
+        step = read(model, ids[:, :1], **cache_argument(output.past_key_values))
     layers = [layer for part in caches(step.past_key_values).values() for layer in part.layers]
     assert {layer.state.dtype for layer in layers} == {torch.float32}
     assert torch.isfinite(step.logits).all()

@@ -14,6 +14,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from hf_rfa.models.cache_names import cache_argument
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, whose blocks can then be counted
 
 import torch
@@ -49,7 +51,7 @@ class Checks:
             cache, inputs = DynamicCache(config=self.model.config), torch.tensor([prompt])
             found.clear()
             while len(found) < count:
-                logits = self.model(inputs, past_key_values=cache).logits
+                logits = self.model(inputs, **cache_argument(cache)).logits
                 inputs = logits[:, -1:].argmax(-1)
                 found.append(int(inputs))
         return found[:count]
@@ -94,7 +96,7 @@ class Checks:
         for prompt, found in zip(self.prompts, self.llm.generate(inputs, settings, use_tqdm=False), strict=True):
             text, cache = [*prompt, *found.outputs[0].token_ids], DynamicCache(config=self.model.config)
             parts = [prompt, *([token] for token in text[len(prompt) :])]
-            rows = [self.model(torch.tensor([part]), past_key_values=cache).logits[0] for part in parts]
+            rows = [self.model(torch.tensor([part]), **cache_argument(cache)).logits[0] for part in parts]
             expected = torch.cat(rows).float().log_softmax(-1)
             whole = self.model(torch.tensor([text])).logits[0].float().log_softmax(-1)
             given: Any = [*found.prompt_logprobs[1:], *found.outputs[0].logprobs]
