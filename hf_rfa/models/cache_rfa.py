@@ -103,6 +103,7 @@ class RFALayer(CacheLayerMixin):
     # After the first tokens a step updates the state in place, so that a compiled step may be run again and again. In a
     # static cache this also makes transformers mask the slots of softmax layers that hold nothing yet.
     is_compileable = True
+    is_croppable = True  # by what was recorded
     supports_early_init = False
 
     def __init__(self, **kwargs: Any) -> None:
