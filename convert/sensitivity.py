@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
+from hf_rfa.models.masking import read_mask
 
 from .base_model import rfa_layers, share_weights
 from .calibration_data import Inputs, batches
@@ -57,7 +58,7 @@ def measure_sensitivity(
     sums, tokens = [0.0] * len(places), 0.0
     for batch in batches({name: tensor.to(model.device) for name, tensor in inputs.items() if name != "labels"}):
         expected = base_model(**batch, use_cache=False)
-        mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+        mask = read_mask(batch.get("decoder_attention_mask", batch.get("attention_mask")))
         for place, variant in enumerate(variants):
             divergence = _divergence(variant(**batch, use_cache=False), expected)
             counted = mask if mask is not None and mask.shape == divergence.shape else torch.ones_like(divergence)

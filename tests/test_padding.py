@@ -1,14 +1,19 @@
-"""Padding neither enters nor decays a state, wherever it is and whatever it holds; other masks are refused."""
+"""Padding neither enters nor decays a state, wherever it is and whatever it holds; masks per query are refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
+from hf_rfa import FAMILIES
 from hf_rfa.families import has_rotary_positions
 from hf_rfa.models.cache_names import cache_argument
 
+from .decoders import parent
 from .families import (
     LENGTH,
     ROWS,
@@ -21,10 +26,20 @@ from .families import (
     logits,
     make,
     read,
+    relative_error,
     rfa_modules,
     source,
     tokens,
 )
+
+#: Masks that say the same of every token, by what they are made of; the last as packing code numbers documents.
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bool": Tensor.bool,
+    "float": Tensor.float,
+    "bfloat16": Tensor.bfloat16,
+    "numbers": lambda mask: mask * (1 + torch.arange(mask.shape[1]) * 3 // mask.shape[1]),
+}
+every_kind = pytest.mark.parametrize("kind", list(KINDS))
 
 
 @torch.no_grad()
@@ -99,6 +114,42 @@ def test_padding_of_choices():
     assert output.logits.shape == (ROWS, 2, LENGTH, 61)
     assert_close(output.logits[0, 0, :20], single.logits[0, 0], atol=1e-4, rtol=1e-4)
     assert_close(output.mc_logits[0, 0], single.mc_logits[0, 0], atol=1e-4, rtol=1e-4)
+
+
+@every_kind
+@pytest.mark.parametrize(
+    ("family", "variant"), [("gpt2", "hybrid"), ("llama", "hybrid"), ("bart", "per-layer"), ("marian", "per-layer")]
+)
+def test_what_is_not_zero_is_a_token(family, variant, kind):
+    """Of a model with RFA layers of every kind and softmax layers, its source too."""
+    model, ids, given = make(family, variant), tokens(), source(side="left")
+    mask = torch.ones_like(ids)
+    mask[1, :11] = mask[2, 20:] = 0
+    if not has_encoder(family):
+        found, expected = (logits(model, ids, mask=each) for each in (KINDS[kind](mask), mask))
+    else:
+        others = {**given, "attention_mask": KINDS[kind](given["attention_mask"])}
+        found, expected = (
+            logits(model, ids, mask=each, **sources) for each, sources in ((KINDS[kind](mask), others), (mask, given))
+        )
+    assert torch.equal(found, expected)
+
+
+@torch.no_grad()
+@every_kind
+@pytest.mark.parametrize("name", ["llama", "opt", "stablelm"])
+def test_positions_are_those_of_the_base_model_whatever_a_mask_is_made_of(name, kind):
+    """Past 256 tokens too, where a count in 16 bits is rounded."""
+    softmax = parent(name, max_position_embeddings=400)
+    declared = FAMILIES[name]
+    config = declared.rfa_config.from_parent(softmax.config, feature_map="none", window_size=300)
+    model = declared.architectures[type(softmax).__name__][1](config).eval()
+    model.load_state_dict(softmax.state_dict())
+    ids = tokens(2, 300)
+    mask = torch.ones_like(ids)
+    mask[1, 290:] = 0
+    found, expected = logits(model, ids, mask=KINDS[kind](mask)), logits(softmax, ids, mask=mask)
+    assert relative_error(found[mask > 0], expected[mask > 0]) < 1e-5
 
 
 @torch.no_grad()

@@ -18,10 +18,21 @@ from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
 
+def read_mask(attention_mask: Tensor | None) -> Tensor | None:
+    """Return a mask [B, T] of whole numbers, 1 where ``attention_mask`` is not 0.
+
+    Masks come as booleans, in 16 bits, where sums are rounded, or with the numbers of documents. All others, which
+    `local_padding` refuses, are returned as they are.
+    """
+    if attention_mask is None or attention_mask.ndim != 2:
+        return attention_mask
+    return (attention_mask != 0).long()
+
+
 def local_padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
     """Return the padding mask of the last ``length`` tokens, [B, length], or None if none of them is padding.
 
-    ``attention_mask`` is None, or [B, tokens so far] with 1 for tokens and 0 for padding.
+    ``attention_mask`` is None, or [B, tokens so far] with 0 for padding and any other number for tokens.
 
     Raises:
         ValueError: for any other shape: a recurrence can leave tokens out for all queries, not for some.
@@ -30,8 +41,8 @@ def local_padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
         return None
     if attention_mask.ndim != 2 or attention_mask.shape[-1] < length:
         raise ValueError(
-            "random feature attention takes a padding mask of shape (batch, tokens so far) with 1 for tokens and 0 for "
-            f"padding; got shape {tuple(attention_mask.shape)} for {length} new tokens. A mask per query cannot be "
+            "random feature attention takes a padding mask of shape (batch, tokens so far) with 0 for padding and 1 for "
+            f"tokens; got shape {tuple(attention_mask.shape)} for {length} new tokens. A mask per query cannot be "
             "honoured, since all queries read one state; leave those layers softmax (softmax_layers)."
         )
     padding = attention_mask[:, attention_mask.shape[-1] - length :]

@@ -26,7 +26,7 @@ from .attention import RFAAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, take_cache
 from .cache_rfa import GROWING_LAYER_TYPE, RFA_LAYER_TYPE, past_length, self_attention_cache, unread_length
 from .configuration_rfa import decoder_config_class
-from .masking import check_positions, document_starts, local_padding, padding_of_mask
+from .masking import check_positions, document_starts, local_padding, padding_of_mask, read_mask
 from .rfa_classes import RFAPreTrainedMixin, base_class, make_class
 
 #: Name of random feature attention in transformers' attention interface.
@@ -208,6 +208,7 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     kwargs = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}
     if (cache := take_cache(kwargs)) is not None:
         kwargs[cache_name(stack.reads_inputs)] = cache
+    kwargs["attention_mask"] = read_mask(kwargs.get("attention_mask"))
     names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
     input_ids, inputs_embeds, attention_mask, position_ids = (kwargs.get(name) for name in names)
     inputs = input_ids if input_ids is not None else inputs_embeds
@@ -226,7 +227,7 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     counts_tokens = rotary or stack.config.model_type in COUNTS_TOKENS
     if counts_tokens and position_ids is None and "position_ids" in stack.reads_inputs:
         mask = inputs.new_ones(1, past + length, dtype=torch.long) if attention_mask is None else attention_mask
-        position_ids = (mask.long().cumsum(-1) * mask - 1)[:, -length:]
+        position_ids = (mask.cumsum(-1) * mask - 1)[:, -length:]
         kwargs["position_ids"] = position_ids = position_ids.clamp_min(0) if rotary else position_ids
     if any(hasattr(stack, name) for name in POSITION_EMBEDDINGS):
         count, last = stack.config.max_position_embeddings, past + length - 1

@@ -22,7 +22,7 @@ from .attention import RFAAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, take_cache
 from .cache_rfa import cross_layer_of, past_length, self_attention_cache, unread_length
 from .configuration_rfa import AttentionKind, seq2seq_config_class
-from .masking import check_positions, local_padding
+from .masking import check_positions, local_padding, read_mask
 from .rfa_classes import RFAPreTrainedMixin, base_class, make_class
 
 #: The tables of names by which Trainer, transformers serve, pipelines and lm-eval recognize language models.
@@ -173,8 +173,9 @@ def prepare_encoder(
     if "input_ids" in stack.reads_inputs:  # audio has one length, and no padding
         length, device = _length(kwargs)
         check_positions(length - 1, config.max_position_embeddings)
+        kwargs["attention_mask"] = read_mask(kwargs.get("attention_mask"))
         if config.any_rfa("encoder"):
-            kwargs["padding_mask"] = local_padding(kwargs.get("attention_mask"), length)
+            kwargs["padding_mask"] = local_padding(kwargs["attention_mask"], length)
         if not config.softmax_layers_for("encoder"):
             kwargs["attention_mask"] = _no_mask(device)
     return (), kwargs
@@ -197,16 +198,20 @@ def prepare_decoder(
     check_positions(past + length - 1, config.max_position_embeddings)
     kwargs["output_rfa_attentions"] = _wants_weights(stack, kwargs)
     if isinstance(attention_mask, dict):  # `generate` makes masks by layer type if none of the layers is RFA
-        kwargs["attention_mask"] = attention_mask = attention_mask["full_attention"]
+        attention_mask = attention_mask["full_attention"]
+    kwargs["attention_mask"] = attention_mask = read_mask(attention_mask)
     if config.any_rfa("causal"):
         kwargs["padding_mask"] = local_padding(attention_mask, length + unread_length(cache, config))
     if not config.softmax_layers_for("causal"):
         kwargs["attention_mask"] = _no_mask(device)
     if source is not None:
+        source_mask = read_mask(kwargs.get("encoder_attention_mask"))
+        if "encoder_attention_mask" in stack.reads_inputs:
+            kwargs["encoder_attention_mask"] = source_mask
         cache = _prepare_cache(config, cache, kwargs.get("use_cache"))
         finished = isinstance(cache, EncoderDecoderCache) and any(cache.is_updated.values())
         if not finished or kwargs["output_rfa_attentions"]:  # a finished state is read without any mask
-            kwargs["source_padding_mask"] = local_padding(kwargs.get("encoder_attention_mask"), source.shape[1])
+            kwargs["source_padding_mask"] = local_padding(source_mask, source.shape[1])
         if "encoder_attention_mask" in stack.reads_inputs and not config.softmax_layers_for("cross"):
             kwargs["encoder_attention_mask"] = _no_mask(device)
     kwargs[cache_name(stack.reads_inputs)] = cache
