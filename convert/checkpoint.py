@@ -297,7 +297,6 @@ def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str, device: torc
             f"{checkpoint.name}: tensor {key} has shape {tuple(found)}, but the configuration asks for {tuple(expected)} "
             f"({len(mismatched)} tensors of the wrong shape). The weights and the configuration do not belong together."
         )
-    _reset_in_float32(model)
     if checkpoint.uses_pickle:
         for key, tensor in model.state_dict().items():
             _check_finite(key, tensor, checkpoint.weight_files[0])
@@ -328,17 +327,6 @@ def _from_pretrained(
             folder, config=config, device_map=device_map, output_loading_info=True, **options
         )
     return (model if device_map else model.to(device)), info
-
-
-def _reset_in_float32(model: PreTrainedModel) -> None:
-    """Initialize all that was added again, in float32: transformers did it in the checkpoint's dtype."""
-    layers = rfa_layers(model).values()
-    modules: list[Any] = [part for layer in layers for part in (layer.feature_map, layer.gate, layer.importance)]
-    for module in filter(None, modules):
-        module.float()
-        for tensor in module.state_dict(keep_vars=True).values():
-            tensor._is_hf_initialized = False
-        module.reset_parameters()
 
 
 def new_keys(model: PreTrainedModel) -> list[str]:

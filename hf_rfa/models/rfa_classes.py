@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -16,15 +15,22 @@ from torch import Tensor, nn
 
 #: The parts of RFA attention that softmax attention does not have.
 OWN_PARTS = ("feature_map", "gate", "importance")
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-def own_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """Return how the names of those tensors of a model begin that its softmax model does not have.
+def own_parts(model: nn.Module) -> dict[str, Any]:
+    """Return the modules of a model that its softmax model does not have, by name.
 
     Experts may have gates too. A checkpoint may bring its own copy of the classes: an attribute tells RFA attention.
     """
-    layers = [name for name, module in model.named_modules() if hasattr(module, "rfa_kind")]
-    return tuple(f"{name}.{part}." for name in layers for part in OWN_PARTS)
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "rfa_kind")}
+    parts = {f"{name}.{part}": getattr(layer, part) for name, layer in layers.items() for part in OWN_PARTS}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def own_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """Return how the names of those tensors of a model begin that its softmax model does not have."""
+    return tuple(f"{name}." for name in own_parts(model))
 
 
 class RFAPreTrainedMixin:
@@ -46,9 +52,16 @@ class RFAPreTrainedMixin:
         self.keep_own_in_float32()
 
     def keep_own_in_float32(self) -> None:
-        """Let `from_pretrained` keep feature maps and gates in float32: they are small, and rounding them costs accuracy."""
-        patterns = {re.escape(prefix) for prefix in own_prefixes(cast(nn.Module, self))}
-        self._keep_in_fp32_modules_strict = set(self._keep_in_fp32_modules_strict or ()) | patterns
+        """Have RFA's own parts in float32 in a 16-bit model: they are small, and rounding them costs accuracy.
+
+        `from_pretrained` takes the names of tensors whole, as a part of a name or as a regular expression.
+        """
+        parts = own_parts(cast(nn.Module, self))
+        for part in parts.values():
+            if any(tensor.dtype in SIXTEEN_BITS for tensor in part.state_dict().values()):
+                part.float().reset_parameters()
+        names = {f"{name}.{key}" for name, part in parts.items() for key in part.state_dict()}
+        self._keep_in_fp32_modules_strict = set(self._keep_in_fp32_modules_strict or ()) | names
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
@@ -57,10 +70,8 @@ class RFAPreTrainedMixin:
         They are not left to `_init_weights`, which transformers calls on the part that holds a module: a body, say, which
         is of the base model's class.
         """
-        modules: dict[str, Any] = dict(self.named_modules())  # type: ignore[attr-defined]
-        for prefix in own_prefixes(cast(nn.Module, self)):
-            part = modules.get(prefix.removesuffix("."))  # None where a layer has no gate, say
-            if part is not None and not getattr(part, "_is_hf_initialized", False):
+        for part in own_parts(cast(nn.Module, self)).values():
+            if not getattr(part, "_is_hf_initialized", False):
                 part.reset_parameters()
                 part._is_hf_initialized = True
         super().initialize_weights()  # type: ignore[misc]
