@@ -23,6 +23,7 @@ from hf_rfa.models.cache_names import cache_argument
 
 from .conftest import tiny_parent_config
 from .families import COMMON, FAMILIES, base_config, every_family, has_encoder, make, make_head, read, tokens
+from .tiny_models import tiny_config
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,31 @@ def test_a_configuration_survives_copies_and_files(family, tmp_path):
     for common, own in cls.attribute_map.items():
         setattr(config, own, getattr(config, common))
         assert getattr(config, common) == getattr(config, own)
+
+
+@pytest.mark.parametrize("family", [*COMMON, "bamba", "jamba", "ministral", "whisper"])
+def test_what_is_written_to_the_decoders_configuration_is_written_to_the_models(family):
+    """Caches are built by it: only the types of its layers, and the decoder's numbers of an encoder-decoder, are others."""
+    encoder, common = has_encoder(family), family in (*COMMON, "whisper")
+    config = FAMILIES[family].rfa_config.from_parent(base_config(family) if common else tiny_config(family))
+    decoder, before = config.get_text_config(decoder=True), config.to_dict()
+    assert decoder.layer_types == config.cache_layer_types() == decoder.get_text_config(decoder=True).layer_types
+    assert len(decoder.layer_types) == decoder.num_hidden_layers == config.num_layers_for("causal")
+    assert decoder.num_attention_heads == config.num_query_heads_for("causal")
+    assert decoder.to_dict() == config.to_dict() == before
+    for name in ("tie_word_embeddings", "some_new_field"):  # the first as torchao's integration does
+        setattr(decoder, name, False)
+        assert getattr(config, name) is False
+    if encoder:  # by the name that transformers' own copy has it under
+        decoder.num_hidden_layers, decoder.ffn_dim = 1, 7
+        assert (config.decoder_layers, config.encoder_layers, config.decoder_ffn_dim) == (1, 2, 7)
+        assert decoder.layer_types == ["rfa"]
+    if "layer_types" in vars(config):
+        decoder.layer_types = ["sliding_attention"] * config.num_hidden_layers
+        assert set(decoder.layer_types) == set(config.base_layer_types()) == {"sliding_attention"}
+    apart = copy.deepcopy(decoder)
+    apart.vocab_size = 7
+    assert config.vocab_size != 7
 
 
 @pytest.mark.parametrize(

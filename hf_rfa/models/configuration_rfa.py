@@ -4,10 +4,10 @@ This module has no ``from __future__ import annotations``: huggingface_hub's str
 where the annotation is a type, and not its name.
 """
 
-import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -178,18 +178,13 @@ class RFAConfigMixin:
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """Return the configuration of one side, as `PreTrainedConfig.get_text_config` does.
 
-        That of the decoder alone, which caches are built by, is a copy whose ``layer_types`` are `cache_layer_types`.
+        That of the decoder alone, which caches are built by, is this one under another class, whose ``layer_types`` are
+        `cache_layer_types`: what is written to it is written to this one.
         """
-        config = super().get_text_config(decoder=decoder, encoder=encoder)  # type: ignore[misc]
-        if decoder and not encoder:
-            config = copy.copy(config)
-            types = vars(config)["layer_types"] = self.cache_layer_types()
-            if config.layer_types != types:  # a property, or another name of a field (Jamba, Bamba)
-                own: Any = type(type(config).__name__, (type(config),), {"layer_types": types})
-                names = config.attribute_map.items()  # set after the class is made, which joins those of its bases
-                own.attribute_map = {old: new for old, new in names if old != "layer_types"}
-                config.__class__ = own
-        return config
+        if encoder or not decoder:
+            return super().get_text_config(decoder=decoder, encoder=encoder)  # type: ignore[misc]
+        cls: Any = type(self)
+        return self if hasattr(cls, "model_config_class") else _under_class(self, _decoder_class(cls))
 
     def _base_name(self, name: str) -> str:
         """Return the base model's name of a field."""
@@ -395,25 +390,11 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
         """Return the number of layers that have attention of a kind."""
         if kind == "encoder":
             return self.encoder_layers or 0  # type: ignore[attr-defined]
-        # The copy that `get_text_config(decoder=True)` makes for caches has the decoder's count as num_hidden_layers only.
-        known = "decoder_layers" in vars(self)
-        count = self.decoder_layers if known else self.num_hidden_layers  # type: ignore[attr-defined]
-        return count or 0  # None is refused, but transformers asks before that
+        return self.decoder_layers or 0  # type: ignore[attr-defined]  # None is refused, but transformers asks before that
 
     def heads_field(self, kind: AttentionKind) -> str:
         """Return the name of the field that counts the heads of attention of a kind."""
         return "encoder_attention_heads" if kind == "encoder" else "decoder_attention_heads"
-
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
-        """Return the configuration of one side, as `PreTrainedConfig.get_text_config` does.
-
-        A decoder that stands alone keeps its number of layers here, which caches are built by, even if it differs from that
-        of the encoder that it does not have.
-        """
-        config = super().get_text_config(decoder=decoder, encoder=encoder)
-        if decoder and not encoder:
-            vars(config)[self._base_name("num_hidden_layers")] = self.num_layers_for("causal")
-        return config
 
 
 #: Types of a base model's layers with attention to all tokens, the only ones that conversion changes.
@@ -487,6 +468,39 @@ class RFADecoderConfigMixin(RFAConfigMixin):
                 "them are not supported."
             )
         return built
+
+
+def _under_class(config: Any, cls: Any) -> Any:
+    """Return a configuration of a class whose fields are those of ``config``: what is written to one is in both."""
+    shared = cls.__new__(cls)
+    object.__setattr__(shared, "__dict__", vars(config))
+    return shared
+
+
+@cache
+def _decoder_class(base: type[RFAConfigMixin]) -> type:
+    """Return the class of what `RFAConfigMixin.get_text_config` returns for the decoder of a configuration.
+
+    Names without ``decoder_`` are the decoder's fields in it, as in the copy that transformers makes of a configuration with
+    an encoder. A decoder that stands alone has such fields too.
+    """
+
+    def layer_types(config: Any) -> list[str]:
+        return _under_class(config, base).cache_layer_types()
+
+    def set_layer_types(config: Any, types: list[str]) -> None:
+        _under_class(config, base).layer_types = types
+
+    body = {"layer_types": property(layer_types, set_layer_types), "model_config_class": base}
+    decoder: Any = type(base.__name__, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **body})
+    names = dict(base.attribute_map)  # type: ignore[attr-defined]
+    names.pop("layer_types", None)  # another name of a field in Jamba
+    if issubclass(base, RFASeq2SeqConfigMixin):
+        fields = [name for name in base.__dataclass_fields__ if name.startswith("decoder_")]
+        names |= {name.removeprefix("decoder_"): name for name in fields}
+        names |= {"num_hidden_layers": "decoder_layers", "num_attention_heads": "decoder_attention_heads"}
+    decoder.attribute_map = names  # set after the class is made, which joins those of its bases
+    return decoder
 
 
 @strict
