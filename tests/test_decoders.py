@@ -400,25 +400,6 @@ def test_gradient_checkpointing_changes_nothing_and_a_step_is_finite(name):
     assert torch.isfinite(gradients(model, ids)[0])
 
 
-@torch.no_grad()
-@every_decoder
-def test_packed_documents_are_the_documents_in_rows_of_their_own(name):
-    lengths, ids = (9, 3, 17), tokens(1, LENGTH)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    softmax, model = pair(name, dtype=torch.float64)
-    hybrid = converted(softmax, **WINDOWED, softmax_layers=rfa_indices(model)[1:])
-    apart = {}
-    for each in (softmax, model, hybrid):
-        found = each(ids, position_ids=positions, use_cache=False).logits
-        alone = [logits(each, part) for part in ids.split(lengths, dim=1)]
-        apart[each] = relative_error(found, torch.cat(alone, dim=1)) < 1e-5
-    if apart[softmax]:  # OPT's softmax attention sees the documents before
-        assert apart[model]
-        assert apart[hybrid]
-    else:
-        assert apart[model] or len(rfa_indices(model)) < model.config.num_hidden_layers
-
-
 # Compilation and 16 bits
 
 

@@ -157,6 +157,10 @@ class RFAConfigMixin:
         """Return the type that every layer's cache has in the base model."""
         return ["full_attention"] * self.num_layers_for("causal")
 
+    def types_that_read_on(self) -> list[str]:
+        """Return the types of layers, convolutions and recurrences, that read on from one document of a row to the next."""
+        return sorted(set(self.base_layer_types()) - set(KEEPS_DOCUMENTS_APART))
+
     def retrieval_heads_of(self, layer_idx: int) -> list[int]:
         """Return the retrieval heads of a layer."""
         return sorted(head for layer, head in self.retrieval_heads if layer == layer_idx)
@@ -399,6 +403,9 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
 
 #: Types of a base model's layers with attention to all tokens, the only ones that conversion changes.
 FULL_ATTENTION = ("full_attention", "attention")
+#: Types of a base model's layers that keep the documents of a packed row apart: attention by its mask, and others because
+#: they read every token by itself.
+KEEPS_DOCUMENTS_APART = (*FULL_ATTENTION, "sliding_attention", "chunked_attention", "mlp", "moe")
 
 
 @dataclass(kw_only=True)

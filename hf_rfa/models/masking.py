@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from transformers.utils.import_utils import is_tracing
+from transformers.utils.import_utils import is_tracing, torch_compilable_check
 
 
 def read_mask(attention_mask: Tensor | None) -> Tensor | None:
@@ -60,6 +60,21 @@ def document_starts(position_ids: Tensor | None) -> Tensor | None:
         return None
     starts = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1
     return starts if is_tracing(starts) or bool(starts.any()) else None
+
+
+def check_one_document(starts: Tensor | None, layers: str) -> None:
+    """Raise a ValueError if rows hold several documents, in a model with layers that do not keep them apart.
+
+    Args:
+        starts: what `document_starts` returns.
+        layers: which layers these are and what they do, for the message.
+    """
+    if starts is not None:
+        message = (
+            f"position_ids start a new document within a row, but {layers}. Pass every document in a row of its own, with "
+            "an attention_mask for padding."
+        )
+        torch_compilable_check(~starts, message)
 
 
 def padding_of_mask(mask: Tensor | None) -> Tensor | None:

@@ -26,7 +26,14 @@ from .attention import RFAAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, take_cache
 from .cache_rfa import GROWING_LAYER_TYPE, RFA_LAYER_TYPE, past_length, self_attention_cache, unread_length
 from .configuration_rfa import decoder_config_class
-from .masking import check_positions, document_starts, local_padding, padding_of_mask, read_mask
+from .masking import (
+    check_one_document,
+    check_positions,
+    document_starts,
+    local_padding,
+    padding_of_mask,
+    read_mask,
+)
 from .rfa_classes import RFAPreTrainedMixin, base_class, make_class
 
 #: Name of random feature attention in transformers' attention interface.
@@ -176,7 +183,8 @@ class RFADecoderMixin(RFAPreTrainedMixin):
     T], at quadratic cost; with a cache that has seen tokens before, the columns are those of this call's tokens.
 
     Without a mask and a cache, ``position_ids`` that do not go on by one start a new document, which sees nothing of those
-    before it in its row: packed batches, as transformers' softmax models take them.
+    before it in its row: packed batches, as transformers' softmax models take them. Models whose other layers are
+    convolutions or recurrences refuse them, since these read a row as one text.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -195,6 +203,7 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         if not hasattr(stack, "reads_inputs"):
             stack.reads_inputs = tuple(inspect.signature(stack.forward).parameters)
             stack.rfa_layer_types = frozenset(config.cache_layer_types())
+            stack.types_that_read_on = config.types_that_read_on()
             stack.register_forward_pre_hook(prepare_inputs, with_kwargs=True)
 
 
@@ -202,7 +211,8 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Add what RFA layers read to the inputs of a stack of layers, and take away the masks of T × T that they do not.
 
     Raises:
-        ValueError: for a mask per query, or for positions past learned ones.
+        ValueError: for a mask per query, for positions past learned ones, or for rows of several documents in a model with
+            layers that do not keep them apart.
         TypeError: for a cache under a name that is none of a cache's.
     """
     kwargs = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}
@@ -218,6 +228,8 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     past = past_length(cache)
     kwargs["padding_mask"] = local_padding(attention_mask, length + unread_length(cache, stack.config))
     kwargs["document_starts"] = document_starts(position_ids) if attention_mask is None and cache is None else None
+    if types := stack.types_that_read_on:
+        check_one_document(kwargs["document_starts"], f"layers of type {', '.join(types)} read on past its start")
     if kwargs["document_starts"] is not None:  # for training; softmax layers keep documents apart only without a cache
         kwargs["use_cache"] = False
     wanted = kwargs.get("output_attentions")
@@ -239,6 +251,9 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     elif "sliding_attention" in stack.rfa_layer_types:
         embeds = inputs.new_empty(batch, length, 0, dtype=stack.dtype)
         kwargs["attention_mask"] = _masks_by_type(stack.config, embeds, attention_mask, position_ids, cache)
+    elif kwargs["document_starts"] is not None and not types:  # OPT and BioGPT make their mask without positions
+        embeds = inputs.new_empty(batch, length, 0, dtype=stack.dtype)
+        kwargs["attention_mask"] = create_causal_mask(stack.config, embeds, None, None, position_ids)
     return (), kwargs
 
 

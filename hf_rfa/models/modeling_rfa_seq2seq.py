@@ -22,7 +22,7 @@ from .attention import RFAAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, take_cache
 from .cache_rfa import cross_layer_of, past_length, self_attention_cache, unread_length
 from .configuration_rfa import AttentionKind, seq2seq_config_class
-from .masking import check_positions, local_padding, read_mask
+from .masking import check_one_document, check_positions, document_starts, local_padding, read_mask
 from .rfa_classes import RFAPreTrainedMixin, base_class, make_class
 
 #: The tables of names by which Trainer, transformers serve, pipelines and lm-eval recognize language models.
@@ -187,12 +187,15 @@ def prepare_decoder(
     """Add what RFA layers read to the inputs of a decoder, and take away the masks that they do not.
 
     Raises:
-        ValueError: for a mask per query, or for positions past the model's.
+        ValueError: for a mask per query, for positions past the model's, or for rows of several documents.
         TypeError: for a cache under a name that is none of a cache's.
     """
     kwargs, config = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}, stack.config
     cache = take_cache(kwargs)
     attention_mask, source = kwargs.get("attention_mask"), kwargs.get("encoder_hidden_states")
+    if attention_mask is None and cache is None:
+        reason = f"decoders of type {config.model_type} read a row as one text"
+        check_one_document(document_starts(kwargs.get("position_ids")), reason)
     length, device = _length(kwargs)
     past = past_length(cache)
     check_positions(past + length - 1, config.max_position_embeddings)
