@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -12,6 +13,8 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor, nn
+
+from .cache_names import cache_name, take_cache
 
 #: The parts of RFA attention that softmax attention does not have.
 OWN_PARTS = ("feature_map", "gate", "importance")
@@ -33,6 +36,16 @@ def own_prefixes(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." for name in own_parts(model))
 
 
+def name_cache(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give a model its cache under the name that its forward has for it.
+
+    transformers would warn of another, and of two caches leave one out.
+    """
+    if (cache := take_cache(kwargs)) is not None:
+        kwargs[model.cache_name] = cache
+    return args, kwargs
+
+
 class RFAPreTrainedMixin:
     """The part of every RFA model's base class: initial values of feature maps and gates, which stay in float32.
 
@@ -45,6 +58,8 @@ class RFAPreTrainedMixin:
         config.validate_layer_type()
         config.validate_rfa()
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        self.cache_name = cache_name(inspect.signature(type(self).forward).parameters)  # type: ignore[attr-defined]
+        self.register_forward_pre_hook(name_cache, with_kwargs=True)  # type: ignore[attr-defined]
 
     def post_init(self) -> None:
         """Finish the model as transformers does, and keep RFA's own parts in float32."""
