@@ -39,7 +39,7 @@ from .models.modeling_rfa_seq2seq import (
     RFAMarianMTModel,
     RFAMarianPreTrainedModel,
 )
-from .version import __version__
+from .version import __version__, warn_of_untested_transformers
 
 __all__ = [
     "FAMILIES",
@@ -79,3 +79,5 @@ __all__ = [
     "save_cache",
     "use_backend",
 ]
+
+warn_of_untested_transformers()

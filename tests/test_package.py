@@ -6,6 +6,7 @@ import ast
 import graphlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,10 @@ from glob import glob
 from pathlib import Path
 
 import pytest
+import transformers
+
+import hf_rfa
+from hf_rfa.version import NEWEST_TESTED_TRANSFORMERS
 
 from .conftest import ROOT
 
@@ -144,3 +149,18 @@ def test_import_registers_models_and_loads_nothing_but_itself_and_the_models_tha
         "print(AutoConfig.for_model('rfa_gpt2').feature_map)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).splitlines() == ["{'hf_rfa'}", "positive"]
+
+
+def test_the_newest_tested_transformers_is_the_pinned_one():
+    pinned = re.findall(r"^transformers==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned == [NEWEST_TESTED_TRANSFORMERS]
+
+
+def test_a_transformers_newer_than_the_tested_is_warned_of_once(monkeypatch, recwarn):
+    monkeypatch.setattr(transformers, "__version__", NEWEST_TESTED_TRANSFORMERS)
+    importlib.reload(hf_rfa)
+    assert list(recwarn) == []
+    monkeypatch.setattr(transformers, "__version__", "5.99.0.dev0")
+    importlib.reload(hf_rfa)
+    (warning,) = recwarn
+    assert f"5.99.0.dev0 is newer than {NEWEST_TESTED_TRANSFORMERS}" in str(warning.message)
