@@ -218,6 +218,12 @@ def test_caches_of_another_kind_are_refused():
         softmax(ids, **cache_argument(of_a_source))
 
 
+def test_a_quantized_cache_is_refused():
+    options = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    with pytest.raises(ValueError, match=r"QuantizedCache|quantization backend"):
+        make("llama").generate(tokens(), max_new_tokens=3, **options)
+
+
 @every_generating_head
 def test_what_is_no_cache_is_refused(family, head):
     model, keys = make_head(family, head), torch.zeros(3, 3, 2, 8)
