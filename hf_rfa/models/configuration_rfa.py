@@ -237,6 +237,16 @@ class RFAConfigMixin:
                 allowed = f"distinct layer indices from 0 to {count - 1}" if count else "empty, for there are no layers"
                 raise ValueError(f"{name} must be {allowed}, got {layers}.")
 
+    def check_causal(self) -> None:
+        """Raise a ValueError for the fields by which transformers' models make a decoder's attention bidirectional."""
+        for name, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
+            value = getattr(self, name, causal)
+            if bool(value) != causal:
+                raise ValueError(
+                    f"{name}={value!r} makes attention bidirectional: tokens see those after them, of which a memory of the "
+                    "tokens before holds nothing. Pass a causal model: one that was trained without this field."
+                )
+
     def validate_rfa(self) -> None:
         """Check the fields of random feature attention, alone and together.
 
@@ -244,6 +254,7 @@ class RFAConfigMixin:
             ValueError: naming the field, its value, and what is allowed.
         """
         self._check_base_model()
+        self.check_causal()
         if self.feature_map not in FEATURE_MAPS:
             raise ValueError(
                 f"feature_map={self.feature_map!r} is unknown. Known: {', '.join(sorted(FEATURE_MAPS))}. For a map of your "

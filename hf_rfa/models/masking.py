@@ -97,6 +97,15 @@ def check_positions(last: int, count: int) -> None:
         )
 
 
+def check_direction(is_causal: bool | None, *, causal: bool) -> None:
+    """Raise a ValueError for a call's argument ``is_causal`` that is not what its RFA layers are, ``causal`` or not."""
+    if is_causal is not None and bool(is_causal) != causal:
+        raise ValueError(
+            f"is_causal={is_causal} is not what this model's random feature attention does, which sees "
+            f"{'the tokens up to each' if causal else 'all tokens of the source'}. Leave the argument out."
+        )
+
+
 def beams_per_source(encoder_hidden_states: Tensor, padding_mask: Tensor | None) -> int:
     """Return n such that every n rows of a batch in succession are equal, as `generate` repeats a source for its beams.
 

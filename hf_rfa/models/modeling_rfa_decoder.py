@@ -27,6 +27,7 @@ from .cache_names import CACHE_NAME, cache_name, take_cache
 from .cache_rfa import GROWING_LAYER_TYPE, RFA_LAYER_TYPE, past_length, self_attention_cache, unread_length
 from .configuration_rfa import decoder_config_class
 from .masking import (
+    check_direction,
     check_one_document,
     check_positions,
     document_starts,
@@ -211,8 +212,8 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Add what RFA layers read to the inputs of a stack of layers, and take away the masks of T × T that they do not.
 
     Raises:
-        ValueError: for a mask per query, for positions past learned ones, or for rows of several documents in a model with
-            layers that do not keep them apart.
+        ValueError: for a mask per query, for bidirectional attention, for positions past learned ones, or for rows of several
+            documents in a model with layers that do not keep them apart.
         TypeError: for a cache under a name that is none of a cache's.
     """
     kwargs = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}
@@ -224,6 +225,8 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     inputs = input_ids if input_ids is not None else inputs_embeds
     if inputs is None or (input_ids is not None and inputs_embeds is not None):
         raise ValueError("pass either input_ids or inputs_embeds, and not both.")
+    stack.config.check_causal()
+    check_direction(kwargs.get("is_causal"), causal=True)
     batch, length = inputs.shape[:2]
     past = past_length(cache)
     kwargs["padding_mask"] = local_padding(attention_mask, length + unread_length(cache, stack.config))

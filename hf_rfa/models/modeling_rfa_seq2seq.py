@@ -22,7 +22,14 @@ from .attention import RFAAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, take_cache
 from .cache_rfa import cross_layer_of, past_length, self_attention_cache, unread_length
 from .configuration_rfa import AttentionKind, seq2seq_config_class
-from .masking import check_one_document, check_positions, document_starts, local_padding, read_mask
+from .masking import (
+    check_direction,
+    check_one_document,
+    check_positions,
+    document_starts,
+    local_padding,
+    read_mask,
+)
 from .rfa_classes import RFAPreTrainedMixin, base_class, make_class
 
 #: The tables of names by which Trainer, transformers serve, pipelines and lm-eval recognize language models.
@@ -164,11 +171,12 @@ def prepare_encoder(
     """Add what RFA layers read to the inputs of an encoder, and take away the mask that they do not.
 
     Raises:
-        ValueError: for a mask per query, or for a source longer than the encoder's positions.
+        ValueError: for a mask per query, for causal attention, or for a source longer than the encoder's positions.
     """
     kwargs, config = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}, stack.config
     take_cache(kwargs)  # the decoder's, among the arguments that both are given
     if config.any_rfa("encoder"):
+        check_direction(kwargs.get("is_causal"), causal=False)
         kwargs["output_rfa_attentions"] = _wants_weights(stack, kwargs)
     if "input_ids" in stack.reads_inputs:  # audio has one length, and no padding
         length, device = _length(kwargs)
@@ -187,7 +195,8 @@ def prepare_decoder(
     """Add what RFA layers read to the inputs of a decoder, and take away the masks that they do not.
 
     Raises:
-        ValueError: for a mask per query, for positions past the model's, or for rows of several documents.
+        ValueError: for a mask per query, for attention of another direction, for positions past the model's, or for rows of
+            several documents.
         TypeError: for a cache under a name that is none of a cache's.
     """
     kwargs, config = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}, stack.config
@@ -197,6 +206,11 @@ def prepare_decoder(
         reason = f"decoders of type {config.model_type} read a row as one text"
         check_one_document(document_starts(kwargs.get("position_ids")), reason)
     length, device = _length(kwargs)
+    if config.any_rfa("causal"):
+        config.check_causal()
+        check_direction(kwargs.get("is_causal"), causal=True)
+    if source is not None and config.any_rfa("cross"):
+        check_direction(kwargs.get("is_causal"), causal=False)
     past = past_length(cache)
     check_positions(past + length - 1, config.max_position_embeddings)
     kwargs["output_rfa_attentions"] = _wants_weights(stack, kwargs)
