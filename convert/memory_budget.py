@@ -10,6 +10,7 @@ remembering it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -268,7 +269,8 @@ def spend_memory(
         trials.append(Trial(name, tokens, found[0], softmax[0], found[1], softmax[1]))
         del model, base_model
         report_progress(None, 1)
-    best = ways[min(range(len(ways)), key=lambda index: trials[index].repeating)][2]
+    finite = [math.inf if math.isnan(trial.repeating) else trial.repeating for trial in trials]
+    best = ways[finite.index(min(finite))][2]
     return best, trials, heads if best.retrieval_heads else []
 
 

@@ -23,6 +23,8 @@ IGNORED_LABEL = -100
 SCORED_AT_ONCE = 128
 #: Largest mean negative log-likelihood, in nats, whose exponential is taken: e^700 is near the end of float64.
 MAX_NATS = 700.0
+#: Figures from here on are written as powers of ten.
+LARGE = 1e6
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,18 @@ class LabelScore:
 
     @property
     def perplexity(self) -> float:
-        """exp(nats), at most e^700."""
-        return math.exp(min(MAX_NATS, self.nats))
+        """See `perplexity_of`."""
+        return perplexity_of(self.nats)
+
+
+def perplexity_of(nats: float) -> float:
+    """Return e to the power of a mean negative log-likelihood: infinity past e^700, and NaN of NaN."""
+    return math.inf if nats > MAX_NATS else math.exp(nats)
+
+
+def shown(figure: float, digits: int = 2) -> str:
+    """Return a figure with so many digits after the point, or one past a million as a power of ten."""
+    return f"{figure:.{digits}f}" if abs(figure) < LARGE else f"{figure:.{digits}e}"
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from .checkpoint import Checkpoint, new_keys
 from .configuration import outside_module
 from .memory_budget import Trial
 from .options import ConversionOptions
+from .perplexity import shown
 from .retrieval_heads import RetrievalHead
 from .sensitivity import LayerSensitivity
 
@@ -148,15 +149,18 @@ class ConversionReport:
             rows.append(("retrieval heads (layer.head)", f"{named}; KL to softmax on repeated passages {gained}"))
         if self.trials:
             first = self.trials[0]
-            each_trial = ", ".join(f"{each.name} {each.perplexity:.2f} ({each.repeating:.2f})" for each in self.trials)
-            softmax = f"softmax {first.softmax:.2f} ({first.softmax_repeating:.2f})"
+            each_trial = ", ".join(
+                f"{each.name} {shown(each.perplexity)} ({shown(each.repeating)})" for each in self.trials
+            )
+            softmax = f"softmax {shown(first.softmax)} ({shown(first.softmax_repeating)})"
             rows.append(
                 ("perplexity of ways to spend the memory (where text repeats itself)", f"{softmax}, {each_trial}")
             )
         if self.perplexities is not None:
             found = self.perplexities
             text = "the base model's own outputs" if found.own_outputs else "the calibration text"
-            values = f"softmax {found.softmax:.2f}, swapped {found.swapped:.2f}, calibrated {found.calibrated:.2f}"
+            names = ("softmax", "swapped", "calibrated")
+            values = ", ".join(f"{name} {shown(getattr(found, name))}" for name in names)
             rows.append((f"perplexity on {text} ({found.tokens:,} tokens)", values))
         rows.append(("largest logit difference after reloading", f"{self.max_logit_difference:.1e}"))
         return rows

@@ -28,7 +28,7 @@ from transformers import (
 
 from hf_rfa.convert.atomic_io import check_destination, new_folder
 from hf_rfa.convert.calibration_data import BLOCK_LENGTH
-from hf_rfa.convert.perplexity import IGNORED_LABEL, MAX_NATS
+from hf_rfa.convert.perplexity import IGNORED_LABEL, perplexity_of, shown
 from hf_rfa.errors import InputError
 from hf_rfa.inference import (
     CONFIG_ERRORS,
@@ -145,7 +145,7 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     if "evaluate" in prepared:
         metrics |= trainer.evaluate()
         if options.task == "clm":
-            metrics["eval_perplexity"] = math.exp(min(MAX_NATS, metrics["eval_loss"]))
+            metrics["eval_perplexity"] = perplexity_of(metrics["eval_loss"])
     model.config.use_cache = use_cache
     trainer.save_model(str(work / "final"))  # gathers what several processes hold
     if first:
@@ -371,7 +371,7 @@ def _card(name: str, options: FinetuneArguments, trainer: GroupedTrainer, metric
         ("steps", f"{steps:,}"),
         ("rows per step", f"{batch:,}"),
         ("learning rate", ", ".join(rates)),
-        *((name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float)),
+        *((name, shown(value, 4)) for name, value in metrics.items() if isinstance(value, float)),
     ]
     return trained_card(
         trainer.model,

@@ -11,6 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from hf_rfa.convert.perplexity import shown
 from hf_rfa.convert.pictures import HeadMap
 
 from .recipe import Recipe
@@ -72,7 +73,7 @@ class DistillationReport:
             if losses:
                 course = f"loss {losses[0]:.3f} → {losses[-1]:.3f}, learning rate {rates[stage.name]}"
                 rows.append((f"{stage.name}, {stage.steps:,} steps", course))
-        found = ", ".join(f"{name} {value:.2f}" for name, value in self.perplexities.items())
+        found = ", ".join(f"{name} {shown(value)}" for name, value in self.perplexities.items())
         return [*rows, (f"perplexity of the {HELD_OUT} items held out", found)]
 
     def table(self) -> Table:

@@ -179,6 +179,7 @@ def evaluate_command(
         raise UsageError("Missing argument 'TEXT': a file to measure on.")
     from hf_rfa.convert.atomic_io import check_file, new_file
     from hf_rfa.convert.calibration_data import tokenize
+    from hf_rfa.convert.perplexity import shown
     from hf_rfa.convert.text_io import read_documents, read_pairs
     from hf_rfa.finetune import GenerationScores, evaluate_generation, perplexity
     from hf_rfa.finetune.card import check_recordable, record_result
@@ -218,7 +219,7 @@ def evaluate_command(
             console.print(f"{name} {value:.2f}")
     else:
         scores = {"perplexity": result.perplexity}
-        console.print(f"perplexity {result.perplexity:.2f} ({result.nats:.4f} nats per token)")
+        console.print(f"perplexity {shown(result.perplexity)} ({result.nats:.4f} nats per token)")
         if result.tokens_counted < FEW_TOKENS:
             warn(
                 f"{result.tokens_counted} tokens were scored; below {FEW_TOKENS:,} a perplexity is a matter of chance, by a "

@@ -111,6 +111,7 @@ def finetune_words(words: list[str]) -> list[str]:
 
 def finetune_command(context: typer.Context) -> None:
     """Fine-tune a checkpoint, RFA or softmax, with transformers' Trainer (--help lists all of its options)."""
+    from hf_rfa.convert.perplexity import shown
     from hf_rfa.finetune.finetune import finetune
 
     words = finetune_words(context.args)
@@ -126,7 +127,7 @@ def finetune_command(context: typer.Context) -> None:
     metrics = finetune(options, arguments)
     if arguments.process_index == 0:
         for name, value in metrics.items():
-            console.print(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}")
+            console.print(f"{name} {shown(value, 4)}" if isinstance(value, float) else f"{name} {value}")
         console.print(f"written to {destination}")
 
 

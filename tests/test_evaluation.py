@@ -13,6 +13,7 @@ from transformers import GPT2LMHeadModel
 
 from hf_rfa import InputError
 from hf_rfa.convert.checkpoint import open_checkpoint
+from hf_rfa.convert.perplexity import perplexity_of, shown
 from hf_rfa.convert.text_io import read_documents
 from hf_rfa.finetune import perplexity, tokenize
 from hf_rfa.finetune.arguments import FinetuneArguments
@@ -71,6 +72,13 @@ def test_perplexity_is_the_likelihood_of_a_loop():
         assert result.perplexity == pytest.approx(math.exp(total / counted), rel=1e-5)
         assert "disjoint windows of 20 tokens" in result.protocol
         assert f"{counted} of 103 tokens counted" in result.protocol
+
+
+def test_a_perplexity_without_a_number_is_none():
+    assert math.isnan(perplexity_of(math.nan))
+    assert perplexity_of(800.0) == math.inf
+    assert perplexity_of(2.0) == pytest.approx(math.e**2)
+    assert [shown(each) for each in (12.345, 1e300, math.inf, math.nan)] == ["12.35", "1.00e+300", "inf", "nan"]
 
 
 def test_overlapping_windows_count_every_token_once():

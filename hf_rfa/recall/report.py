@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +12,7 @@ from matplotlib.figure import Figure as Picture
 from rich.table import Table
 
 from hf_rfa.convert.atomic_io import check_file, folder_beside, new_file
+from hf_rfa.convert.perplexity import perplexity_of, shown
 from hf_rfa.errors import InputError
 from hf_rfa.finetune.card import RECALL_HEADING, load_card, replace_section
 
@@ -37,7 +37,7 @@ def report_rows(report: RecallReport) -> list[tuple[str, list[str]]]:
     if written:
         rows.append(("greedy tokens like the teacher's", [_number(each.agreement, ".1f") for each in written]))
         nats = [each.teacher_nats for each in written]
-        texts = ["" if each is None else f"{math.exp(each):.1f}" for each in nats]
+        texts = ["" if each is None else shown(perplexity_of(each), 1) for each in nats]
         rows.append(("teacher's perplexity of what it writes", texts))
         rows.append(("4-grams written again, %", [f"{100 * each.repeated:.1f}" for each in written]))
     return [row for row in rows if any(row[1])]
@@ -55,7 +55,7 @@ def _cell(figures: list[Figure]) -> str:
     """Return perplexity for text, and else accuracy in percent with nats."""
     nats = fmean(each.nats for each in figures)
     if figures[0].accuracy is None:
-        return f"{math.exp(nats):.2f}"
+        return shown(perplexity_of(nats))
     return f"{100 * _accuracy(figures):.1f} ({nats:.2f})"
 
 
@@ -103,7 +103,7 @@ def draw_report(report: RecallReport, path: Path) -> None:
     panels = figure.subplots(2, 3).flatten()
 
     def exp_nats(figures: list[Figure]) -> float:
-        return math.exp(fmean(each.nats for each in figures))
+        return perplexity_of(fmean(each.nats for each in figures))
 
     def percent(figures: list[Figure]) -> float:
         return 100 * _accuracy(figures)
