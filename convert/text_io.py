@@ -114,7 +114,12 @@ def _read_json_lines(lines: Iterable[str], path: Path, *names: str) -> Iterator[
         except json.JSONDecodeError as error:
             raise InputError(f"{path}, line {number}: not a JSON object ({error}).") from error
         for name in names:
-            if not isinstance(record, dict) or not isinstance(record.get(name), str):
+            if not isinstance(record, dict) or name not in record:
                 keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
                 raise InputError(f"{path}, line {number}: no string field {name!r} (found: {keys}).")
+            if not isinstance(record[name], str):
+                found = "null" if record[name] is None else f"of type {type(record[name]).__name__}"
+                raise InputError(
+                    f"{path}, line {number}: field {name!r} is {found}, not text. Fill it in, or remove the line."
+                )
         yield record

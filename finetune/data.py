@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from numpy.typing import NDArray
 from transformers import DataCollatorForSeq2Seq
+from transformers.utils import logging
 
 from hf_rfa.convert.calibration_data import Inputs, tokenize
 from hf_rfa.convert.perplexity import IGNORED_LABEL
@@ -22,8 +26,12 @@ from hf_rfa.errors import InputError
 BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 #: Documents that are packed at a time; the tokens at their end that fill no block are dropped.
 DOCUMENTS_PER_PACKING = 1000
+#: Rows that are checked at a time.
+ROWS_PER_CHECK = 1000
 #: Least and most tokens of a passage in a block that repeats itself; the most is a quarter of a short block.
 PASSAGE_TOKENS = (16, 128)
+
+logger = logging.get_logger(__name__)
 
 #: A `datasets.Dataset`, or an `IterableDataset` if it is streamed.
 Data = Any
@@ -52,6 +60,8 @@ def load_data(source: str, *, split: str = "train", config: str | None = None, s
             raise InputError(f"{source} is empty.")
         place: dict[str, Any] = {"path": builder, "data_files": str(path.resolve()), "split": "train"}
         place |= {"sample_by": "document"} if builder == "text" else {}
+        # Empty cells alone are missing: "NA" and "null" are texts and labels as well.
+        place |= {"keep_default_na": False, "na_values": [""]} if builder == "csv" else {}
     elif builder is not None or path.exists() or source.startswith((".", "/", "~")):
         raise InputError(f"there is no file {source}.")
     else:
@@ -92,7 +102,8 @@ def check_columns(data: Data, source: str, *names: str) -> None:
     columns = _columns(data)
     for name in names:
         outer, _, inner = name.partition(".")
-        if name not in columns and not (inner and outer in columns and inner in next(iter(data))[outer]):
+        fields = next(iter(data))[outer] if inner and outer in columns else ()
+        if name not in columns and not (fields is None or (isinstance(fields, dict) and inner in fields)):
             raise InputError(
                 f"{source} has no column {name!r}. It has: {', '.join(columns)}. Name yours with --text-column, "
                 "--prompt-column, --label-column, --source-column or --target-column."
@@ -105,7 +116,93 @@ def _columns(data: Data) -> list[str]:
 
 def _column(batch: dict[str, list[Any]], name: str) -> list[Any]:
     outer, _, inner = name.partition(".")
-    return batch[name] if name in batch else [row[inner] for row in batch[outer]]
+    return batch[name] if name in batch else [None if row is None else row.get(inner) for row in batch[outer]]
+
+
+def check_rows(data: Data, source: str, *, texts: Sequence[str], label: str | None = None) -> Data:
+    """Return a data set whose rows have a text in some columns, and a label in another.
+
+    Streamed rows are checked as they are read.
+
+    Raises:
+        InputError: for a row that has none there, naming it by its line where the file has lines.
+    """
+
+    def check(batch: dict[str, list[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
+        for name in (*texts, *([label] if label is not None else [])):
+            wanted, kinds = ("text", str) if name != label else ("a label", (str, int, float))
+            for index, value in zip(indices, _column(batch, name), strict=True):
+                missing = value is None or (isinstance(value, float) and math.isnan(value))
+                if missing or not isinstance(value, kinds):
+                    found = "null" if missing else f"of type {type(value).__name__}"
+                    raise InputError(
+                        f"{_place(source, index)}: column {name!r} is {found}, not {wanted}. Fill it in, or remove the row."
+                    )
+        return batch
+
+    if not hasattr(data, "__len__"):
+        return data.map(check, batched=True, with_indices=True)
+    for start in range(0, len(data), ROWS_PER_CHECK):
+        rows = range(start, min(start + ROWS_PER_CHECK, len(data)))
+        check(data[start : rows.stop], rows)
+    return data
+
+
+def _place(source: str, index: int) -> str:
+    """Return a file and the line that a row of it starts in, or the number of the row if the source has no lines."""
+    path = Path(source).expanduser()
+    read = {".jsonl": _lines_of_objects, ".csv": _lines_of_records}.get(Path(path.name.removesuffix(".gz")).suffix)
+    if read is None or not path.is_file():
+        return f"{source}, row {index + 1}"
+    with open_text(path) as file:
+        return f"{source}, line {next(islice(read(file), index, None))}"
+
+
+def _lines_of_objects(file: Iterable[str]) -> Iterator[int]:
+    return (number for number, line in enumerate(file, start=1) if line.strip())
+
+
+def _lines_of_records(file: Iterable[str]) -> Iterator[int]:
+    """Yield the first line of every record of a CSV file, whose cells may hold line breaks; the names are no record."""
+    reader = csv.reader(file)
+    next(reader)
+    line = reader.line_num + 1
+    for record in reader:
+        if record:
+            yield line
+        line = reader.line_num + 1
+
+
+def rows_to_learn(rows: Data, source: str, *, ahead: bool = False) -> Data:
+    """Return the rows that have tokens and a label to learn; a warning counts the others.
+
+    Args:
+        rows: what `packed_blocks`, `single_documents`, `token_pairs` or `labelled_texts` returns.
+        source: the name of the data, for the warning.
+        ahead: labels are tokens that the tokens before them predict, so that the first one of a row is not learned.
+
+    Raises:
+        InputError: if there is no such row.
+    """
+    why = "no label is left in them, since they are empty, or since a prompt fills --block-length"
+
+    def has_label(row: dict[str, Any]) -> bool:
+        labels = row["labels"]
+        learned = not isinstance(labels, list) or any(label != IGNORED_LABEL for label in labels[int(ahead) :])
+        if streamed and not (row["input_ids"] and learned):
+            logger.warning_once(f"{source}: rows are left out, as {why}.")
+        return bool(row["input_ids"]) and learned
+
+    streamed = not hasattr(rows, "__len__")
+    found = rows.filter(has_label)
+    count = 0 if streamed else len(rows) - len(found)
+    if next(iter(found), None) is None:
+        raise InputError(
+            f"{source} has nothing to learn in any row: {why}. Pass longer blocks, shorter prompts, or other data."
+        )
+    if count:
+        logger.warning(f"{source}: {count:,} of {len(rows):,} rows are left out: {why}.")
+    return found
 
 
 def joined_blocks(
@@ -156,8 +253,8 @@ def _documents(
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yield documents as (ids, labels): the prompt's labels are -100, and the end-of-text token closes each."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    texts = batch[text_column]
-    prompts = batch[prompt_column] if prompt_column is not None else [""] * len(texts)
+    texts = _column(batch, text_column)
+    prompts = _column(batch, prompt_column) if prompt_column is not None else [""] * len(texts)
     for prompt, text in zip(prompts, texts, strict=True):
         if text.strip():
             options = {"verbose": False, "add_special_tokens": prompt_column is None}
@@ -223,6 +320,12 @@ def token_pairs(
     return data.map(encode, batched=True, remove_columns=_columns(data))
 
 
+def label_names(data: Data, label_column: str) -> list[str]:
+    """Return the labels of a data set as texts, sorted."""
+    batches = (data[start : start + ROWS_PER_CHECK] for start in range(0, len(data), ROWS_PER_CHECK))
+    return sorted({str(label) for batch in batches for label in _column(batch, label_column)})
+
+
 class PairCollator(DataCollatorForSeq2Seq):
     """`DataCollatorForSeq2Seq` that also masks the padding of the decoder's inputs: attention transfer has to know it."""
 
@@ -238,7 +341,7 @@ def labelled_texts(
     """Return texts as token ids cut to ``length``, with the index of their label among ``labels``."""
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, Any]:
-        encoded = tokenizer(batch[text_column], truncation=True, max_length=length)
-        return {**encoded, "labels": [labels.index(str(label)) for label in batch[label_column]]}
+        encoded = tokenizer(_column(batch, text_column), truncation=True, max_length=length)
+        return {**encoded, "labels": [labels.index(str(label)) for label in _column(batch, label_column)]}
 
     return data.map(encode, batched=True, remove_columns=_columns(data))

@@ -27,7 +27,7 @@ from hf_rfa.models.rfa_classes import own_prefixes
 
 from .arguments import processes_started
 from .card import copy_referred, data_name, table_of, trained_card
-from .data import PairCollator, joined_blocks, load_pairs, token_pairs
+from .data import PairCollator, joined_blocks, load_pairs, rows_to_learn, token_pairs
 from .recipe import Recipe, Stage
 from .report import HELD_OUT, DistillationReport, plot_losses
 from .run_folder import check_settings, check_training_folder, training_folder
@@ -162,7 +162,7 @@ def _load(model: PreTrainedModel, tokenizer: Any, data: Any, references: Any, st
     """Return the training data of a stage: blocks of a text, or pairs for a model with an encoder."""
     length = cast(int, stage.block_length)
     if kind_of(model.config) == "seq2seq":
-        return token_pairs(load_pairs(data, references), tokenizer, length=length)
+        return rows_to_learn(token_pairs(load_pairs(data, references), tokenizer, length=length), str(data))
     if references is not None:
         raise InputError("references belong to a model with an encoder; this one is a decoder that stands alone.")
     repeats: dict[str, Any] = {"repeating_share": stage.repeating_share, "seed": seed, "last": HELD_OUT}

@@ -42,7 +42,18 @@ from hf_rfa.inference import (
 
 from .arguments import FinetuneArguments, processes_started
 from .card import copy_referred, data_name, table_of, trained_card
-from .data import check_columns, labelled_texts, load_data, load_pairs, packed_blocks, single_documents, token_pairs
+from .data import (
+    check_columns,
+    check_rows,
+    label_names,
+    labelled_texts,
+    load_data,
+    load_pairs,
+    packed_blocks,
+    rows_to_learn,
+    single_documents,
+    token_pairs,
+)
 from .evaluation import BleuMetric, answer_length
 from .param_groups import freeze
 from .report import plot_losses
@@ -112,10 +123,14 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     if not 2 <= length <= positions:
         raise InputError(f"block_length must be from 2 to the model's {positions} positions, got {length}.")
     data = _load(options)
-    with arguments.main_process_first(desc="preparing the data"):  # the others find it in the cache
-        prepared = _prepare(options, data, tokenizer, config, length)
+    columns = _columns(options, data)
+    if options.task == "classify":
+        columns["labels"] = _name_labels(options, data, config, tokenizer)
     set_seed(arguments.seed)
     model = load_model_to_train(options, config)
+    packed = options.task == "clm" and not options.unpacked
+    with arguments.main_process_first(desc="preparing the data"):  # the others find it in the cache
+        prepared = _prepare(options, data, tokenizer, columns, length, packed=packed)
     if arguments.predict_with_generate:
         check_length(model, arguments.generation_max_length or 0, what="--generation-max-length is")
     freeze(model, options.rates())
@@ -129,7 +144,7 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     arguments.dataloader_pin_memory &= torch.accelerator.is_available()  # torch warns of it where there is none
     checkpoint = last_checkpoint(work) if options.resume else None
     use_cache = model.config.use_cache  # which a Trainer sets to its own argument as soon as it is made
-    trainer = _trainer(options, model, arguments, prepared, tokenizer)
+    trainer = _trainer(options, model, arguments, prepared, tokenizer, packed=packed)
     if arguments.predict_with_generate and arguments.generation_max_length is None:
         arguments.generation_max_length = answer_length(model, length + 1)
     model.config.use_cache = False  # softmax models keep packed documents apart only without a cache
@@ -233,7 +248,7 @@ def _has_encoder(config: Any) -> bool:
 
 def _load(options: FinetuneArguments) -> dict[str, Any]:
     """Return the data to train and, if there are any, to evaluate on, as they were read."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, source, references, split in (
         ("train", options.train, options.train_references, options.train_split),
         ("evaluate", options.evaluate, options.evaluate_references, options.evaluate_split),
@@ -247,37 +262,60 @@ def _load(options: FinetuneArguments) -> dict[str, Any]:
     return found
 
 
+def _sources(options: FinetuneArguments) -> dict[str, str]:
+    """Return the names of the data, by what they are for."""
+    return {"train": options.train, "evaluate": cast(str, options.evaluate)}
+
+
+def _columns(options: FinetuneArguments, data: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns that a task reads, by field; the data are replaced by those whose rows were checked to have them."""
+    fields = {"clm": ("text_column", "prompt_column"), "seq2seq": ("source_column", "target_column")}
+    columns = {name: getattr(options, name) for name in fields.get(options.task, ("text_column", "label_column"))}
+    texts = [column for name, column in columns.items() if column and name != "label_column"]
+    for name, source in _sources(options).items():
+        if name in data:
+            check_columns(data[name], source, *filter(None, columns.values()))
+            data[name] = check_rows(data[name], source, texts=texts, label=columns.get("label_column"))
+    return columns
+
+
+def _name_labels(options: FinetuneArguments, data: dict[str, Any], config: Any, tokenizer: Any) -> list[str]:
+    """Return a classifier's labels, which enter its configuration."""
+    labels = {name: label_names(each, options.label_column) for name, each in data.items()}
+    known = labels["train"]
+    if len(known) < 2:
+        raise InputError(f"{options.train} has one label only ({known[0]}): there is nothing to learn.")
+    if new := [label for label in labels.get("evaluate", []) if label not in known]:
+        raise InputError(
+            f"{options.evaluate}: label {new[0]!r} is not among those of the training data: {', '.join(known)}."
+        )
+    config.id2label, config.label2id = dict(enumerate(known)), {label: n for n, label in enumerate(known)}
+    config.pad_token_id = tokenizer.pad_token_id
+    return known
+
+
 def _prepare(
-    options: FinetuneArguments, data: dict[str, Any], tokenizer: Any, config: Any, length: int
+    options: FinetuneArguments,
+    data: dict[str, Any],
+    tokenizer: Any,
+    columns: dict[str, Any],
+    length: int,
+    *,
+    packed: bool,
 ) -> dict[str, Any]:
-    """Return the data as the model takes it; a classifier's labels enter its configuration."""
-    sources = {"train": options.train, "evaluate": cast(str, options.evaluate)}
-    tasks: dict[str, tuple[tuple[str, str], Any]] = {
-        "clm": (("text_column", "prompt_column"), single_documents if options.unpacked else packed_blocks),
-        "seq2seq": (("source_column", "target_column"), token_pairs),
-        "classify": (("text_column", "label_column"), labelled_texts),
+    """Return the data as the model takes it."""
+    encoders: dict[str, Any] = {
+        "clm": packed_blocks if packed else single_documents,
+        "seq2seq": token_pairs,
+        "classify": labelled_texts,
     }
-    fields, encode = tasks[options.task]
-    columns: dict[str, Any] = {field: getattr(options, field) for field in fields}
+    prepared = {}
     for name, each in data.items():
-        check_columns(each, sources[name], *(column for column in columns.values() if column))
-    if options.task == "classify":
-        labels = {
-            name: sorted({str(label) for label in each.unique(options.label_column)}) for name, each in data.items()
-        }
-        known = columns["labels"] = labels["train"]
-        if len(known) < 2:
-            raise InputError(f"{options.train} has one label only ({known[0]}): there is nothing to learn.")
-        if new := [label for label in labels.get("evaluate", []) if label not in known]:
-            raise InputError(
-                f"{options.evaluate}: label {new[0]!r} is not among those of the training data: {', '.join(known)}."
-            )
-        config.id2label, config.label2id = dict(enumerate(known)), {label: n for n, label in enumerate(known)}
-        config.pad_token_id = tokenizer.pad_token_id
-    prepared = {name: encode(each, tokenizer, length=length, **columns) for name, each in data.items()}
-    for name, rows in prepared.items():
-        if hasattr(rows, "__len__") and len(rows) == 0:
-            raise InputError(f"{sources[name]} does not fill a single block of {length} tokens.")
+        source = _sources(options)[name]
+        rows = encoders[options.task](each, tokenizer, length=length, **columns)
+        if packed and hasattr(rows, "__len__") and len(rows) == 0:
+            raise InputError(f"{source} does not fill a single block of {length} tokens.")
+        prepared[name] = rows_to_learn(rows, source, ahead=options.task == "clm")
     return prepared
 
 
@@ -326,14 +364,14 @@ def _mean_loss(
 
 
 def _trainer(
-    options: FinetuneArguments, model: Any, arguments: Any, prepared: dict[str, Any], tokenizer: Any
+    options: FinetuneArguments, model: Any, arguments: Any, prepared: dict[str, Any], tokenizer: Any, *, packed: bool
 ) -> GroupedTrainer:
     """Return the Trainer of a task."""
     special: dict[str, Any] = {}
     collator: Any = DataCollatorForSeq2Seq(tokenizer, model=model if options.task == "seq2seq" else None)
     if options.task == "classify":
         collator = DataCollatorWithPadding(tokenizer)
-    elif options.task == "clm" and not options.unpacked:
+    elif packed:
         collator = default_data_collator
     if options.task != "seq2seq":
         special["compute_metrics"] = partial(_accuracy, shift=int(options.task == "clm"))

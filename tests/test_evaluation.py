@@ -43,6 +43,8 @@ def test_texts_are_read_plain_and_gzipped(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n{oops\n', "a.jsonl, line 2: not a JSON object"),
         ("b.jsonl", b'{"body": "x", "id": 3}\n', r"b.jsonl, line 1: no string field 'text' \(found: body, id\)"),
         ("c.jsonl", b"[1]\n", "line 1: no string field 'text'"),
+        ("c.jsonl", b'{"text": "x"}\n{"text": null}\n', "c.jsonl, line 2: field 'text' is null, not text"),
+        ("c.jsonl", b'{"text": 5}\n', "c.jsonl, line 1: field 'text' is of type int, not text"),
         ("d.txt", b"  \n ", "has no text in it"),
         ("e.txt", b"\xff\xfe\x00", "cannot read .*e.txt as UTF-8"),
         ("f.txt.gz", b"not gzip", "cannot read .*f.txt.gz"),

@@ -109,6 +109,19 @@ def test_packing_leaks_nothing_across_documents(name, material):
     assert len(expected) - len(tokens) < 16
 
 
+def test_rows_whose_prompt_fills_the_block_change_nothing(material, tmp_path, caplog):
+    """Alone in a batch their loss would be 0 / 0."""
+    short = [{"prompt": words(1 + n % 5, n), "text": words(3, n)} for n in range(4)]
+    rows = [row for each in short for row in (each, {"prompt": words(40), "text": "w5"})]
+    write_rows(material / "short.jsonl", short)
+    write_rows(material / "mixed.jsonl", rows)
+    options = {"prompt_column": "prompt", "per_device_train_batch_size": 1, "steps": 4, "unpacked": True}
+    for name in ("short", "mixed"):
+        run(material, tmp_path / name, train=f"{name}.jsonl", **options)
+        assert ("mixed.jsonl: 4 of 8 rows are left out" in caplog.text) == (name == "mixed")
+    assert_same(weights(tmp_path / "mixed" / "out"), weights(tmp_path / "short" / "out"))
+
+
 def test_sequences_and_labels_train(material, tmp_path):
     metrics = run(material, tmp_path / "s", "bart-rfa", "seq2seq", evaluate="rows.jsonl", steps=3)
     assert metrics["eval_loss"] > 0
@@ -326,6 +339,15 @@ def test_the_command_reads_settings_and_training_arguments(material, tmp_path, r
         ({"gate_rate": -1.0}, "learning rate of gates must be a number of at least 0, got -1.0"),
         ({"streaming": True, "steps": -1}, "--streaming needs --max-steps"),
         ({"train": "short.txt"}, "does not fill a single block of 16 tokens"),
+        ({"train": "null.jsonl"}, "null.jsonl, line 2: column 'text' is null, not text"),
+        ({"train": "null.jsonl", "task": "classify"}, "null.jsonl, line 2: column 'text' is null, not text"),
+        ({"train": "null.jsonl", "task": "seq2seq", "model": "bart-rfa"}, "line 1: column 'target' is null, not text"),
+        ({"evaluate": "null.jsonl", "prompt_column": "source"}, "null.jsonl, line 2: column 'text' is null, not text"),
+        ({"train": "prompts.jsonl", "prompt_column": "prompt"}, "prompts.jsonl has nothing to learn in any row"),
+        (
+            {"evaluate": "prompts.jsonl", "unpacked": True, "prompt_column": "prompt"},
+            "prompts.jsonl has nothing to learn",
+        ),
         (
             {"task": "seq2seq", "model": "bart-rfa", "predict_with_generate": True, "generation_max_length": 97},
             "--generation-max-length is 97, but this model has 96 positions",
@@ -338,6 +360,11 @@ def test_bad_input(options, match, material, tmp_path):
     (material / "broken.jsonl").write_text('{"text": "w5"}\n{"text": \n')
     (material / "other.csv").write_text("text,label\nw5 w6,c\n")
     (material / "short.txt").write_text("w5 w6")
+    row = {"text": "w5", "label": "a", "source": "w6", "target": None}
+    write_rows(material / "null.jsonl", [row, {**row, "text": None, "label": None}])
+    write_rows(material / "prompts.jsonl", [{"prompt": words(40), "text": "w5"}])
+    options = {"train": "prompted.jsonl", **options} if "prompt_column" in options else options
+    write_rows(material / "prompted.jsonl", [{**row, "prompt": "w7"}] * 20)
     with pytest.raises(InputError, match=match):
         run(material, tmp_path, **options)
     assert leftovers(tmp_path) == []
