@@ -26,12 +26,16 @@ def softmax_base_model(model: PreTrainedModel, architecture: str, config: PreTra
 
 
 def share_weights(model: PreTrainedModel, cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model of another class or configuration, all of whose weights are shared with ``model``."""
+    """Return a model of another class or configuration, all of whose weights are shared with ``model``, and tied as there.
+
+    Checkpoints may hold a head of their own although the configuration says that it is the embedding.
+    """
     with torch.device("meta"):
         other = cls(config)
     needed = other.state_dict().keys()
     other.load_state_dict({key: value for key, value in model.state_dict().items() if key in needed}, assign=True)
-    other.tie_weights()
+    other.all_tied_weights_keys = dict(model.all_tied_weights_keys)
+    other.tie_weights(recompute_mapping=False)
     own = dict(model.named_buffers())
     for name, buffer in other.named_buffers():
         if buffer.is_meta and name in own:  # rotary frequencies and the like are in no state dict

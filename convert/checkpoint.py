@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging as standard_logging
 import math
@@ -26,7 +27,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, Family
-from hf_rfa.gguf_files import GGUFFile, is_gguf, load_gguf_tokenizer, open_gguf, read_tensors
+from hf_rfa.gguf_files import GGUFFile, is_gguf, load_gguf_tokenizer, open_gguf, read_model, read_tensors
 from hf_rfa.inference import load_tokenizer, read_config
 
 from .base_model import rfa_layers
@@ -271,18 +272,17 @@ def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str, device: torc
     base_class, model_class = checkpoint.family.architectures[checkpoint.architecture]
     mismatched: list[tuple[str, Any, Any]] = []
     options: dict[str, Any] = {"dtype": dtype, "ignore_mismatched_sizes": True}
-    folder, num_bytes = None, 0
+    folder = None
     if checkpoint.gguf is None:
         folder = checkpoint.folder
-        num_bytes = 0 if checkpoint.uses_pickle else checkpoint.num_bytes
-        options |= {"use_safetensors": not checkpoint.uses_pickle, "weights_only": True}
+        options |= _file_options(checkpoint)
     else:
         with quiet():
             options["state_dict"], mismatched = read_tensors(checkpoint.gguf, base_class, dtype)
         for key, tensor in options["state_dict"].items():
             _check_finite(key, tensor, checkpoint.gguf.path)
         options["dtype"] = "float32" if dtype == "auto" else dtype
-    model, info = _from_pretrained(model_class, folder, config, device, num_bytes=num_bytes, **options)
+    model, info = _from_pretrained(model_class, folder, config, device, **options)
     mismatched += sorted(info["mismatched_keys"])
     missing = sorted(set(info["missing_keys"]) - set(new_keys(model)) - {key for key, *_ in mismatched})
     if missing:
@@ -297,11 +297,29 @@ def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str, device: torc
             f"{checkpoint.name}: tensor {key} has shape {tuple(found)}, but the configuration asks for {tuple(expected)} "
             f"({len(mismatched)} tensors of the wrong shape). The weights and the configuration do not belong together."
         )
+    if not model.all_tied_weights_keys and model.get_expanded_tied_weights_keys(all_submodels=True):
+        model.config.tie_word_embeddings = False  # the files hold a head of their own: other programs go by this field
     if checkpoint.uses_pickle:
         for key, tensor in model.state_dict().items():
             _check_finite(key, tensor, checkpoint.weight_files[0])
     give_back_after_blocks(model)
     return model.eval()
+
+
+def load_base_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
+    """Return the softmax model of a checkpoint as transformers loads it; arguments are those of `load_rfa_model`."""
+    base_class = checkpoint.family.architectures[checkpoint.architecture][0]
+    if checkpoint.gguf is not None:
+        model: Any = read_model(checkpoint.gguf, base_class, dtype)[0]
+        return model.to(device)
+    config = copy.deepcopy(checkpoint.config)  # transformers writes into it
+    return _from_pretrained(base_class, checkpoint.folder, config, device, dtype=dtype, **_file_options(checkpoint))[0]
+
+
+def _file_options(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return how the weight files of a folder are read."""
+    num_bytes = 0 if checkpoint.uses_pickle else checkpoint.num_bytes
+    return {"num_bytes": num_bytes, "use_safetensors": not checkpoint.uses_pickle, "weights_only": True}
 
 
 def load_converted(model_class: Any, folder: Path, device: torch.device) -> PreTrainedModel:
@@ -318,7 +336,7 @@ def load_converted(model_class: Any, folder: Path, device: torch.device) -> PreT
 
 
 def _from_pretrained(
-    model_class: Any, folder: Path | None, config: Any, device: torch.device, *, num_bytes: int, **options: Any
+    model_class: Any, folder: Path | None, config: Any, device: torch.device, *, num_bytes: int = 0, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return a model and the names of its unfit tensors; the blocks of more than `MAX_BYTES_IN_MEMORY` stay on disk."""
     device_map = blocks_on_disk(model_class, config, device) if num_bytes > MAX_BYTES_IN_MEMORY else None

@@ -45,6 +45,11 @@ def offloaded_shapes(model: nn.Module) -> Iterator[tuple[str, torch.Size, torch.
                 yield f"{name}.{key}", hook.weights_map[key].shape, tensor.shape
 
 
+def tensor_on_disk(module: nn.Module, name: str) -> torch.Tensor:
+    """Return a tensor of a module that stays on disk, as the module computes with it."""
+    return _disk_hook(module).weights_map[name]
+
+
 def give_back_after_blocks(model: nn.Module) -> None:
     """Return freed memory to the operating system after every block that has a large output."""
 

@@ -35,8 +35,9 @@ from .calibration_data import (
     cut,
     random_inputs,
 )
-from .checkpoint import Checkpoint, load_converted, load_rfa_model, open_checkpoint, quiet
+from .checkpoint import Checkpoint, load_base_model, load_converted, load_rfa_model, open_checkpoint, quiet
 from .configuration import Trained, import_words, rfa_config, with_defaults, with_more_positions
+from .kept_weights import check_kept, digests
 from .memory_budget import Trial, check_memory, spend_memory
 from .options import RENAMED, ConversionOptions
 from .perplexity import score_labels
@@ -74,8 +75,9 @@ def convert(
     """Convert a softmax checkpoint into an RFA checkpoint.
 
     The base model's weights are reused untouched. Feature maps (and gates) are added and calibrated, layer by layer, on the
-    softmax model's own queries and keys (`hf_rfa.convert.calibration`). The result is reloaded and compared before it is
-    moved to ``destination``; on any error nothing is left there.
+    softmax model's own queries and keys (`hf_rfa.convert.calibration`). The result is reloaded before it is moved
+    to ``destination``, and compared with the model in memory and with the weights that transformers loads from the source;
+    on any error nothing is left there.
 
     The blocks of a checkpoint over 1 GB stay in their files, and a matrix is read when it is needed
     (`hf_rfa.convert.offload`); smaller ones, pickles and GGUF files are loaded whole.
@@ -172,7 +174,7 @@ def convert(
             trials=tuple(trials),
             retrieval_heads=tuple(heads),
             perplexities=perplexities,
-            max_logit_difference=_verify(model_class, folder, device, probe, expected),
+            max_logit_difference=_verify(found, options, model_class, folder, device, probe, expected),
             notes=notes(found, config, options, no_tokenizer),
             **figures,
         )
@@ -307,9 +309,30 @@ def _write_report(report: ConversionReport, checkpoint: Checkpoint, maps: list[H
         draw_attention(folder / "attention.png", stages, maps)
 
 
-def _verify(model_class: Any, folder: Path, device: torch.device, probe: Inputs, expected: Tensor) -> float:
-    """Load the written checkpoint; return the largest difference of its logits from those before it was written."""
-    found = _logits(load_converted(model_class, folder, device), probe)
+def _verify(
+    checkpoint: Checkpoint,
+    options: ConversionOptions,
+    model_class: Any,
+    folder: Path,
+    device: torch.device,
+    probe: Inputs,
+    expected: Tensor,
+) -> float:
+    """Load the written checkpoint; return the largest difference of its logits from those before it was written.
+
+    Its weights are compared with those that transformers loads from the source.
+    """
+    base_model = load_base_model(checkpoint, options.dtype, device)
+    source, required = digests(base_model), set(base_model.state_dict())
+    if options.max_positions is not None:
+        positions = checkpoint.family.position_embeddings(base_model)
+        for name in (name for name, module in base_model.named_modules() if module in positions):
+            del source[f"{name}.weight"]
+    del base_model
+    give_back_memory()
+    model = load_converted(model_class, folder, device)
+    check_kept(digests(model), source, checkpoint.name, required=required & source.keys())
+    found = _logits(model, probe)
     difference = float((found - expected).abs().max())
     if not torch.isfinite(found).all() or difference > MAX_RELOAD_ERROR * float(expected.abs().max()):
         raise InputError(

@@ -174,17 +174,13 @@ def _complete(config: Any, fields: dict[str, Any], shapes: dict[str, tuple[int, 
     vars(config).pop("_model_name_or_path", None)
 
 
-def read_tensors(file: GGUFFile, model_class: Any, dtype: str) -> tuple[dict[str, Tensor], list[tuple[str, Any, Any]]]:
-    """Return the dequantised weights of a GGUF file, by their names in a softmax model.
+def read_model(file: GGUFFile, model_class: Any, dtype: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the softmax model of a GGUF file as transformers loads it, and the names of its unfit tensors.
 
     Args:
         file: the file.
         model_class: the class of the softmax model.
-        dtype: their precision; "auto" stands for float32.
-
-    Returns:
-        The tensors, and (name, shape, expected shape) of those that do not fit the configuration. A tensor that the file
-        lacks is in neither.
+        dtype: the precision of its weights; "auto" stands for float32.
 
     Raises:
         InputError: if transformers cannot read the weights.
@@ -193,7 +189,7 @@ def read_tensors(file: GGUFFile, model_class: Any, dtype: str) -> tuple[dict[str
     precision = torch.float32 if dtype == "auto" else getattr(torch, dtype)
     try:
         with _silence():
-            model, info = model_class.from_pretrained(
+            return model_class.from_pretrained(
                 file.path.parent,
                 gguf_file=str(file.path),
                 config=config,
@@ -203,6 +199,18 @@ def read_tensors(file: GGUFFile, model_class: Any, dtype: str) -> tuple[dict[str
             )
     except (*READ_ERRORS, RuntimeError) as error:
         raise InputError(f"cannot read the weights in {file.path}: {error}") from error
+
+
+def read_tensors(file: GGUFFile, model_class: Any, dtype: str) -> tuple[dict[str, Tensor], list[tuple[str, Any, Any]]]:
+    """Return the dequantised weights of a GGUF file, by their names in a softmax model.
+
+    Arguments and errors are those of `read_model`.
+
+    Returns:
+        The tensors, and (name, shape, expected shape) of those that do not fit the configuration. A tensor that the file
+        lacks is in neither.
+    """
+    model, info = read_model(file, model_class, dtype)
     mismatched = sorted(info["mismatched_keys"])
     absent = {*info["missing_keys"], *(key for key, *_ in mismatched)}
     return {key: tensor for key, tensor in model.state_dict().items() if key not in absent}, mismatched

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 #: llama.cpp's names of a block's tensors, by transformers' names.
 BLOCK = {"ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "ln_2": "ffn_norm"}
 BLOCK |= {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
-OTHERS = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm"}
+OTHERS = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output"}
 
 
 def name_of(key: str) -> str:

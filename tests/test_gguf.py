@@ -50,6 +50,17 @@ def test_a_file_converts_as_its_folder_does(dtype, tiny_file, tiny_parent, tmp_p
     assert any("The result has no tokenizer" in note for note in report.notes)
 
 
+def test_a_head_of_its_own_is_kept(gguf, tiny_parent, tmp_path):
+    """The configuration of the folder says that there is none."""
+    parent = GPT2LMHeadModel.from_pretrained(tiny_parent)
+    head = 0.5 * parent.lm_head.weight.detach()
+    write_gguf(tiny_parent, tmp_path / "tiny.gguf", changed={"lm_head.weight": head.numpy()}, with_tokenizer=False)
+    convert(tmp_path / "tiny.gguf", tmp_path / "out", keep_softmax=1)
+    result = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(result.lm_head.weight, head)
+    assert torch.equal(result.transformer.wte.weight, parent.transformer.wte.weight)
+
+
 def test_tokenizer_template_license_and_digest_are_kept(gguf, tmp_path):
     file = tmp_path / "demo.gguf"
     (tmp_path / "README.md").write_text("---\nlicense: gpl\n---\nof something else")

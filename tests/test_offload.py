@@ -73,7 +73,7 @@ def test_the_result_is_that_of_a_conversion_in_memory(name, text, options, tmp_p
             del reports[folder][key]
     loaded = {"memory": 1 + len(reports["shards"]["trials"]), "retrieval_heads": 1}
     more = sum(count for option, count in loaded.items() if option in options)
-    assert offloaded.call_count == 3 + more, "the shards, once more for every way that is tried, and both results"
+    assert offloaded.call_count == 4 + more, "the shards twice, once more for every way that is tried, and both results"
     assert reports["shards"] == reports["pickle"]
     found, expected = tensors(tmp_path / "shards-rfa"), tensors(tmp_path / "pickle-rfa")
     assert found.keys() == expected.keys()

@@ -1,0 +1,57 @@
+"""The check that a conversion has kept its source's weights: what transformers loads of the one and of the other."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_rfa.errors import InputError
+
+from .offload import tensor_on_disk
+
+Digests = dict[str, str]
+
+
+def digests(model: PreTrainedModel) -> Digests:
+    """Return the SHA-256 of every parameter and buffer of a model by its names, those that stay on disk among them.
+
+    Two models are compared by it without holding both.
+    """
+    return {name: _digest(tensor) for name, tensor in _tensors(model)}
+
+
+def check_kept(result: Digests, source: Digests, name: str, *, required: Container[str]) -> None:
+    """Raise an `InputError` if a result does not have the tensors of its source.
+
+    Args:
+        result: those of the converted model.
+        source: those of the softmax model, but for what the conversion changes.
+        name: the source, for the error.
+        required: names of those that the result must have; a buffer that is in no file it may lack.
+    """
+    for key, digest in source.items():
+        if (key in result or key in required) and result.get(key) != digest:
+            raise InputError(
+                f"tensor {key} of the result is not that of {name} as transformers loads it; the result is not kept. "
+                "Please report it."
+            )
+
+
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer, also by its second name."""
+    for name, module in model.named_modules():
+        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            yield f"{name}.{key}" if name else key, tensor_on_disk(module, key) if tensor.is_meta else tensor
+
+
+def _digest(tensor: Tensor) -> str:
+    values = tensor.detach().cpu().contiguous()
+    found = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}".encode())
+    numbers: Any = values.flatten().view(torch.uint8).numpy()
+    found.update(numbers)
+    return found.hexdigest()
