@@ -68,7 +68,6 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
     "Configuration": {
         "hf_rfa.RFAConfigMixin": ["from_parent", "validate_rfa", "is_rfa"],
         "hf_rfa.RFASeq2SeqConfigMixin": [],
-        "hf_rfa.RFAGPT2Config": [],
     },
     "Attention": {
         "hf_rfa.inference.use_attention_component": None,
@@ -103,7 +102,7 @@ that of [method.md](method.md). Commands: `hf-rfa --help`.
 #: What the table of models leaves out.
 OTHER_MODELS = """Every other family of [models.md](models.md) has classes of the same form, made when they are asked for:
 `RFA` and the name of the softmax class, with the configuration `RFA` and the name of the base model's, such as
-`RFABartConfig` and `RFAMarianConfig`. Auto classes return them."""
+`RFAGPT2Config`, `RFABartConfig` and `RFAMarianConfig`. Auto classes return them."""
 
 
 def render(obj: Any, members: list[str] | None) -> str:

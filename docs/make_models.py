@@ -152,10 +152,8 @@ def page(problems: dict[str, str | None]) -> str:
         name for name in FAMILIES if name in problems and problems[name] is None and name not in encoders
     ):
         family = FAMILIES[name]
-        config = tiny_config(name) if name in DECODERS else family.base_config()
-        types = (
-            family.rfa_config.from_parent(config, **_uncapped(config)).cache_layer_types() if name in DECODERS else []
-        )
+        config = tiny_config(name)
+        types = family.rfa_config.from_parent(config, **_uncapped(config)).cache_layer_types()
         lines.append(f"| {name} | {_heads(family)} | {', '.join(sorted({each for each in types if each != 'rfa'}))} |")
     lines += ["", "## Supported encoder-decoder families", ""]
     lines += ["NLLB's checkpoints are of type m2m_100. Whisper's encoder reads audio.", ""]

@@ -18,7 +18,7 @@ from .models.configuration_rfa import (
     RFASeq2SeqConfigMixin,
 )
 from .models.feature_maps import FEATURE_MAPS, FeatureMap, register_feature_map
-from .models.modeling_rfa_gpt2 import (
+from .models.modeling_rfa_decoder import (
     RFAGPT2DoubleHeadsModel,
     RFAGPT2ForQuestionAnswering,
     RFAGPT2ForSequenceClassification,

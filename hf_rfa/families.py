@@ -9,15 +9,15 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
-from .models import modeling_rfa_decoder, modeling_rfa_gpt2, modeling_rfa_seq2seq
+from .models import modeling_rfa_decoder, modeling_rfa_seq2seq
 from .models.configuration_rfa import (
     RFAConfigMixin,
-    RFAGPT2Config,
     RFASeq2SeqConfigMixin,
     decoder_config_class,
     seq2seq_config_class,
@@ -113,7 +113,8 @@ class Family:
         rfa_config: configuration class of the RFA models: `RFAConfigMixin` mixed into the family's own.
         models: the RFA model classes, the language model first. Each is the softmax class's name with ``RFA`` before it, and
             subclasses that class. None, for a family that `modeling_rfa_decoder` or `modeling_rfa_seq2seq` serves: those that
-            the Auto classes know.
+            the Auto classes know, and ``more_models``.
+        more_models: names of softmax classes that no Auto class knows, and that have RFA classes all the same.
         position_embedding: attribute name of the modules that hold position embeddings, or the end of their path.
         more_positions: makes a longer table of positions from such a module and a count.
         more_positions_note: note for the user on what that changes; ``{}`` stands for the count.
@@ -124,6 +125,7 @@ class Family:
 
     rfa_config: Any
     models: tuple[type[PreTrainedModel], ...] | None = None
+    more_models: tuple[str, ...] = ()
     position_embedding: str = "embed_positions"
     more_positions: Callable[[Any, int], Tensor] = interpolate_positions
     more_positions_note: str = "The learned positions were stretched to {} by interpolation, which short texts see too."
@@ -143,7 +145,8 @@ class Family:
         first: tuple[Any, ...] = (auto.AutoModelForCausalLM,)
         if issubclass(self.rfa_config, RFASeq2SeqConfigMixin):
             module, first = modeling_rfa_seq2seq, (auto.AutoModelForSeq2SeqLM, auto.AutoModelForSpeechSeq2Seq)
-        found = (each._model_mapping.get(self.base_config, None) for each in (*first, *AUTO_CLASSES))
+        found = [each._model_mapping.get(self.base_config, None) for each in (*first, *AUTO_CLASSES)]
+        found += [getattr(transformers, name) for name in self.more_models]
         return tuple(module.rfa_model_class(base) for base in dict.fromkeys(found) if isinstance(base, type))
 
     @property
@@ -237,27 +240,22 @@ def _place(cls: type) -> str:
     return f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
 
 
-register_family(
-    Family(
-        rfa_config=RFAGPT2Config,
-        models=(
-            modeling_rfa_gpt2.RFAGPT2LMHeadModel,
-            modeling_rfa_gpt2.RFAGPT2Model,
-            modeling_rfa_gpt2.RFAGPT2DoubleHeadsModel,
-            modeling_rfa_gpt2.RFAGPT2ForSequenceClassification,
-            modeling_rfa_gpt2.RFAGPT2ForTokenClassification,
-            modeling_rfa_gpt2.RFAGPT2ForQuestionAnswering,
-        ),
-        position_embedding="wpe",
-    )
-)
 #: Decoders whose attention goes through transformers' attention interface, by ``model_type``. The name is all that it takes:
 #: `modeling_rfa_decoder` makes the classes, those of every head that the Auto classes know.
 DECODERS = (
     *("afmoe", "apertus", "arcee", "aria_text", "bamba", "beam", "biogpt", "bitnet", "cohere", "cohere2"),
     *("cohere2_moe", "cohere_compass_text", "cwm", "dbrx", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4"),
-    *("exaone_moe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_bigcode"),
-    *("gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
+    *("exaone_moe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2"),
+    *(
+        "gpt_bigcode",
+        "gpt_neox",
+        "gpt_oss",
+        "granite",
+        "granite_swa",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoehybrid",
+    ),
     *("granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jamba"),
     *("kolibri1", "lfm2", "lfm2_moe", "llama", "mellum", "minimax_m2", "ministral", "ministral3"),
     *("mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3"),
@@ -265,6 +263,11 @@ DECODERS = (
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm"),
     *("starcoder2", "vaultgemma"),
 )
+#: What deviates in the declarations of decoders, by ``model_type``.
+DECODER_DEVIATIONS: dict[str, dict[str, Any]] = {
+    "gpt2": {"position_embedding": "wpe", "features_by_default": True, "more_models": ("GPT2DoubleHeadsModel",)},
+    "gpt_bigcode": {"position_embedding": "wpe"},
+}
 
 
 #: What deviates in models with sinusoidal positions.
@@ -298,13 +301,18 @@ def _config_of(model_type: str, *, encoder: bool) -> Any:
     return found
 
 
-def decoder_family(model_type: str) -> Family:
+def decoder_family(model_type: str, **deviations: Any) -> Family:
     """Return the family of a decoder whose attention goes through transformers' attention interface.
+
+    Args:
+        model_type: of its softmax models.
+        **deviations: fields of `Family` with another value than their default; ``features_by_default`` is False here.
 
     Raises:
         ValueError: if transformers knows no such ``model_type``, or one with an encoder.
     """
-    return Family(rfa_config=decoder_config_class(_config_of(model_type, encoder=False)), features_by_default=False)
+    config_class = decoder_config_class(_config_of(model_type, encoder=False))
+    return Family(rfa_config=config_class, **{"features_by_default": False, **deviations})
 
 
 def seq2seq_family(model_type: str, **deviations: Any) -> Family:
@@ -324,4 +332,4 @@ for _model_type, _deviations in SEQ2SEQ.items():
     register_family(seq2seq_family(_model_type, **_deviations))
 for _model_type in DECODERS:
     if _model_type in CONFIG_MAPPING:  # which an older transformers may not know
-        register_family(decoder_family(_model_type))
+        register_family(decoder_family(_model_type, **DECODER_DEVIATIONS.get(_model_type, {})))

@@ -62,6 +62,7 @@ def tiny_parent_config(**options) -> GPT2Config:
     """A GPT-2 configuration small enough for any test; its weights are large enough for attention to matter."""
     values = {"vocab_size": 61, "n_positions": 96, "n_embd": 24, "n_layer": 2, "n_head": 3, "initializer_range": 0.3}
     values |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    values["classifier_dropout"] = 0.0  # of heads, which else take 0.1
     return GPT2Config(**{**values, **options})
 
 

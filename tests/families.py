@@ -23,8 +23,8 @@ from .tiny_models import tiny_config
 
 ROWS, LENGTH, SOURCE_LENGTH, WIDTH = 3, 29, 17, 24
 
-#: The families that tests run over: each with classes of its own, and one of those that `modeling_rfa_decoder` makes.
-#: `tests/test_decoders.py` runs over all of the latter.
+#: The families that tests run over: of decoders, and of models with an encoder, two each.
+#: `tests/test_decoders.py` runs over all decoders.
 COMMON = ("gpt2", "bart", "marian", "llama")
 
 DECODER_VARIANTS: dict[str, dict[str, Any]] = {
@@ -121,7 +121,7 @@ every_classifier = pytest.mark.parametrize(("family", "head"), CLASSIFIERS)
 
 
 def base_config(family: str, **options: Any) -> Any:
-    """Return the tiny configuration of a family's softmax models; three layers of a decoder that has no class of its own."""
+    """Return the tiny configuration of a family's softmax models; three layers of a decoder other than GPT-2."""
     if family == "gpt2":
         return tiny_parent_config(**options)
     if has_encoder(family):

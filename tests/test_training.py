@@ -9,28 +9,34 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from hf_rfa.families import FAMILIES
 from hf_rfa.models.cache_names import cache_argument
 
 from .families import (
+    COMMON,
     HEADS,
     LENGTH,
     ROWS,
     VARIANTS,
     WIDTH,
+    base_config,
     caches,
     every_case,
     every_family,
+    every_head,
     every_model,
     has_encoder,
     inputs_for,
     logits,
     logits_by_steps,
     make,
+    make_head,
     make_named,
     read,
     relative_error,
     tokens,
 )
+from .tiny_models import tiny_config
 
 
 def loss_of(model: Any) -> Tensor:
@@ -106,6 +112,32 @@ def test_gradient_checkpointing_changes_nothing(family, name, reentrant):
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@every_head
+def test_checkpointing_that_the_configuration_asks_for_is_on_where_the_softmax_model_has_it(family, head):
+    on = []
+    for cls in FAMILIES[family].architectures[head]:
+        config = (
+            make_head(family, head).config if cls.config_class.model_type.startswith("rfa_") else base_config(family)
+        )
+        config.gradient_checkpointing = True
+        modules = cls(config).named_modules()
+        on.append({name for name, module in modules if getattr(module, "gradient_checkpointing", False)})
+    assert on[0] == on[1] != set()
+
+
+@pytest.mark.parametrize(("family", "head"), [*HEADS, ("gpt_bigcode", "GPTBigCodeModel")])
+def test_a_new_model_starts_with_the_values_of_a_new_softmax_model(family, head):
+    """GPT-2 and its like start what is added to the residual stream smaller."""
+    base = base_config(family) if family in COMMON else tiny_config(family)
+    softmax, rfa = FAMILIES[family].architectures[head]
+    models = []
+    for cls, config in ((softmax, base), (rfa, FAMILIES[family].rfa_config.from_parent(base, window_size=4))):
+        torch.manual_seed(3)
+        models.append(cls(config).state_dict())
+    assert_close({name: models[1][name] for name in models[0]}, dict(models[0]), rtol=0, atol=0)
+
+
 DROPOUTS = {
     "gpt2": ["attn_pdrop", "resid_pdrop", "embd_pdrop"],
     "bart": ["attention_dropout", "dropout", "activation_dropout", "decoder_layerdrop", "encoder_layerdrop"],
@@ -144,7 +176,8 @@ def test_sixteen_bit_models_are_close_to_float32(family, variant, dtype):
     )
     for found in (logits(model, ids), steps):
         assert torch.isfinite(found).all()
-        assert relative_error(found, expected) < tolerance[dtype]
+        # Where a token goes to a slot and where it does not, rounding may decide.
+        assert relative_error(found, expected) < tolerance[dtype] + (0.1 if model.config.num_slots else 0.0)
     expected_dtype = getattr(torch, model.config.state_dtype)
     for kind, part in caches(cache).items():
         for index, layer in enumerate(part.layers):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
-from transformers import GPT2Config, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .cache_rfa import GROWING_LAYER_TYPE, RFA_LAYER_TYPE
@@ -223,7 +223,7 @@ class RFAConfigMixin:
                 raise ValueError(f"{name}={activation!r} is unknown. Known: {', '.join(sorted(ACT2FN))}.")
         for kind in self.FEATURE_COUNTS.values():
             heads, width = self.num_query_heads_for(kind), self.hidden_size  # type: ignore[attr-defined]
-            if width % heads and not isinstance(self, RFADecoderConfigMixin):  # whose heads may have any width
+            if width % heads and getattr(self, "head_dim", None) is None:  # else heads may have any width
                 names = self._base_name(self.heads_field(kind)), self._base_name("hidden_size")
                 raise ValueError(f"{names[0]} must divide {names[1]}={width}, got {heads}.")
 
@@ -445,8 +445,9 @@ class RFADecoderConfigMixin(RFAConfigMixin):
         return list(types)
 
     def is_rfa(self, kind: AttentionKind, layer_idx: int) -> bool:
-        """Return whether a layer's attention is RFA."""
-        return super().is_rfa(kind, layer_idx) and self.base_layer_types()[layer_idx] in FULL_ATTENTION
+        """Return whether a layer's attention is RFA; cross attention to a source never is."""
+        full = self.base_layer_types()[layer_idx] in FULL_ATTENTION
+        return kind == "causal" and full and super().is_rfa(kind, layer_idx)
 
     def validate_architecture(self) -> None:
         """Check that heads divide what they have to, after checking that there are any."""
@@ -521,14 +522,7 @@ def _decoder_class(base: type[RFAConfigMixin]) -> type:
     return decoder
 
 
-@strict
-class RFAGPT2Config(RFAConfigMixin, GPT2Config):
-    """Configuration of an RFA-GPT-2: all fields of `GPT2Config`, and those of `RFAConfigMixin`."""
-
-    model_type = "rfa_gpt2"
-
-
-def __getattr__(name: str) -> type[PreTrainedConfig]:
+def __getattr__(name: str) -> Any:
     """Return a family's configuration class by its name: ``RFALlamaConfig`` from transformers' ``LlamaConfig``.
 
     Raises:

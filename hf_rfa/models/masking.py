@@ -51,6 +51,28 @@ def local_padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
     return padding
 
 
+def padding_of_causal_mask(mask: Tensor | None, length: int) -> Tensor | None:
+    """Return the padding mask [B, S] behind a causal mask [B, 1, T, S] of the last ``length`` = T tokens.
+
+    transformers prepares such masks, as booleans or as numbers to add, for a decoder inside a model of two. Any other mask,
+    which `local_padding` reads or refuses, is returned as it is.
+    """
+    if mask is None or mask.ndim != 4 or mask.shape[1:3] != (1, length):
+        return mask
+    if mask.dtype == torch.bool:
+        seen = mask[:, 0]
+    elif mask.is_floating_point():
+        seen = mask[:, 0] == 0
+    else:
+        return mask
+    padding, total = seen[:, -1], seen.shape[-1]
+    causal = seen.new_ones(length, total).tril(total - length) & padding[:, None]
+    wrong = (seen != causal) & padding[:, -length:, None]  # what a query that is padding sees is read by nobody
+    if mask.is_floating_point():
+        wrong |= (mask[:, 0] > torch.finfo(mask.dtype).min / 2) & ~seen  # a number to add that hides nothing
+    return mask if not is_tracing(mask) and bool(wrong.any()) else padding
+
+
 def document_starts(position_ids: Tensor | None) -> Tensor | None:
     """Return where a new document starts in rows that hold several (packed batches), [B, T], or None if none does.
 

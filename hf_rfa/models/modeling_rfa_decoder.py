@@ -1,8 +1,8 @@
-"""RFA models of decoders whose attention goes through transformers' attention interface, as that of Llama, Qwen and OPT does.
+"""RFA models of decoders whose attention goes through transformers' attention interface, as that of GPT-2 and Llama does.
 
 In these families an attention module projects, rotates and normalizes queries and keys, hands new keys to the cache, and then
 calls the function that its configuration names. Here that function is ``"rfa"``, and the cache is handed to it instead. All
-else of the family stays as it is: weights, norms, positions, experts, heads.
+else of the family stays as it is: weights, norms, positions, experts, heads, and cross attention to a source.
 
 Classes are made by name when they are asked for: ``RFALlamaForCausalLM`` from transformers' ``LlamaForCausalLM``. A model is
 built as its base model first; then its attention modules become RFA by their class, and a hook prepares their inputs.
@@ -18,13 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModel, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.models.auto import modeling_auto
 
 from .attention import RFAAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, take_cache
-from .cache_rfa import GROWING_LAYER_TYPE, RFA_LAYER_TYPE, past_length, self_attention_cache, unread_length
+from .cache_rfa import (
+    GROWING_LAYER_TYPE,
+    RFA_LAYER_TYPE,
+    cross_layer_of,
+    past_length,
+    self_attention_cache,
+    unread_length,
+)
 from .configuration_rfa import decoder_config_class
 from .masking import (
     check_direction,
@@ -32,6 +40,7 @@ from .masking import (
     check_positions,
     document_starts,
     local_padding,
+    padding_of_causal_mask,
     padding_of_mask,
     read_mask,
 )
@@ -200,6 +209,8 @@ class RFADecoderMixin(RFAPreTrainedMixin):
                 stack = module  # the innermost one; heads may call it past the model around it
         if stack is None:
             raise ValueError(f"{type(self).__name__} has no attention modules of the usual form: it is not supported.")
+        if getattr(self, "loss_type", None) is None and self.can_generate():  # type: ignore[attr-defined]
+            self.loss_type = "ForCausalLM"  # which the name of GPT-2's language model does not say
         self.keep_own_in_float32()
         if not hasattr(stack, "reads_inputs"):
             stack.reads_inputs = tuple(inspect.signature(stack.forward).parameters)
@@ -227,8 +238,10 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         raise ValueError("pass either input_ids or inputs_embeds, and not both.")
     stack.config.check_causal()
     check_direction(kwargs.get("is_causal"), causal=True)
-    batch, length = inputs.shape[:2]
-    past = past_length(cache)
+    length, past = inputs.shape[1 if input_ids is None else -1], past_length(cache)
+    if attention_mask is not None and input_ids is not None and attention_mask.ndim == input_ids.ndim == 3:
+        attention_mask = read_mask(attention_mask.flatten(0, 1))  # (batch, choices, tokens) of multiple choice
+    attention_mask = padding_of_causal_mask(attention_mask, length)
     kwargs["padding_mask"] = local_padding(attention_mask, length + unread_length(cache, stack.config))
     kwargs["document_starts"] = document_starts(position_ids) if attention_mask is None and cache is None else None
     if types := stack.types_that_read_on:
@@ -252,12 +265,28 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if stack.rfa_layer_types <= {RFA_LAYER_TYPE, GROWING_LAYER_TYPE}:
         kwargs["attention_mask"] = _prepared(kwargs["padding_mask"], inputs.device)
     elif "sliding_attention" in stack.rfa_layer_types:
-        embeds = inputs.new_empty(batch, length, 0, dtype=stack.dtype)
+        embeds = inputs.new_empty(inputs.shape[0], length, 0, dtype=stack.dtype)
         kwargs["attention_mask"] = _masks_by_type(stack.config, embeds, attention_mask, position_ids, cache)
     elif kwargs["document_starts"] is not None and not types:  # OPT and BioGPT make their mask without positions
-        embeds = inputs.new_empty(batch, length, 0, dtype=stack.dtype)
+        embeds = inputs.new_empty(inputs.shape[0], length, 0, dtype=stack.dtype)
         kwargs["attention_mask"] = create_causal_mask(stack.config, embeds, None, None, position_ids)
+    if "encoder_hidden_states" in stack.reads_inputs and getattr(stack.config, "add_cross_attention", False):
+        cache = _with_source_cache(stack.config, cache, kwargs.get("use_cache"))
+        kwargs[cache_name(stack.reads_inputs)] = cache
     return (), kwargs
+
+
+def _with_source_cache(config: Any, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+    """Return a cache for self-attention and for cross attention, which stays softmax; None where none is wanted."""
+    if cache is None:
+        if not (config.use_cache if use_cache is None else use_cache):
+            return None
+        cache = DynamicCache(config=config)
+    if not isinstance(cache, EncoderDecoderCache):
+        cache = EncoderDecoderCache(cache, DynamicCache())
+    for index in range(config.num_hidden_layers):  # `generate` builds both parts from the layer types of self-attention
+        cross_layer_of(cache.cross_attention_cache, index, softmax=True)
+    return cache
 
 
 def _prepared(padding_mask: Tensor | None, device: torch.device) -> Tensor:
@@ -290,8 +319,8 @@ def _masks_by_type(
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return whether a module is an attention layer that knows its place and its scaling."""
-    named = type(module).__name__.endswith("Attention")
+    """Return whether a module is a self-attention layer that knows its place and its scaling."""
+    named = type(module).__name__.endswith("Attention") and not getattr(module, "is_cross_attention", False)
     return named and isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "scaling")
 
 
@@ -301,11 +330,19 @@ def rfa_attention_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the RFA class of a decoder's model class, a body or one with a head."""
+    """Return the RFA class of a decoder's model class: a body, one with a head, or the class that these subclass."""
     base_config: Any = base.config_class
     config_class: Any = decoder_config_class(base_config)
+    if PreTrainedModel in base.__bases__:
+        text = f"Base class of the RFA models that subclass `{base.__name__}`."
+        return make_class(globals(), base, (RFAPreTrainedMixin,), text, config_class=config_class)
+    family = next(cls for cls in base.__mro__ if PreTrainedModel in cls.__bases__)
     text = f"{base.__name__} with random feature attention."
-    found = make_class(globals(), base, (RFADecoderMixin,), text, config_class=config_class)
+    found = make_class(globals(), base, (RFADecoderMixin, rfa_model_class(family)), text, config_class=config_class)
+    if (
+        base.__name__ in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    ):  # by which Trainer and others know one
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = found.__name__
     # Files name some tensors otherwise than models, and hold experts one by one: by class or by model_type.
     names = {base.__name__: found.__name__, base_config.model_type: config_class.model_type}
     for name, own in names.items():

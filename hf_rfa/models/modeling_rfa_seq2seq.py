@@ -28,6 +28,7 @@ from .masking import (
     check_positions,
     document_starts,
     local_padding,
+    padding_of_causal_mask,
     read_mask,
 )
 from .rfa_classes import RFAPreTrainedMixin, base_class, make_class
@@ -218,7 +219,8 @@ def prepare_decoder(
         attention_mask = attention_mask["full_attention"]
     kwargs["attention_mask"] = attention_mask = read_mask(attention_mask)
     if config.any_rfa("causal"):
-        kwargs["padding_mask"] = local_padding(attention_mask, length + unread_length(cache, config))
+        padding_mask = padding_of_causal_mask(attention_mask, length)
+        kwargs["padding_mask"] = local_padding(padding_mask, length + unread_length(cache, config))
     if not config.softmax_layers_for("causal"):
         kwargs["attention_mask"] = _no_mask(device)
     if source is not None:

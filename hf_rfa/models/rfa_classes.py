@@ -91,6 +91,16 @@ class RFAPreTrainedMixin:
                 part._is_hf_initialized = True
         super().initialize_weights()  # type: ignore[misc]
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return False: initial values are set as in transformers' own models.
+
+        In other code transformers passes over modules without parameters of their own, for fear of losing loaded ones; by
+        these GPT-2 starts what is added to the residual stream smaller. `transformers.initialization`, by which all initial
+        values are set here, leaves loaded ones alone.
+        """
+        return False
+
     def create_masks_for_generate(self, *, attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
         """Return the padding mask for `generate`, which prepares none of T × T entries: `forward` makes what is needed."""
         return attention_mask
