@@ -292,16 +292,29 @@ def packed_blocks(
 
 
 def single_documents(
-    data: Data, tokenizer: Any, *, text_column: str, prompt_column: str | None = None, length: int
+    data: Data,
+    tokenizer: Any,
+    *,
+    text_column: str,
+    prompt_column: str | None = None,
+    length: int,
+    in_pieces: bool = False,
 ) -> Data:
-    """Return documents as rows of their own, each cut to ``length`` tokens; the tokens of a prompt have no loss."""
+    """Return documents as rows of their own, each cut to ``length`` tokens; the tokens of a prompt have no loss.
+
+    With ``in_pieces`` the rest of a longer document makes further rows.
+    """
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
-        rows = list(_documents(batch, tokenizer, text_column, prompt_column))
+        rows = [
+            (ids[start : start + length], labels[start : start + length])
+            for ids, labels in _documents(batch, tokenizer, text_column, prompt_column)
+            for start in (range(0, len(ids), length) if in_pieces else [0])
+        ]
         return {
-            "input_ids": [ids[:length] for ids, _ in rows],
-            "attention_mask": [[1] * len(ids[:length]) for ids, _ in rows],
-            "labels": [labels[:length] for _, labels in rows],
+            "input_ids": [ids for ids, _ in rows],
+            "attention_mask": [[1] * len(ids) for ids, _ in rows],
+            "labels": [labels for _, labels in rows],
         }
 
     return data.map(encode, batched=True, remove_columns=_columns(data))

@@ -25,6 +25,7 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.utils import logging
 
 from hf_rfa.convert.atomic_io import check_destination, new_folder
 from hf_rfa.convert.calibration_data import BLOCK_LENGTH
@@ -55,10 +56,13 @@ from .data import (
     token_pairs,
 )
 from .evaluation import BleuMetric, answer_length
+from .packing import keeps_documents_apart
 from .param_groups import freeze
 from .report import plot_losses
 from .run_folder import check_settings, check_training_folder, last_checkpoint, training_folder
 from .trainers import GroupedSeq2SeqTrainer, GroupedTrainer, StopAtNaN
+
+logger = logging.get_logger(__name__)
 
 #: Training arguments that a run has to be resumed with; others, such as how often to log, may change.
 SETTINGS_OF_A_RUN = (
@@ -128,7 +132,12 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
         columns["labels"] = _name_labels(options, data, config, tokenizer)
     set_seed(arguments.seed)
     model = load_model_to_train(options, config)
-    packed = options.task == "clm" and not options.unpacked
+    packed = options.task == "clm" and not options.unpacked and keeps_documents_apart(model)
+    if options.task == "clm" and not (packed or options.unpacked) and first:
+        logger.warning(
+            f"documents are not packed: {config.model_type} models would read those of a row as one text. Each has rows of "
+            f"its own, in pieces of at most {length} tokens."
+        )
     with arguments.main_process_first(desc="preparing the data"):  # the others find it in the cache
         prepared = _prepare(options, data, tokenizer, columns, length, packed=packed)
     if arguments.predict_with_generate:
@@ -233,11 +242,6 @@ def load_model_to_train(options: FinetuneArguments, config: Any) -> Any:
         raise InputError(f"cannot load a model for {options.task} from {name}: {error}") from error
     if options.task == "clm":
         name_loss(model)
-        if _has_encoder(config) and not options.unpacked:
-            raise InputError(
-                f"the decoder of {config.model_type} takes no position_ids, by which packed documents are kept apart. "
-                "Pass --unpacked."
-            )
     return model
 
 
@@ -304,8 +308,9 @@ def _prepare(
     packed: bool,
 ) -> dict[str, Any]:
     """Return the data as the model takes it."""
+    alone = partial(single_documents, in_pieces=not options.unpacked)
     encoders: dict[str, Any] = {
-        "clm": packed_blocks if packed else single_documents,
+        "clm": packed_blocks if packed else alone,
         "seq2seq": token_pairs,
         "classify": labelled_texts,
     }

@@ -335,7 +335,6 @@ def test_the_command_reads_settings_and_training_arguments(material, tmp_path, r
         ({"task": "classify", "evaluate": "other.csv"}, "label 'c' is not among those of the training data: a, b"),
         ({"model": "nothing"}, "cannot read the configuration"),
         ({"task": "seq2seq"}, "cannot load a model for seq2seq"),
-        ({"model": "bart-rfa"}, "the decoder of rfa_bart takes no position_ids.*Pass --unpacked"),
         ({"gate_rate": -1.0}, "learning rate of gates must be a number of at least 0, got -1.0"),
         ({"streaming": True, "steps": -1}, "--streaming needs --max-steps"),
         ({"train": "short.txt"}, "does not fill a single block of 16 tokens"),

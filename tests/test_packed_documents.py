@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from hf_rfa import FAMILIES
+from hf_rfa.finetune.packing import keeps_documents_apart
 from hf_rfa.models import modeling_rfa_seq2seq
 
-from .conftest import tiny_seq2seq_config
-from .decoders import LENGTH, NAMES, case, rfa_indices
-from .families import logits, relative_error, tokens
+from .conftest import save_tiny_tokenizer, tiny_seq2seq_config, words
+from .decoders import LENGTH, NAMES, case, parent, rfa_indices
+from .families import logits, make, relative_error, tokens
 from .test_decoders import WINDOWED, converted, pair
+from .tiny_models import tiny_model
+from .training import run, write_rows
 
 #: Families whose other layers are convolutions or recurrences, which read a row as one text.
 READ_ON = (
@@ -65,3 +70,48 @@ def test_decoders_without_position_ids_refuse_packed_documents(name):
         error_of_packing(model)
     ids = tokens(1, LENGTH)
     assert torch.equal(logits(model, ids, position_ids=torch.arange(LENGTH)[None]), logits(model, ids))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "opt", "gpt_oss", "lfm2"])
+def test_training_packs_where_documents_stay_apart(name):
+    """Softmax models are tried: those of OPT and GPT-OSS read the documents of a row as one text."""
+    softmax, model = pair(name)
+    assert keeps_documents_apart(softmax) == (error_of_packing(softmax) < 1e-4) == (name in ("llama", "gemma3_text"))
+    assert keeps_documents_apart(model) == (name not in READ_ON)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mamba", "bloom", "bart"])
+def test_models_that_take_no_positions_are_not_packed(name):
+    """Trainers leave a column out that a model does not take."""
+    assert not keeps_documents_apart(tiny_model(name))
+
+
+def test_trying_a_model_leaves_it_training():
+    model = parent("llama", attention_dropout=0.5).train()
+    assert keeps_documents_apart(model)
+    assert model.training
+    assert keeps_documents_apart(make("gpt2", "positive").train())
+
+
+@torch.no_grad()
+def test_documents_that_are_not_packed_are_learned_in_rows_of_their_own(tmp_path, caplog):
+    """Whole, in pieces of a block: the loss is the mean over pieces that each stand alone."""
+    _, model = pair("qwen3_5_text")
+    model.save_pretrained(tmp_path / "rfa")
+    save_tiny_tokenizer(tmp_path / "rfa")
+    texts = [words(5 + 7 * n, n) for n in range(4)]
+    write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+    options = {"evaluate": "rows.jsonl", "learning_rate": 1e-9, "per_device_eval_batch_size": 1}
+    with torch.enable_grad():
+        metrics = run(tmp_path, tmp_path, "rfa", steps=1, **options)
+    assert caplog.text.count("documents are not packed: rfa_qwen3_5_text models") == 1
+    tokenizer, losses = AutoTokenizer.from_pretrained(tmp_path / "rfa"), []
+    for text in texts:
+        for piece in torch.tensor(tokenizer(text)["input_ids"]).split(16):
+            if len(piece) > 1:
+                found = logits(model, piece[None])[0, :-1]
+                losses.append(float(torch.nn.functional.cross_entropy(found, piece[1:])))
+    assert len(losses) > len(texts)
+    assert metrics["eval_loss"] == pytest.approx(fmean(losses), rel=1e-4)

@@ -165,3 +165,10 @@ def test_streamed_rows_without_a_label_are_left_out_as_they_come(caplog):
     assert caplog.text.count("streamed.jsonl: rows are left out") == 1
     with pytest.raises(InputError, match=r"streamed.jsonl has nothing to learn in any row"):
         rows_to_learn(single_documents(rows.take(1), Words(), **columns), "streamed.jsonl", ahead=True)
+
+
+def test_documents_in_pieces_lose_nothing():
+    data = Dataset.from_dict({"t": ["a bb ccc dddd eeeee", "a"], "p": ["b b", ""]})
+    rows = single_documents(data, Words(), text_column="t", prompt_column="p", length=3, in_pieces=True)
+    assert rows["input_ids"][:] == [[3, 3, 3], [4, 5, 6], [7, 2], [3, 2]]
+    assert rows["labels"][:] == [[-100, -100, 3], [4, 5, 6], [7, 2], [3, 2]]
