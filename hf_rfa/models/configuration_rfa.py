@@ -358,7 +358,8 @@ class RFAConfigMixin:
         """Build this configuration from a softmax parent's, with RFA fields set by ``options``.
 
         Args:
-            config: the parent's configuration; all its fields are kept.
+            config: the parent's configuration; all its fields are kept. Where a file holds a field of RFA's, of which its
+                model knows nothing, that is left out.
             **options: values for RFA fields, or for fields of the parent that change (say ``n_positions``).
 
         Raises:
@@ -367,7 +368,11 @@ class RFAConfigMixin:
         values = config.to_dict()
         for name in ("model_type", "architectures", "transformers_version", "auto_map"):
             values.pop(name, None)
-        return cls(**{**values, **options})
+        unknown = {*cls.__dataclass_fields__, *RENAMED_FIELDS} - {
+            *type(config).__dataclass_fields__,
+            *config.attribute_map,
+        }
+        return cls(**{name: value for name, value in values.items() if name not in unknown} | options)
 
 
 @dataclass(kw_only=True)
@@ -419,6 +424,12 @@ FULL_ATTENTION = ("full_attention", "attention")
 KEEPS_DOCUMENTS_APART = (*FULL_ATTENTION, "sliding_attention", "chunked_attention", "mlp", "moe")
 
 
+@cache
+def _has_key_value_heads(base_config: Any) -> bool:
+    """Return whether a base model's configuration has a number of key-value heads of its own: files may hold any field."""
+    return hasattr(base_config(), "num_key_value_heads")
+
+
 @dataclass(kw_only=True)
 class RFADecoderConfigMixin(RFAConfigMixin):
     """Fields of random feature attention for a decoder alone, whose layers may be of several types.
@@ -429,7 +440,12 @@ class RFADecoderConfigMixin(RFAConfigMixin):
 
     def num_heads_for(self, kind: AttentionKind) -> int:
         """Return H, the number of key-value heads."""
-        return getattr(self, "num_key_value_heads", None) or self.num_query_heads_for(kind)
+        return self._key_value_heads() or self.num_query_heads_for(kind)
+
+    def _key_value_heads(self) -> int | None:
+        """Return the field with the number of key-value heads; None where the base model has no such field (OPT)."""
+        base: Any = next(cls for cls in type(self).__mro__ if not issubclass(cls, RFAConfigMixin))
+        return getattr(self, "num_key_value_heads", None) if _has_key_value_heads(base) else None
 
     def head_dim_for(self, kind: AttentionKind) -> int:
         """Return the width of a head, d."""
@@ -459,7 +475,7 @@ class RFADecoderConfigMixin(RFAConfigMixin):
     def _check_base_model(self) -> None:
         """Check the base model's fields, the number of key-value heads among them."""
         super()._check_base_model()
-        heads, shared = self.num_query_heads_for("causal"), getattr(self, "num_key_value_heads", None)
+        heads, shared = self.num_query_heads_for("causal"), self._key_value_heads()
         if shared is not None and (shared < 1 or heads % shared):
             raise ValueError(
                 f"num_key_value_heads must divide {self._base_name('num_attention_heads')}={heads}, got {shared}."
