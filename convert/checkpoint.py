@@ -6,6 +6,7 @@ import copy
 import json
 import logging as standard_logging
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     HFValidationError,
@@ -28,7 +30,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, Family
 from hf_rfa.gguf_files import GGUFFile, is_gguf, load_gguf_tokenizer, open_gguf, read_model, read_tensors
-from hf_rfa.inference import load_tokenizer, read_config
+from hf_rfa.inference import check_is_checkpoint, load_tokenizer, read_config, warn_once
 
 from .base_model import rfa_layers
 from .offload import blocks_on_disk, give_back_after_blocks, offloaded_shapes
@@ -79,10 +81,16 @@ class Checkpoint:
         return load_tokenizer(self.folder) if self.gguf is None else load_gguf_tokenizer(self.gguf)
 
 
-def open_checkpoint(name: str | Path, *, revision: str | None = None, allow_pickle: bool = False) -> Checkpoint:
+def open_checkpoint(
+    name: str | Path,
+    *,
+    revision: str | None = None,
+    allow_pickle: bool = False,
+    device: torch.device | None = None,
+) -> Checkpoint:
     """Find a checkpoint and check it: a folder, a GGUF file, or a name on the hub, for which alone the network is used.
 
-    ``revision`` is a branch, a tag or a commit on the hub.
+    ``revision`` is a branch, a tag or a commit on the hub; ``device`` is what its model will compute on, None for any.
 
     Raises:
         InputError: if it is missing, unreadable, broken, of a family that is not supported, quantised in any format but
@@ -96,19 +104,40 @@ def open_checkpoint(name: str | Path, *, revision: str | None = None, allow_pick
         return _open_gguf(name, path)
     folder = locate(name, revision=revision, allow_pickle=allow_pickle)
     _check_config(folder, name)
-    config = read_config(folder)
+    config = read_config(folder, device)
     family = FAMILIES[config.model_type]
-    architecture = (config.architectures or [family.default_architecture])[0]
-    if architecture not in family.architectures:
-        raise InputError(
-            f"{name} is a {architecture}, which cannot be converted. Supported: {', '.join(family.architectures)}."
-        )
+    architecture = _architecture(config, family, name)
     files = _weight_files(folder, name, allow_pickle=allow_pickle)
     commit = folder.name if not path.exists() and folder.parent.name == "snapshots" else None
     checkpoint = Checkpoint(name, folder, config, family, architecture, files, commit)
     if not checkpoint.uses_pickle:
         _check_tensors(files)
     return checkpoint
+
+
+#: What the name of a model class ends in.
+HEAD = re.compile(r"(LMHeadModel|DoubleHeadsModel|MTModel|For[A-Z]\w*|Model)$")
+
+
+def _architecture(config: Any, family: Family, name: str) -> str:
+    """Return the name of a checkpoint's model class; an `InputError` if it cannot be converted.
+
+    Of a class that transformers does not have, an earlier name for instance, it is the family's class with the same head:
+    transformers goes by the ``model_type`` too.
+    """
+    stated = (config.architectures or [family.default_architecture])[0]
+    if stated in family.architectures:
+        return stated
+    head = HEAD.search(stated)
+    same = [each for each in family.architectures if head and HEAD.search(each)[0] == head[0]]  # type: ignore[index]
+    if head and head[0] in ("LMHeadModel", "ForCausalLM"):
+        same.append(family.default_architecture)
+    if hasattr(transformers, stated) or not same:
+        raise InputError(
+            f"{name} is a {stated}, which cannot be converted. Supported: {', '.join(family.architectures)}."
+        )
+    warn_once(f"{name} is a {stated}, which transformers does not have: it is taken for a {same[0]}.")
+    return same[0]
 
 
 def _open_gguf(name: str, path: Path) -> Checkpoint:
@@ -164,10 +193,7 @@ def locate(name: str, *, revision: str | None, allow_pickle: bool) -> Path:
 def _check_config(folder: Path, name: str) -> None:
     """Raise an `InputError` if the configuration is missing, or is of a model that cannot be converted."""
     path = folder / "config.json"
-    if not path.is_file():
-        files = sorted(each.name for each in folder.glob("*.gguf"))
-        advice = f" It holds GGUF files ({', '.join(files[:3])}): pass the path of one." if files else ""
-        raise InputError(f"{name} has no config.json: it is not a transformers checkpoint.{advice}")
+    check_is_checkpoint(folder, name)
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         model_type, quantization = fields.get("model_type"), fields.get("quantization_config")

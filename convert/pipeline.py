@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_rfa.devices import find_device
 from hf_rfa.errors import InputError
 from hf_rfa.families import position_count, reads_audio
-from hf_rfa.inference import check_vocabulary
+from hf_rfa.inference import check_tokens, check_vocabulary
 from hf_rfa.memory import give_back_memory
 
 from .atomic_io import check_destination, check_space, new_folder, remove_leftovers
@@ -193,7 +193,12 @@ def _resolve_options(options: ConversionOptions | None, fields: dict[str, Any]) 
 
 def _check(name: str | Path, destination: Path, options: ConversionOptions, *, overwrite: bool) -> Checkpoint:
     """Return the checkpoint, after checking it, the destination and the space on its disk."""
-    checkpoint = open_checkpoint(name, revision=options.revision, allow_pickle=options.allow_pickle)
+    checkpoint = open_checkpoint(
+        name,
+        revision=options.revision,
+        allow_pickle=options.allow_pickle,
+        device=find_device(options.device),
+    )
     check_destination(destination, overwrite=overwrite, sources=(checkpoint.source,))
     remove_leftovers(destination.resolve())  # which may be what fills the disk
     check_space(destination, checkpoint.num_bytes // (1 if options.dtype in ("auto", "float32") else 2))
@@ -219,6 +224,8 @@ def _prepare_inputs(checkpoint: Checkpoint, options: ConversionOptions) -> tuple
     if options.memory is not None:
         tokens = MEMORY_TEXT_TOKENS
     inputs = calibration_inputs(checkpoint.config, tokenizer, documents, seed=options.seed, tokens=tokens)
+    if documents is not None:
+        check_tokens(inputs["input_ids"].unique().tolist(), checkpoint.config)
     return tokenizer, no_tokenizer, inputs
 
 
@@ -230,11 +237,10 @@ def _load(checkpoint: Checkpoint, config: Any, options: ConversionOptions) -> tu
         raise InputError(
             f"keep_softmax={options.keep_softmax} must leave at least one of the {count} layers to convert."
         )
-    if config.is_encoder_decoder:
-        try:
-            _logits(model, random_inputs(config, seed=options.seed, tokens=1))
-        except ValueError as error:  # a family of one's own
-            raise InputError(f"{checkpoint.name} cannot be converted: {error}") from error
+    try:
+        _logits(model, random_inputs(config, seed=options.seed, tokens=1))
+    except ValueError as error:  # a family of one's own, or a field that its attention does not go by
+        raise InputError(f"{checkpoint.name} cannot be converted: {error}") from error
     return model, softmax_base_model(model, checkpoint.architecture, checkpoint.config)
 
 

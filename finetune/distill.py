@@ -21,7 +21,7 @@ from hf_rfa.convert.pipeline import MAX_SHARD_SIZE, Progress
 from hf_rfa.convert.text_io import read_documents
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, has_rotary_positions
-from hf_rfa.inference import kind_of, load_model, read_config
+from hf_rfa.inference import check_tokens, kind_of, load_model, read_config
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 from hf_rfa.models.rfa_classes import own_prefixes
 
@@ -162,11 +162,15 @@ def _load(model: PreTrainedModel, tokenizer: Any, data: Any, references: Any, st
     """Return the training data of a stage: blocks of a text, or pairs for a model with an encoder."""
     length = cast(int, stage.block_length)
     if kind_of(model.config) == "seq2seq":
-        return rows_to_learn(token_pairs(load_pairs(data, references), tokenizer, length=length), str(data))
+        pairs = rows_to_learn(token_pairs(load_pairs(data, references), tokenizer, length=length), str(data))
+        for name in ("input_ids", "labels"):
+            check_tokens((index for row in pairs[name] for index in row), model.config)
+        return pairs
     if references is not None:
         raise InputError("references belong to a model with an encoder; this one is a decoder that stands alone.")
     repeats: dict[str, Any] = {"repeating_share": stage.repeating_share, "seed": seed, "last": HELD_OUT}
     blocks = joined_blocks(tokenizer, read_documents(data), length, **repeats)
+    check_tokens((int(row.max()) for row in blocks["input_ids"]), model.config)
     if not has_rotary_positions(model.config):
         return blocks
     positions = shifted_positions(model.config, len(blocks), length, seed=seed)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_rfa.convert.calibration_data import BLOCK_LENGTH, Inputs
 from hf_rfa.convert.perplexity import IGNORED_LABEL, score_labels
 from hf_rfa.errors import InputError
-from hf_rfa.inference import check_length
+from hf_rfa.inference import check_length, check_tokens
 from hf_rfa.models.cache_rfa import RFA_LAYER_TYPE
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
@@ -104,12 +104,7 @@ def perplexity(
         raise InputError(f"context_length must be at least 2 and stride from 1 to it, got {length} and {stride}.")
     if len(ids) < 2:
         raise InputError(f"the text has {len(ids)} tokens; at least 2 are needed.")
-    vocab_size = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
-    if int(ids.max()) >= vocab_size:
-        raise InputError(
-            f"the tokenizer gives token {int(ids.max())}, but the model's vocabulary has {vocab_size} entries: they do not "
-            "belong together."
-        )
+    check_tokens([int(ids.max())], model.config)
 
     overlap = length - stride
     full = ids.unfold(0, length, stride) if len(ids) >= length else ids.new_empty(0, length)  # [windows, length]
@@ -257,6 +252,7 @@ def evaluate_generation(
     encoded = tokenizer(sources, truncation=truncate, max_length=limit if truncate else None, verbose=False)[
         "input_ids"
     ]
+    check_tokens((index for ids in [*encoded, [tokenizer.pad_token_id or 0]] for index in ids), model.config)
     for number, (source, ids) in enumerate(zip(sources, encoded, strict=True), start=1):
         which = f"source {number} of {len(sources)}"
         if not source.strip():

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from datasets import Dataset
 from huggingface_hub import ModelCard
 from transformers import (
     AutoConfig,
@@ -35,10 +36,12 @@ from hf_rfa.inference import (
     CONFIG_ERRORS,
     WEIGHT_ERRORS,
     check_length,
+    check_tokens,
     check_vocabulary,
     load_tokenizer,
     name_loss,
     read_config,
+    tokens_without_embedding,
 )
 
 from .arguments import FinetuneArguments, processes_started
@@ -139,7 +142,7 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
             f"its own, in pieces of at most {length} tokens."
         )
     with arguments.main_process_first(desc="preparing the data"):  # the others find it in the cache
-        prepared = _prepare(options, data, tokenizer, columns, length, packed=packed)
+        prepared = _prepare(options, data, tokenizer, config, columns, length, packed=packed)
     if arguments.predict_with_generate:
         check_length(model, arguments.generation_max_length or 0, what="--generation-max-length is")
     freeze(model, options.rates())
@@ -206,6 +209,7 @@ def load_config_and_tokenizer(options: FinetuneArguments, *, seed: int = 0) -> t
     if config is None:
         config = _new_config(str(options.model_type), options.overrides(), tokenizer, seed)
     check_vocabulary(tokenizer, config, options.model or f"config_overrides for {options.model_type}")
+    check_tokens([tokenizer.pad_token_id or 0], config)
     return config, tokenizer
 
 
@@ -302,6 +306,7 @@ def _prepare(
     options: FinetuneArguments,
     data: dict[str, Any],
     tokenizer: Any,
+    config: Any,
     columns: dict[str, Any],
     length: int,
     *,
@@ -320,6 +325,9 @@ def _prepare(
         rows = encoders[options.task](each, tokenizer, length=length, **columns)
         if packed and hasattr(rows, "__len__") and len(rows) == 0:
             raise InputError(f"{source} does not fill a single block of {length} tokens.")
+        if isinstance(rows, Dataset) and tokens_without_embedding(tokenizer, config):  # a stream is read in training
+            for column in ("input_ids", "labels") if options.task == "seq2seq" else ("input_ids",):
+                check_tokens((max(row, default=0) for row in rows[column]), config)
         prepared[name] = rows_to_learn(rows, source, ahead=options.task == "clm")
     return prepared
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -43,23 +46,91 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 ModelKind = Literal["causal", "seq2seq"]
 KINDS: dict[ModelKind, str] = {"causal": "a decoder that stands alone", "seq2seq": "an encoder and a decoder"}
 
+VOCABULARY_ADVICE = (
+    "Put the model's own tokenizer into the checkpoint's folder, or give the model an embedding for every entry "
+    "(model.resize_token_embeddings(len(tokenizer)))."
+)
 #: Files of which a folder with a tokenizer has at least one.
 TOKENIZER_VOCABULARIES = (
     *("tokenizer.json", "merges.txt", "vocab.txt"),
     *("source.spm", "sentencepiece.bpe.model", "spiece.model"),
 )
 #: Errors of transformers for a configuration, or for weights, that it cannot take.
-CONFIG_ERRORS = (OSError, ValueError, KeyError, TypeError, StrictDataclassError)
+CONFIG_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError)
 WEIGHT_ERRORS = (*CONFIG_ERRORS, RuntimeError, SafetensorError)
+#: Fields that say what a call returns, with the value that our programs and `save_pretrained` need: a model is saved with
+#: output_attentions only if its attention is eager, and what returns no dictionary fails inside transformers.
+OUTPUT_FIELDS = {"output_attentions": False, "return_dict": True}
+
+logger = logging.getLogger(__name__)
 
 
-def read_config(source: str | Path) -> PreTrainedConfig:
-    """Return the configuration of a checkpoint, a folder or a name on the hub; an `InputError` if none can be used."""
+@cache
+def warn_once(message: str) -> None:
+    """Log a warning, the first time that it is given: a command may read a configuration several times."""
+    logger.warning(message)
+
+
+def read_config(source: str | Path, device: torch.device | None = None) -> PreTrainedConfig:
+    """Return the configuration of a checkpoint, a folder or a name on the hub.
+
+    A warning says where it is read otherwise than it is written: attention that cannot be computed on this machine is left
+    to transformers to choose, and so are `OUTPUT_FIELDS`.
+
+    Args:
+        source: the folder, or the name.
+        device: what the model will compute on; None for any that this machine has.
+
+    Raises:
+        InputError: if there is none, or none that can be used.
+    """
+    check_is_checkpoint(Path(source).expanduser(), str(source))
     try:
-        return AutoConfig.from_pretrained(source)
+        config: Any = AutoConfig.from_pretrained(source)
     except CONFIG_ERRORS as error:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) else error
         raise InputError(f"cannot read the configuration of {source}: {reason}") from error
+    for name, needed in OUTPUT_FIELDS.items():
+        if getattr(config, name) != needed:
+            warn_once(
+                f"{source}: its configuration has {name}={getattr(config, name)}, and is read with {name}={needed}. Pass "
+                f"{name} to the model's call where you need it."
+            )
+            setattr(config, name, needed)
+    attention = config._attn_implementation
+    if attention not in (None, "eager", "sdpa") and not _can_attend(config, device):
+        warn_once(
+            f"{source}: its configuration asks for the attention {attention}, which cannot be computed here. transformers' "
+            "own choice is taken, whose results are the same up to rounding."
+        )
+        config._attn_implementation = None
+    return config
+
+
+def check_is_checkpoint(path: Path, name: str) -> None:
+    """Raise an `InputError` if a path exists and has no configuration in it; it says what to do with what is there."""
+    if not path.exists() or (path / "config.json").is_file():
+        return
+    files = sorted(each.name for each in path.glob("*.gguf"))
+    advice = f" It holds GGUF files ({', '.join(files[:3])}): pass the path of one." if files else ""
+    if (path / "adapter_config.json").is_file():
+        advice = (
+            " It holds an adapter of PEFT: merge it into its base model first, PeftModel.from_pretrained(base_model, "
+            f"{name!r}).merge_and_unload().save_pretrained(FOLDER), save the tokenizer there too, and pass that folder."
+        )
+    raise InputError(f"{name} has no config.json: it is not a transformers checkpoint.{advice}")
+
+
+def _can_attend(config: Any, device: torch.device | None) -> bool:
+    """Return whether the attention that a configuration asks for can be computed on a device, or on any here for None."""
+    if device is not None and device.type == "cpu" and "flash" in config._attn_implementation:
+        return False
+    try:
+        with torch.device("meta"):
+            AutoModel.from_config(copy.deepcopy(config))
+    except (ImportError, ValueError):  # transformers' own check
+        return False
+    return True
 
 
 def name_loss(model: Any) -> None:
@@ -100,10 +171,8 @@ def load_model(
     place = find_device(device)
     path = Path(name).expanduser()
     gguf = open_gguf(path) if is_gguf(path) else None
-    if gguf is None and path.exists() and not (path / "config.json").is_file():
-        raise InputError(f"{name} has no config.json: it is not a transformers checkpoint.")
     source = path if path.exists() else name
-    config = read_config(source) if gguf is None else gguf.config
+    config = read_config(source, place) if gguf is None else gguf.config
     if reads_audio(config):
         raise InputError(
             f"{name} reads audio: load it with transformers.AutoModelForSpeechSeq2Seq after import hf_rfa."
@@ -147,11 +216,27 @@ def kind_of(config: PreTrainedConfig) -> ModelKind:
 
 
 def check_vocabulary(tokenizer: Any, config: Any, name: str) -> None:
-    """Raise an `InputError` if a tokenizer can give tokens that a model has no embedding for."""
-    if len(tokenizer) > config.vocab_size:
+    """Warn if a tokenizer can give tokens that a model has no embedding for; `check_tokens` refuses texts that have some."""
+    without = tokens_without_embedding(tokenizer, config)
+    if without:
+        warn_once(
+            f"{name}: its tokenizer has {len(tokenizer)} entries, and the model's vocabulary {config.vocab_size}: texts "
+            f"with {', '.join(map(repr, without[:3]))}{' …' if len(without) > 3 else ''} cannot be read. {VOCABULARY_ADVICE}"
+        )
+
+
+def tokens_without_embedding(tokenizer: Any, config: Any) -> list[str]:
+    """Return the entries of a tokenizer that a model has no embedding for."""
+    return sorted(token for token, index in tokenizer.get_vocab().items() if index >= config.vocab_size)
+
+
+def check_tokens(ids: Iterable[int], config: Any) -> None:
+    """Raise an `InputError` if there is a token among some that a model has no embedding for."""
+    largest = max(ids, default=-1)
+    if largest >= config.vocab_size:
         raise InputError(
-            f"{name}: its tokenizer has {len(tokenizer)} entries, but the model's vocabulary has {config.vocab_size}: they "
-            "do not belong together. Put the model's own tokenizer into the checkpoint's folder."
+            f"the tokenizer gives token {largest}, but the model's vocabulary has {config.vocab_size} entries. "
+            f"{VOCABULARY_ADVICE}"
         )
 
 
@@ -281,6 +366,7 @@ def generate_text(
         check_chat(model)
         texts = [chat_text(tokenizer, chat_messages(each, system)) for each in prompts]
     tokens = tokenizer(texts, verbose=False, add_special_tokens=not chat)["input_ids"]  # a template writes them itself
+    check_tokens((index for row in tokens for index in row), model.config)
     rows = [torch.tensor(row, dtype=torch.long) for row in tokens]
     for number, (each, row) in enumerate(zip(prompts, rows, strict=True), start=1):
         if len(row) == 0 or ((seq2seq or chat) and not each.strip()):
@@ -313,7 +399,9 @@ def generate_rows(
 ) -> tuple[Generation, Any]:
     """Generate from rows of tokens, as `generate_text` does, and return also what ``model.generate`` returned."""
     seq2seq = kind_of(model.config) == "seq2seq"
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad = tokenizer.pad_token_id
+    given = pad is not None and pad < model.config.vocab_size
+    pad = pad if given else tokenizer.eos_token_id
     # New tokens follow the last one of a prompt; an encoder's positions start with the first one of a source.
     pads = partial(pad_sequence, batch_first=True, padding_side="right" if seq2seq else "left")
     ids = pads(rows, padding_value=pad or 0).to(model.device)
@@ -324,7 +412,7 @@ def generate_rows(
     else:
         check_length(model, ids.shape[1] + max_new_tokens)
     options |= {"min_new_tokens": max_new_tokens} if ignore_eos else {}
-    options |= {"pad_token_id": pad} if tokenizer.pad_token_id is None else {}
+    options |= {} if given else {"pad_token_id": pad}
     options |= {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
     set_seed(seed)
     start = time.perf_counter()

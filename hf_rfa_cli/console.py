@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,20 @@ errors = Console(stderr=True)
 def warn(message: str) -> None:
     """Print a warning on stderr."""
     errors.print(f"warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+class _Warnings(logging.Handler):
+    """Prints what hf_rfa's loggers warn of."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        warn(record.getMessage())
+
+
+def show_warnings() -> None:
+    """Let hf_rfa's loggers warn on stderr, as the commands do."""
+    logger = logging.getLogger("hf_rfa")
+    if not any(isinstance(handler, _Warnings) for handler in logger.handlers):
+        logger.addHandler(_Warnings())
 
 
 def _progress() -> Progress:

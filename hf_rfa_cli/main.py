@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .bench import bench_command
-from .console import errors
+from .console import errors, show_warnings
 from .convert import convert_command
 from .evaluate import evaluate_command
 from .generate import generate_command
@@ -77,6 +77,7 @@ def main() -> None:
 
     Input that cannot be used, and a full accelerator, end it with a message and status 1, an interrupt with 130 (typer).
     """
+    show_warnings()
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name="hf-rfa", standalone_mode=False) or 0)
     except UsageError as error:

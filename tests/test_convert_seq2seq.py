@@ -167,13 +167,15 @@ def test_a_decoder_alone_calibrates_on_blocks_of_text(tmp_path):
 # Bad input
 
 
-def test_a_tokenizer_with_more_entries_than_the_vocabulary(tiny_seq2seq_parents, tmp_path):
+def test_a_source_with_a_token_that_has_no_embedding(tiny_seq2seq_parents, tmp_path):
     shutil.copytree(tiny_seq2seq_parents["bart"], tmp_path / "parent")
     save_tiny_tokenizer(tmp_path / "parent", size=70)
-    match = "its tokenizer has 70 entries, but the model's vocabulary has 61"
-    refused(match, tmp_path / "parent", tmp_path)
+    (tmp_path / "text.txt").write_text("w5 w65\n" * 9)
+    match = "the tokenizer gives token 65, but the model's vocabulary has 61 entries"
+    refused(match, tmp_path / "parent", tmp_path, calibrate_on=tmp_path / "text.txt")
+    model, tokenizer = load_model(str(tmp_path / "parent"))
     with pytest.raises(InputError, match=match):
-        load_model(str(tmp_path / "parent"))
+        generate_text(model, tokenizer, "w5 w65", max_new_tokens=3)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
+from hf_rfa.inference import check_tokens
 
 from .generation import WrittenText, agreement, greedy, nats_of, repeated_ngrams, sampled
 from .memory import CacheMemory, cache_memory
@@ -267,6 +268,8 @@ def recall_suite(
         InputError: for a model with an encoder, without enough positions, or whose teacher is another kind of model.
     """
     length = check_model(model, tokenizer, teacher, max_length)
+    drawn_from = tokenizer.vocab_size - 1
+    check_tokens([drawn_from] if text is None else [drawn_from, int(text.max())], model.config)
     probes, skipped = make_probes(tokenizer, length, text, effort, seed)
     own = cache_memory(model)
     base = own if teacher is None else cache_memory(teacher)
