@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
@@ -12,9 +13,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from hf_rfa.cache_files import recurrent_num_bytes
 from hf_rfa.families import position_count, reads_audio
 from hf_rfa.models.cache_rfa import GROWING_LAYER_TYPE
-from hf_rfa.models.configuration_rfa import AttentionKind
+from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
 from hf_rfa.version import __version__
 
 from .base_model import rfa_layers
@@ -69,6 +71,9 @@ class ConversionReport:
         trials: ways to spend a memory, with their perplexities, if one was given.
         retrieval_heads: retrieval heads in the order in which they were chosen, if they were.
         retrieval_grows: whether retrieval heads see all tokens, so that their cache grows.
+        softmax_grows: whether a layer keeps the keys and values of all tokens, of the sequence or of its source.
+        other_bytes: most bytes per sequence of the base model's layers whose caches have one size, by what these are: layers
+            with a sliding window, and recurrent ones.
         perplexities: on the calibration text, if there was one.
         audio_positions: positions of the source at any length of output, for an encoder of audio; None for one of text.
         max_logit_difference: largest difference between the logits of the model in memory and of the reloaded one.
@@ -97,28 +102,29 @@ class ConversionReport:
     trials: tuple[Trial, ...] = ()
     retrieval_heads: tuple[RetrievalHead, ...] = ()
     retrieval_grows: bool = False
+    softmax_grows: bool = False
+    other_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def grows(self) -> bool:
-        """Whether the cache grows with the sequence or the source: a layer is softmax, or retrieval heads see all tokens."""
-        return self.retrieval_grows or self._softmax_grows
+        """Whether the cache grows with the sequence or the source."""
+        return self.retrieval_grows or self.softmax_grows
 
     @property
-    def _softmax_grows(self) -> bool:
-        """Whether a layer that has a cache is softmax."""
-        return any(rfa < count for kind, (rfa, count) in self.layers.items() if kind != "encoder")
+    def growing(self) -> str:
+        """What the cache grows in, in words."""
+        return "the softmax layers" if self.softmax_grows else "the retrieval heads"
 
     @property
     def state_tokens(self) -> float:
-        """The state in tokens of the base model's cache that take as many bytes."""
-        length, softmax = next(iter(self.cache_bytes.items()))
-        return self.state_bytes * length / softmax
+        """The state in tokens of the base model's cache that take as many bytes, where that grows."""
+        length, softmax = list(self.cache_bytes.items())[-1]
+        return self.state_bytes * length / (softmax - sum(self.other_bytes.values()))
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the figures as (name, value) pairs, for the table and the model card."""
         share = self.added_parameters / self.num_parameters
-        grows = "the softmax layers'" if self._softmax_grows else "the retrieval heads'"
-        growth = f"and {grows} growing cache" if self.grows else "at any length"
+        growth = f"and {self.growing}' growing cache" if self.grows else "at any length"
         converted = {kind: f"{rfa} of {count}" for kind, (rfa, count) in self.layers.items()}
         features = {kind: str(count) for kind, count in self.feature_dims.items()}
         rows = [
@@ -127,6 +133,7 @@ class ConversionReport:
             ("parameters added", f"{self.added_parameters:,} ({share:.3%} of {self.num_parameters:,})"),
             ("numbers in buffers added", f"{self.added_buffers:,}"),
             ("state per sequence", f"{_size(self.state_bytes)} ({self.state_tokens:,.0f} tokens' worth), {growth}"),
+            *((f"cache of the {what}", f"{_size(size)}, at any length") for what, size in self.other_bytes.items()),
         ]
         of = " of source and output" if "cross" in self.layers else ""
         of = of if self.audio_positions is None else f" of output and {self.audio_positions:,} of audio"
@@ -195,13 +202,16 @@ def _size(num_bytes: int) -> str:
     return f"{size:.1f} GiB"
 
 
+#: Types of a base model's layers that keep the last tokens alone, and the configuration's field with their number.
+LIMITED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+
 def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -> int:
     """Return the bytes that an RFA model's cache holds for one sequence; an encoder's attention keeps none.
 
     Args:
         model: the RFA model; its softmax layers keep keys and values.
-        length: tokens of the sequence, and of its source where there is one of text; 0 counts the states alone. Layers of
-            other types than full and sliding attention are not counted.
+        length: tokens of the sequence, and of its source where there is one of text; 0 counts the states alone.
         softmax: count the cache of the softmax base model instead.
     """
     config: Any = model.config
@@ -209,19 +219,53 @@ def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -
         (each.rfa_kind, each.rfa_layer_idx): _state_bytes(each, model.dtype, length)
         for each in rfa_layers(model).values()
     }
-    kinds: tuple[AttentionKind, ...] = ("causal", "cross") if config.is_encoder_decoder else ("causal",)
     total = 0
+    for kind, index, layer_type in _cached_layers(config):
+        tokens = 0
+        if layer_type in FULL_ATTENTION:
+            tokens = config.max_source_positions if kind == "cross" and length and reads_audio(config) else length
+        elif layer_type in LIMITED:
+            tokens = min(
+                length, getattr(config, LIMITED[layer_type]) - 1
+            )  # the next token is the last one of its window
+        kept = _token_bytes(model, kind) * tokens
+        total += kept if softmax else states.get((kind, index), kept)
+    return total + (_recurrent_bytes(model) if length else 0)
+
+
+def _cached_layers(config: Any) -> Iterator[tuple[AttentionKind, int, str]]:
+    """Yield (kind of attention, index, type in the base model) of every layer that has a cache."""
+    kinds: tuple[AttentionKind, ...] = ("causal", "cross") if config.is_encoder_decoder else ("causal",)
     for kind in kinds:
-        types = config.base_layer_types() if kind == "causal" else ["full_attention"] * config.num_layers_for(kind)
-        per_token = 2 * config.num_heads_for(kind) * config.head_dim_for(kind) * model.dtype.itemsize
-        seen = config.max_source_positions if kind == "cross" and length and reads_audio(config) else length
+        types = config.base_layer_types() if kind == "causal" else FULL_ATTENTION[:1] * config.num_layers_for(kind)
         for index, layer_type in enumerate(types):
-            tokens = {"full_attention": seen, "attention": seen}.get(layer_type, 0)
-            if layer_type == "sliding_attention":
-                tokens = min(length, config.sliding_window - 1)  # the next token is the last one of its window
-            kept = per_token * tokens
-            total += kept if softmax else states.get((kind, index), kept)
-    return total
+            yield kind, index, layer_type
+
+
+def _token_bytes(model: PreTrainedModel, kind: AttentionKind) -> int:
+    """Return the bytes of a token's key and value in a softmax layer."""
+    config: Any = model.config
+    return 2 * config.num_heads_for(kind) * config.head_dim_for(kind) * model.dtype.itemsize
+
+
+def _other_bytes(model: PreTrainedModel) -> dict[str, int]:
+    """Return `ConversionReport.other_bytes` of an RFA model."""
+    config: Any = model.config
+    types = [layer_type for _, _, layer_type in _cached_layers(config)]
+    kept = [
+        min(config.max_position_embeddings, getattr(config, LIMITED[each]) - 1) for each in types if each in LIMITED
+    ]
+    sizes = {"sliding layers": _token_bytes(model, "causal") * sum(kept), "recurrent layers": _recurrent_bytes(model)}
+    return {what: size for what, size in sizes.items() if size}
+
+
+@torch.no_grad()
+def _recurrent_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of recurrent layers' states, of which the configuration does not tell: one token is read."""
+    if all(layer_type in (*FULL_ATTENTION, *LIMITED) for _, _, layer_type in _cached_layers(model.config)):
+        return 0
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    return recurrent_num_bytes(model(token, use_cache=True).past_key_values)
 
 
 def _state_bytes(layer: Any, dtype: torch.dtype, length: int) -> int:
@@ -266,6 +310,11 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
         "added_parameters": extended + sum(parameters.get(key, 0) for key in new),
         "added_buffers": sum(state[key].numel() for key in new if key not in parameters),
         "state_bytes": cache_bytes(model, 0),
+        "softmax_grows": any(
+            layer_type in FULL_ATTENTION and not config.is_rfa(kind, index)
+            for kind, index, layer_type in _cached_layers(config)
+        ),
+        "other_bytes": _other_bytes(model),
         "retrieval_grows": GROWING_LAYER_TYPE in config.cache_layer_types(),
         "audio_positions": config.max_source_positions if reads_audio(config) else None,
         "own_cache_bytes": {length: cache_bytes(model, length) for length in lengths},
@@ -291,8 +340,8 @@ def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_to
         )
     if no_tokenizer is not None:
         found.append(f"The result has no tokenizer (of the checkpoint: {no_tokenizer}).")
-    for field, kind in config.SOFTMAX_LAYERS.items():
-        indices = getattr(config, field)
+    for name, kind in config.SOFTMAX_LAYERS.items():
+        indices = getattr(config, name)
         if kind != "encoder" and indices:
             kept = ("layer " if len(indices) == 1 else "layers ") + ", ".join(map(str, indices))
             length = "sequence" if kind == "causal" else "source"

@@ -149,11 +149,28 @@ def _restore(kind: str, facts: dict[str, Any], held: dict[str, Tensor | None], e
 
 
 def cache_num_bytes(cache: Cache | None) -> int:
-    """Return the bytes that a cache's tensors take: RFA states, and keys and values of softmax layers."""
-    total = 0
-    for layer in () if cache is None else chain(*_parts(cache).values()):
-        held = (
-            layer.tensors() if hasattr(layer, "holds") else (getattr(layer, name, None) for name in ("keys", "values"))
-        )
-        total += sum(tensor.nbytes for tensor in held if tensor is not None)
-    return total
+    """Return the bytes that a cache's tensors take: RFA states, keys and values, and states of recurrent layers."""
+    layers = () if cache is None else chain(*_parts(cache).values())
+    return sum(tensor.nbytes for layer in layers for tensor in _tensors(layer))
+
+
+def recurrent_num_bytes(cache: Cache) -> int:
+    """Return the bytes of the states that linear attention, recurrences and convolutions of a base model keep."""
+    return sum(state.nbytes for layer in cache.layers for state in _recurrent_states(layer))
+
+
+def _tensors(layer: Any) -> list[Tensor]:
+    """Return the tensors that a cache layer holds."""
+    if hasattr(layer, "holds"):
+        held = list(layer.tensors())
+    else:
+        held = [getattr(layer, name, None) for name in ("keys", "values")] + _recurrent_states(layer)
+    return [tensor for tensor in held if tensor is not None]
+
+
+def _recurrent_states(layer: Any) -> list[Tensor]:
+    found: list[Tensor | None] = []
+    for name in ("conv_states", "recurrent_states"):
+        states = getattr(layer, name, None)  # by number, or a single one in an older transformers
+        found += states.values() if isinstance(states, dict) else [states]
+    return [state for state in found if state is not None]

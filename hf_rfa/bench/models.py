@@ -120,6 +120,8 @@ def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0
     tokens = {name: ids.expand(-1, count) for name, ids in inputs.items() if name.endswith("input_ids")}
     model(**inputs | tokens, **cache_argument(cache))
     for layer in own.layers:
+        if not hasattr(layer, "keys") and not isinstance(layer, RFALayer):
+            continue  # a recurrent layer, whose states have one size
         missing = position - int(layer.get_seq_length())
         if isinstance(layer, RFALayer):
             layer.cumulative_length += missing

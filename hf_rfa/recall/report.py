@@ -26,6 +26,8 @@ def report_rows(report: RecallReport) -> list[tuple[str, list[str]]]:
     kinds = [[each.state, each.window, each.sinks, each.slots, each.retrieval] for each in held]
     name = "of it state + window + sinks + slots + retrieval heads"
     rows.append((name, [" + ".join(f"{size:,}" for size in each) for each in kinds]))
+    others = [sum(size * most for size, most in each.sliding) + each.recurrent for each in held]
+    rows.append(("of it sliding and recurrent layers, at most", [f"{size:,}" if size else "" for size in others]))
     texts = ["" if column.worth is None else f"{column.worth:,.0f}" for column in report.columns]
     rows.append(("cache, tokens of the teacher's", texts))
     groups = [_groups(column) for column in report.columns]

@@ -282,10 +282,11 @@ def recall_suite(
     if teacher is not None:
         add("softmax", teacher, base)
     if controls is None:
-        controls = [] if teacher is None else [(max(1, round(own.after(length) / base.per_token) - SINKS), SINKS)]
+        controls = [] if teacher is None else [(max(1, round(own.worth(base, length)) - SINKS), SINKS)]
     for window, sinks in controls:
         name = f"window {window} + {sinks} sinks"
-        limited = CacheMemory(0, base.per_token * window, base.per_token * sinks, 0)
+        others: dict[str, Any] = {"sliding": base.sliding, "recurrent": base.recurrent}
+        limited = CacheMemory(0, base.per_token * window, base.per_token * sinks, 0, **others)
         add(name, teacher or model, limited, (window, sinks))
     add("this model", model, own)
 
