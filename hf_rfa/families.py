@@ -22,6 +22,7 @@ from .models.configuration_rfa import (
     decoder_config_class,
     seq2seq_config_class,
 )
+from .models.rfa_classes import register_name
 
 AUTO_CLASSES: tuple[Any, ...] = (
     auto.AutoModel,
@@ -29,16 +30,11 @@ AUTO_CLASSES: tuple[Any, ...] = (
     auto.AutoModelForSeq2SeqLM,
     auto.AutoModelForSpeechSeq2Seq,
     auto.AutoModelForPreTraining,
+    auto.AutoModelForMaskedLM,
     auto.AutoModelForSequenceClassification,
     auto.AutoModelForTokenClassification,
     auto.AutoModelForQuestionAnswering,
 )
-#: The Trainer, transformers' server and lm-eval recognize language models by these tables of class names.
-NAME_TABLES: dict[Any, dict[str, Any]] = {
-    auto.AutoModelForCausalLM: auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    auto.AutoModelForSeq2SeqLM: auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    auto.AutoModelForSpeechSeq2Seq: auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-}
 
 
 def interpolate_positions(embedding: nn.Embedding, count: int) -> Tensor:
@@ -218,12 +214,12 @@ def _register_models(family: Family) -> None:
     """Let Auto classes load a family's RFA models, and its configurations name them."""
     config = family.rfa_config
     config.AUTO_MAP = {"AutoConfig": _place(config)}
+    for model in family.models or ():  # classes that are made by name do so themselves
+        register_name(_base_class(model), model)
     for auto_class, model in family.auto_models.items():
         auto_class.register(config, model, exist_ok=True)
         model.register_for_auto_class(auto_class)
         config.AUTO_MAP[auto_class.__name__] = _place(model)
-        if auto_class in NAME_TABLES:
-            NAME_TABLES[auto_class][config.model_type] = model.__name__
 
 
 def _base_class(model: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -15,6 +15,7 @@ from transformers import (
     BigBirdPegasusForConditionalGeneration,
     MBartConfig,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from hf_rfa import (
     FAMILIES,
@@ -28,7 +29,7 @@ from hf_rfa import (
     register_family,
 )
 from hf_rfa.convert import convert
-from hf_rfa.families import NAME_TABLES, decoder_family, seq2seq_family
+from hf_rfa.families import decoder_family, seq2seq_family
 
 from .conftest import save_tiny_tokenizer, tiny_seq2seq_config
 
@@ -80,7 +81,8 @@ def test_it_decodes_with_a_cache_of_one_size_as_without(folders):
 
 
 def test_everything_that_goes_by_family_knows_it(folders):
-    assert NAME_TABLES[AutoModelForSeq2SeqLM]["rfa_bigbird_pegasus"] == "RFABigBirdPegasusForConditionalGeneration"
+    names = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    assert names["rfa_bigbird_pegasus"] == "RFABigBirdPegasusForConditionalGeneration"
     softmax, rfa = bench.pair(BigBirdPegasusConfig.from_pretrained(folders[0]), 30)
     assert (softmax.config.model_type, rfa.config.model_type) == ("bigbird_pegasus", "rfa_bigbird_pegasus")
 

@@ -11,11 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers.models.auto import modeling_auto
 
 import hf_rfa
+from hf_rfa import FAMILIES
 from hf_rfa.convert import convert
 
 from .families import COMMON, every_family, has_encoder, save_softmax_model
+
+#: The families whose classes are made by name.
+BY_NAME = [family for family in COMMON if FAMILIES[family].models is None]
 
 #: Runs without hf_rfa: loads every head of every checkpoint, and writes what the models say.
 ELSEWHERE = """
@@ -27,7 +32,7 @@ from safetensors.torch import save_file
 folder, found = pathlib.Path(sys.argv[1]), {}
 for name in ("gpt2", "bart", "marian", "llama"):
     heads = json.loads((folder / name / "config.json").read_text())["auto_map"]
-    for head in heads:
+    for head in reversed(heads):  # those first that build their body by an Auto class
         if head == "AutoConfig":
             continue
         cls = getattr(transformers, head)
@@ -45,6 +50,10 @@ for name in ("gpt2", "bart", "marian", "llama"):
     again = lm.from_pretrained(folder / f"{name}-again", trust_remote_code=True).eval()
     assert torch.equal(again.generate(ids, max_new_tokens=9, do_sample=False), tokens)
 save_file(found, folder / "found.safetensors")
+(folder / "tables.json").write_text(json.dumps(
+    {name: {kind: each for kind, each in table.items() if kind.startswith("rfa_")}
+     for name, table in vars(transformers.models.auto.modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
+))
 """
 
 
@@ -73,7 +82,31 @@ def test_every_head_works_without_the_package(checkpoints, tmp_path):
         with torch.no_grad():
             torch.testing.assert_close(found[f"{family} {auto.__name__}"], model(ids, **options).logits)
         assert torch.equal(found[f"{family} tokens"], model.generate(ids, max_new_tokens=9, do_sample=False))
-    assert len(found) == 6 + 6 + 3 + 5 + len(COMMON)
+    assert len(found) == 6 + 7 + 3 + 5 + len(COMMON)
+    tables = json.loads((checkpoints / "tables.json").read_text())
+    for name, table in name_tables().items():
+        known = {family.rfa_config.model_type for family in map(FAMILIES.get, BY_NAME)}
+        expected = {kind: each for kind, each in table.items() if kind in known}
+        assert {kind: each for kind, each in tables[name].items() if kind in known} == expected, name
+    assert tables["MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"]["rfa_llama"] == "RFALlamaForSequenceClassification"
+
+
+@pytest.mark.parametrize("family", BY_NAME)
+def test_classes_stand_in_transformers_tables_of_names_where_their_base_classes_do(family):
+    """By them the Trainer shifts labels, pipelines and servers take a model, and model cards name its task."""
+    declared = FAMILIES[family]
+    declared.rfa_config()  # classes are made when they are first needed
+    for base, model in declared.architectures.values():
+        standing = {
+            name: [each for each, table in name_tables().items() if name in table.values()]
+            for name in (base.__name__, model.__name__)
+        }
+        assert standing[model.__name__] == standing[base.__name__] != []
+
+
+def name_tables() -> dict[str, dict[str, str]]:
+    """Return the tables of class names by which transformers knows models, by their own names."""
+    return {name: table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
 
 
 @every_family

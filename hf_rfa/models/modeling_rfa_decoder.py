@@ -21,7 +21,6 @@ from transformers import AttentionInterface, AutoModel, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.models.auto import modeling_auto
 
 from .attention import RFAAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, take_cache
@@ -44,7 +43,7 @@ from .masking import (
     padding_of_mask,
     read_mask,
 )
-from .rfa_classes import RFAPreTrainedMixin, base_class, make_class
+from .rfa_classes import RFAPreTrainedMixin, base_class, make_class, register_name
 
 #: Name of random feature attention in transformers' attention interface.
 INTERFACE = "rfa"
@@ -197,7 +196,14 @@ class RFADecoderMixin(RFAPreTrainedMixin):
     convolutions or recurrences refuse them, since these read a row as one text.
     """
 
+    base_config_class: Any
+
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        # Heads of several families build their body by `AutoModel`. A folder's checkpoint without the package has its
+        # configuration from another copy of these modules, which no class is registered for.
+        bodies: Any = AutoModel._model_mapping
+        if self.base_config_class in bodies and type(config) not in bodies:
+            bodies.register(type(config), rfa_model_class(bodies[self.base_config_class]))
         super().__init__(config, *args, **kwargs)
         stack: Any = None
         for module in list(self.modules()):  # type: ignore[attr-defined]
@@ -338,18 +344,14 @@ def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         return make_class(globals(), base, (RFAPreTrainedMixin,), text, config_class=config_class)
     family = next(cls for cls in base.__mro__ if PreTrainedModel in cls.__bases__)
     text = f"{base.__name__} with random feature attention."
-    found = make_class(globals(), base, (RFADecoderMixin, rfa_model_class(family)), text, config_class=config_class)
-    if (
-        base.__name__ in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    ):  # by which Trainer and others know one
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = found.__name__
+    attributes: dict[str, Any] = {"config_class": config_class, "base_config_class": base_config}
+    found = make_class(globals(), base, (RFADecoderMixin, rfa_model_class(family)), text, **attributes)
     # Files name some tensors otherwise than models, and hold experts one by one: by class or by model_type.
     names = {base.__name__: found.__name__, base_config.model_type: config_class.model_type}
     for name, own in names.items():
         if (conversions := get_checkpoint_conversion_mapping(name)) is not None:
             register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
-    if base is AutoModel._model_mapping.get(base_config, None):  # heads of several families build their body by it
-        AutoModel.register(config_class, found, exist_ok=True)
+    register_name(base, found)
     return found
 
 

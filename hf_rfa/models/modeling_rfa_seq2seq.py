@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.models.auto import modeling_auto
 
 from .attention import RFAAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, take_cache
@@ -31,14 +30,8 @@ from .masking import (
     padding_of_causal_mask,
     read_mask,
 )
-from .rfa_classes import RFAPreTrainedMixin, base_class, make_class
+from .rfa_classes import RFAPreTrainedMixin, base_class, make_class, register_name
 
-#: The tables of names by which Trainer, transformers serve, pipelines and lm-eval recognize language models.
-NAME_TABLES: tuple[dict[str, str], ...] = (
-    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-)
 #: The attention modules of a layer by name, and the attention that each is.
 DECODER_KINDS: dict[str, AttentionKind] = {"self_attn": "causal", "encoder_attn": "cross"}
 ENCODER_KINDS: dict[str, AttentionKind] = {"self_attn": "encoder"}
@@ -290,9 +283,7 @@ def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     family = next(cls for cls in base.__mro__ if PreTrainedModel in cls.__bases__)
     text = f"{base.__name__} with random feature attention."
     found = make_class(globals(), base, (RFASeq2SeqMixin, rfa_model_class(family)), text, **attributes)
-    for table in NAME_TABLES:
-        if base.__name__ in table.values():
-            table[found.config_class.model_type] = found.__name__
+    register_name(base, found)
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
 
 from .cache_names import cache_name, take_cache
 
@@ -130,6 +131,17 @@ def make_class(
         body = {"__module__": namespace["__name__"], "__doc__": text, **attributes}
         namespace[name] = finish(type(name, (*mixins, base), body))
     return namespace[name]
+
+
+def register_name(base: type, cls: Any) -> None:
+    """Put a class into transformers' tables of names wherever its softmax class ``base`` is.
+
+    By them the Trainer shifts the labels of a smoothed loss, pipelines, servers and lm-eval take a model, and model cards
+    name its task. A checkpoint's own copy of these modules does it too.
+    """
+    for name, table in vars(modeling_auto).items():
+        if name.endswith("_MAPPING_NAMES") and base.__name__ in table.values():
+            table[cls.config_class.model_type] = cls.__name__
 
 
 def base_class(module: str, name: str, kind: type) -> Any:
