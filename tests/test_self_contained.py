@@ -50,6 +50,16 @@ for name in ("gpt2", "bart", "marian", "llama"):
     again = lm.from_pretrained(folder / f"{name}-again", trust_remote_code=True).eval()
     assert torch.equal(again.generate(ids, max_new_tokens=9, do_sample=False), tokens)
 save_file(found, folder / "found.safetensors")
+import peft  # of a model by its own code it knows no modules to adapt by default: docs/finetuning.md
+try:
+    peft.get_peft_model(model, peft.LoraConfig())
+except ValueError as error:
+    assert "target_modules" in str(error), error
+else:
+    raise AssertionError("PEFT knows the model")
+adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+names = [key for key, each in adapted.named_parameters() if each.requires_grad]
+assert len(names) == 2 * 7 * model.config.num_hidden_layers, names  # two matrices a projection: of attention 4, of the MLP 3
 (folder / "tables.json").write_text(json.dumps(
     {name: {kind: each for kind, each in table.items() if kind.startswith("rfa_")}
      for name, table in vars(transformers.models.auto.modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
