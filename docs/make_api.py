@@ -100,9 +100,9 @@ that of [method.md](method.md). Commands: `hf-rfa --help`.
 """
 
 #: What the table of models leaves out.
-OTHER_MODELS = """Every other family of [models.md](models.md) has classes of the same form, made when they are asked for:
-`RFA` and the name of the softmax class, with the configuration `RFA` and the name of the base model's, such as
-`RFAGPT2Config`, `RFABartConfig` and `RFAMarianConfig`. Auto classes return them."""
+OTHER_MODELS = """Every other family of [models.md](models.md) has classes of the same form, made when they are asked for as
+`hf_rfa.RFALlamaForCausalLM`, say: `RFA` and the name of the softmax class, with the configuration `RFA` and the name of the
+base model's, such as `RFAGPT2Config`, `RFABartConfig` and `RFAMarianConfig`. Auto classes return them."""
 
 
 def render(obj: Any, members: list[str] | None) -> str:

@@ -1,4 +1,4 @@
-"""Convert a GPT-2, measure it beside its parent, and let both continue a prompt.
+"""Convert a decoder, measure it beside its parent, and let both continue a prompt.
 
 python examples/convert_and_generate.py                            # the small model in demo/model, offline
 python examples/convert_and_generate.py gpt2 --calibrate some.txt --evaluate other.txt --output gpt2-rfa
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_rfa import cache_num_bytes  # importing hf_rfa registers the RFA models with transformers
 from hf_rfa.convert import convert
@@ -23,7 +23,9 @@ DEMO = Path(__file__).resolve().parent.parent / "demo"
 def main() -> None:
     """Run the example."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default=str(DEMO / "model"), help="folder or hub name of a GPT-2")
+    parser.add_argument(
+        "model", nargs="?", default=str(DEMO / "model"), help="folder or hub name of a decoder, a GPT-2 say"
+    )
     parser.add_argument("--calibrate", type=Path, default=DEMO / "calibration.txt.gz", help="text to calibrate on")
     parser.add_argument("--evaluate", type=Path, default=DEMO / "heldout.txt.gz", help="another text, to measure on")
     parser.add_argument("--output", type=Path, default=Path("converted"), help="folder to write")
@@ -31,6 +33,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="tokens to measure on")
     parser.add_argument("--new-tokens", type=int, default=40, help="tokens to generate")
     args = parser.parse_args()
+    if AutoConfig.from_pretrained(args.model).is_encoder_decoder:
+        parser.error(f"{args.model} has an encoder. Pass a decoder, a GPT-2 or a Llama say.")
 
     report = convert(args.model, args.output, calibrate_on=args.calibrate, overwrite=True)
     for what, value in report.rows():

@@ -1,4 +1,4 @@
-"""Convert a GPT-2, let it learn its parent's attention, and fine-tune it with transformers' Trainer.
+"""Convert a decoder, let it learn its parent's attention, and fine-tune it with transformers' Trainer.
 
 The demo's text is too short to gain much from: it shows how. Distillation wants blocks as long as the texts it is for.
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from hf_rfa.convert import convert
 from hf_rfa.convert.text_io import read_documents
@@ -29,7 +29,9 @@ DEMO = Path(__file__).resolve().parent.parent / "demo"
 def main() -> None:
     """Run the example."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default=str(DEMO / "model"), help="folder or hub name of a GPT-2")
+    parser.add_argument(
+        "model", nargs="?", default=str(DEMO / "model"), help="folder or hub name of a decoder, a GPT-2 say"
+    )
     parser.add_argument("--train", type=Path, default=DEMO / "calibration.txt.gz", help="text to train on")
     parser.add_argument("--evaluate", type=Path, default=DEMO / "heldout.txt.gz", help="another text, to measure on")
     parser.add_argument("--output", type=Path, default=Path("trained"), help="folder for the three checkpoints")
@@ -38,6 +40,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="tokens to measure on")
     parser.add_argument("--lora-rank", type=int, default=0, help="fine-tune LoRA matrices of this rank; 0: all weights")
     args = parser.parse_args()
+    if AutoConfig.from_pretrained(args.model).is_encoder_decoder:
+        parser.error(f"{args.model} has an encoder. Pass a decoder, a GPT-2 or a Llama say.")
     converted, distilled, tuned = (args.output / name for name in ("converted", "distilled", "tuned"))
 
     convert(args.model, converted, feature_map="exponential", calibrate_on=args.train, overwrite=True)
@@ -49,7 +53,8 @@ def main() -> None:
     if args.lora_rank:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=args.lora_rank, fan_in_fan_out=True))
+        transposed = model.config.model_type == "rfa_gpt2"  # as GPT-2's matrices are
+        model = get_peft_model(model, LoraConfig(r=args.lora_rank, fan_in_fan_out=transposed))
     arguments = TrainingArguments(
         output_dir=str(args.output / "runs"),
         max_steps=args.steps,

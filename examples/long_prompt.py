@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_rfa import load_cache, save_cache
 from hf_rfa.convert import convert
@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=30, help="tokens of each continuation")
     parser.add_argument("--ask", nargs="+", default=[" The captain", " At sea", " No"], help="how each one starts")
     args = parser.parse_args()
+    if args.model is not None and AutoConfig.from_pretrained(args.model).is_encoder_decoder:
+        parser.error(f"{args.model} has an encoder. Pass a converted decoder, a GPT-2 or a Llama say.")
 
     args.output.mkdir(parents=True, exist_ok=True)
     if args.model is None:

@@ -4,6 +4,10 @@ Importing this package registers the RFA models with transformers' Auto classes,
 ``AutoModelForCausalLM.from_pretrained`` loads a converted checkpoint.
 """
 
+from typing import Any
+
+from transformers import PreTrainedModel
+
 from . import integrations  # noqa: F401  # registers with PEFT
 from .backends import use_backend
 from .cache_files import cache_num_bytes, load_cache, save_cache
@@ -39,6 +43,7 @@ from .models.modeling_rfa_seq2seq import (
     RFAMarianMTModel,
     RFAMarianPreTrainedModel,
 )
+from .models.rfa_classes import base_class
 from .version import __version__, warn_of_untested_transformers
 
 __all__ = [
@@ -81,3 +86,16 @@ __all__ = [
 ]
 
 warn_of_untested_transformers()
+
+
+def __getattr__(name: str) -> Any:
+    """Return a model class of any family by its name: ``RFALlamaForCausalLM`` for transformers' ``LlamaForCausalLM``.
+
+    Raises:
+        AttributeError: if there is no such class, or if its family is not supported.
+    """
+    base = base_class(__name__, name, PreTrainedModel)
+    family = FAMILIES.get(base.config_class.model_type) if base.config_class else None
+    if family is None or base.__name__ not in family.architectures:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {base.__name__} is not supported")
+    return family.architectures[base.__name__][1]

@@ -15,7 +15,9 @@ from glob import glob
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from transformers import AutoModelForCausalLM
 
 import hf_rfa
 from hf_rfa.version import NEWEST_TESTED_TRANSFORMERS
@@ -164,3 +166,17 @@ def test_a_transformers_newer_than_the_tested_is_warned_of_once(monkeypatch, rec
     importlib.reload(hf_rfa)
     (warning,) = recwarn
     assert f"5.99.0.dev0 is newer than {NEWEST_TESTED_TRANSFORMERS}" in str(warning.message)
+
+
+def test_model_classes_of_every_family_are_names_of_the_package():
+    config = hf_rfa.FAMILIES["qwen3"].rfa_config(vocab_size=61, hidden_size=16, num_hidden_layers=1)
+    with torch.device("meta"):
+        assert type(AutoModelForCausalLM.from_config(config)) is hf_rfa.RFAQwen3ForCausalLM
+    assert issubclass(hf_rfa.RFAGPT2LMHeadModel, hf_rfa.RFAGPT2PreTrainedModel)
+    for name, reason in (
+        ("RFABloomForCausalLM", ": BloomForCausalLM is not supported"),
+        ("RFANothing", "$"),
+        ("x", "$"),
+    ):
+        with pytest.raises(AttributeError, match=f"module 'hf_rfa' has no attribute '{name}'{reason}"):
+            getattr(hf_rfa, name)
