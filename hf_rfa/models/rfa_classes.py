@@ -28,7 +28,7 @@ def own_parts(model: nn.Module) -> dict[str, Any]:
     Experts may have gates too. A checkpoint may bring its own copy of the classes: an attribute tells RFA attention.
     """
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "rfa_kind")}
-    parts = {f"{name}.{part}": getattr(layer, part) for name, layer in layers.items() for part in OWN_PARTS}
+    parts = {f"{name}.{part}": getattr(layer, part, None) for name, layer in layers.items() for part in OWN_PARTS}
     return {name: part for name, part in parts.items() if part is not None}
 
 
