@@ -11,11 +11,10 @@ from hf_rfa import FAMILIES
 
 from .conftest import refused
 from .decoders import NAMES, parent
-from .families import COMMON, base_config, every_family, has_encoder, logits, make, read, source, tokens
+from .families import base_config, every_family, has_encoder, logits, make, read, source, tokens
 
 #: Fields by which attention of these families becomes bidirectional, and what its error begins with.
 FIELDS = [("is_causal", False), ("use_bidirectional_attention", True), ("use_bidirectional_attention", "all")]
-WITHOUT_GPT2 = [family for family in COMMON if family != "gpt2"]
 #: The families of this package whose configurations declare such a field.
 DECLARED = [name for name in NAMES if hasattr(CONFIG_MAPPING[name](), "use_bidirectional_attention")]
 
@@ -45,7 +44,7 @@ def test_the_field_that_families_declare_is_read(family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", WITHOUT_GPT2)
+@every_family
 def test_a_field_that_is_set_later_is_refused(family):
     """When a model is made, and in one that is there: transformers' own models read it at every call."""
     model = make(family)
@@ -70,7 +69,7 @@ def test_a_bidirectional_model_is_not_converted(family, fields, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", WITHOUT_GPT2)
+@every_family
 def test_a_call_for_bidirectional_attention_is_refused(family):
     model, ids = make(family), tokens()
     with pytest.raises(ValueError, match="is_causal=False"):
