@@ -217,15 +217,14 @@ def prepare_decoder(
     if not config.softmax_layers_for("causal"):
         kwargs["attention_mask"] = _no_mask(device)
     if source is not None:
-        source_mask = read_mask(kwargs.get("encoder_attention_mask"))
-        if "encoder_attention_mask" in stack.reads_inputs:
-            kwargs["encoder_attention_mask"] = source_mask
+        source_mask = kwargs.get("encoder_attention_mask")
         cache = _prepare_cache(config, cache, kwargs.get("use_cache"))
         finished = isinstance(cache, EncoderDecoderCache) and any(cache.is_updated.values())
         if not finished or kwargs["output_rfa_attentions"]:  # a finished state is read without any mask
-            kwargs["source_padding_mask"] = local_padding(source_mask, source.shape[1])
-        if "encoder_attention_mask" in stack.reads_inputs and not config.softmax_layers_for("cross"):
-            kwargs["encoder_attention_mask"] = _no_mask(device)
+            kwargs["source_padding_mask"] = local_padding(read_mask(source_mask), source.shape[1])
+        if "encoder_attention_mask" in stack.reads_inputs:
+            softmax = bool(config.softmax_layers_for("cross"))
+            kwargs["encoder_attention_mask"] = read_mask(source_mask) if softmax else _no_mask(device)
     kwargs[cache_name(stack.reads_inputs)] = cache
     return (), kwargs
 
