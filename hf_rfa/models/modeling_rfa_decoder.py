@@ -159,7 +159,7 @@ class RFADecoderAttention(RFAAttentionMixin):
         wrong = None
         if softcap is not None:
             wrong = f"caps its logits at {softcap}, so that its weights are no function of q·k alone"
-        elif key.shape[1] != heads or {key.shape[-1], value.shape[-1], query.shape[-1]} != {width}:
+        elif key.shape[1] != heads or any(each.shape[-1] != width for each in (query, key, value)):
             wrong = f"has keys {tuple(key.shape)} and values {tuple(value.shape)}, not {heads} heads of width {width}"
         if wrong is not None:
             raise ValueError(f"{type(self).__name__} {wrong}: this attention is not supported.")
