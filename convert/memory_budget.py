@@ -238,7 +238,9 @@ def spend_memory(
     texts = [held_out, held_out | {"input_ids": repeated_passages(held_out["input_ids"], seed=options.seed)[0]}]
     batched = [batches(text | {"labels": text["input_ids"]}) for text in texts]
     plain = ways_to_spend(checkpoint, options)[0][2]
+    report_progress("loading the weights", 1)
     model, base_model = _load(checkpoint, plain)
+    report_progress("scoring the base model", 1)
     softmax = [score_labels(base_model, text).perplexity for text in batched]
     grows = options.growing_heads
     count = grows + max(retrieval_counts(number_of_heads(checkpoint, plain)))
@@ -260,7 +262,7 @@ def spend_memory(
             f"growing_heads={grows}: {len(heads)} retrieval heads were found on the text, and one at least has to have a "
             "window within the memory. Ask for fewer, for more memory, or pass a longer text."
         )
-    report_progress("spending the memory", len(ways))
+    report_progress("trying ways to spend the memory", len(ways))
     trials: list[Trial] = []
     for name, tokens, chosen in ways:
         model, base_model = _load(checkpoint, chosen)

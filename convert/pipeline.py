@@ -128,7 +128,10 @@ def convert(
     if options.calibrate_on is not None:
         inputs = _add_labels(base_model, inputs, report_progress)
 
-    swapped = score_labels(model, batches(inputs)) if "labels" in inputs else None
+    swapped = None
+    if "labels" in inputs:
+        report_progress("scoring before calibration", 1)
+        swapped = score_labels(model, batches(inputs))
     report_progress("calibrating", len(rfa_layers(model)))
     gains = calibrate(model, base_model, inputs, on_layer=lambda: report_progress(None, 1))
     sensitivities: list[LayerSensitivity] = []
@@ -137,10 +140,12 @@ def convert(
         sensitivities = measure_sensitivity(model, base_model, inputs, on_batch=lambda: report_progress(None, 1))
         model = keep_softmax(model, sensitivities, options.keep_softmax)
 
-    report_progress("measuring", 1)
     perplexities = None
     if swapped is not None:
-        softmax, calibrated = (score_labels(each, batches(inputs)) for each in (base_model, model))
+        report_progress("scoring the base model", 1)
+        softmax = score_labels(base_model, batches(inputs))
+        report_progress("scoring the result", 1)
+        calibrated = score_labels(model, batches(inputs))
         perplexities = Perplexities(
             softmax=softmax.perplexity,
             swapped=swapped.perplexity,
@@ -148,7 +153,10 @@ def convert(
             tokens=softmax.tokens,
             own_outputs=config.is_encoder_decoder,
         )
-    maps = compare_attention(model, base_model, inputs) if gains else []
+    maps = []
+    if gains:
+        report_progress("comparing attention weights", 1)
+        maps = compare_attention(model, base_model, inputs)
     del base_model
     gc.collect()
     give_back_memory()
@@ -249,6 +257,7 @@ def _choose_heads(
 ) -> tuple[ConversionOptions, list[RetrievalHead]]:
     """Return the options with the retrieval heads that their number asks for, and how these were chosen."""
     count = int(options.retrieval_heads)  # type: ignore[arg-type]
+    report_progress("loading the weights", 1)
     model, base_model = _load(checkpoint, config, options)
     report_progress("calibrating, to choose heads", len(rfa_layers(model)))
     calibrate(model, base_model, inputs, on_layer=lambda: report_progress(None, 1))

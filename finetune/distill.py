@@ -66,7 +66,8 @@ def distill(
         resume: continue an interrupted run.
         overwrite: replace a checkpoint that is at ``destination``.
         command: the command that the model card states; None stands for these arguments.
-        progress: called with (name, number of steps) at the start of a stage, and (None, 1) when a step is done.
+        progress: called with (name, number of steps) when something begins, a stage of the training for instance, and with
+            (None, 1) when a step is done.
 
     Returns:
         The figures of the distillation.
@@ -75,6 +76,7 @@ def distill(
         InputError: if an argument cannot be used; no training has started then.
     """
     arguments = locals()
+    report_progress: Progress = progress or (lambda step, total: None)
     check_one_process()
     destination = Path(destination)
     settings = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
@@ -87,11 +89,13 @@ def distill(
     work = training_folder(destination)
     check_training_folder(work, resume=resume)
 
+    report_progress("loading the models", 1)
     model, tokenizer = load_model(str(checkpoint), dtype="float32")
     softmax_model, _ = load_model(str(teacher), kind=kind_of(model.config), dtype="float32", need_tokenizer=False)
     _check_teacher(model, softmax_model, str(checkpoint), str(teacher), transfer=settings.transfer.steps > 0)
     configs: tuple[Any, ...] = (model.config, softmax_model.config)
     settings = settings.resolve(model.config, min(config.max_position_embeddings for config in configs))
+    report_progress("reading the data", 1)
     datasets = {}
     for name, stage in settings.stages().items():
         if stage.steps:
@@ -103,7 +107,8 @@ def distill(
     report = DistillationReport(
         command or _command(arguments, model.config.feature_map), data_name(str(data)), settings
     )
-    _train(model, softmax_model, tokenizer, held_out, learned, report, work, resume, progress)
+    _train(model, softmax_model, tokenizer, held_out, learned, report, work, resume, report_progress)
+    report_progress("writing", 1)
     with new_folder(destination) as folder:
         _write(model, tokenizer, report, str(checkpoint), folder, destination.resolve().name)
     shutil.rmtree(work, ignore_errors=True)
@@ -217,16 +222,18 @@ def _train(
     report: DistillationReport,
     work: Path,
     resume: bool,
-    progress: Progress | None,
+    progress: Progress,
 ) -> None:
     """Run the stages that have data, and measure on the items that are held out."""
     collate: Any = default_data_collator if kind_of(model.config) == "causal" else PairCollator(tokenizer, model=model)
     batch: Inputs = collate([held_out[index] for index in range(HELD_OUT)])
     rows = [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(HELD_OUT)]
     for name, each in (("teacher", teacher), ("converted", model)):  # a row at a time: logits take the most memory
+        progress(f"scoring the {name} model", 1)
         report.perplexities[name] = score_labels(each, rows).perplexity
     for name, dataset in learned.items():
         if name == "transfer":
+            progress("comparing attention weights", 1)
             report.before = _divergences(model, teacher, batch)
         result = train_stage(
             cast(Any, name),
@@ -241,9 +248,11 @@ def _train(
             progress=progress,
         )
         if name == "transfer":
+            progress("comparing attention weights", 1)
             report.after = _divergences(model, teacher, batch)
             report.maps = compare_attention(model, teacher, batch)
         report.stages.append(result)
+        progress("scoring the trained model", 1)
         report.perplexities[result.name] = score_labels(model, rows).perplexity
 
 

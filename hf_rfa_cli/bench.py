@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .console import console, shown_count, warn
+from .console import console, shown_count, starting, warn
 from .options import UsageError, in_a_folder, number
 
 
@@ -79,6 +79,7 @@ def bench_command(
             "--against llama.cpp is about decoding one sequence on a CPU: pass --task decoding --batches 1."
         )
 
+    starting(f"timing {model} ({', '.join(tasks)})")
     import torch
     from huggingface_hub.errors import StrictDataclassError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 console = Console()
 errors = Console(stderr=True)
+
+
+def starting(what: str) -> None:
+    """Say on stderr what a command does, before it imports torch, which takes seconds; of several processes one says it."""
+    if os.environ.get("RANK", "0") == "0":
+        errors.print(f"{what} …", markup=False, highlight=False, soft_wrap=True)
 
 
 def warn(message: str) -> None:

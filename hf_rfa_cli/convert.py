@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from .console import console, report_of
+from .console import console, report_of, starting
 from .options import Overwrite, References, Resume, UsageError, number, text_file
 
 #: What convert/options.py defines, read by its path: importing it as a module of `hf_rfa` would load torch.
@@ -126,6 +126,7 @@ def convert_command(
     options |= {name: _layers(OPTIONS.flag_of(name), options[name]) for name in LAYERS}
     options[HEADS] = _heads(OPTIONS.flag_of(HEADS), options[HEADS])
     options["calibrate_on"] = options["calibrate_on"] or data
+    starting(f"converting {checkpoint} to {destination}")
     if not trains:
         _convert(checkpoint, destination, overwrite=overwrite, **options)
         return

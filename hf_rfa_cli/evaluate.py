@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .console import console, shown_count, warn
+from .console import console, shown_count, starting, warn
 from .options import (
     BatchSize,
     Beams,
@@ -177,6 +177,7 @@ def evaluate_command(
         return
     if text is None:
         raise UsageError("Missing argument 'TEXT': a file to measure on.")
+    starting(f"evaluating {model} on {text}")
     from hf_rfa.convert.atomic_io import check_file, new_file
     from hf_rfa.convert.calibration_data import tokenize
     from hf_rfa.convert.perplexity import shown
@@ -197,7 +198,7 @@ def evaluate_command(
     kind_of_model: Any = "causal" if task == "perplexity" else "seq2seq"
     loaded, tokenizer = load_model(model, kind=kind_of_model, dtype=dtype, device=device)
     use_attention_component(loaded, attention_component)
-    with shown_count("evaluating") as on_batch:
+    with shown_count("scoring the text" if task == "perplexity" else "answering the sources") as on_batch:
         shared: Any = {"batch_size": batch_size, "on_batch": on_batch}
         if task == "perplexity":
             ids = tokenize(tokenizer, documents)[:max_tokens]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .console import console, errors
+from .console import console, errors, starting
 from .options import BatchSize, Beams, Device, Model, ModelDtype, Seed, UsageError, number, text_file
 
 STDIN = Path("-")
@@ -85,6 +85,7 @@ def generate_command(
             "--compile is not for beams, whose steps transformers does not compile: leave out one of the two."
         )
 
+    starting(f"loading {model}")
     from transformers import TextStreamer
 
     from hf_rfa.inference import generate_text, load_model

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .console import starting
 from .options import UsageError
 
 Imports = Annotated[
@@ -41,6 +42,7 @@ def importing(command: Callable[..., Any]) -> Callable[..., Any]:
 def import_modules(names: Sequence[str]) -> None:
     """Import modules that Python finds, and ``.py`` files, each once; a `UsageError` says what is wrong with one."""
     for name in names:
+        starting(f"importing {name}")
         try:
             _import_file(Path(name).resolve()) if name.endswith(".py") else importlib.import_module(name)
         except (ImportError, FileNotFoundError) as error:

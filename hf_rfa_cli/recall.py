@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .console import console, shown_count
+from .console import console, shown_count, starting
 from .options import UsageError
 
 #: Most tokens of a text that are read.
@@ -40,6 +40,8 @@ def measure_recall(
     device: str,
 ) -> None:
     """Run the recall suite on a checkpoint, print its table, and write its files where they are asked for."""
+    limits = views(controls)
+    starting(f"measuring the recall of {name}")
     from hf_rfa.convert.calibration_data import tokenize
     from hf_rfa.convert.text_io import read_documents
     from hf_rfa.finetune.card import check_recordable
@@ -47,7 +49,6 @@ def measure_recall(
     from hf_rfa.recall import FULL, QUICK, recall_suite, report_table, write_report
     from hf_rfa.recall.report import check_output
 
-    limits = views(controls)
     folder = check_recordable(name) if record else None
     check_output(output)
     documents = None if text is None else list(read_documents(text))
@@ -83,6 +84,7 @@ def run_tasks(
     name: str, tasks: str, *, tasks_folder: Path | None, output: Path | None, batch_size: int, dtype: str, device: str
 ) -> None:
     """Hand a checkpoint over to lm-eval, print its table, and write its results where they are asked for."""
+    starting(f"running {tasks} on {name}")
     from hf_rfa.convert.atomic_io import new_file
     from hf_rfa.errors import InputError
     from hf_rfa.inference import load_model

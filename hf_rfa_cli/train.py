@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from .console import console, report_of
+from .console import console, report_of, starting
 from .options import Overwrite, References, Resume, Seed, UsageError, number, text_file
 
 #: The option for the folder to write; finetune also takes transformers' name of it.
@@ -39,6 +39,7 @@ def distill_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Let a converted checkpoint learn from the softmax model that it was made from: attention, then the whole model."""
+    starting(f"distilling {checkpoint} from {teacher}")
     from hf_rfa.finetune.distill import distill
 
     destination = Path(f"{checkpoint.rstrip('/')}-distilled") if output is None else output
@@ -111,6 +112,7 @@ def finetune_words(words: list[str]) -> list[str]:
 
 def finetune_command(context: typer.Context) -> None:
     """Fine-tune a checkpoint, RFA or softmax, with transformers' Trainer (--help lists all of its options)."""
+    starting("listing the options" if {"-h", "--help"} & {*context.args} else "preparing the fine-tuning")
     from hf_rfa.convert.perplexity import shown
     from hf_rfa.finetune.finetune import finetune
 
@@ -140,6 +142,7 @@ def make_data_command(
     seed: Seed = 0,
 ) -> None:
     """Write a data set that a program makes: ListOps expressions with their values, or sequences to be copied."""
+    starting(f"writing {rows} rows to {output}")
     from hf_rfa.convert.atomic_io import check_file, new_file
     from hf_rfa.finetune.synthetic import DATA_SETS
 
