@@ -484,8 +484,10 @@ class RFADecoderConfigMixin(RFAConfigMixin):
     def validate_layer_type(self) -> None:
         """Check the base model's layer types and the list of softmax layers."""
         validate = getattr(super(RFAConfigMixin, self), "validate_layer_type", None)  # the family's own
-        if validate is not None and vars(self).get("layer_types") is not None:
+        types = vars(self).get("layer_types")
+        if validate is not None and types is not None:
             validate()
+            vars(self)["layer_types"] = types  # transformers 5.17 renames LFM2's "conv", by which its own forward goes
         super().validate_layer_type()
 
     @classmethod
