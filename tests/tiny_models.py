@@ -147,7 +147,8 @@ def tiny_config(model_type: str, **fields: Any) -> PreTrainedConfig:
         model_type: A key of transformers' mapping of causal language models.
         **fields: Fields of the text part to set after shrinking; a number of layers needs the lists over layers with it.
     """
-    config_class, taken = CONFIG_MAPPING[model_type], model_class(model_type).config_class
+    config_class = CONFIG_MAPPING[model_type]
+    taken: Any = model_class(model_type).config_class
     # a model of a part of a composite configuration, as of its text part, is built from that part
     default = taken() if taken in config_class.sub_configs.values() else config_class()
     wanted = {**copy.deepcopy(OVERRIDES.get(model_type, {})), **fields}
