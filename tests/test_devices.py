@@ -42,7 +42,8 @@ def test_a_full_accelerator_is_said_in_short(refused_command, monkeypatch):
 
     monkeypatch.setattr("hf_rfa.inference.load_model", load)
     assert refused_command("generate", "model", "--prompt", "w") == (
-        "error: CUDA out of memory. Tried to allocate 2.00 GiB. Take smaller batches or shorter rows, or compute on the CPU."
+        "loading model … error: CUDA out of memory. Tried to allocate 2.00 GiB. "
+        "Take smaller batches or shorter rows, or compute on the CPU."
     )
 
 
