@@ -13,13 +13,16 @@ import types
 import pytest
 import torch
 
+from hf_rfa import InputError
 from hf_rfa.backends import fla_attention, use_backend
 from hf_rfa.backends.fla_attention import fla_chunked
 from hf_rfa.models.attention import BACKENDS
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.linear_attention import Tokens, chunked
 
+from .families import make as make_named
 from .families import make_gpt2 as make
+from .families import rfa_modules
 from .test_fused import DEVICE, draw
 
 B, H, F, M = 2, 3, 16, 9
@@ -71,7 +74,10 @@ def simple_gla(request, monkeypatch):
     module = types.ModuleType("fla.ops.simple_gla")
     module.chunk_simple_gla = {"loop": loop, "reference": reference}[request.param]
     original = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", lambda name: module if name == module.__name__ else original(name))
+    stand_in = {module.__name__: module}
+    monkeypatch.setattr(
+        importlib, "import_module", lambda name, *package: stand_in.get(name) or original(name, *package)
+    )
     monkeypatch.setattr(fla_attention, "available", lambda device: True)
 
 
@@ -101,9 +107,9 @@ def test_outputs_state_and_gradients_are_those_of_our_form(simple_gla, without, 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["positive", "positive-gate", "gaussian-paper", "window"])
+@pytest.mark.parametrize("name", ["positive", "positive-gate", "gaussian-paper"])
 def test_models_say_the_same(simple_gla, name, monkeypatch):
-    """Padding, prefill in pieces, decoding; with and without a gate, signs, and a window (which stays in torch)."""
+    """Padding, prefill in pieces, decoding; with and without a gate and signs."""
     model = make(name).to(DEVICE)
     ids = torch.randint(1, 61, (2, 21), device=DEVICE)
     mask = torch.ones_like(ids)
@@ -146,7 +152,6 @@ def test_the_recurrence_is_handed_over_and_documents_are_not(simple_gla, monkeyp
 def test_without_it_the_error_says_what_to_do():
     if REAL:
         pytest.skip("flash-linear-attention runs here")
-    from hf_rfa import InputError
 
     with pytest.raises(InputError, match="pip install flash-linear-attention"):
         use_backend(make("positive"), "fla")
@@ -173,7 +178,7 @@ def test_a_backend_of_ones_own_is_used_where_it_fits(monkeypatch):
     use_backend(model, "half")
     assert not torch.allclose(model(ids, use_cache=False).logits, expected)
     assert asked == list(range(model.config.n_layer))
-    windowed = make("window")
-    use_backend(windowed, "half")
-    windowed(ids)
-    assert len(asked) == model.config.n_layer
+    for useless in (make("window"), make_named("llama", "positive")):  # a window, and grouped queries
+        with pytest.raises(InputError, match="no layer of this model has such attention"):
+            use_backend(useless, "half")
+        assert {layer.backend for layer in rfa_modules(useless).values()} == {"torch"}
