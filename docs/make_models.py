@@ -35,7 +35,7 @@ SHARED = "layers share keys and values"
 COMPOSITE = "text and images or audio"
 #: Reasons that no error tells: of models that would convert into something else, or that no one has checked.
 REASONS = {
-    **dict.fromkeys(("bloom", "cpmant", "mpt", "falcon", "codegen", "gptj", "gpt_neo", "xglm", "openai-gpt"), OUTSIDE),
+    **dict.fromkeys(("bloom", "cpmant", "mpt", "falcon", "gpt_neo", "xglm", "openai-gpt"), OUTSIDE),
     **dict.fromkeys(
         ("git", "big_bird", "megatron-bert", "prophetnet", "reformer", "rembert", "roformer", "trocr"), OUTSIDE
     ),
@@ -58,9 +58,14 @@ REASONS = {
     "minimax": "its models build a cache of their own",
     "diffllama": "two attentions a layer, one subtracted from the other",
     "falcon_h1": "attention and a state-space model in the same layer share a cache",
-    "hrm_text": "its layers run several times a token",
-    "inkling_text": "a bias of positions is added to the logits",
-    "inkling2_text": "a bias of positions is added to the logits",
+    **dict.fromkeys(
+        ("codegen", "gptj"), "its attention goes through transformers' attention interface from 5.24 on alone"
+    ),
+    **dict.fromkeys(("dory", "hrm_text"), "its layers run several times a token"),
+    **dict.fromkeys(
+        ("inkling_text", "inkling2_text", "inkling2_loop_text"), "a bias of positions is added to the logits"
+    ),
+    "lara_mini": "recurrent layers by types whose masks next to RFA layers are not made yet",
     "lfm3": "its layer types have no masks of the usual names",
     "recurrent_gemma": "its attention sees a sliding window: its cache does not grow",
     "blt": "several stacks over bytes and patches",

@@ -239,7 +239,19 @@ def _place(cls: type) -> str:
 #: Decoders whose attention goes through transformers' attention interface, by ``model_type``. The name is all that it takes:
 #: `modeling_rfa_decoder` makes the classes, those of every head that the Auto classes know.
 DECODERS = (
-    *("afmoe", "apertus", "arcee", "aria_text", "bamba", "beam", "biogpt", "bitnet", "cohere", "cohere2"),
+    *(
+        "afmoe",
+        "apertus",
+        "apertus1p5_text",
+        "arcee",
+        "aria_text",
+        "bamba",
+        "beam",
+        "biogpt",
+        "bitnet",
+        "cohere",
+        "cohere2",
+    ),
     *("cohere2_moe", "cohere_compass_text", "cwm", "dbrx", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4"),
     *("exaone_moe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2"),
     *(

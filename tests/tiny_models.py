@@ -95,6 +95,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "intermediate_size": 40,
         "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
     },
+    "dory": {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        **dict.fromkeys(("n_input_layers", "n_recurrent_layers", "n_output_layers"), 1),
+    },
     "granitemoehybrid": {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
     "hrm_text": {"num_hidden_layers": 3, "num_layers_per_stack": None},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention"], "full_attn_idxs": [2]},
