@@ -5,8 +5,7 @@
 
 The first form makes the checkpoints: what ``hf-rfa convert --memory 64`` finds, a window of 31 with 4 sinks and 28 slots, a
 window of 60 with 4 sinks, and slots beside 4 retrieval heads that see 1,020 tokens, each as converted and as trained end to
-end on the same tokens. Retrieval heads of window 0 see all tokens, as do the first 2 of r4x1020g2; the memory is then that at
-the longest context. Every row is one model on the first tokens of the text in blocks; the control is the softmax model
+end on the same tokens. Every row is one model on the first tokens of the text in blocks; the control is the softmax model
 through a window with 4 sinks that take as many bytes as the checkpoint's cache. Rows are written one by one to
 ``memory.json``, and a run goes on where it was stopped. The picture has perplexity relative to softmax, by memory and by
 position in the longest blocks.
@@ -45,11 +44,10 @@ SINKS = 4
 BUCKET = 256
 #: Kinds of rows, and their colors. A window with sinks is the control, also where it is a checkpoint that was trained.
 SOFTMAX, CONTROL, CONVERTED = "softmax", "window and sinks", "converted"
-RETRIEVAL, GROWING = "with retrieval heads", "with growing heads"
-TRAINED = {kind: f"{kind}, trained" for kind in (CONTROL, CONVERTED, RETRIEVAL, GROWING)}
-COLORS = {SOFTMAX: "#555555", CONTROL: "#dd9464", CONVERTED: "#7ba7d4", RETRIEVAL: "#8fbf6b", GROWING: "#b79bd6"}
-COLORS |= {TRAINED[CONTROL]: "#b3440f", TRAINED[CONVERTED]: "#174a80"}
-COLORS |= {TRAINED[RETRIEVAL]: "#3f6f1d", TRAINED[GROWING]: "#5b2f91"}
+RETRIEVAL = "with retrieval heads"
+TRAINED = {kind: f"{kind}, trained" for kind in (CONTROL, CONVERTED, RETRIEVAL)}
+COLORS = {SOFTMAX: "#555555", CONTROL: "#dd9464", CONVERTED: "#7ba7d4", RETRIEVAL: "#8fbf6b"}
+COLORS |= {TRAINED[CONTROL]: "#b3440f", TRAINED[CONVERTED]: "#174a80", TRAINED[RETRIEVAL]: "#3f6f1d"}
 
 
 def models(
@@ -70,7 +68,7 @@ def models(
         plain = config.feature_map == "none" and not config.num_slots
         kind = CONTROL if plain else CONVERTED
         if config.retrieval_heads:
-            kind = GROWING if config.growing_heads or not config.retrieval_window else RETRIEVAL
+            kind = RETRIEVAL
         trained = (path / "distillation.json").is_file()
         size = int(worth + 0.5)
         if kind == CONTROL and not trained:

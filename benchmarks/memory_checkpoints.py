@@ -23,12 +23,12 @@ def options_of(row: str) -> dict[str, Any]:
     """Return the options of the conversion that a row names.
 
     That is ``64`` for a memory, ``31+4+28`` for W + S + K tokens, and ``31+4+28r4x500`` for those and 4 retrieval heads
-    with a window of 500, 0 for all tokens; ``31+4+28r4x500g2`` where the first 2 of these see all.
+    with a window of 500.
 
     Raises:
         InputError: if it is none of these.
     """
-    found = re.fullmatch(r"(\d+)(?:\+(\d+)(?:\+(\d+))?(?:r(\d+)x(\d+)(?:g(\d+))?)?)?", row)
+    found = re.fullmatch(r"(\d+)(?:\+(\d+)(?:\+(\d+))?(?:r(\d+)x([1-9]\d*))?)?", row)
     if found is None:
         raise InputError(
             "a row is a memory in tokens such as 64, window+sinks+slots such as 31+4+28, or these with retrieval heads and "
@@ -36,7 +36,7 @@ def options_of(row: str) -> dict[str, Any]:
         )
     if row.isdigit():
         return {"memory": int(row)}
-    names = ("window_size", "num_sinks", "num_slots", "retrieval_heads", "retrieval_window", "growing_heads")
+    names = ("window_size", "num_sinks", "num_slots", "retrieval_heads", "retrieval_window")
     sizes = {name: int(each) for name, each in zip(names, found.groups(), strict=True) if each is not None}
     return {"feature_map": "none", **sizes}
 

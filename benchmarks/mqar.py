@@ -40,6 +40,7 @@ from hf_rfa.convert.calibration import calibrate
 from hf_rfa.finetune.recipe import Stage
 from hf_rfa.finetune.trainers import train_stage
 from hf_rfa.inference import load_model
+from hf_rfa.models.memory import MemoryLayout
 from hf_rfa.recall.memory import cache_memory
 
 from .mqar_rows import QUICK, QUICK_SCRATCH, SCRATCH, TOKENS, Plan, answers, batches, measure, mqar_rows
@@ -86,8 +87,10 @@ class Setting:
     def options(self) -> dict[str, Any]:
         """Return the fields of the RFA configuration; without features D is the size whose bytes the window has."""
         if self.kind == "none":
-            entries = (self.features or 0) * (WIDTH + 1) // (2 * WIDTH + 1)
-            return {"feature_map": "none", "window_size": entries - SINKS, "num_sinks": SINKS}
+            state = MemoryLayout(heads=1, head_dim=WIDTH, state_rows=self.features or 0)
+            window = MemoryLayout(heads=1, head_dim=WIDTH, window=1)
+            tokens = state.num_bytes() // window.bytes_per_place()  # and 4 bytes that count them
+            return {"feature_map": "none", "window_size": tokens - SINKS, "num_sinks": SINKS}
         window = SHORT_WINDOW if self.origin == "scratch" else 0
         options = {"feature_map": self.kind, "gate": self.gate, "window_size": window, **MAPS[self.kind]}
         return options if self.features is None else {**options, "num_features": self.features}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,10 +15,11 @@ from transformers import PreTrainedModel
 
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.feature_maps import compute_dtype
-from hf_rfa.models.linear_attention import MASKED_LOGIT, mask_padding
-from hf_rfa.models.masking import group_queries, rows_per_token, split_heads, to_rows
+from hf_rfa.models.linear_attention import mask_padding
+from hf_rfa.models.masking import MASKED_LOGIT, group_queries, rows_per_token, split_heads, to_rows
+from hf_rfa.models.memory import EMPTY, FOREVER, arrivals_of, ends_of
 
-from .attention_weights import ExactWindow, log_attention_weights, seen_by, seen_in_slots, tokens_of
+from .attention_weights import ExactTokens, log_attention_weights, seen_by, tokens_of
 
 #: Queries whose attention weights are held at once.
 QUERY_BLOCK = 128
@@ -118,7 +120,7 @@ def compare_weights(
     query, key = activations.query.to(dtype), activations.key.to(dtype)
     least_shift = layer.feature_map.least_shift(None)
     features = layer.feature_map(query, key, least_shift=least_shift, offset=layer.window_size > 0)
-    window = exact_window(layer, query, key, features.offset, activations.key_mask, hidden_states)
+    window = exact_tokens(layer, query, key, features.offset, activations.key_mask, hidden_states)
     gated = layer.gate is not None and hidden_states is not None
     log_decay, input_scale = layer.gate(hidden_states) if gated else (None, None)  # type: ignore[misc]
     log_decay, input_scale = mask_padding(activations.key_mask, log_decay, input_scale)
@@ -136,29 +138,37 @@ def compare_weights(
         yield target, log_weights
 
 
-def exact_window(
+def exact_tokens(
     layer: RFAAttentionMixin,
     query: Tensor,
     key: Tensor,
     offset: Tensor | None,
     key_mask: Tensor | None,
     hidden_states: Tensor | None,
-) -> ExactWindow | None:
-    """Return what a layer sees exactly, or None for one without a window; ``key_mask`` [N, T] is True for tokens.
+) -> ExactTokens | None:
+    """Return what a layer sees exactly, or None for one that keeps no tokens; ``key_mask`` [N, T] is True for tokens.
 
     ``hidden_states`` are the layer's input, which slots are filled by; without them the slots stay empty.
     """
-    if not layer.window_size:
+    layout = layer.memory_layout(key.dtype)
+    if not layout.places:
         return None
-    sinks = None
-    if layer.num_sinks:
-        tokens = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
-        sinks = tokens & (tokens.cumsum(1) <= layer.num_sinks)
-    in_slots = None
-    if layer.importance is not None and hidden_states is not None:
-        importance, recency = layer.importance(hidden_states)
-        in_slots = seen_in_slots(importance, recency, layer.window_sizes, key_mask)
-    return ExactWindow(layer.window_size, query * layer.scaling, key, cast(Tensor, offset), sinks, in_slots)
+    rows, heads, length, _ = key.shape
+    arrivals = arrivals_of(
+        torch.zeros(rows, dtype=torch.int32, device=key.device), length, layout.sinks, key_mask, None
+    )
+    arrival = arrivals.ordinal if key_mask is None else arrivals.ordinal.masked_fill(~key_mask, EMPTY)
+    if layer.importance is None or hidden_states is None:
+        layout, score = replace(layout, slots=0), torch.zeros(rows, heads, length, device=key.device)
+    else:
+        score = layer.importance.score(hidden_states, arrivals.ordinal)
+    score = score.masked_fill(cast(Tensor, arrivals.is_sink)[:, None], math.inf)
+    arrival = arrival[:, None].expand_as(score)
+    heads_apart = zip(score.split(1, dim=1), arrival.split(1, dim=1), strict=True)  # in quadratic memory each
+    until = torch.cat([ends_of(*each, layout) for each in heads_apart], dim=1)
+    # Places instead of ordinals: padding stands before the tokens, or after them.
+    first = 0 if key_mask is None else key_mask.int().argmax(1)[:, None, None]
+    return ExactTokens(query * layer.scaling, key, cast(Tensor, offset), (until + first).clamp(0, FOREVER).long())
 
 
 def layer_divergence(

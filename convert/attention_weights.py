@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from hf_rfa.models.feature_maps import FeatureMap
-from hf_rfa.models.linear_attention import MASKED_LOGIT, denominator, differentiable, divide
-from hf_rfa.models.masking import rows_per_token, to_rows
+from hf_rfa.models.linear_attention import denominator, differentiable, divide
+from hf_rfa.models.masking import MASKED_LOGIT, rows_per_token, to_rows
 from hf_rfa.models.projected_feature_maps import exponentiate_queries
 from hf_rfa.models.random_feature_maps import ExponentialMap, GaussianMap, HedgehogMap, PositiveMap
-from hf_rfa.models.sliding_window import WindowSizes
 
 #: Attention weights of signed features are raised to this before a logarithm is taken.
 MIN_SIGNED_WEIGHT = 1e-9
@@ -40,47 +39,28 @@ def _seen_by(start: int, stop: int, groups: int, device: torch.device, window: i
     return to_rows(seen if window is None else seen.triu(tokens.start - window + 1), groups)
 
 
-class ExactWindow(NamedTuple):
-    """Inputs of the exact weights of the sinks and of the last ``size`` keys (`hf_rfa.models.sliding_window`)."""
+class ExactTokens(NamedTuple):
+    """Inputs of the weights of the tokens that queries see exactly (`hf_rfa.models.memory`).
 
-    size: int  # W, the query's own position included
-    query: Tensor  # scaled, [B, H, Tq G, d]
-    key: Tensor  # [B, H, Tk, d]
-    offset: Tensor  # makes exp(q·k·s) commensurate with φ(q)·φ(k), [B, H, Tq G, 1]
-    sinks: Tensor | None  # which keys are sinks, [B, Tk]; None without any
-    in_slots: Tensor | None = None  # which keys queries see in slots, [B, H, Tq, Tk]; None without any
+    Attributes:
+        query: scaled, [B, H, Tq G, d].
+        key: [B, H, Tk, d].
+        offset: makes exp(q·k·s) commensurate with φ(q)·φ(k), [B, H, Tq G, 1].
+        until: the place of the first token whose queries do not see a key any more, [B, H, Tk].
+    """
+
+    query: Tensor
+    key: Tensor
+    offset: Tensor
+    until: Tensor
 
     def near(self, rows: slice) -> Tensor:
-        """Return which of the keys up to theirs some queries see exactly, [B or 1, 1, rows, keys]."""
-        groups, device = rows_per_token(self.query, self.key), self.key.device
-        near = seen_by(rows, groups, device, self.size)[None, None]
-        if self.in_slots is not None:
-            near = near | to_rows(self.in_slots[:, :, tokens_of(rows, groups), : near.shape[-1]], groups)
-        if self.sinks is None:
-            return near
-        return near | (seen_by(rows, groups, device) & self.sinks[:, None, None, : near.shape[-1]])
-
-
-def seen_in_slots(importance: Tensor, recency: Tensor, sizes: WindowSizes, key_mask: Tensor | None) -> Tensor:
-    """Return which tokens the queries of a whole sequence see in slots (`hf_rfa.models.sinks_and_slots`), [B, H, T, T].
-
-    Args:
-        importance: that of the tokens when they come, [B, H, T].
-        recency: what they lose with every further one, [B, H, T].
-        sizes: of the window.
-        key_mask: [B, T], True for tokens, or None for all.
-    """
-    length = importance.shape[-1]
-    mask = torch.ones_like(importance[:, 0], dtype=torch.bool) if key_mask is None else key_mask
-    count = mask.cumsum(1)
-    left = (count[:, :, None] - count[:, None, :] >= sizes.window) & (mask & (count > sizes.sinks))[:, None, :]
-    importance = importance + (recency * mask[:, None]).cumsum(-1)  # at whichever token, but for a constant
-    heads = []  # one at a time: the counts of all would take 8 T² bytes each
-    for order in importance.argsort(dim=-1, descending=True, stable=True).unbind(1):
-        order = order[:, None].expand(-1, length, -1)
-        ranked = left.gather(-1, order)
-        heads.append(torch.zeros_like(ranked).scatter(-1, order, ranked & (ranked.cumsum(-1) <= sizes.slots)))
-    return torch.stack(heads, dim=1)
+        """Return which of the keys up to theirs some queries see exactly, [B, H, rows, keys]."""
+        groups = rows_per_token(self.query, self.key)
+        tokens = tokens_of(rows, groups)
+        now = torch.arange(tokens.start, tokens.stop, device=self.until.device)[:, None]
+        near = now < self.until[:, :, None, : tokens.stop]
+        return to_rows(near, groups) & seen_by(rows, groups, near.device)
 
 
 def log_attention_weights(
@@ -92,7 +72,7 @@ def log_attention_weights(
     input_scale: Tensor | None = None,
     causal: bool = True,
     denominator_floor: float | None = None,
-    window: ExactWindow | None = None,
+    window: ExactTokens | None = None,
 ) -> Tensor:
     """Return logarithms of the attention weights of some queries of a whole sequence, [B, H, rows, keys].
 
@@ -108,7 +88,8 @@ def log_attention_weights(
         causal: whether a query sees only the keys up to its own position.
         denominator_floor: see `hf_rfa.models.linear_attention.denominator`; weights of signed features below
             `MIN_SIGNED_WEIGHT` are raised to it.
-        window: the exact window, or None; padding must not stand between tokens then.
+        window: the tokens that are seen exactly, or None; padding must not stand between tokens then. All others are scaled
+            and decayed from the place on where they are forgotten.
     """
     groups = rows_per_token(query, key) if causal else 1
     tokens = tokens_of(rows, groups)
@@ -123,13 +104,12 @@ def log_attention_weights(
     near = torch.zeros_like(seen) if window is None else window.near(rows)
     log_factor: Tensor | float = 0.0  # of decay and input scale
     if input_scale is not None:
-        input_scale = input_scale[..., None, columns].to(scores.dtype)
-        seen = seen & (input_scale > 0)
-        log_factor = input_scale.clamp_min(tiny).log()
+        seen = seen & (input_scale[..., None, columns] > 0)
+        log_factor = absorbed(input_scale, window)[..., None, columns].to(scores.dtype).clamp_min(tiny).log()
     if log_decay is not None:
-        total = log_decay[..., columns].double().cumsum(-1)
+        total = log_decay.double().cumsum(-1)
         own = to_rows(total[..., tokens, None], groups)
-        log_factor = log_factor + (own - total[..., None, :]).to(scores.dtype)
+        log_factor = log_factor + (own - absorbed(total, window)[..., None, columns]).to(scores.dtype)
 
     log_total = None
     if denominator_floor is None:
@@ -143,15 +123,20 @@ def log_attention_weights(
         logits = divide(scores, divisor).clamp_min(MIN_SIGNED_WEIGHT).log() + log_total
     if window is not None:
         exact = window.query[..., rows, :] @ window.key[..., columns, :].transpose(-1, -2) + window.offset[..., rows, :]
-        if window.sinks is not None:  # they are neither scaled nor decayed
-            log_factor = torch.where(window.sinks[:, None, None, columns], 0.0, torch.as_tensor(log_factor).to(exact))
-        exact = exact + log_factor
         logits = torch.where(near, exact, logits)
         if log_total is not None:
             in_window = exact.masked_fill(~(near & seen), MASKED_LOGIT).logsumexp(-1, keepdim=True)
             log_total = torch.logaddexp(log_total, in_window)
     logits = logits.masked_fill(~seen, MASKED_LOGIT)
     return logits.log_softmax(-1) if log_total is None else logits - log_total
+
+
+def absorbed(per_token: Tensor, window: ExactTokens | None) -> Tensor:
+    """Return what there is per token, [B, H or 1, T], of the token with which each one joins the state, [B, H, T]."""
+    if window is None:
+        return per_token
+    place = window.until.clamp_max(per_token.shape[-1] - 1)
+    return per_token.expand(-1, place.shape[1], -1).gather(-1, place)
 
 
 def key_exponents(feature_map: FeatureMap, key: Tensor) -> Tensor:

@@ -40,13 +40,13 @@ from .activations import (
     LayerInputs,
     capture_inputs,
     compare_weights,
-    exact_window,
+    exact_tokens,
     layer_activations,
     layer_divergence,
     padding_masks,
     softmax_weights,
 )
-from .attention_weights import ExactWindow, key_exponents
+from .attention_weights import ExactTokens, key_exponents
 from .base_model import rfa_layers
 from .importance import fit_importance
 
@@ -134,7 +134,7 @@ class _Comparison:
         divergence by E[log(1 + m (e^δ − 1))] − E[p] δ. That is convex, so a golden-section search finds its minimum.
         """
         query, key, mask = self.activations.query, self.activations.key, self.activations.key_mask
-        window = cast(ExactWindow, exact_window(self.layer, query, key, None, mask, self.hidden_states))
+        window = cast(ExactTokens, exact_tokens(self.layer, query, key, None, mask, self.hidden_states))
         softmax_shares, rfa_shares, divergences = [], [], []
         for target, log_weights in compare_weights(self.layer, self.activations, self.hidden_states, self.targets):
             divergences.append(target.divergence(log_weights))

@@ -16,6 +16,7 @@ from hf_rfa.families import Family, has_rotary_positions, position_count, scale_
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
 
+from .calibration_data import BLOCK_LENGTH
 from .checkpoint import Checkpoint
 from .options import ConversionOptions
 
@@ -39,6 +40,8 @@ SAME_NAMES = (
 )
 #: First tokens that causal attention keeps exactly by default.
 SINKS = 4
+#: Last tokens that retrieval heads see by default: as many as the texts have that they are chosen on.
+RETRIEVAL_WINDOW = BLOCK_LENGTH
 #: What it keeps by default, in as many bytes as 128 features of `positive` take: features in half of them where these were
 #: found to pay (`Family.features_by_default`), and exact tokens alone elsewhere.
 WITH_FEATURES = {"num_features": 64, "window_size": 14, "num_sinks": SINKS, "num_slots": 14}
@@ -54,7 +57,7 @@ def with_defaults(
 
     Without an option of features, window, sinks or slots, and where features are not trained, the default is taken as a
     whole, as far as the model has ``positions``. Otherwise what is not named is left out, but for features where the family
-    has them by default, and for sinks beside a window where it has none.
+    has them by default, for sinks beside a window where it has none, and for the window of retrieval heads.
     """
     names = ("feature_map", "num_features", "unit_norm", "trainable_projection", "redraw_pool", "gate", "memory")
     asked = trained == "features" or not options.orthogonal or any(getattr(options, name) for name in names)
@@ -72,6 +75,9 @@ def with_defaults(
     if options.feature_map is None:
         chosen["feature_map"] = ("exponential" if trains else "positive") if features else "none"
     options = replace(options, **chosen)
+    if options.retrieval_heads and options.retrieval_window is None:
+        window = RETRIEVAL_WINDOW if positions is None else min(RETRIEVAL_WINDOW, positions)
+        options = replace(options, retrieval_window=window)
     if options.gate is None:
         gate = trains and options.feature_map != "none" and not options.window_size and options.layers != []
         options = replace(options, gate=gate)
@@ -85,9 +91,8 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
     config_class = checkpoint.family.rfa_config
     values: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAMES}
     values["feature_seed"] = options.seed
-    if isinstance(options.retrieval_heads, list):  # a number of them is chosen later
-        names = ("retrieval_heads", "retrieval_window", "growing_heads")
-        values |= {name: getattr(options, name) for name in names}
+    if isinstance(options.retrieval_heads, list) and options.retrieval_heads:  # a number of them is chosen later
+        values |= {name: getattr(options, name) for name in ("retrieval_heads", "retrieval_window")}
     values |= {field: getattr(options, OPTIONS_BY_KIND[kind][1]) for field, kind in config_class.FEATURE_COUNTS.items()}
     try:
         plain = config_class.from_parent(checkpoint.config, **{name: [] for name in config_class.SOFTMAX_LAYERS})
@@ -124,23 +129,23 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
                 f"{name}={value} is of causal attention, and none is converted. Leave it out, or name layers."
             )
     if isinstance(options.retrieval_heads, int) and options.retrieval_heads:
-        check_number_of_heads(checkpoint, config, options.retrieval_heads, f"retrieval_heads={options.retrieval_heads}")
+        _check_number_of_heads(checkpoint, config, options.retrieval_heads)
     return config
 
 
-def check_number_of_heads(checkpoint: Checkpoint, config: Any, number: int, given: str) -> None:
-    """Raise an `InputError`, which begins with what was ``given``, where a number of retrieval heads cannot be chosen."""
+def _check_number_of_heads(checkpoint: Checkpoint, config: Any, number: int) -> None:
+    """Raise an `InputError` where a number of retrieval heads cannot be chosen."""
     if config.is_encoder_decoder or not predicts_tokens(checkpoint):
         raise InputError(
-            f"{given} are chosen by what a decoder with a language-model head predicts, and {checkpoint.name} is a "
-            f"{checkpoint.architecture}. Name the heads (layer.head), or leave them out."
+            f"retrieval_heads={number} are chosen by what a decoder with a language-model head predicts, and "
+            f"{checkpoint.name} is a {checkpoint.architecture}. Name the heads (layer.head), or leave them out."
         )
     heads, layers = config.num_heads_for("causal"), converted_layers(config)
     most = layers * (heads - 1)
     if number > most:
         raise InputError(
-            f"{given} are too many: {layers} layers of {heads} key-value heads have at most {most}, for one of every layer "
-            "has to be left. Keep layers softmax instead (keep_softmax)."
+            f"retrieval_heads={number} are too many: {layers} layers of {heads} key-value heads have at most {most}, for one "
+            "of every layer has to be left. Keep layers softmax instead (keep_softmax)."
         )
 
 
@@ -156,24 +161,16 @@ def predicts_tokens(checkpoint: Checkpoint) -> bool:
 
 def _check_options(checkpoint: Checkpoint, options: ConversionOptions) -> None:
     """Raise an `InputError` for attention that a checkpoint does not have, and for a window of no heads or too long."""
-    window = options.retrieval_window
+    window, positions = options.retrieval_window or 0, position_count(checkpoint.config)
     if window and not options.retrieval_heads:
         raise InputError(
             f"retrieval_window={window} has no effect without retrieval_heads. Leave it out, or name heads."
         )
-    if window > position_count(checkpoint.config):
+    if window > positions:
         raise InputError(
-            f"retrieval_window={window} is more than the {position_count(checkpoint.config)} positions of {checkpoint.name}. "
-            "Leave it out: the heads then see all tokens."
+            f"retrieval_window={window} is more than the {positions} positions of {checkpoint.name}. Leave it out for "
+            f"{min(RETRIEVAL_WINDOW, positions)}."
         )
-    heads, grows = options.retrieval_heads, options.growing_heads
-    if grows and options.memory is None:
-        number = heads if isinstance(heads, int) else len(heads)
-        if not window or grows >= number:
-            raise InputError(
-                f"growing_heads={grows} is for some of several retrieval heads that have a window, got "
-                f"retrieval_heads={heads} and retrieval_window={window}. Without a window all of them see all tokens."
-            )
     present = checkpoint.family.rfa_config.SOFTMAX_LAYERS.values()
     for name in (name for kind, names in OPTIONS_BY_KIND.items() if kind not in present for name in names):
         value = getattr(options, name)

@@ -21,13 +21,14 @@ from transformers import PreTrainedModel
 from hf_rfa.devices import find_device
 from hf_rfa.errors import InputError
 from hf_rfa.families import position_count
-from hf_rfa.models.feature_maps import FEATURE_MAPS
+from hf_rfa.models.feature_maps import FEATURE_MAPS, compute_dtype
+from hf_rfa.models.memory import MemoryLayout
 
 from .base_model import softmax_base_model
 from .calibration import calibrate
-from .calibration_data import BLOCK_LENGTH, Inputs, batches
+from .calibration_data import Inputs, batches
 from .checkpoint import Checkpoint, load_rfa_model
-from .configuration import SINKS, check_number_of_heads, converted_layers, predicts_tokens, rfa_config, with_defaults
+from .configuration import RETRIEVAL_WINDOW, SINKS, converted_layers, predicts_tokens, rfa_config, with_defaults
 from .options import ConversionOptions
 from .perplexity import score_labels
 from .retrieval_heads import RetrievalHead, choose_retrieval_heads, repeated_passages
@@ -37,8 +38,8 @@ FEATURE_MAP, FEATURES_STEP = "positive", 8
 #: Options that a memory decides on.
 DECIDED = ["feature_map", "num_features", "unit_norm", "trainable_projection", "redraw_pool"]
 DECIDED += ["window_size", "num_sinks", "num_slots", "gate", "retrieval_heads", "retrieval_window"]
-#: Retrieval heads that are tried, as shares of all heads, with the most of the memory that they take; their longest window.
-RETRIEVAL_SHARES, RETRIEVAL_WINDOW = {0.045: 1 / 3, 0.09: 1 / 3, 0.18: 2 / 3}, BLOCK_LENGTH
+#: Retrieval heads that are tried, as shares of all heads, with the most of the memory that they take.
+RETRIEVAL_SHARES = {0.045: 1 / 3, 0.09: 1 / 3, 0.18: 2 / 3}
 
 
 @dataclass(frozen=True)
@@ -77,34 +78,46 @@ def check_memory(checkpoint: Checkpoint, options: ConversionOptions) -> None:
         raise InputError(f"{memory} needs a model that predicts tokens, and {checkpoint.architecture} does not.")
     if int(options.memory or 0) > position_count(checkpoint.config):
         raise InputError(f"{memory} is more than the positions of {checkpoint.name}: its own cache takes less.")
-    if grows := options.growing_heads:
-        config = rfa_config(checkpoint, ways_to_spend(checkpoint, options)[0][2])
-        check_number_of_heads(checkpoint, config, grows + 1, f"growing_heads={grows}, and one with a window,")
 
 
 @dataclass(frozen=True)
 class _Budget:
-    """A memory in bytes per head: ``total``, that of a ``token`` of the softmax cache, and of one that a head keeps.
+    """A memory in bytes of a layer.
 
-    Every way keeps the ``sinks``. What is kept has a log-weight too (``plain``), and importance in float32 where there are
-    slots (``ranked``). No head keeps more than the ``longest`` text that retrieval heads are given.
+    Attributes:
+        total: the memory.
+        token: what a token takes in the softmax model's cache.
+        layout: that of a layer which keeps nothing yet.
+        sinks: what every way keeps of the first tokens.
+        longest: most tokens that a retrieval head keeps.
     """
 
     total: int
     token: int
-    plain: int
-    ranked: int
+    layout: MemoryLayout
     sinks: int
     longest: int
 
+    @property
+    def unshared(self) -> int:
+        """Bytes that a memory takes beside what each of its tokens does."""
+        return replace(self.layout, window=1).num_bytes() - self.layout.bytes_per_place()
 
-def _budget_of(checkpoint: Checkpoint, options: ConversionOptions, width: int) -> _Budget:
-    """Return the memory that options ask for, of heads of some width."""
+    def places(self, state_rows: int = 0) -> int:
+        """Return how many tokens every head can keep beside a state of some rows."""
+        left = self.total - replace(self.layout, state_rows=state_rows).num_bytes() - self.unshared
+        return left // self.layout.bytes_per_place()
+
+
+def _budget_of(checkpoint: Checkpoint, options: ConversionOptions) -> _Budget:
+    """Return the memory that options ask for."""
     own = "float32" if checkpoint.gguf is not None else str(checkpoint.config.dtype or "float32").removeprefix("torch.")
-    itemsize = getattr(torch, own if options.dtype == "auto" else options.dtype).itemsize
-    memory, token = int(options.memory or 0), 2 * width * itemsize
-    longest = min(RETRIEVAL_WINDOW, position_count(checkpoint.config))
-    return _Budget(memory * token, token, token + itemsize, token + itemsize + 4, min(SINKS, memory // 4), longest)
+    dtype = getattr(torch, own if options.dtype == "auto" else options.dtype)
+    config = checkpoint.family.rfa_config.from_parent(checkpoint.config)
+    heads, width, memory = config.num_heads_for("causal"), config.head_dim_for("causal"), int(options.memory or 0)
+    layout = MemoryLayout(heads=heads, head_dim=width, dtype=dtype, state_dtype=compute_dtype(dtype))
+    token, longest = heads * 2 * width * dtype.itemsize, min(RETRIEVAL_WINDOW, position_count(checkpoint.config))
+    return _Budget(memory * token, token, layout, min(SINKS, memory // 4), longest)
 
 
 #: What is kept, its worth in tokens, and the options.
@@ -114,83 +127,77 @@ Way = tuple[str, float, ConversionOptions]
 def ways_to_spend(
     checkpoint: Checkpoint, options: ConversionOptions, heads: list[list[int]] | None = None
 ) -> list[Way]:
-    """Return every way to spend ``options.memory``; where heads are to grow, those that have some.
+    """Return every way to spend ``options.memory``.
 
     ``heads`` are [layer, head] of the retrieval heads of those ways that have some; None leaves these ways out.
     """
-    config = checkpoint.family.rfa_config.from_parent(checkpoint.config)
-    width = config.head_dim_for("causal")
-    budget = _budget_of(checkpoint, options, width)
-    total, sinks = budget.total, budget.sinks
+    budget = _budget_of(checkpoint, options)
+    sinks, width = budget.sinks, budget.layout.head_dim
 
     def way(name: str, num_bytes: float, **chosen: Any) -> Way:
-        spent = replace(options, **{"memory": None, "growing_heads": 0, **chosen})
+        spent = replace(options, memory=None, num_sinks=sinks, **chosen)
         return (
             name,
             num_bytes / budget.token,
             with_defaults(checkpoint.family, spent, positions=position_count(checkpoint.config)),
         )
 
-    count = total // budget.plain
-    exact = {"feature_map": "none", "num_sinks": sinks}
-    found = [way(f"window {count - sinks}, sinks {sinks}", count * budget.plain, window_size=count - sinks, **exact)]
-    count = total // budget.ranked
+    def plain_way(window: int, slots: int, rows: int = 0) -> Way:
+        """Return the way without retrieval heads."""
+        name = (
+            f"window {window}, sinks {sinks}{f', slots {slots}' if slots else ''}{f', {rows} features' if rows else ''}"
+        )
+        layout = replace(budget.layout, window=window, sinks=sinks, slots=slots, state_rows=rows)
+        features: dict[str, Any] = {"feature_map": "none"}
+        if rows:
+            features = {"feature_map": FEATURE_MAP, "num_features": rows // _features_per_row(width)}
+        return way(name, layout.num_bytes(), window_size=window, num_slots=slots, **features)
+
+    count = budget.places() - sinks
+    found = [plain_way(count, 0)]
     for parts in (2, 4):
-        window = max(1, count // parts)
-        slots = count - sinks - window
-        name = f"window {window}, sinks {sinks}, slots {slots}"
-        found.append(way(name, count * budget.ranked, window_size=window, num_slots=slots, **exact))
+        window = max(1, (count + sinks) // parts)
+        found.append(plain_way(window, count - window))
     if heads:
-        all_heads, grows = number_of_heads(checkpoint, found[0][2]), options.growing_heads
+        all_heads = number_of_heads(checkpoint, found[0][2])
         shares: dict[int, float] = {}
-        for count, share in retrieval_counts(all_heads).items():
-            shares.setdefault(min(len(heads), grows + count), share)
-        ways = [
-            each
-            for count, share in shares.items()
-            for each in _ways_with_retrieval(budget, heads[:count], share, all_heads, grows, way)
-        ]
-        if grows:
-            return ways
-        found += ways
-    row = (width + 1) * 4
-    rows = total // 2 // row // FEATURES_STEP * FEATURES_STEP
-    mapped = {"feature_map": FEATURE_MAP, "num_features": rows // _features_per_row(width), "num_sinks": sinks}
-    for columns, parts in ((budget.plain, 1), (budget.ranked, 2)):
-        count = (total - rows * row) // columns - sinks
+        for number, share in retrieval_counts(all_heads).items():
+            shares.setdefault(min(len(heads), number), share)
+        layers = all_heads // budget.layout.heads
+        for number, share in shares.items():
+            found += _ways_with_retrieval(budget, heads[:number], share, layers, way)
+    row = replace(budget.layout, state_rows=1).num_bytes()
+    rows = budget.total // 2 // row // FEATURES_STEP * FEATURES_STEP
+    count = budget.places(rows) - sinks
+    for parts in (1, 2):
         if rows and count >= parts:
-            window, num_bytes = -(-count // parts), (count + sinks) * columns + rows * row
-            slots = count - window
-            name = f"window {window}, sinks {sinks}{f', slots {slots}' if slots else ''}, {rows} features"
-            found.append(way(name, num_bytes, window_size=window, num_slots=slots, **mapped))
+            window = -(-count // parts)
+            found.append(plain_way(window, count - window, rows))
     return found
 
 
 def _ways_with_retrieval(
-    budget: _Budget, heads: list[list[int]], share: float, all_heads: int, growing: int, way: Callable[..., Way]
+    budget: _Budget, heads: list[list[int]], share: float, layers: int, way: Callable[..., Way]
 ) -> list[Way]:
-    """Return the ways with slots and retrieval heads, of which the first ``growing`` come on top of the memory.
-
-    The others take at most ``share`` of it.
-    """
-    number, sinks, found = len(heads) - growing, budget.sinks, []
-    total = budget.total * all_heads
-    kept = min(budget.longest, int(total * share) // (max(1, number) * budget.plain))
-    rest = all_heads - len(heads)
-    others = (total - number * kept * budget.plain) // rest
-    if number < 1 or kept <= sinks or others // budget.ranked < 2 * sinks:
+    """Return the ways with slots and retrieval heads, which take at most ``share`` of the memory of all layers."""
+    number, sinks, found = len(heads), budget.sinks, []
+    rest, place = layers * budget.layout.heads - number, replace(budget.layout, heads=1).bytes_per_place()
+    # Retrieval heads are a second memory of their layer.
+    unshared = budget.unshared * (layers + len({layer for layer, _ in heads}))
+    total = budget.total * layers - unshared
+    kept = min(budget.longest, int(total * share) // (number * place))
+    others = (total - number * kept * place) // (rest * place)
+    if kept <= sinks or others < 2 * sinks:
         return []
-    num_bytes = (number * kept * budget.plain + rest * (others // budget.ranked) * budget.ranked) / all_heads
+    num_bytes = (unshared + (number * kept + rest * others) * place) / layers
     for parts in (2, 4):
-        window = max(1, others // budget.ranked // parts)
-        slots = others // budget.ranked - sinks - window
+        window = max(1, others // parts)
+        slots = others - sinks - window
         if slots > 0:
             of_them = f"{number} retrieval head{'s' * (number > 1)} of {kept - sinks}"
             name = f"window {window}, sinks {sinks}, slots {slots}, {of_them}"
-            name += f" and {growing} of all tokens" if growing else ""
-            sizes = {"window_size": window, "num_slots": slots, "num_sinks": sinks, "feature_map": "none"}
-            retrieval = {"retrieval_heads": heads, "retrieval_window": kept - sinks, "growing_heads": growing}
-            found.append(way(name, num_bytes, **sizes, **retrieval))
+            retrieval = {"retrieval_heads": heads, "retrieval_window": kept - sinks}
+            found.append(way(name, num_bytes, window_size=window, num_slots=slots, feature_map="none", **retrieval))
     return found
 
 
@@ -242,8 +249,7 @@ def spend_memory(
     model, base_model = _load(checkpoint, plain)
     report_progress("scoring the base model", 1)
     softmax = [score_labels(base_model, text).perplexity for text in batched]
-    grows = options.growing_heads
-    count = grows + max(retrieval_counts(number_of_heads(checkpoint, plain)))
+    count = max(retrieval_counts(number_of_heads(checkpoint, plain)))
     heads: list[RetrievalHead] = []
     if model.config.num_heads_for("causal") > 1:
         report_progress("choosing retrieval heads", count)
@@ -252,16 +258,10 @@ def spend_memory(
             base_model,
             fit,
             count,
-            growing=grows,
             seed=options.seed,
             on_head=lambda: report_progress(None, 1),
         )
     ways = ways_to_spend(checkpoint, options, [[each.layer, each.head] for each in heads])
-    if grows and (len(heads) <= grows or not ways):
-        raise InputError(
-            f"growing_heads={grows}: {len(heads)} retrieval heads were found on the text, and one at least has to have a "
-            "window within the memory. Ask for fewer, for more memory, or pass a longer text."
-        )
     report_progress("trying ways to spend the memory", len(ways))
     trials: list[Trial] = []
     for name, tokens, chosen in ways:

@@ -45,9 +45,7 @@ class ConversionOptions:
             or see window_size.
         retrieval_heads: number of key-value heads that see more, and exactly: those that tell the model most of what stood
             far back, found on texts that repeat themselves; or the heads, as layer.head (18.2,7.2).
-        retrieval_window: number of last tokens that these heads see; 0 for all, of which their cache grows.
-        growing_heads: how many of these heads, the first ones, see all tokens whatever that window. With a memory their
-            cache comes on top of it.
+        retrieval_window: number of last tokens that these heads see. Default: 1,024, or a smaller model's positions.
         gate: add a recency gate per head. Default: where features are trained, without a window.
         memory: the cache of causal attention in tokens of the softmax model's, on average per layer: window, sinks, slots and
             features that predict the text best in that memory are found and used.
@@ -81,8 +79,7 @@ class ConversionOptions:
     num_sinks: int | None = None
     num_slots: int | None = None
     retrieval_heads: RetrievalHeads = 0
-    retrieval_window: int = 0
-    growing_heads: int = 0
+    retrieval_window: int | None = None
     gate: bool | None = None
     memory: int | None = None
     calibrate_on: str | Path | None = None
@@ -116,13 +113,12 @@ class ConversionOptions:
         return words
 
 
-#: Names that options had in earlier versions.
-RENAMED = {"window": "window_size"}
 #: Least values of numbers.
 MINIMUM = dict.fromkeys(("num_features", "num_cross_features", "num_encoder_features", "max_positions"), 1)
+MINIMUM["retrieval_window"] = 1
 MINIMUM["memory"] = 8
 MINIMUM |= dict.fromkeys(("redraw_pool", "seed", "keep_softmax", "window_size", "num_sinks", "num_slots"), 0)
-MINIMUM |= dict.fromkeys(("retrieval_heads", "retrieval_window", "growing_heads"), 0)
+MINIMUM["retrieval_heads"] = 0
 #: Flags that are not named as their fields, and switches that can be turned off.
 FLAGS = {"orthogonal": "--orthogonal/--iid", "gate": "--gate/--no-gate"}
 FLAGS |= {"calibrate_on": "--calibrate", "num_sinks": "--sinks", "num_slots": "--slots"}

@@ -39,7 +39,7 @@ from .checkpoint import Checkpoint, load_base_model, load_converted, load_rfa_mo
 from .configuration import Trained, import_words, rfa_config, with_defaults, with_more_positions
 from .kept_weights import check_kept, digests
 from .memory_budget import Trial, check_memory, spend_memory
-from .options import RENAMED, ConversionOptions
+from .options import ConversionOptions
 from .perplexity import score_labels
 from .pictures import HeadMap, compare_attention, draw_attention, draw_retrieval_heads, draw_trials
 from .report import ConversionReport, Perplexities, model_card, model_figures, notes
@@ -191,10 +191,9 @@ def convert(
 
 
 def _resolve_options(options: ConversionOptions | None, fields: dict[str, Any]) -> ConversionOptions:
-    """Return options with some fields replaced, also by the names that they had in earlier versions."""
-    renamed = {RENAMED.get(name, name): value for name, value in fields.items()}
+    """Return options with some fields replaced."""
     try:
-        return replace(options or ConversionOptions(), **renamed)
+        return replace(options or ConversionOptions(), **fields)
     except ValueError as error:
         raise InputError(str(error)) from error
 
@@ -267,7 +266,6 @@ def _choose_heads(
         base_model,
         inputs,
         count,
-        growing=options.growing_heads,
         seed=options.seed,
         on_head=lambda: report_progress(None, 1),
     )
@@ -338,7 +336,7 @@ def _verify(
     Its weights are compared with those that transformers loads from the source.
     """
     base_model = load_base_model(checkpoint, options.dtype, device)
-    source, required = digests(base_model), set(base_model.state_dict())
+    source = digests(base_model)
     if options.max_positions is not None:
         positions = checkpoint.family.position_embeddings(base_model)
         for name in (name for name, module in base_model.named_modules() if module in positions):
@@ -346,7 +344,7 @@ def _verify(
     del base_model
     give_back_memory()
     model = load_converted(model_class, folder, device)
-    check_kept(digests(model), source, checkpoint.name, required=required & source.keys())
+    check_kept(digests(model), source, checkpoint.name)
     found = _logits(model, probe)
     difference = float((found - expected).abs().max())
     if not torch.isfinite(found).all() or difference > MAX_RELOAD_ERROR * float(expected.abs().max()):

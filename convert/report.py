@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_rfa.cache_files import recurrent_num_bytes
 from hf_rfa.families import position_count, reads_audio
-from hf_rfa.models.cache_rfa import GROWING_LAYER_TYPE
+from hf_rfa.models.cache_names import returned_cache
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
 from hf_rfa.version import __version__
 
@@ -70,8 +70,7 @@ class ConversionReport:
         sensitivities: sensitivity of every layer, the largest first, if layers were kept softmax by it.
         trials: ways to spend a memory, with their perplexities, if one was given.
         retrieval_heads: retrieval heads in the order in which they were chosen, if they were.
-        retrieval_grows: whether retrieval heads see all tokens, so that their cache grows.
-        softmax_grows: whether a layer keeps the keys and values of all tokens, of the sequence or of its source.
+        grows: whether a softmax layer keeps the keys and values of all tokens, of the sequence or of its source.
         other_bytes: most bytes per sequence of the base model's layers whose caches have one size, by what these are: layers
             with a sliding window, and recurrent ones.
         perplexities: on the calibration text, if there was one.
@@ -101,19 +100,8 @@ class ConversionReport:
     audio_positions: int | None = None
     trials: tuple[Trial, ...] = ()
     retrieval_heads: tuple[RetrievalHead, ...] = ()
-    retrieval_grows: bool = False
-    softmax_grows: bool = False
+    grows: bool = False
     other_bytes: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def grows(self) -> bool:
-        """Whether the cache grows with the sequence or the source."""
-        return self.retrieval_grows or self.softmax_grows
-
-    @property
-    def growing(self) -> str:
-        """What the cache grows in, in words."""
-        return "the softmax layers" if self.softmax_grows else "the retrieval heads"
 
     @property
     def state_tokens(self) -> float:
@@ -124,7 +112,7 @@ class ConversionReport:
     def rows(self) -> list[tuple[str, str]]:
         """Return the figures as (name, value) pairs, for the table and the model card."""
         share = self.added_parameters / self.num_parameters
-        growth = f"and {self.growing}' growing cache" if self.grows else "at any length"
+        growth = "and the softmax layers' growing cache" if self.grows else "at any length"
         converted = {kind: f"{rfa} of {count}" for kind, (rfa, count) in self.layers.items()}
         features = {kind: str(count) for kind, count in self.feature_dims.items()}
         rows = [
@@ -173,9 +161,8 @@ class ConversionReport:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values; ``damages`` has the sensitivities as earlier versions wrote them."""
-        old = [{"kind": each.kind, "layer": each.layer, "damage": each.divergence} for each in self.sensitivities]
-        return asdict(self) | {"damages": old}
+        """Return everything as plain values."""
+        return asdict(self)
 
     def table(self) -> Table:
         """Return the figures as a table to print."""
@@ -216,7 +203,7 @@ def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -
     """
     config: Any = model.config
     states = {
-        (each.rfa_kind, each.rfa_layer_idx): _state_bytes(each, model.dtype, length)
+        (each.rfa_kind, each.rfa_layer_idx): sum(layout.num_bytes() for layout in each.memory_layouts(model.dtype))
         for each in rfa_layers(model).values()
     }
     total = 0
@@ -265,21 +252,7 @@ def _recurrent_bytes(model: PreTrainedModel) -> int:
     if all(layer_type in (*FULL_ATTENTION, *LIMITED) for _, _, layer_type in _cached_layers(model.config)):
         return 0
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    return recurrent_num_bytes(model(token, use_cache=True).past_key_values)
-
-
-def _state_bytes(layer: Any, dtype: torch.dtype, length: int) -> int:
-    """Return the bytes of an RFA layer's state after some tokens, and of what it keeps exactly."""
-    feature_map = layer.feature_map
-    state_dtype = torch.promote_types(layer.state_dtype, dtype)
-    size = (feature_map.feature_dim + feature_map.signed) * (feature_map.head_dim + 1) * state_dtype.itemsize
-    if layer.window_size:
-        itemsize = (dtype if layer.gate is None else state_dtype).itemsize
-        importance = max(4, itemsize) if layer.num_slots else 0
-        size += sum(layer.window_sizes) * ((2 * feature_map.head_dim + 1) * itemsize + importance)
-    kept = sum(layer.retrieval_sizes) if layer.retrieval_window else length
-    retrieval = len(layer.retrieval_heads) * kept * (2 * feature_map.head_dim + 1) * dtype.itemsize
-    return feature_map.num_heads * size + retrieval
+    return recurrent_num_bytes(returned_cache(model(token, use_cache=True)))
 
 
 def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -310,12 +283,11 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
         "added_parameters": extended + sum(parameters.get(key, 0) for key in new),
         "added_buffers": sum(state[key].numel() for key in new if key not in parameters),
         "state_bytes": cache_bytes(model, 0),
-        "softmax_grows": any(
+        "grows": any(
             layer_type in FULL_ATTENTION and not config.is_rfa(kind, index)
             for kind, index, layer_type in _cached_layers(config)
         ),
         "other_bytes": _other_bytes(model),
-        "retrieval_grows": GROWING_LAYER_TYPE in config.cache_layer_types(),
         "audio_positions": config.max_source_positions if reads_audio(config) else None,
         "own_cache_bytes": {length: cache_bytes(model, length) for length in lengths},
         "cache_bytes": {length: cache_bytes(model, length, softmax=True) for length in lengths},
@@ -346,10 +318,6 @@ def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_to
             kept = ("layer " if len(indices) == 1 else "layers ") + ", ".join(map(str, indices))
             length = "sequence" if kind == "causal" else "source"
             found.append(f"The {kind} attention of {kept} is softmax: its cache grows with the {length}.")
-    if GROWING_LAYER_TYPE in config.cache_layer_types():
-        count, limit = len(config.retrieval_heads), "" if config.growing_heads else " (--retrieval-window limits it)"
-        some = f"{config.growing_heads or count} of {count}"
-        found.append(f"Retrieval heads that see all tokens: {some}. Their cache grows with the text{limit}.")
     if options.max_positions is not None:
         found.append(checkpoint.family.note_on_positions(config, options.max_positions))
     if options.calibrate_on is None and (config.feature_map != "none" or config.num_slots):

@@ -27,9 +27,8 @@ from transformers import PreTrainedModel
 from hf_rfa.errors import InputError
 from hf_rfa.memory import give_back_memory
 from hf_rfa.models.attention import RFAAttentionMixin
-from hf_rfa.models.linear_attention import Tokens, mask_padding
 from hf_rfa.models.masking import group_queries, ungroup
-from hf_rfa.models.sliding_window import WindowSizes, exact_attention
+from hf_rfa.models.memory import Reading
 
 from .base_model import rfa_layers
 from .calibration_data import Inputs
@@ -111,10 +110,12 @@ def _attend_in_part(
             query, key, value, is_causal=True, scale=layer.scaling, enable_gqa=grouped
         )
     else:
-        rows = group_queries(query, key.shape[1])
-        tokens = Tokens(key, value, None, mask_padding(padding_mask, None, None)[1], padding_mask)
-        given: Any = {"scaling": layer.scaling, "chunk_size": layer.chunk_size, "sink_logits": sink_logits}
-        exact, _ = exact_attention(rows, tokens, None, WindowSizes(0), **given)
+        length = query.shape[2]
+        visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
+        if padding_mask is not None:
+            visible = visible & (padding_mask != 0)[:, None, None]
+        reading = Reading(scaling=layer.scaling, joined=True, sink_logits=sink_logits)
+        exact, _ = reading(group_queries(query, key.shape[1]), torch.cat([key, value.to(key.dtype)], dim=-1), visible)
         exact = ungroup(exact, query.shape[1])
     exact = exact.to(value.dtype)
     share = shares[row].repeat_interleave(query.shape[1] // key.shape[1])[:, None, None].to(value.dtype)
@@ -127,7 +128,6 @@ def choose_retrieval_heads(
     inputs: Inputs,
     count: int,
     *,
-    growing: int = 0,
     seed: int,
     on_head: Callable[[], None],
 ) -> list[RetrievalHead]:
@@ -138,7 +138,6 @@ def choose_retrieval_heads(
         base_model: its softmax model.
         inputs: blocks of text, without padding.
         count: number of heads. One of every layer is left as it is.
-        growing: how many of these, the first ones, will see all tokens, and the others a window: their layers get no other.
         seed: what passages are drawn with.
         on_head: called after each.
     """
@@ -150,7 +149,6 @@ def choose_retrieval_heads(
     model.requires_grad_(False)
     found: list[RetrievalHead] = []
     expected: dict[int, Tensor] = {}
-    grow: set[int] = set()  # layers whose retrieval heads see all tokens
 
     def divergence(index: int) -> Tensor:
         """Return KL(softmax ‖ converted) per token of a batch's repeated passages."""
@@ -173,10 +171,7 @@ def choose_retrieval_heads(
                 (gradient,) = torch.autograd.grad(loss, shares)
                 taken = shares.detach() > 0
                 last = taken.sum(1, keepdim=True) == shares.shape[1] - 1  # what a layer has left besides
-                alone = torch.zeros_like(last)
-                if growing and len(found) >= growing:
-                    alone = torch.tensor([[layer.rfa_layer_idx in grow] for layer in layers], device=alone.device)
-                gradient = gradient.masked_fill(taken | last | alone, 0.0)
+                gradient = gradient.masked_fill(taken | last, 0.0)
                 row, head = divmod(int(gradient.argmin()), shares.shape[1])
                 if not float(gradient[row, head]) < 0:
                     break
@@ -184,7 +179,6 @@ def choose_retrieval_heads(
                     shares[row, head] = 1.0
                     after = float(divergence(len(found)))
                 found.append(RetrievalHead(layers[row].rfa_layer_idx, head, float(loss.detach()), after))
-                grow = {each.layer for each in found[:growing]}
                 give_back_memory()
                 on_head()
     finally:

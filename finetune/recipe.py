@@ -19,8 +19,6 @@ from hf_rfa.errors import InputError
 TOKENS_PER_STEP, PAIRS_PER_STEP = 2048, 8
 #: Recipes that come with the package, a folder for each command.
 FOLDER = Path(__file__).parent / "recipes"
-#: Earlier names of settings of a stage, which a recipe may still have.
-OLD_NAMES = {"own_inputs": "student_inputs", "output_weight": "output_mse_weight"}
 
 
 def read_recipe(command: Literal["distill", "finetune"], name: str | Path) -> tuple[Path, dict[str, Any]]:
@@ -144,7 +142,7 @@ class Recipe:
         known = [field.name for field in fields(Stage)]
         stages = {}
         for stage, default in cls().stages().items():
-            given = {OLD_NAMES.get(key, key): value for key, value in (values.pop(stage, None) or {}).items()}
+            given = values.pop(stage, None) or {}
             unknown = ", ".join(sorted(set(given) - set(known)))
             if unknown:
                 raise InputError(f"recipe {path}: {stage} has no setting {unknown}. There are: {', '.join(known)}.")

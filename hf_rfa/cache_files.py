@@ -17,13 +17,7 @@ from .models.cache_rfa import RFALayer, RFASourceLayer
 from .models.configuration_rfa import AttentionKind, RFAConfigMixin
 
 #: What a file says of itself, so that another kind of file, or a later one, is told apart.
-FORMAT = "hf-rfa cache 1"
-#: The kinds of cache layers that can be saved, and the attributes that hold their tensors by the names in the file.
-TENSORS: dict[str, dict[str, str]] = {
-    "state": {"state": "state", "window": "window_cache", "retrieval": "retrieval_cache"},
-    "source state": {"state": "state"},
-    "keys and values": {"keys": "keys", "values": "values"},
-}
+FORMAT = "hf-rfa cache 2"
 
 
 def save_cache(cache: Cache, path: str | Path) -> None:
@@ -47,10 +41,8 @@ def save_cache(cache: Cache, path: str | Path) -> None:
         for index, layer in enumerate(layers):
             kind, facts = _describe(layer)
             about[f"{part}.{index}"] = {"kind": kind, **facts}
-            for name, attribute in TENSORS[kind].items():
-                tensor = getattr(layer, attribute)
-                if tensor is not None:
-                    tensors[f"{part}.{index}.{name}"] = tensor.detach().cpu().contiguous()
+            for name, tensor in _tensors(layer).items():
+                tensors[f"{part}.{index}.{name}"] = tensor.detach().cpu().contiguous()
     if not tensors:
         raise InputError("this cache holds nothing yet.")
     beside = path.with_name(f".{path.name}.partial")
@@ -93,15 +85,16 @@ def load_cache(path: str | Path, model: Any) -> Cache:
             raise InputError(f"{path} holds {count} layers of {part} attention, and the model has {len(cache.layers)}.")
         for index in range(count):
             facts = about[f"{part}.{index}"]
-            held = {name: tensors.get(f"{part}.{index}.{name}") for name in TENSORS[facts["kind"]]}
-            if any(tensor is not None for tensor in held.values()):  # or the model has not used this layer yet
+            prefix = f"{part}.{index}."
+            of_layer = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+            if of_layer:  # or the model has not used this layer yet
                 kind = _kind(model.config, part, index)
                 if kind != facts["kind"]:
                     where = f"{path}, layer {index} of {part} attention"
                     raise InputError(
                         f"{where}: the file has {facts['kind']}, and the model {kind}: it is another model's."
                     )
-                cache.layers[index] = _restore(kind, facts, held, cache.layers[index])
+                cache.layers[index] = _restore(kind, facts, of_layer, cache.layers[index])
     # Only now: it looks at what its caches hold.
     return EncoderDecoderCache(*caches.values()) if "cross" in caches else caches["self"]
 
@@ -124,48 +117,47 @@ def _describe(layer: Any) -> tuple[str, dict[str, Any]]:
     """Return the kind of a layer, and its facts other than tensors."""
     holds = getattr(layer, "holds", None)
     if holds == RFASourceLayer.holds:
-        return "source state", {"length": layer.cumulative_length, "rows": layer.rows_per_state}
+        return "source state", {"length": int(layer.cumulative_length), "rows": layer.rows_per_state}
     if holds == RFALayer.holds:
-        return "state", {"length": layer.cumulative_length}
+        return "state", {"length": int(layer.cumulative_length)}
     if type(layer) is DynamicLayer:
         return "keys and values", {}
     raise InputError(f"a cache with a {type(layer).__name__} cannot be saved; one with a DynamicCache can.")
 
 
-def _restore(kind: str, facts: dict[str, Any], held: dict[str, Tensor | None], empty: Any) -> Any:
+def _tensors(layer: Any) -> dict[str, Tensor]:
+    """Return what a layer of a cache holds, by name."""
+    if hasattr(layer, "holds"):
+        return layer.tensors()
+    named = {name: getattr(layer, name, None) for name in ("keys", "values")}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def _restore(kind: str, facts: dict[str, Any], tensors: dict[str, Tensor], empty: Any) -> Any:
     """Return a layer with what a file holds of it; ``empty`` is the one that the model's configuration makes."""
-    first = next(tensor for tensor in held.values() if tensor is not None)
     if kind == "source state":
         source = RFASourceLayer()
-        source.fill(first, length=facts["length"], rows_per_state=facts["rows"])
+        source.restore(tensors, facts["length"])
+        source.rows_per_state = facts["rows"]
         return source
-    layer: Any = empty if kind == "state" else DynamicLayer()
-    for name, tensor in held.items():
-        setattr(layer, TENSORS[kind][name], tensor)
-    layer.dtype, layer.device, layer.is_initialized = first.dtype, first.device, True
     if kind == "state":
-        layer.cumulative_length = facts["length"]
+        empty.restore(tensors, facts["length"])
+        return empty
+    layer = DynamicLayer()
+    layer.lazy_initialization(tensors["keys"], tensors["values"])
+    layer.keys, layer.values = tensors["keys"], tensors["values"]
     return layer
 
 
 def cache_num_bytes(cache: Cache | None) -> int:
     """Return the bytes that a cache's tensors take: RFA states, keys and values, and states of recurrent layers."""
     layers = () if cache is None else chain(*_parts(cache).values())
-    return sum(tensor.nbytes for layer in layers for tensor in _tensors(layer))
+    return sum(tensor.nbytes for layer in layers for tensor in (*_tensors(layer).values(), *_recurrent_states(layer)))
 
 
 def recurrent_num_bytes(cache: Cache) -> int:
     """Return the bytes of the states that linear attention, recurrences and convolutions of a base model keep."""
     return sum(state.nbytes for layer in cache.layers for state in _recurrent_states(layer))
-
-
-def _tensors(layer: Any) -> list[Tensor]:
-    """Return the tensors that a cache layer holds."""
-    if hasattr(layer, "holds"):
-        held = list(layer.tensors())
-    else:
-        held = [getattr(layer, name, None) for name in ("keys", "values")] + _recurrent_states(layer)
-    return [tensor for tensor in held if tensor is not None]
 
 
 def _recurrent_states(layer: Any) -> list[Tensor]:

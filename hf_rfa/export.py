@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from .errors import InputError
+from .models.attention import RFAAttentionMixin
 from .models.cache_names import cache_argument
 from .models.cache_rfa import RFA_LAYER_TYPE, RFALayer
 from .models.configuration_rfa import RFAConfigMixin
-from .models.feature_maps import NoFeatures
 
 
 class DecodingStep(nn.Module):
@@ -35,19 +35,14 @@ class DecodingStep(nn.Module):
         if not fits or model.config.is_encoder_decoder:
             raise InputError(
                 f"a decoding step of fixed shape needs a decoder whose layers are all RFA, and this is a {config.model_type} "
-                "model with an encoder, with softmax layers, or with retrieval heads that see all tokens. Convert all layers "
-                "of a decoder, and give retrieval heads a window, all of them (growing_heads=0)."
+                "model with an encoder or with softmax layers. Convert all layers of a decoder."
             )
         self.model = model
 
     @staticmethod
     def states(cache: Cache) -> list[Tensor]:
-        """Return copies of the tensors that a cache holds, layer by layer.
-
-        That is a layer's state [B, H, rows, d + 1] where the model has features, its window [B, H, S + K + W, ·] where it has
-        one, and that of retrieval heads where the layer has some.
-        """
-        return [tensor.clone() for layer in cache.layers for tensor in cast(RFALayer, layer).tensors()]
+        """Return copies of the tensors that a cache holds, layer by layer (`hf_rfa.models.memory.Memory`)."""
+        return [tensor.clone() for layer in cache.layers for tensor in cast(RFALayer, layer).tensors().values()]
 
     def forward(self, token: Tensor, position: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Return the next token's logits and the states after this one; the states passed in stay as they are.
@@ -60,14 +55,14 @@ class DecodingStep(nn.Module):
         Returns:
             The logits [B, 1, vocabulary], and the new states.
         """
-        cache = DynamicCache(config=self.model.config)
-        config, held = self.model.config, iter(states)
-        has_features = config.feature_map != NoFeatures.name
+        cache, remaining = DynamicCache(config=self.model.config), iter(states)
+        attention = {
+            layer.rfa_layer_idx: layer for layer in self.model.modules() if isinstance(layer, RFAAttentionMixin)
+        }
         for index, layer in enumerate(cast(list[RFALayer], cache.layers)):
-            layer.lazy_initialization(states[0], states[0])
-            if has_features:
-                layer.state = next(held).clone()  # a step updates it where it lies
-            layer.window_cache = next(held) if config.window_size else None
-            layer.retrieval_cache = next(held) if config.retrieval_heads_of(index) else None
+            layouts = enumerate(attention[index].memory_layouts(self.model.dtype))
+            names = [f"{number}.{name}" for number, layout in layouts for name in layout.tensors()]
+            # Of the length positions alone would know, which are given. A step updates tensors where they lie.
+            layer.restore({name: next(remaining).clone() for name in names}, 0)
         logits = self.model(token, position_ids=position, **cache_argument(cache), use_cache=True).logits
-        return logits, [tensor for layer in cache.layers for tensor in cast(RFALayer, layer).tensors()]
+        return logits, [each for layer in cache.layers for each in cast(RFALayer, layer).tensors().values()]

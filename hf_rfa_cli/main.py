@@ -16,7 +16,7 @@ from .convert import convert_command
 from .evaluate import evaluate_command
 from .generate import generate_command
 from .imports import importing
-from .options import UsageError, current_names
+from .options import UsageError
 from .train import distill_command, finetune_command, make_data_command
 
 
@@ -31,10 +31,7 @@ class _Flags:
 
 
 class _Command(_Flags, TyperCommand):
-    """A command, whose options may have their earlier names."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, current_names(str(self.name), args))
+    """A command."""
 
 
 class _Group(_Flags, TyperGroup):

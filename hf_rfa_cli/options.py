@@ -12,25 +12,6 @@ import typer
 #: What typer raises for a command line that it cannot read, and commands for options that do not go together.
 UsageError: Any = typer.BadParameter.__base__
 
-#: Earlier names of options, which still work, by command.
-RENAMED = {
-    "bench": {"--window": "--window-size"},
-    "convert": {"--window": "--window-size", "--distill-steps": "--transfer-steps"},
-    "evaluate": {"--context": "--context-length", "--branch": "--attention-component"},
-}
-
-
-def current_names(command: str, words: list[str]) -> list[str]:
-    """Return the words of a command line with the current names of options; each earlier one is named on stderr."""
-    found = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        new = RENAMED.get(command, {}).get(name)
-        if new is not None:
-            typer.echo(f"{name} is called {new} now.", err=True)
-        found.append(word if new is None else new + equals + value)
-    return found
-
 
 def number(
     text: str,

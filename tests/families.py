@@ -16,7 +16,7 @@ from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.configuration_rfa import RFASeq2SeqConfigMixin
 from hf_rfa.models.linear_attention import Tokens, linear_attention
-from hf_rfa.models.sinks_and_slots import Importance
+from hf_rfa.models.memory import Importance
 
 from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
 from .tiny_models import tiny_config
@@ -38,22 +38,22 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
     "t2r": {"feature_map": "t2r", "gate": True},
     "hedgehog": {"feature_map": "hedgehog"},
     "hybrid": {"softmax_layers": [1]},
-    "window": {"window": 5},
-    "window-gate": {"window": 4, "gate": True, "chunk_size": 7, "feature_map": "exponential"},
-    "window-elu": {"window": 1, "feature_map": "elu"},
-    "window-gaussian": {"window": 6, "feature_map": "gaussian", "num_features": 16, "softmax_layers": [1]},
-    "window-sinks": {"window": 4, "num_sinks": 3, "gate": True, "softmax_layers": [0]},
-    "none": {"feature_map": "none", "window": 5, "num_sinks": 2},
-    "slots": {"feature_map": "none", "window": 3, "num_sinks": 1, "num_slots": 4},
-    "slots-features": {"window": 4, "num_slots": 3, "num_features": 16, "chunk_size": 7},
+    "window": {"window_size": 5},
+    "window-gate": {"window_size": 4, "gate": True, "chunk_size": 7, "feature_map": "exponential"},
+    "window-elu": {"window_size": 1, "feature_map": "elu"},
+    "window-gaussian": {"window_size": 6, "feature_map": "gaussian", "num_features": 16, "softmax_layers": [1]},
+    "window-sinks": {"window_size": 4, "num_sinks": 3, "gate": True, "softmax_layers": [0]},
+    "none": {"feature_map": "none", "window_size": 5, "num_sinks": 2},
+    "slots": {"feature_map": "none", "window_size": 3, "num_sinks": 1, "num_slots": 4},
+    "slots-gate": {"window_size": 4, "num_slots": 3, "num_features": 16, "gate": True, "chunk_size": 7},
     "retrieval": {
         "feature_map": "none",
-        "window": 3,
+        "window_size": 3,
         "num_sinks": 2,
         "retrieval_heads": [[0, 1]],
         "retrieval_window": 7,
     },
-    "retrieval-growing": {"gate": True, "retrieval_heads": [[1, 0], [1, 2]], "chunk_size": 7},
+    "retrieval-gate": {"gate": True, "retrieval_heads": [[1, 0], [1, 2]], "retrieval_window": 6, "chunk_size": 7},
     "small-chunks": {"chunk_size": 3, "gate": True},
     "float64-state": {"state_dtype": "float64"},
 }
@@ -68,9 +68,9 @@ SEQ2SEQ_VARIANTS: dict[str, dict[str, Any]] = {
     "per-layer": {"softmax_layers": [0], "softmax_cross_layers": [1], "softmax_encoder_layers": [1]},
     "elu": {"feature_map": "elu", "softmax_encoder_layers": []},
     "hedgehog": {"feature_map": "hedgehog", "num_features": 8},
-    "none": {"feature_map": "none", "window": 4, "num_sinks": 1, "softmax_cross_layers": [0, 1, 2]},
-    "slots": {"window": 3, "num_sinks": 1, "num_slots": 4},
-    "retrieval": {"window": 3, "num_sinks": 1, "retrieval_heads": [[0, 1]], "retrieval_window": 6},
+    "none": {"feature_map": "none", "window_size": 4, "num_sinks": 1, "softmax_cross_layers": [0, 1, 2]},
+    "slots": {"window_size": 3, "num_sinks": 1, "num_slots": 4},
+    "retrieval": {"window_size": 3, "num_sinks": 1, "retrieval_heads": [[0, 1]], "retrieval_window": 6},
     "decoder-alone": {"head": "ForCausalLM", "gate": True, "chunk_size": 5},
 }
 #: What a decoder with grouped queries and rotary positions adds to GPT-2.
@@ -78,20 +78,19 @@ LLAMA_VARIANTS: dict[str, dict[str, Any]] = {
     "positive": {},
     "positive-gate": {"gate": True},
     "hybrid": {"softmax_layers": [1]},
-    "window": {"window": 5},
-    "window-gate": {"window": 4, "gate": True, "chunk_size": 7, "feature_map": "exponential"},
-    "window-gaussian": {"window": 6, "feature_map": "gaussian", "num_features": 16, "softmax_layers": [1]},
-    "window-sinks": {"window": 4, "num_sinks": 3, "gate": True, "softmax_layers": [0]},
-    "none": {"feature_map": "none", "window": 5, "num_sinks": 2},
-    "slots": {"feature_map": "none", "window": 3, "num_sinks": 1, "num_slots": 4},
-    "slots-features": {"window": 4, "num_slots": 3, "num_features": 16, "chunk_size": 7},
-    "retrieval": {"window": 3, "num_slots": 4, "retrieval_heads": [[0, 1], [2, 0]], "retrieval_window": 6},
-    "retrieval-growing": {
+    "window": {"window_size": 5},
+    "window-gate": {"window_size": 4, "gate": True, "chunk_size": 7, "feature_map": "exponential"},
+    "window-gaussian": {"window_size": 6, "feature_map": "gaussian", "num_features": 16, "softmax_layers": [1]},
+    "window-sinks": {"window_size": 4, "num_sinks": 3, "gate": True, "softmax_layers": [0]},
+    "none": {"feature_map": "none", "window_size": 5, "num_sinks": 2},
+    "slots": {"feature_map": "none", "window_size": 3, "num_sinks": 1, "num_slots": 4},
+    "slots-features": {"window_size": 4, "num_slots": 3, "num_features": 16, "chunk_size": 7},
+    "retrieval": {"window_size": 3, "num_slots": 4, "retrieval_heads": [[0, 1], [2, 0]], "retrieval_window": 6},
+    "retrieval-none": {
         "feature_map": "none",
-        "window": 3,
+        "window_size": 3,
         "retrieval_heads": [[1, 1], [2, 0]],
         "retrieval_window": 5,
-        "growing_heads": 1,
     },
 }
 VARIANTS = {"gpt2": DECODER_VARIANTS, "llama": LLAMA_VARIANTS, "bart": SEQ2SEQ_VARIANTS, "marian": SEQ2SEQ_VARIANTS}
@@ -272,6 +271,11 @@ def caches(cache: Cache) -> dict[str, Cache]:
     if isinstance(cache, EncoderDecoderCache):
         return {"causal": cache.self_attention_cache, "cross": cache.cross_attention_cache}
     return {"causal": cache}
+
+
+def state_of(layer: Any) -> Tensor | None:
+    """Return the state of a cache layer, [B, H, rows, d + 1], of the heads that have features."""
+    return layer.memories[0].state
 
 
 def rfa_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -102,7 +102,7 @@ SAMPLES: dict[str, Any] = {"do_sample": True, "seed": 4}
     [
         ("gpt2", "window-gate", BEAMS),
         ("gpt2", "gaussian-gate", GREEDY),
-        ("gpt2", "retrieval-growing", SAMPLES),
+        ("gpt2", "retrieval-gate", SAMPLES),
         ("llama", "slots-features", SAMPLES),
         ("llama", "hybrid", GREEDY),
         ("llama", "retrieval", BEAMS),
@@ -160,9 +160,11 @@ def test_conversion(family, on_disk, options, folder, tmp_path, monkeypatch):
     torch.testing.assert_close(*(tensors(tmp_path / device) for device in found), rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bart"])
-def test_measurement(family, tmp_path):
-    model = make(family, "slots" if has_encoder(family) else "slots-features")
+@pytest.mark.parametrize(
+    ("family", "variant"), [("gpt2", "slots-gate"), ("llama", "slots-features"), ("bart", "slots")]
+)
+def test_measurement(family, variant, tmp_path):
+    model = make(family, variant)
     save_tiny_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     models = model, copy.deepcopy(model).to(NAME)

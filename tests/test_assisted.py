@@ -18,7 +18,7 @@ from . import families
 from .families import has_encoder, softmax_model
 
 VARIANTS = {"positive": {}, "gate": {"gate": True}, "signed": {"feature_map": "gaussian", "unit_norm": True}}
-VARIANTS |= {"window": {"window": 3, "gate": True}, "hybrid": {"softmax_layers": [1]}}
+VARIANTS |= {"window": {"window_size": 3, "gate": True}, "hybrid": {"softmax_layers": [1]}}
 
 
 SIZES = {"n_embd": 16, "n_head": 2, "n_positions": 200, "vocab_size": 40, "eos_token_id": 39}

@@ -40,6 +40,7 @@ from .families import (
     rfa_modules,
     softmax_model,
     source,
+    state_of,
     tokens,
 )
 
@@ -137,7 +138,7 @@ def test_output_attentions_on_a_warm_cache_cover_this_calls_tokens(family, past)
     for found, expected in zip(part[name], whole[name], strict=True):
         assert_close(found, expected[:, :, past:, past:], atol=1e-5, rtol=1e-4)
     if rows:
-        assert {layer.state.shape[0] for layer in caches(cache)["cross"].layers} == {2}, "beams share one state"
+        assert {state_of(layer).shape[0] for layer in caches(cache)["cross"].layers} == {2}, "beams share one state"
         for found, expected in zip(part.cross_attentions, whole.cross_attentions, strict=True):
             assert_close(found, expected[:, :, past:], atol=1e-5, rtol=1e-4)
 
@@ -282,7 +283,7 @@ def beams_that_share_a_state(model: Any, hidden: torch.Tensor, mask: torch.Tenso
     ids, given = tokens(len(hidden), 2), {"encoder_outputs": (hidden,), "attention_mask": mask}
     found, cache = logits_by_steps(model, ids, [1], **given)
     assert_close(found, logits(model, ids, **given), atol=1e-4, rtol=1e-4)
-    (rows,) = {layer.state.shape[0] for layer in caches(cache)["cross"].layers}
+    (rows,) = {state_of(layer).shape[0] for layer in caches(cache)["cross"].layers}
     return len(hidden) // rows
 
 

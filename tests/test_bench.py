@@ -26,7 +26,7 @@ from .gguf_models import write_gguf
 
 @every_family
 def test_the_models_have_the_same_weights_and_caches_at_the_same_position(family):
-    softmax, rfa = bench.pair(base_config(family), 40, window=3)
+    softmax, rfa = bench.pair(base_config(family), 40, window_size=3)
     others = dict(rfa.named_parameters())
     assert all(torch.equal(parameter, others[name]) for name, parameter in softmax.named_parameters())
     sizes = {}
@@ -46,7 +46,7 @@ def test_the_models_have_the_same_weights_and_caches_at_the_same_position(family
 def test_a_converted_checkpoint_is_timed_as_it_is(family):
     """Beside its softmax parent, whose weights it shares; layers that stayed softmax have their own keys and values."""
     parent = base_config(family)
-    options = {"feature_map": "elu", "gate": True, "window": 5, "softmax_layers": [1]}
+    options = {"feature_map": "elu", "gate": True, "window_size": 5, "softmax_layers": [1]}
     config = FAMILIES[family].rfa_config.from_parent(parent, **options)
     softmax, rfa = bench.pair(config, 40)
     expected = bench.pair(parent, 40, **options)
@@ -67,12 +67,12 @@ def test_a_converted_checkpoint_is_timed_as_it_is(family):
         bench.pair(config, 40, gate=True)
 
 
-def test_a_cache_at_a_position_is_known_to_hold_its_sinks():
+def test_a_memory_at_a_position_has_counted_the_tokens_before_it():
     _, rfa = bench.pair(tiny_parent_config(), 60, window_size=4, num_sinks=3)
     for position in (3, 4, 30):
         cache = cache_at(rfa, step_inputs(rfa, 2, 0), position)
         assert cache.get_seq_length() == position
-        assert all(layer.sinks_held for layer in cache.layers)
+        assert all(memory.count.tolist() == [position] * 2 for layer in cache.layers for memory in layer.memories)
 
 
 def test_a_static_cache_is_as_long_as_it_says():

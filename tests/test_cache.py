@@ -27,11 +27,12 @@ from .families import (
     make_head,
     read,
     softmax_model,
+    state_of,
     tokens,
 )
 
-FILLED_BY = [{"gate": True}, {"feature_map": "gaussian", "num_features": 8}, {"window": 3, "gate": True}]
-FILLED_BY += [{"softmax_layers": [0]}, {"softmax_layers": [1], "window": 3}]
+FILLED_BY = [{"gate": True}, {"feature_map": "gaussian", "num_features": 8}, {"window_size": 3, "gate": True}]
+FILLED_BY += [{"softmax_layers": [0]}, {"softmax_layers": [1], "window_size": 3}]
 GENERATE = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 1}
 
 
@@ -43,20 +44,20 @@ def test_operations_on_the_state_of_a_decoder():
     model, ids = make("gpt2"), tokens(1, 7)
     cache = model(ids.repeat(3, 1)).past_key_values
     layer = cache.layers[0]
-    state = layer.state.clone()
+    state = state_of(layer).clone()
     cache.batch_repeat_interleave(2)
-    assert torch.equal(layer.state, state.repeat_interleave(2, dim=0))
+    assert torch.equal(state_of(layer), state.repeat_interleave(2, dim=0))
     cache.batch_select_indices(torch.tensor([4, 1]))
-    assert torch.equal(layer.state, state[[2, 0]])
+    assert torch.equal(state_of(layer), state[[2, 0]])
     layer.offload()
     layer.prefetch()
-    assert torch.equal(layer.state, state[[2, 0]])
+    assert torch.equal(state_of(layer), state[[2, 0]])
     with pytest.raises(ValueError, match="0 tokens were recorded"):
         cache.crop(-2)
     cache.crop(0)
     cache.reset()
     assert cache.get_seq_length() == 0
-    assert_close(model(ids, **cache_argument(cache)).past_key_values.layers[0].state, state[:1])
+    assert_close(state_of(model(ids, **cache_argument(cache)).past_key_values.layers[0]), state[:1])
     assert cache.get_max_length() == -1
 
 
@@ -72,7 +73,7 @@ def test_operations_on_the_state_of_a_source():
         return model(source[rows], decoder_input_ids=target[rows]).past_key_values
 
     def states(cache: Any) -> int:
-        (count,) = {layer.state.shape[0] for layer in cache.cross_attention_cache.layers}
+        (count,) = {state_of(layer).shape[0] for layer in cache.cross_attention_cache.layers}
         return count
 
     rows, ids = torch.tensor([0, 0, 1, 1]), tokens(4, 1)
@@ -110,9 +111,9 @@ def test_operations_on_the_state_of_a_source():
 def test_the_state_is_updated_in_place():
     model, ids = make("gpt2", "positive-gate"), tokens(1, 7)
     cache = model(ids).past_key_values
-    before = [layer.state.data_ptr() for layer in cache.layers]
+    before = [state_of(layer).data_ptr() for layer in cache.layers]
     model(ids[:, :1], **cache_argument(cache))
-    assert [layer.state.data_ptr() for layer in cache.layers] == before
+    assert [state_of(layer).data_ptr() for layer in cache.layers] == before
 
 
 # Caches without a configuration
@@ -246,7 +247,7 @@ def test_a_cache_of_another_model_is_refused():
 # Caches on disk
 
 
-SAVED = [("gpt2", each) for each in ({}, {"gate": True, "window": 3}, {"softmax_layers": [1]})]
+SAVED = [("gpt2", each) for each in ({}, {"gate": True, "window_size": 3}, {"softmax_layers": [1]})]
 SAVED += [("gpt2", {"add_cross_attention": True})]  # which saw no encoder's output
 SAVED += [("bart", {"softmax_cross_layers": each}) for each in ([], [0, 1, 2])]
 SAVED += [("bart", {"softmax_layers": [0], "softmax_cross_layers": [1]})]

@@ -16,11 +16,12 @@ from .families import logits, make, read, tokens
 
 #: Families with an encoder and without, one of which hands its cache to attention under a third name.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"window": 5, "softmax_layers": [1]},
-    "gpt_neox": {"window": 5},
-    "gemma3_text": {"window": 5},
-    "bart": {"window": 5, "softmax_layers": [1], "softmax_cross_layers": [0]},
-    "marian": {"window": 5},
+    "gpt2": {"window_size": 5},
+    "llama": {"window_size": 5, "softmax_layers": [1]},
+    "gpt_neox": {"window_size": 5},
+    "gemma3_text": {"window_size": 5},
+    "bart": {"window_size": 5, "softmax_layers": [1], "softmax_cross_layers": [0]},
+    "marian": {"window_size": 5},
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
 

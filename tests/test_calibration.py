@@ -23,12 +23,12 @@ def test_calibration_brings_attention_closer_to_the_parent(tiny_parent, tmp_path
 def test_a_window_is_calibrated_to_the_features(tiny_parent, tmp_path):
     """Maps whose φ has another scale than the softmax kernel get a shift; it lowers the divergence."""
     for feature_map in ("hedgehog", "elu", "positive"):
-        report = convert(tiny_parent, tmp_path / feature_map, feature_map=feature_map, window=3)
+        report = convert(tiny_parent, tmp_path / feature_map, feature_map=feature_map, window_size=3)
         assert all(sum(gain.after) < sum(gain.before) for gain in report.gains)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / feature_map)
         assert float(model.transformer.h[0].attn.feature_map.window_shift.detach().abs().max()) > 0
         layers = model(torch.ones(1, 5, dtype=torch.long)).past_key_values.layers
-        assert report.state_bytes == sum(tensor.numel() * 4 for layer in layers for tensor in layer.tensors())
+        assert report.state_bytes == sum(tensor.numel() * 4 for layer in layers for tensor in layer.tensors().values())
 
 
 def test_one_heavy_key_does_not_set_the_scale_of_all_others():
@@ -102,7 +102,7 @@ def distance_sample(decays: torch.Tensor, length: int) -> LayerActivations:
 
 @pytest.mark.parametrize(("window", "left"), [(0, 1e-5), (5, 1e-2)])  # a window's shift is the same for all queries
 def test_the_gates_find_the_spans_of_softmax_attention(window, left):
-    model = make("gpt2", {"gate": True, "feature_map": "elu", "window": window}, n_positions=64)
+    model = make("gpt2", {"gate": True, "feature_map": "elu", "window_size": window}, n_positions=64)
     layer = model.transformer.h[0].attn
     spans = torch.tensor([1 / 8, 1.0, max(GATE_TIME_SCALES)]) * 64
     sample, hidden = distance_sample(1 - 1 / spans, 64), torch.randn(1, 64, 24)

@@ -117,11 +117,10 @@ def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypat
         (["distill", "a", "--teacher", "b", "--data", "."], "there is no text file ."),
         (["distill", "a", "--teacher", "b", "--data", DEMO_TEXT, "--transfer-steps", "-1"], "it must be at least 0"),
         (["convert", DEMO_MODEL, "out", "--seed", "-1"], "'--seed': it must be at least 0"),
-        (["convert", DEMO_MODEL, "out", "--window", "-1"], "'--window-size': it must be at least 0"),
+        (["convert", DEMO_MODEL, "out", "--window-size", "-1"], "'--window-size': it must be at least 0"),
         (["convert", DEMO_MODEL, "out", "--calibrate", "."], "there is no text file ."),
         (["make-data", "copy", "out", "--rows", "0"], "'--rows': it must be at least 1, got 0"),
-        (["bench", "--window=-1"], "--window is called --window-size now."),
-        (["bench", "--window=-1"], "'--window-size': it must be at least 0, got -1"),
+        (["bench", "--window-size=-1"], "'--window-size': it must be at least 0, got -1"),
         (["bench", "--steps", "0"], "'--steps': it must be at least 1, got 0"),
         (["bench", "--output", "no/where"], "cannot write to"),
         (["convrt"], "No such command 'convrt'. Did you mean 'convert'? See hf-rfa --help."),
@@ -237,12 +236,12 @@ def test_layers_are_read_as_indices_and_ranges():
         ("bart", ["--layers", "none"], "positive", False, (0, 0, 0)),
         ("gpt2", ["--gate"], "positive", True, (0, 0, 0)),
         ("bart", ["--window-size", "4"], "positive", False, (4, 0, 0)),
-        ("gpt2", ["--distill-steps", "3"], "exponential", True, (0, 0, 0)),
-        ("gpt2", ["--distill-steps", "3", "--no-gate"], "exponential", False, (0, 0, 0)),
-        ("bart", ["--distill-steps", "3", "--layers", "none"], "exponential", False, (0, 0, 0)),
-        ("gpt2", ["--distill-steps", "3", "--window", "4"], "exponential", False, (4, 0, 0)),
-        ("gpt2", ["--distill-steps", "3", "--window", "4", "--gate"], "exponential", True, (4, 0, 0)),
-        ("gpt2", ["--distill-steps", "3", "--feature-map", "elu"], "elu", True, (0, 0, 0)),
+        ("gpt2", ["--transfer-steps", "3"], "exponential", True, (0, 0, 0)),
+        ("gpt2", ["--transfer-steps", "3", "--no-gate"], "exponential", False, (0, 0, 0)),
+        ("bart", ["--transfer-steps", "3", "--layers", "none"], "exponential", False, (0, 0, 0)),
+        ("gpt2", ["--transfer-steps", "3", "--window-size", "4"], "exponential", False, (4, 0, 0)),
+        ("gpt2", ["--transfer-steps", "3", "--window-size", "4", "--gate"], "exponential", True, (4, 0, 0)),
+        ("gpt2", ["--transfer-steps", "3", "--feature-map", "elu"], "elu", True, (0, 0, 0)),
         ("gpt2", ["--end-to-end-steps", "3"], "exponential", False, (14, 4, 14)),
         ("gpt2", ["--end-to-end-steps", "3", "--num-features", "64"], "exponential", True, (0, 0, 0)),
         ("llama", [], "none", False, (31, 4, 28)),
@@ -256,7 +255,7 @@ def test_layers_are_read_as_indices_and_ranges():
         ("llama", ["--gate"], "positive", True, (0, 0, 0)),
         ("llama", ["--iid"], "positive", False, (0, 0, 0)),
         ("llama", ["--end-to-end-steps", "3"], "none", False, (31, 4, 28)),
-        ("llama", ["--distill-steps", "3"], "exponential", True, (0, 0, 0)),
+        ("llama", ["--transfer-steps", "3"], "exponential", True, (0, 0, 0)),
     ],
 )
 def test_defaults_depend_on_the_family_and_on_training(
@@ -272,7 +271,7 @@ def test_defaults_depend_on_the_family_and_on_training(
         raise SystemExit(0)
 
     monkeypatch.setattr(cli_convert, "_convert", stop)
-    data = ["--data", str(DEMO_TEXT)] if {"--distill-steps", "--end-to-end-steps"} & {*options} else []
+    data = ["--data", str(DEMO_TEXT)] if {"--transfer-steps", "--end-to-end-steps"} & {*options} else []
     assert run_cli("convert", "parent", tmp_path / "out", *options, *data) == 0
     assert (chosen["feature_map"], chosen["gate"]) == (feature_map, gate)
     assert tuple(chosen[name] for name in ("window_size", "num_sinks", "num_slots")) == sizes

@@ -54,8 +54,6 @@ def test_fields_given_while_loading_are_checked_too(tmp_path):
         RFAGPT2LMHeadModel.from_pretrained(tmp_path, chunk_size=0)
     with pytest.raises(StrictDataclassError, match="'window_size' expected int, got float"):
         RFAGPT2LMHeadModel.from_pretrained(tmp_path, window_size=1.5)
-    with pytest.raises(ValueError, match=r"window_size must be from 0 .* got 1.5"):
-        RFAGPT2LMHeadModel.from_pretrained(tmp_path, window=1.5)  # its old name
 
 
 @pytest.mark.parametrize("name", sorted(FEATURE_MAPS))
@@ -158,7 +156,6 @@ RFA_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "num_slots": ([0, 1, 3, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "retrieval_heads": ([[], [[0, 0]], [[0, 1]], [[1, 0], [0, 2]]], WRONG_HEADS),
     "retrieval_window": ([0, 1, 4, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
-    "growing_heads": ([0, 1, 2], [-1, HUGE, None, 1.5, True, "1"]),
     "softmax_layers": LAYERS,
     "chunk_size": ([1, 2, 3, 64, 2**63 - 1], [0, -1, None, 2.5, HUGE]),
     "state_dtype": (["float32", "float64"], ["bfloat16", None, 32, ""]),
@@ -239,6 +236,8 @@ def drawn(draw: st.DrawFn, family: str) -> dict[str, Any]:
     if draw(st.integers(0, 3)) and options.get("feature_map") not in (None, *RANDOM_MAPS):
         for name in ("redraw_pool", "trainable_projection", "unit_norm", *counts):
             options.pop(name, None)
+    if draw(st.integers(0, 3)) and bool(options.get("retrieval_heads")) != bool(options.get("retrieval_window")):
+        options.pop("retrieval_heads", None), options.pop("retrieval_window", None)
     if draw(st.integers(0, 2)) == 0:
         name = draw(st.sampled_from(sorted(fields)))
         options[name] = draw(st.sampled_from(fields[name][1]))
@@ -274,13 +273,8 @@ def wrong_fields(family: str, options: dict[str, Any]) -> set[str]:
         alone = sum(each == layer for each, _ in chosen) == heads
         if layer >= layers or head >= heads or alone or layer in (options.get("softmax_layers") or []):
             wrong.add("retrieval_heads")
-    if options.get("retrieval_window") and not chosen:
-        wrong.add("retrieval_window")
-    grows = options.get("growing_heads")
-    if grows and (grows >= len(chosen) or not options.get("retrieval_window")):
-        wrong.add("growing_heads")
-    if options.get("num_slots") and options.get("gate"):
-        wrong |= {"num_slots", "gate"}
+    if bool(options.get("retrieval_window")) != bool(chosen):
+        wrong |= {"retrieval_window", "retrieval_heads"} & options.keys()
     if name == "none":
         wrong |= {field for field in (*counts, "gate") if options.get(field)}
         kept = {"softmax_cross_layers": [], "softmax_encoder_layers": None}

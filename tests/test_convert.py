@@ -109,7 +109,7 @@ def test_the_parents_dropout_does_not_act(tiny_parent, tmp_path):
         convert(tmp_path / f"parent-{rate}", tmp_path / f"out-{rate}", keep_softmax=1)
         report = json.loads((tmp_path / f"out-{rate}" / "conversion.json").read_text())
         weights = (tmp_path / f"out-{rate}" / "model.safetensors").read_bytes()
-        found.append((report["gains"], report["damages"], weights))
+        found.append((report["gains"], report["sensitivities"], weights))
     assert found[1] == found[0]
 
 
@@ -232,7 +232,7 @@ def test_the_most_sensitive_layers_can_stay_softmax(tiny_parent, tmp_path):
 
 
 def test_the_report_holds_every_head_and_its_picture(tiny_parent, tmp_path):
-    report = convert(tiny_parent, tmp_path / "out", window=4, gate=True)
+    report = convert(tiny_parent, tmp_path / "out", window_size=4, gate=True)
     saved = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert saved == json.loads(json.dumps(report.to_dict()))
     assert [len(gain["after"]) for gain in saved["gains"]] == [3, 3]
@@ -316,24 +316,11 @@ def test_the_command_line_has_every_option():
         assert shown.default == read.get(field.name, field.default)
 
 
-TRANSFER = "--distill-steps is called --transfer-steps now"
-
-
-@pytest.mark.parametrize(
-    ("words", "message", "name", "value"),
-    [
-        (["--window", "4"], "--window is called --window-size now", "window_size", 4),
-        (["--distill-steps=3", "--data", DEMO_TEXT], TRANSFER, "trained", "features"),
-        (["--iid"], "", "orthogonal", False),
-    ],
-)
-def test_earlier_flags_work_and_name_the_new_ones(words, message, name, value, tmp_path, monkeypatch, run_cli, capsys):
+def test_switches_of_the_command_line_turn_options_off(tmp_path, monkeypatch, run_cli):
     given = {}
     monkeypatch.setattr("hf_rfa_cli.convert._convert", lambda *paths, **options: given.update(options))
-    monkeypatch.setattr("hf_rfa.finetune.distill.distill", lambda *paths, **options: sys.exit(0))
-    assert run_cli("convert", DEMO_MODEL, tmp_path / "out", *words) == 0
-    assert given[name] == value
-    assert message in capsys.readouterr().err
+    assert run_cli("convert", DEMO_MODEL, tmp_path / "out", "--iid") == 0
+    assert given["orthogonal"] is False
 
 
 # Shared checkpoints
@@ -429,10 +416,10 @@ def test_a_revision_is_what_is_downloaded(tmp_path, monkeypatch):
     assert Path(given["teacher"]).name == "2" * 40
 
 
-def test_options_come_as_an_object_as_fields_and_under_their_old_names(tiny_parent, tmp_path):
+def test_options_come_as_an_object_and_as_fields(tiny_parent, tmp_path):
     options = ConversionOptions(num_features=8, window_size=3, seed=2)
     convert(tiny_parent, tmp_path / "object", options)
-    convert(tiny_parent, tmp_path / "fields", num_features=8, window=3, seed=2)
+    convert(tiny_parent, tmp_path / "fields", num_features=8, window_size=3, seed=2)
     convert(tiny_parent, tmp_path / "both", ConversionOptions(num_features=8, seed=1), window_size=3, seed=2)
     first, *others = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("object", "fields", "both"))
     assert others == [first, first]
@@ -464,7 +451,7 @@ def test_gpt2_keeps_exact_tokens_and_features_in_the_bytes_of_128_features(tiny_
     assert (config.window_size, config.num_sinks, config.num_slots) == (14, 4, 14)
     features = convert(tiny_parent, tmp_path / "features", window_size=0)
     assert features.feature_dims == {"causal": 128}
-    assert report.state_bytes == features.state_bytes
+    assert report.state_bytes == features.state_bytes + 2 * 4  # every layer counts tokens
 
 
 def test_the_default_of_causal_attention_leaves_cross_attention_its_features(tiny_seq2seq_parents, tmp_path):

@@ -162,7 +162,7 @@ def test_destinations(tiny_parent, tmp_path):
         ("bart", {"encoder_layers": [2]}, r"encoder_layers to convert must be indices from 0 to 1, got \[2\]"),
         ("bart", {"layers": [], "cross_layers": []}, "no layer is left to convert"),
         ("bart", {"layers": [], "gate": True}, "gate=True is of causal attention, and none is converted"),
-        ("bart", {"layers": [], "window": 4}, "window_size=4 is of causal attention, and none is converted"),
+        ("bart", {"layers": [], "window_size": 4}, "window_size=4 is of causal attention, and none is converted"),
         ("bart", {"num_cross_features": 0}, "num_cross_features must be at least 1, got 0"),
         ("bart", {"max_positions": 50}, "max_positions=50 does not extend the 96 positions"),
     ],

@@ -25,7 +25,7 @@ from hf_rfa.models.cache_names import CACHE_NAME, cache_argument
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION
 
 from .decoders import LENGTH, NAMES, QUICK, case, every_decoder, parent, rfa_indices, with_plain_experts
-from .families import logits, logits_by_steps, relative_error, rfa_modules, tokens
+from .families import logits, logits_by_steps, relative_error, rfa_modules, state_of, tokens
 
 FULL = 40
 #: Attention that rounds to float32, where masks of float64 are infinite: rows of padding are NaN, in softmax models too.
@@ -210,7 +210,7 @@ def test_the_cache_has_one_size_and_a_state_per_key_value_head(name):
     cache = DynamicCache(config=config)
     for count in (20, 1, 39):
         cache = model(tokens(2, count), **cache_argument(cache)).past_key_values
-        sizes[cache.get_seq_length()] = cache_num_bytes(cache)
+        sizes[int(cache.get_seq_length())] = cache_num_bytes(cache)
     assert sizes.keys() == {20, 21, 60}
     assert len(set(sizes.values())) == 1
     types = config.base_layer_types()
@@ -221,8 +221,9 @@ def test_the_cache_has_one_size_and_a_state_per_key_value_head(name):
             continue
         assert isinstance(layer, RFALayer)
         heads, width = config.num_heads_for("causal"), config.head_dim_for("causal")
-        assert layer.state.nbytes == 2 * heads * 16 * (width + 1) * 4
-        assert layer.window_cache.shape[:3] == (2, heads, 5)
+        (memory,) = layer.memories
+        assert memory.state.nbytes == 2 * heads * 16 * (width + 1) * 4
+        assert memory.keys_values.shape[:3] == (2, heads, 5)
 
 
 @torch.no_grad()
@@ -246,7 +247,7 @@ def test_operations_on_the_cache(name):
     cache.reorder_cache(torch.tensor([2, 0, 1, 3]))
     assert relative_error(model(ids[order, 9:], **cache_argument(cache)).logits, logits(model, ids)[order, 9:]) < 1e-5
     cache.batch_select_indices(torch.tensor([2]))
-    assert cache.layers[rfa_indices(model)[0]].state.shape[0] == 1
+    assert state_of(cache.layers[rfa_indices(model)[0]]).shape[0] == 1
 
 
 @torch.no_grad()

@@ -166,7 +166,7 @@ def test_every_trainable_map_learns(feature_map, material, tmp_path):
 
 
 def test_the_window_and_the_features_of_the_tokens_before_it_learn_together(material, tmp_path):
-    convert(material / "gpt2", tmp_path / "rfa", feature_map="exponential", window=3, gate=True)
+    convert(material / "gpt2", tmp_path / "rfa", feature_map="exponential", window_size=3, gate=True)
     report = run(material, tmp_path, checkpoint=tmp_path / "rfa", end_to_end_steps=2)
     assert gained(report)
     assert list(report.perplexities) == ["teacher", "converted", "attention transfer", "end to end"]

@@ -35,12 +35,6 @@ def test_recipes_are_checked(text, match, tmp_path):
         Recipe.load(tmp_path / "recipe.yaml")
 
 
-def test_recipes_may_have_earlier_names_of_settings(tmp_path):
-    (tmp_path / "recipe.yaml").write_text("transfer: {own_inputs: 0.25, output_weight: 2}")
-    stage = Recipe.load(tmp_path / "recipe.yaml").transfer
-    assert (stage.student_inputs, stage.output_mse_weight) == (0.25, 2)
-
-
 @pytest.mark.parametrize(
     ("positions", "pairs", "lengths", "sizes"),
     [

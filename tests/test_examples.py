@@ -60,8 +60,9 @@ def test_convert_and_generate(tiny, converted):
     for figure, name in ((softmax, "parent"), (rfa, "converted")):
         loss = AutoModelForCausalLM.from_pretrained(tiny / name)(ids, labels=ids).loss
         assert figure == pytest.approx(float(loss.detach().exp()), abs=0.006)
-    # 2 layers of 3 heads, 128 features, 8 values and the normaliser, 4 bytes
-    assert f"cache {2 * 3 * 128 * 9 * 4:,} bytes" in converted
+    # 2 layers of 3 heads: 64 features of 8 values and the normaliser, 32 tokens of 16 numbers, a score and a place, 4 bytes
+    # each; and what every layer counts
+    assert f"cache {2 * (3 * (64 * 9 + 32 * (16 + 2)) + 1) * 4:,} bytes" in converted
     assert converted.count("w5 w6 w7") == 2
 
 

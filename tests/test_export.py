@@ -39,13 +39,13 @@ def test_a_forward_pass_is_exported(family):
     assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-WHOLE = [{}, {"gate": True, "feature_map": "gaussian"}, {"softmax_layers": [0]}, {"window": 7}]
-WHOLE += [{"window": 7, "num_slots": 5}]
-WHOLE += [{"window": 7, "retrieval_heads": [[0, 1]], "retrieval_window": 20}]
+WHOLE = [{}, {"gate": True, "feature_map": "gaussian"}, {"softmax_layers": [0]}, {"window_size": 7}]
+WHOLE += [{"window_size": 7, "num_slots": 5}]
+WHOLE += [{"window_size": 7, "retrieval_heads": [[0, 1]], "retrieval_window": 20}]
 
 
 @pytest.mark.parametrize(
-    "options", [*WHOLE, pytest.param({"window": 7, "gate": True}, marks=pytest.mark.slow)], ids=str
+    "options", [*WHOLE, pytest.param({"window_size": 7, "gate": True}, marks=pytest.mark.slow)], ids=str
 )
 @torch.no_grad()
 def test_a_forward_pass_is_exported_once_for_all_lengths(options):
@@ -59,9 +59,9 @@ def test_a_forward_pass_is_exported_once_for_all_lengths(options):
         assert_close(found, logits(model, ids[:, :count]), atol=1e-4, rtol=1e-3)
 
 
-STEPS = [{}, {"gate": True}, {"feature_map": "gaussian", "unit_norm": True}, {"window": 3, "gate": True}]
-STEPS += [{"window": 3, "num_slots": 4}]
-STEPS += [{"window": 3, "retrieval_heads": [[0, 1]], "retrieval_window": 5}]
+STEPS = [{}, {"gate": True}, {"feature_map": "gaussian", "unit_norm": True}, {"window_size": 3, "gate": True}]
+STEPS += [{"window_size": 3, "num_slots": 4}]
+STEPS += [{"window_size": 3, "retrieval_heads": [[0, 1]], "retrieval_window": 5}]
 
 
 @pytest.mark.parametrize("options", STEPS, ids=str)
@@ -89,7 +89,7 @@ def test_a_step_whose_cache_grows_is_refused(family, variant):
 
 @pytest.mark.parametrize(
     ("options", "dynamo"),
-    [({"gate": True}, True), ({"gate": True}, False), ({"window": 3, "gate": True}, True)],
+    [({"gate": True}, True), ({"gate": True}, False), ({"window_size": 3, "gate": True}, True)],
     ids=["dynamo", "tracer", "window"],
 )
 @pytest.mark.filterwarnings("ignore")  # the exporters' own

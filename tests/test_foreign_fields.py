@@ -114,7 +114,7 @@ def test_a_width_that_attention_does_not_go_by_is_refused_in_a_line(tmp_path):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"num_sinks": 3}, {"feature_map": "x"}, {"num_features": -3}, {"window_size": 5}, {"window": 5}, {"gate": True}],
+    [{"num_sinks": 3}, {"feature_map": "x"}, {"num_features": -3}, {"window_size": 5}, {"gate": True}],
 )
 def test_a_source_has_no_fields_of_features(fields, source, tmp_path):
     convert(source, tmp_path / "a", command="the command")

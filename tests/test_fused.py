@@ -18,7 +18,7 @@ from hf_rfa.backends import use_backend
 from hf_rfa.backends.triton_attention import available, fused_attention, fused_step, kernel_inputs
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.feature_maps import FEATURE_MAPS
-from hf_rfa.models.linear_attention import MASKED_LOGIT
+from hf_rfa.models.masking import MASKED_LOGIT
 
 from .families import attend_with_features
 

@@ -29,6 +29,7 @@ from .families import (
     make,
     make_head,
     softmax_model,
+    state_of,
     tokens,
 )
 
@@ -173,7 +174,7 @@ def test_a_static_cache_gives_the_same(family, variant, beams):
 
 
 @every_generating_head
-@pytest.mark.parametrize("options", [{}, {"window": 3}, {"softmax_layers": [0]}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window_size": 3}, {"softmax_layers": [0]}], ids=str)
 def test_a_cache_changes_no_token(family, head, options):
     """From a prompt or from nothing, with options in a configuration or not."""
     model = make_head(family, head, **options).double()
@@ -258,7 +259,7 @@ def test_beams_share_one_state_of_the_source_and_no_step_copies_it(variant):
 
     def keep(module: Any, args: Any, output: Any) -> None:
         for kind, part in caches(output.past_key_values).items():
-            held[kind].append(tuple(layer.state for layer in part.layers))
+            held[kind].append(tuple(state_of(layer) for layer in part.layers))
 
     model.register_forward_hook(keep)
     generate(model, ids, num_beams=4, max_new_tokens=30)

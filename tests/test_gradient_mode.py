@@ -18,7 +18,7 @@ from hf_rfa.models.linear_attention import Tokens, linear_attention
 from .conftest import DEMO_MODEL
 from .families import make
 
-OPTIONS = [{}, {"gate": True}, {"window": 3}, {"window": 3, "gate": True}]
+OPTIONS = [{}, {"gate": True}, {"window_size": 3}, {"window_size": 3, "gate": True}]
 LENGTH = 23
 
 
@@ -38,7 +38,7 @@ def demanding_model(**options) -> RFAGPT2LMHeadModel:
                 attention.c_attn.bias[width : 2 * width].normal_(std=0.5)
             else:
                 # Beside a window the far part would have no weight left, and its gradients would be rounding errors.
-                strength = 0.5 if options.get("window") else 1.0
+                strength = 0.5 if options.get("window_size") else 1.0
                 attention.c_attn.weight[:, :width] *= 5.0 * strength
                 attention.c_attn.weight[:, width : 2 * width] *= 3.0 * strength
                 attention.c_attn.bias[width : 2 * width].normal_(std=3.0 * strength)
@@ -92,11 +92,11 @@ def test_the_model_is_as_demanding_as_trained_ones():
     ("name", "options"),
     [(name, options) for name in FEATURE_MAPS if name != "none" for options in OPTIONS]
     + [
-        ("none", {"window": 3}),
-        ("none", {"window": 3, "num_sinks": 4}),
-        ("none", {"window": 3, "num_sinks": 1, "num_slots": 4}),
-        ("exponential", {"window": 3, "num_slots": 4}),
-        ("exponential", {"window": 3, "num_sinks": 4}),
+        ("none", {"window_size": 3}),
+        ("none", {"window_size": 3, "num_sinks": 4}),
+        ("none", {"window_size": 3, "num_sinks": 1, "num_slots": 4}),
+        ("exponential", {"window_size": 3, "num_slots": 4}),
+        ("exponential", {"window_size": 3, "num_sinks": 4}),
     ],
     ids=str,
 )
@@ -110,7 +110,7 @@ def test_logits_and_gradients_are_those_of_float64_in_both_modes(name, options):
         truth = run(exact, ids, attention_mask=mask)
         without = run(model, ids, attention_mask=mask)
     # An exact window's logits are hundreds here: float32 rounds them to 1e-5, and gradients through them cancel.
-    tolerance, least_scale = (2e-4, 0.1) if "window" in options else (1e-5, 1e-4)
+    tolerance, least_scale = (2e-4, 0.1) if "window_size" in options else (1e-5, 1e-4)
     found = run(model, ids, attention_mask=mask)
     assert error(without, truth) < tolerance
     assert error(found, without) < tolerance
@@ -127,7 +127,7 @@ def test_logits_and_gradients_are_those_of_float64_in_both_modes(name, options):
         assert error(one, other, least_scale=least_scale * largest) < 1e-3
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 16}, {"gate": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window_size": 16}, {"gate": True}], ids=str)
 def test_the_converted_demo_model_is_the_same_function_in_both_modes(options, tmp_path):
     """A trained model, whose heads have what random ones lack."""
     convert(DEMO_MODEL, tmp_path / "rfa", **options)

@@ -61,12 +61,11 @@ def test_the_window_against_a_loop(document_starts, padding, gate, with_sink_log
                 features = feature_map(q.expand(1, HEADS, 1, -1), everyone, offset=True)
                 offset = float(features.offset[0, shared, 0, 0])
                 for index, j in enumerate(own):
-                    decay = scales[row, shared, j] * math.prod(gates[row, shared, i] for i in own[index + 1 :])
+                    after = own[index + size :]  # the first of them is the token with which this one is forgotten
+                    decay = math.prod([*scales[row, shared, after[:1]], *gates[row, shared, after[1:]]])
                     exact = math.exp(float(query[row, head, t] @ key[row, shared, j]) * SCALING + offset)
-                    if index < count:
+                    if index < count or index > len(own) - 1 - size:
                         weight = exact
-                    elif index > len(own) - 1 - size:
-                        weight = exact * decay
                     else:
                         weight = float(features.query[0, shared, 0] @ features.key[0, shared, index]) * decay
                     total, mean = total + weight, mean + weight * value[row, shared, j]

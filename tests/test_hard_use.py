@@ -87,7 +87,7 @@ def offloaded(model, folder, how):
 
 HYBRID, BART_HYBRID = {"softmax_layers": [0], "feature_map": "exponential"}, VARIANTS["bart"]["per-layer"]
 WAYS = ["device_map", "auto", "disk_offload", "cpu_offload"]
-OFFLOADED = [*product(["gpt2", "bart"], [{"gate": True}, {"window": 3}, HYBRID], WAYS)]
+OFFLOADED = [*product(["gpt2", "bart"], [{"gate": True}, {"window_size": 3}, HYBRID], WAYS)]
 OFFLOADED += [("gpt2", HYBRID, "blocks"), ("gpt2", {"gate": True}, "blocks"), ("bart", BART_HYBRID, "blocks")]
 
 

@@ -22,7 +22,7 @@ from hf_rfa.int8_weights import MOST_ROWS, Int8Linear, quantize_weights
 from hf_rfa.models.cache_names import cache_argument
 
 from .conftest import DEMO_MODEL, DEMO_TEXT
-from .families import every_model, inputs_for, is_own, make, make_named, rfa_modules
+from .families import every_model, inputs_for, is_own, make, make_named, rfa_modules, state_of
 
 
 @given(
@@ -104,7 +104,7 @@ def test_states_stay_in_float32_and_a_split_text_is_the_whole(converted_demo):
         whole = model(ids)
         part = model(ids[:, :5], use_cache=True)
         cache = part.past_key_values
-        assert {layer.state.dtype for layer in cache.layers} == {torch.float32}
+        assert {state_of(layer).dtype for layer in cache.layers} == {torch.float32}
         rest = model(ids[:, 5:], **cache_argument(copy.deepcopy(cache))).logits
     torch.testing.assert_close(rest, whole.logits[:, 5:], atol=0.15, rtol=0.05)
 

@@ -31,15 +31,15 @@ def taken(model, length: int) -> int:
     return cache_num_bytes(model(ids, **inputs, use_cache=True).past_key_values)
 
 
-GPT2 = [{}, {"feature_map": "gaussian", "gate": True}, {"window": 4}, {"softmax_layers": [1]}]
+GPT2 = [{}, {"feature_map": "gaussian", "gate": True}, {"window_size": 4}, {"softmax_layers": [1]}]
 HYBRIDS = [
     *(("gpt2", each) for each in GPT2),
-    ("gpt2", {"softmax_layers": [0], "window": 5, "state_dtype": "float64"}),
-    ("gpt2", {"window": 4, "num_slots": 3, "retrieval_heads": [[0, 1]], "retrieval_window": 6}),
-    ("gpt2", {"retrieval_heads": [[0, 1]]}),
-    ("gpt2", {"window": 4, "retrieval_heads": [[0, 1], [1, 0]], "retrieval_window": 6, "growing_heads": 1}),
+    ("gpt2", {"softmax_layers": [0], "window_size": 5, "state_dtype": "float64"}),
+    ("gpt2", {"window_size": 4, "num_slots": 3, "retrieval_heads": [[0, 1]], "retrieval_window": 6}),
+    ("gpt2", {"retrieval_heads": [[0, 1]], "retrieval_window": 8}),
+    ("gpt2", {"window_size": 4, "retrieval_heads": [[0, 1], [1, 0]], "retrieval_window": 6}),
     ("bart", {}),
-    ("bart", {"softmax_layers": [0, 2], "window": 3}),
+    ("bart", {"softmax_layers": [0, 2], "window_size": 3}),
     ("bart", {"softmax_cross_layers": [1]}),
     ("marian", {"softmax_layers": [0], "softmax_cross_layers": [0, 1, 2]}),
     ("marian", {"feature_map": "gaussian", "softmax_layers": [0, 1, 2]}),
@@ -89,7 +89,7 @@ def parent_of(family: str, positions: int, tiny_seq2seq_parents, folder: Path) -
         ("gpt2", 15, {}, [15]),
         ("gpt2", 96, {"num_features": 8}, [96]),
         ("gpt2", 96, {"keep_softmax": 1, "num_features": 8}, [96]),
-        ("gpt2", 96, {"layers": [1], "window": 64}, [96]),
+        ("gpt2", 96, {"layers": [1], "window_size": 64}, [96]),
         ("gpt2", 15, {"max_positions": 1500}, [1024, 1500]),
         ("gpt2", 2048, {"keep_softmax": 1}, [1024, 2048]),
         ("bart", 96, {"cross_layers": []}, [96]),

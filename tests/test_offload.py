@@ -28,7 +28,7 @@ PARENTS = {
 }
 CASES = [
     ("gpt2", False, {"gate": True}),
-    ("gpt2", True, {"window": 3, "keep_softmax": 1, "max_positions": 150}),
+    ("gpt2", True, {"window_size": 3, "keep_softmax": 1, "max_positions": 150}),
     ("untied", True, {"dtype": "bfloat16", "feature_map": "exponential"}),
     ("body", False, {"keep_softmax": 1}),
     ("llama", False, {}),  # a window, sinks and slots

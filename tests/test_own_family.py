@@ -54,7 +54,7 @@ def folders(tmp_path_factory):
     config = tiny_seq2seq_config("bigbird_pegasus", attention_type="original_full")
     BigBirdPegasusForConditionalGeneration(config).save_pretrained(base)
     save_tiny_tokenizer(base)
-    options = ["--window", "4", "--max-positions", "200"]
+    options = ["--window-size", "4", "--max-positions", "200"]
     cli.app(["convert", str(base), str(converted), "--import", str(FAMILY), *options], standalone_mode=False)
     yield base, converted
     del FAMILIES["bigbird_pegasus"]

@@ -76,7 +76,7 @@ def test_a_command_imports_a_map_from_a_file(folder, hf_rfa, capsys):
 def test_every_command_that_takes_a_model_imports_a_map(folder, hf_rfa, monkeypatch):
     own = ["--import", "my_squares.py"]
     assert hf_rfa("convert", DEMO_MODEL, "out", "--feature-map", "squares", *own) == 0
-    assert hf_rfa("evaluate", "out", DEMO_TEXT, "--context", 32, "--max-tokens", 64, *own) == 0
+    assert hf_rfa("evaluate", "out", DEMO_TEXT, "--context-length", 32, "--max-tokens", 64, *own) == 0
     steps = ["--transfer-steps", 1, "--end-to-end-steps", 0]
     assert hf_rfa("distill", "out", "--teacher", DEMO_MODEL, "--data", DEMO_TEXT, *steps, *own) == 0
     card = ModelCard.load(folder / "out-distilled" / "README.md").content

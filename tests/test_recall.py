@@ -279,10 +279,10 @@ def test_memory_is_that_of_the_cache():
     for keep, window, sinks, slots in ((0, 0, 0, 0), (1, 0, 0, 0), (0, 5, 0, 0), (1, 5, 3, 0), (0, 5, 3, 2)):
         sizes = {"window_size": window, "num_sinks": sinks, "num_slots": slots}
         config = RFAGPT2Config(**shape, num_features=16, softmax_layers=list(range(keep)), **sizes)
-        row = (18 if slots else 17) * 4  # with slots a token's importance is kept as well
+        row = 18 * 4  # with a token's score and arrival
         found = cache_memory(RFAGPT2LMHeadModel(config).eval())
         assert found.state == (2 - keep) * 3 * config.num_features_for("causal") * 9 * 4
-        assert found.window == (2 - keep) * 3 * window * row
+        assert found.window == (2 - keep) * (3 * window * row + (4 if window else 0))  # and the number of tokens
         assert found.sinks == (2 - keep) * 3 * sinks * row
         assert found.slots == (2 - keep) * 3 * slots * row
         assert found.per_token == keep * 192
@@ -368,11 +368,10 @@ def test_without_a_text_its_probes_are_left_out(report, tokenizer):
 
 
 def test_without_a_teacher_no_memory_is_counted_in_its_tokens(tokenizer, tmp_path):
-    """Of a model that grows too: its own tokens are not those of the softmax model."""
+    """Of a model that grows too: its tokens are not those of the softmax model."""
     from hf_rfa.convert import convert
 
-    options = {"feature_map": "none", "window_size": 8, "retrieval_heads": [[0, 1]]}
-    convert(DEMO_MODEL, tmp_path / "grows", **options)
+    convert(DEMO_MODEL, tmp_path / "grows", window_size=8, keep_softmax=1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "grows", dtype=torch.float32)
     (own,) = recall_suite(model, tokenizer, effort=SMALL, max_length=256).columns
     assert own.memory.per_token > 0

@@ -140,7 +140,7 @@ def test_a_recipe_that_cannot_be_used_is_named(words, match, tmp_path, monkeypat
         ({"model_type": "gpt2", "tokenizer": "t", "config_overrides": "[1]"}, "must be a JSON object such as"),
         ({"model_type": "gpt9", "byte_tokenizer": True}, "cannot make a configuration of type gpt9"),
         ({"model_type": "gpt2", "byte_tokenizer": True, "config_overrides": '{"layers": 3}'}, "has no field layers"),
-        ({"model_type": "rfa_gpt2", "byte_tokenizer": True, "config_overrides": '{"window": -1}'}, "window"),
+        ({"model_type": "rfa_gpt2", "byte_tokenizer": True, "config_overrides": '{"window_size": -1}'}, "window"),
         ({"model": "m", "task": "seq2seq", "prompt_column": "a"}, "--prompt-column is an option of the task clm"),
         ({"model": "m", "train_references": "a"}, "--train-references is an option of the task seq2seq"),
         ({"model": "m", "task": "seq2seq", "evaluate_references": "a"}, "needs --evaluate"),

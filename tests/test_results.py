@@ -10,7 +10,7 @@ from .training import save_checkpoints
 
 
 def test_results_are_recorded_beside_the_weights(tmp_path, run_cli, capsys):
-    model = save_checkpoints(tmp_path, "gpt2", num_features=8, window=4) / "gpt2-rfa"
+    model = save_checkpoints(tmp_path, "gpt2", num_features=8, window_size=4) / "gpt2-rfa"
     before = ModelCard.load(model / "README.md").text
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(" ".join(f"w{4 + (n * n + len(name)) % 50}" for n in range(90)) + name)
@@ -55,16 +55,3 @@ def test_a_name_on_the_hub_takes_no_record(tmp_path, run_cli, capsys):
     (tmp_path / "a.txt").write_text("w5 w6")
     assert run_cli("evaluate", "someone/model", tmp_path / "a.txt", "--record") == 1
     assert "is not a folder with a checkpoint" in capsys.readouterr().err
-
-
-def test_options_have_their_earlier_names_too(tmp_path, run_cli, capsys):
-    model = save_checkpoints(tmp_path, "gpt2", num_features=8, window=4) / "gpt2-rfa"
-    (tmp_path / "a.txt").write_text(" ".join(["w5 w6"] * 40))
-    printed = []
-    for options in (("--context", 16, "--branch=linear"), ("--context-length", 16, "--attention-component", "linear")):
-        assert run_cli("evaluate", model, tmp_path / "a.txt", *options) == 0
-        printed.append(capsys.readouterr())
-    assert printed[0].out == printed[1].out
-    for line in ("--context is called --context-length now.", "--branch is called --attention-component now."):
-        assert line in printed[0].err
-        assert line not in printed[1].err

@@ -129,17 +129,6 @@ def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_that_of
     assert divergence == pytest.approx(found[-1].after, rel=1e-3, abs=1e-6)
 
 
-def test_layers_of_growing_heads_get_no_head_with_a_window(parent):
-    model, base_model = models(parent)
-    inputs = {"input_ids": torch.randint(3, 61, (2, 64))}
-    options = {"seed": 0, "on_head": lambda: None}
-    plain = choose_retrieval_heads(model, base_model, inputs, 100, **options)
-    found = choose_retrieval_heads(model, base_model, inputs, 100, growing=1, **options)
-    assert found[0] == plain[0]
-    assert len(found) > 1
-    assert found[0].layer not in [each.layer for each in found[1:]]
-
-
 def test_a_number_is_chosen_reported_and_repeatable(parent, text, tmp_path):
     options = {**WINDOW, "num_slots": 3, "retrieval_heads": 2, "retrieval_window": 20, "calibrate_on": text}
     report = convert(parent, tmp_path / "out", **options)
@@ -168,41 +157,22 @@ def test_a_number_is_chosen_reported_and_repeatable(parent, text, tmp_path):
     assert ",".join(f"{layer}.{head}" for layer, head in pairs) in by_hand.command
 
 
-def test_heads_that_see_all_tokens_are_said_to_grow(parent, tmp_path):
+@pytest.mark.parametrize("length", [30, 1024])
+def test_without_a_window_of_their_own_they_see_the_length_of_calibration_texts(parent, length, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_rfa.convert.configuration.RETRIEVAL_WINDOW", length)
     report = convert(parent, tmp_path / "out", **WINDOW, retrieval_heads=[[1, 0]])
-    assert report.grows
-    assert "Retrieval heads that see all tokens: 1 of 1. Their cache grows" in " ".join(report.notes)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    memory = cache_memory(model)
-    positions = model.config.max_position_embeddings
-    assert report.state_bytes == memory.fixed
-    assert report.own_cache_bytes[positions] == memory.after(positions)
-    assert "the retrieval heads' growing cache" in dict(report.rows())["state per sequence"]
-
-
-def test_some_chosen_heads_grow(parent, text, tmp_path):
-    heads = {"retrieval_heads": 2, "retrieval_window": 20, "growing_heads": 1}
-    report = convert(parent, tmp_path / "out", **WINDOW, **heads, calibrate_on=text)
-    assert report.grows
-    assert "Retrieval heads that see all tokens: 1 of 2. Their cache grows" in " ".join(report.notes)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    first, second = ([each.layer, each.head] for each in report.retrieval_heads)
-    assert (model.config.retrieval_heads, model.config.growing_heads) == ([first, second], 1)
-    assert [model.config.retrieval_window_of(layer) for layer, _ in (first, second)] == [0, 20]
-    memory = cache_memory(model)
-    positions = model.config.max_position_embeddings
-    assert report.own_cache_bytes[positions] == memory.after(positions)
-    assert memory.per_token > 0
+    assert model.config.retrieval_window == min(length, 96)
+    assert not report.grows
+    assert report.state_bytes == cache_memory(model).fixed
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"retrieval_window": 5}, "has no effect without retrieval_heads"),
-        ({"retrieval_heads": 2, "growing_heads": 1}, "growing_heads=1 is for some of several"),
-        ({"retrieval_heads": 1, "growing_heads": 1, "retrieval_window": 5}, "growing_heads=1 is for some of several"),
-        ({"retrieval_heads": 2, "growing_heads": -1, "retrieval_window": 5}, "must be at least 0"),
-        ({"retrieval_heads": 1, "retrieval_window": 97}, "more than the 96 positions"),
+        ({"retrieval_heads": 1, "retrieval_window": 97}, "more than the 96 positions of .* Leave it out for 96"),
+        ({"retrieval_heads": 1, "retrieval_window": 0}, "retrieval_window must be at least 1"),
         ({"retrieval_heads": 5}, "at most (4|3|2)"),
         ({"retrieval_heads": [[7, 0]]}, "layers of"),
         ({"retrieval_heads": -1}, "must be at least 0"),
@@ -228,8 +198,7 @@ def test_a_number_is_for_decoders_with_a_head(tmp_path):
         **options | {"feature_map": "positive", "cross_layers": None},
         retrieval_heads=[[0, 1]],
     )
-    # The encoder is softmax and keeps nothing: what grows are the heads.
-    assert "the retrieval heads' growing cache" in dict(report.rows())["state per sequence"]
+    assert not report.grows  # the encoder is softmax, and keeps nothing
 
 
 def test_the_command_line_takes_a_number_or_heads(parent, text, tmp_path, run_cli, capsys):

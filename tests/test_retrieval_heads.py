@@ -14,6 +14,7 @@ from hf_rfa import cache_num_bytes, load_cache, save_cache
 from hf_rfa.errors import InputError
 from hf_rfa.export import DecodingStep
 from hf_rfa.models.cache_names import cache_argument
+from hf_rfa.models.memory import in_order
 from hf_rfa.recall import window_and_sinks
 from hf_rfa.recall.memory import cache_memory
 from hf_rfa.recall.window_control import window_and_sinks_mask
@@ -22,9 +23,11 @@ from .families import draw_importance, make, softmax_model
 from .softmax_under_a_mask import assert_same_gradients, assert_same_logits, close
 
 WINDOW, SINKS = 4, 2
+#: A window of all positions.
+ALL = 96
 #: Retrieval heads by family: two of GPT-2's three heads in one layer, and one of Llama's two key-value heads.
 HEADS = {"gpt2": [[0, 2], [0, 0], [1, 1]], "llama": [[1, 1]]}
-CASES = [("gpt2", 0, 0), ("gpt2", 9, 0), ("gpt2", 9, 2), ("llama", 0, 0), ("llama", 9, 0), ("llama", 90, 0)]
+CASES = [("gpt2", 9), ("gpt2", ALL), ("llama", 9), ("llama", ALL)]
 
 
 def with_retrieval_heads(family, retrieval_window, **fields):
@@ -35,16 +38,15 @@ def with_retrieval_heads(family, retrieval_window, **fields):
 @pytest.fixture(params=CASES, ids=str)
 def pair(request):
     """A model with retrieval heads and no features, and the softmax model under the mask that they make."""
-    family, retrieval_window, growing = request.param
-    model = with_retrieval_heads(family, retrieval_window, growing_heads=growing)
+    family, retrieval_window = request.param
+    model = with_retrieval_heads(family, retrieval_window)
     teacher = softmax_model(model, family)
     heads = model.config.num_heads_for("causal")
 
     def attention(module, query, key, value, mask, **kwargs):
         length = query.shape[2]
         near = window_and_sinks_mask(length, length, WINDOW, SINKS)
-        grows = retrieval_window == 0 or module.layer_idx in [layer for layer, _ in HEADS[family][:growing]]
-        far = window_and_sinks_mask(length, length, length if grows else retrieval_window, SINKS)
+        far = window_and_sinks_mask(length, length, retrieval_window, SINKS)
         seen = torch.stack([far if [module.layer_idx, head] in HEADS[family] else near for head in range(heads)])
         seen = seen.repeat_interleave(query.shape[1] // heads, dim=0)[None]
         return sdpa_attention_forward(module, query, key, value, seen, **kwargs)
@@ -65,7 +67,7 @@ def test_gradients_are_those_of_softmax_with_that_mask(pair):
 
 @torch.no_grad()
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("retrieval_window", [0, 9])
+@pytest.mark.parametrize("retrieval_window", [9, ALL])
 def test_it_generates_alone_what_it_generates_in_a_padded_batch(beams, retrieval_window):
     model = with_retrieval_heads("llama", retrieval_window)
     ids = torch.randint(3, 61, (2, 14))
@@ -91,7 +93,7 @@ VARIANTS = [
 @torch.no_grad()
 @pytest.mark.parametrize("fields", VARIANTS, ids=lambda fields: "-".join(map(str, fields.values())))
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("retrieval_window", [0, 9])
+@pytest.mark.parametrize("retrieval_window", [9, ALL])
 def test_pieces_and_padding_change_nothing(family, retrieval_window, fields):
     model = with_retrieval_heads(family, retrieval_window, **fields)
     draw_importance(model)
@@ -112,7 +114,7 @@ def test_pieces_and_padding_change_nothing(family, retrieval_window, fields):
 @torch.no_grad()
 def test_the_other_heads_are_those_of_a_model_without_retrieval_heads():
     """A head's output depends on no other head: with all columns of one layer's output projection but its own at 0."""
-    model = with_retrieval_heads("llama", 0, feature_map="positive", num_features=16)
+    model = with_retrieval_heads("llama", ALL, feature_map="positive", num_features=16)
     plain = make("llama", {"feature_map": "positive", "num_features": 16, "window_size": WINDOW, "num_sinks": SINKS})
     attention, other = (each.model.layers[1].self_attn for each in (model, plain))
     for name, tensor in attention.feature_map.named_buffers():
@@ -128,7 +130,7 @@ def test_the_other_heads_are_those_of_a_model_without_retrieval_heads():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("retrieval_window", [0, 40])
+@pytest.mark.parametrize("retrieval_window", [40, ALL])
 def test_learned_sinks_take_their_share_in_retrieval_heads(retrieval_window):
     """Every query head has a logit of its own, also in a group; a softmax with it, in steps and at once."""
     model = with_retrieval_heads("llama", retrieval_window)
@@ -154,7 +156,7 @@ def test_learned_sinks_take_their_share_in_retrieval_heads(retrieval_window):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("retrieval_window", [0, 6])
+@pytest.mark.parametrize("retrieval_window", [6, ALL])
 def test_attention_weights_are_those_that_give_the_output(retrieval_window):
     model = with_retrieval_heads("llama", retrieval_window, feature_map="positive", num_features=16)
     attention = model.model.layers[1].self_attn
@@ -165,7 +167,7 @@ def test_attention_weights_are_those_that_give_the_output(retrieval_window):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("retrieval_window", [0, 6])
+@pytest.mark.parametrize("retrieval_window", [6, ALL])
 def test_packed_texts_see_nothing_of_each_other(retrieval_window):
     model = with_retrieval_heads("llama", retrieval_window, num_sinks=1)
     texts = [torch.randint(3, 61, (1, length)) for length in (19, 2, 1, 27)]
@@ -185,7 +187,7 @@ def test_packed_texts_see_nothing_of_each_other(retrieval_window):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("retrieval_window", [0, 9])
+@pytest.mark.parametrize("retrieval_window", [9, ALL])
 @pytest.mark.parametrize("fields", VARIANTS[:2], ids=str)
 def test_a_cropped_cache_is_one_that_never_saw_the_tokens(retrieval_window, fields):
     model = with_retrieval_heads("llama", retrieval_window, **fields)
@@ -202,43 +204,26 @@ def test_a_cropped_cache_is_one_that_never_saw_the_tokens(retrieval_window, fiel
 
 
 @torch.no_grad()
-def test_a_window_takes_the_same_bytes_however_long_the_text_and_all_tokens_grow(tmp_path):
+def test_they_take_the_same_bytes_however_long_the_text(tmp_path):
     model = with_retrieval_heads("llama", 9)
-    row = (2 * 6 + 1) * 4
-    expected = (3 * 2 - 1) * (WINDOW + SINKS) * row + (9 + SINKS) * row
+    row, own = (2 * 6 + 2) * 4, (9 + SINKS) * (2 * 6 + 2) * 4 + 4
+    expected = (3 * 2 - 1) * (WINDOW + SINKS) * row + 3 * 4 + own
     for length in (1, 5, 11, 90):
         assert cache_num_bytes(model(torch.randint(3, 61, (1, length))).past_key_values) == expected
     memory = cache_memory(model)
-    assert (memory.fixed, memory.per_token, memory.retrieval) == (expected, 0, (9 + SINKS) * row)
-    growing = with_retrieval_heads("llama", 0)
-    sizes = [cache_num_bytes(growing(torch.randint(3, 61, (1, length))).past_key_values) for length in (1, 5, 90)]
-    assert sizes == [(3 * 2 - 1) * (WINDOW + SINKS) * row + length * row for length in (1, 5, 90)]
-    memory = cache_memory(growing)
-    assert (memory.fixed, memory.per_token) == ((3 * 2 - 1) * (WINDOW + SINKS) * row, row)
+    assert (memory.fixed, memory.per_token, memory.retrieval) == (expected, 0, own)
 
     ids = torch.randint(3, 61, (2, 20))
-    for each in (model, growing):
-        cache = each(ids[:, :11]).past_key_values
-        save_cache(cache, tmp_path / "cache.safetensors")
-        loaded = load_cache(tmp_path / "cache.safetensors", each)
-        assert type(loaded.layers[1]) is type(cache.layers[1])
-        close(each(ids[:, 11:], **cache_argument(loaded)).logits, each(ids).logits[:, 11:])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("retrieval_window", [0, 9])
-def test_a_long_prompt_is_read_in_pieces_of_memory(monkeypatch, retrieval_window):
-    """What grows takes in some tokens at once; their number changes nothing."""
-    model = with_retrieval_heads("llama", retrieval_window)
-    ids = torch.randint(3, 61, (2, 60))
-    expected = model(ids).logits
-    monkeypatch.setattr("hf_rfa.models.sliding_window.GROWTH", 7)
-    close(model(ids).logits, expected)
+    cache = model(ids[:, :11]).past_key_values
+    save_cache(cache, tmp_path / "cache.safetensors")
+    loaded = load_cache(tmp_path / "cache.safetensors", model)
+    assert type(loaded.layers[1]) is type(cache.layers[1])
+    close(model(ids[:, 11:], **cache_argument(loaded)).logits, model(ids).logits[:, 11:])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("retrieval_window", [0, 9])
+@pytest.mark.parametrize("retrieval_window", [9, ALL])
 def test_in_16_bits_keys_are_kept_as_they_came(dtype, retrieval_window):
     model = with_retrieval_heads("llama", retrieval_window).to(dtype)
     attention = model.model.layers[1].self_attn
@@ -250,10 +235,10 @@ def test_in_16_bits_keys_are_kept_as_they_came(dtype, retrieval_window):
         piece = (each[:, :, start:stop] for each in (query, key, value))
         pieces.append(attention.attend(*piece, hidden_states=hidden[:, start:stop], cache=cache)[0])
     torch.testing.assert_close(torch.cat(pieces, dim=2), whole, rtol=1e-2, atol=1e-2)
-    held = cache.layers[1].retrieval_cache
-    assert held.dtype == dtype
-    last = slice(40 - (retrieval_window or 40), 40)
-    assert torch.equal(held[:, 0, -(retrieval_window or 40) :, :6], key[:, 1, last])
+    memory = in_order(cache.layers[1].memories[1])
+    assert memory.keys_values.dtype == dtype
+    count = min(retrieval_window, 40)
+    assert torch.equal(memory.keys_values[:, 0, -count:, :6], key[:, 1, -count:])
 
 
 @torch.no_grad()
@@ -268,9 +253,7 @@ def test_a_compiled_step_is_the_step():
     close(torch.cat(found, dim=1), model(ids).logits[:, 8:])
 
 
-def test_a_decoding_step_of_fixed_shape_needs_a_window():
-    with pytest.raises(InputError, match="give retrieval heads a window"):
-        DecodingStep(with_retrieval_heads("llama", 0))
+def test_a_decoding_step_of_fixed_shape():
     model = with_retrieval_heads("llama", 9)
     step, ids = DecodingStep(model), torch.randint(3, 61, (1, 12))
     with torch.no_grad():
@@ -290,9 +273,7 @@ def test_a_decoding_step_of_fixed_shape_needs_a_window():
         ([[0, 0]], {"softmax_layers": [0]}, "whose attention is not RFA"),
         ([], {"retrieval_window": 5}, "has no effect without retrieval_heads"),
         ([[0, 0]], {"retrieval_window": 1_000_000}, "retrieval_window must be from 0"),
-        ([[0, 0]], {"retrieval_window": 5, "growing_heads": 2}, "growing_heads must be from 0 to 1"),
-        ([[0, 0], [1, 0]], {"growing_heads": 1}, "growing_heads=1 leaves retrieval_window=0 nothing to do"),
-        ([[0, 0]], {"retrieval_window": 5, "growing_heads": 1}, "all 1 retrieval heads see all tokens"),
+        ([[0, 0]], {}, "must have a window of their own: set retrieval_window"),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(heads, fields, message):
@@ -300,37 +281,12 @@ def test_fields_that_do_not_fit_are_refused(heads, fields, message):
         make("llama", {"retrieval_heads": heads, **fields})
 
 
-def test_heads_of_one_layer_see_the_same():
-    fields = {"retrieval_heads": [[0, 2], [0, 0], [1, 1]], "retrieval_window": 5}
-    with pytest.raises(
-        StrictDataclassError, match="lets one retrieval head of layer 0 see all tokens, and head 0 of it has"
-    ):
-        make("gpt2", {**fields, "growing_heads": 1})
-    config = make("gpt2", {**fields, "growing_heads": 2}).config
-    assert [config.retrieval_window_of(layer) for layer in (0, 1)] == [0, 5]
-
-
-@torch.no_grad()
-def test_some_heads_can_grow_and_others_have_a_window():
-    model = with_retrieval_heads("llama", 9, retrieval_heads=[[2, 0], [0, 1], [1, 1]], growing_heads=1)
-    memory, row = cache_memory(model), (2 * 6 + 1) * 4
-    near = (3 * 2 - 3) * (WINDOW + SINKS) * row
-    assert (memory.fixed, memory.retrieval, memory.per_token) == (
-        near + 2 * (9 + SINKS) * row,
-        2 * (9 + SINKS) * row,
-        row,
-    )
-    for length in (30, 90):
-        ids = torch.randint(3, 61, (1, length))
-        assert cache_num_bytes(model(ids).past_key_values) == memory.after(length)
-
-
 def test_a_model_with_retrieval_heads_cannot_be_a_control():
-    with pytest.raises(InputError), window_and_sinks(with_retrieval_heads("llama", 0), 4):
+    with pytest.raises(InputError), window_and_sinks(with_retrieval_heads("llama", 9), 4):
         pass
 
 
-def test_a_static_cache_serves_a_window_and_refuses_what_grows():
+def test_a_static_cache_serves_them():
     ids = torch.randint(3, 61, (2, 12))
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 15, "min_new_tokens": 15, "do_sample": False}
     options |= {"pad_token_id": 0, "disable_compile": True}
@@ -339,14 +295,12 @@ def test_a_static_cache_serves_a_window_and_refuses_what_grows():
     found = model.generate(ids, cache_implementation="static", return_dict_in_generate=True, **options)
     assert torch.equal(found.sequences, expected)
     assert found.past_key_values.is_compileable
-    with pytest.raises(ValueError, match="Set retrieval_window in its configuration"):
-        with_retrieval_heads("llama", 0, softmax_layers=[0]).generate(ids, cache_implementation="static", **options)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("retrieval_window", [0, 9])
+@pytest.mark.parametrize("retrieval_window", [9, ALL])
 def test_cropping_keeps_the_precision_of_what_is_kept(retrieval_window):
-    """Beside a gate the other heads' window is in float32, and that of retrieval heads in the model's 16 bits."""
+    """Beside a state in float32 keys and values are in the model's 16 bits."""
     fields = {"feature_map": "positive", "num_features": 16, "gate": True}
     model = with_retrieval_heads("llama", retrieval_window, **fields).to(torch.bfloat16)
     ids = torch.randint(3, 61, (2, 20))
@@ -357,6 +311,9 @@ def test_cropping_keeps_the_precision_of_what_is_kept(retrieval_window):
     cache.crop(-5)
     for start, stop in ((0, 8), (8, 15)):
         model(ids[:, start:stop], **cache_argument(other))
-    held, expected = cache.layers[1].retrieval_cache, other.layers[1].retrieval_cache
-    assert held.dtype == expected.dtype == torch.bfloat16
-    assert torch.equal(held, expected)
+    for found, expected in zip(cache.layers[1].memories, other.layers[1].memories, strict=True):
+        found, expected = in_order(found), in_order(expected)
+        assert found.keys_values.dtype == expected.keys_values.dtype == torch.bfloat16
+        filled = expected.arrival >= 0
+        assert torch.equal(found.arrival, expected.arrival)
+        assert torch.equal(found.keys_values[filled], expected.keys_values[filled])

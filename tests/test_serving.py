@@ -51,7 +51,7 @@ class Server:
     def groups(self):
         return self.batch
 
-    def held(self, index):
+    def views(self, index):
         return self.layouts[index].views(self.blocks)
 
 
@@ -76,13 +76,13 @@ def test_a_block_has_room_for_what_a_cache_holds(models, dtype):
     for length in (1, 30):
         model(torch.ones(1, length, dtype=torch.long), **cache_argument(cache))
         for attention, layer in zip(layers_of(model), cache.layers, strict=True):
-            layout = state_layout(attention, dtype, offset=offset)
-            held = (layer.state, layer.window_cache, layer.retrieval_cache)
-            for piece, tensor in zip(layout, held, strict=True):
-                assert (piece is None) == (tensor is None)
-                assert piece is None or (piece.shape, piece.dtype) == (tensor.shape[1:], tensor.dtype)
-            assert all(piece is None or piece.offset % ALIGNMENT == 0 for piece in layout)
-            assert layout.end - offset - sum(tensor.nbytes for tensor in layer.tensors()) < 3 * ALIGNMENT
+            layout, tensors = state_layout(attention, dtype, offset=offset), layer.tensors()
+            assert layout.pieces.keys() == tensors.keys()
+            for name, piece in layout.pieces.items():
+                assert (piece.shape, piece.dtype) == (tensors[name].shape[1:], tensors[name].dtype)
+                assert piece.offset % ALIGNMENT == 0
+            lost = layout.end - offset - sum(tensor.nbytes for tensor in tensors.values())
+            assert lost < len(tensors) * ALIGNMENT
             offset = layout.end
 
 
@@ -164,8 +164,6 @@ def settings(family, variant, **changes):
     ("given", "said"),
     [
         (settings("llama", "hybrid"), r"layer 1 is of type 'full_attention'.*--keep-softmax"),
-        (settings("llama", "retrieval-growing"), r"layers \[1\] see all tokens.*--growing-heads"),
-        (settings("gpt2", "retrieval-growing"), r"layers \[1\] see all tokens.*--retrieval-window"),
         (settings("llama", "slots", prefix_caching=True), "--no-enable-prefix-caching"),
         (settings("llama", "slots", speculative=object()), "speculative"),
         (settings("llama", "slots", pipeline_parallel_size=2), "--pipeline-parallel-size"),
@@ -182,9 +180,3 @@ def test_what_cannot_be_served_is_refused(given, said):
 @pytest.mark.parametrize("case", CONSTANT, ids=str)
 def test_what_can_be_served_is_not_refused(case):
     check_support(settings(*case))
-
-
-def test_growing_heads_have_no_block():
-    attention = next(each for each in layers_of(make("llama", "retrieval-growing")) if each.retrieval_heads)
-    with pytest.raises(ValueError, match="grow with the text"):
-        state_layout(attention, torch.float32)

@@ -12,7 +12,6 @@ from hf_rfa import cache_num_bytes
 from hf_rfa.convert import convert
 from hf_rfa.errors import InputError
 from hf_rfa.inference import use_attention_component
-from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.recall import window_and_sinks
 
 from .conftest import leftovers
@@ -78,23 +77,22 @@ def test_the_cache_holds_window_and_sinks_however_long_the_text(variant):
         cache = model(torch.randint(1, 61, (1, length))).past_key_values
         sizes.add(cache_num_bytes(cache))
     rows = 0 if "num_features" not in variant else model.config.num_features_for("causal")
-    assert sizes == {2 * 3 * (8 * 17 + rows * 9) * 4}
+    assert sizes == {2 * (3 * (8 * 18 + rows * 9) + 1) * 4}
 
 
 @torch.no_grad()
 def test_sinks_never_join_the_state_and_are_never_forgotten():
     """Far behind the window, what the sinks say counts as if they stood next to the query."""
-    model = make_gpt2({"window_size": 4, "num_sinks": 2, "num_features": 16, "gate": True})
-    attention = model.transformer.h[0].attn
     query, key, value = (torch.randn(1, 3, 60, 8) for _ in range(3))
     key[:, :, 1] = query[:, :, -1] * 20  # the last query asks for the second token
-    hidden = torch.randn(1, 60, 24)
-    attention.gate.bias.fill_(-3.0)  # all else is forgotten within a token or two
-    output, _ = attention.attend(query, key, value, hidden_states=hidden)
-    torch.testing.assert_close(output[:, :, -1], value[:, :, 1], rtol=1e-3, atol=1e-3)
-    attention.num_sinks = 0
-    without, _ = attention.attend(query, key, value, hidden_states=hidden)
-    assert float((without[:, :, -1] - value[:, :, 1]).norm()) > 1.0
+    hidden, outputs = torch.randn(1, 60, 24), []
+    for sinks in (2, 0):
+        model = make_gpt2({"window_size": 4, "num_sinks": sinks, "num_features": 16, "gate": True})
+        attention = model.transformer.h[0].attn
+        attention.gate.bias.fill_(-3.0)  # all that is in the state is forgotten within a token or two
+        outputs.append(attention.attend(query, key, value, hidden_states=hidden)[0][:, :, -1])
+    torch.testing.assert_close(outputs[0], value[:, :, 1], rtol=1e-3, atol=1e-3)
+    assert float((outputs[1] - value[:, :, 1]).norm()) > 1.0
 
 
 @torch.no_grad()
@@ -114,8 +112,9 @@ def test_packed_texts_have_sinks_of_their_own(variant):
     attention.attend(query, key, value, hidden_states=hidden, cache=cache, document_starts=positions == 0)
     last = (each[:, :, 12:] for each in (query, key, value))
     attention.attend(*last, hidden_states=hidden[:, 12:], cache=own)
-    for one, other in zip(cache.layers[0].tensors(), own.layers[0].tensors(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    one, other = (each.layers[0].memories[0] for each in (cache, own))
+    torch.testing.assert_close(one.keys_values, other.keys_values, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(one.state, other.state, rtol=1e-4, atol=1e-4)
 
 
 def test_features_that_are_not_there_cannot_be_looked_at_alone():
@@ -160,30 +159,3 @@ def test_the_command_line_has_both(parent, tmp_path, run_cli, capsys):
     assert "attention.png" not in card
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
     assert (config.feature_map, config.window_size, config.num_sinks) == ("none", 5, 2)
-
-
-def test_a_cache_knows_its_sinks_are_held_once_every_row_has_them():
-    """A step then leaves out what finds the places of new ones."""
-    model = make("llama", feature_map="none", window=5, num_sinks=4)
-    ids = torch.randint(1, 61, (2, 9))
-
-    def read(length: int, padding: int, cache: DynamicCache) -> list[bool]:
-        mask = torch.ones(2, length, dtype=torch.long)
-        mask[0, :padding] = 0
-        with torch.no_grad():
-            model(ids[:, :length], attention_mask=mask, **cache_argument(cache))
-        return [layer.sinks_held for layer in cache.layers]
-
-    for length, padding, held in ((4, 0, True), (9, 0, True), (9, 5, True), (9, 6, False), (3, 0, False)):
-        cache = DynamicCache(config=model.config)
-        assert read(length, padding, cache) == [held] * len(cache.layers)
-    cache = DynamicCache(config=model.config)
-    read(6, 0, cache)
-    cache.activate_past_recording()
-    with torch.no_grad():
-        model(ids[:, :1], **cache_argument(cache))
-    cache.crop(-1)
-    assert not any(layer.sinks_held for layer in cache.layers)
-    read(6, 0, cache)
-    cache.reset()
-    assert not any(layer.sinks_held for layer in cache.layers)

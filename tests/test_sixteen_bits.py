@@ -15,7 +15,7 @@ from .families import COMMON, base_config, every_family, is_own, logits, make, s
 
 #: Options by which layers have every part of RFA's own: one with a gate, one with slots, whose importance excludes it.
 GATED: dict[str, Any] = {"num_features": 8, "gate": True, "feature_map": "exponential"}
-SLOTTED: dict[str, Any] = {"num_features": 8, "window": 3, "num_slots": 2}
+SLOTTED: dict[str, Any] = {"num_features": 8, "window_size": 3, "num_slots": 2}
 every_option = pytest.mark.parametrize("options", [GATED, SLOTTED], ids=["gate", "slots"])
 every_auto_class = pytest.mark.parametrize(
     ("family", "auto"), [(family, auto) for family in COMMON for auto in FAMILIES[family].auto_models]

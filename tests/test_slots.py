@@ -22,6 +22,7 @@ from hf_rfa.recall.memory import cache_memory
 from .conftest import leftovers, words
 from .families import draw_importance, make_gpt2, save_softmax_model
 from .grouped_layers import Layer
+from .memory_by_loop import memory_by_loop
 from .softmax_under_a_mask import assert_same_gradients, assert_same_logits
 from .training import weights
 
@@ -33,21 +34,6 @@ def parent(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parent")
     save_softmax_model("gpt2", folder)
     return folder
-
-
-def seen_by_loop(importance: torch.Tensor, recency: torch.Tensor, window: int, sinks: int, slots: int) -> torch.Tensor:
-    """Return which tokens each query sees, [H, T, T], by adding one token after the other."""
-    heads, length = importance.shape
-    seen = torch.zeros(heads, length, length, dtype=torch.bool)
-    for h in range(heads):
-        held: list[int] = []
-        for t in range(length):
-            if t - window >= sinks:
-                held.append(t - window)
-            if len(held) > slots:
-                held.remove(min(reversed(held), key=lambda j: float(importance[h, j] - recency[h] * (t - j))))
-            seen[h, t, [*range(min(sinks, t + 1)), *held, *range(max(0, t - window + 1), t + 1)]] = True
-    return seen
 
 
 @pytest.fixture
@@ -65,8 +51,8 @@ def pair(parent, tmp_path):
 
     def attention(module, query, key, value, mask, **kwargs):
         importance = torch.einsum("btn,hn->bht", module.came.detach(), module.weight)
-        masks = [seen_by_loop(each, module.recency, WINDOW, SINKS, SLOTS) for each in importance]
-        return sdpa_attention_forward(module, query, key, value, torch.stack(masks), **kwargs)
+        seen, _ = memory_by_loop(importance, module.recency.tolist(), window=WINDOW, sinks=SINKS, slots=SLOTS)
+        return sdpa_attention_forward(module, query, key, value, seen, **kwargs)
 
     AttentionInterface.register("test_slots", attention)
     AttentionMaskInterface.register("test_slots", lambda *args, **kwargs: None)
@@ -109,9 +95,10 @@ def test_the_cache_has_one_size_however_long_the_text(variant):
         cache = model(torch.randint(1, 61, (1, length))).past_key_values
         sizes.add(cache_num_bytes(cache))
     rows = 0 if "num_features" not in variant else model.config.num_features_for("causal")
-    assert sizes == {2 * 3 * (12 * 18 + rows * 9) * 4}
+    assert sizes == {2 * (3 * (12 * 18 + rows * 9) + 1) * 4}
     memory = cache_memory(model)
-    assert (memory.window, memory.sinks, memory.slots) == tuple(2 * 3 * count * 18 * 4 for count in (5, 3, 4))
+    window, sinks, slots = (2 * 3 * count * 18 * 4 for count in (5, 3, 4))
+    assert (memory.window, memory.sinks, memory.slots) == (window + 2 * 4, sinks, slots)  # and the number of tokens
 
 
 @torch.no_grad()
@@ -149,9 +136,9 @@ def test_in_16_bits_the_window_takes_half_the_bytes_and_holds_the_same_tokens(dt
         piece = (each[:, :, start:stop] for each in (query, key, value))
         pieces.append(attention.attend(*piece, hidden_states=hidden[:, start:stop], cache=cache)[0])
     torch.testing.assert_close(torch.cat(pieces, dim=2), whole, rtol=1e-2, atol=1e-2)
-    window = cache.layers[0].window_cache
+    window = cache.layers[0].memories[0].keys_values
     assert window.dtype == dtype
-    assert window.shape == (2, 3, 11, 2 * 8 + 1 + 2)
+    assert window.shape == (2, 3, 11, 2 * 8)
     assert torch.isfinite(whole).all()
     kept = [(window[..., None, :8] == key[:, :, None]).all(-1).any(-1)[:, :, each] for each in (slice(1), slice(1, 11))]
     assert kept[0].all()
@@ -170,7 +157,7 @@ def test_tokens_that_are_asked_for_later_become_important():
     hidden[..., 0] = marked.float()
     activations = LayerActivations(query.unflatten(1, (2, 3)).transpose(2, 3).flatten(2, 3), key, value)
     fit_importance(layer, activations, hidden)
-    importance = layer.importance(hidden)[0][:, 0]
+    importance = layer.importance(hidden)[:, 0]
     assert float(importance[marked].min()) > float(importance[~marked].max())
 
     target, weight = far_weights(layer, activations)
@@ -203,7 +190,6 @@ def test_padding_changes_no_importance():
     ("options", "message"),
     [
         ({"num_slots": 4}, "num_slots=4 must come with a sliding window"),
-        ({"num_slots": 4, "window_size": 4, "gate": True}, "gate forgets far tokens"),
         ({"num_slots": -1, "window_size": 4}, "num_slots must be"),
         ({"num_slots": 97, "window_size": 4}, "num_slots must be from 0 to 96"),
     ],

@@ -16,7 +16,7 @@ from hf_rfa.models.cache_names import CACHE_NAME, cache_argument, returned_cache
 from .families import logits, make, read, tokens
 
 #: Models whose layers are all RFA, and some.
-VARIANTS: dict[str, dict[str, Any]] = {"window": {"window": 4, "gate": True}, "hybrid": {"softmax_layers": [1]}}
+VARIANTS: dict[str, dict[str, Any]] = {"window": {"window_size": 4, "gate": True}, "hybrid": {"softmax_layers": [1]}}
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -31,7 +31,7 @@ class NoWait:
     def synchronize(self) -> None: ...
 
 
-@pytest.mark.parametrize("family", ["llama", "bart"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bart"])
 @every_variant
 @torch.no_grad()
 def test_a_step_past_the_end_is_taken_back(family, variant, monkeypatch):
@@ -54,10 +54,10 @@ def test_a_step_past_the_end_is_taken_back(family, variant, monkeypatch):
     count = found.sequences.shape[1]
     assert torch.equal(found.sequences, expected.sequences[:, :count])
 
-    cache, written = returned_cache(found), found.sequences if family == "llama" else found.sequences[:, -count:]
+    cache, written = returned_cache(found), found.sequences if family != "bart" else found.sequences[:, -count:]
     assert cache.get_seq_length() == count - 1
     more = torch.cat([written[:, -1:], tokens(1, 4)], dim=1)
-    given = {} if family == "llama" else {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    given = {} if family != "bart" else {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     whole = logits(model, torch.cat([written, more[:, 1:]], dim=1), **given)
     assert_close(read(model, more, **cache_argument(cache), **given).logits, whole[:, -5:], atol=2e-4, rtol=1e-3)
 

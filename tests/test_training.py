@@ -34,6 +34,7 @@ from .families import (
     make_named,
     read,
     relative_error,
+    state_of,
     tokens,
 )
 from .tiny_models import tiny_config
@@ -176,14 +177,16 @@ def test_sixteen_bit_models_are_close_to_float32(family, variant, dtype):
     )
     for found in (logits(model, ids), steps):
         assert torch.isfinite(found).all()
-        # Where a token goes to a slot and where it does not, rounding may decide.
-        assert relative_error(found, expected) < tolerance[dtype] + (0.1 if model.config.num_slots else 0.0)
+        # Of tokens that are nearly as important as each other another may be kept, which shows at some places.
+        errors = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        error = errors.median() if model.config.num_slots else relative_error(found, expected)
+        assert error < tolerance[dtype]
     expected_dtype = getattr(torch, model.config.state_dtype)
     for kind, part in caches(cache).items():
         for index, layer in enumerate(part.layers):
             if model.config.is_rfa(kind, index):
-                assert (layer.state is None) == (model.config.num_features_for(kind) == 0)
-                assert layer.state is None or layer.state.dtype == expected_dtype
+                assert (state_of(layer) is None) == (model.config.num_features_for(kind) == 0)
+                assert state_of(layer) is None or state_of(layer).dtype == expected_dtype
 
 
 def test_gates_start_with_time_scales_spread_over_heads():
@@ -221,7 +224,7 @@ def test_autocast_rounds_projections_only(variant):
             hook.remove()
     assert projected[0].dtype == torch.bfloat16
     assert torch.equal(*merged)
-    assert torch.equal(*(cache.layers[0].state for cache in states))
+    assert torch.equal(*(state_of(cache.layers[0]) for cache in states))
     losses = {}
     for enabled in (True, False):
         model.zero_grad()
@@ -240,5 +243,5 @@ def test_autocast_leaves_states_in_float32(family):
         output = read(model, ids, use_cache=True)
         step = read(model, ids[:, :1], **cache_argument(output.past_key_values))
     layers = [layer for part in caches(step.past_key_values).values() for layer in part.layers]
-    assert {layer.state.dtype for layer in layers} == {torch.float32}
+    assert {state_of(layer).dtype for layer in layers} == {torch.float32}
     assert torch.isfinite(step.logits).all()

@@ -30,7 +30,7 @@ CHECKPOINTS = {
     "gpt2-gaussian-gate": ("gpt2", "gaussian-gate"),
     "llama-slots-features": ("llama", "slots-features"),
     "llama-window-gate": ("llama", "window-gate"),
-    "llama-window-sinks": ("llama", {"window": 4, "num_sinks": 3, "num_features": 16}),
+    "llama-window-sinks": ("llama", {"window_size": 4, "num_sinks": 3, "num_features": 16}),
     "llama-retrieval": ("llama", "retrieval"),
     "llama-hybrid": ("llama", "hybrid"),
 }

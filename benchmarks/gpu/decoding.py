@@ -102,8 +102,8 @@ class Captured:
 def captured(model: Any, inputs: dict[str, Any], cache: Any) -> Captured:
     """Return a step in a CUDA graph, with ``cache`` as it was before.
 
-    A replay reads the tensors that the cache held at the capture. A step changes sums in place and replaces windows: the
-    graph copies these back to where it reads them. What the steps that warm up did is undone.
+    A replay reads and changes the tensors that the cache held at the capture, as a step does. What the steps that warm up did
+    is undone.
     """
     before = [tensor.clone() for tensor in _tensors(cache)]
     stream = torch.cuda.Stream()
@@ -116,7 +116,6 @@ def captured(model: Any, inputs: dict[str, Any], cache: Any) -> Captured:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits = model(**inputs, **cache_argument(cache)).logits
-        put_back(held, cache)
     for tensor, value in zip(held, before, strict=True):
         tensor.copy_(value)
     return Captured(graph, logits, held)
@@ -137,14 +136,7 @@ def difference(step: Callable[[], torch.Tensor], model: Any, inputs: dict[str, A
 
 
 def _tensors(cache: Any) -> list[torch.Tensor]:
-    return [tensor for layer in cache.layers for tensor in layer.tensors()]
-
-
-def put_back(held: list[torch.Tensor], cache: Any) -> None:
-    """Copy what a step left in a cache to the tensors that the cache held before the step."""
-    for tensor, new in zip(held, _tensors(cache), strict=True):
-        if tensor is not new:
-            tensor.copy_(new)
+    return [tensor for layer in cache.layers for tensor in (*layer.tensors().values(), layer.cumulative_length)]
 
 
 def show_graphs(results: dict[str, Any], console: Console) -> None:

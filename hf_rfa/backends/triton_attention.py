@@ -25,13 +25,13 @@ from hf_rfa.models.feature_maps import (
     least_shift_above,
 )
 from hf_rfa.models.linear_attention import (
-    MASKED_LOGIT,
     denominator,
     divide,
     key_norm_sums,
     rescale,
     with_norm_row,
 )
+from hf_rfa.models.masking import MASKED_LOGIT
 from hf_rfa.models.projected_feature_maps import ProjectedFeatureMap, from_heads, to_heads
 from hf_rfa.models.random_feature_maps import ArcCosMap, GaussianMap, HedgehogMap, PositiveMap, T2RMap
 

@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,7 @@ def decoding_floor(model: Any, machine: Machine, *, batch: int, cache_bytes: int
     if not layers:
         return linear + machine.milliseconds(cache_bytes, cache_bytes / size)
     heads, width = sum(each.feature_map.num_heads for each in layers), config.head_dim_for("causal")
-    state = 4.0 * batch * heads * layers[0].feature_map.feature_dim * (width + 1)
+    states = (replace(each.memory_layout(model.dtype), window=0, sinks=0, slots=0) for each in layers)
+    state = float(batch * sum(each.num_bytes() for each in states))  # and as many operations: four a number
     maps = heads * config.num_features_for("causal") * width  # W, read once; q and k are multiplied with it
     return linear + machine.milliseconds(4.0 * maps + state + cache_bytes, 4.0 * maps * batch + state)

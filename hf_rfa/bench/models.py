@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, reads_audio
-from hf_rfa.models.cache_rfa import RFAGrowingLayer, RFALayer
+from hf_rfa.models.cache_rfa import RFALayer
 from hf_rfa.models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
 
 from ..models.cache_names import cache_argument
@@ -106,8 +106,8 @@ def step_inputs(model: Any, batch: int, source: int) -> dict[str, Any]:
 def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0) -> Any:
     """Return a cache as after ``position`` tokens.
 
-    The cost of a step does not depend on a cache's values: softmax layers, also those of a hybrid, and retrieval heads that
-    see all tokens get random keys and values instead of a prefill. A softmax model with ``room``, free slots, gets a
+    The cost of a step does not depend on a cache's values: softmax layers, also those of a hybrid, get random keys and values
+    instead of a prefill. A softmax model with ``room``, free slots, gets a
     `StaticCache` instead of a `DynamicCache`.
     """
     config = model.config
@@ -115,21 +115,16 @@ def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0
     if room and not isinstance(config, RFAConfigMixin):
         own = StaticCache(config=config, max_cache_len=position + room)
     cache = EncoderDecoderCache(own, DynamicCache(config=config)) if config.is_encoder_decoder else own
-    # As many tokens as a window has sinks, so that the cache is known to hold them: later steps then do less.
-    count = max(1, min(position, getattr(config, "num_sinks", 0) + 1))
-    tokens = {name: ids.expand(-1, count) for name, ids in inputs.items() if name.endswith("input_ids")}
-    model(**inputs | tokens, **cache_argument(cache))
+    model(**inputs, **cache_argument(cache))
     for layer in own.layers:
         if not hasattr(layer, "keys") and not isinstance(layer, RFALayer):
             continue  # a recurrent layer, whose states have one size
         missing = position - int(layer.get_seq_length())
         if isinstance(layer, RFALayer):
-            layer.cumulative_length += missing
-            held = layer.retrieval_cache
-            if isinstance(layer, RFAGrowingLayer) and held is not None:
-                new = torch.randn(*held.shape[:2], missing, held.shape[-1], device=held.device, dtype=held.dtype)
-                new[..., -1] = 0.0  # the logarithm of a token's weight
-                layer.retrieval_cache = torch.cat([held, new], dim=-2)
+            layer.cumulative_length.add_(missing)
+            for memory in layer.memories:
+                if memory.count is not None:
+                    memory.count.add_(missing)
         else:
             rows, heads, _, width = layer.keys.shape
             layer.update(*torch.randn(2, rows, heads, missing, width, device=model.device, dtype=model.dtype))

@@ -7,9 +7,10 @@ than key-value heads, H_q = G H (`hf_rfa.models.masking`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,27 +19,32 @@ from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from .cache_rfa import Held, RecordedStep, cross_layer_of, rfa_layer_of
+from .cache_rfa import RecordedStep, cross_layer_of, rfa_layer_of
 from .configuration_rfa import AttentionKind
 from .feature_maps import FEATURE_MAPS, FeatureMap, Features, compute_dtype
 from .linear_attention import (
-    MASKED_LOGIT,
     Tokens,
     attend_with_state,
+    differentiable,
     final_state,
     linear_attention,
     mask_padding,
     rescale,
-    split_tokens,
+    updates_in_place,
 )
-from .masking import beams_per_source, group_queries, join_heads, split_heads, ungroup
-from .sinks_and_slots import Importance, sinks_are_held
-from .sliding_window import (
-    WindowSizes,
-    exact_attention,
-    in_stream_order,
-    sliding_window_attention,
-    stream_of,
+from .masking import MASKED_LOGIT, beams_per_source, group_queries, join_heads, split_heads, ungroup
+from .memory import (
+    Arrivals,
+    Exact,
+    Importance,
+    Memory,
+    MemoryLayout,
+    Reading,
+    arrivals_of,
+    attend_in_chunks,
+    attend_in_place,
+    empty_memory,
+    in_order,
 )
 
 #: Added to a layer's index where its random matrices are drawn, so that cross attention has others than causal attention.
@@ -107,34 +113,86 @@ def one_hot_values(key: Tensor) -> Tensor:
     return torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
 
 
-class HeadGroup(NamedTuple):
-    """Heads of a layer that keep tokens in one way, and their inputs: the heads with features, or the retrieval heads.
+@dataclass(kw_only=True)
+class HeadGroup:
+    """Heads of a layer that keep tokens in one way, and their inputs: retrieval heads, or all others.
 
     Attributes:
-        query: rows of the key-value heads, [B, H, T G, d] (`hf_rfa.models.masking.group_queries`).
-        tokens: keys, values and what else there is of the tokens.
+        query: rows of the key-value heads, [B, H, T G, d] (`hf_rfa.models.masking`).
+        keys_values: keys and values of the new tokens, [B, H, T, d + M].
+        memory: what is kept of the tokens before.
+        layout: of the memory.
+        feature_map: φ, or None for heads without features.
+        arrivals: where the new tokens stand in their texts, or None for heads that keep no token.
+        score: of the new tokens, [B, H, T], or None without slots.
+        log_decay: log g of the state, [B, H, T], 0 for padding, or None without a gate.
+        input_scale: w of what joins the state, [B, H or 1, T], 0 for padding, or None for ones.
+        document_starts: [B, T], True where a document starts whose state begins anew, or None.
         sink_logits: logits of the query heads' learned sinks, [H G], or None.
-        held: what is kept of the tokens before.
-        sizes: numbers of tokens that the heads see exactly; without features a window of 0 is one of all tokens.
-        feature_map: φ, or None without features.
+        in_place: whether the new token, of which there is one, may change the memory in place.
     """
 
     query: Tensor
-    tokens: Tokens
-    sink_logits: Tensor | None
-    held: Held
-    sizes: WindowSizes
+    keys_values: Tensor
+    memory: Memory
+    layout: MemoryLayout
     feature_map: FeatureMap | None
+    arrivals: Arrivals | None = None
+    score: Tensor | None = None
+    log_decay: Tensor | None = None
+    input_scale: Tensor | None = None
+    document_starts: Tensor | None = None
+    sink_logits: Tensor | None = None
+    in_place: bool = False
+
+    @property
+    def length(self) -> int:
+        """The number of new tokens, T."""
+        return self.keys_values.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head, d."""
+        return self.query.shape[-1]
 
     def with_one_hot_values(self) -> HeadGroup:
-        """Return the group with values such that the outputs are the attention weights."""
-        key = self.tokens.key
-        held = self.held.with_zeros_for_values(key.shape[-2], key.shape[-1])
-        return self._replace(tokens=self.tokens._replace(value=one_hot_values(key)), held=held)
+        """Return the group with values such that the outputs are the attention weights of places and of new tokens."""
+        layout, length = self.layout, self.length
+        ones = torch.eye(layout.places + length, dtype=self.keys_values.dtype, device=self.keys_values.device)
+        ones = ones.expand(*self.keys_values.shape[:2], -1, -1)
+        keys_values = torch.cat([self.keys_values[..., : self.head_dim], ones[:, :, layout.places :]], dim=-1)
+        memory = in_order(self.memory)
+        if memory.keys_values is not None:
+            keys = memory.keys_values[..., : self.head_dim]
+            memory = replace(memory, keys_values=torch.cat([keys, ones[:, :, : layout.places].to(keys.dtype)], dim=-1))
+        if memory.state is not None:
+            zeros = memory.state.new_zeros(*memory.state.shape[:-1], ones.shape[-1])
+            memory = replace(memory, state=torch.cat([zeros, memory.state[..., -1:]], dim=-1))
+        return replace(self, keys_values=keys_values, memory=memory, in_place=False)
+
+    def split(self, size: int) -> Iterator[HeadGroup]:
+        """Yield the group of ``size`` tokens at a time, each with the memory before them all."""
+        rows = size * self.query.shape[2] // self.length
+        count = -(-self.length // size)
+        scales = (self.score, self.log_decay, self.input_scale)
+        parts = ([None] * count if each is None else each.split(size, dim=-1) for each in scales)
+        arrivals = [None] * count if self.arrivals is None else self.arrivals.split(size)
+        tensors = self.query.split(rows, dim=2), self.keys_values.split(size, dim=2)
+        for query, keys_values, arrived, score, log_decay, input_scale in zip(*tensors, arrivals, *parts, strict=True):
+            yield replace(
+                self,
+                query=query,
+                keys_values=keys_values,
+                arrivals=arrived,
+                score=score,
+                log_decay=log_decay,
+                input_scale=input_scale,
+            )
 
     def with_dropout(self, probability: float) -> HeadGroup:
         """Return the group with values of which some are dropped."""
-        return self._replace(tokens=self.tokens._replace(value=F.dropout(self.tokens.value, probability)))
+        key, value = self.keys_values[..., : self.head_dim], self.keys_values[..., self.head_dim :]
+        return replace(self, keys_values=torch.cat([key, F.dropout(value, probability)], dim=-1))
 
 
 class RFAAttentionMixin(nn.Module):
@@ -150,15 +208,39 @@ class RFAAttentionMixin(nn.Module):
     rfa_kind: AttentionKind
     scaling: float
 
-    @property
-    def window_sizes(self) -> WindowSizes:
-        """Numbers of tokens that causal attention sees exactly."""
-        return WindowSizes(self.window_size, self.num_sinks, self.num_slots)
+    def memory_layout(self, dtype: torch.dtype) -> MemoryLayout:
+        """Return the layout of what all heads but the retrieval heads keep, for keys and values in ``dtype``."""
+        exact = self.attention_component != "linear"
+        return MemoryLayout(
+            heads=self.feature_map.num_heads,
+            head_dim=self.feature_map.head_dim,
+            window=self.window_size if exact else 0,
+            sinks=self.num_sinks if exact else 0,
+            slots=self.num_slots if exact else 0,
+            state_rows=self.feature_map.feature_dim and self.feature_map.feature_dim + self.feature_map.signed,
+            dtype=dtype,
+            state_dtype=torch.promote_types(self.state_dtype, compute_dtype(dtype)),
+        )
 
-    @property
-    def retrieval_sizes(self) -> WindowSizes:
-        """The same of retrieval heads; 0 for a window of all tokens."""
-        return WindowSizes(self.retrieval_window, self.num_sinks if self.retrieval_window else 0)
+    def retrieval_layout(self, dtype: torch.dtype) -> MemoryLayout | None:
+        """Return the layout of what the retrieval heads keep, or None where there are none."""
+        if not self.retrieval_heads:
+            return None
+        return MemoryLayout(
+            heads=len(self.retrieval_heads),
+            head_dim=self.feature_map.head_dim,
+            window=self.retrieval_window,
+            sinks=self.num_sinks,
+            dtype=dtype,
+        )
+
+    def memory_layouts(self, dtype: torch.dtype) -> list[MemoryLayout]:
+        """Return the layouts of the layer's memories: that of all heads but the retrieval heads, and that of these if any."""
+        key = dtype, self.attention_component
+        if key not in self._layouts:  # asked for at every step
+            layouts = self.memory_layout(dtype), self.retrieval_layout(dtype)
+            self._layouts[key] = [layout for layout in layouts if layout is not None]
+        return self._layouts[key]
 
     def project_query(self, hidden_states: Tensor) -> Tensor:
         """Return the queries [B, H_q, T, d] of the layer's input [B, T, width]."""
@@ -178,7 +260,7 @@ class RFAAttentionMixin(nn.Module):
         ``groups`` is G, the number of query heads that share each of ``config.num_heads_for(kind)`` key-value heads.
         """
         self.retrieval_heads: list[int] = config.retrieval_heads_of(layer_idx) if kind == "causal" else []
-        self.retrieval_window: int = config.retrieval_window_of(layer_idx) if self.retrieval_heads else 0
+        self.retrieval_window: int = config.retrieval_window
         heads = config.num_heads_for(kind) - len(self.retrieval_heads)
         self.window_size: int = config.window_size if kind == "causal" else 0
         self.num_sinks: int = config.num_sinks if kind == "causal" else 0
@@ -200,6 +282,7 @@ class RFAAttentionMixin(nn.Module):
         gated = config.gate and kind == "causal"
         self.gate = Gate(config.hidden_size, heads, config.max_position_embeddings) if gated else None
         self.importance = Importance(config.hidden_size, heads) if self.num_slots else None
+        self._layouts: dict[tuple[torch.dtype, str], list[MemoryLayout]] = {}
         self.rfa_kind = kind
         self.rfa_layer_idx = layer_idx
         self.attention_component: AttentionComponent = "both"
@@ -236,7 +319,7 @@ class RFAAttentionMixin(nn.Module):
             dropout: probability, in training, of dropping a token's value for all queries of a head: single attention weights
                 never exist. The token stays in the normalizer, as with dropout on softmax weights.
             output_attentions: whether to return the attention weights, at quadratic cost.
-            sink_logits: logits of the query heads' learned sinks, [H_q], or None (`hf_rfa.models.sliding_window`). They count
+            sink_logits: logits of the query heads' learned sinks, [H_q], or None (`hf_rfa.models.memory`). They count
                 to the window: attention to features alone (`attention_component`) has none.
 
         Returns:
@@ -258,177 +341,235 @@ class RFAAttentionMixin(nn.Module):
             key, value = (torch.cat(each, dim=-2) for each in zip(prefix, (key, value), strict=True))
             query = F.pad(query, (0, 0, key.shape[-2] - length, 0))
             hidden_states = F.pad(hidden_states, (0, 0, key.shape[-2] - length, 0))
-        held = (Held(), Held()) if layer is None else layer.read(query.device)
-        rows = group_queries(query, key.shape[1])  # [B, H, T G, d]
-        groups = self._head_groups(rows, key, value, hidden_states, padding_mask, sink_logits, held)
+        layouts = self.memory_layouts(key.dtype)
+        if layer is None:
+            memories = [empty_memory(layout, key.shape[0], key.device) for layout in layouts]
+        else:
+            memories = layer.read(layouts, key.shape[0], key.device)
+        groups = self._head_groups(
+            group_queries(query, key.shape[1]),
+            torch.cat([key, value.to(key.dtype)], dim=-1),
+            hidden_states,
+            is_token=None if padding_mask is None else padding_mask != 0,
+            document_starts=document_starts,
+            sink_logits=sink_logits,
+            memories=memories,
+            layouts=layouts,
+        )
         attn_weights = None
         if output_attentions:
-            found = [self._attend(group.with_one_hot_values(), document_starts)[0] for group in groups]
-            attn_weights = ungroup(join_heads(found, self.retrieval_heads), query_heads)
-            attn_weights = attn_weights[..., -length:, -length:].to(value.dtype)
+            is_first = layer is None or int(layer.get_seq_length()) == 0
+            weights = join_heads([self._weights(group, is_first) for group in groups], self.retrieval_heads)
+            attn_weights = ungroup(weights, query_heads)[..., -length:, :].to(value.dtype)
+            attn_weights = attn_weights[..., -length:] if is_first else attn_weights
         if dropout and self.training:
             groups = [group.with_dropout(dropout) for group in groups]
-        sinks_held, recording = (False, False) if layer is None else (layer.sinks_held, layer.record_past)
-        known: Any = {"sinks_held": sinks_held, "recording": recording}
-        outputs, now_held, recorded = zip(
-            *(self._attend(each, document_starts, **known) for each in groups), strict=True
-        )
+        recording = layer is not None and layer.record_past
+        outputs, memories, recorded = map(list, zip(*(self._attend(each, recording) for each in groups), strict=True))
         if cache is not None:
-            (state, window), *others = now_held
-            facts: Any = {"num_tokens": key.shape[-2], "retrieval": others[0].window if others else None}
-            if window is not None and key.shape[-2] > 1 and not sinks_held:  # asked once: the answer is waited for
-                facts["sinks_held"] = sinks_are_held(window, self.num_sinks, self.feature_map.head_dim)
-            facts["recorded"] = recorded if recording else ()
-            cache.update(state, window, self.rfa_layer_idx, **facts)
+            stored: Any = cache  # transformers' names for what is stored are keys and values
+            stored.update(
+                None,
+                None,
+                self.rfa_layer_idx,
+                memories=memories,
+                num_tokens=key.shape[-2],
+                recorded=recorded if recording else None,
+            )
         output = ungroup(join_heads(outputs, self.retrieval_heads), query_heads)
         return output[..., -length:, :].to(value.dtype), attn_weights
 
     def _head_groups(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        keys_values: Tensor,
         hidden_states: Tensor,
-        padding_mask: Tensor | None,
-        sink_logits: Tensor | None,
-        held: tuple[Held, Held],
-    ) -> list[HeadGroup]:
-        """Return the heads with features, and the retrieval heads if there are any; shapes are those of `HeadGroup`."""
-        log_decay, input_scale = (None, None) if self.gate is None else self.gate(hidden_states)  # [B, H, T]
-        importance, recency = (None, None) if self.importance is None else self.importance(hidden_states)
-        log_decay, input_scale = mask_padding(padding_mask, log_decay, input_scale)
-        recency, is_token = mask_padding(padding_mask, recency, None)
-        more = (log_decay, input_scale, padding_mask, importance, recency)
-        has_features = self.feature_map.feature_dim > 0 or self.attention_component == "linear"
-        kept = self.window_sizes, self.feature_map if has_features else None
-        if not self.retrieval_heads:
-            return [HeadGroup(query, Tokens(key, value, *more), sink_logits, held[0], *kept)]
-        inputs = [split_heads(each, self.retrieval_heads) for each in (query, key, value)]
-        sinks: Any = (None, None)
-        if sink_logits is not None:
-            sinks = split_heads(sink_logits.view(1, key.shape[1], -1), self.retrieval_heads)
-            sinks = tuple(each.flatten() for each in sinks)
-        (query, exact_query), (key, exact_key), (value, exact_value) = inputs
-        exact_tokens = Tokens(exact_key, exact_value, None, is_token, padding_mask)
-        return [
-            HeadGroup(query, Tokens(key, value, *more), sinks[0], held[0], *kept),
-            HeadGroup(exact_query, exact_tokens, sinks[1], held[1], self.retrieval_sizes, None),
-        ]
-
-    def _attend(
-        self,
-        group: HeadGroup,
-        document_starts: Tensor | None,
         *,
-        sinks_held: bool = False,
-        recording: bool = False,
-    ) -> tuple[Tensor, Held, RecordedStep | None]:
-        """Attend causally: output [B, H, T G, M], what the heads hold now, and if recording what `RFALayer.crop` needs."""
-        query, tokens, held, sizes, feature_map = group.query, group.tokens, group.held, group.sizes, group.feature_map
-        if feature_map is None or (sizes.window and self.attention_component != "linear"):
-            return self._attend_with_window(group, document_starts, sinks_held, recording)
-        plain = not sizes.window and not recording and tokens.value.shape[-1] == tokens.key.shape[-1]
-        if self.backend != "torch" and plain and not torch.compiler.is_compiling():
-            grouped = query.shape != tokens.key.shape  # which no backend knows
-            inputs = (query, *tokens[:4], document_starts, held.state)
-            found = None if grouped else BACKENDS[self.backend].attend(self, *inputs)
-            if found is not None:
-                output, state = found
-                return output, Held(state), None
-        tokens = self._apart(tokens, document_starts)
-        output, state, key_features = self._attend_to_past(query, tokens, held.state, recording)
-        recorded = None
-        if recording:
-            recorded = RecordedStep(
-                tokens, key_features, feature_map.denominator_floor, WindowSizes(0), tokens.key.dtype
+        is_token: Tensor | None,
+        document_starts: Tensor | None,
+        sink_logits: Tensor | None,
+        memories: list[Memory],
+        layouts: list[MemoryLayout],
+    ) -> list[HeadGroup]:
+        """Return the retrieval heads, if there are any, after all other heads; shapes are those of `HeadGroup`."""
+        length = keys_values.shape[2]
+        in_place = length == 1 and document_starts is None and updates_in_place()
+        groups = [(query, keys_values, sink_logits)]
+        if self.retrieval_heads:
+            parts: list[Any] = [split_heads(each, self.retrieval_heads) for each in (query, keys_values)]
+            sinks: Any = (None, None)
+            if sink_logits is not None:
+                sinks = split_heads(sink_logits.view(1, keys_values.shape[1], -1), self.retrieval_heads)
+                sinks = [each.flatten() for each in sinks]
+            groups = list(zip(*parts, sinks, strict=True))
+        log_decay, input_scale = (None, None) if self.gate is None else self.gate(hidden_states)  # [B, H, T]
+        log_decay, input_scale = mask_padding(is_token, log_decay, input_scale)
+        has_features = layouts[0].state_rows > 0 or self.attention_component == "linear"
+        head_groups = []
+        for index, ((queries, rows, logits), memory, layout) in enumerate(zip(groups, memories, layouts, strict=True)):
+            arrivals = score = None
+            if layout.places:
+                count = cast(Tensor, memory.count)
+                if in_place:
+                    arrivals = Arrivals(count[:, None], is_token)
+                else:
+                    held = memory.sinks_held() if layout.sinks else None
+                    arrivals = arrivals_of(count, length, layout.sinks, is_token, document_starts, held)
+                if layout.slots:
+                    score = cast(Importance, self.importance).score(hidden_states, arrivals.ordinal)
+            has_state = has_features and index == 0
+            group = HeadGroup(
+                query=queries,
+                keys_values=rows,
+                memory=memory,
+                layout=layout,
+                feature_map=self.feature_map if has_state else None,
+                arrivals=arrivals,
+                score=score,
+                log_decay=log_decay if has_state else None,
+                input_scale=input_scale if has_state else None,
+                document_starts=document_starts if has_state else None,
+                sink_logits=logits,
+                in_place=in_place,
             )
-        return output, Held(state), recorded
+            head_groups.append(group)
+        return head_groups
 
-    def _apart(self, tokens: Tokens, document_starts: Tensor | None) -> Tokens:
-        """Return tokens whose decays let nothing through where a document starts."""
-        if document_starts is None:
-            return tokens
-        log_decay = tokens.log_decay
-        if log_decay is None:
-            log_decay = tokens.key.new_zeros(tokens.key.shape[:-1], dtype=compute_dtype(tokens.key.dtype))
-        return tokens._replace(log_decay=log_decay.masked_fill(document_starts[:, None], MASKED_LOGIT))
+    def _weights(self, group: HeadGroup, is_first: bool) -> Tensor:
+        """Return the attention weights of some heads, [B, H, T G, columns].
 
-    def _attend_with_window(
-        self, group: HeadGroup, document_starts: Tensor | None, sinks_held: bool, recording: bool
-    ) -> tuple[Tensor, Held, RecordedStep | None]:
-        """Attend to a window, and to features of the tokens before it if there are any; see `_attend`."""
-        query, tokens, sink_logits, (state, window), sizes, feature_map = group
-        decays = tokens.log_decay is not None  # 16 bits would round what is left of a token
-        dtype = self._as_state(tokens.key).dtype if decays else tokens.key.dtype
-        query, tokens = self._as_state(query), tokens._replace(key=self._as_state(tokens.key))
-        kept: Any = {"dtype": dtype, "chunk_size": self.chunk_size, "sinks_held": sinks_held}
-        attended: Any = {"scaling": self.scaling, "sink_logits": sink_logits}
-        if feature_map is None:
-            output, window = exact_attention(query, tokens, window, sizes, document_starts, **kept, **attended)
-            recorded = RecordedStep(tokens, None, None, sizes, dtype) if recording else None
-            return output, Held(None, window), recorded
-        tokens = self._apart(tokens, document_starts)
-        stream = stream_of(tokens, window, sizes, document_starts, **kept)
-        query, leaving = in_stream_order(query, stream), stream.leaving()
-        features = self._features(query, leaving.key, feature_map.least_shift(state), offset=True)
-        output, state = sliding_window_attention(
-            query,
-            stream,
-            leaving,
-            features,
-            initial_state=state,
-            denominator_floor=feature_map.denominator_floor,
-            chunk_size=self.chunk_size,
-            window_only=self.attention_component == "window",
-            **attended,
-        )
-        recorded = None
-        if recording:
-            recorded = RecordedStep(tokens, features.unshifted_key(), feature_map.denominator_floor, sizes, dtype)
-        return output, Held(state, stream.window()), recorded
-
-    def _attend_to_past(
-        self, query: Tensor, tokens: Tokens, state: Tensor | None, recording: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Attend causally through features: the output [B, H, T G, M], the new state, and φ(k) if recording.
-
-        Features of a long sequence are computed a segment at a time, and again for the gradients.
+        The columns are the new tokens if these are the first ones. Else the places of the memory come before them, in the
+        order of arrival; for one new token they are the places after it has taken its own.
         """
+        if group.arrivals is not None and group.arrivals.is_sink is None:
+            count, held = cast(Tensor, group.memory.count), group.memory.sinks_held()
+            arrivals = arrivals_of(count, 1, group.layout.sinks, group.arrivals.is_token, None, held)
+            group = replace(group, arrivals=arrivals)
+        weights, memory, _ = self._attend(group.with_one_hot_values(), False)
+        places = group.layout.places
+        if is_first or not places:
+            return weights[..., places:]
+        if group.length > 1:
+            return weights
+        columns = cast(Tensor, in_order(memory).keys_values)[..., group.head_dim :]
+        return weights @ columns.mT.to(weights.dtype)
+
+    def _attend(self, group: HeadGroup, recording: bool) -> tuple[Tensor, Memory, RecordedStep | None]:
+        """Attend causally: the output [B, H, T G, M], the memory after the new tokens, and what `RFALayer.crop` needs."""
+        feature_map, layout, length = group.feature_map, group.layout, group.length
+        if feature_map is not None and self.backend != "torch" and not (layout.places or recording):
+            found = None if torch.compiler.is_compiling() else self._attend_by_backend(group)
+            if found is not None:
+                return *found, None
+        memory = group.memory if group.in_place else in_order(group.memory)
+        if group.document_starts is not None:
+            log_decay = group.log_decay
+            if log_decay is None:
+                log_decay = self._as_state(group.keys_values[..., 0]).new_zeros(group.keys_values.shape[:3])
+            group = replace(group, log_decay=log_decay.masked_fill(group.document_starts[:, None], MASKED_LOGIT))
+        # Features of a long sequence are computed a segment at a time, and again for the gradients.
         most = MAX_LENGTH_WITHOUT_SEGMENTS if torch.is_grad_enabled() else SEGMENT_LENGTH
         redrawn = self.training and self.feature_map.redraw_pool > 0  # recomputed features would be others
-        if torch.compiler.is_compiling() or redrawn or tokens.key.shape[-2] <= most:
-            output, state, features = self._attend_segment(query, tokens, state, None)
-            key_features = features.unshifted_key() if recording else None
-            return output, cast(Tensor, rescale(state, features.shift, None)), key_features
-        shift, outputs, keys = None, [], []
-        for queries, segment in split_tokens(SEGMENT_LENGTH, query, tokens):
-            inputs = (queries, segment, state, shift)
-            if torch.is_grad_enabled():
-                found = checkpoint(self._attend_segment, *inputs, use_reentrant=False, preserve_rng_state=False)
+        whole = feature_map is None or redrawn or torch.compiler.is_compiling() or length <= most
+        outputs, absorbed, shift = [], [], None
+        for segment in [group] if whole else group.split(SEGMENT_LENGTH):
+            inputs = (segment if memory is segment.memory else replace(segment, memory=memory), shift)
+            if whole or not torch.is_grad_enabled():
+                output, memory, shift, tokens = self._attend_segment(*inputs)
             else:
-                found = self._attend_segment(*inputs)
-            output, state, features = found
-            shift = features.shift
+                output, memory, shift, tokens = checkpoint(
+                    self._attend_segment, *inputs, use_reentrant=False, preserve_rng_state=False
+                )
             outputs.append(output)
-            if recording:
-                keys.append(features.unshifted_key())
-        state = cast(Tensor, rescale(state, shift, None))
-        return torch.cat(outputs, dim=-2), state, torch.cat(keys, dim=-2) if recording else None
+            absorbed.append(tokens)
+        if shift is not None:
+            memory = replace(memory, state=rescale(memory.state, shift, None))
+        recorded = None
+        if recording:
+            arrivals = group.arrivals
+            recorded = RecordedStep(
+                keys_values=group.keys_values,
+                score=group.score,
+                is_token=None if arrivals is None else arrivals.is_token,
+                layout=layout,
+                absorbed=None if feature_map is None else Tokens.join(cast(list[Tokens], absorbed)),
+                denominator_floor=None if feature_map is None else feature_map.denominator_floor,
+            )
+        return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0], memory, recorded
+
+    def _attend_by_backend(self, group: HeadGroup) -> tuple[Tensor, Memory] | None:
+        """Return `_attend`'s output and memory by what `use_backend` named, or None where it does not serve the layer."""
+        key, value = group.keys_values[..., : group.head_dim], group.keys_values[..., group.head_dim :]
+        if group.query.shape != key.shape or value.shape != key.shape:  # grouped queries, which no backend knows
+            return None
+        found = BACKENDS[self.backend].attend(
+            self,
+            group.query,
+            key,
+            value,
+            group.log_decay,
+            group.input_scale,
+            group.document_starts,
+            group.memory.state,
+        )
+        return None if found is None else (found[0], replace(group.memory, state=found[1]))
 
     def _attend_segment(
-        self, query: Tensor, tokens: Tokens, state: Tensor | None, shift: Tensor | None
-    ) -> tuple[Tensor, Tensor, Features]:
-        """Attend causally to some tokens in succession: output, state, whose shift is that of the features, and features."""
-        least_shift = self.feature_map.least_shift(state) if shift is None else shift
-        features = self._features(query, tokens.key, least_shift)
-        output, state, _ = linear_attention(
+        self, group: HeadGroup, shift: Tensor | None
+    ) -> tuple[Tensor, Memory, Tensor | None, Tokens | None]:
+        """Attend to some tokens in succession.
+
+        ``shift`` is that of the memory's state, None for 0 (`hf_rfa.models.feature_maps.Features.shift`).
+
+        Returns:
+            The output [B, H, T G, M], the memory after the tokens, the shift of its state, and what joined the state:
+            features of keys, values, decays and scales.
+        """
+        feature_map, memory, exact = group.feature_map, group.memory, None
+        query = group.query if feature_map is None else self._as_state(group.query)
+        if group.layout.places:
+            reading = Reading(scaling=self.scaling, joined=feature_map is not None, sink_logits=group.sink_logits)
+            if group.sink_logits is not None:
+                query = self._as_state(query)
+            inputs = (query, group.keys_values, group.score)
+            arrivals = cast(Arrivals, group.arrivals)
+            if group.in_place:
+                exact = attend_in_place(*inputs, memory, group.layout, reading, arrivals.is_token)
+            else:
+                exact, memory = attend_in_chunks(*inputs, arrivals, memory, group.layout, reading)
+        if feature_map is None:
+            return cast(Exact, exact).output, memory, None, None
+        keys_values, input_scale = group.keys_values, group.input_scale
+        if exact is not None:
+            keys_values = cast(Tensor, exact.leaving)
+            scale = cast(Tensor, exact.forgets).to(query.dtype)
+            input_scale = scale if input_scale is None else scale * input_scale
+        key, value = keys_values[..., : group.head_dim], keys_values[..., group.head_dim :]
+        least_shift = feature_map.least_shift(memory.state) if shift is None else shift
+        features = self._features(query, key, least_shift, offset=exact is not None)
+        tokens = Tokens(features.key, value, group.log_decay, input_scale)
+        far, state, divisor = linear_attention(
             features.query,
-            tokens._replace(key=features.key),
-            initial_state=rescale(state, shift, features.shift),
-            denominator_floor=self.feature_map.denominator_floor,
+            tokens,
+            initial_state=rescale(memory.state, shift, features.shift),
+            denominator_floor=feature_map.denominator_floor,
             chunk_size=self.chunk_size,
         )
-        return output, state, features
+        if exact is not None:
+            far = self._join(exact, features, far, divisor)
+        memory = memory if state is memory.state else replace(memory, state=state)
+        return far, memory, features.shift, tokens._replace(key=features.unshifted_key())
+
+    def _join(self, exact: Exact, features: Features, far: Tensor, divisor: Tensor) -> Tensor:
+        """Return the mean of exact outputs and those ``far`` of features, by their normalizers, [B, H, T G, M]."""
+        if self.attention_component == "window":
+            return exact.output
+        if torch.is_grad_enabled():
+            divisor = differentiable(divisor, divisor)
+        seen = divisor > 0
+        log_far = torch.where(seen, torch.where(seen, divisor, 1.0).log(), MASKED_LOGIT)
+        log_exact = cast(Tensor, exact.log_total) + cast(Tensor, features.offset)
+        return exact.output + torch.sigmoid(log_far - log_exact) * (far - exact.output)
 
     def _as_state(self, tensor: Tensor) -> Tensor:
         """Return a tensor in the dtype of the state."""

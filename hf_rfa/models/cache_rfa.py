@@ -1,9 +1,10 @@
-"""The cache layer of random feature attention: one state of fixed size, instead of keys and values that grow."""
+"""The cache layers: what attention keeps of a text, of one size, instead of keys and values that grow."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,82 +18,64 @@ from transformers.cache_utils import (
 
 from .cache_names import CACHE_NAME
 from .linear_attention import Tokens, final_state
-from .sliding_window import WindowSizes, first_to_leave, stream_of, with_room
+from .memory import Memory, MemoryLayout, arrivals_of, empty_memory, in_order, take_in
 
 #: Name of the layer type in ``config.layer_types``; `DynamicCache` makes one `RFALayer` for each entry of that name.
 RFA_LAYER_TYPE = "rfa"
-#: That of layers with retrieval heads that see all tokens: `RFAGrowingLayer`.
-GROWING_LAYER_TYPE = "rfa_growing"
 
 #: Most steps that are recorded, so that a recording that nobody crops stays small. No assistant drafts as many tokens.
 MAX_RECORDED_STEPS = 512
 
 
-class Held(NamedTuple):
-    """What some heads of a layer keep of the tokens so far.
+@dataclass(frozen=True, kw_only=True)
+class RecordedStep:
+    """The new tokens of one step, of which `RFALayer.crop` can take in a part again.
 
     Attributes:
-        state: [B, H, F, d + 1] (`hf_rfa.models.linear_attention`), or None for heads without features.
-        window: [B, H, S + K + W, ·] (`hf_rfa.models.sliding_window`), or None for heads without a window.
-    """
-
-    state: Tensor | None = None
-    window: Tensor | None = None
-
-    def with_zeros_for_values(self, width: int, head_dim: int) -> Held:
-        """Return the same for values of another width than that of keys, ``head_dim``: zeros in place of their own."""
-        state, window = self
-        if state is not None:
-            state = torch.cat([state.new_zeros(*state.shape[:-1], width), state[..., -1:]], dim=-1)
-        if window is not None:
-            zeros = window.new_zeros(*window.shape[:-1], width)
-            window = torch.cat([window[..., :head_dim], zeros, window[..., 2 * head_dim :]], dim=-1)
-        return Held(state, window)
-
-
-class RecordedStep(NamedTuple):
-    """Additions of one step to what some heads hold, of which `RFALayer.crop` can add a part again.
-
-    Attributes:
-        tokens: the tokens of the step; keys are not read without a window.
-        key_features: φ(k) of the tokens that joined the state, [B, H, T, F], or None for heads without features.
+        keys_values: keys and values of the tokens, [B, H, T, 2d].
+        score: theirs for slots, [B, H, T], or None.
+        is_token: False for padding, [B, T], or None where nothing is padded.
+        layout: of the memory that takes them in.
+        absorbed: what joined the state with each of them: features of keys, [B, H, T, F], values, decays and scales; None for
+            heads without features.
         denominator_floor: that of the feature map.
-        sizes: those of the window; a window of 0 is none, or where there are no features one that grows.
-        window_dtype: that of the window as it is kept.
     """
 
-    tokens: Tokens
-    key_features: Tensor | None
+    keys_values: Tensor
+    score: Tensor | None
+    is_token: Tensor | None
+    layout: MemoryLayout
+    absorbed: Tokens | None
     denominator_floor: float | None
-    sizes: WindowSizes
-    window_dtype: torch.dtype
 
-    def replay(self, count: int, held: Held) -> Held:
-        """Return what is held after the first ``count`` tokens."""
-        tokens, key_features, sizes, (state, window) = self.tokens.part(0, count), self.key_features, self.sizes, held
-        if key_features is None and not sizes.window:
-            window, size = with_room(window, count)
-            sizes = WindowSizes(size)
-        if sizes.window:
-            stream = stream_of(tokens, window, sizes, dtype=self.window_dtype)
-            tokens, window = stream.leaving(), stream.window()
-        if key_features is None:
-            return Held(state, window)
-        if sizes.window:
-            key_features = first_to_leave(key_features, count, self.tokens.padding_mask)
-        tokens = tokens._replace(key=key_features[..., :count, :])
-        return Held(final_state(tokens, initial_state=state, denominator_floor=self.denominator_floor), window)
+    def replay(self, count: int, memory: Memory) -> Memory:
+        """Return a memory after the first ``count`` tokens."""
+        if memory.count is not None:
+            is_token = None if self.is_token is None else self.is_token[:, :count]
+            arrivals = arrivals_of(memory.count, count, self.layout.sinks, is_token, None, memory.sinks_held())
+            score = None if self.score is None else self.score[..., :count]
+            memory = take_in(self.keys_values[:, :, :count], score, arrivals, in_order(memory), self.layout)
+        if self.absorbed is None:
+            return memory
+        state = final_state(
+            self.absorbed.first(count), initial_state=memory.state, denominator_floor=self.denominator_floor
+        )
+        return replace(memory, state=state)
 
 
 class RFALayer(CacheLayerMixin):
-    """Holds the state and the window of one attention layer (`Held`), and counts its tokens.
+    """Holds what one attention layer keeps of a batch of texts (`hf_rfa.models.memory`), and counts its tokens.
 
-    Retrieval heads, which those two leave out, have a window of their own. All take the same memory after ten tokens and
-    after a million.
+    It takes the same memory after ten tokens and after a million, at the same addresses: a step changes tensors in place, and
+    a compiled one can be run again and again.
 
     Earlier states are gone, so that nothing can be cropped, unless the layer records: after `activate_past_recording` it
-    keeps a copy of the state and what each step added to it, until `crop` says how many tokens stay. Assisted decoding does
+    keeps a copy of the memory and the tokens that came since, until `crop` says how many of them stay. Assisted decoding does
     so in every round.
+
+    Attributes:
+        memories: that of the layer's heads, and that of its retrieval heads where it has some; empty before the first token.
+        cumulative_length: number of tokens seen, padding included: a tensor, so that no compiler takes it for a constant.
     """
 
     _layer_type = RFA_LAYER_TYPE
@@ -100,102 +83,115 @@ class RFALayer(CacheLayerMixin):
     holds = "RFA state"
     # Like a sliding window's, its size does not follow the sequence: masks for softmax layers next to it are not made by it.
     is_sliding = True
-    # After the first tokens a step updates the state in place, so that a compiled step may be run again and again. In a
-    # static cache this also makes transformers mask the slots of softmax layers that hold nothing yet.
+    # In a static cache this also makes transformers mask the slots of softmax layers that hold nothing yet.
     is_compileable = True
     is_croppable = True  # by what was recorded
     supports_early_init = False
+    cumulative_length: Any
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.state: Tensor | None = None
-        self.window_cache: Tensor | None = None
-        self.retrieval_cache: Tensor | None = None
-        self.cumulative_length = 0
+        self.memories: list[Memory] = []
+        self.cumulative_length = torch.tensor(0)
         self.record_past = False
-        self.sinks_held = False  # whether the window is known to have all sinks
         self._forget()
 
     def _forget(self) -> None:
         """Drop what was recorded."""
-        self._before: tuple[Held, Held] = (Held(), Held())
-        self._steps: list[tuple[tuple[RecordedStep, ...], int]] = []
+        self._before: list[Memory] = []
+        self._steps: list[tuple[list[RecordedStep], int]] = []
 
     def activate_past_recording(self) -> None:
         """Keep what `crop` needs to remove tokens that come from now on."""
         self.record_past = True
 
-    def tensors(self) -> list[Tensor]:
-        """Return what the layer holds."""
-        held = (self.state, self.window_cache, self.retrieval_cache)
-        return [tensor for tensor in held if tensor is not None]
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what the layer holds by name, such as ``0.keys_values``: the memory's number and the tensor's name."""
+        return {
+            f"{index}.{name}": tensor
+            for index, memory in enumerate(self.memories)
+            for name, tensor in memory.tensors().items()
+        }
+
+    def restore(self, tensors: dict[str, Tensor], length: int) -> None:
+        """Hold tensors by the names of `tensors`, after ``length`` tokens."""
+        self.memories = []
+        for name, tensor in sorted(tensors.items()):
+            index, attribute = name.split(".")
+            while len(self.memories) <= int(index):
+                self.memories.append(Memory())
+            setattr(self.memories[int(index)], attribute, tensor)
+        first = next(iter(tensors.values()))
+        self.lazy_initialization(first, first)
+        self.cumulative_length.fill_(length)
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by what ``function`` makes of it."""
-        self.state = None if self.state is None else function(self.state)
-        self.window_cache = None if self.window_cache is None else function(self.window_cache)
-        self.retrieval_cache = None if self.retrieval_cache is None else function(self.retrieval_cache)
+        self.memories = [memory.map(function) for memory in self.memories]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Set the device; the first `update` brings the state."""
+        """Set the device; the first tokens bring the memory."""
         self.dtype, self.device = key_states.dtype, key_states.device
+        self.cumulative_length = self.cumulative_length.to(self.device)
         self.is_initialized = True
 
-    def read(self, device: torch.device) -> tuple[Held, Held]:
-        """Return what the heads with features and the retrieval heads hold, on a device; a step may change it in place."""
-        self._change(lambda tensor: tensor.to(device))
+    def read(self, layouts: list[MemoryLayout], batch: int, device: torch.device) -> list[Memory]:
+        """Return what the layer's memories of some layouts hold, on a device; a step may change them in place."""
+        tensors = [tensor for memory in self.memories for tensor in vars(memory).values() if tensor is not None]
+        if not tensors or (
+            tensors[0].shape[0] != batch and not bool(self.cumulative_length)
+        ):  # after `reset` any batch
+            self.memories = [empty_memory(layout, batch, device) for layout in layouts]
+        elif not torch.compiler.is_compiling() and not all(_is_usable(tensor, device) for tensor in tensors):
+            self._change(lambda tensor: _usable(tensor, device))
+            self.cumulative_length = _usable(self.cumulative_length, device)
+        if not self.is_initialized:
+            first = torch.empty(0, dtype=layouts[0].dtype, device=device)
+            self.lazy_initialization(first, first)
         if len(self._steps) == MAX_RECORDED_STEPS:
             self._forget()
-        held = (Held(self.state, self.window_cache), Held(None, self.retrieval_cache))
         if self.record_past and not self._steps:
-            first, second = (Held(*(None if each is None else each.clone() for each in part)) for part in held)
-            self._before = first, second
-        return held
+            self._before = [memory.map(torch.clone) for memory in self.memories]
+        return self.memories
 
-    def update(  # type: ignore[override]
+    def update(
         self,
-        state: Tensor | None,
-        window: Tensor | None,
+        key_states: Any,
+        value_states: Any,
         *args: Any,
-        num_tokens: int | None = None,
-        retrieval: Tensor | None = None,
-        recorded: tuple[RecordedStep, ...] = (),
-        sinks_held: bool = False,
+        memories: list[Memory] | None = None,
+        num_tokens: int = 0,
+        recorded: list[RecordedStep] | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Store what the heads with features and the retrieval heads hold after some tokens.
+    ) -> tuple[Any, Any]:
+        """Store the memories after some tokens.
 
         Args:
-            state: the state, or None without features.
-            window: the window, or None without one.
+            key_states: None; transformers' name for what other layers store.
+            value_states: None.
             *args: what transformers adds.
+            memories: those of `read`, after the tokens.
             num_tokens: number of the tokens since `read`, padding included.
-            retrieval: the window of retrieval heads, or None without any.
-            recorded: what these tokens added, by groups of heads, while the layer records.
-            sinks_held: whether the window is known to have all sinks now.
+            recorded: the tokens, for every memory, while the layer records.
             **kwargs: what transformers adds.
 
         Raises:
             TypeError: if an attention layer that is not RFA writes keys and values to this layer.
         """
-        if num_tokens is None:
+        if memories is None:
             raise TypeError(
                 "a softmax attention layer wrote to an RFA cache layer. Build the cache with "
                 "DynamicCache(config=model.config) of the model that uses it."
             )
-        self.state, self.window_cache, self.retrieval_cache = state, window, retrieval
-        if not self.is_initialized:
-            first = self.tensors()[0]
-            self.lazy_initialization(first, first)
-        if recorded:
+        self.memories = [memory.stored_in(before) for memory, before in zip(memories, self.memories, strict=True)]
+        if recorded is not None:
             self._steps.append((recorded, num_tokens))
-        self.cumulative_length += num_tokens
-        self.sinks_held |= sinks_held
-        return state, window
+        self.cumulative_length.add_(num_tokens)
+        return key_states, value_states
 
-    def get_seq_length(self) -> int:
-        """Return the number of tokens seen, padding included."""
-        return self.cumulative_length
+    def get_seq_length(self) -> Any:
+        """Return the number of tokens seen, padding included: 0 at the start, then a tensor without dimensions."""
+        return self.cumulative_length.clone() if self.is_initialized else 0
 
     def get_max_length(self) -> int:
         """Return −1: there is no maximum."""
@@ -203,7 +199,7 @@ class RFALayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (number of keys, offset) as a growing layer would, for the masks of the model's softmax layers."""
-        return self.cumulative_length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def offload(self) -> None:
         """Move the state to the CPU."""
@@ -214,9 +210,10 @@ class RFALayer(CacheLayerMixin):
         self._change(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def reset(self) -> None:
-        """Forget all tokens."""
-        self.state = self.window_cache = self.retrieval_cache = None
-        self.cumulative_length, self.sinks_held = 0, False
+        """Forget all tokens; every tensor stays where it lies."""
+        for memory in self.memories:
+            memory.clear()
+        self.cumulative_length.zero_()
         self._forget()
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -251,23 +248,15 @@ class RFALayer(CacheLayerMixin):
                 "number; or copy the cache (copy.deepcopy) before them."
             )
         if count:
-            held, kept = list(self._before), recorded - count
+            memories, remaining = self._before, recorded - count
             for steps, length in self._steps:
-                if kept > 0:
-                    for index, step in enumerate(steps):
-                        held[index] = step.replay(min(length, kept), held[index])
-                kept -= length
-            (self.state, self.window_cache), (_, self.retrieval_cache) = held
-            self.cumulative_length -= count
-            self.sinks_held = False
+                if remaining > 0:
+                    replayed = zip(steps, memories, strict=True)
+                    memories = [step.replay(min(length, remaining), memory) for step, memory in replayed]
+                remaining -= length
+            self.memories = [memory.stored_in(before) for memory, before in zip(memories, self.memories, strict=True)]
+            self.cumulative_length.sub_(count)
         self._forget()
-
-
-class RFAGrowingLayer(RFALayer):
-    """A layer with retrieval heads that see all tokens: what these hold grows with the text."""
-
-    _layer_type = GROWING_LAYER_TYPE
-    is_compileable = False
 
 
 class RFASourceLayer(RFALayer):
@@ -289,8 +278,15 @@ class RFASourceLayer(RFALayer):
 
         The length includes padding; ``rows_per_state`` rows of the batch read one row of the state.
         """
+        self.memories = [Memory(state=state)]
         self.lazy_initialization(state, state)
-        self.state, self.cumulative_length, self.rows_per_state = state, length, rows_per_state
+        self.cumulative_length.fill_(length)
+        self.rows_per_state = rows_per_state
+
+    @property
+    def state(self) -> Tensor | None:
+        """The state, or None before `fill`."""
+        return self.memories[0].state if self.memories else None
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Raise a TypeError: the state is filled once."""
@@ -314,22 +310,13 @@ class RFASourceLayer(RFALayer):
         self.rows_per_state *= repeats
 
     def reset(self) -> None:
-        """Forget the source."""
+        """Forget the source: the next one may be as long as it likes."""
         super().reset()
-        self.rows_per_state = 1
-
-
-def _no_static_layer(**kwargs: Any) -> RFALayer:
-    """Raise a ValueError: softmax layers of a static cache would be masked wrongly beside a layer that grows."""
-    raise ValueError(
-        "a static cache has one size, and retrieval heads of this model see all tokens, so that theirs grows. Set "
-        "retrieval_window in its configuration and growing_heads to 0, or use a dynamic cache."
-    )
+        self.memories, self.rows_per_state = [], 1
 
 
 # The state has one size from the start: it serves `StaticCache` as it serves `DynamicCache`.
 STATIC_LAYER_TYPE_MAPPING[RFA_LAYER_TYPE] = RFALayer
-STATIC_LAYER_TYPE_MAPPING[GROWING_LAYER_TYPE] = _no_static_layer  # type: ignore[assignment]
 
 
 def rfa_layer_of(cache: Cache, layer_idx: int) -> tuple[RFALayer, tuple[Tensor, Tensor] | None]:
@@ -391,6 +378,16 @@ def unread_length(cache: Cache | None, config: Any) -> int:
     layers = enumerate([] if own is None else own.layers)
     unread = [layer for index, layer in layers if type(layer) is DynamicLayer and config.is_rfa("causal", index)]
     return max([0, *[layer.get_seq_length() for layer in unread]])
+
+
+def _is_usable(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether a tensor is on a device and can be changed in place: not outside of the inference mode that made it."""
+    return tensor.device == device and (torch.is_inference_mode_enabled() or not tensor.is_inference())
+
+
+def _usable(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor, or a copy of it if it has to be elsewhere or cannot be changed in place."""
+    return tensor if _is_usable(tensor, device) else tensor.to(device, copy=True)
 
 
 def past_length(cache: Cache | None) -> int:

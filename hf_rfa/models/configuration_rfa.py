@@ -15,7 +15,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from .cache_rfa import GROWING_LAYER_TYPE, RFA_LAYER_TYPE
+from .cache_rfa import RFA_LAYER_TYPE
 from .feature_maps import FEATURE_MAPS, NoFeatures
 from .random_feature_maps import ExponentialMap, LearnedFeatureMap, RandomFeatureMap
 from .rfa_classes import base_class, make_class
@@ -25,9 +25,6 @@ STATE_DTYPES = ("float32", "float64")
 MAX_SEED = 2**32 - 1
 #: The largest pool: the draws after it are those of the next layer (`hf_rfa.models.random_feature_maps.draw_projection`).
 MAX_REDRAW_POOL = 1_000_000
-
-#: Fields that had another name: checkpoints, and code, may still use it. transformers maps it wherever a field is named.
-RENAMED_FIELDS = {"window": "window_size"}
 
 #: What an attention layer attends to: the tokens before it, an encoder's output, or all tokens of an encoder's input.
 AttentionKind = Literal["causal", "cross", "encoder"]
@@ -54,8 +51,7 @@ class RFAConfigMixin:
         num_slots: K, the number of most important tokens before the window that it keeps exactly as well.
         retrieval_heads: [layer, key-value head] of every retrieval head: one that attends exactly, without features, to the
             sinks and its own window. A layer has to have other heads too.
-        retrieval_window: the number of last tokens that retrieval heads see; 0 for all, of which their cache grows.
-        growing_heads: how many of ``retrieval_heads``, the first ones, see all tokens whatever that window.
+        retrieval_window: the number of last tokens that retrieval heads see.
         softmax_layers: indices of layers that stay softmax attention; their cache grows with the text.
         chunk_size: tokens that prefill and training handle at once in the quadratic form.
         state_dtype: dtype of the recurrent state, "float32" or "float64" (at least the model's own precision is kept).
@@ -74,16 +70,9 @@ class RFAConfigMixin:
     num_slots: int = 0
     retrieval_heads: list[Any] = field(default_factory=list)
     retrieval_window: int = 0
-    growing_heads: int = 0
     softmax_layers: list[Any] = field(default_factory=list)  # `validate_layer_type` says more than a type would
     chunk_size: int = 64
     state_dtype: str = "float32"
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let the family's configuration know the old names of fields."""
-        super().__init_subclass__(**kwargs)
-        maps = [vars(base).get("attribute_map", {}) for base in reversed(cls.__mro__)]
-        cls.attribute_map = {old: new for each in (*maps, RENAMED_FIELDS) for old, new in each.items()}  # type: ignore[attr-defined]
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill in the map's default for ``num_features``, so that a checkpoint states its own shape."""
@@ -165,19 +154,10 @@ class RFAConfigMixin:
         """Return the retrieval heads of a layer."""
         return sorted(head for layer, head in self.retrieval_heads if layer == layer_idx)
 
-    def retrieval_window_of(self, layer_idx: int) -> int:
-        """Return the number of last tokens that the retrieval heads of a layer see, 0 for all."""
-        growing = self.retrieval_heads[: self.growing_heads]
-        return 0 if any(layer == layer_idx for layer, _ in growing) else self.retrieval_window
-
     def cache_layer_types(self) -> list[str]:
-        """Return the type of every layer's cache: "rfa" or "rfa_growing", or that of the base model where nothing is RFA."""
-        types = self.base_layer_types()
-        for index in range(len(types)):
-            if self.is_rfa("causal", index):
-                grows = self.retrieval_heads_of(index) and not self.retrieval_window_of(index)
-                types[index] = GROWING_LAYER_TYPE if grows else RFA_LAYER_TYPE
-        return types
+        """Return the type of every layer's cache: "rfa", or that of the base model where nothing is RFA."""
+        types = enumerate(self.base_layer_types())
+        return [RFA_LAYER_TYPE if self.is_rfa("causal", index) else each for index, each in types]
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """Return the configuration of one side, as `PreTrainedConfig.get_text_config` does.
@@ -271,13 +251,12 @@ class RFAConfigMixin:
             ("window_size", 0, positions, "tokens seen exactly, no more than the model has positions"),
             ("num_sinks", 0, positions, "first tokens kept exactly, no more than the model has positions"),
             ("num_slots", 0, positions, "important tokens kept exactly, no more than the model has positions"),
-            ("retrieval_window", 0, positions, "tokens that retrieval heads see, or 0 for all"),
-            ("growing_heads", 0, len(self.retrieval_heads), "retrieval heads that see all tokens"),
+            ("retrieval_window", 0, positions, "tokens that retrieval heads see, no more than the model has positions"),
             ("redraw_pool", 0, MAX_REDRAW_POOL, "the size of the pool, or 0 for a fixed matrix"),
             ("feature_seed", 0, MAX_SEED, "other seeds draw the same as one of these"),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or not least <= value <= most:  # set by an old name, its type was not checked
+            if not least <= value <= most:
                 raise ValueError(f"{name} must be from {least} to {most} ({meaning}), got {value}.")
         self._check_retrieval_heads()
         exact = [f"{name}={getattr(self, name)}" for name in ("num_sinks", "num_slots") if getattr(self, name)]
@@ -299,7 +278,6 @@ class RFAConfigMixin:
             (["redraw_pool", "trainable_projection"], True, "exclude each other: a matrix is redrawn or trained"),
             (["unit_norm"], issubclass(feature_map, LearnedFeatureMap), raw),
             (["unit_norm"], feature_map is NoFeatures, "has no effect without features"),
-            (["gate", "num_slots"], True, "exclude each other: a gate forgets far tokens, and slots keep them"),
             (["gate"], feature_map is NoFeatures, "has no effect without features: there is no state to decay"),
         ):
             if refused and all(getattr(self, name) for name in names):
@@ -331,18 +309,11 @@ class RFAConfigMixin:
             raise ValueError(
                 f"retrieval_window={self.retrieval_window} has no effect without retrieval_heads. Leave it out."
             )
-        grows = self.growing_heads
-        if grows and (not self.retrieval_window or grows == len(given)):
+        if given and not self.retrieval_window:
             raise ValueError(
-                f"growing_heads={grows} leaves retrieval_window={self.retrieval_window} nothing to do: all {len(given)} "
-                "retrieval heads see all tokens. Leave out both, or name more heads and a window."
+                f"retrieval_heads={given} must have a window of their own: set retrieval_window to the number of last tokens "
+                "that they see, up to the model's positions."
             )
-        for layer, head in given[grows:]:
-            if grows and not self.retrieval_window_of(layer):
-                raise ValueError(
-                    f"growing_heads={grows} lets one retrieval head of layer {layer} see all tokens, and head {head} of it "
-                    "has a window: retrieval heads of one layer have to see the same. Leave one out, or let it come first."
-                )
 
     #: Where transformers finds the classes of this family in a checkpoint that holds their code, by auto class.
     AUTO_MAP: ClassVar[dict[str, str]] = {}
@@ -368,7 +339,7 @@ class RFAConfigMixin:
         values = config.to_dict()
         for name in ("model_type", "architectures", "transformers_version", "auto_map"):
             values.pop(name, None)
-        unknown = {*cls.__dataclass_fields__, *RENAMED_FIELDS} - {
+        unknown = {*cls.__dataclass_fields__} - {
             *type(config).__dataclass_fields__,
             *config.attribute_map,
         }
@@ -567,7 +538,7 @@ def seq2seq_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]
         raise ValueError(f"{base.__name__} has no {missing[0]}: its models are not built as BART's are.")
     # Positions are the decoder's: an encoder of audio has others.
     names = {} if "max_position_embeddings" in known else {"max_position_embeddings": "max_target_positions"}
-    return _config_class(base, RFASeq2SeqConfigMixin, attribute_map=names)
+    return _config_class(base, RFASeq2SeqConfigMixin, attribute_map={**base.attribute_map, **names})
 
 
 def _config_class(base: type[PreTrainedConfig], mixin: type, **attributes: Any) -> Any:

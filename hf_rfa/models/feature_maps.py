@@ -96,7 +96,7 @@ class FeatureMap(nn.Module, ABC):
         orthogonal: draw W in orthogonal blocks (`hf_rfa.models.random_feature_maps.draw_projection`).
         trainable: whether W is a parameter instead of a buffer.
         redraw_pool: number of matrices to draw from, anew at every forward pass in training; 0 keeps W fixed.
-        windowed: whether a sliding window comes with the features (`hf_rfa.models.sliding_window`).
+        windowed: whether a sliding window comes with the features (`hf_rfa.models.memory`).
         seed: of the random matrices.
         layer_idx: the layer, so that layers draw different matrices.
         groups: G, the number of query heads that share each of the H key-value heads.

@@ -31,8 +31,6 @@ from torch import Tensor
 from .masking import rows_per_token, to_rows, up_to_own_token
 
 DEFAULT_CHUNK_SIZE = 64
-#: Logit of a key that a query does not see; finite, so that no gradient is NaN.
-MASKED_LOGIT = -1e30
 #: Least divisor that gradients flow through, e^−45.
 MIN_DIFFERENTIABLE_DIVISOR = 3e-20
 
@@ -45,27 +43,28 @@ class Tokens(NamedTuple):
         value: [B, H, T, M], any floating dtype; M is d, or T for one-hot values.
         log_decay: log g, [B, H, T], ≤ 0 and 0 for padding, or None for g = 1.
         input_scale: w, [B, H or 1, T], 0 for padding, or None for ones.
-        padding_mask: [B, T], 0 for padding, or None where nothing is padded.
-        importance: that of the tokens when they come, [B, H, T], or None without slots (`hf_rfa.models.sinks_and_slots`).
-        recency: importance that all tokens lose at each, [B, H, T] and 0 for padding, or None.
     """
 
     key: Tensor
     value: Tensor
     log_decay: Tensor | None = None
     input_scale: Tensor | None = None
-    padding_mask: Tensor | None = None
-    importance: Tensor | None = None
-    recency: Tensor | None = None
 
     def scaled_value(self) -> Tensor:
         """Return w v, [B, H, T, M]."""
         return scale_rows(self.value, self.input_scale)
 
-    def part(self, start: int, stop: int) -> Tokens:
-        """Return the tokens from one place to before another."""
-        scales = (None if each is None else each[..., start:stop] for each in self[2:])
-        return Tokens(self.key[..., start:stop, :], self.value[..., start:stop, :], *scales)
+    def first(self, count: int) -> Tokens:
+        """Return the first ``count`` tokens."""
+        log_decay, input_scale = (None if each is None else each[..., :count] for each in self[2:])
+        return Tokens(self.key[..., :count, :], self.value[..., :count, :], log_decay, input_scale)
+
+    @staticmethod
+    def join(parts: list[Tokens]) -> Tokens:
+        """Return tokens that follow one another."""
+        keys, values, *scales = zip(*parts, strict=True)
+        log_decay, input_scale = (None if each[0] is None else torch.cat(each, dim=-1) for each in scales)
+        return Tokens(torch.cat(keys, dim=-2), torch.cat(values, dim=-2), log_decay, input_scale)
 
 
 def mask_padding(
@@ -166,14 +165,14 @@ def chunked(
 
 
 def split_tokens(size: int, query: Tensor, tokens: Tokens) -> Iterator[tuple[Tensor, Tokens]]:
-    """Return queries and tokens, ``size`` at a time; padding masks, which no recurrence reads, are left out.
+    """Return queries and tokens, ``size`` at a time.
 
     Each tensor is split once, not sliced: the gradient of each slice would be as long as the sequence.
     """
     groups, size = rows_per_token(query, tokens.key), min(size, tokens.key.shape[-2])
     count = -(-tokens.key.shape[-2] // size)
     rows = (query.split(size * groups, dim=-2), *(tensor.split(size, dim=-2) for tensor in tokens[:2]))
-    scales = ([None] * count if each is None else each.split(size, dim=-1) for each in tokens[2:4])
+    scales = ([None] * count if each is None else each.split(size, dim=-1) for each in tokens[2:])
     return ((queries, Tokens(*rest)) for queries, *rest in zip(*rows, *scales, strict=True))
 
 
@@ -362,7 +361,7 @@ def linear_attention(
         [B, H, T G, 1] (`denominator`).
     """
     rows, norms = _split_norm_row(initial_state, denominator_floor)
-    key, value, log_decay, input_scale = tokens[:4]
+    key, value, log_decay, input_scale = tokens
     sums, rows = _recurrence(query, tokens._replace(value=with_ones(value, key.dtype)), rows, chunk_size)
     if denominator_floor is None:
         return divide(sums[..., :-1], sums[..., -1:]), rows, sums[..., -1:]
@@ -381,7 +380,7 @@ def final_state(
 
     It is also the state of cross and bidirectional attention, whose queries all read it (`attend_with_state`).
     """
-    key, value, log_decay, input_scale = tokens[:4]
+    key, value, log_decay, input_scale = tokens
     value = scale_rows(with_ones(value, key.dtype), input_scale)
     log_decay = None if log_decay is None else log_decay.to(key.dtype)
     rows, norms = _split_norm_row(initial_state, denominator_floor)

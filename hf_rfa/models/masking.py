@@ -29,6 +29,10 @@ def read_mask(attention_mask: Tensor | None) -> Tensor | None:
     return (attention_mask != 0).long()
 
 
+#: Logit of a key that a query does not see; finite, so that no gradient is NaN.
+MASKED_LOGIT = -1e30
+
+
 def local_padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
     """Return the padding mask of the last ``length`` tokens, [B, length], or None if none of them is padding.
 

@@ -21,18 +21,18 @@ from transformers import AttentionInterface, AutoModel, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.utils.import_utils import is_tracing
 
 from .attention import RFAAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, take_cache
 from .cache_rfa import (
-    GROWING_LAYER_TYPE,
     RFA_LAYER_TYPE,
     cross_layer_of,
     past_length,
     self_attention_cache,
     unread_length,
 )
-from .configuration_rfa import decoder_config_class
+from .configuration_rfa import FULL_ATTENTION, decoder_config_class
 from .masking import (
     check_direction,
     check_one_document,
@@ -47,6 +47,8 @@ from .rfa_classes import RFAPreTrainedMixin, base_class, make_class, register_na
 
 #: Name of random feature attention in transformers' attention interface.
 INTERFACE = "rfa"
+#: Names of the padding mask and of the softmax layers' masks, where `generate` asks for both.
+PADDING, SOFTMAX = "padding", "softmax"
 #: Modules of a stack that hold learned positions, by attribute name.
 POSITION_EMBEDDINGS = ("embed_positions", "wpe")
 #: Families, by model_type, without rotary positions that count the tokens of a padding mask for positions.
@@ -197,6 +199,7 @@ class RFADecoderMixin(RFAPreTrainedMixin):
     """
 
     base_config_class: Any
+    config: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         # Heads of several families build their body by `AutoModel`. A folder's checkpoint without the package has its
@@ -224,6 +227,25 @@ class RFADecoderMixin(RFAPreTrainedMixin):
             stack.types_that_read_on = config.types_that_read_on()
             stack.register_forward_pre_hook(prepare_inputs, with_kwargs=True)
 
+    def create_masks_for_generate(
+        self,
+        *,
+        attention_mask: Tensor | None,
+        inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the masks for `generate`: see `RFAPreTrainedMixin`; beside softmax layers theirs too, of one size."""
+        given: Any = {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        mask, others = super().create_masks_for_generate(**given, **kwargs), set(self.config.cache_layer_types())
+        others -= {RFA_LAYER_TYPE}
+        made_here = others and others <= {"sliding_attention", *FULL_ATTENTION}  # recurrent layers read the mask itself
+        if mask is None or inputs_embeds is None or position_ids is None or not made_here:
+            return mask
+        by_type = _masks_by_type(self.config, inputs_embeds, mask, position_ids, take_cache(kwargs))
+        new = mask[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)
+        return {PADDING: new, SOFTMAX: by_type if "sliding_attention" in others else by_type["full_attention"]}
+
 
 def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Add what RFA layers read to the inputs of a stack of layers, and take away the masks of T × T that they do not.
@@ -236,6 +258,11 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     kwargs = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}
     if (cache := take_cache(kwargs)) is not None:
         kwargs[cache_name(stack.reads_inputs)] = cache
+    prepared = kwargs.get("attention_mask")
+    if isinstance(prepared, dict) and PADDING in prepared:  # by `create_masks_for_generate`
+        kwargs["attention_mask"], prepared = prepared[PADDING], prepared[SOFTMAX]
+    else:
+        prepared = None
     kwargs["attention_mask"] = read_mask(kwargs.get("attention_mask"))
     names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
     input_ids, inputs_embeds, attention_mask, position_ids = (kwargs.get(name) for name in names)
@@ -260,15 +287,19 @@ def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     rotary = getattr(stack.config, "rope_parameters", None) and attention_mask is not None
     counts_tokens = rotary or stack.config.model_type in COUNTS_TOKENS
     if counts_tokens and position_ids is None and "position_ids" in stack.reads_inputs:
-        mask = inputs.new_ones(1, past + length, dtype=torch.long) if attention_mask is None else attention_mask
-        position_ids = (mask.cumsum(-1) * mask - 1)[:, -length:]
+        if attention_mask is None:
+            position_ids = past + torch.arange(length, device=inputs.device)[None]
+        else:
+            position_ids = (attention_mask.cumsum(-1) * attention_mask - 1)[:, -length:]
         kwargs["position_ids"] = position_ids = position_ids.clamp_min(0) if rotary else position_ids
-    if any(hasattr(stack, name) for name in POSITION_EMBEDDINGS):
-        count, last = stack.config.max_position_embeddings, past + length - 1
+    if any(hasattr(stack, name) for name in POSITION_EMBEDDINGS) and not is_tracing(inputs):
+        count, last = stack.config.max_position_embeddings, int(past) + length - 1
         if last >= count and position_ids is not None:
             last = int(position_ids.max())  # left padding makes positions smaller than the number of tokens
         check_positions(last, count)
-    if stack.rfa_layer_types <= {RFA_LAYER_TYPE, GROWING_LAYER_TYPE}:
+    if prepared is not None:
+        kwargs["attention_mask"] = prepared
+    elif stack.rfa_layer_types <= {RFA_LAYER_TYPE}:
         kwargs["attention_mask"] = _prepared(kwargs["padding_mask"], inputs.device)
     elif "sliding_attention" in stack.rfa_layer_types:
         embeds = inputs.new_empty(inputs.shape[0], length, 0, dtype=stack.dtype)
@@ -308,7 +339,7 @@ def _prepared(padding_mask: Tensor | None, device: torch.device) -> Tensor:
 def _masks_by_type(
     config: Any, embeds: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
 ) -> dict[str, Any]:
-    """Return the masks of a model with sliding layers, for those of its layers that are not RFA."""
+    """Return the masks of those layers of a model that are not RFA, by what they see."""
     # transformers asks the first layer of a kind how many keys there are, and RFA layers hold none.
     kept = [] if cache is None else [layer for layer in cache.layers if getattr(layer, "holds", None) is None]
     arguments: Any = {
@@ -320,8 +351,11 @@ def _masks_by_type(
     }
     unread = _prepared(None, embeds.device)
     types = set(config.cache_layer_types())
-    full = create_causal_mask(**arguments) if "full_attention" in types else unread
-    return {"full_attention": full, "sliding_attention": create_sliding_window_causal_mask(**arguments)}
+    slides = "sliding_attention" in types
+    return {
+        "full_attention": create_causal_mask(**arguments) if types - {RFA_LAYER_TYPE, "sliding_attention"} else unread,
+        "sliding_attention": create_sliding_window_causal_mask(**arguments) if slides else unread,
+    }
 
 
 def is_attention(module: nn.Module) -> bool:

@@ -206,7 +206,8 @@ def prepare_decoder(
     if source is not None and config.any_rfa("cross"):
         check_direction(kwargs.get("is_causal"), causal=False)
     past = past_length(cache)
-    check_positions(past + length - 1, config.max_position_embeddings)
+    if not torch.compiler.is_compiling():
+        check_positions(int(past) + length - 1, config.max_position_embeddings)
     kwargs["output_rfa_attentions"] = _wants_weights(stack, kwargs)
     if isinstance(attention_mask, dict):  # `generate` makes masks by layer type if none of the layers is RFA
         attention_mask = attention_mask["full_attention"]

@@ -102,9 +102,28 @@ class RFAPreTrainedMixin:
         """
         return False
 
-    def create_masks_for_generate(self, *, attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
-        """Return the padding mask for `generate`, which prepares none of T × T entries: `forward` makes what is needed."""
-        return attention_mask
+    def create_masks_for_generate(
+        self,
+        *,
+        attention_mask: Tensor | None,
+        inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor | None:
+        """Return the padding mask for `generate`, which prepares none of T × T entries: `forward` makes what is needed.
+
+        RFA layers read no more of it than the new tokens' part. A mask that grew with every step would be another input for a
+        compiler every time.
+        """
+        config: Any = self.config  # type: ignore[attr-defined]
+        counted = position_ids is not None or config.is_encoder_decoder  # else positions are counted by the mask
+        if attention_mask is None or inputs_embeds is None or not counted:
+            return attention_mask
+        only_rfa = all(config.is_rfa("causal", index) for index in range(config.num_layers_for("causal")))
+        if not only_rfa:
+            return attention_mask
+        new = attention_mask[:, -inputs_embeds.shape[1] :]
+        return new.clone(memory_format=torch.contiguous_format)  # a view of it has other strides at every step
 
 
 def make_class(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_rfa.cache_files import recurrent_num_bytes
-from hf_rfa.models.cache_rfa import RFALayer
+from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.memory import MemoryLayout
 
 from ..models.cache_names import cache_argument
 
@@ -24,14 +25,14 @@ class CacheMemory:
 
     Attributes:
         state: recurrent states of all layers.
-        window: keys, values and weights of the sliding windows.
+        window: keys, values and scores of the last tokens.
         sinks: those of the sinks.
         slots: those of the slots.
-        retrieval: those of retrieval heads with a window.
-        per_token: keys and values that softmax layers, and retrieval heads that see all tokens, add with every token.
+        retrieval: those of retrieval heads.
+        per_token: keys and values that softmax layers add with every token.
         sliding: (bytes a token, most tokens) of every layer of the base model that has a sliding window.
         recurrent: states of its recurrent layers.
-        layers: (state, window, sinks, slots, retrieval) of every layer; empty where there is none of these.
+        layers: (state, window, sinks, slots, retrieval) of every RFA layer.
     """
 
     state: int
@@ -70,30 +71,26 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
     model(ids[:, :SHORT], **cache_argument(cache), use_cache=True)
     before = _growing_bytes(cache)
     model(ids[:, SHORT:], **cache_argument(cache), use_cache=True)
-    config: Any = model.config
-    sizes = [getattr(config, name, 0) for name in ("window_size", "num_sinks", "num_slots")]
-    found = []
-    layers: list[Any] = cache.layers
-    for index, layer in enumerate(layers):
-        if getattr(layer, "holds", None) == RFALayer.holds:
-            row = _bytes(layer.window_cache) // max(1, sum(sizes))
-            window, sinks, slots = (size * row for size in sizes)
-            retrieval = _bytes(layer.retrieval_cache) if config.retrieval_window_of(index) else 0
-            found.append((_bytes(layer.state), window, sinks, slots, retrieval))
-    state, window, sinks, slots, retrieval = (sum(each) for each in zip(*found, strict=True)) if found else (0,) * 5
+    causal = (each for each in model.modules() if isinstance(each, RFAAttentionMixin) and each.rfa_kind == "causal")
+    layers = tuple(_layer_bytes(*each.memory_layouts(model.dtype)) for each in causal)
+    state, window, sinks, slots, retrieval = (sum(each) for each in zip(*layers, strict=True)) if layers else (0,) * 5
     per_token = (_growing_bytes(cache) - before) // (LONG - SHORT)
+    stored: list[Any] = cache.layers
     sliding = tuple(
-        (2 * _bytes(layer.keys) // layer.keys.shape[-2], layer.sliding_window - 1)
-        for layer in layers
+        (2 * layer.keys.nbytes // layer.keys.shape[-2], layer.sliding_window - 1)
+        for layer in stored
         if _is_sliding(layer)
     )
-    others: dict[str, Any] = {
-        "slots": slots,
-        "retrieval": retrieval,
-        "sliding": sliding,
-        "recurrent": recurrent_num_bytes(cache),
-    }
-    return CacheMemory(state, window, sinks, per_token, tuple(found), **others)
+    recurrent = recurrent_num_bytes(cache)
+    return CacheMemory(state, window, sinks, per_token, layers, slots, retrieval, sliding, recurrent)
+
+
+def _layer_bytes(layout: MemoryLayout, retrieval: MemoryLayout | None = None) -> tuple[int, int, int, int, int]:
+    """Return the bytes of a layer's state, window, sinks, slots and retrieval heads."""
+    state = replace(layout, window=0, sinks=0, slots=0).num_bytes()
+    sinks, slots = (count * layout.bytes_per_place() for count in (layout.sinks, layout.slots))
+    window = layout.num_bytes() - state - sinks - slots
+    return state, window, sinks, slots, 0 if retrieval is None else retrieval.num_bytes()
 
 
 def _is_sliding(layer: Any) -> bool:
@@ -102,11 +99,7 @@ def _is_sliding(layer: Any) -> bool:
 
 
 def _growing_bytes(cache: DynamicCache) -> int:
-    """Return the bytes of keys and values, and those of retrieval heads, which have one size where they have a window."""
-    names = ("keys", "values", "retrieval_cache")
+    """Return the bytes of keys and values of layers that see all tokens."""
     growing = [layer for layer in cache.layers if not _is_sliding(layer)]
-    return sum(_bytes(getattr(layer, name, None)) for layer in growing for name in names)
-
-
-def _bytes(tensor: Any) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+    stored = (getattr(layer, name, None) for layer in growing for name in ("keys", "values"))
+    return sum(tensor.nbytes for tensor in stored if tensor is not None)

@@ -61,27 +61,24 @@ def group_tokens(starts: list[int], past: Iterable[int], blocks: Tensor) -> list
 def attend_in_groups(
     attend: Callable[..., tuple[Tensor, Tensor | None]],
     groups: list[TokenGroup],
-    held: tuple[Tensor | None, ...],
+    views: dict[str, Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     hidden_states: Tensor,
     sink_logits: Tensor | None = None,
-    *,
-    num_sinks: int = 0,
 ) -> Tensor:
     """Attend causally within every sequence of a batch, whose states are read and written where they are kept.
 
     Args:
         attend: `RFAAttentionMixin.attend` of a layer whose ``rfa_layer_idx`` is 0, the only one of the caches made here.
         groups: the batch's sequences.
-        held: the layer's tensors in all blocks (`StateLayout.views`).
+        views: the layer's tensors in all blocks (`StateLayout.views`).
         query: [1, H_q, N, d], for all N tokens of the batch in one row.
         key: [1, H, N, d].
         value: [1, H, N, d].
         hidden_states: the layer's input, [1, N, width].
         sink_logits: see `attend`.
-        num_sinks: first tokens that the layer keeps for good.
 
     Returns:
         The output, [1, H_q, N, d]; 0 at places that belong to no sequence.
@@ -90,9 +87,7 @@ def attend_in_groups(
     for tokens, blocks, past in groups:
         layer = RFALayer()
         if past:
-            layer.sinks_held = past >= num_sinks  # no token of a sequence is padding
-            kept = [None if each is None else each[blocks] for each in held]
-            layer.state, layer.window_cache, layer.retrieval_cache = kept
+            layer.restore({name: view[blocks] for name, view in views.items()}, past)
         found, _ = attend(
             *(each[0][:, tokens].transpose(0, 1) for each in (query, key, value)),  # [B, ·, T, d]
             hidden_states=hidden_states[0][tokens],
@@ -100,10 +95,8 @@ def attend_in_groups(
             sink_logits=sink_logits,
         )
         output[0][:, tokens] = found.transpose(0, 1)
-        new = (layer.state, layer.window_cache, layer.retrieval_cache)
-        for place, tensor in zip(held, new, strict=True):
-            if place is not None and tensor is not None:
-                place[blocks] = tensor
+        for name, tensor in layer.tensors().items():
+            views[name][blocks] = tensor
     return output
 
 
@@ -113,7 +106,7 @@ class BatchStates(Protocol):
     def groups(self) -> list[TokenGroup] | None:
         """Return the batch's sequences, or None in a dry run, which measures time and memory."""
 
-    def held(self, index: int) -> tuple[Tensor | None, ...]:
+    def views(self, index: int) -> dict[str, Tensor]:
         """Return the tensors of an attention layer in all blocks."""
 
 
@@ -143,7 +136,7 @@ class ServedAttention(RFAAttentionMixin):
             output, _ = super().attend(query, key, value, hidden_states=hidden_states, sink_logits=sink_logits)
             return output, None
         inputs = (query, key, value, hidden_states, sink_logits)
-        return attend_in_groups(super().attend, groups, states.held(index), *inputs, num_sinks=self.num_sinks), None
+        return attend_in_groups(super().attend, groups, states.views(index), *inputs), None
 
 
 @cache

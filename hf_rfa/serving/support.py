@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..models.cache_rfa import GROWING_LAYER_TYPE, RFA_LAYER_TYPE
+from ..models.cache_rfa import RFA_LAYER_TYPE
 
 
 def check_support(vllm_config: Any) -> None:
@@ -25,13 +25,7 @@ def checkpoint_problems(config: Any) -> list[str]:
     """Return what keeps a checkpoint's states from having a fixed size."""
     problems = []
     types = config.cache_layer_types()
-    growing = [index for index, each in enumerate(types) if each == GROWING_LAYER_TYPE]
-    if growing:
-        problems.append(
-            f"retrieval heads of layers {growing} see all tokens, so that their states grow. Convert with "
-            "--retrieval-window W and without --growing-heads."
-        )
-    others = {each: index for index, each in enumerate(types) if each not in (RFA_LAYER_TYPE, GROWING_LAYER_TYPE)}
+    others = {each: index for index, each in enumerate(types) if each != RFA_LAYER_TYPE}
     for kind, index in others.items():
         problems.append(
             f"layer {index} is of type {kind!r}, and all layers have to be RFA. Convert without --keep-softmax."

@@ -83,7 +83,7 @@ class RFAStates(nn.Module, MambaBase):
         self.block_bytes = max(layout.end for layout in layouts)
         self.max_model_len = vllm_config.model_config.max_model_len
         self.kv_cache: Any = (torch.tensor([]),)
-        self._views: list[tuple[Tensor | None, ...]] = []
+        self._views: list[dict[str, Tensor]] = []
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
     @property
@@ -117,7 +117,7 @@ class RFAStates(nn.Module, MambaBase):
         super().bind_kv_cache(kv_cache)
         self._views = [layout.views(self.kv_cache[0]) for layout in self.layouts]
 
-    def held(self, index: int) -> tuple[Tensor | None, ...]:
+    def views(self, index: int) -> dict[str, Tensor]:
         """Return the tensors of one attention layer in all blocks."""
         return self._views[index]
 
