@@ -88,8 +88,8 @@ class Setting:
         """Return the fields of the RFA configuration; without features D is the size whose bytes the window has."""
         if self.kind == "none":
             state = MemoryLayout(heads=1, head_dim=WIDTH, state_rows=self.features or 0)
-            window = MemoryLayout(heads=1, head_dim=WIDTH, window=1)
-            tokens = state.num_bytes() // window.bytes_per_place()  # and 4 bytes that count them
+            token = MemoryLayout(heads=1, head_dim=WIDTH, window=1).bytes_per_place()
+            tokens = state.num_bytes() // token  # and 4 bytes that count them
             return {"feature_map": "none", "window_size": tokens - SINKS, "num_sinks": SINKS}
         window = SHORT_WINDOW if self.origin == "scratch" else 0
         options = {"feature_map": self.kind, "gate": self.gate, "window_size": window, **MAPS[self.kind]}
