@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.feature_maps import compute_dtype
@@ -84,8 +85,11 @@ class SoftmaxWeights(NamedTuple):
 
 
 @torch.no_grad()
-def softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> Iterator[SoftmaxWeights]:
-    """Yield the softmax attention weights of a layer, `QUERY_BLOCK` queries at a time."""
+def log_softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> Iterator[tuple[slice, Tensor]]:
+    """Yield rows of queries, about `QUERY_BLOCK`, and the logarithms of their softmax attention weights, [N, H, rows, keys].
+
+    The rows are those of whole tokens and the keys all that they can see, if the layer is causal.
+    """
     length, causal = activations.query.shape[2], layer.rfa_kind == "causal"
     groups = rows_per_token(activations.query, activations.key) if causal else 1
     block = max(1, QUERY_BLOCK // groups) * groups
@@ -93,7 +97,7 @@ def softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> 
         rows = slice(start, min(length, start + block))
         keys = slice(0, tokens_of(rows, groups).stop if causal else activations.key.shape[2])
         query, key = activations.query[:, :, rows].float(), activations.key[:, :, keys].float()
-        scores = (query * layer.scaling) @ key.transpose(-1, -2)  # [N, H, rows, keys]
+        scores = (query * layer.scaling) @ key.transpose(-1, -2)
         if causal:
             seen = seen_by(rows, groups, key.device)
         else:
@@ -101,9 +105,15 @@ def softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> 
         if activations.key_mask is not None:
             seen = seen & activations.key_mask[:, None, None, keys]
         # A padded query may see no key: finite logits give it weights instead of NaN, and no mean counts them.
-        log_softmax = scores.masked_fill(~seen, MASKED_LOGIT).log_softmax(-1)
+        yield rows, scores.masked_fill_(~seen, MASKED_LOGIT).log_softmax(-1)
+
+
+@torch.no_grad()
+def softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> Iterator[SoftmaxWeights]:
+    """Yield the softmax attention weights of a layer, `QUERY_BLOCK` queries at a time."""
+    for rows, log_softmax in log_softmax_weights(layer, activations):
         softmax = log_softmax.exp()
-        yield SoftmaxWeights(rows, softmax, (softmax * log_softmax.masked_fill(~seen, 0.0)).sum(-1))
+        yield SoftmaxWeights(rows, softmax, (softmax * log_softmax).sum(-1))
 
 
 def compare_weights(
@@ -211,34 +221,40 @@ class LayerInputs(NamedTuple):
     options: dict[str, Any]
 
 
-def capture_inputs(
+def visit_layers(
     model: PreTrainedModel,
     names: Iterable[str],
     inputs: dict[str, Tensor],
-    visit: Callable[[str, LayerInputs], None] | None = None,
-) -> dict[str, LayerInputs]:
-    """Run a model without its head, and return the inputs of attention modules by name.
+    visit: Callable[[str, LayerInputs], None],
+) -> ModelOutput:
+    """Run a model without its head, call ``visit`` at some of its attention modules, and return the output.
 
     Args:
         model: the softmax model, or the RFA model.
-        names: of the modules; one that ``inputs`` do not reach is left out of the result.
+        names: of the modules; ``inputs`` may not reach all of them.
         inputs: what the model is called with; ``labels`` are ignored.
-        visit: called with a module's name and inputs, which are then not kept.
+        visit: called with a module's name and inputs before the module is.
     """
-    captured: dict[str, LayerInputs] = {}
 
-    def capture(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def visit_layer(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         hidden_states = args[0] if args else kwargs["hidden_states"]
         source = kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
-        options = {name: kwargs[name] for name in POSITION_ARGUMENTS if name in kwargs}
-        (visit or captured.__setitem__)(name, LayerInputs(hidden_states, source, options))
+        positions = {argument: kwargs[argument] for argument in POSITION_ARGUMENTS if argument in kwargs}
+        visit(name, LayerInputs(hidden_states, source, positions))
 
     body: Any = model.base_model
     with ExitStack() as hooks, torch.no_grad():
         for name in names:
             module = model.get_submodule(name)
-            hooks.enter_context(module.register_forward_pre_hook(partial(capture, name), with_kwargs=True))
-        body(**{name: tensor.to(model.device) for name, tensor in inputs.items() if name != "labels"}, use_cache=False)
+            hooks.enter_context(module.register_forward_pre_hook(partial(visit_layer, name), with_kwargs=True))
+        on_device = {name: tensor.to(model.device) for name, tensor in inputs.items() if name != "labels"}
+        return body(**on_device, use_cache=False)
+
+
+def capture_inputs(model: PreTrainedModel, names: Iterable[str], inputs: dict[str, Tensor]) -> dict[str, LayerInputs]:
+    """Return the inputs of attention modules by name, without those that are not reached; see `visit_layers`."""
+    captured: dict[str, LayerInputs] = {}
+    visit_layers(model, names, inputs, captured.__setitem__)
     return captured
 
 

@@ -23,7 +23,7 @@ from hf_rfa.memory import give_back_memory
 
 from .atomic_io import check_destination, check_space, new_folder, remove_leftovers
 from .base_model import extend_positions, rfa_layers, softmax_base_model
-from .calibration import calibrate
+from .calibration import calibrate, output_at_hand
 from .calibration_data import (
     MEMORY_TEXT_TOKENS,
     SLOT_TEXT_TOKENS,
@@ -133,7 +133,7 @@ def convert(
         report_progress("scoring before calibration", 1)
         swapped = score_labels(model, batches(inputs))
     report_progress("calibrating", len(rfa_layers(model)))
-    gains = calibrate(model, base_model, inputs, on_layer=lambda: report_progress(None, 1))
+    gains, output = calibrate(model, base_model, inputs, on_layer=lambda: report_progress(None, 1))
     sensitivities: list[LayerSensitivity] = []
     if options.keep_softmax:
         report_progress("measuring layers", len(rfa_layers(model)) * len(batches(inputs)))
@@ -143,7 +143,8 @@ def convert(
     perplexities = None
     if swapped is not None:
         report_progress("scoring the base model", 1)
-        softmax = score_labels(base_model, batches(inputs))
+        with output_at_hand(base_model, inputs, output):
+            softmax = score_labels(base_model, batches(inputs))
         report_progress("scoring the result", 1)
         calibrated = score_labels(model, batches(inputs))
         perplexities = Perplexities(

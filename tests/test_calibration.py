@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -10,9 +12,19 @@ from hf_rfa import FEATURE_MAPS
 from hf_rfa.convert import convert
 from hf_rfa.convert.activations import LayerActivations
 from hf_rfa.convert.attention_weights import key_exponents
-from hf_rfa.convert.calibration import GATE_TIME_SCALES, _Comparison, _set_log_scale, _set_temperature, calibrate_layer
+from hf_rfa.convert.calibration import (
+    GATE_TIME_SCALES,
+    _Comparison,
+    _set_log_scale,
+    _set_temperature,
+    calibrate,
+    calibrate_layer,
+    output_at_hand,
+)
+from hf_rfa.convert.calibration_data import batches
+from hf_rfa.convert.perplexity import score_labels
 
-from .families import make
+from .families import make, softmax_model
 
 
 def test_calibration_brings_attention_closer_to_the_parent(tiny_parent, tmp_path):
@@ -121,3 +133,28 @@ def test_a_gate_does_not_make_the_start_worse(tiny_parent, tmp_path):
     for without, with_gate in zip(plain.gains, gated.gains, strict=True):
         for old, new in zip(without.after, with_gate.after, strict=True):
             assert new < old + 2e-3  # the longest span is 16 times the positions, not infinite
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bart"])
+def test_what_the_base_model_made_of_the_text_is_scored_without_making_it_again(family):
+    """Rows of different lengths, which are scored in another order."""
+    fields = {} if family == "bart" else {"window_size": 4, "num_slots": 2}
+    model = make(family, {"num_features": 8} | fields)
+    base_model = softmax_model(model, family)
+    mask = (torch.arange(40) < torch.tensor([[40], [12], [25]])).long()
+    ids = torch.randint(4, 61, (3, 40))
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    if family == "bart":
+        inputs |= {"decoder_input_ids": ids.flip(1), "decoder_attention_mask": mask}
+    _, output = calibrate(model, base_model, inputs, on_layer=lambda: None)
+    computed = Mock()
+    base_model.get_input_embeddings().register_forward_hook(lambda *args: computed())
+    expected = score_labels(base_model, batches(inputs))
+    calls = computed.call_count
+    with output_at_hand(base_model, inputs, output):
+        scored = score_labels(base_model, batches(inputs))
+    assert computed.call_count == calls > 0
+    assert scored.tokens == expected.tokens
+    assert scored.nats == pytest.approx(expected.nats, rel=1e-6)
+    assert score_labels(base_model, batches(inputs)) == expected
