@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_rfa import FEATURE_MAPS
@@ -22,7 +23,7 @@ from hf_rfa.convert.calibration import (
     output_at_hand,
 )
 from hf_rfa.convert.calibration_data import batches
-from hf_rfa.convert.perplexity import score_labels
+from hf_rfa.evaluation.perplexity import score_labels
 
 from .families import make, softmax_model
 
@@ -148,8 +149,9 @@ def test_what_the_base_model_made_of_the_text_is_scored_without_making_it_again(
     if family == "bart":
         inputs |= {"decoder_input_ids": ids.flip(1), "decoder_attention_mask": mask}
     _, output = calibrate(model, base_model, inputs, on_layer=lambda: None)
-    computed = Mock()
-    base_model.get_input_embeddings().register_forward_hook(lambda *args: computed())
+    computed = Mock(return_value=None)
+    blocks = next(module for module in base_model.modules() if isinstance(module, nn.ModuleList))
+    blocks[0].register_forward_hook(lambda *args: computed())
     expected = score_labels(base_model, batches(inputs))
     calls = computed.call_count
     with output_at_hand(base_model, inputs, output):
