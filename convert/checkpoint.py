@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging as standard_logging
-import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -216,10 +215,15 @@ def _check_config(folder: Path, name: str) -> None:
 
 def _quantization_name(quantization: Any) -> str:
     """Return what a configuration's ``quantization_config`` says of the method and its bits."""
-    fields = quantization if isinstance(quantization, dict) else {}
-    found = [str(fields.get("quant_method") or "bitsandbytes" if fields else quantization)]
-    bits = [4] * bool(fields.get("load_in_4bit")) + [8] * bool(fields.get("load_in_8bit")) + [fields.get("bits")]
-    return " ".join([*found, *(f"{each} bits" for each in bits[:1] if each)])
+    if not isinstance(quantization, dict):
+        return str(quantization)
+    bits = quantization.get("bits")
+    if quantization.get("load_in_4bit"):
+        bits = 4
+    elif quantization.get("load_in_8bit"):
+        bits = 8
+    method = str(quantization.get("quant_method") or "bitsandbytes")
+    return f"{method} {bits} bits" if bits else method
 
 
 def _weight_files(folder: Path, name: str, *, allow_pickle: bool) -> tuple[Path, ...]:
@@ -260,7 +264,10 @@ def _check_tensors(files: tuple[Path, ...]) -> None:
 
 def _check_finite(name: str, tensor: torch.Tensor, where: str | Path) -> None:
     """Raise an `InputError` that names the tensor if it holds NaN or infinity."""
-    if tensor.is_floating_point() and tensor.numel() and not all(map(math.isfinite, map(float, tensor.aminmax()))):
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    smallest, largest = tensor.aminmax()  # which takes no memory, and is NaN if any value is
+    if not smallest.isfinite() or not largest.isfinite():
         count = int((~torch.isfinite(tensor)).sum())
         raise InputError(
             f"{where}: tensor {name} holds {count} values that are NaN or infinite, of {tensor.numel()}. A model with "

@@ -16,7 +16,6 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hf_rfa.convert import convert
-from hf_rfa.io import atomic_io as writer_module
 from hf_rfa.io.atomic_io import folder_beside, new_folder, remove_leftovers
 from hf_rfa_cli.main import main
 
@@ -36,11 +35,9 @@ def write_whole(destination: Path, mark: str) -> None:
             (folder / name).write_text(mark * size)
 
 
-def write(destination: Path, mark: str, steps: int | None, exchange: bool) -> None:
-    """Write a small folder, and kill the process at the given one of the steps that change a disk or call the C library."""
-    if not exchange:
-        writer_module._exchange = lambda one, other: False
-    changing = ("open", "os.", "shutil.", "tempfile.", "ctypes.")
+def write(destination: Path, mark: str, steps: int | None) -> None:
+    """Write a small folder, and kill the process at the given one of the steps that change a disk."""
+    changing = ("open", "os.", "shutil.", "tempfile.")
     left = steps
 
     def audit(event: str, arguments: tuple) -> None:
@@ -68,10 +65,9 @@ def in_a_process(function, *args) -> int:
     return process.exitcode
 
 
-@pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("old", [True, False])
-def test_a_writer_killed_at_every_step(old, exchange, tmp_path):
-    """Without an exchange in one step the old folder may be put aside, whole; with it there is always one."""
+def test_a_writer_killed_at_every_step(old, tmp_path):
+    """The old folder or the new one is there, whole, or the old one is put aside."""
     whole = {mark: {name: mark * size for name, size in FILES.items()} for mark in "on"}
     found = set()
     for steps in range(200):
@@ -79,7 +75,7 @@ def test_a_writer_killed_at_every_step(old, exchange, tmp_path):
         destination = parent / "out"
         if old:
             write_whole(destination, "o")
-        status = in_a_process(write, destination, "n", steps, exchange)
+        status = in_a_process(write, destination, "n", steps)
         assert status in (0, -signal.SIGKILL)
         if destination.exists():
             (mark,) = (mark for mark, files in whole.items() if content(destination) == files)
@@ -87,14 +83,14 @@ def test_a_writer_killed_at_every_step(old, exchange, tmp_path):
         else:
             found.add("absent")
             aside = list(parent.glob(".out.*.old/folder"))
-            assert not old or (not exchange and content(aside[0]) == whole["o"])
+            assert not old or content(aside[0]) == whole["o"]
         write_whole(destination, "n")
         assert content(destination) == whole["n"]
         assert [name for name in leftovers(parent) if name.endswith(".partial")] == []
         if status == 0:
             break
     assert status == 0
-    assert found == {"n", *(["o"] if old else ["absent"]), *(["absent"] if old and not exchange else [])}
+    assert found == {"n", "absent", *(["o"] if old else [])}
 
 
 def test_leftovers_of_others_stay(tmp_path):
@@ -169,7 +165,8 @@ def test_conversions_killed_at_random_points(tiny_parent, tmp_path):
             assert not any(info.values())
         else:
             state = "absent"
-        assert state in (("old", "new") if with_old else ("new", "absent"))
+            aside = list(folder.glob(".out.*.old/folder/conversion.json"))
+            assert not with_old or len(aside) == 1
         found[state] += 1
         convert(tiny_parent, destination, seed=3, overwrite=True)
         assert json.loads((destination / "config.json").read_text())["feature_seed"] == 3
