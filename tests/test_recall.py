@@ -294,8 +294,6 @@ def test_memory_is_that_of_the_cache():
         assert found.sinks == (2 - keep) * 3 * sinks * row
         assert found.slots == (2 - keep) * 3 * slots * row
         assert found.per_token == keep * 192
-        kinds = (found.state, found.window, found.sinks, found.slots, 0)
-        assert found.layers == (tuple(kind // (2 - keep) for kind in kinds),) * (2 - keep)
         assert found.worth(parent, 100) == pytest.approx((found.fixed + 100 * found.per_token) / 384)
 
 
