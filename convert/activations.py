@@ -164,18 +164,17 @@ def exact_tokens(
     if not layout.places:
         return None
     rows, heads, length, _ = key.shape
-    arrivals = arrivals_of(
-        torch.zeros(rows, dtype=torch.int32, device=key.device), length, layout.sinks, key_mask, None
-    )
-    arrival = arrivals.ordinal if key_mask is None else arrivals.ordinal.masked_fill(~key_mask, EMPTY)
+    none_so_far = torch.zeros(rows, dtype=torch.int32, device=key.device)
+    tokens = arrivals_of(none_so_far, length, layout.sinks, key_mask, None)
+    arrival = tokens.ordinal if key_mask is None else tokens.ordinal.masked_fill(~key_mask, EMPTY)
     if layer.importance is None or hidden_states is None:
         layout, score = replace(layout, slots=0), torch.zeros(rows, heads, length, device=key.device)
     else:
-        score = layer.importance.score(hidden_states, arrivals.ordinal)
-    score = score.masked_fill(cast(Tensor, arrivals.is_sink)[:, None], math.inf)
+        score = layer.importance.score(hidden_states, tokens.ordinal)
+    score = score.masked_fill(cast(Tensor, tokens.is_sink)[:, None], math.inf)
     arrival = arrival[:, None].expand_as(score)
-    heads_apart = zip(score.split(1, dim=1), arrival.split(1, dim=1), strict=True)  # in quadratic memory each
-    until = torch.cat([ends_of(*each, layout) for each in heads_apart], dim=1)
+    heads_apart = zip(score.split(1, dim=1), arrival.split(1, dim=1), strict=True)  # each takes quadratic memory
+    until = torch.cat([ends_of(scores, arrivals, layout) for scores, arrivals in heads_apart], dim=1)
     # Places instead of ordinals: padding stands before the tokens, or after them.
     first = 0 if key_mask is None else key_mask.int().argmax(1)[:, None, None]
     return ExactTokens(query * layer.scaling, key, cast(Tensor, offset), (until + first).clamp(0, FOREVER).long())
@@ -204,11 +203,11 @@ def layer_divergence(
         divergences.append(target.divergence(log_weights))
         if output_weight:
             value = activations.value[:, :, : log_weights.shape[-1]].to(log_weights.dtype)
-            expected, found = target.softmax @ value, log_weights.exp() @ value
+            expected, output = target.softmax @ value, log_weights.exp() @ value
             mask = activations.row_mask()
-            kept = 1.0 if mask is None else mask[:, None, target.rows, None].to(value.dtype)
-            error = error + ((found - expected) * kept).square().sum((0, 2, 3))
-            norm = norm + (expected * kept).square().sum((0, 2, 3))
+            counted = 1.0 if mask is None else mask[:, None, target.rows, None].to(value.dtype)
+            error = error + ((output - expected) * counted).square().sum((0, 2, 3))
+            norm = norm + (expected * counted).square().sum((0, 2, 3))
     divergence = activations.mean(torch.cat(divergences, dim=-1))
     return divergence + output_weight * error / norm if output_weight else divergence
 
@@ -274,17 +273,17 @@ def layer_activations(
         query_mask, key_mask = masks["causal"], masks["encoder"]
     query = group_queries(query, key.shape[1])
     if layer.retrieval_heads:  # which need nothing that is fitted
-        query, key, value = (split_heads(each, layer.retrieval_heads)[0] for each in (query, key, value))
+        query, key, value = (split_heads(tensor, layer.retrieval_heads)[0] for tensor in (query, key, value))
     return LayerActivations(query, key, value, query_mask, key_mask)
 
 
 def padding_masks(inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
     """Return the padding masks of a model's inputs by the kind of self-attention, True for tokens, None without padding."""
 
-    def mask(name: str) -> Tensor | None:
-        found = inputs.get(name)
-        return None if found is None or bool(found.all()) else found != 0
+    def padding(name: str) -> Tensor | None:
+        mask = inputs.get(name)
+        return None if mask is None or bool(mask.all()) else mask != 0
 
     if "decoder_input_ids" in inputs:
-        return {"causal": mask("decoder_attention_mask"), "encoder": mask("attention_mask")}
-    return {"causal": mask("attention_mask"), "encoder": None}
+        return {"causal": padding("decoder_attention_mask"), "encoder": padding("attention_mask")}
+    return {"causal": padding("attention_mask"), "encoder": None}

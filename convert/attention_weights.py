@@ -108,8 +108,8 @@ def log_attention_weights(
         log_factor = absorbed(input_scale, window)[..., None, columns].to(scores.dtype).clamp_min(tiny).log()
     if log_decay is not None:
         total = log_decay.double().cumsum(-1)
-        own = to_rows(total[..., tokens, None], groups)
-        log_factor = log_factor + (own - absorbed(total, window)[..., None, columns]).to(scores.dtype)
+        at_query = to_rows(total[..., tokens, None], groups)
+        log_factor = log_factor + (at_query - absorbed(total, window)[..., None, columns]).to(scores.dtype)
 
     log_total = None
     if denominator_floor is None:
@@ -135,8 +135,8 @@ def absorbed(per_token: Tensor, window: ExactTokens | None) -> Tensor:
     """Return what there is per token, [B, H or 1, T], of the token with which each one joins the state, [B, H, T]."""
     if window is None:
         return per_token
-    place = window.until.clamp_max(per_token.shape[-1] - 1)
-    return per_token.expand(-1, place.shape[1], -1).gather(-1, place)
+    joins_with = window.until.clamp_max(per_token.shape[-1] - 1)
+    return per_token.expand(-1, joins_with.shape[1], -1).gather(-1, joins_with)
 
 
 def key_exponents(feature_map: FeatureMap, key: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from .configuration import Trained, import_words, rfa_config, with_defaults, wit
 from .kept_weights import check_kept, digests
 from .memory_budget import Trial, check_memory, spend_memory
 from .options import ConversionOptions
-from .pictures import HeadMap, compare_attention, draw_attention, draw_retrieval_heads, draw_trials
+from .pictures import HeadMap, compare_attention, draw_attention, draw_trials
 from .report import ConversionReport, Perplexities, model_card, model_figures, notes
 from .retrieval_heads import RetrievalHead, choose_retrieval_heads
 from .sensitivity import LayerSensitivity, keep_softmax, measure_sensitivity
@@ -315,8 +315,6 @@ def _write_report(report: ConversionReport, checkpoint: Checkpoint, maps: list[H
     (folder / "conversion.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     if report.trials:
         draw_trials(folder / "memory.png", report.trials)
-    if report.retrieval_heads:
-        draw_retrieval_heads(folder / "retrieval_heads.png", report.retrieval_heads)
     if report.gains:
         stages = {"swap": {gain.name: gain.before for gain in report.gains}}
         stages["calibration"] = {gain.name: gain.after for gain in report.gains}

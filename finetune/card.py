@@ -16,7 +16,7 @@ from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 #: Files beside a checkpoint that its card refers to. Figures of an evaluation are not among them: they hold for old weights.
 REFERRED = (
-    *("conversion.json", "attention.png", "memory.png", "retrieval_heads.png"),
+    *("conversion.json", "attention.png", "memory.png"),
     *("distillation.json", "distillation.png", "attention-distilled.png"),
     *("finetuning.json", "finetuning.png"),
 )
