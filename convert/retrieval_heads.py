@@ -101,10 +101,10 @@ def exact_shares(layers: list[RFAAttentionMixin], device: torch.device) -> Itera
 def _attend_in_part(
     layer: RFAAttentionMixin, shares: Tensor, row: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as `RFAAttentionMixin.attend`, with the shares [H] in a row of ``shares`` of exact attention."""
+    """Attend as `RFAAttentionMixin.attend`, with the shares [H] in a row of ``shares`` of exact attention; without padding."""
     output, weights = type(layer).attend(layer, query, key, value, **options)
-    sink_logits, padding_mask = options.get("sink_logits"), options.get("padding_mask")
-    if sink_logits is None and padding_mask is None:  # the same at once
+    sink_logits = options.get("sink_logits")
+    if sink_logits is None:
         grouped = query.shape[1] != key.shape[1]
         exact = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=layer.scaling, enable_gqa=grouped
@@ -112,8 +112,6 @@ def _attend_in_part(
     else:
         length = query.shape[2]
         visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
-        if padding_mask is not None:
-            visible = visible & (padding_mask != 0)[:, None, None]
         reading = Reading(scaling=layer.scaling, joined=True, sink_logits=sink_logits)
         exact, _ = reading(group_queries(query, key.shape[1]), torch.cat([key, value.to(key.dtype)], dim=-1), visible)
         exact = ungroup(exact, query.shape[1])
