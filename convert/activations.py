@@ -203,11 +203,11 @@ def layer_divergence(
         divergences.append(target.divergence(log_weights))
         if output_weight:
             value = activations.value[:, :, : log_weights.shape[-1]].to(log_weights.dtype)
-            expected, output = target.softmax @ value, log_weights.exp() @ value
+            expected, found = target.softmax @ value, log_weights.exp() @ value
             mask = activations.row_mask()
-            counted = 1.0 if mask is None else mask[:, None, target.rows, None].to(value.dtype)
-            error = error + ((output - expected) * counted).square().sum((0, 2, 3))
-            norm = norm + (expected * counted).square().sum((0, 2, 3))
+            kept = 1.0 if mask is None else mask[:, None, target.rows, None].to(value.dtype)
+            error = error + ((found - expected) * kept).square().sum((0, 2, 3))
+            norm = norm + (expected * kept).square().sum((0, 2, 3))
     divergence = activations.mean(torch.cat(divergences, dim=-1))
     return divergence + output_weight * error / norm if output_weight else divergence
 
