@@ -42,11 +42,6 @@ def bench_command(
     packed: Annotated[
         bool, typer.Option("--packed", help="Weights of both packed for this CPU, as hf-rfa generate packs them.")
     ] = False,
-    against: Annotated[
-        Literal["llama.cpp"] | None,
-        typer.Option(help="Decoding of one sequence also by llama.cpp, from --gguf (pip install xllamacpp)."),
-    ] = None,
-    gguf: Annotated[Path | None, typer.Option(help="The softmax model as a GGUF file, for --against.")] = None,
     steps: Annotated[int, number("Steps timed per point; medians are reported.", 1)] = 11,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     dtype: Annotated[
@@ -72,13 +67,6 @@ def bench_command(
     if (static or compiled) and "decoding" not in tasks:
         raise UsageError("--static and --compile are about decoding: pass --task decoding with them.")
 
-    if (against is None) != (gguf is None):
-        raise UsageError("--against llama.cpp and --gguf FILE go together: pass both.")
-    if against is not None and (Task.decoding not in tasks or 1 not in sizes["batches"] or device != "cpu"):
-        raise UsageError(
-            "--against llama.cpp is about decoding one sequence on a CPU: pass --task decoding --batches 1."
-        )
-
     starting(f"timing {model} ({', '.join(tasks)})")
     import torch
     from huggingface_hub.errors import StrictDataclassError
@@ -97,12 +85,6 @@ def bench_command(
     config: Any = SHAPES[model] if model in SHAPES else read_config(model)
     if config.is_encoder_decoder and set(tasks) != {"decoding"}:
         raise InputError("models with an encoder are timed at decoding: pass --task decoding.")
-    if gguf is not None:
-        most = bench.llama_cpp_positions(gguf, steps=steps)
-        if max(chosen[Task.decoding]) > most:
-            warn(
-                f"llama.cpp takes no more tokens than this model was trained with: it is left out past position {most:,}."
-            )
     load = bench.Load.now()
     if device == "cpu" and (warning := load.warning()):
         warn(warning)
@@ -135,16 +117,12 @@ def bench_command(
                 results[each] = bench.decoding(softmax, rfa, **shared)
             else:
                 results[each] = bench.whole_sequences(each, softmax, rfa, **shared)
-        if each == "decoding" and gguf is not None:
-            with shown_count(against or "") as progress:
-                results[each] = bench.with_llama_cpp(results[each], gguf, most=most, steps=steps, progress=progress)
         console.print(bench.table(results[each], caption))
         if output is not None:
             bench.plot(results[each], files[f"-{each}.png"], f"{each}, {caption}")
     if output is not None:
         about: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "packed": packed, **asdict(load)}
         about |= {"torch": torch.__version__, "options": {name: getattr(rfa.config, name) for name in given}}
-        about |= {} if gguf is None else {"gguf": gguf.name}
         about |= {"bandwidth": machine.bandwidth, "peak": machine.peak}
         about |= {"points": {each: [asdict(point) for point in found] for each, found in results.items()}}
         with new_file(files[".json"]) as file:

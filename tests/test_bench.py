@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from functools import partial
@@ -12,16 +11,14 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from hf_rfa import InputError, RFAGPT2Config, bench
-from hf_rfa.bench.llama_cpp import llama_cpp_positions
 from hf_rfa.bench.measure import decoding_floor, decoding_weights, interleaved, peak_bytes
 from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
 from hf_rfa.cache_files import cache_num_bytes
 from hf_rfa.int8_weights import quantize_weights
 from hf_rfa.models.cache_names import cache_argument
 
-from .conftest import DEMO_MODEL, tiny_parent_config
+from .conftest import tiny_parent_config
 from .families import FAMILIES, base_config, every_family
-from .gguf_models import write_gguf
 
 
 @every_family
@@ -213,39 +210,3 @@ def test_what_cannot_be_timed_is_refused(options, match, run_cli, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     assert run_cli("bench", *options) == 1
     assert match in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def gguf(tmp_path_factory):
-    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    write_gguf(DEMO_MODEL, path)
-    return path
-
-
-def test_llama_cpp_is_timed_with_one_sequence_by_position(gguf, tmp_path, run_cli, capsys):
-    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
-    short = ("--model", DEMO_MODEL, "--lengths", "8,40,1200", "--batches", "1,2", "--steps", 2)
-    assert run_cli("bench", *short, "--against", "llama.cpp", "--gguf", gguf, "--output", tmp_path / "speed") == 0
-    said = capsys.readouterr()
-    assert "llama.cpp" in said.out
-    assert "it is left out past position" in said.err
-    found = json.loads((tmp_path / "speed.json").read_text())
-    assert found["gguf"] == "model.gguf"
-    times = {(each["batch"], each["length"]): each["milliseconds"] for each in found["points"]["decoding"]}
-    timed = {point for point, each in times.items() if "llama.cpp" in each}
-    assert timed == {(1, 8), (1, 40)}  # of one sequence, within the model's positions
-    assert all(0 < times[1, length]["llama.cpp"] < 1000 for length in (8, 40))
-    assert (tmp_path / "speed-decoding.png").stat().st_size > 1000
-
-
-def test_llama_cpp_says_what_it_lacks(gguf, tmp_path, monkeypatch, refused_command):
-    assert "--against llama.cpp and --gguf FILE go together" in refused_command("bench", "--against", "llama.cpp")
-    batch = ("bench", "--batches", 8, "--against", "llama.cpp", "--gguf", gguf)
-    assert "about decoding one sequence on a CPU: pass --task decoding --batches 1" in refused_command(*batch)
-    (tmp_path / "text.gguf").write_text("no model")
-    wrong = ("bench", "--batches", 1, "--against", "llama.cpp", "--gguf", tmp_path / "text.gguf")
-    if importlib.util.find_spec("xllamacpp") is not None:
-        assert "is not a GGUF file" in refused_command(*wrong)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="not installed: pip install xllamacpp"):
-        llama_cpp_positions(gguf)

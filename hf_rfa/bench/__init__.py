@@ -1,6 +1,5 @@
 """Speed and memory of an RFA model and of its softmax base model: decoding, reading a prompt, a training step."""
 
-from .llama_cpp import llama_cpp_positions, with_llama_cpp
 from .measure import Load, Machine, measure_machine
 from .models import pair
 from .report import plot, table
@@ -11,11 +10,9 @@ __all__ = [
     "Machine",
     "Point",
     "decoding",
-    "llama_cpp_positions",
     "measure_machine",
     "pair",
     "plot",
     "table",
     "whole_sequences",
-    "with_llama_cpp",
 ]

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from .tasks import Point
 
-COLORS = {"softmax": "#b3432b", "RFA": "#1f6f8b", "llama.cpp": "#7a7a3a"}
+COLORS = {"softmax": "#b3432b", "RFA": "#1f6f8b"}
 STYLES = {"": "-", "static cache": ":", "compiled": "--"}
 TITLES = {"decoding": "one decoding step", "prefill": "prefill", "training": "training step"}
 UNITS = {"decoding": "position", "prefill": "tokens", "training": "tokens"}
@@ -72,11 +72,8 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
         times = memory is False or axes is not panels[-1]
         for name in first.milliseconds if times else (each for each in COLORS if each in first.cache_bytes):
             model, _, variant = name.partition(", ")
-            shown = [point for point in group if name in point.milliseconds]  # llama.cpp may not reach all positions
-            values = [point.milliseconds[name] if times else point.cache_bytes[name] / 2**20 for point in shown]
-            axes.plot(
-                [point.length for point in shown], values, STYLES[variant], marker="o", color=COLORS[model], label=name
-            )
+            values = [point.milliseconds[name] if times else point.cache_bytes[name] / 2**20 for point in group]
+            axes.plot(lengths, values, STYLES[variant], marker="o", color=COLORS[model], label=name)
         if times and first.floor:
             axes.plot(lengths, [point.floor["RFA"] for point in group], ":", color="#888888", label="RFA, floor")
         what = "" if times else "cache, " if first.task == "decoding" else "peak memory, "
