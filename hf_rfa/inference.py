@@ -34,13 +34,12 @@ from .cache_files import cache_num_bytes
 from .devices import find_device
 from .errors import InputError
 from .families import reads_audio
-from .int8_weights import quantize_weights
 from .models.attention import AttentionComponent, RFAAttentionMixin
 from .models.cache_names import returned_cache
 from .models.feature_maps import NoFeatures
 from .packed_weights import pack_weights, why_not_packed
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 ModelKind = Literal["causal", "seq2seq"]
 KINDS: dict[ModelKind, str] = {"causal": "a decoder that stands alone", "seq2seq": "an encoder and a decoder"}
@@ -151,8 +150,7 @@ def load_model(
     Args:
         name: folder of the checkpoint, or its name on the hub.
         kind: "causal" for a decoder that stands alone, "seq2seq" for an encoder and a decoder, None for either.
-        dtype: "auto" for the checkpoint's own, or one of `DTYPES`; "int8" is bfloat16 with the
-            weights of linear layers in 8 bits (`hf_rfa.int8_weights`). States are in float32 in any case.
+        dtype: "auto" for the checkpoint's own, or one of `DTYPES`. States are in float32 in any case.
         device: what it computes on: cpu, cuda, …, or "auto" for an accelerator where there is one.
         need_tokenizer: whether a missing tokenizer is an error; otherwise it is returned as None.
         packed: pack weights of float32 for inference on this CPU, where it is one for which `pack_weights` can.
@@ -181,13 +179,10 @@ def load_model(
             "such a checkpoint, or choose another task."
         )
     auto_class: Any = AutoModelForSeq2SeqLM if found == "seq2seq" else AutoModelForCausalLM
-    int8, dtype = dtype == "int8", "bfloat16" if dtype == "int8" else dtype
     try:
         model = auto_class.from_pretrained(source, config=config, dtype=dtype, use_safetensors=True)
     except WEIGHT_ERRORS as error:
         raise InputError(f"cannot load a model that generates text from {name}: {error}") from error
-    if int8:
-        quantize_weights(model)
     if found == "causal":
         name_loss(model)
     tokenizer, problem = load_tokenizer(source)

@@ -45,8 +45,8 @@ def bench_command(
     steps: Annotated[int, number("Steps timed per point; medians are reported.", 1)] = 11,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "int8"],
-        typer.Option(help="Precision of both; int8 for bfloat16 with 8-bit weights."),
+        Literal["float32", "bfloat16", "float16"],
+        typer.Option(help="Precision of both."),
     ] = "float32",
     output: Annotated[
         Path | None,
@@ -55,8 +55,6 @@ def bench_command(
 ) -> None:
     """Time RFA against its softmax parent (SDPA), same weights, in one process, in turn: medians and ratios."""
     tasks = task or [Task.decoding]
-    if dtype == "int8" and Task.training in tasks:
-        raise UsageError("--dtype int8 is for inference: leave --task training out, or take another precision.")
     if packed and (dtype != "float32" or device != "cpu" or Task.training in tasks):
         raise UsageError(
             "--packed is for inference in float32 on a CPU: leave --dtype, --device and --task training out."
@@ -76,7 +74,6 @@ def bench_command(
     from hf_rfa.convert.atomic_io import check_file, new_file
     from hf_rfa.errors import InputError
     from hf_rfa.inference import read_config
-    from hf_rfa.int8_weights import quantize_weights
     from hf_rfa.packed_weights import pack_weights
 
     files = {end: Path(f"{output}{end}") for end in (".json", *(f"-{each}.png" for each in tasks)) if output}
@@ -94,11 +91,9 @@ def bench_command(
         torch.empty(0, device=device)  # before models are made for one that is not there
         options = {name: value for name, value in given.items() if value}
         softmax, rfa = bench.pair(config, longest + steps + 16, **options)
-        computed = torch.bfloat16 if dtype == "int8" else getattr(torch, dtype)
+        computed = getattr(torch, dtype)
         softmax, rfa = (each.to(device, computed) for each in (softmax, rfa))
         for each in (softmax, rfa):
-            if dtype == "int8":
-                quantize_weights(each)
             if packed:
                 pack_weights(each)
     except (ValueError, RuntimeError, AssertionError, StrictDataclassError) as error:

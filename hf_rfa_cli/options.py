@@ -52,8 +52,8 @@ def in_a_folder(path: Path | None) -> Path | None:
 
 Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the hub.")]
 ModelDtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16", "int8"],
-    typer.Option(help="Precision; auto for the checkpoint's own; int8 for bfloat16 with 8-bit weights."),
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(help="Precision; auto for the checkpoint's own."),
 ]
 Device = Annotated[
     str, typer.Option(help="What to compute on: cpu, cuda, cuda:1, …; auto for an accelerator where there is one.")

@@ -14,7 +14,6 @@ from hf_rfa import InputError, RFAGPT2Config, bench
 from hf_rfa.bench.measure import decoding_floor, decoding_weights, interleaved, peak_bytes
 from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
 from hf_rfa.cache_files import cache_num_bytes
-from hf_rfa.int8_weights import quantize_weights
 from hf_rfa.models.cache_names import cache_argument
 
 from .conftest import tiny_parent_config
@@ -83,17 +82,6 @@ def test_a_static_cache_is_as_long_as_it_says():
 
 def count(model) -> int:
     return sum(each.numel() for each in decoding_weights(model))
-
-
-def test_weights_of_8_bits_are_read_as_such():
-    _, rfa = bench.pair(SHAPES["gpt2"], 32)
-    rfa.to(torch.bfloat16)
-    number, before = count(rfa), sum(each.nbytes for each in decoding_weights(rfa))
-    quantize_weights(rfa)
-    matrices = 12 * 12 * 768**2
-    scales = 12 * 9 * 768  # one an output, in 16 bits
-    assert count(rfa) == number + scales
-    assert sum(each.nbytes for each in decoding_weights(rfa)) == before - matrices + 2 * scales
 
 
 def test_a_floor_counts_every_byte_once():

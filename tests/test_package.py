@@ -32,7 +32,6 @@ LAYERS = [
         "hf_rfa.devices",
         "hf_rfa.version",
         "hf_rfa.memory",
-        "hf_rfa.int8_weights",
         "hf_rfa.packed_weights",
     ],
     ["hf_rfa.backends"],
