@@ -37,7 +37,6 @@ LAYERS = [
     ["hf_rfa.backends"],
     ["hf_rfa.families"],
     ["hf_rfa.integrations", "hf_rfa.cache_files", "hf_rfa.export", "hf_rfa.inference"],
-    ["hf_rfa.chat"],
     ["hf_rfa"],
     ["hf_rfa.serving"],
     ["hf_rfa.convert"],
