@@ -29,7 +29,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, Family
-from hf_rfa.inference import check_is_checkpoint, load_tokenizer, read_config, warn_once
+from hf_rfa.inference.loading import check_is_checkpoint, load_tokenizer, read_config, warn_once
 
 from .base_model import rfa_layers
 from .offload import blocks_on_disk, give_back_after_blocks, offloaded_shapes

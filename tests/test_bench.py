@@ -13,7 +13,7 @@ from transformers import DynamicCache, StaticCache
 from hf_rfa import InputError, RFAGPT2Config, bench
 from hf_rfa.bench.measure import decoding_floor, decoding_weights, interleaved, peak_bytes
 from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
-from hf_rfa.cache_files import cache_num_bytes
+from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.cache_names import cache_argument
 
 from .conftest import tiny_parent_config

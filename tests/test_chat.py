@@ -11,7 +11,8 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from hf_rfa.convert import InputError, convert
-from hf_rfa.inference import chat_text, generate_text, load_model
+from hf_rfa.inference import generate_text, load_model
+from hf_rfa.inference.generation import chat_text
 
 from .conftest import save_tiny_tokenizer
 from .families import make, make_gpt2, save_softmax_model
