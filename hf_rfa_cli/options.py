@@ -65,5 +65,8 @@ BatchSize = Annotated[int, number("Texts, or windows of one, at a time.", 1)]
 References = Annotated[
     Path | None, typer.Option(callback=text_file, help="Outputs that belong to the sources of an encoder, one a line.")
 ]
+Record = Annotated[
+    bool, typer.Option("--record", help="Add the result to the folder of the checkpoint, and to its model card.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is at the output.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted training stopped.")]

@@ -112,8 +112,10 @@ def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypat
             "'--context-length': it must be at least 2, got 0",
         ),
         (["evaluate", DEMO_MODEL, DEMO_TEXT, "--stride", "-1"], "'--stride': it must be at least 1, got -1"),
-        (["evaluate", DEMO_MODEL, DEMO_TEXT, "--references", "."], "there is no text file ."),
-        (["evaluate", DEMO_MODEL, DEMO_TEXT, "--task", "translation", "--save-predictions", "a/b"], "cannot write to"),
+        (["evaluate", DEMO_MODEL], "Missing argument 'TEXT'"),
+        (["score", DEMO_MODEL, DEMO_TEXT, "--references", "."], "there is no text file ."),
+        (["score", DEMO_MODEL, DEMO_TEXT, "--save-predictions", "a/b"], "cannot write to"),
+        (["score", DEMO_MODEL, DEMO_TEXT, "--task", "summarization", "--bleu-tokenizer", "zh"], "has no effect with"),
         (["distill", "a", "--teacher", "b", "--data", "."], "there is no text file ."),
         (["distill", "a", "--teacher", "b", "--data", DEMO_TEXT, "--transfer-steps", "-1"], "it must be at least 0"),
         (["convert", DEMO_MODEL, "out", "--seed", "-1"], "'--seed': it must be at least 0"),
@@ -180,7 +182,7 @@ def test_the_installed_command_is_the_light_one():
 def test_version_and_help():
     assert run("--version").stdout.split() == ["hf-rfa", __version__]
     assert run("-h").stdout == run("--help").stdout == run().stdout
-    for command in ("convert", "distill", "evaluate", "generate", "make-data", "bench"):
+    for command in ("convert", "distill", "evaluate", "score", "recall", "generate", "make-data", "bench"):
         shown = run(command, "-h").stdout
         assert "--help" in shown
         assert "bool" not in shown

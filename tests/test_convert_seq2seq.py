@@ -198,7 +198,6 @@ def pairs(tmp_path):
         (["a.en"], "a.en holds no references"),
         (["b.jsonl"], "b.jsonl, line 2: no string field 'target' (found: source)"),
         (["a.en", "--references", "missing.de"], "there is no text file missing.de"),
-        (["a.en", "--references", "a.de", "--stride", "9"], "--stride has no effect with --task translation"),
         (["a.en", "--references", "a.de", "--bleu-tokenizer", "x"], "bleu_tokenizer must be one of"),
         (["a.en", "--references", "a.de", "--max-new-tokens", "96"], "this model has 96 positions"),
         (["a.en", "--references", "a.de", "--save-predictions", "a.en"], "a.en exists and is kept"),
@@ -208,20 +207,17 @@ def pairs(tmp_path):
 def test_bad_pairs_are_refused(arguments, words, pairs, tiny_seq2seq_parents, monkeypatch, refused_command):
     before = leftovers(pairs)
     monkeypatch.chdir(pairs)
-    assert words in refused_command("evaluate", tiny_seq2seq_parents["bart"], "--task", "translation", *arguments)
+    assert words in refused_command("score", tiny_seq2seq_parents["bart"], *arguments)
     assert leftovers(pairs) == before
 
 
 def test_a_model_of_the_other_kind_is_refused(pairs, tiny_seq2seq_parents, monkeypatch, refused_command):
     monkeypatch.chdir(pairs)
-    bart, translation = tiny_seq2seq_parents["bart"], ["--task", "translation", "--references", "a.de"]
+    bart = tiny_seq2seq_parents["bart"]
     alone = "is a gpt2 model, a decoder that stands alone, but this needs an encoder and a"
-    for given, expected in (
-        ([DEMO_MODEL, "a.en", *translation], alone),
-        ([bart, "a.en"], "is a bart model, an encoder and a decoder, but this needs a decoder that stands alone"),
-        ([DEMO_MODEL, "a.en", "--num-beams", "4"], "--num-beams has no effect with --task perplexity"),
-    ):
-        assert expected in refused_command("evaluate", *given)
+    assert alone in refused_command("score", DEMO_MODEL, "a.en", "--references", "a.de")
+    paired = "is a bart model, an encoder and a decoder, but this needs a decoder that stands alone"
+    assert paired in refused_command("evaluate", bart, "a.en")
 
 
 def test_an_empty_or_too_long_source(tiny_seq2seq_parents):
@@ -297,7 +293,7 @@ def test_sources_are_cut_if_asked(pairs, tiny_seq2seq_parents):
 
 def test_command_line_evaluates_and_saves_predictions(pairs, tiny_seq2seq_parents):
     result = run(
-        *("evaluate", tiny_seq2seq_parents["bart"], pairs / "a.en", "--task", "translation"),
+        *("score", tiny_seq2seq_parents["bart"], pairs / "a.en"),
         *("--references", pairs / "a.de", "--max-new-tokens", "5", "--num-beams", "2", "--limit", "2"),
         *("--save-predictions", pairs / "out.jsonl"),
     )

@@ -154,7 +154,7 @@ def test_evaluate_replaces_files_alone(make, name, tiny_parent, tmp_path, refuse
     (tmp_path / "sources").write_text("a")
     words = ["--references", tmp_path / "sources", "--save-predictions", tmp_path / "answers"]
     for command in (
-        ("evaluate", checkpoint, tmp_path / "sources", "--task", "translation", *words),
+        ("score", checkpoint, tmp_path / "sources", *words),
         ("make-data", "copy", tmp_path / "answers", "--rows", 1),
     ):
         assert "answers exists and is kept" in refused_command(*command)

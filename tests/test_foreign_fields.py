@@ -178,7 +178,7 @@ def test_padding_without_an_embedding(source, warned):
     [
         ["convert", "{}", "out"],
         ["evaluate", "{}", "text.txt"],
-        ["evaluate", "{}", "--suite", "recall"],
+        ["recall", "{}"],
         ["generate", "{}", "--prompt", "w5"],
         ["bench", "--model", "{}"],
         ["distill", "{}", "--teacher", "{}", "--data", "text.txt"],

@@ -408,24 +408,20 @@ def test_an_encoder_and_decoder_is_refused(tiny_seq2seq_parents, tokenizer):
     from transformers import BartForConditionalGeneration
 
     model = BartForConditionalGeneration.from_pretrained(tiny_seq2seq_parents["bart"])
-    with pytest.raises(InputError, match="--task translation"):
+    with pytest.raises(InputError, match="use hf-rfa score"):
         recall_suite(model, tokenizer)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--stride", 3], "--stride has no effect with --suite recall"),
-        (["--task", "translation"], "--task has no effect with --suite recall"),
         (["--control", "3x"], r"such as 64 or 60\+4"),
-        (["--document-end", "<nope>", "--text", DEMO_TEXT], "no token '<nope>'"),
-        (["--tasks", "lambada"], "two evaluations"),
-        (["--text", DEMO_TEXT, DEMO_TEXT], "given twice"),
+        (["--document-end", "<nope>", DEMO_TEXT], "no token '<nope>'"),
         (["--output", DEMO_TEXT], "is a file"),
     ],
 )
 def test_a_command_that_cannot_be_run_says_so(words, message, run_cli, capsys):
-    assert run_cli("evaluate", DEMO_MODEL, "--suite", "recall", *words) == 1
+    assert run_cli("recall", DEMO_MODEL, *words) == 1
     assert re.search(message, " ".join(capsys.readouterr().err.split()))
 
 
@@ -434,8 +430,8 @@ def test_the_command_line_writes_a_table_a_picture_and_a_section_of_the_card(tmp
 
     folder = tmp_path / "converted"
     convert(DEMO_MODEL, folder, feature_map="none", window_size=12, num_sinks=2)
-    words = ["--suite", "recall", "--text", DEMO_TEXT, "--teacher", DEMO_MODEL, "--quick", "--max-length", 128]
-    assert run_cli("evaluate", folder, *words, "--record", "--output", tmp_path / "out") == 0
+    words = [DEMO_TEXT, "--teacher", DEMO_MODEL, "--quick", "--max-length", 128]
+    assert run_cli("recall", folder, *words, "--record", "--output", tmp_path / "out") == 0
     assert "teacher's" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["recall.json", "recall.md", "recall.png"]
     card = (folder / "README.md").read_text()
@@ -444,27 +440,6 @@ def test_the_command_line_writes_a_table_a_picture_and_a_section_of_the_card(tmp
     saved = json.loads((folder / "recall.json").read_text())
     assert saved["data"] == DEMO_TEXT.name
     assert not [name for name in os.listdir(folder) if name.startswith(".")]
-
-
-@pytest.mark.slow
-def test_lm_eval_runs_tasks_of_a_folder(tmp_path, run_cli, capsys):
-    pytest.importorskip("lm_eval")
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"text": f"The whale swam {n} miles."}) + "\n" for n in range(4))
-    )
-    task = {
-        "task": "whales", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
-        "test_split": "test", "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "word_perplexity"}], "metadata": {"version": 1},
-    }  # fmt: skip
-    (tmp_path / "whales.yaml").write_text(json.dumps(task))  # JSON is YAML
-    words = ["--tasks", "whales", "--tasks-folder", tmp_path, "--output", tmp_path / "out"]
-    assert run_cli("evaluate", DEMO_MODEL, *words) == 0
-    assert "word_perplexity" in capsys.readouterr().out
-    found = json.loads((tmp_path / "out" / "tasks.json").read_text())["results"]["whales"]
-    assert found["word_perplexity,none"] > 1
-    assert run_cli("evaluate", DEMO_MODEL, "--tasks", "nope") == 1
-    assert "no task 'nope'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
