@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_rfa.finetune.recipe import load_settings, merge
-from hf_rfa.finetune.synthetic import listops
 from hf_rfa.io.atomic_io import new_file
 
 from .experiments.results import described
 from .experiments.rows import ROWS, settings_of, train
+from .synthetic import listops
 
 DEFAULT_ROWS = ["softmax", "RFA-Gaussian", "RFA-arccos", "RFA-Gate-Gaussian", "elu"]
 #: Steps of a run that measures time and memory at a length.

@@ -18,7 +18,7 @@ from .generate import generate_command
 from .imports import importing
 from .options import UsageError
 from .recall import recall_command
-from .train import distill_command, finetune_command, make_data_command
+from .train import distill_command, finetune_command
 
 
 class _Flags:
@@ -54,7 +54,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 for _name, _command in COMMANDS.items():
     app.command(_name, cls=_Command, context_settings=RAW if _name == "finetune" else None)(importing(_command))
-app.command("make-data", cls=_Command)(make_data_command)
 
 
 def _print_version(wanted: bool) -> None:

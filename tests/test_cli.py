@@ -121,7 +121,6 @@ def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypat
         (["convert", DEMO_MODEL, "out", "--seed", "-1"], "'--seed': it must be at least 0"),
         (["convert", DEMO_MODEL, "out", "--window-size", "-1"], "'--window-size': it must be at least 0"),
         (["convert", DEMO_MODEL, "out", "--calibrate", "."], "there is no text file ."),
-        (["make-data", "copy", "out", "--rows", "0"], "'--rows': it must be at least 1, got 0"),
         (["bench", "--window-size=-1"], "'--window-size': it must be at least 0, got -1"),
         (["bench", "--steps", "0"], "'--steps': it must be at least 1, got 0"),
         (["bench", "--output", "no/where"], "cannot write to"),
@@ -182,7 +181,7 @@ def test_the_installed_command_is_the_light_one():
 def test_version_and_help():
     assert run("--version").stdout.split() == ["hf-rfa", __version__]
     assert run("-h").stdout == run("--help").stdout == run().stdout
-    for command in ("convert", "distill", "evaluate", "score", "recall", "generate", "make-data", "bench"):
+    for command in ("convert", "distill", "evaluate", "score", "recall", "generate", "bench"):
         shown = run(command, "-h").stdout
         assert "--help" in shown
         assert "bool" not in shown

@@ -153,11 +153,7 @@ def test_evaluate_replaces_files_alone(make, name, tiny_parent, tmp_path, refuse
     make(tmp_path / "answers")
     (tmp_path / "sources").write_text("a")
     words = ["--references", tmp_path / "sources", "--save-predictions", tmp_path / "answers"]
-    for command in (
-        ("score", checkpoint, tmp_path / "sources", *words),
-        ("make-data", "copy", tmp_path / "answers", "--rows", 1),
-    ):
-        assert "answers exists and is kept" in refused_command(*command)
+    assert "answers exists and is kept" in refused_command("score", checkpoint, tmp_path / "sources", *words)
 
 
 def test_the_folder_around_a_source_is_kept(tiny_parent, tmp_path):

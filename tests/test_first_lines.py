@@ -42,7 +42,6 @@ main()
         (["recall", "a"], "measuring the recall of a"),
         (["generate", "a", "--prompt", "x"], "loading a"),
         (["bench", "--model", "a", "--task", "prefill"], "timing a (prefill)"),
-        (["make-data", "copy", "a.jsonl"], "writing 10000 rows to a.jsonl"),
     ],
 )
 def test_the_first_line_comes_before_torch_is_imported(command, line, tmp_path):

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_rfa  # noqa: F401  # registers the RFA models
-from hf_rfa.finetune.synthetic import listops
 
+from ..synthetic import listops
 from .charts import draw_losses, mark_values
 from .experiment import Column, Experiment, Options
 

@@ -1,13 +1,21 @@
-"""Data sets that a program writes: ListOps and the copy task."""
+"""Data sets that a program writes: ListOps expressions with their values, and sequences to be copied.
+
+python -m benchmarks.synthetic listops train.jsonl --rows 96000
+python -m benchmarks.synthetic copy valid.jsonl --rows 1000 --seed 1
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from hf_rfa.errors import InputError
+from hf_rfa.io.atomic_io import check_file, new_file
 
 #: The operators of ListOps, a character each, so that a byte tokenizer reads a token a symbol: largest, smallest, median
 #: (rounded down) and sum modulo 10.
@@ -104,3 +112,27 @@ def copy_task(rows: int, *, min_length: int, max_length: int, seed: int) -> Iter
 
 #: Data sets by name, with their default lengths.
 DATA_SETS: dict[str, tuple[Any, int, int]] = {"listops": (listops, 500, 2000), "copy": (copy_task, 1, 63)}
+
+
+def main() -> None:
+    """Write a data set."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("name", choices=[*DATA_SETS])
+    parser.add_argument("output", type=Path, help="file to write, .jsonl")
+    parser.add_argument("--rows", type=int, default=10_000)
+    parser.add_argument("--min-length", type=int, help="least symbols; default: 500 for listops, 1 for copy")
+    parser.add_argument("--max-length", type=int, help="most symbols; default: 2000 for listops, 63 for copy")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    make, least, most = DATA_SETS[args.name]
+    rows = make(args.rows, min_length=args.min_length or least, max_length=args.max_length or most, seed=args.seed)
+    try:
+        check_file(args.output, replace=False)
+        with new_file(args.output) as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    except InputError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
