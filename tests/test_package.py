@@ -30,7 +30,7 @@ LAYERS = [
     ["hf_rfa.models"],
     ["hf_rfa"],
     ["hf_rfa.inference"],
-    ["hf_rfa.evaluation", "hf_rfa.bench", "hf_rfa.serving"],
+    ["hf_rfa.evaluation", "hf_rfa.bench"],
     ["hf_rfa.convert"],
     ["hf_rfa.finetune"],
     ["hf_rfa_cli"],

