@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_rfa.convert.attention_weights import log_attention_weights, log_normalizer
+from benchmarks.kernel_error import log_normalizer
+from hf_rfa.convert.attention_weights import log_attention_weights
 from hf_rfa.convert.calibration import _set_log_scale, fit_projection
 from hf_rfa.models.feature_maps import FEATURE_MAPS, EluMap
 from hf_rfa.models.projected_feature_maps import ProjectedFeatureMap, rectified_features
