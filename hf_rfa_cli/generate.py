@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -63,10 +63,7 @@ def generate_command(
 
     A single prompt is streamed, except with beams, which are chosen at the end.
     """
-    options: dict[str, Any] = {"do_sample": sample, "num_beams": num_beams}
-    if sample:
-        options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    elif (temperature, top_k, top_p) != (1.0, 50, 1.0):
+    if not sample and (temperature, top_k, top_p) != (1.0, 50, 1.0):
         raise UsageError("--temperature, --top-k and --top-p act on sampling: pass --sample with them.")
     prompts = [*(prompt or []), *(_lines(prompt_file) if prompt_file else [])]
     if "" in prompts:
@@ -86,36 +83,37 @@ def generate_command(
     from hf_rfa.inference import generate_text, load_model
 
     loaded, tokenizer = load_model(model, dtype=dtype, device=device, packed=True)
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if sample else {}
     streamer = None
     if num_beams == 1 and len(prompts) == 1:
         streamer = TextStreamer(tokenizer, skip_prompt=chat, skip_special_tokens=True)
-    options |= {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos, "streamer": streamer}
-    results = []
+    generations = []
     for start in range(0, len(prompts), batch_size):
-        results.append(
-            generate_text(
-                loaded,
-                tokenizer,
-                prompts[start : start + batch_size],
-                seed=(seed + start) % 2**32,
-                chat=chat,
-                system=system,
-                compiled=compiled,
-                **options,
-            )
+        generation = generate_text(
+            loaded,
+            tokenizer,
+            prompts[start : start + batch_size],
+            max_new_tokens=max_new_tokens,
+            streamer=streamer,
+            seed=(seed + start) % 2**32,
+            ignore_eos=ignore_eos,
+            chat=chat,
+            system=system,
+            compiled=compiled,
+            do_sample=sample,
+            num_beams=num_beams,
+            **sampling,
         )
-        for text in () if streamer else results[-1].texts if chat else results[-1].whole_texts:
+        generations.append(generation)
+        for text in () if streamer else generation.texts if chat else generation.whole_texts:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
-    _report(results, f"for {min(batch_size, len(prompts))} texts at a time" if len(prompts) > 1 else None)
-
-
-def _report(results: list[Any], cached: str | None = None) -> None:
-    """Print speed and memory on stderr; ``cached`` says what the largest cache is of, by default of all tokens."""
-    tokens, seconds = sum(each.new_tokens for each in results), sum(each.seconds for each in results)
-    seen = tokens + sum(each.prompt_tokens for each in results)
-    after = cached or f"after {seen} tokens"
-    size = max(each.cache_bytes for each in results)
-    errors.print(f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s), cache {size:,} bytes {after}")
+    tokens, seconds = sum(each.new_tokens for each in generations), sum(each.seconds for each in generations)
+    cached = f"after {tokens + generations[0].prompt_tokens} tokens"
+    if len(prompts) > 1:
+        cached = f"for {min(batch_size, len(prompts))} texts at a time"
+    num_bytes = max(each.cache_bytes for each in generations)
+    speed = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)"
+    errors.print(f"{speed}, cache {num_bytes:,} bytes {cached}")
 
 
 def _lines(path: Path) -> list[str]:
