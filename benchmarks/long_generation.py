@@ -12,7 +12,6 @@ where it was stopped. ``generation.png`` has the nats and the 4-grams by positio
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,10 @@ from transformers.generation.streamers import BaseStreamer
 import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.evaluation.recall.generation import nats_of, repeated_ngrams, sampled
 from hf_rfa.evaluation.recall.memory import cache_memory
-from hf_rfa.io.atomic_io import new_file
 from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.cache_names import cache_argument, returned_cache
+
+from .figures import RowFile, markdown_table, print_as_is
 
 
 class Steps(BaseStreamer):
@@ -70,9 +70,7 @@ def main() -> None:
         )
     prompts, texts = ids.view(given.rows, each).split((given.prompt_tokens, given.stretch), 1)
     parent = AutoModelForCausalLM.from_pretrained(given.model).eval()
-    given.output.mkdir(parents=True, exist_ok=True)
-    path = given.output / "generation.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+    file = RowFile(given.output / "generation.json")
     console = Console()
     names = ("new_tokens", "rows", "seed", "stretch", "prompt_tokens")
     with Progress(
@@ -85,17 +83,15 @@ def main() -> None:
     ) as progress:
         for checkpoint in given.checkpoints:
             key = {"name": checkpoint.name, **{name: getattr(given, name) for name in names}}
-            if any(key.items() <= row.items() for row in rows):
+            if file.has(key):
                 continue
             model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
             worth = cache_memory(model).worth(cache_memory(parent), given.new_tokens)
             task = progress.add_task(checkpoint.name, total=given.new_tokens + 1)  # the prompt is a step too
             figures = measured(model, parent, prompts, texts, given, Steps(progress, task))
-            rows.append(key | {"worth": worth} | figures)
-            with new_file(path) as file:
-                file.write(json.dumps(rows, indent=1) + "\n")
-    draw(rows, given.output / "generation.png")
-    console.print(table(rows), markup=False, highlight=False, soft_wrap=True)
+            file.add(key | {"worth": worth} | figures)
+    draw(file.rows, given.output / "generation.png")
+    print_as_is(table(file.rows), console)
 
 
 @torch.no_grad()
@@ -145,16 +141,15 @@ def read_on(model: Any, cache: Any, last: Tensor, texts: Tensor) -> float:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table: the first and the last tenth of what was written, and the text read after it."""
-    lines = [
-        "| | memory | nats of the first tenth | last | 4-grams again, first | last | text after it | after the prompt |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = ["", "memory", "nats of the first tenth", "last", "4-grams again, first", "last"]
+    head += ["text after it", "after the prompt"]
+    lines = []
     for row in rows:
         size = max(1, len(row["nats"]) // 10)
         ends = [sum(part) / size for name in ("nats", "again") for part in (row[name][:size], row[name][-size:])]
-        cells = [f"{each:.3f}" for each in (*ends, row["text_after"], row["text_after_prompt"])]
-        lines.append(f"| {row['name']} | {row['worth']:.1f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        figures = (*ends, row["text_after"], row["text_after_prompt"])
+        lines.append([row["name"], f"{row['worth']:.1f}", *(f"{figure:.3f}" for figure in figures)])
+    return markdown_table(head, lines)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

@@ -14,7 +14,6 @@ position in the longest blocks.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -33,9 +32,10 @@ import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.evaluation.recall import window_and_sinks
 from hf_rfa.evaluation.recall.memory import cache_memory
 from hf_rfa.evaluation.recall.scoring import Rows, score_tokens
-from hf_rfa.io.atomic_io import new_file
+from hf_rfa.inference.devices import find_device
 from hf_rfa.io.text_io import read_documents, tokenize
 
+from .figures import RowFile, markdown_table, print_as_is
 from .memory_checkpoints import make_checkpoints
 
 SINKS = 4
@@ -102,12 +102,8 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     ids = tokenize(tokenizer, read_documents(given.text), most=given.tokens)
-    parent = AutoModelForCausalLM.from_pretrained(given.model).eval()
-    if torch.accelerator.is_available():
-        parent.to(torch.accelerator.current_accelerator())
-    given.output.mkdir(parents=True, exist_ok=True)
-    path = given.output / "memory.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+    parent = AutoModelForCausalLM.from_pretrained(given.model).eval().to(find_device("auto"))
+    file = RowFile(given.output / "memory.json")
     console = Console()
     settings = {"train": given.train, "recipe": given.recipe, "steps": given.steps, "seed": given.seed}
     made = make_checkpoints(given.model, given.rows, folder=given.output / "checkpoints", **settings)
@@ -116,20 +112,18 @@ def main() -> None:
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=(1 + 2 * len(checkpoints)) * len(given.contexts))
         whole = {"kind": CONTROL, "context": max(given.contexts), "tokens": len(ids)}  # the last of a control's rows
-        controls = {int(row["worth"]) for row in rows if whole.items() <= row.items()}
+        controls = {int(row["worth"]) for row in file.rows if whole.items() <= row.items()}
         for kind, name, worth, model, context in models(parent, checkpoints, max(given.contexts), controls):
             for length in given.contexts:
                 progress.update(task, description=f"{name}, context {length:,}")
                 key = {"kind": kind, "name": name, "context": length, "tokens": len(ids)}
-                if not any(key.items() <= row.items() for row in rows):
+                if not file.has(key):
                     with context():
                         figures = score(model, ids[: len(ids) // length * length].view(-1, length))
-                    rows.append(key | {"worth": None if math.isinf(worth) else worth} | figures)
-                    with new_file(path) as file:
-                        file.write(json.dumps(rows, indent=1) + "\n")
+                    file.add(key | {"worth": None if math.isinf(worth) else worth} | figures)
                 progress.advance(task)
-    draw(rows, given.output / "memory.png")
-    console.print(table(rows), markup=False, highlight=False, soft_wrap=True)
+    draw(file.rows, given.output / "memory.png")
+    print_as_is(table(file.rows), console)
 
 
 def score(model: PreTrainedModel, blocks: Tensor) -> dict[str, Any]:
@@ -148,19 +142,18 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table: perplexity, and its ratio to softmax, by context."""
     contexts = sorted({row["context"] for row in rows})
     base = {row["context"]: row["perplexity"] for row in rows if row["kind"] == SOFTMAX}
-    lines = [
-        "| | memory | " + " | ".join(f"{each:,}" for each in contexts) + " |",
-        "|---|---|" + "---|" * len(contexts),
-    ]
+    lines = []
     for name in dict.fromkeys(row["name"] for row in rows):
-        found = {row["context"]: row for row in rows if row["name"] == name}
-        worth = next(iter(found.values()))["worth"]
+        perplexities = {row["context"]: row["perplexity"] for row in rows if row["name"] == name}
+        worth = next(row["worth"] for row in rows if row["name"] == name)
         cells = [
-            f"{found[each]['perplexity']:.2f} ({found[each]['perplexity'] / base[each]:.3f})" if each in found else ""
-            for each in contexts
+            f"{perplexities[context]:.2f} ({perplexities[context] / base[context]:.3f})"
+            if context in perplexities
+            else ""
+            for context in contexts
         ]
-        lines.append(f"| {name} | {'all' if worth is None else f'{worth:.1f}'} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([name, "all" if worth is None else f"{worth:.1f}", *cells])
+    return markdown_table(["", "memory", *(f"{context:,}" for context in contexts)], lines)
 
 
 def best_rows(rows: list[dict[str, Any]], context: int) -> dict[str, dict[int, dict[str, Any]]]:

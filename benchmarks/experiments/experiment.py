@@ -16,6 +16,7 @@ from rich.console import Console
 from hf_rfa.errors import InputError
 from hf_rfa.finetune.recipe import load_settings, merge
 
+from ..figures import markdown_table, print_as_is
 from .results import described, load, save, values_of
 from .rows import PROCESSOR, ROWS, settings_of, train
 
@@ -128,12 +129,12 @@ def run(
         whole |= load(path, settings=settings, changes=ROWS)  # another process may have added rows
         whole["rows"] = _with_run(whole["rows"], row, run, [*experiment.rows, *rows])
         _write(experiment, whole, path)
-        console.print(table(experiment, whole), markup=False, highlight=False, soft_wrap=True)
+        print_as_is(table(experiment, whole), console)
     together = _measure_together(experiment, whole, recipe, work, output, console)
     whole |= load(path, settings=settings, changes=ROWS)
     whole["side_by_side"] |= together
     _write(experiment, whole, path)
-    console.print(table(experiment, whole), markup=False, highlight=False, soft_wrap=True)
+    print_as_is(table(experiment, whole), console)
     return whole
 
 
@@ -182,20 +183,20 @@ def table(experiment: Experiment, whole: Mapping[str, Any]) -> str:
     """Return the results as a Markdown table: means over seeds, with their standard deviation where there are several."""
     titles = [column.title for column in experiment.columns]
     last = ("parameters", "tokens", "CPU minutes", "seeds")
-    lines = [f"| | {' | '.join([*titles, *last])} |", "|---|" + "---|" * (len(titles) + len(last))]
+    lines = []
     for row, runs in whole["rows"].items():
         cells = [mean(values_of(whole, row, column.value), column.format) for column in experiment.columns]
         cells += [f"{fmean(each[name] for each in runs) / 1e6:.2f} M" for name in ("parameters", "tokens")]
         cells += [_minutes(runs), str(len(runs))]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
+        lines.append([row, *cells])
     if chance := whole["chance"]:
         levels = [chance.get(each.chance or "") for each in experiment.columns]
         cells = [
             "" if level is None else format(level, each.format)
             for level, each in zip(levels, experiment.columns, strict=True)
         ]
-        lines.append(f"| chance | {' | '.join(cells)} |{' |' * len(last)}")
-    return "\n".join(lines)
+        lines.append(["chance", *cells, *[""] * len(last)])
+    return markdown_table(["", *titles, *last], lines)
 
 
 def _minutes(runs: Sequence[Mapping[str, Any]]) -> str:

@@ -13,10 +13,9 @@ from transformers import DynamicCache, StaticCache
 
 from hf_rfa import InputError, RFAGPT2Config, bench
 from hf_rfa.bench.llama_cpp import llama_cpp_positions
-from hf_rfa.bench.measure import decoding_floor, decoding_weights, interleaved, peak_bytes
-from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
+from hf_rfa.bench.measure import interleaved, peak_bytes
+from hf_rfa.bench.models import cache_at, step_inputs
 from hf_rfa.inference import cache_num_bytes
-from hf_rfa.int8_weights import quantize_weights
 from hf_rfa.models.cache_names import cache_argument
 from tests.conftest import DEMO_MODEL, tiny_parent_config
 from tests.families import FAMILIES, base_config, every_family
@@ -83,36 +82,6 @@ def test_a_static_cache_is_as_long_as_it_says():
     assert isinstance(cache_at(softmax, step_inputs(softmax, 1, 0), 20), DynamicCache)
 
 
-def count(model) -> int:
-    return sum(each.numel() for each in decoding_weights(model))
-
-
-def test_weights_of_8_bits_are_read_as_such():
-    _, rfa = bench.pair(SHAPES["gpt2"], 32)
-    rfa.to(torch.bfloat16)
-    number, before = count(rfa), sum(each.nbytes for each in decoding_weights(rfa))
-    quantize_weights(rfa)
-    matrices = 12 * 12 * 768**2
-    scales = 12 * 9 * 768  # one an output, in 16 bits
-    assert count(rfa) == number + scales
-    assert sum(each.nbytes for each in decoding_weights(rfa)) == before - matrices + 2 * scales
-
-
-def test_a_floor_counts_every_byte_once():
-    softmax, rfa = bench.pair(SHAPES["gpt2"], 32)
-    embeddings = sum(softmax.transformer.get_submodule(name).weight.numel() for name in ("wte", "wpe"))
-    body = sum(parameter.numel() for parameter in softmax.transformer.parameters()) - embeddings
-    assert count(softmax) == body + softmax.lm_head.weight.numel()
-    state = cache_num_bytes(cache_at(rfa, step_inputs(rfa, 1, 0), 9))
-    slow_memory = bench.Machine(bandwidth=1.0, peak=1e30)
-    maps = 12 * 12 * 128 * 64 * 4
-    expected = 4 * count(rfa) + maps + 2 * state
-    assert decoding_floor(rfa, slow_memory, batch=1, cache_bytes=state) == pytest.approx(1000 * expected, rel=1e-3)
-    cache = 2 * 9 * 768 * 12 * 4
-    found = decoding_floor(softmax, slow_memory, batch=1, cache_bytes=cache)
-    assert found == pytest.approx(1000 * (4 * count(softmax) + cache), rel=1e-6)
-
-
 def test_contestants_run_in_turn():
     order = []
     times = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, 3, torch.device("cpu"), warmup=1)
@@ -132,7 +101,6 @@ def test_the_command_writes_figures_and_pictures(run_cli, tmp_path, capsys):
         assert all(set(point["milliseconds"]) == names for point in points)
         assert all(set(point["cache_bytes"]) == names for point in points) or sys.platform != "linux"
         assert (tmp_path / f"speed-{task}.png").read_bytes().startswith(b"\x89PNG")
-    assert found["bandwidth"] > 0
     RFAGPT2Config.from_parent(tiny_parent_config(), feature_map="elu").save_pretrained(tmp_path)
     assert run_cli("bench", "--model", tmp_path, "--lengths", "8", "--steps", 1, *options[-2:]) == 0
     assert json.loads((tmp_path / "speed.json").read_text())["options"]["feature_map"] == "elu"
@@ -150,7 +118,6 @@ def test_figures_say_on_how_many_threads_and_beside_what_they_were_measured(
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
-    monkeypatch.setattr(bench, "measure_machine", lambda *args: bench.Machine(1e9, 1e9))
     monkeypatch.setenv("COLUMNS", "150")
     titles = []
     monkeypatch.setattr(bench, "plot", lambda points, path, title: titles.append(title))

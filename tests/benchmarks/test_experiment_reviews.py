@@ -73,7 +73,7 @@ def test_reviews_start_from_the_same_model_and_are_counted_one_by_one(tmp_path):
 )
 def test_long_reviews_are_trained_in_pieces_of_a_step(context, accelerator, pieces, tmp_path, monkeypatch):
     _, recipe = material(tmp_path)
-    monkeypatch.setattr(reviews, "best_device", lambda: torch.device("cuda" if accelerator else "cpu"))
+    monkeypatch.setattr(reviews, "find_device", lambda name: torch.device("cuda" if accelerator else "cpu"))
     found = reviews.settings(f"{reviews.SOFTMAX}, {context}", recipe, tmp_path / "work", 0)
     assert (found["per_device_train_batch_size"], found["gradient_accumulation_steps"]) == pieces
 

@@ -13,7 +13,6 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHeadModel
 
 from hf_rfa import bench
-from hf_rfa.bench.measure import decoding_floor
 from hf_rfa.bench.models import cache_at, step_inputs
 from hf_rfa.convert import convert
 from hf_rfa.convert.report import cache_bytes
@@ -61,17 +60,6 @@ def test_a_benchmark_times_caches_as_large_as_they_get(family, options):
         cache = cache_at(model, step_inputs(model, 1, 30), 30)
         assert cache.get_seq_length() == 30
         assert cache_num_bytes(cache) == taken(model, 30)
-
-
-def test_a_floor_counts_the_states_of_rfa_layers_alone():
-    """With softmax layers beside them the least time lies between that of all states and that of no state."""
-    machine = bench.Machine(bandwidth=1.0, peak=1e30)
-    floors = []
-    for kept in ([], [0], [0, 1]):
-        _, rfa = bench.pair(tiny_parent_config(), 40, softmax_layers=kept)
-        floors.append(decoding_floor(rfa, machine, batch=1, cache_bytes=0))
-    assert floors[0] - floors[1] == pytest.approx(floors[1] - floors[2], rel=1e-6)
-    assert floors[1] > floors[2]
 
 
 def parent_of(family: str, positions: int, tiny_seq2seq_parents, folder: Path) -> Path:
