@@ -58,11 +58,11 @@ def models(
     more, among the sizes ``controls``.
     """
     controls = set(controls)
-    own = cache_memory(parent)
+    softmax_memory = cache_memory(parent)
     yield SOFTMAX, SOFTMAX, math.inf, parent, nullcontext
     for path in checkpoints:
         model: Any = AutoModelForCausalLM.from_pretrained(path).eval().to(parent.device)
-        worth = cache_memory(model).worth(own, longest)
+        worth = cache_memory(model).worth(softmax_memory, longest)
         config = model.config
         plain = config.feature_map == "none" and not config.num_slots
         kind = CONTROL if plain else CONVERTED
@@ -96,25 +96,29 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--output", type=Path, required=True)
-    given = parser.parse_args()
-    if given.rows and given.train is None:
+    arguments = parser.parse_args()
+    if arguments.rows and arguments.train is None:
         parser.error("--rows are calibrated and trained: pass --train, a text.")
 
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
-    ids = tokenize(tokenizer, read_documents(given.text), most=given.tokens)
-    parent = AutoModelForCausalLM.from_pretrained(given.model).eval().to(find_device("auto"))
-    file = RowFile(given.output / "memory.json")
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    ids = tokenize(tokenizer, read_documents(arguments.text), most=arguments.tokens)
+    parent = AutoModelForCausalLM.from_pretrained(arguments.model).eval().to(find_device("auto"))
+    file = RowFile(arguments.output / "memory.json")
     console = Console()
-    settings = {"train": given.train, "recipe": given.recipe, "steps": given.steps, "seed": given.seed}
-    made = make_checkpoints(given.model, given.rows, folder=given.output / "checkpoints", **settings)
-    checkpoints = [*given.checkpoints, *made]
+    settings = {"train": arguments.train, "recipe": arguments.recipe, "steps": arguments.steps, "seed": arguments.seed}
+    made = make_checkpoints(arguments.model, arguments.rows, folder=arguments.output / "checkpoints", **settings)
+    checkpoints = [*arguments.checkpoints, *made]
     columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=(1 + 2 * len(checkpoints)) * len(given.contexts))
-        whole = {"kind": CONTROL, "context": max(given.contexts), "tokens": len(ids)}  # the last of a control's rows
+        task = progress.add_task("", total=(1 + 2 * len(checkpoints)) * len(arguments.contexts))
+        whole = {
+            "kind": CONTROL,
+            "context": max(arguments.contexts),
+            "tokens": len(ids),
+        }  # the last of a control's rows
         controls = {int(row["worth"]) for row in file.rows if whole.items() <= row.items()}
-        for kind, name, worth, model, context in models(parent, checkpoints, max(given.contexts), controls):
-            for length in given.contexts:
+        for kind, name, worth, model, context in models(parent, checkpoints, max(arguments.contexts), controls):
+            for length in arguments.contexts:
                 progress.update(task, description=f"{name}, context {length:,}")
                 key = {"kind": kind, "name": name, "context": length, "tokens": len(ids)}
                 if not file.has(key):
@@ -122,7 +126,7 @@ def main() -> None:
                         figures = score(model, ids[: len(ids) // length * length].view(-1, length))
                     file.add(key | {"worth": None if math.isinf(worth) else worth} | figures)
                 progress.advance(task)
-    draw(file.rows, given.output / "memory.png")
+    draw(file.rows, arguments.output / "memory.png")
     print_as_is(table(file.rows), console)
 
 
@@ -196,7 +200,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         for kind, of_kind in best[longest].items():
             if size in of_kind:
                 pairs = zip(of_kind[size]["by_position"], softmax[longest]["by_position"], strict=True)
-                axes.plot(middles, [own / theirs for own, theirs in pairs], marker=".", color=COLORS[kind])
+                axes.plot(middles, [perplexity / base for perplexity, base in pairs], marker=".", color=COLORS[kind])
         axes.set_title(f"memory of about {size}", fontsize=9)
         axes.set_xlabel(f"position in blocks of {longest:,}")
     for axes in (left, *places):

@@ -189,13 +189,13 @@ def settings_of(plan: Plan, parts: list[str], kinds: list[str]) -> list[Setting]
 
 def finished(folder: Path, plans: dict[str, Plan], seed: int) -> dict[str, Any]:
     """Return the results in a folder by name; those of another plan or seed do not count."""
-    known = {origin: json.loads(json.dumps([asdict(plan), seed])) for origin, plan in plans.items()}
+    wanted = {origin: json.loads(json.dumps([asdict(plan), seed])) for origin, plan in plans.items()}
     found = {path.stem: json.loads(path.read_text()) for path in sorted((folder / "settings").glob("*.json"))}
     results = {name: each["result"] for name, each in found.items()}
     return {
         name: result
         for name, result in results.items()
-        if [found[name]["plan"], found[name]["seed"]] == known[result["origin"]]
+        if [found[name]["plan"], found[name]["seed"]] == wanted[result["origin"]]
     }
 
 

@@ -82,34 +82,36 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--output", type=Path, required=True)
-    given = parser.parse_args()
-    recipe = Recipe.load(given.recipe)
-    recipes = {(each, seed): recipe_of(recipe, each, seed) for each in given.tries for seed in given.seeds}
+    arguments = parser.parse_args()
+    recipe = Recipe.load(arguments.recipe)
+    recipes = {(each, seed): recipe_of(recipe, each, seed) for each in arguments.tries for seed in arguments.seeds}
 
-    file = RowFile(given.output / "training.json")
-    ids = tokenize(AutoTokenizer.from_pretrained(given.teacher), read_documents(given.text), most=given.tokens)
+    file = RowFile(arguments.output / "training.json")
+    ids = tokenize(
+        AutoTokenizer.from_pretrained(arguments.teacher), read_documents(arguments.text), most=arguments.tokens
+    )
 
     def add(key: dict[str, Any], folder: Path, **others: Any) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder).eval().to(find_device("auto"))
-        file.add(key | measure(model, ids, given.contexts) | others)
+        file.add(key | measure(model, ids, arguments.contexts) | others)
 
-    start = {"checkpoint": given.checkpoint.name, "tokens": len(ids)}
-    for name, folder in ((SOFTMAX, given.teacher), (UNTRAINED, given.checkpoint)):
+    start = {"checkpoint": arguments.checkpoint.name, "tokens": len(ids)}
+    for name, folder in ((SOFTMAX, arguments.teacher), (UNTRAINED, arguments.checkpoint)):
         if not file.has(start | {"name": name}):
             add(start | {"name": name}, folder)
     for (words, seed), settings in recipes.items():
         key = start | {"name": words or AS_IT_IS, "seed": seed}
         if file.has(key):
             continue
-        trained = given.output / "training-now"
+        trained = arguments.output / "training-now"
         shutil.rmtree(trained, ignore_errors=True)
         shutil.rmtree(training_folder(trained), ignore_errors=True)
         began = time.perf_counter()
-        options = {"teacher": given.teacher, "data": given.train, "recipe": settings}
-        report = report_of(distill, given.checkpoint, trained, **options)
+        options = {"teacher": arguments.teacher, "data": arguments.train, "recipe": settings}
+        report = report_of(distill, arguments.checkpoint, trained, **options)
         add(key, trained, seconds=time.perf_counter() - began, recipe=report.recipe.to_dict()["end_to_end"])
         shutil.rmtree(trained)
-    print_as_is(table(file.rows, given.contexts))
+    print_as_is(table(file.rows, arguments.contexts))
 
 
 def table(rows: list[dict[str, Any]], contexts: list[int]) -> str:

@@ -39,9 +39,9 @@ def held_out(lengths: tuple[int, int]) -> list[dict[str, Any]]:
 
 def prepare(data: Path | None, work: Path) -> Options:
     """Write the expressions; none to train on is held out."""
-    known = {row["text"] for row in held_out(LENGTHS)}
+    texts_held_out = {row["text"] for row in held_out(LENGTHS)}
     rows = {
-        "train": [row for row in expressions(TRAINED_ON, LENGTHS, seed=0) if row["text"] not in known],
+        "train": [row for row in expressions(TRAINED_ON, LENGTHS, seed=0) if row["text"] not in texts_held_out],
         "evaluate": held_out(LENGTHS),
     }
     paths = {name: work / f"{name}.jsonl" for name in rows}

@@ -112,18 +112,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, nargs="+", default=[8, 15, 30, 60, 120, 240])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("docs/experiments"))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     console, load = Console(), Load.now()
     if warning := load.warning():
         console.print(warning, soft_wrap=True)
     found: list[dict[str, Any]] = []
-    for seconds in sorted(given.seconds):
-        found += measure(seconds, given.steps)
+    for seconds in sorted(arguments.seconds):
+        found += measure(seconds, arguments.steps)
         print_as_is(table(found), console)
-    given.output.mkdir(parents=True, exist_ok=True)
-    with new_file(given.output / "speech.json") as file:
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    with new_file(arguments.output / "speech.json") as file:
         json.dump({"shape": SHAPE, "machine": str(load), "rows": found}, file, indent=1)
-    draw(found, given.output / "speech.png")
+    draw(found, arguments.output / "speech.png")
 
 
 if __name__ == "__main__":

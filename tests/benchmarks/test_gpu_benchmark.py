@@ -91,7 +91,7 @@ def test_a_graph_keeps_the_tensors_it_reads(monkeypatch):
     del cache
     gc.collect()
     held = [tensor() for tensor in kept]
-    assert all(any(tensor is each for each in step.held) for tensor in held)
+    assert all(any(tensor is each for each in step.tensors) for tensor in held)
     assert all(torch.equal(tensor, value) for tensor, value in zip(held, values, strict=True))
 
 
