@@ -98,8 +98,6 @@ def bench_command(
                 pack_weights(each)
     except (ValueError, RuntimeError, AssertionError, StrictDataclassError) as error:
         raise InputError(f"cannot make the models: {error}") from error
-    machine = bench.measure_machine(device, computed)
-    console.print(f"{machine.bandwidth / 1e9:.1f} GB/s read, {machine.peak / 1e9:.0f} GFLOP/s")
     caption = f"{model}, {dtype}{', packed' if packed else ''}, {device}, {load}"
     results: dict[str, list[bench.Point]] = {}
     for each in tasks:
@@ -108,7 +106,7 @@ def bench_command(
             shared["progress"] = progress
             if each == "decoding":
                 shared |= {"sources": sizes["sources"]} if config.is_encoder_decoder else {}
-                shared |= {"static": static, "compiled": compiled, "machine": machine}
+                shared |= {"static": static, "compiled": compiled}
                 results[each] = bench.decoding(softmax, rfa, **shared)
             else:
                 results[each] = bench.whole_sequences(each, softmax, rfa, **shared)
@@ -118,7 +116,6 @@ def bench_command(
     if output is not None:
         about: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "packed": packed, **asdict(load)}
         about |= {"torch": torch.__version__, "options": {name: getattr(rfa.config, name) for name in given}}
-        about |= {"bandwidth": machine.bandwidth, "peak": machine.peak}
         about |= {"points": {each: [asdict(point) for point in found] for each, found in results.items()}}
         with new_file(files[".json"]) as file:
             json.dump(about, file, indent=1)
