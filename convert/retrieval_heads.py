@@ -101,7 +101,7 @@ def exact_shares(layers: list[RFAAttentionMixin], device: torch.device) -> Itera
 def _attend_in_part(
     layer: RFAAttentionMixin, shares: Tensor, row: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as `RFAAttentionMixin.attend`, with the shares [H] in a row of ``shares`` of exact attention; without padding."""
+    """Attend as `RFAAttentionMixin.attend` without padding, with the shares [H] in a row of ``shares`` of exact attention."""
     output, weights = type(layer).attend(layer, query, key, value, **options)
     sink_logits = options.get("sink_logits")
     if sink_logits is None:
