@@ -215,6 +215,11 @@ def test_each_part_of_windowed_attention_alone():
     assert torch.equal(logits(model, ids), both)
     with pytest.raises(InputError, match="has none"):
         use_attention_component(plain, "linear")
+    without_features = make("gpt2", "none")
+    with pytest.raises(InputError, match="attention_component=linear needs features"):
+        use_attention_component(without_features, "linear")
+    use_attention_component(without_features, "window")
+    assert torch.isfinite(logits(without_features, ids)).all()
 
 
 @every_decoder
