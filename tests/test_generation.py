@@ -38,10 +38,11 @@ DECODERS = ["positive", "positive-gate", "gaussian-paper", "hybrid", "retrieval"
 TRANSLATORS = ["both", "both-gate", "paper", "cross-only", "causal-only", "everything", "per-layer"]
 DECODER_CASES = [("gpt2", variant) for variant in DECODERS]
 BART_CASES = [("bart", variant) for variant in TRANSLATORS]
-CASES = [*DECODER_CASES, *BART_CASES, *(("marian", variant) for variant in TRANSLATORS)]
+#: Marian differs from BART in embeddings and norms only.
+CASES = [*DECODER_CASES, *BART_CASES, ("marian", "both-gate"), ("marian", "per-layer")]
 ALONE = [("bart", "decoder-alone"), ("marian", "decoder-alone")]
 #: Prompts of a decoder, or sources of an encoder, of three lengths, and of many.
-FEW, MANY = (11, 3, 7), tuple(1 + n % 13 for n in range(64))
+FEW, MANY = (11, 3, 7), tuple(1 + n % 13 for n in range(16))
 
 every_decoder = pytest.mark.parametrize(("family", "variant"), DECODER_CASES)
 every_case = pytest.mark.parametrize(("family", "variant"), CASES)
@@ -71,19 +72,19 @@ def first_tokens(model: Any, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_forward(model: Any, ids: Tensor, written: Tensor) -> Tensor:
-    """Return the logits of the next token, [B, 61], without a cache."""
+    """Return the logits of what follows each token, [B, T, 61], without a cache."""
     if model.config.is_encoder_decoder:
-        return model(ids, decoder_input_ids=written, use_cache=False).logits[:, -1]
-    return model(written, use_cache=False).logits[:, -1]
+        return model(ids, decoder_input_ids=written, use_cache=False).logits
+    return model(written, use_cache=False).logits
 
 
 @pytest.mark.parametrize(("family", "variant"), CASES + ALONE)
-def test_greedy_is_the_argmax_of_full_forwards(family, variant):
+def test_greedy_is_the_argmax_of_a_full_forward(family, variant):
+    """Every token is the one that the text before it makes most likely, without a cache."""
     model, ids, count = long(family, variant), prompt_for(family), 200 if not has_encoder(family) else 60
-    written = first_tokens(model, ids)
-    for _ in range(count):
-        written = torch.cat([written, full_forward(model, ids, written).argmax(-1, keepdim=True)], dim=1)
-    assert torch.equal(generate(model, ids, max_new_tokens=count), written)
+    written = generate(model, ids, max_new_tokens=count)
+    assert torch.equal(written[:, :-count], first_tokens(model, ids))
+    assert torch.equal(full_forward(model, ids, written[:, :-1])[:, -count:].argmax(-1), written[:, -count:])
 
 
 def beam_search_by_full_forwards(
@@ -93,9 +94,9 @@ def beam_search_by_full_forwards(
     running: list[tuple[float, Tensor]] = [(0.0, first_tokens(model, ids))]
     finished: list[tuple[float, Tensor]] = []
     for step in range(1, new_tokens + 1):
-        candidates = []
-        for score, written in running:
-            logprobs = full_forward(model, ids, written)[0].log_softmax(-1)
+        candidates, texts = [], torch.cat([written for _, written in running])
+        scores = full_forward(model, ids.expand(len(texts), -1), texts)[:, -1].log_softmax(-1)
+        for (score, written), logprobs in zip(running, scores, strict=True):
             for logprob, token in zip(*logprobs.topk(2 * beams), strict=True):
                 candidates.append((score + float(logprob), torch.cat([written, token.view(1, 1)], dim=1)))
         running = []
@@ -151,7 +152,7 @@ def test_batches_of_mixed_lengths_equal_single_runs(family, variant, lengths, be
     for row, ids in enumerate(texts):
         place = slice(max(lengths) - ids.shape[1], None) if not has_encoder(family) else slice(ids.shape[1])
         batch[row, place], mask[row, place] = ids[0], 1
-    options = {"max_new_tokens": 40 if lengths is FEW else 10, "num_beams": beams}
+    options = {"max_new_tokens": 20 if lengths is FEW else 10, "num_beams": beams}
     found = generate(model, batch, attention_mask=mask, **options)
     for row, ids in enumerate(texts):
         alone = generate(model, ids, **options)[0]
@@ -313,12 +314,11 @@ CONSTRAINTS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Any]]] =
 }
 
 
-@pytest.mark.parametrize("family", ["bart", "marian"])
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("name", list(CONSTRAINTS))
-def test_constraints_hold_and_act_as_without_a_cache(name, beams, family):
+def test_constraints_hold_and_act_as_without_a_cache(name, beams):
     """The processors of transformers see the same scores as on full forward passes, and do what they are there for."""
-    (options, holds), model, ids = CONSTRAINTS[name], long(family, "both-gate"), tokens(2, 9)
+    (options, holds), model, ids = CONSTRAINTS[name], long("bart", "both-gate"), tokens(2, 9)
     shared = {"max_new_tokens": 20, "num_beams": beams}
     if name == "several answers" and beams == 1:
         options = {**options, "do_sample": True, "top_k": 5}
