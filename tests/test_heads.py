@@ -102,9 +102,8 @@ def test_saving_and_loading(family, name, tied, tmp_path):
         assert (target in written) + (shared in written) == 1, "tied tensors are written once"
     assert_tied(again)
     assert tied == any("lm_head" in target for target in model.all_tied_weights_keys) or not hasattr(model, "lm_head")
-    assert_same(
-        run(again.eval()), run(model), 1e-6
-    )  # tensors of a file lie elsewhere in memory, and sums are rounded otherwise
+    # Tensors of a file lie anywhere in memory, copies where new ones do: sums over others are rounded otherwise.
+    assert_same(run(copy.deepcopy(again).eval()), run(model))
 
 
 @every_case

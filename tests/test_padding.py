@@ -19,7 +19,7 @@ from .families import (
     ROWS,
     SOURCE_LENGTH,
     WIDTH,
-    every_decoder,
+    every_decoder_case,
     every_family,
     every_seq2seq_case,
     has_encoder,
@@ -43,11 +43,11 @@ every_kind = pytest.mark.parametrize("kind", list(KINDS))
 
 
 @torch.no_grad()
-@every_decoder
+@every_decoder_case
 @pytest.mark.parametrize("side", ["left", "right", "inside"])
-def test_pads_neither_enter_nor_decay_the_state(variant, side):
+def test_pads_neither_enter_nor_decay_the_state(family, variant, side):
     """Batched output equals single output, whatever the padding holds and wherever it is."""
-    model, ids = make("gpt2", variant), tokens()
+    model, ids = make(family, variant), tokens()
     mask = torch.ones_like(ids)
     for row, length in enumerate([LENGTH, 17, 4]):
         first = {"left": 0, "right": length, "inside": length // 2}[side]

@@ -22,9 +22,9 @@ from hf_rfa.serving.states import ALIGNMENT, state_layout
 from hf_rfa.serving.support import check_support
 
 from .conftest import ROOT
-from .families import VARIANTS, draw_importance, make
+from .families import QUICK, draw_importance, has_encoder, make
 
-CASES = [(family, variant) for family in ("gpt2", "llama") for variant in VARIANTS[family]]
+CASES = [case for case in QUICK if not has_encoder(case[0])]
 CONSTANT = [case for case in CASES if set(make(*case).config.cache_layer_types()) == {"rfa"}]
 #: Sequences of the batches that a server computes one after the other: name, number of tokens, block.
 BATCHES = [
