@@ -376,10 +376,10 @@ def check(family: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("family", "count"),
     [
-        ("gpt2", 120),
-        ("bart", 80),
-        ("marian", 80),
-        ("llama", 80),
+        ("gpt2", 60),
+        ("bart", 40),
+        ("marian", 10),  # whose fields are BART's
+        ("llama", 40),
         *(pytest.param(family, 2000 if family == "gpt2" else 1000, marks=pytest.mark.slow) for family in COMMON),
     ],
 )

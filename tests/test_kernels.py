@@ -146,9 +146,12 @@ def test_forms_agree(dtype, case, chunk_size):
     }
     with torch.no_grad():
         forms["recurrent in place"] = token_by_token(given_case.to(dtype))
+        forms["chunked without gradients"] = all_at_once(given_case, chunk_size)
     for name, found in forms.items():
         for what, a, b in zip(("output", "state"), found, expected, strict=True):
             assert relative_error(a, b) <= TOLERANCE[dtype], (name, what)
+    if case.state is not None:
+        assert torch.equal(given_case.state, case.state.to(dtype)), "a state of the caller's stays as it is"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
