@@ -17,7 +17,6 @@ from .families import (
     HEADS,
     LENGTH,
     ROWS,
-    VARIANTS,
     WIDTH,
     base_config,
     caches,
@@ -80,16 +79,6 @@ def test_a_gradient_step_reaches_every_parameter_and_lowers_the_loss(family, nam
             if parameter.grad is not None:
                 parameter -= 1e-3 * parameter.grad / (1e-6 + parameter.grad.norm())
         assert loss_of(model) < loss.detach()
-
-
-@pytest.mark.parametrize("variant", ["positive-gate", "gaussian-gate"])
-def test_gradients_equal_those_of_the_parallel_form_in_float64(variant):
-    ids, gradients = tokens(), []
-    for chunk_size in (5, 1000):
-        model = make("gpt2", {**VARIANTS["gpt2"][variant], "chunk_size": chunk_size}, dtype=torch.float64)
-        model(ids, labels=ids).loss.backward()
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    assert_close(*gradients, atol=1e-10, rtol=1e-8)
 
 
 CHECKPOINTED = [("gpt2", name) for name in ("positive-gate", "hybrid", {"redraw_pool": 10, "feature_map": "gaussian"})]
