@@ -1,6 +1,6 @@
 """Conversion, generation and measurement on a second device: all results are those of the CPU.
 
-`tests/test_devices.py` runs these tests, in a process of its own.
+`tests/inference/test_devices.py` runs these tests, in a process of its own.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from hf_rfa.evaluation.generation_scores import evaluate_generation
 from hf_rfa.evaluation.recall import Effort, recall_suite
 from hf_rfa.inference import generate_text, load_model
 from hf_rfa.inference.devices import find_device
-
-from .conftest import save_tiny_tokenizer, words
-from .families import has_encoder, make, save_softmax_model
-from .other_device import DEVICE, NAME, ElsewhereTensor, SecondDevice
+from tests.conftest import save_tiny_tokenizer, words
+from tests.families import has_encoder, make, save_softmax_model
+from tests.other_device import DEVICE, NAME, ElsewhereTensor, SecondDevice
 
 
 @pytest.fixture(autouse=True)

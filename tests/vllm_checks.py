@@ -1,4 +1,4 @@
-"""Compares vLLM with transformers on one converted checkpoint; runs in an environment that has vLLM (`tests/test_vllm.py`).
+"""Compares vLLM with transformers on one converted checkpoint, for `tests/serving/test_vllm.py`, where vLLM is installed.
 
     python -m tests.vllm_checks CHECKPOINT CHECK… [--tokens 200] [--prompts 16] [--dtype float32] [--engine JSON]
 
