@@ -45,21 +45,17 @@ HYBRIDS = [
 
 
 @pytest.mark.parametrize(("family", "options"), HYBRIDS)
-def test_the_bytes_of_a_cache_are_those_that_it_takes(family, options):
+def test_the_bytes_of_a_cache_are_those_that_it_takes_and_that_a_benchmark_times(family, options):
     softmax, rfa = bench.pair(base_config(family), 40, **options)
+    for model in (softmax, rfa):
+        cache = cache_at(model, step_inputs(model, 1, 30), 30)
+        assert cache.get_seq_length() == 30
+        assert cache_num_bytes(cache) == taken(model, 30)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         softmax, rfa = softmax.to(dtype), rfa.to(dtype)
         for length in (1, 7, 40):
             assert cache_bytes(rfa, length) == taken(rfa, length)
             assert cache_bytes(rfa, length, softmax=True) == taken(softmax, length)
-
-
-@pytest.mark.parametrize(("family", "options"), HYBRIDS)
-def test_a_benchmark_times_caches_as_large_as_they_get(family, options):
-    for model in bench.pair(base_config(family), 40, **options):
-        cache = cache_at(model, step_inputs(model, 1, 30), 30)
-        assert cache.get_seq_length() == 30
-        assert cache_num_bytes(cache) == taken(model, 30)
 
 
 def parent_of(family: str, positions: int, tiny_seq2seq_parents, folder: Path) -> Path:

@@ -12,25 +12,23 @@ from torch.testing import assert_close
 from hf_rfa import InputError
 from hf_rfa.export import DecodingStep
 from hf_rfa.models.cache_names import cache_argument
-from tests.families import has_encoder, logits, make, make_head, read, relative_error, softmax_model, source, tokens
+from tests.families import logits, make, make_head, read, relative_error, softmax_model, source, tokens
+
+SLOW = pytest.mark.slow
+RETRIEVAL = {"window_size": 3, "retrieval_heads": [[0, 1]], "retrieval_window": 5}
 
 
-def small(**options: Any) -> Any:
-    return make("gpt2", {"num_features": 8, **options})
+def small(family: str = "gpt2", **options: Any) -> Any:
+    return make(family, {"num_features": 8, **options})
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["gpt2", "bart"])
-def test_a_forward_pass_is_exported(family):
-    """`torch.export` of a whole forward pass, one graph without a cache."""
-    model, ids = make_head(family), tokens()
+def test_a_forward_pass_is_exported():
+    """`torch.export` of a whole forward pass, one graph without a cache; those of decoders are exported for all lengths."""
+    model, ids = make_head("bart"), tokens()
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
-    given = (
-        {"input_ids": ids, "attention_mask": mask}
-        if not has_encoder(family)
-        else {**source(), "decoder_input_ids": ids}
-    )
+    given = {**source(), "decoder_input_ids": ids, "decoder_attention_mask": mask}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about its own passes
         exported = torch.export.export(model, (), {**given, "use_cache": False}).module()
@@ -38,18 +36,20 @@ def test_a_forward_pass_is_exported(family):
     assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-WHOLE = [{}, {"gate": True, "feature_map": "gaussian"}, {"softmax_layers": [0]}, {"window_size": 7}]
-WHOLE += [{"window_size": 7, "num_slots": 5}]
-WHOLE += [{"window_size": 7, "retrieval_heads": [[0, 1]], "retrieval_window": 20}]
+WHOLE = [
+    ("gpt2", {"gate": True, "feature_map": "gaussian"}),
+    ("llama", {**RETRIEVAL, "num_slots": 5, "softmax_layers": [1]}),
+    pytest.param("gpt2", {}, marks=SLOW),
+    pytest.param("gpt2", {"window_size": 7, "gate": True}, marks=SLOW),
+    pytest.param("gpt2", {"window_size": 7, "num_slots": 5}, marks=SLOW),
+]
 
 
-@pytest.mark.parametrize(
-    "options", [*WHOLE, pytest.param({"window_size": 7, "gate": True}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize(("family", "options"), WHOLE, ids=str)
 @torch.no_grad()
-def test_a_forward_pass_is_exported_once_for_all_lengths(options):
+def test_a_forward_pass_is_exported_once_for_all_lengths(family, options):
     """Lengths below a window, below a chunk of the recurrence, of one, and of several."""
-    model, ids = small(**options, chunk_size=16), tokens(2, 90)
+    model, ids = small(family, **options, chunk_size=16), tokens(2, 90)
     length = {"input_ids": {1: torch.export.Dim("length", min=2, max=96)}, "use_cache": None}
     given = (ids[:, :20].clone(),), {"use_cache": False}
     exported = torch.export.export(model, *given, dynamic_shapes=length).module()
@@ -58,9 +58,13 @@ def test_a_forward_pass_is_exported_once_for_all_lengths(options):
         assert_close(found, logits(model, ids[:, :count]), atol=1e-4, rtol=1e-3)
 
 
-STEPS = [{}, {"gate": True}, {"feature_map": "gaussian", "unit_norm": True}, {"window_size": 3, "gate": True}]
-STEPS += [{"window_size": 3, "num_slots": 4}]
-STEPS += [{"window_size": 3, "retrieval_heads": [[0, 1]], "retrieval_window": 5}]
+STEPS = [
+    {"gate": True, "feature_map": "gaussian", "unit_norm": True},
+    {"window_size": 3, "num_slots": 4, "gate": True},
+    RETRIEVAL,
+    pytest.param({}, marks=SLOW),
+    pytest.param({"window_size": 3, "gate": True}, marks=SLOW),
+]
 
 
 @pytest.mark.parametrize("options", STEPS, ids=str)
@@ -88,7 +92,11 @@ def test_a_step_whose_cache_grows_is_refused(family, variant):
 
 @pytest.mark.parametrize(
     ("options", "dynamo"),
-    [({"gate": True}, True), ({"gate": True}, False), ({"window_size": 3, "gate": True}, True)],
+    [
+        pytest.param({"gate": True}, True, marks=SLOW),
+        ({"gate": True}, False),
+        ({"window_size": 3, "gate": True}, True),
+    ],
     ids=["dynamo", "tracer", "window"],
 )
 @pytest.mark.filterwarnings("ignore")  # the exporters' own

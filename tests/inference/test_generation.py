@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -38,10 +36,11 @@ DECODERS = ["positive", "positive-gate", "gaussian-paper", "hybrid", "retrieval"
 TRANSLATORS = ["both", "both-gate", "paper", "cross-only", "causal-only", "everything", "per-layer"]
 DECODER_CASES = [("gpt2", variant) for variant in DECODERS]
 BART_CASES = [("bart", variant) for variant in TRANSLATORS]
-CASES = [*DECODER_CASES, *BART_CASES, *(("marian", variant) for variant in TRANSLATORS)]
+#: Marian differs from BART in embeddings and norms only.
+CASES = [*DECODER_CASES, *BART_CASES, ("marian", "both-gate"), ("marian", "per-layer")]
 ALONE = [("bart", "decoder-alone"), ("marian", "decoder-alone")]
 #: Prompts of a decoder, or sources of an encoder, of three lengths, and of many.
-FEW, MANY = (11, 3, 7), tuple(1 + n % 13 for n in range(64))
+FEW, MANY = (11, 3, 7), tuple(1 + n % 13 for n in range(16))
 
 every_decoder = pytest.mark.parametrize(("family", "variant"), DECODER_CASES)
 every_case = pytest.mark.parametrize(("family", "variant"), CASES)
@@ -71,19 +70,19 @@ def first_tokens(model: Any, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_forward(model: Any, ids: Tensor, written: Tensor) -> Tensor:
-    """Return the logits of the next token, [B, 61], without a cache."""
+    """Return the logits of what follows each token, [B, T, 61], without a cache."""
     if model.config.is_encoder_decoder:
-        return model(ids, decoder_input_ids=written, use_cache=False).logits[:, -1]
-    return model(written, use_cache=False).logits[:, -1]
+        return model(ids, decoder_input_ids=written, use_cache=False).logits
+    return model(written, use_cache=False).logits
 
 
 @pytest.mark.parametrize(("family", "variant"), CASES + ALONE)
-def test_greedy_is_the_argmax_of_full_forwards(family, variant):
+def test_greedy_is_the_argmax_of_a_full_forward(family, variant):
+    """Every token is the one that the text before it makes most likely, without a cache."""
     model, ids, count = long(family, variant), prompt_for(family), 200 if not has_encoder(family) else 60
-    written = first_tokens(model, ids)
-    for _ in range(count):
-        written = torch.cat([written, full_forward(model, ids, written).argmax(-1, keepdim=True)], dim=1)
-    assert torch.equal(generate(model, ids, max_new_tokens=count), written)
+    written = generate(model, ids, max_new_tokens=count)
+    assert torch.equal(written[:, :-count], first_tokens(model, ids))
+    assert torch.equal(full_forward(model, ids, written[:, :-1])[:, -count:].argmax(-1), written[:, -count:])
 
 
 def beam_search_by_full_forwards(
@@ -93,9 +92,9 @@ def beam_search_by_full_forwards(
     running: list[tuple[float, Tensor]] = [(0.0, first_tokens(model, ids))]
     finished: list[tuple[float, Tensor]] = []
     for step in range(1, new_tokens + 1):
-        candidates = []
-        for score, written in running:
-            logprobs = full_forward(model, ids, written)[0].log_softmax(-1)
+        candidates, texts = [], torch.cat([written for _, written in running])
+        scores = full_forward(model, ids.expand(len(texts), -1), texts)[:, -1].log_softmax(-1)
+        for (score, written), logprobs in zip(running, scores, strict=True):
             for logprob, token in zip(*logprobs.topk(2 * beams), strict=True):
                 candidates.append((score + float(logprob), torch.cat([written, token.view(1, 1)], dim=1)))
         running = []
@@ -151,7 +150,7 @@ def test_batches_of_mixed_lengths_equal_single_runs(family, variant, lengths, be
     for row, ids in enumerate(texts):
         place = slice(max(lengths) - ids.shape[1], None) if not has_encoder(family) else slice(ids.shape[1])
         batch[row, place], mask[row, place] = ids[0], 1
-    options = {"max_new_tokens": 40 if lengths is FEW else 10, "num_beams": beams}
+    options = {"max_new_tokens": 20 if lengths is FEW else 10, "num_beams": beams}
     found = generate(model, batch, attention_mask=mask, **options)
     for row, ids in enumerate(texts):
         alone = generate(model, ids, **options)[0]
@@ -159,10 +158,11 @@ def test_batches_of_mixed_lengths_equal_single_runs(family, variant, lengths, be
         assert torch.equal(found[row, max(lengths) if read else 0 :], alone[read:])
 
 
-@pytest.mark.parametrize(
-    ("family", "variant", "beams"),
-    [*((*case, 1) for case in (*DECODER_CASES, *BART_CASES)), *((*case, 3) for case in BART_CASES)],
-)
+STATIC = [(*case, 1) for case in DECODER_CASES if case[1] in ("positive-gate", "hybrid", "retrieval", "window-gate")]
+STATIC += [("bart", variant, beams) for variant in ("both-gate", "cross-only", "per-layer") for beams in (1, 3)]
+
+
+@pytest.mark.parametrize(("family", "variant", "beams"), STATIC)
 def test_a_static_cache_gives_the_same(family, variant, beams):
     model, ids = long(family, variant), prompt_for(family)
     options = {"max_new_tokens": 30 if not has_encoder(family) else 20, "num_beams": beams}
@@ -282,54 +282,6 @@ def test_generation_past_the_positions_is_refused(family):
         generate(model, prompt_for(family), max_new_tokens=30)
 
 
-def repeats_itself(row: Tensor) -> bool:
-    pairs = list(pairwise(row.tolist()))
-    return len(set(pairs)) < len(pairs)
-
-
-LOW = list(range(3, 30))
-#: Options, and what has to hold of the tokens that they give and of those that greedy or beam search gives without them.
-CONSTRAINTS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Any]]] = {
-    "forced first token": ({"forced_bos_token_id": 7}, lambda found, plain: (found[:, 1] == 7).all()),
-    "forced last token": ({"forced_eos_token_id": 9}, lambda found, plain: (found[:, -1] == 9).all()),
-    "no repeated pairs": (
-        {"no_repeat_ngram_size": 2},
-        lambda found, plain: not any(map(repeats_itself, found)) and repeats_itself(plain[0]),
-    ),
-    "minimum length": (
-        {"min_length": 15, "eos_token_id": LOW},
-        lambda found, plain: found.shape[1] >= 15 and not torch.isin(found[:, 1:14], torch.tensor(LOW)).any(),
-    ),
-    "repetition penalty": ({"repetition_penalty": 1.7}, lambda found, plain: True),
-    "bad words": (
-        {"bad_words_ids": [[token] for token in LOW]},
-        lambda found, plain: not torch.isin(found[:, 1:], torch.tensor(LOW)).any(),
-    ),
-    "length penalty": ({"length_penalty": 2.0, "eos_token_id": 5}, lambda found, plain: True),
-    "several answers": (
-        {"num_return_sequences": 2},
-        lambda found, plain: found.shape[0] == 4 and not torch.equal(found[0], found[1]),
-    ),
-}
-
-
-@pytest.mark.parametrize("family", ["bart", "marian"])
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("name", list(CONSTRAINTS))
-def test_constraints_hold_and_act_as_without_a_cache(name, beams, family):
-    """The processors of transformers see the same scores as on full forward passes, and do what they are there for."""
-    (options, holds), model, ids = CONSTRAINTS[name], long(family, "both-gate"), tokens(2, 9)
-    shared = {"max_new_tokens": 20, "num_beams": beams}
-    if name == "several answers" and beams == 1:
-        options = {**options, "do_sample": True, "top_k": 5}
-    found = []
-    for use_cache in (True, False):
-        torch.manual_seed(3)
-        found.append(generate(model, ids, use_cache=use_cache, **shared, **options))
-    assert torch.equal(*found)
-    assert holds(found[0], generate(model, ids, **shared))
-
-
 # The table in docs/generation.md
 
 
@@ -355,7 +307,8 @@ class Collected(BaseStreamer):
 
 WARPERS = {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.98, "epsilon_cutoff": 1e-4}
 WARPERS |= {"eta_cutoff": 1e-4, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
-FORCED = {"bad_words_ids": [[7], [9, 3]], "suppress_tokens": [11], "forced_eos_token_id": 2}
+FORCED = {"bad_words_ids": [[7], [9, 3]], "suppress_tokens": [11], "forced_bos_token_id": 7, "forced_eos_token_id": 2}
+FORCED |= {"min_length": 11}
 #: Options of a cell, by its name in the table.
 CELLS: dict[str, dict[str, Any]] = {
     "greedy": {},

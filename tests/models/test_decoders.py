@@ -5,9 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +23,7 @@ from hf_rfa.models.cache_names import CACHE_NAME, cache_argument
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION
 from tests.decoders import LENGTH, NAMES, QUICK, case, every_decoder, parent, rfa_indices, with_plain_experts
 from tests.families import logits, logits_by_steps, relative_error, rfa_modules, state_of, tokens
+from tests.without_package import assert_loads_without_package
 
 FULL = 40
 #: Attention that rounds to float32, where masks of float64 are infinite: rows of padding are NaN, in softmax models too.
@@ -334,41 +332,12 @@ def test_every_head_runs_and_keeps_the_weights_of_the_softmax_head(name, auto, t
     assert torch.equal(outputs[0], model.eval()(ids, use_cache=False)[0])
 
 
-#: Runs without hf_rfa: loads the language model of every family, and writes what it says.
-ELSEWHERE = """
-import sys
-sys.modules["hf_rfa"] = None  # importing it raises ModuleNotFoundError
-import pathlib, torch, transformers
-from safetensors.torch import save_file
-
-folder, found = pathlib.Path(sys.argv[1]), {}
-ids = torch.tensor([[*range(5, 16), 2]])
-for name in sys.argv[2:]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / name, trust_remote_code=True).eval()
-    assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
-    with torch.no_grad():
-        found[f"{name} logits"] = model(ids).logits.contiguous()
-    found[f"{name} tokens"] = tokens = model.generate(ids, max_new_tokens=9, do_sample=False)
-    model.save_pretrained(folder / f"{name}-again")
-    again = transformers.AutoModelForCausalLM.from_pretrained(folder / f"{name}-again", trust_remote_code=True)
-    assert torch.equal(again.generate(ids, max_new_tokens=9, do_sample=False), tokens)
-save_file(found, folder / "found.safetensors")
-"""
-
-
 @pytest.mark.parametrize("names", [QUICK, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["quick", "all"])
 def test_every_language_model_works_without_the_package(names, tmp_path):
     models = {name: pair(name)[1] for name in names}
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path), *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found, ids = load_file(tmp_path / "found.safetensors"), torch.tensor([[*range(5, 16), 2]])
-    for name, model in models.items():
-        assert_close(found[f"{name} logits"], logits(model, ids))
-        assert torch.equal(found[f"{name} tokens"], model.generate(ids, max_new_tokens=9, do_sample=False))
+    assert_loads_without_package(tmp_path, "AutoModelForCausalLM", models, tmp_path)
 
 
 # Training

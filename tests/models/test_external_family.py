@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,18 +20,9 @@ from hf_rfa.families import decoder_family, seq2seq_family
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa_cli import main as cli
 from tests.conftest import ROOT, save_tiny_tokenizer, tiny_seq2seq_config
+from tests.without_package import assert_loads_without_package
 
 FAMILY = ROOT / "tests" / "bigbird_pegasus.py"
-#: Loads the checkpoint by the code in it, without hf_rfa.
-ELSEWHERE = """
-import sys
-sys.modules["hf_rfa"] = None  # importing it raises ModuleNotFoundError
-import torch
-from transformers import AutoModelForSeq2SeqLM
-model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-print(type(model).__module__)
-print(model.generate(torch.tensor([[5, 6, 7, 2]]), max_new_tokens=9).tolist())
-"""
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +67,8 @@ def test_everything_that_goes_by_family_knows_it(folders):
 
 
 def test_its_checkpoints_carry_their_code(folders, tmp_path):
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", ELSEWHERE, str(folders[1])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    module, tokens = done.stdout.splitlines()
-    assert module.startswith("transformers_modules.")
-    model = AutoModelForSeq2SeqLM.from_pretrained(folders[1])
-    assert tokens == str(model.generate(torch.tensor([[5, 6, 7, 2]]), max_new_tokens=9).tolist())
+    models = {folders[1].name: AutoModelForSeq2SeqLM.from_pretrained(folders[1])}
+    assert_loads_without_package(folders[1].parent, "AutoModelForSeq2SeqLM", models, tmp_path)
 
 
 def test_attention_of_another_form_is_refused(folders, tmp_path):

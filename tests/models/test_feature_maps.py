@@ -13,6 +13,7 @@ from benchmarks.kernel_error import log_normalizer
 from hf_rfa.convert.attention_weights import log_attention_weights
 from hf_rfa.convert.calibration import _set_log_scale, fit_projection
 from hf_rfa.models.feature_maps import FEATURE_MAPS, EluMap
+from hf_rfa.models.masking import group_queries, ungroup
 from hf_rfa.models.projected_feature_maps import ProjectedFeatureMap, rectified_features
 from hf_rfa.models.random_feature_maps import RandomFeatureMap, draw_projection
 from tests.families import attend_with_features
@@ -302,3 +303,41 @@ def test_the_error_of_signed_features_does_not_explode(unit_norm):
         features, floor = feature_map(query, key)[:2], feature_map.denominator_floor
         found, *_ = attend_with_features(*features, value, denominator_floor=floor)
         assert (found - expected).square().mean() < 2 * expected.square().mean(), sharpness
+
+
+# Rows of query heads that share a key-value head
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", sorted(FEATURE_MAPS.keys() - {"none"}))
+def test_rows_of_grouped_queries_are_mapped_as_query_heads_alone(name):
+    """By a map with a key-value head for each of them, and the same parameters."""
+    groups = 3
+    sizes = {"head_dim": D_HEAD, "num_features": 6 if issubclass(FEATURE_MAPS[name], ProjectedFeatureMap) else None}
+    sizes["num_features"] = None if name == "hedgehog" else sizes["num_features"]
+    grouped, single = (FEATURE_MAPS[name](num_heads=H * each, groups=groups // each, **sizes) for each in (1, groups))
+    for tensor in grouped.double().eval().state_dict().values():
+        tensor.add_(0.2 * torch.randn_like(tensor))
+    theirs = grouped.state_dict()
+    for key, tensor in single.double().eval().state_dict().items():
+        tensor.copy_(theirs[key].repeat_interleave(tensor.shape[0] // theirs[key].shape[0], dim=0))
+    query, key = (torch.randn(2, heads, 7, D_HEAD, dtype=torch.float64) for heads in (H * groups, H))
+    found = grouped(group_queries(query, H), key, offset=False)
+    expected = single(query, key.repeat_interleave(groups, dim=1), offset=False)
+    torch.testing.assert_close(ungroup(found.query, H * groups), expected.query)
+    torch.testing.assert_close(found.key.repeat_interleave(groups, dim=1), expected.key)
+
+
+def test_exponential_learns_a_query_map_for_every_query_head():
+    sizes, groups = {"num_heads": H, "head_dim": D_HEAD, "num_features": 6}, 3
+    grouped = FEATURE_MAPS["exponential"](**sizes, groups=groups)
+    shapes = {name: tuple(parameter.shape) for name, parameter in grouped.named_parameters()}
+    assert shapes == {
+        "sigma": (H, D_HEAD), "projection": (H * groups, 6, D_HEAD), "query_bias": (H * groups, 6),
+        "key_projection": (H, 6, D_HEAD), "key_bias": (H, 6), "norm_weight": (H, D_HEAD),
+    }  # fmt: skip
+    query, key = torch.randn(1, H, 7 * groups, D_HEAD), torch.randn(1, H, 7, D_HEAD)
+    expected, found = FEATURE_MAPS["positive"](**sizes)(query, key), grouped(query, key)
+    torch.testing.assert_close(found.query, expected.query, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(found.key, expected.key, rtol=1e-4, atol=0.0)
+    assert torch.equal(FEATURE_MAPS["exponential"](**sizes).projection, grouped.key_projection)

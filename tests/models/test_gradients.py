@@ -16,7 +16,6 @@ from tests.families import (
     HEADS,
     LENGTH,
     ROWS,
-    VARIANTS,
     WIDTH,
     base_config,
     caches,
@@ -33,6 +32,7 @@ from tests.families import (
     make_named,
     read,
     relative_error,
+    rfa_modules,
     state_of,
     tokens,
 )
@@ -78,16 +78,6 @@ def test_a_gradient_step_reaches_every_parameter_and_lowers_the_loss(family, nam
             if parameter.grad is not None:
                 parameter -= 1e-3 * parameter.grad / (1e-6 + parameter.grad.norm())
         assert loss_of(model) < loss.detach()
-
-
-@pytest.mark.parametrize("variant", ["positive-gate", "gaussian-gate"])
-def test_gradients_equal_those_of_the_parallel_form_in_float64(variant):
-    ids, gradients = tokens(), []
-    for chunk_size in (5, 1000):
-        model = make("gpt2", {**VARIANTS["gpt2"][variant], "chunk_size": chunk_size}, dtype=torch.float64)
-        model(ids, labels=ids).loss.backward()
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    assert_close(*gradients, atol=1e-10, rtol=1e-8)
 
 
 CHECKPOINTED = [("gpt2", name) for name in ("positive-gate", "hybrid", {"redraw_pool": 10, "feature_map": "gaussian"})]
@@ -166,6 +156,9 @@ def test_attention_dropout_keeps_the_mean():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_models_are_close_to_float32(family, variant, dtype):
     model, ids = make(family, variant), tokens()
+    for module in rfa_modules(model).values():
+        if module.importance is not None:  # else another of two tokens that are nearly as important may be kept
+            module.importance.weight.zero_()
     expected = logits(model, ids)
     model.to(dtype)
     steps, cache = logits_by_steps(model, ids, range(1, LENGTH))
@@ -176,10 +169,7 @@ def test_sixteen_bit_models_are_close_to_float32(family, variant, dtype):
     )
     for found in (logits(model, ids), steps):
         assert torch.isfinite(found).all()
-        # Of tokens that are nearly as important as each other another may be kept, which shows at some places.
-        errors = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-        error = errors.median() if model.config.num_slots else relative_error(found, expected)
-        assert error < tolerance[dtype]
+        assert relative_error(found, expected) < tolerance[dtype]
     expected_dtype = getattr(torch, model.config.state_dtype)
     for kind, part in caches(cache).items():
         for index, layer in enumerate(part.layers):

@@ -18,7 +18,6 @@ from torch.testing import assert_close
 from transformers import AutoConfig, Cache
 from transformers.models.auto import modeling_auto
 
-from hf_rfa.models.modeling_rfa_decoder import RFADecoderAttention
 from tests.families import (
     COMMON,
     FAMILIES,
@@ -26,14 +25,12 @@ from tests.families import (
     ROWS,
     WIDTH,
     base_config,
-    every_case,
     every_classifier,
     every_generating_head,
     every_head,
     every_model,
     has_encoder,
     inputs_for,
-    make,
     make_head,
     make_named,
     relative_error,
@@ -101,23 +98,8 @@ def test_saving_and_loading(family, name, tied, tmp_path):
         assert (target in written) + (shared in written) == 1, "tied tensors are written once"
     assert_tied(again)
     assert tied == any("lm_head" in target for target in model.all_tied_weights_keys) or not hasattr(model, "lm_head")
-    assert_same(
-        run(again.eval()), run(model), 1e-6
-    )  # tensors of a file lie elsewhere in memory, and sums are rounded otherwise
-
-
-@every_case
-def test_a_checkpoint_says_which_layers_are_rfa(family, variant, tmp_path):
-    model, layers = make(family, variant), {}
-    model.save_pretrained(tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path)
-    for name in rfa_modules(model):
-        kind = "encoder" if "encoder.l" in name else "cross" if "encoder_attn" in name else "causal"
-        layers.setdefault(kind, []).append(int(name.split(".h." if family == "gpt2" else ".layers.")[1].split(".")[0]))
-    encoder = ("encoder",) if model.config.is_encoder_decoder else ()
-    for kind in ("causal",) if not has_encoder(family) else ("causal", "cross", *encoder):
-        chosen = [index for index in range(config.num_layers_for(kind)) if config.is_rfa(kind, index)]
-        assert chosen == layers.get(kind, [])
+    # Tensors of a file lie anywhere in memory, copies where new ones do: sums over others are rounded otherwise.
+    assert_same(run(copy.deepcopy(again).eval()), run(model))
 
 
 AUTO_CLASSES = [each for name, each in vars(modeling_auto).items() if name.startswith("AutoModel")]
@@ -186,23 +168,6 @@ def test_a_head_is_initialized_where_a_checkpoint_has_none(family, head, tmp_pat
             assert 0.15 < float(tensor.std()) < 0.45, key  # the range is 0.3
         elif key in info["missing_keys"]:
             assert not tensor.any(), key
-
-
-@every_head
-def test_weights_are_drawn_in_the_models_range(model):
-    for path, module in model.named_modules():
-        if isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("RMSNorm"):
-            assert bool((module.weight == 1).all()), path
-        fixed = not getattr(module, "weight", torch.ones(())).requires_grad  # Marian's positions are a formula
-        if "feature_map" in path or path.endswith("gate") or fixed:
-            continue
-        if isinstance(module, (nn.Linear, nn.Embedding)) or type(module).__name__ == "Conv1D":
-            expected = 0.3 / (2 * model.config.n_layer) ** 0.5 if path.endswith("c_proj") else 0.3  # GPT-2's paper
-            assert abs(float(module.weight.detach().std()) / expected - 1) < 0.35, path
-            assert abs(float(module.weight.detach().mean())) < 0.15, path
-            if getattr(module, "bias", None) is not None:
-                assert not module.bias.any(), path
-    assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
 
 
 @every_head
@@ -375,21 +340,11 @@ def test_kinds_of_classification(family, head, problem, labels, loss):
 
 
 @every_head
-def test_numbers_and_names(model):
-    parameters = list(model.parameters())
-    assert model.num_parameters() == sum(each.numel() for each in parameters)
-    trainable = sum(each.numel() for each in parameters if each.requires_grad)
-    assert model.num_parameters(only_trainable=True) == trainable
+def test_no_layer_may_be_split_over_devices(model):
     blocks = [module for module in model.modules() if type(module).__name__ in set(model._no_split_modules)]
     assert blocks
-    inside = {each for block in blocks for each in rfa_modules(block).values()}
-    assert inside == set(rfa_modules(model).values()), "a layer must not be split over devices"
-    own = {module for module in model.modules() if isinstance(module, RFADecoderAttention)}  # names another attention
-    assert all(
-        module.config is model.config for module in model.modules() if hasattr(module, "config") and module not in own
-    )
-    assert model.supports_gradient_checkpointing
-    assert not hasattr(model, "prune_heads") or "PreTrainedModel" in type(model).prune_heads.__qualname__
+    inside = {layer for block in blocks for layer in rfa_modules(block).values()}
+    assert inside == set(rfa_modules(model).values())
 
 
 @every_head

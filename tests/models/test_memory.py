@@ -26,7 +26,6 @@ from hf_rfa.models.memory import (
     empty_memory,
     ends_of,
     in_order,
-    take_in,
 )
 from tests.memory_by_loop import memory_by_loop
 
@@ -169,26 +168,6 @@ def test_a_step_in_place_is_a_chunk_of_one_token(data):
 
 
 @given(data=st.data())
-@settings(max_examples=30)
-@torch.no_grad()
-def test_steps_and_chunks_go_on_from_each_other(data):
-    case, reading = data.draw(cases(packed=False)), Reading(scaling=SCALING, joined=True)
-    memory, outputs = case.empty(), []
-    for query, keys_values, score, padding, _ in case.pieces(cuts_of(data, case)):
-        if keys_values.shape[2] == 1:
-            is_token = None if padding is None else padding != 0
-            outputs.append(attend_in_place(query, keys_values, score, memory, case.layout, reading, is_token))
-            continue
-        arrivals, before = arrivals_of(memory.count, keys_values.shape[2], case.layout.sinks, padding, None), memory
-        inputs = (query, keys_values, score, arrivals, in_order(memory), case.layout)
-        output, memory = attend_in_chunks(*inputs, reading)
-        outputs.append(output)
-        assert_same_memory(take_in(*inputs[1:]), memory)
-        memory = memory.stored_in(before)
-    case.assert_found(Exact(*(torch.cat(each, dim=2) for each in zip(*outputs, strict=True))))
-
-
-@given(data=st.data())
 @settings(max_examples=40)
 def test_the_memory_holds_what_the_next_query_would_see(data):
     case = data.draw(cases())
@@ -214,43 +193,6 @@ def test_a_token_is_seen_up_to_its_end(data):
     until = ends_of(score, places, case.layout)
     now = torch.arange(case.length)[:, None]
     assert torch.equal((places[:, :, None] <= now) & (now < until[:, :, None]), seen)
-
-
-@given(data=st.data())
-@settings(max_examples=30)
-def test_gradients_are_those_of_softmax_over_what_is_seen(data):
-    case = data.draw(cases())
-    seen, _ = case.loop()
-    case.query.requires_grad_(), case.keys_values.requires_grad_()
-    is_token = (
-        torch.ones_like(seen[..., 0]) if case.padding is None else (case.padding != 0)[:, None].expand_as(seen[..., 0])
-    )
-    rows = is_token.repeat_interleave(case.query.shape[2] // case.length, dim=2)
-    found, _ = case.in_chunks(cuts_of(data, case))
-    direction = torch.randn(found.output.shape, generator=torch.Generator().manual_seed(1))
-
-    def gradients(output: Tensor, log_total: Tensor) -> list[Tensor]:
-        loss = (output * direction)[rows].sum() + log_total[rows].sum()
-        return torch.autograd.grad(loss, [case.query, case.keys_values])
-
-    expected = gradients(*case.softmax(seen.masked_fill(~is_token[..., None], True)))
-    for one, other in zip(gradients(found.output, found.log_total), expected, strict=True):
-        assert_close(one, other, rtol=1e-3, atol=1e-3 * max(1e-3, float(other.abs().max())))
-
-
-@pytest.mark.parametrize("joined", [False, True])
-def test_learned_sinks_are_a_column_of_softmax_that_is_dropped(joined):
-    """Every query head has a logit of its own: the third row of a token is the third query head's."""
-    query, keys_values = torch.randn(2, 2, 5 * 3, WIDTH), torch.randn(2, 2, 7, 2 * WIDTH)
-    visible = torch.rand(2, 2, 5, 7) < 0.5
-    sinks = torch.linspace(-1.0, 2.0, 6)
-    output, log_total = Reading(scaling=SCALING, joined=joined, sink_logits=sinks)(query, keys_values, visible)
-    key, value = keys_values.split(WIDTH, dim=-1)
-    logits = (query @ key.mT * SCALING).masked_fill(~visible.repeat_interleave(3, dim=2), -math.inf)
-    column = sinks.view(2, 1, 3).expand(2, 5, 3).reshape(1, 2, 15, 1).expand(2, -1, -1, -1)
-    logits = torch.cat([logits, column], dim=-1)
-    assert_close(output, logits.softmax(-1)[..., :-1] @ value)
-    assert_close(log_total, logits.logsumexp(-1, keepdim=True))
 
 
 LAYOUTS = [

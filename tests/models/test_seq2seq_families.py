@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -24,6 +21,7 @@ from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.configuration_rfa import seq2seq_config_class
 from tests.conftest import tiny_seq2seq_config
 from tests.families import relative_error, rfa_modules, save_softmax_model
+from tests.without_package import assert_loads_without_package
 
 every_seq2seq = pytest.mark.parametrize("family", list(SEQ2SEQ))
 every_text_family = pytest.mark.parametrize("family", [each for each in SEQ2SEQ if each != "whisper"])
@@ -32,22 +30,6 @@ LAYERS = [0, 1, 2]
 AS_SOFTMAX = {"window_size": 96, "softmax_cross_layers": LAYERS}
 #: Attention of every kind is RFA.
 ALL_RFA = {"num_features": 8, "num_cross_features": 8, "softmax_encoder_layers": [], "window_size": 3, "gate": True}
-#: Loads every checkpoint of a folder without hf_rfa, and prints what each says.
-ELSEWHERE = """
-import sys
-sys.modules["hf_rfa"] = None  # importing it raises ModuleNotFoundError
-import json, pathlib, torch, transformers
-
-found = {}
-for folder in sorted(pathlib.Path(sys.argv[1]).iterdir()):
-    audio = folder.name == "whisper"
-    cls = transformers.AutoModelForSpeechSeq2Seq if audio else transformers.AutoModelForSeq2SeqLM
-    model = cls.from_pretrained(folder, trust_remote_code=True).eval()
-    assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
-    ids = torch.ones(1, 8, 40) if audio else torch.tensor([[5, 6, 7, 2]])
-    found[folder.name] = model.generate(ids, min_new_tokens=9, max_new_tokens=9, num_beams=1, do_sample=False).tolist()
-print(json.dumps(found))
-"""
 
 
 def base_and_rfa(family, **fields):
@@ -236,17 +218,10 @@ def test_it_is_converted_and_calibrated(family, folders, reports):
 
 
 def test_every_checkpoint_works_without_the_package(folders, reports, tmp_path):
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", ELSEWHERE, str(folders[1])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found.keys() == SEQ2SEQ.keys()
-    for family, expected in found.items():
-        model = auto_class(family).from_pretrained(folders[1] / family).eval()
-        ids = torch.ones(1, 8, 40) if family == "whisper" else torch.tensor([[5, 6, 7, 2]])
-        options = {"min_new_tokens": 9, "max_new_tokens": 9, "num_beams": 1, "do_sample": False}
-        assert model.generate(ids, **options).tolist() == expected
+    for auto in (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq):
+        names = [family for family in SEQ2SEQ if auto_class(family) is auto]
+        models = {family: auto.from_pretrained(folders[1] / family).eval() for family in names}
+        assert_loads_without_package(folders[1], auto.__name__, models, tmp_path)
 
 
 @every_seq2seq
