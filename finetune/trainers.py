@@ -37,7 +37,7 @@ from hf_rfa.convert.calibration_data import Inputs
 from hf_rfa.convert.perplexity import IGNORED_LABEL
 from hf_rfa.convert.pipeline import Progress
 
-from .losses import early_gradient, logit_divergence
+from .losses import logit_divergence
 from .param_groups import PARAMETER_KINDS, ParameterKind, Rates, freeze, lora, parameter_groups
 from .recipe import Stage, has_bf16
 from .run_folder import last_checkpoint
@@ -72,13 +72,13 @@ class GroupedSeq2SeqTrainer(GroupedTrainer, Seq2SeqTrainer):
     def prediction_step(self, model: Any, *args: Any, **options: Any) -> Any:
         """Take a step with a copy of the generation configuration: the step fills it in with transformers' defaults."""
         trained: Any = self.model
-        kept = trained.generation_config
-        trained.generation_config = copy.deepcopy(kept)
+        generation_config = trained.generation_config
+        trained.generation_config = copy.deepcopy(generation_config)
         trained.generation_config.max_new_tokens = None  # it would win over generation_max_length
         try:
             return super().prediction_step(model, *args, **options)
         finally:
-            trained.generation_config = kept
+            trained.generation_config = generation_config
 
 
 class StopAtNaN(TrainerCallback):
@@ -124,16 +124,24 @@ class DistillationTrainer(GroupedTrainer):
 
 
 class AttentionTransferTrainer(DistillationTrainer):
-    """Stage 1: the loss is the mean over heads and layers of `transfer_losses`, with one layer's graph held at a time."""
+    """Stage 1: the loss is the mean over heads and layers of `transfer_losses`."""
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Return the loss of one batch."""
+        """Return the loss of one batch, whose gradients the parameters have already.
+
+        They are computed layer by layer, so that the graph of one layer is held at a time. The backward pass of the Trainer
+        adds nothing to them.
+        """
         unwrapped: Any = self.accelerator.unwrap_model(model)
         late = self.state.global_step >= round((1.0 - self.stage.student_inputs) * self.state.max_steps)
         source = unwrapped if late else self.teacher
-        trained = [parameter for parameter in unwrapped.parameters() if parameter.requires_grad]
-        losses = transfer_losses(unwrapped, source, inputs, output_mse_weight=self.stage.output_mse_weight)
-        return torch.stack([early_gradient(loss.mean(), trained) for _, loss in losses]).mean()
+        total = torch.zeros((), device=unwrapped.device)
+        for _, losses in transfer_losses(unwrapped, source, inputs, output_mse_weight=self.stage.output_mse_weight):
+            loss = losses.mean() / len(rfa_layers(unwrapped))
+            if loss.requires_grad:
+                self.accelerator.backward(loss)
+            total += loss.detach()
+        return total.requires_grad_()
 
 
 class LogitDistillationTrainer(DistillationTrainer):
@@ -142,20 +150,20 @@ class LogitDistillationTrainer(DistillationTrainer):
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
         """Return the loss of one batch."""
         share, labels = self.stage.kl_weight, inputs["labels"]
-        known = {name: tensor for name, tensor in inputs.items() if name != "labels"}
-        decodes = self.model.config.is_encoder_decoder  # type: ignore[union-attr]
-        alone = share == 1 and self.teacher is not None and (not decodes or "decoder_input_ids" in inputs)
-        outputs = model(**(known if alone else inputs), use_cache=False)
+        unlabeled = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+        has_encoder = self.model.config.is_encoder_decoder  # type: ignore[union-attr]
+        teacher_alone = share == 1 and self.teacher is not None and (not has_encoder or "decoder_input_ids" in inputs)
+        outputs = model(**(unlabeled if teacher_alone else inputs), use_cache=False)
         if share == 0 or self.teacher is None:
             return outputs.loss
         with torch.no_grad():
-            expected = self.teacher(**known, use_cache=False).logits
+            expected = self.teacher(**unlabeled, use_cache=False).logits
         logits = outputs.logits
-        if not decodes:  # the logits of a token predict the label after it
+        if not has_encoder:  # the logits of a token predict the label after it
             logits, expected, labels = logits[:, :-1], expected[:, :-1], labels[:, 1:]
         learned = labels != IGNORED_LABEL
         divergence = logit_divergence(logits[learned], expected[learned])
-        return divergence if alone else share * divergence + (1.0 - share) * outputs.loss
+        return divergence if teacher_alone else share * divergence + (1.0 - share) * outputs.loss
 
 
 class ReportSteps(TrainerCallback):
