@@ -320,7 +320,7 @@ def test_the_command_reads_settings_and_training_arguments(material, tmp_path, r
     assert json.loads((tmp_path / "out" / "finetuning.json").read_text())["log"][-1]["step"] == 2
     assert "train_loss" in capsys.readouterr().out
     assert run_cli(*given, "--no_such_option", "1") == 1
-    assert "no option --no_such_option" in capsys.readouterr().err
+    assert "unrecognized arguments: --no_such_option 1. See hf-rfa finetune --help" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
