@@ -159,7 +159,7 @@ class Recipe:
         """Return this recipe with other numbers of steps."""
         steps = {"transfer": transfer, "end_to_end": end_to_end}
         stages = {name: replace(self.stages()[name], steps=count) for name, count in steps.items() if count is not None}
-        return replace(self, **stages)
+        return Recipe(**self.stages() | stages, seed=self.seed)
 
     def resolve(self, config: Any, positions: int) -> Recipe:
         """Return this recipe with the block length, the batch size, the precision and the repetitions of its stages.
@@ -184,7 +184,7 @@ class Recipe:
             share = 0.0 if config.is_encoder_decoder else stage.repeating_share  # which pairs have none of
             size = stage.batch_size or size
             stages[name] = replace(stage, block_length=length, batch_size=size, bf16=bf16, repeating_share=share)
-        return replace(self, **stages)
+        return Recipe(**stages, seed=self.seed)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values."""
