@@ -60,8 +60,6 @@ ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "dropout": _SWITCH,
     "lora_rank": _whole(0),
     "bf16": _SWITCH_OR_AUTO,
-    "student_inputs": _SHARE,
-    "output_mse_weight": _NUMBER,
     "repeating_share": _SHARE,
 }
 
@@ -82,10 +80,6 @@ class Stage:
         lora_rank: rank of LoRA matrices to train end to end instead of the model's own weights; 0 trains these.
         bf16: compute in mixed precision; phases, features, gates and states stay in float32. "auto" does so where the
             processor or the accelerator has instructions for it.
-        student_inputs: share of the steps, the last ones, of attention transfer on the inputs that the layers have in the
-            converted model, errors included, instead of those in the teacher.
-        output_mse_weight: weight of the relative squared error of the attention's outputs, added to the KL of its weights in
-            attention transfer.
         repeating_share: share of the blocks of text that repeat themselves, from which heads that copy learn; 0 for pairs.
     """
 
@@ -98,8 +92,6 @@ class Stage:
     dropout: bool = False
     lora_rank: int = 0
     bf16: bool | Literal["auto"] = False
-    student_inputs: float = 0.0
-    output_mse_weight: float = 0.0
     repeating_share: float = 0.0
 
 

@@ -90,14 +90,10 @@ class StopAtNaN(TrainerCallback):
             control.should_training_stop = True
 
 
-def transfer_losses(
-    model: nn.Module, teacher: PreTrainedModel, inputs: Inputs, *, output_mse_weight: float = 0.0
-) -> Iterator[tuple[str, Tensor]]:
+def transfer_losses(model: nn.Module, teacher: PreTrainedModel, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
     """Yield KL(softmax weights ‖ weights of the features) of every RFA layer on one batch, in nats per query, [H] each.
 
-    The projections of the RFA model are still the teacher's. The inputs of the layers are those that the teacher's layers
-    have, which may be the softmax model or ``model`` itself. ``output_mse_weight`` weighs the relative squared error of the
-    attention's outputs, which is added to the KL.
+    The projections of the RFA model are still the teacher's, and the inputs of its layers are those of the teacher's.
     """
     layers = rfa_layers(model)
     captured = capture_inputs(teacher, layers, inputs)
@@ -108,8 +104,7 @@ def transfer_losses(
         with torch.no_grad():
             activations = layer_activations(layer, captured[name], masks)
         with torch.autocast(activations.key.device.type, enabled=False):
-            hidden_states = captured.pop(name).hidden_states
-            loss = layer_divergence(layer, activations, hidden_states, output_weight=output_mse_weight)
+            loss = layer_divergence(layer, activations, captured.pop(name).hidden_states)
         yield name, loss
 
 
@@ -133,10 +128,8 @@ class AttentionTransferTrainer(DistillationTrainer):
         adds nothing to them.
         """
         unwrapped: Any = self.accelerator.unwrap_model(model)
-        late = self.state.global_step >= round((1.0 - self.stage.student_inputs) * self.state.max_steps)
-        source = unwrapped if late else self.teacher
         total = torch.zeros((), device=unwrapped.device)
-        for _, losses in transfer_losses(unwrapped, source, inputs, output_mse_weight=self.stage.output_mse_weight):
+        for _, losses in transfer_losses(unwrapped, self.teacher, inputs):
             loss = losses.mean() / len(rfa_layers(unwrapped))
             if loss.requires_grad:
                 self.accelerator.backward(loss)
@@ -267,8 +260,8 @@ def train_stage(
     }
     arguments = training_arguments(stage, folder, seed=seed)
     with ExitStack() as undone:
-        for each in (model, teacher) if teacher is not None else (model,):
-            for parameter in each.parameters():
+        for network in (model, teacher) if teacher is not None else (model,):
+            for parameter in network.parameters():
                 undone.callback(parameter.requires_grad_, parameter.requires_grad)
         undone.callback(model.eval)
         undone.callback(setattr, model.config, "use_cache", model.config.use_cache)  # which a Trainer turns off
@@ -295,11 +288,11 @@ def train_stage(
         trainer.remove_callback(PrinterCallback)  # a line for every loss; they are in the result
         if progress is not None:
             trainer.add_callback(ReportSteps(title, progress))
-        found = trainer.train(resume_from_checkpoint=last_checkpoint(folder) if resume else None)
+        result = trainer.train(resume_from_checkpoint=last_checkpoint(folder) if resume else None)
         finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-    if not (math.isfinite(found.training_loss) and finite):
+    if not (math.isfinite(result.training_loss) and finite):
         raise FloatingPointError(
-            f"{title}: the loss is {found.training_loss}. Lower the learning rate, or choose another feature map."
+            f"{title}: the loss is {result.training_loss}. Lower the learning rate, or choose another feature map."
         )
     log = tuple({key: float(value) for key, value in entry.items()} for entry in trainer.state.log_history)
     return StageResult(title, trainer.state.global_step, log)
