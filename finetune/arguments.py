@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from transformers import TrainingArguments
+
 from hf_rfa.errors import InputError
 
 from .param_groups import PARAMETER_KINDS, ParameterKind
@@ -104,8 +106,8 @@ class FinetuneArguments:
         """Return the fields of the new model's configuration; raise an `InputError` if they are not a JSON object."""
         return read_overrides(self.config_overrides or "{}")
 
-    def check(self, *, max_steps: int) -> None:
-        """Raise an `InputError` for what can be seen to be wrong before anything is read, given the training's steps."""
+    def check(self, arguments: TrainingArguments) -> None:
+        """Raise an `InputError` for what is wrong with these options and training arguments, before anything is read."""
         tasks = get_args(TrainingTask)
         if self.task not in tasks:
             raise InputError(f"task must be one of {', '.join(tasks)}, got {self.task!r}.")
@@ -130,5 +132,15 @@ class FinetuneArguments:
             raise InputError("--streaming does not fit --task classify: the labels have to be known before training.")
         if self.streaming and self.train_references is not None:
             raise InputError("--streaming does not fit --train-references: files of lines are read at once.")
-        if self.streaming and max_steps <= 0:
+        if self.streaming and arguments.max_steps <= 0:
             raise InputError("--streaming needs --max-steps: the length of streamed data is not known.")
+        if arguments.eval_strategy != "no" and self.evaluate is None:
+            raise InputError("--eval-strategy needs --evaluate, the data to evaluate on.")
+        if processes_started() > arguments.world_size:
+            raise InputError(
+                f"{processes_started()} processes were started, but the training arguments know of {arguments.world_size}: "
+                "they would train apart and write the same output. Pass --use-cpu to train on CPUs, or start one per "
+                "accelerator."
+            )
+        if arguments.fp16 and arguments.device.type == "cpu":
+            raise InputError("--fp16 needs an accelerator. Pass --bf16, which CPUs can do, or neither.")

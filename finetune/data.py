@@ -240,7 +240,7 @@ def _documents(
 def packed_blocks(
     data: Data, tokenizer: Any, *, text_column: str, prompt_column: str | None = None, length: int
 ) -> Data:
-    """Return documents as blocks of ``length`` tokens for language modelling.
+    """Return documents as blocks of ``length`` tokens for language modeling.
 
     Every document ends with the end-of-text token. A block may hold pieces of several documents: its ``position_ids`` restart
     at each, which models take as the start of a document that sees nothing before it. The first token of a piece and the

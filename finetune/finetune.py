@@ -47,7 +47,7 @@ from hf_rfa.inference.loading import (
 from hf_rfa.io.atomic_io import check_destination, new_folder
 from hf_rfa.io.text_io import BLOCK_LENGTH
 
-from .arguments import FinetuneArguments, processes_started
+from .arguments import FinetuneArguments
 from .card import copy_referred, data_name, table_of, trained_card
 from .data import (
     Data,
@@ -81,7 +81,7 @@ SETTINGS_OF_A_RUN = (
     "seed",
 )
 #: The tasks in words, for model cards.
-TASK_NAMES = {"clm": "language modelling", "seq2seq": "sequence to sequence", "classify": "classification"}
+TASK_NAMES = {"clm": "language modeling", "seq2seq": "sequence to sequence", "classify": "classification"}
 #: The Auto classes of their models.
 TASK_CLASSES: dict[str, Any] = {
     "clm": AutoModelForCausalLM,
@@ -108,23 +108,13 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
         InputError: if an option cannot be used; no training has started then.
         FloatingPointError: if the loss is not finite.
     """
-    options.check(max_steps=arguments.max_steps)
-    if processes_started() > arguments.world_size:
-        raise InputError(
-            f"{processes_started()} processes were started, but the training arguments know of {arguments.world_size}: they "
-            "would train apart and write the same output. Pass --use-cpu to train on CPUs, or start one per accelerator."
-        )
-    if arguments.fp16 and arguments.device.type == "cpu":
-        raise InputError("--fp16 needs an accelerator. Pass --bf16, which CPUs can do, or neither.")
-    if arguments.eval_strategy != "no" and options.evaluate is None:
-        raise InputError("--eval-strategy needs --evaluate, the data to evaluate on.")
+    options.check(arguments)
     destination = Path(cast(str, arguments.output_dir))
     work = training_folder(destination)
     first = arguments.process_index == 0
     if first:
-        check_destination(
-            destination, overwrite=options.overwrite, sources=(Path(options.model),) if options.model else ()
-        )
+        sources = () if options.model is None else (Path(options.model),)
+        check_destination(destination, overwrite=options.overwrite, sources=sources)
         check_training_folder(work, resume=options.resume)
 
     config, tokenizer = load_config_and_tokenizer(options, seed=arguments.seed)
@@ -177,18 +167,25 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     model.config.use_cache = use_cache
     trainer.save_model(str(work / "final"))  # gathers what several processes hold
     if first:
-        with new_folder(destination) as folder:
-            shutil.copytree(work / "final", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.bin"))
-            if (work / "runs").is_dir():  # TensorBoard's
-                shutil.copytree(work / "runs", folder / "runs")
-            copy_referred(options.source(), folder)
-            log = trainer.state.log_history
-            described = {"settings": vars(options), "metrics": metrics, "log": log}
-            (folder / "finetuning.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-            plot_losses(folder / "finetuning.png", {TASK_NAMES[options.task]: log})
-            _card(destination.resolve().name, options, trainer, metrics).save(folder / "README.md")
+        _write(destination, work, options, trainer, metrics)
         shutil.rmtree(work, ignore_errors=True)
     return metrics
+
+
+def _write(
+    destination: Path, work: Path, options: FinetuneArguments, trainer: GroupedTrainer, metrics: dict[str, float]
+) -> None:
+    """Write the trained checkpoint, its figures and its card, whole or not at all."""
+    log = trainer.state.log_history
+    figures = {"settings": vars(options), "metrics": metrics, "log": log}
+    with new_folder(destination) as folder:
+        shutil.copytree(work / "final", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.bin"))
+        if (work / "runs").is_dir():  # TensorBoard's
+            shutil.copytree(work / "runs", folder / "runs")
+        copy_referred(options.source(), folder)
+        (folder / "finetuning.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        plot_losses(folder / "finetuning.png", {TASK_NAMES[options.task]: log})
+        _card(destination.resolve().name, options, trainer, metrics).save(folder / "README.md")
 
 
 def load_config_and_tokenizer(options: FinetuneArguments, *, seed: int = 0) -> tuple[Any, Any]:
