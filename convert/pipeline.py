@@ -80,10 +80,10 @@ def convert(
     on any error nothing is left there.
 
     The blocks of a checkpoint over 1 GB stay in their files, and a matrix is read when it is needed
-    (`hf_rfa.convert.offload`); smaller ones, pickles and GGUF files are loaded whole.
+    (`hf_rfa.convert.offload`); smaller ones and pickles are loaded whole.
 
     Args:
-        checkpoint: folder of the softmax checkpoint, a GGUF file of it, or its name on the hub.
+        checkpoint: folder of the softmax checkpoint, or its name on the hub.
         destination: folder to write.
         options: the options of the conversion; None takes the defaults.
         trained: what is going to be trained on the base model, on which some defaults depend: "features", by attention
@@ -206,7 +206,7 @@ def _check(name: str | Path, destination: Path, options: ConversionOptions, *, o
         allow_pickle=options.allow_pickle,
         device=find_device(options.device),
     )
-    check_destination(destination, overwrite=overwrite, sources=(checkpoint.source,))
+    check_destination(destination, overwrite=overwrite, sources=(checkpoint.folder,))
     remove_leftovers(destination.resolve())  # which may be what fills the disk
     check_space(destination, checkpoint.num_bytes // (1 if options.dtype in ("auto", "float32") else 2))
     return checkpoint

@@ -53,7 +53,7 @@ class ConversionReport:
 
     Attributes:
         source: the softmax checkpoint, as the user named it.
-        source_revision: the commit of a checkpoint on the hub, ``sha256:`` and the digest of a GGUF file, None for a folder.
+        source_revision: the commit of a checkpoint on the hub, None for a folder.
         destination: the folder written.
         command: the command line that repeats the conversion.
         layers: number of RFA layers and of all layers, by kind of attention.
@@ -297,11 +297,6 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
 def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_tokenizer: str | None) -> tuple[str, ...]:
     """Return hints for the user: the code that a feature map needs, growing caches, and what would be better."""
     found = []
-    if checkpoint.gguf is not None:
-        file, dtype = checkpoint.gguf, "float32" if options.dtype == "auto" else options.dtype
-        read = f"dequantised to {dtype}: what was lost stays lost" if file.is_quantized else f"read as {dtype}"
-        precisions = ", ".join(file.precisions)
-        found.append(f"Made from the GGUF file {file.path.name}, whose weights ({precisions}) were {read}.")
     module = outside_module(config.feature_map)
     if module is not None:
         advice = f"Import its module {module} before the checkpoint is loaded, in Python or with --import."
@@ -379,9 +374,7 @@ def use_section(auto_class: str, name: str, feature_map: str | None) -> str:
 
 
 def _stated(checkpoint: Checkpoint) -> ModelCardData:
-    """Return what a checkpoint's own card, or a GGUF file, states of its license and languages."""
-    if checkpoint.gguf is not None:  # a card beside it may be of anything
-        return ModelCardData(license=checkpoint.gguf.license, language=list(checkpoint.gguf.languages) or None)
+    """Return what a checkpoint's own card states of its license and languages."""
     path = checkpoint.folder / "README.md"
     return ModelCard.load(path).data if path.is_file() else ModelCardData()
 

@@ -1,16 +1,16 @@
-"""``hf-rfa distill``, ``hf-rfa finetune`` and ``hf-rfa make-data``."""
+"""``hf-rfa distill`` and ``hf-rfa finetune``."""
 
 from __future__ import annotations
 
 import json
 from argparse import SUPPRESS, ArgumentParser
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from .console import console, report_of, starting
-from .options import Overwrite, References, Resume, Seed, UsageError, number, text_file
+from .options import Overwrite, References, Resume, UsageError, number, text_file
 
 
 def distill_command(
@@ -125,24 +125,3 @@ def finetune_command(context: typer.Context) -> None:
         for name, value in metrics.items():
             console.print(f"{name} {shown(value, 4)}" if isinstance(value, float) else f"{name} {value}")
         console.print(f"written to {values['output_dir']}")
-
-
-def make_data_command(
-    name: Annotated[Literal["listops", "copy"], typer.Argument(help="The data set.")],
-    output: Annotated[Path, typer.Argument(help="File to write, .jsonl.")],
-    rows: Annotated[int, number("Rows to write.", 1)] = 10_000,
-    min_length: Annotated[int | None, number("Least symbols. Default: 500 for listops, 1 for copy.", 1)] = None,
-    max_length: Annotated[int | None, number("Most symbols. Default: 2000 for listops, 63 for copy.", 1)] = None,
-    seed: Seed = 0,
-) -> None:
-    """Write a data set that a program makes: ListOps expressions with their values, or sequences to be copied."""
-    starting(f"writing {rows} rows to {output}")
-    from hf_rfa.finetune.synthetic import DATA_SETS
-    from hf_rfa.io.atomic_io import check_file, new_file
-
-    make, least, most = DATA_SETS[name]
-    drawn = make(rows, min_length=min_length or least, max_length=max_length or most, seed=seed)
-    check_file(output, replace=False)
-    with new_file(output) as file:
-        file.writelines(json.dumps(row) + "\n" for row in drawn)
-    console.print(f"{rows} rows written to {output}")

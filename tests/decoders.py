@@ -10,8 +10,7 @@ import torch
 
 from hf_rfa import FAMILIES
 from hf_rfa.families import DECODERS
-
-from .tiny_models import tiny_model
+from tests.tiny_models import tiny_model
 
 #: Tokens of a text.
 LENGTH = 29

@@ -17,14 +17,13 @@ from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.configuration_rfa import RFASeq2SeqConfigMixin
 from hf_rfa.models.linear_attention import Tokens, linear_attention
 from hf_rfa.models.memory import Importance
-
-from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
-from .tiny_models import tiny_config
+from tests.conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
+from tests.tiny_models import tiny_config
 
 ROWS, LENGTH, SOURCE_LENGTH, WIDTH = 3, 29, 17, 24
 
 #: The families that tests run over: of decoders, and of models with an encoder, two each.
-#: `tests/test_decoders.py` runs over all decoders.
+#: `tests/models/test_decoders.py` runs over all decoders.
 COMMON = ("gpt2", "bart", "marian", "llama")
 
 DECODER_VARIANTS: dict[str, dict[str, Any]] = {

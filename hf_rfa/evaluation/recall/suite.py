@@ -333,7 +333,7 @@ def check_model(model: Any, tokenizer: Any, teacher: Any, max_length: int | None
     if model.config.is_encoder_decoder:
         raise InputError(
             "the recall suite is for decoders that stand alone: its probes are texts to be continued. For a model with an "
-            "encoder use --task translation or --task summarization."
+            "encoder use hf-rfa score."
         )
     if tokenizer is None:
         raise InputError(
