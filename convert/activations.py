@@ -185,8 +185,6 @@ def layer_divergence(
     activations: LayerActivations,
     hidden_states: Tensor | None = None,
     targets: Iterable[SoftmaxWeights] | None = None,
-    *,
-    output_weight: float = 0.0,
 ) -> Tensor:
     """Return KL(softmax ‖ RFA) of a layer's attention weights, in nats per query, [H]: the mean over a group's queries.
 
@@ -195,21 +193,9 @@ def layer_divergence(
         activations: its queries, keys and values in the softmax model.
         hidden_states: its input there, for a gate; None leaves a gate out.
         targets: the softmax weights of ``activations``; None computes them.
-        output_weight: weight of the squared error of the attention's outputs, relative to their squares, which is added.
     """
-    divergences = []
-    error = norm = torch.zeros((), device=activations.key.device)
-    for target, log_weights in compare_weights(layer, activations, hidden_states, targets):
-        divergences.append(target.divergence(log_weights))
-        if output_weight:
-            value = activations.value[:, :, : log_weights.shape[-1]].to(log_weights.dtype)
-            expected, found = target.softmax @ value, log_weights.exp() @ value
-            mask = activations.row_mask()
-            kept = 1.0 if mask is None else mask[:, None, target.rows, None].to(value.dtype)
-            error = error + ((found - expected) * kept).square().sum((0, 2, 3))
-            norm = norm + (expected * kept).square().sum((0, 2, 3))
-    divergence = activations.mean(torch.cat(divergences, dim=-1))
-    return divergence + output_weight * error / norm if output_weight else divergence
+    comparisons = compare_weights(layer, activations, hidden_states, targets)
+    return activations.mean(torch.cat([target.divergence(log_weights) for target, log_weights in comparisons], dim=-1))
 
 
 class LayerInputs(NamedTuple):

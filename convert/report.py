@@ -329,15 +329,16 @@ UNTRAINED = (
     "untouched. Distil or fine-tune it before you rely on it."
 )
 
+#: How a model is loaded, and what else there is to say of an RFA model.
 USE = """## Use
 
 ```python
-import hf_rfa  # registers the RFA models with transformers
-{own_map}from transformers import {auto_class}
+{imports}from transformers import {auto_class}
 
 model = {auto_class}.from_pretrained("{name}")
 ```
-
+"""
+USE_WITHOUT_PACKAGE = """
 Where hf-rfa is not installed, the code in the checkpoint loads it:
 `{auto_class}.from_pretrained("{name}", trust_remote_code=True)`.
 """
@@ -361,12 +362,15 @@ def head_of(architecture: str) -> tuple[str, str]:
     return next(found, ("AutoModel", "feature-extraction"))
 
 
-def use_section(auto_class: str, name: str, feature_map: str) -> str:
-    """Return the section of a card that says how an RFA model is loaded."""
+def use_section(auto_class: str, name: str, feature_map: str | None) -> str:
+    """Return the section of a card that says how a model is loaded; ``feature_map`` is None for a softmax model."""
+    if feature_map is None:
+        return USE.format(auto_class=auto_class, name=name, imports="")
+    imports = "import hf_rfa  # registers the RFA models with transformers\n"
     module = outside_module(feature_map)
-    named = module not in (None, "__main__")
-    own_map = f"import {module}  # registers the feature map {feature_map}\n" if named else ""
-    return USE.format(auto_class=auto_class, name=name, own_map=own_map)
+    if module not in (None, "__main__"):
+        imports += f"import {module}  # registers the feature map {feature_map}\n"
+    return (USE + USE_WITHOUT_PACKAGE).format(auto_class=auto_class, name=name, imports=imports)
 
 
 def _stated(checkpoint: Checkpoint) -> ModelCardData:

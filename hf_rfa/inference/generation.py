@@ -89,7 +89,7 @@ def generate_text(
     Args:
         model: a causal language model, or one with an encoder.
         tokenizer: its tokenizer.
-        prompt: text to continue, or the source to translate or summarise; several are generated as one batch.
+        prompt: text to continue, or the source to translate or summarize; several are generated as one batch.
         max_new_tokens: most tokens to generate.
         streamer: receives the text of a single prompt as it comes, or None.
         seed: seed of the sampling.
@@ -113,17 +113,18 @@ def generate_text(
         raise InputError(
             f"a {model.config.model_type} model has an encoder, and answers one source at a time. Leave --chat out."
         )
-    inputs = [chat_text(tokenizer, each, system) for each in prompts] if chat else prompts
+    inputs = [chat_text(tokenizer, message, system) for message in prompts] if chat else prompts
     tokens = tokenizer(inputs, verbose=False, add_special_tokens=not chat)["input_ids"]  # a template writes them itself
     check_tokens((index for row in tokens for index in row), model.config)
     rows = [torch.tensor(row, dtype=torch.long) for row in tokens]
-    for number, (each, row) in enumerate(zip(prompts, rows, strict=True), start=1):
-        if len(row) == 0 or ((seq2seq or chat) and not each.strip()):
+    for number, (text, row) in enumerate(zip(prompts, rows, strict=True), start=1):
+        if len(row) == 0 or ((seq2seq or chat) and not text.strip()):
             which = ("source" if seq2seq else "prompt") + (f" {number} of {len(rows)}" if len(rows) > 1 else "")
             raise InputError(f"the {which} is empty: there is nothing to start from.")
     pad = tokenizer.pad_token_id
-    given = pad is not None and pad < model.config.vocab_size
-    pad = pad if given else tokenizer.eos_token_id
+    if pad is None or pad >= model.config.vocab_size:
+        pad = tokenizer.eos_token_id
+        options["pad_token_id"] = pad
     # New tokens follow the last one of a prompt; an encoder's positions start with the first one of a source.
     pads = partial(pad_sequence, batch_first=True, padding_side="right" if seq2seq else "left")
     ids = pads(rows, padding_value=pad or 0).to(model.device)
@@ -134,7 +135,6 @@ def generate_text(
     else:
         check_length(model, ids.shape[1] + max_new_tokens)
     options |= {"min_new_tokens": max_new_tokens} if ignore_eos else {}
-    options |= {} if given else {"pad_token_id": pad}
     options |= compiled_steps() if compiled else {}
     options |= {"max_new_tokens": max_new_tokens, "streamer": streamer, "return_dict_in_generate": True}
     set_seed(seed)
@@ -145,10 +145,9 @@ def generate_text(
     end: Any = model.generation_config.eos_token_id
     ends = torch.tensor([] if end is None else end, dtype=torch.long, device=new.device)
     ended = torch.isin(new, ends).cumsum(-1)[:, :-1]  # tokens after the first end are padding
-    texts, whole = (tuple(tokenizer.batch_decode(each, skip_special_tokens=True)) for each in (new, output.sequences))
     return Generation(
-        texts=texts,
-        whole_texts=whole,
+        texts=tuple(tokenizer.batch_decode(new, skip_special_tokens=True)),
+        whole_texts=tuple(tokenizer.batch_decode(output.sequences, skip_special_tokens=True)),
         prompt_tokens=int(mask.sum()),
         new_tokens=len(new) + int((ended == 0).sum()),
         seconds=seconds,

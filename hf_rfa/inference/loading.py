@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -155,34 +155,34 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
-    place = find_device(device)
+    torch_device = find_device(device)
     path = Path(name).expanduser()
     source = path if path.exists() else name
-    config = read_config(source, place)
+    config = read_config(source, torch_device)
     if reads_audio(config):
         raise InputError(
             f"{name} reads audio: load it with transformers.AutoModelForSpeechSeq2Seq after import hf_rfa."
         )
-    found = kind_of(config)
-    if kind not in (None, found):
+    model_kind = kind_of(config)
+    if kind is not None and kind != model_kind:
         raise InputError(
-            f"{name} is a {config.model_type} model, {KINDS[found]}, but this needs {KINDS[cast(ModelKind, kind)]}. Pass "
-            "such a checkpoint, or choose another task."
+            f"{name} is a {config.model_type} model, {KINDS[model_kind]}, but this needs {KINDS[kind]}. Pass such a "
+            "checkpoint, or choose another task."
         )
-    auto_class: Any = AutoModelForSeq2SeqLM if found == "seq2seq" else AutoModelForCausalLM
+    auto_class: Any = AutoModelForSeq2SeqLM if model_kind == "seq2seq" else AutoModelForCausalLM
     try:
         model = auto_class.from_pretrained(source, config=config, dtype=dtype, use_safetensors=True)
     except WEIGHT_ERRORS as error:
         raise InputError(f"cannot load a model that generates text from {name}: {error}") from error
-    if found == "causal":
+    if model_kind == "causal":
         name_loss(model)
     tokenizer, problem = load_tokenizer(source)
     if tokenizer is None and need_tokenizer:
         raise InputError(f"{name}: {problem}. Put the tokenizer's files into the checkpoint's folder.")
     if tokenizer is not None:
         check_vocabulary(tokenizer, config, name)
-    if model.device != place:
-        model.to(place)
+    if model.device != torch_device:
+        model.to(torch_device)
     if packed and why_not_packed(model) is None:
         pack_weights(model)
     return model.eval(), tokenizer
@@ -223,7 +223,7 @@ def check_length(model: PreTrainedModel, tokens: int, *, what: str = "prompt and
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and tokens > positions:
         raise InputError(
-            f"{what} {tokens}, but this model has {positions} positions. Ask for fewer tokens, or convert its softmax parent "
+            f"{what} {tokens}, but this model has {positions} positions. Ask for fewer tokens, or convert its base model "
             f"with --max-positions {tokens} or more."
         )
 

@@ -319,7 +319,7 @@ def test_the_command_reads_settings_and_training_arguments(material, tmp_path, r
     assert json.loads((tmp_path / "out" / "finetuning.json").read_text())["log"][-1]["step"] == 2
     assert "train_loss" in capsys.readouterr().out
     assert run_cli(*given, "--no_such_option", "1") == 1
-    assert "no option --no_such_option" in capsys.readouterr().err
+    assert "unrecognized arguments: --no_such_option 1. See hf-rfa finetune --help" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -337,10 +337,10 @@ def test_the_command_reads_settings_and_training_arguments(material, tmp_path, r
         ({"gate_rate": -1.0}, "learning rate of gates must be a number of at least 0, got -1.0"),
         ({"streaming": True, "steps": -1}, "--streaming needs --max-steps"),
         ({"train": "short.txt"}, "does not fill a single block of 16 tokens"),
-        ({"train": "null.jsonl"}, "null.jsonl, line 2: column 'text' is null, not text"),
-        ({"train": "null.jsonl", "task": "classify"}, "null.jsonl, line 2: column 'text' is null, not text"),
-        ({"train": "null.jsonl", "task": "seq2seq", "model": "bart-rfa"}, "line 1: column 'target' is null, not text"),
-        ({"evaluate": "null.jsonl", "prompt_column": "source"}, "null.jsonl, line 2: column 'text' is null, not text"),
+        ({"train": "null.jsonl"}, "null.jsonl, row 2: column 'text' is null, not text"),
+        ({"train": "null.jsonl", "task": "classify"}, "null.jsonl, row 2: column 'text' is null, not text"),
+        ({"train": "null.jsonl", "task": "seq2seq", "model": "bart-rfa"}, "row 1: column 'target' is null, not text"),
+        ({"evaluate": "null.jsonl", "prompt_column": "source"}, "null.jsonl, row 2: column 'text' is null, not text"),
         ({"train": "prompts.jsonl", "prompt_column": "prompt"}, "prompts.jsonl has nothing to learn in any row"),
         (
             {"evaluate": "prompts.jsonl", "unpacked": True, "prompt_column": "prompt"},

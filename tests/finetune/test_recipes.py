@@ -12,7 +12,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     ByT5Tokenizer,
-    HfArgumentParser,
     Seq2SeqTrainingArguments,
 )
 
@@ -20,7 +19,9 @@ from hf_rfa.convert import InputError
 from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.data import load_data, load_pairs, packed_blocks, single_documents, token_pairs
 from hf_rfa.finetune.finetune import finetune
-from hf_rfa.finetune.recipe import FOLDER, load_settings, with_recipe
+from hf_rfa.finetune.recipe import FOLDER, load_settings
+from hf_rfa_cli.options import UsageError
+from hf_rfa_cli.train import finetune_parser, finetune_values
 from tests.conftest import leftovers, save_tiny_tokenizer
 from tests.training import run, write_rows
 
@@ -51,12 +52,7 @@ def material(tmp_path_factory):
 
 
 def parse(words: list[str]):
-    parser = HfArgumentParser([FinetuneArguments, Seq2SeqTrainingArguments])
-    options, arguments, unknown = parser.parse_args_into_dataclasses(
-        words, look_for_args_file=False, return_remaining_strings=True
-    )
-    assert unknown == []
-    return options, arguments
+    return finetune_parser().parse_dict(finetune_values(words), allow_extra_keys=True)
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -80,7 +76,7 @@ def test_every_recipe_trains(name, small, material, tmp_path):
         options["tokenizer"] = material / "tokenizer"
     words = ["--recipe", name, *(["--small"] if small else [])]
     words += [str(word) for option, value in options.items() for word in (f"--{option}", value)]
-    options, arguments = parse(with_recipe(words))
+    options, arguments = parse(words)
     metrics = finetune(options, arguments)
     expected = {"clm": "eval_perplexity", "seq2seq": "eval_bleu", "classify": "eval_accuracy"}[recipe["task"]]
     assert metrics[expected] >= 0
@@ -99,13 +95,13 @@ def test_options_of_the_command_line_win_over_the_recipe(tmp_path):
         " small: {max_steps: 5, config_overrides: {n_layer: 2}}}\n"
     )
     shared = ["--train", "x", "--recipe", str(tmp_path / "my.yaml"), "--output_dir", "y", "--use_cpu"]
-    options, arguments = parse(with_recipe(shared))
+    options, arguments = parse(shared)
     assert (arguments.max_steps, options.overrides()) == (9, {"n_layer": 3, "n_head": 2})
-    options, arguments = parse(with_recipe([*shared, "--small"]))
+    options, arguments = parse([*shared, "--small"])
     assert (arguments.max_steps, options.overrides()) == (5, {"n_layer": 2, "n_head": 2})
     for dash in "_-":
         words = ["--small", f"--max{dash}steps", "7", f"--config{dash}overrides", '{"n_head": 4}']
-        options, arguments = parse(with_recipe([*shared, *words]))
+        options, arguments = parse([*shared, *words])
         assert (arguments.max_steps, options.overrides()) == (7, {"n_layer": 2, "n_head": 4})
 
 
@@ -116,16 +112,21 @@ def test_options_of_the_command_line_win_over_the_recipe(tmp_path):
         (["--recipe", "none.yaml", "--small"], "has no small variant"),
         (["--recipe", "list.yaml"], "holds no settings"),
         (["--small"], "pass --recipe with it"),
-        (["--recipe"], "needs a name"),
-        (["--recipe", "copy", "--config_overrides", "{"], "must be a JSON object, got '{'"),
+        (["--recipe"], "argument --recipe: expected one argument"),
+        (["--recipe", "wrong.yaml"], "argument --max-steps: invalid int value: 'many'"),
+        (["--recipe", "unknown.yaml"], "unrecognized arguments: --steps 3"),
+        (["--recipe", "copy", "--train", "x", "--config_overrides", "{"], "must be a JSON object, got '{'"),
+        (["--recipe", "copy", "--train", "x"], "--output is missing"),
     ],
 )
 def test_a_recipe_that_cannot_be_used_is_named(words, match, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "none.yaml").write_text("task: clm\n")
     (tmp_path / "list.yaml").write_text("- 1\n")
-    with pytest.raises(InputError, match=match):
-        with_recipe(words)
+    (tmp_path / "wrong.yaml").write_text("{task: clm, train: x, max_steps: many}\n")
+    (tmp_path / "unknown.yaml").write_text("{task: clm, train: x, steps: 3}\n")
+    with pytest.raises((InputError, UsageError), match=match):
+        finetune_values(words)
 
 
 @pytest.mark.parametrize(
