@@ -19,6 +19,7 @@ from .models import modeling_rfa_decoder, modeling_rfa_seq2seq
 from .models.configuration_rfa import (
     RFAConfigMixin,
     RFASeq2SeqConfigMixin,
+    base_config_class,
     decoder_config_class,
     seq2seq_config_class,
 )
@@ -130,7 +131,7 @@ class Family:
     @property
     def base_config(self) -> Any:
         """Configuration class of the softmax models."""
-        return next(cls for cls in self.rfa_config.__mro__ if "model_type" in vars(cls) and cls is not self.rfa_config)
+        return base_config_class(self.rfa_config)
 
     @cached_property
     def model_classes(self) -> tuple[type[PreTrainedModel], ...]:
