@@ -15,12 +15,12 @@ from transformers import PreTrainedConfig
 
 from .cache_rfa import RFA_LAYER_TYPE
 from .feature_maps import FEATURE_MAPS, NoFeatures
-from .random_feature_maps import ExponentialMap, LearnedFeatureMap, RandomFeatureMap
+from .projected_feature_maps import ExponentialMap, LearnedFeatureMap, RandomFeatureMap
 from .rfa_classes import base_class, make_class
 
 #: Seeds from 0 to this draw different matrices: torch's generator for the CPU reads 32 bits of a seed.
 MAX_SEED = 2**32 - 1
-#: The largest pool: the draws after it are those of the next layer (`hf_rfa.models.random_feature_maps.draw_projection`).
+#: The largest pool: the draws after it are those of the next layer (`hf_rfa.models.projected_feature_maps.draw_projection`).
 MAX_REDRAW_POOL = 1_000_000
 
 #: What an attention layer attends to: the tokens before it, an encoder's output, or all tokens of an encoder's input.
