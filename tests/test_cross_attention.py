@@ -145,7 +145,7 @@ def test_any_other_mask_per_query_is_refused(family):
         prepared(mask, create_causal_mask, "eager") / 1e38,
     ]  # numbers that hide nothing
     for wrong in (*others, prepared(mask, create_causal_mask, "sdpa").expand(-1, 2, -1, -1)):
-        with pytest.raises(ValueError, match="A mask per query cannot be honoured"):
+        with pytest.raises(ValueError, match="A mask per query cannot be honored"):
             logits(model, ids, mask=wrong)
 
 

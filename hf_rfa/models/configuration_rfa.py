@@ -23,13 +23,21 @@ MAX_SEED = 2**32 - 1
 #: The largest pool: the draws after it are those of the next layer (`hf_rfa.models.projected_feature_maps.draw_projection`).
 MAX_REDRAW_POOL = 1_000_000
 
+#: Types of a base model's layers with attention to all tokens, the only ones that conversion changes.
+FULL_ATTENTION = ("full_attention", "attention")
+#: Types of a base model's layers that keep the documents of a packed row apart: attention by its mask, and others because
+#: they read every token by itself.
+KEEPS_DOCUMENTS_APART = (*FULL_ATTENTION, "sliding_attention", "chunked_attention", "mlp", "moe")
 #: What an attention layer attends to: the tokens before it, an encoder's output, or all tokens of an encoder's input.
 AttentionKind = Literal["causal", "cross", "encoder"]
 
 
 @dataclass(kw_only=True)
 class RFAConfigMixin:
-    """Fields of random feature attention, mixed into a family's configuration class.
+    """Fields of random feature attention, mixed into the configuration class of a decoder.
+
+    Its layers may be of several types. Those of another type than full attention stay as they are: a sliding window, say, or
+    a recurrence, whose caches do not grow either.
 
     Args:
         feature_map: name of the feature map, one of `hf_rfa.models.feature_maps.FEATURE_MAPS`. Default ``"positive"``.
@@ -108,11 +116,17 @@ class RFAConfigMixin:
 
     def num_heads_for(self, kind: AttentionKind) -> int:
         """Return H, the number of key-value heads that attention of a kind has; each has a state."""
-        return self.num_query_heads_for(kind)
+        return self._key_value_heads() or self.num_query_heads_for(kind)
+
+    def _key_value_heads(self) -> int | None:
+        """Return the field with the number of key-value heads; None where the base model has no such field (OPT)."""
+        has_them = _has_key_value_heads(base_config_class(type(self)))
+        return getattr(self, "num_key_value_heads", None) if has_them else None
 
     def head_dim_for(self, kind: AttentionKind) -> int:
         """Return the width of a head, d."""
-        return self.hidden_size // self.num_query_heads_for(kind)  # type: ignore[attr-defined]
+        config: Any = self
+        return getattr(self, "head_dim", None) or config.hidden_size // self.num_query_heads_for(kind)
 
     def num_features_for(self, kind: AttentionKind) -> int:
         """Return D for attention of a kind."""
@@ -124,7 +138,9 @@ class RFAConfigMixin:
 
     def is_rfa(self, kind: AttentionKind, layer_idx: int) -> bool:
         """Return whether attention of a kind is RFA in a layer."""
-        return kind in self.SOFTMAX_LAYERS.values() and layer_idx not in self.softmax_layers_for(kind)
+        if kind not in self.SOFTMAX_LAYERS.values() or layer_idx in self.softmax_layers_for(kind):
+            return False
+        return kind != "causal" or self.base_layer_types()[layer_idx] in FULL_ATTENTION
 
     def any_rfa(self, kind: AttentionKind) -> bool:
         """Return whether attention of a kind is RFA in some layer."""
@@ -132,7 +148,12 @@ class RFAConfigMixin:
 
     def base_layer_types(self) -> list[str]:
         """Return the type that every layer's cache has in the base model."""
-        return ["full_attention"] * self.num_layers_for("causal")
+        types = getattr(self, "layer_types", None) or getattr(self, "layers_block_type", None)
+        if types is None:
+            limited = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+            types = [name for name, size in limited.items() if getattr(self, size, None)] or ["full_attention"]
+            types = types[:1] * self.num_layers_for("causal")
+        return list(types)
 
     def types_that_read_on(self) -> list[str]:
         """Return the types of layers, convolutions and recurrences, that read on from one document of a row to the next."""
@@ -165,6 +186,9 @@ class RFAConfigMixin:
             if value is None or value < least:
                 base_name = self.attribute_map.get(name, name)  # type: ignore[attr-defined]
                 return f"{base_name} must be at least {least}, got {value}."
+        heads, shared = self.num_query_heads_for("causal"), self._key_value_heads()
+        if shared is not None and (shared < 1 or heads % shared):
+            return f"num_key_value_heads must divide the {heads} attention heads, got {shared}."
         return None
 
     def validate_layer_type(self) -> None:
@@ -284,11 +308,17 @@ class RFAConfigMixin:
             **options: values for RFA fields, or for fields of the base model that change (say ``n_positions``).
 
         Raises:
-            ValueError: see `validate_rfa`.
+            ValueError: see `validate_rfa`; also if the base model caps its logits.
         """
         unread = {*cls.__dataclass_fields__} - {*type(config).__dataclass_fields__, *config.attribute_map}
         unread |= {"model_type", "architectures", "transformers_version", "auto_map"}
-        return cls(**{name: value for name, value in config.to_dict().items() if name not in unread} | options)
+        values = {name: value for name, value in config.to_dict().items() if name not in unread} | options
+        if (capped := values.get("attn_logit_softcapping")) is not None:
+            raise ValueError(
+                f"attn_logit_softcapping={capped}: capped logits are no function of q·k that features stand for. Models with "
+                "them are not supported."
+            )
+        return cls(**values)
 
 
 @dataclass(kw_only=True)
@@ -333,83 +363,24 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
         config: Any = self
         return config.encoder_attention_heads if kind == "encoder" else config.decoder_attention_heads
 
+    def head_dim_for(self, kind: AttentionKind) -> int:
+        """Return the width of a head, d."""
+        return self.d_model // self.num_query_heads_for(kind)  # type: ignore[attr-defined]
 
-#: Types of a base model's layers with attention to all tokens, the only ones that conversion changes.
-FULL_ATTENTION = ("full_attention", "attention")
-#: Types of a base model's layers that keep the documents of a packed row apart: attention by its mask, and others because
-#: they read every token by itself.
-KEEPS_DOCUMENTS_APART = (*FULL_ATTENTION, "sliding_attention", "chunked_attention", "mlp", "moe")
+    def base_layer_types(self) -> list[str]:
+        """Return the type that every layer's cache has in the base model."""
+        return ["full_attention"] * self.num_layers_for("causal")
+
+
+def base_config_class(config_class: type) -> Any:
+    """Return the configuration class of the softmax models of a class with RFA fields."""
+    return next(cls for cls in config_class.__mro__ if not issubclass(cls, RFAConfigMixin))
 
 
 @cache
 def _has_key_value_heads(base_config: Any) -> bool:
     """Return whether a base model's configuration has a number of key-value heads of its own: files may hold any field."""
     return hasattr(base_config(), "num_key_value_heads")
-
-
-@dataclass(kw_only=True)
-class RFADecoderConfigMixin(RFAConfigMixin):
-    """Fields of random feature attention for a decoder alone, whose layers may be of several types.
-
-    Layers of another type than full attention stay as they are: a sliding window, say, or a recurrence, whose caches do not
-    grow either.
-    """
-
-    def num_heads_for(self, kind: AttentionKind) -> int:
-        """Return H, the number of key-value heads."""
-        return self._key_value_heads() or self.num_query_heads_for(kind)
-
-    def _key_value_heads(self) -> int | None:
-        """Return the field with the number of key-value heads; None where the base model has no such field (OPT)."""
-        has_them = _has_key_value_heads(base_config_class(type(self)))
-        return getattr(self, "num_key_value_heads", None) if has_them else None
-
-    def head_dim_for(self, kind: AttentionKind) -> int:
-        """Return the width of a head, d."""
-        return getattr(self, "head_dim", None) or super().head_dim_for(kind)
-
-    def base_layer_types(self) -> list[str]:
-        """Return the type that every layer's cache has in the base model."""
-        types = getattr(self, "layer_types", None) or getattr(self, "layers_block_type", None)
-        if types is None:
-            limited = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-            types = [name for name, size in limited.items() if getattr(self, size, None)] or ["full_attention"]
-            types = types[:1] * self.num_layers_for("causal")
-        return list(types)
-
-    def is_rfa(self, kind: AttentionKind, layer_idx: int) -> bool:
-        """Return whether a layer's attention is RFA; cross attention to a source never is."""
-        return super().is_rfa(kind, layer_idx) and self.base_layer_types()[layer_idx] in FULL_ATTENTION
-
-    def unusable_size(self) -> str | None:
-        """Return what is wrong with the base model's sizes, the number of key-value heads among them, or None."""
-        problem, shared = super().unusable_size(), self._key_value_heads()
-        if problem is None and shared is not None:
-            heads = self.num_query_heads_for("causal")
-            if shared < 1 or heads % shared:
-                return f"num_key_value_heads must divide the {heads} attention heads, got {shared}."
-        return problem
-
-    @classmethod
-    def from_parent(cls, config: Any, **options: Any) -> Self:
-        """Build this configuration from a softmax model's; see `RFAConfigMixin.from_parent`.
-
-        Raises:
-            ValueError: also if the base model caps its logits.
-        """
-        config_of_rfa = super().from_parent(config, **options)
-        capped = getattr(config_of_rfa, "attn_logit_softcapping", None)
-        if capped is not None:
-            raise ValueError(
-                f"attn_logit_softcapping={capped}: capped logits are no function of q·k that features stand for. Models with "
-                "them are not supported."
-            )
-        return config_of_rfa
-
-
-def base_config_class(config_class: type) -> Any:
-    """Return the configuration class of the softmax models of a class with RFA fields."""
-    return next(cls for cls in config_class.__mro__ if not issubclass(cls, RFAConfigMixin))
 
 
 def _under_class(config: Any, cls: Any) -> Any:
@@ -456,8 +427,8 @@ def __getattr__(name: str) -> Any:
 
 
 def decoder_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """Return the configuration class of a decoder's RFA models: the fields of ``base`` and of `RFADecoderConfigMixin`."""
-    return _config_class(base, RFADecoderConfigMixin)
+    """Return the configuration class of a decoder's RFA models: the fields of ``base`` and of `RFAConfigMixin`."""
+    return _config_class(base, RFAConfigMixin)
 
 
 def seq2seq_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:

@@ -71,16 +71,16 @@ def rfa_attention(
     Args:
         module: the attention module.
         query: [B, query heads, T, d].
-        key: [B, H, T, d], H being the number of key-value heads.
+        key: [B, H, T, d], of H key-value heads.
         value: [B, H, T, d].
         attention_mask: not read: `prepare_decoder` hands padding and documents over as they are.
         scaling: s of exp(q·k·s).
-        dropout: see `hf_rfa.models.attention.RFAAttentionMixin.attend`.
+        dropout: as of `hf_rfa.models.attention.RFAAttentionMixin.attend`, and so are padding_mask and document_starts.
         rfa_hidden_states: the module's input, [B, T, width].
         rfa_cache: the cache, or None.
         rfa_projections: a list that gets queries, keys and values instead of anything being computed, or None.
-        padding_mask: [B, T], 0 for padding, or None.
-        document_starts: [B, T], True where a document starts, or None.
+        padding_mask: [B, T], or None.
+        document_starts: [B, T], or None.
         output_rfa_attentions: whether to return the attention weights.
         s_aux: logits in the normalizer that no value belongs to, one a query head (the sinks of GPT-OSS), or None.
         softcap: must be None: capped logits are not a kernel of q and k.
