@@ -70,9 +70,7 @@ def main() -> None:
         found: dict[int, list[tuple[float, float]]] = {count: [] for count in COUNTS}
         for count in track(COUNTS, description=name):
             for seed in range(args.seeds):
-                config = RFAGPT2Config.from_parent(
-                    parent.config, feature_map=name, num_features=count, feature_seed=seed
-                )
+                config = RFAGPT2Config.from_base(parent.config, feature_map=name, num_features=count, feature_seed=seed)
                 model = RFAGPT2LMHeadModel(config).eval()
                 model.load_state_dict(parent.state_dict(), strict=False)
                 twin = softmax_base_model(model, "GPT2LMHeadModel", parent.config)

@@ -42,7 +42,7 @@ from .tiny_models import tiny_config
 )
 def test_refusals_name_field_value_and_range(options, words):
     with pytest.raises(StrictDataclassError) as error:
-        RFAGPT2Config.from_parent(tiny_parent_config(), **options)
+        RFAGPT2Config.from_base(tiny_parent_config(), **options)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
@@ -58,7 +58,7 @@ def test_fields_given_while_loading_are_checked_too(tmp_path):
 @pytest.mark.parametrize("name", sorted(FEATURE_MAPS))
 def test_the_number_of_features_is_the_maps_default_and_stated(name, tmp_path):
     options = {"window_size": 4} if name == "none" else {"gate": True}
-    config = RFAGPT2Config.from_parent(tiny_parent_config(), feature_map=name, softmax_layers=[1], **options)
+    config = RFAGPT2Config.from_base(tiny_parent_config(), feature_map=name, softmax_layers=[1], **options)
     config.save_pretrained(tmp_path)
     again = RFAGPT2Config.from_pretrained(tmp_path)
     assert again.to_dict() == config.to_dict()
@@ -87,7 +87,7 @@ def test_a_configuration_survives_copies_and_files(family, tmp_path):
 def test_what_is_written_to_the_decoders_configuration_is_written_to_the_models(family):
     """Caches are built by it: only the types of its layers, and the decoder's numbers of an encoder-decoder, are others."""
     encoder, common = has_encoder(family), family in (*COMMON, "whisper")
-    config = FAMILIES[family].rfa_config.from_parent(base_config(family) if common else tiny_config(family))
+    config = FAMILIES[family].rfa_config.from_base(base_config(family) if common else tiny_config(family))
     decoder, before = config.get_text_config(decoder=True), config.to_dict()
     assert decoder.layer_types == config.cache_layer_types() == decoder.get_text_config(decoder=True).layer_types
     assert len(decoder.layer_types) == decoder.num_hidden_layers == config.num_layers_for("causal")
@@ -119,7 +119,7 @@ def test_what_is_written_to_the_decoders_configuration_is_written_to_the_models(
 )
 def test_fields_of_the_softmax_model_are_kept(family, changed):
     base = base_config(family, **changed)
-    config = FAMILIES[family].rfa_config.from_parent(base)
+    config = FAMILIES[family].rfa_config.from_base(base)
     kept = set(base.to_dict()) - {"model_type", "architectures", "transformers_version", "id2label", "label2id"}
     assert {name: getattr(config, name) for name in kept} == {name: getattr(base, name) for name in kept}
 
@@ -334,11 +334,11 @@ def check(family: str, options: dict[str, Any]) -> None:
     base, declared, wrong = base_config(family, **sizes), FAMILIES[family], wrong_fields(family, options)
     if wrong:
         with pytest.raises((StrictDataclassError, ValueError)) as error:
-            declared.rfa_config.from_parent(base, **options)
+            declared.rfa_config.from_base(base, **options)
         assert_named(str(error.value), wrong, options)
     else:
         model_class = declared.architectures[declared.default_architecture][1]
-        assert_runs(family, model_class(declared.rfa_config.from_parent(base, **options)))
+        assert_runs(family, model_class(declared.rfa_config.from_base(base, **options)))
 
 
 @pytest.mark.parametrize(

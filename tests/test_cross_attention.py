@@ -62,7 +62,7 @@ def pair(family: str, options: dict[str, Any], **fields: Any) -> tuple[Any, Any]
     rfa: Any = FAMILIES[family].architectures[softmax_class.__name__][1]
     if family == "bart":
         options = {**options, "softmax_cross_layers": [0, 1, 2]}
-    model = rfa(FAMILIES[family].rfa_config.from_parent(base, **options)).eval()
+    model = rfa(FAMILIES[family].rfa_config.from_base(base, **options)).eval()
     assert not model.load_state_dict(softmax.state_dict(), strict=False).unexpected_keys
     return softmax, model
 

@@ -299,7 +299,7 @@ class RFAConfigMixin:
         super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
     @classmethod
-    def from_parent(cls, config: Any, **options: Any) -> Self:
+    def from_base(cls, config: Any, **options: Any) -> Self:
         """Build this configuration from a softmax model's, with RFA fields set by ``options``.
 
         Args:
