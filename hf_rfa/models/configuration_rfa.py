@@ -241,7 +241,7 @@ class RFAConfigMixin:
                 allowed = f"distinct layer indices from 0 to {count - 1}" if count else "empty, for there are no layers"
                 raise ValueError(f"{name} must be {allowed}, got {layers}.")
         self._check_retrieval_heads()
-        needs_window = {"num_sinks": self.num_sinks, "num_slots": self.num_slots}
+        needs_window: dict[str, Any] = {"num_sinks": self.num_sinks, "num_slots": self.num_slots}
         if feature_map is NoFeatures:
             needs_window["feature_map"] = "none"
         for name, value in needs_window.items():
@@ -362,6 +362,9 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
         """Return the number of query heads that attention of a kind has."""
         config: Any = self
         return config.encoder_attention_heads if kind == "encoder" else config.decoder_attention_heads
+
+    def _key_value_heads(self) -> None:
+        """Return None: no queries share heads. Whisper has the field as another name of the encoder's heads."""
 
     def head_dim_for(self, kind: AttentionKind) -> int:
         """Return the width of a head, d."""

@@ -357,3 +357,10 @@ class NoFeatures(FeatureMap):
     def key(self, key: Tensor) -> Tensor:
         """Return no features."""
         return self.query(key)
+
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, *, least_shift: Tensor | None = None, offset: bool = False
+    ) -> Features:
+        """Return no features, and an offset of 0."""
+        keys = query if key is None else key
+        return Features(self.query(query), self.key(keys), torch.zeros_like(query[..., :1]) if offset else None, None)

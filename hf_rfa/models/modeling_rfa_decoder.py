@@ -248,7 +248,8 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
             documents in a model with layers that do not keep them apart.
     """
     config, arguments, length, cache = stack.config, call.arguments, call.length, call.cache
-    attention_mask, softmax_mask = arguments.get("attention_mask"), None
+    attention_mask: Any = arguments.get("attention_mask")
+    softmax_mask = None
     if isinstance(attention_mask, dict) and PADDING in attention_mask:  # by `create_masks_for_generate`
         attention_mask, softmax_mask = attention_mask[PADDING], attention_mask[SOFTMAX]
     arguments["attention_mask"] = attention_mask = read_mask(attention_mask)

@@ -155,10 +155,11 @@ class ProjectedFeatureMap(FeatureMap):
         by_heads = None if key is None else to_heads(key.to(dtype))
         features = self.features(self.current_spec(dtype), to_heads(query.to(dtype)), by_heads, least_shift)
         key_features = features.key if key is None else from_heads(features.key, key)
-        offsets = features.offset
-        if offset and offsets is None:
-            offsets = self.window_shift[:, None, None] + features.query.new_zeros(*features.query.shape[:-1], 1)
-        offsets = from_heads(offsets, query) if offset else None
+        offsets = None
+        if offset:
+            zeros = features.query.new_zeros(*features.query.shape[:-1], 1)
+            offsets = self.window_shift[:, None, None] + zeros if features.offset is None else features.offset
+            offsets = from_heads(offsets, query)
         return Features(from_heads(features.query, query), key_features, offsets, features.shift)
 
     def query(self, query: Tensor) -> Tensor:

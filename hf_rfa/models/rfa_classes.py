@@ -105,12 +105,12 @@ def before_calls(
     @wraps(prepare)
     def hook(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         arguments = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}
-        cache, tokens, length = take_cache(arguments), None, 0
+        cache, length = take_cache(arguments), 0
+        ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+        tokens: Any = embeddings if ids is None else ids
         if "input_ids" in stack.reads_inputs:
-            ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
-            if (ids is None) == (embeddings is None):
+            if tokens is None or (ids is not None and embeddings is not None):
                 raise ValueError("pass either input_ids or inputs_embeds, and not both.")
-            tokens = embeddings if ids is None else ids
             length = tokens.shape[-2 if ids is None else -1]
         wanted = arguments.get("output_attentions")
         arguments["output_rfa_attentions"] = bool(stack.config.output_attentions if wanted is None else wanted)
