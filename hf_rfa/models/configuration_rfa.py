@@ -281,11 +281,11 @@ class RFAConfigMixin:
                 )
             if not self.is_rfa("causal", pair[0]):
                 problem = f"names layer {pair[0]}, whose attention is not RFA. Leave it out"
-            elif pairs.count(pair) > 1:
-                problem = "names a head twice. Leave it out once"
             elif len(self.retrieval_heads_of(pair[0])) == heads:
                 problem = f"names all {heads} heads of layer {pair[0]}. Leave one out, or keep the layer softmax"
-        if pairs and not window and problem is None:
+        if len({tuple(pair) for pair in pairs}) < len(pairs):
+            problem = "names a head twice. Leave it out once"
+        elif pairs and not window and problem is None:
             problem = "must have a window of their own: set retrieval_window to the number of last tokens that they see"
         if problem is not None:
             raise ValueError(f"retrieval_heads={pairs} {problem}.")
