@@ -277,17 +277,21 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
         if last >= count and position_ids is not None:
             last = int(position_ids.max())  # left padding makes positions smaller than the number of tokens
         check_positions(last, count)
-    embeds = call.tokens.new_empty(call.tokens.shape[0], length, 0, dtype=stack.dtype)
+    slides = "sliding_attention" in stack.rfa_layer_types
     if softmax_mask is not None:
         arguments["attention_mask"] = softmax_mask
     elif stack.rfa_layer_types <= {RFA_LAYER_TYPE}:
         padding_mask = arguments["padding_mask"]
-        keys = None if padding_mask is None else padding_mask[:, None, None, :] != 0
-        arguments["attention_mask"] = unread_mask(embeds.device) if keys is None else keys
-    elif "sliding_attention" in stack.rfa_layer_types:
-        arguments["attention_mask"] = _masks_by_type(config, embeds, attention_mask, position_ids, cache)
-    elif starts is not None and not types:  # OPT and BioGPT make their mask without positions
-        arguments["attention_mask"] = create_causal_mask(config, embeds, None, None, position_ids)
+        no_mask = padding_mask is None
+        arguments["attention_mask"] = (
+            unread_mask(call.tokens.device) if no_mask else padding_mask[:, None, None, :] != 0
+        )
+    elif slides or (starts is not None and not types):
+        embeds = call.tokens.new_empty(call.tokens.shape[0], length, 0, dtype=stack.dtype)
+        if slides:
+            arguments["attention_mask"] = _masks_by_type(config, embeds, attention_mask, position_ids, cache)
+        else:  # OPT and BioGPT make their mask without positions
+            arguments["attention_mask"] = create_causal_mask(config, embeds, None, None, position_ids)
     if "encoder_hidden_states" in stack.reads_inputs and getattr(config, "add_cross_attention", False):
         cache = call.cache_with_source(config, softmax_layers=range(config.num_hidden_layers))
     if cache is not None:
