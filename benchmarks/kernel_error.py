@@ -30,8 +30,7 @@ from hf_rfa.io.text_io import read_documents
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.feature_maps import FeatureMap
 from hf_rfa.models.linear_attention import Tokens, linear_attention
-from hf_rfa.models.projected_feature_maps import exponentiate_queries
-from hf_rfa.models.random_feature_maps import ExponentialMap, GaussianMap, PositiveMap
+from hf_rfa.models.projected_feature_maps import ExponentialMap, GaussianMap, PositiveMap, exponentiate_queries
 
 COUNTS = (64, 256, 1024, 4096)
 VARIANTS = (("positive", False), ("positive", True), ("gaussian", False))
@@ -102,9 +101,7 @@ def main() -> None:
         found: dict[int, list[tuple[float, float]]] = {count: [] for count in COUNTS}
         for count in track(COUNTS, description=name):
             for seed in range(args.seeds):
-                config = RFAGPT2Config.from_parent(
-                    parent.config, feature_map=name, num_features=count, feature_seed=seed
-                )
+                config = RFAGPT2Config.from_base(parent.config, feature_map=name, num_features=count, feature_seed=seed)
                 model = RFAGPT2LMHeadModel(config).eval()
                 model.load_state_dict(parent.state_dict(), strict=False)
                 twin = softmax_base_model(model, "GPT2LMHeadModel", parent.config)

@@ -14,7 +14,12 @@ from torch import Tensor
 from hf_rfa.models.feature_maps import FeatureMap
 from hf_rfa.models.linear_attention import denominator, differentiable, divide
 from hf_rfa.models.masking import MASKED_LOGIT, rows_per_token, to_rows
-from hf_rfa.models.random_feature_maps import ExponentialMap, GaussianMap, HedgehogMap, PositiveMap
+from hf_rfa.models.projected_feature_maps import (
+    ExponentialMap,
+    GaussianMap,
+    HedgehogMap,
+    PositiveMap,
+)
 
 #: Attention weights of signed features are raised to this before a logarithm is taken.
 MIN_SIGNED_WEIGHT = 1e-9

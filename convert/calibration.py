@@ -6,7 +6,7 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
    moment of positive features, exp(‖q̂ + k̂‖²) (Choromanski et al. 2021, lemma 2), falls with ‖q̂ + k̂‖.
 2. balance: (q∘a, k/a) with a = (var k / var q)^¼, which minimises the mean of ‖q̂ + k̂‖² and leaves q·k as it is.
 3. shape: W ← BW with a bias, A and B by the second moment of q̂ + k̂, which lowers the variance and keeps the kernel
-   (`hf_rfa.models.random_feature_maps.PositiveMap`).
+   (`hf_rfa.models.projected_feature_maps.PositiveMap`).
 4. gate: the time scale of each head, of a grid, whose attention weights have the least divergence from softmax.
 5. temperature: σ = τ per head, the τ of a grid whose attention weights have the least divergence from softmax.
 6. scale: the constant c of a head's exponents, so that the features of its median key have mass 1.
@@ -34,7 +34,7 @@ from transformers.utils import ModelOutput
 
 from hf_rfa.models.attention import Gate, RFAAttentionMixin
 from hf_rfa.models.feature_maps import FeatureMap, NoFeatures
-from hf_rfa.models.random_feature_maps import PositiveMap
+from hf_rfa.models.projected_feature_maps import PositiveMap
 from hf_rfa.process_memory import give_back_memory
 
 from .activations import (

@@ -42,7 +42,7 @@ def _with_rfa_layers(model: PreTrainedModel, chosen: set[tuple[AttentionKind, in
         ]
         for field, kind in config.SOFTMAX_LAYERS.items()
     }
-    return share_weights(model, type(model), type(config).from_parent(config, **softmax))
+    return share_weights(model, type(model), type(config).from_base(config, **softmax))
 
 
 @torch.no_grad()

@@ -65,7 +65,7 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
     },
     "Models": {},
     "Configuration": {
-        "hf_rfa.RFAConfigMixin": ["from_parent", "validate_rfa", "is_rfa"],
+        "hf_rfa.RFAConfigMixin": ["from_base", "validate_rfa", "is_rfa"],
         "hf_rfa.RFASeq2SeqConfigMixin": [],
     },
     "Attention": {

@@ -144,7 +144,7 @@ def make(
     (model_class,) = (classes[1] for name, classes in declared.architectures.items() if name.endswith(head))
     base = base_config(family, num_labels=fields.pop("num_labels", 3))
     torch.manual_seed(0)
-    model = model_class(declared.rfa_config.from_parent(base, **fields)).to(dtype).eval()
+    model = model_class(declared.rfa_config.from_base(base, **fields)).to(dtype).eval()
     draw_importance(model)
     return model
 

@@ -32,8 +32,16 @@ from hf_rfa.models.linear_attention import (
     with_norm_row,
 )
 from hf_rfa.models.masking import MASKED_LOGIT
-from hf_rfa.models.projected_feature_maps import ProjectedFeatureMap, from_heads, to_heads
-from hf_rfa.models.random_feature_maps import ArcCosMap, GaussianMap, HedgehogMap, PositiveMap, T2RMap
+from hf_rfa.models.projected_feature_maps import (
+    ArcCosMap,
+    GaussianMap,
+    HedgehogMap,
+    PositiveMap,
+    ProjectedFeatureMap,
+    T2RMap,
+    from_heads,
+    to_heads,
+)
 
 #: Kinds of features by name, as the kernels number them.
 KINDS = {"exp": 0, "sin": 1, "relu": 2, "elu": 3}

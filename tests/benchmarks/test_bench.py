@@ -42,7 +42,7 @@ def test_a_converted_checkpoint_is_timed_as_it_is(family):
     """Beside its softmax parent, whose weights it shares; layers that stayed softmax have their own keys and values."""
     parent = base_config(family)
     options = {"feature_map": "elu", "gate": True, "window_size": 5, "softmax_layers": [1]}
-    config = FAMILIES[family].rfa_config.from_parent(parent, **options)
+    config = FAMILIES[family].rfa_config.from_base(parent, **options)
     softmax, rfa = bench.pair(config, 40)
     expected = bench.pair(parent, 40, **options)
     for model, other in zip((softmax, rfa), expected, strict=True):
@@ -98,7 +98,7 @@ def test_the_command_writes_figures_and_pictures(run_cli, tmp_path, capsys):
         assert all(set(point["milliseconds"]) == names for point in points)
         assert all(set(point["cache_bytes"]) == names for point in points) or sys.platform != "linux"
         assert (tmp_path / f"speed-{task}.png").read_bytes().startswith(b"\x89PNG")
-    RFAGPT2Config.from_parent(tiny_parent_config(), feature_map="elu").save_pretrained(tmp_path)
+    RFAGPT2Config.from_base(tiny_parent_config(), feature_map="elu").save_pretrained(tmp_path)
     assert run_cli("bench", "--model", tmp_path, "--lengths", "8", "--steps", 1, *options[-2:]) == 0
     assert json.loads((tmp_path / "speed.json").read_text())["options"]["feature_map"] == "elu"
     assert "speed-up" in capsys.readouterr().out

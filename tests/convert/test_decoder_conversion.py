@@ -91,7 +91,7 @@ def test_conversion(name, tmp_path):
 def test_the_most_sensitive_layer_stays_softmax(name, tmp_path):
     options = {"window_size": 4} if name in WITH_SINKS else {}
     folder = saved(name, tmp_path / "parent")
-    whole = FAMILIES[name].rfa_config.from_parent(AutoConfig.from_pretrained(folder), **options)
+    whole = FAMILIES[name].rfa_config.from_base(AutoConfig.from_pretrained(folder), **options)
     possible = [index for index in range(whole.num_hidden_layers) if whole.is_rfa("causal", index)]
     if len(possible) == 1:
         with pytest.raises(InputError, match="keep_softmax=1 must leave at least one"):

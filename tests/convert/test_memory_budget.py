@@ -63,7 +63,7 @@ def test_several_numbers_of_retrieval_heads_are_tried(parent, memory, monkeypatc
     assert sorted({len(each) for each in found}) == [0, 1, 2]
     assert all(each == heads[: len(each)] for each in found)
     assert len({name for name, *_ in ways}) == len(ways)
-    config = checkpoint.family.rfa_config.from_parent(checkpoint.config)
+    config = checkpoint.family.rfa_config.from_base(checkpoint.config)
     token, all_heads = 4 * 2 * config.head_dim_for("causal"), number_of_heads(checkpoint, ways[0][2])
     layers = all_heads // config.num_heads_for("causal")
     for count, share in ((1, 1 / 3), (2, 2 / 3)):

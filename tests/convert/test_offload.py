@@ -89,7 +89,7 @@ def test_small_checkpoints_are_loaded_whole(tiny_parent, tmp_path, monkeypatch):
 
 
 def test_which_modules_stay_on_disk():
-    config = RFABartConfig.from_parent(tiny_seq2seq_config("bart"), gate=True)
+    config = RFABartConfig.from_base(tiny_seq2seq_config("bart"), gate=True)
     devices = blocks_on_disk(RFABartForConditionalGeneration, config, torch.device("cuda:1"))
     for name in ("self_attn.q_proj", "encoder_attn.out_proj", "fc1", "final_layer_norm"):
         assert devices[f"model.decoder.layers.2.{name}"] == "disk"

@@ -24,7 +24,7 @@ def test_a_configuration_of_a_bidirectional_model_is_refused(family, name, value
     config = base_config(family)
     setattr(config, name, value)
     with pytest.raises(StrictDataclassError, match=f"{name}={value!r}"):
-        FAMILIES[family].rfa_config.from_parent(config)
+        FAMILIES[family].rfa_config.from_base(config)
 
 
 @every_family
@@ -32,7 +32,7 @@ def test_a_configuration_of_a_bidirectional_model_is_refused(family, name, value
 def test_a_configuration_that_says_causal_is_one(family, name, value):
     config = base_config(family)
     setattr(config, name, value)
-    assert FAMILIES[family].rfa_config.from_parent(config).any_rfa("causal")
+    assert FAMILIES[family].rfa_config.from_base(config).any_rfa("causal")
 
 
 @pytest.mark.parametrize("family", DECLARED)

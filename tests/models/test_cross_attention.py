@@ -61,7 +61,7 @@ def pair(family: str, options: dict[str, Any], **fields: Any) -> tuple[Any, Any]
     rfa: Any = FAMILIES[family].architectures[softmax_class.__name__][1]
     if family == "bart":
         options = {**options, "softmax_cross_layers": [0, 1, 2]}
-    model = rfa(FAMILIES[family].rfa_config.from_parent(base, **options)).eval()
+    model = rfa(FAMILIES[family].rfa_config.from_base(base, **options)).eval()
     assert not model.load_state_dict(softmax.state_dict(), strict=False).unexpected_keys
     return softmax, model
 
@@ -144,7 +144,7 @@ def test_any_other_mask_per_query_is_refused(family):
         prepared(mask, create_causal_mask, "eager") / 1e38,
     ]  # numbers that hide nothing
     for wrong in (*others, prepared(mask, create_causal_mask, "sdpa").expand(-1, 2, -1, -1)):
-        with pytest.raises(ValueError, match="A mask per query cannot be honoured"):
+        with pytest.raises(ValueError, match="A mask per query cannot be honored"):
             logits(model, ids, mask=wrong)
 
 

@@ -39,7 +39,7 @@ def converted(softmax: Any, **options: Any) -> Any:
     """Return an RFA model with the weights of a softmax model."""
     declared = FAMILIES[softmax.config.model_type]
     cls = declared.architectures[type(softmax).__name__][1]
-    model = cls(declared.rfa_config.from_parent(softmax.config, **options)).to(softmax.dtype).eval()
+    model = cls(declared.rfa_config.from_base(softmax.config, **options)).to(softmax.dtype).eval()
     absent, unknown = model.load_state_dict(softmax.state_dict(), strict=False)
     assert not unknown
     assert all(".feature_map." in key or ".gate." in key for key in absent)

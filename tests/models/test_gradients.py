@@ -122,7 +122,7 @@ def test_a_new_model_starts_with_the_values_of_a_new_softmax_model(family, head)
     base = base_config(family) if family in COMMON else tiny_config(family)
     softmax, rfa = FAMILIES[family].architectures[head]
     models = []
-    for cls, config in ((softmax, base), (rfa, FAMILIES[family].rfa_config.from_parent(base, window_size=4))):
+    for cls, config in ((softmax, base), (rfa, FAMILIES[family].rfa_config.from_base(base, window_size=4))):
         torch.manual_seed(3)
         models.append(cls(config).state_dict())
     assert_close({name: models[1][name] for name in models[0]}, dict(models[0]), rtol=0, atol=0)

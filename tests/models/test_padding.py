@@ -125,7 +125,7 @@ def test_positions_are_those_of_the_base_model_whatever_a_mask_is_made_of(name, 
     """Past 256 tokens too, where a count in 16 bits is rounded."""
     softmax = parent(name, max_position_embeddings=400)
     declared = FAMILIES[name]
-    config = declared.rfa_config.from_parent(softmax.config, feature_map="none", window_size=300)
+    config = declared.rfa_config.from_base(softmax.config, feature_map="none", window_size=300)
     model = declared.architectures[type(softmax).__name__][1](config).eval()
     model.load_state_dict(softmax.state_dict())
     ids = tokens(2, 300)

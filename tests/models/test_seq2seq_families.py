@@ -38,7 +38,7 @@ def base_and_rfa(family, **fields):
     config = tiny_seq2seq_config(family)
     base_class, rfa_class = declared.architectures[declared.default_architecture]
     models = []
-    for cls, each in ((base_class, config), (rfa_class, declared.rfa_config.from_parent(config, **fields))):
+    for cls, each in ((base_class, config), (rfa_class, declared.rfa_config.from_base(config, **fields))):
         torch.manual_seed(0)
         models.append(cls(each).eval())
     return models
@@ -158,7 +158,7 @@ def test_softmax_weights_load_into_every_head_which_gets_the_feature_maps_of_its
     base_class, rfa_class = FAMILIES[family].architectures[head]
     config = tiny_seq2seq_config(family)
     base_class(config).save_pretrained(tmp_path)
-    rfa_config = FAMILIES[family].rfa_config.from_parent(config, num_features=8)
+    rfa_config = FAMILIES[family].rfa_config.from_base(config, num_features=8)
     model, drawn = rfa_class.from_pretrained(tmp_path, config=rfa_config), rfa_class(rfa_config)
     expected = {name: each.feature_map.state_dict() for name, each in rfa_modules(drawn).items()}
     assert len(expected) == 2 * len(LAYERS)
@@ -287,7 +287,7 @@ def test_whisper_transcribes_in_a_pipeline(folders, reports, tmp_path):
 def test_a_decoder_of_whisper_stands_alone():
     config = tiny_seq2seq_config("whisper")
     _, rfa_class = FAMILIES["whisper"].architectures["WhisperForCausalLM"]
-    model = rfa_class(FAMILIES["whisper"].rfa_config.from_parent(config, num_features=8)).eval()
+    model = rfa_class(FAMILIES["whisper"].rfa_config.from_base(config, num_features=8)).eval()
     ids, source = targets(12), torch.randn(2, 20, 24)
     with torch.no_grad():
         whole = model(ids, encoder_outputs=(source,), use_cache=False).logits

@@ -35,7 +35,7 @@ def own_names(model: Any) -> set[str]:
 @every_auto_class
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_new_model_draws_its_own_parts_in_float32(family, auto, options, dtype):
-    config = FAMILIES[family].rfa_config.from_parent(base_config(family, num_labels=3), **options)
+    config = FAMILIES[family].rfa_config.from_base(base_config(family, num_labels=3), **options)
     small, exact = auto.from_config(config, dtype=dtype), auto.from_config(config)
     assert small.dtype == dtype
     assert kept_in_float32(small) == own_names(small)
@@ -48,7 +48,7 @@ def test_a_new_model_draws_its_own_parts_in_float32(family, auto, options, dtype
 def test_softmax_weights_in_16_bits_get_own_parts_in_float32(family, options, tmp_path):
     save_softmax_model(family, tmp_path)
     cls = FAMILIES[family].architectures[FAMILIES[family].default_architecture][1]
-    config = FAMILIES[family].rfa_config.from_parent(base_config(family), **options)
+    config = FAMILIES[family].rfa_config.from_base(base_config(family), **options)
     small, exact = (cls.from_pretrained(tmp_path, config=config, dtype=each) for each in (torch.bfloat16, None))
     assert kept_in_float32(small) == own_names(small)
     for key in own_names(small):
@@ -77,7 +77,7 @@ def test_projections_whose_names_begin_as_a_gates_are_rounded(tmp_path):
     softmax = parent("afmoe")
     declared = FAMILIES["afmoe"]
     cls = declared.architectures[type(softmax).__name__][1]
-    config = declared.rfa_config.from_parent(softmax.config, **GATED)
+    config = declared.rfa_config.from_base(softmax.config, **GATED)
     cls(config).save_pretrained(tmp_path)
     small = cls.from_pretrained(tmp_path, dtype=torch.bfloat16)
     experts = {key for key in small.state_dict() if ".mlp." in key}
