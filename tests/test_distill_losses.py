@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,16 +24,7 @@ from hf_rfa.inference import load_model
 from hf_rfa.models.feature_maps import FEATURE_MAPS
 
 from .families import has_encoder, make, softmax_model
-from .training import assert_same, save_checkpoints
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory) -> Path:
-    """Softmax models with tokenizers, and converted checkpoints."""
-    folder = tmp_path_factory.mktemp("losses")
-    options = {"feature_map": "exponential", "num_features": 16}
-    save_checkpoints(folder, "gpt2", config={"initializer_range": 0.5}, gate=True, **options)
-    return save_checkpoints(folder, "bart", encoder_layers="all", **options)
+from .training import assert_same
 
 
 @pytest.fixture
@@ -48,8 +37,7 @@ def test_before_training_the_exponential_map_is_the_positive_one():
     options = {"num_heads": 2, "head_dim": 5, "num_features": 11, "seed": 4, "layer_idx": 1, "scaling": 0.4}
     positive, exponential = (FEATURE_MAPS[name](**options) for name in ("positive", "exponential"))
     query, key = torch.randn(2, 2, 7, 5), torch.randn(2, 2, 7, 5)
-    for found, expected in zip(exponential(query, key), positive(query, key), strict=True):
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(exponential(query, key), positive(query, key))
     exponential(query, key)[1].sum().backward()
     grads = {name for name, parameter in exponential.named_parameters() if parameter.grad is not None}
     assert grads == {"key_projection", "key_bias", "norm_weight", "sigma"}, "queries and keys have their own matrices"
@@ -142,42 +130,41 @@ def test_transfer_holds_the_graph_of_one_layer_at_a_time(pair, tmp_path):
     model, teacher = pair
     inputs = {"input_ids": torch.randint(4, 61, (2, 12))}
     stage = Stage(steps=1, batch_size=2, output_mse_weight=0.5)
-    trainer = AttentionTransferTrainer(
-        stage=stage, teacher=teacher, model=model, args=training_arguments(stage, tmp_path, seed=0)
-    )
+    arguments = training_arguments(stage, tmp_path, seed=0)
+    trainer = AttentionTransferTrainer(stage=stage, teacher=teacher, model=model, args=arguments)
     trainer.state.max_steps = 1  # the step is before those on the model's own inputs
-    held = []  # sizes of what is saved for backward passes, while it is
+    alive: list[int] = []  # sizes of what is saved for backward passes, while it is
     most = 0
 
     class Saved:
         def __init__(self, tensor):
             nonlocal most
             self.tensor = tensor
-            held.append(tensor.nbytes)
-            most = max(most, sum(held))
+            alive.append(tensor.nbytes)
+            most = max(most, sum(alive))
 
         def __del__(self):
-            held.remove(self.tensor.nbytes)
+            alive.remove(self.tensor.nbytes)
 
     def gradients(loss):
         (loss / 3).backward()
-        found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
         model.zero_grad()
-        return found
+        return grads
 
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
         losses = dict(transfer_losses(model, teacher, inputs, output_mse_weight=0.5))
         expected = torch.stack([loss.mean() for loss in losses.values()]).mean()
-        all_layers, wanted = most, gradients(expected)
+        all_layers, expected_gradients = most, gradients(expected)
         del losses
-        assert not held
+        assert not alive
         most = 0
         loss = trainer.compute_loss(model, inputs)
         assert most < 0.6 * all_layers, "of two layers"
         found = gradients(loss)
     torch.testing.assert_close(loss, expected)
     assert any("feature_map" in name for name in found)
-    assert_same(found, wanted)
+    assert_same(found, expected_gradients)
 
 
 def test_the_models_own_inputs_and_the_outputs_error_enter_the_loss(pair):

@@ -16,7 +16,7 @@ from hf_rfa.convert.retrieval_heads import choose_retrieval_heads, exact_shares,
 from hf_rfa.errors import InputError
 from hf_rfa.recall.memory import cache_memory
 
-from .conftest import leftovers
+from .conftest import refused
 from .families import save_softmax_model
 
 WINDOW = {"feature_map": "none", "window_size": 4, "num_sinks": 2}
@@ -158,13 +158,14 @@ def test_a_number_is_chosen_reported_and_repeatable(parent, text, tmp_path):
 
 
 @pytest.mark.parametrize("length", [30, 1024])
-def test_without_a_window_of_their_own_they_see_the_length_of_calibration_texts(parent, length, tmp_path, monkeypatch):
+def test_without_a_window_of_their_own_they_see_the_length_of_calibration_texts(
+    length, material, tmp_path, monkeypatch
+):
     monkeypatch.setattr("hf_rfa.convert.configuration.RETRIEVAL_WINDOW", length)
-    report = convert(parent, tmp_path / "out", **WINDOW, retrieval_heads=[[1, 0]])
+    report = convert(material / "gpt2", tmp_path / "out", **WINDOW, retrieval_heads=[[1, 0]])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.retrieval_window == min(length, 96)
-    assert not report.grows
-    assert report.state_bytes == cache_memory(model).fixed
+    assert (report.grows, report.state_bytes) == (False, cache_memory(model).fixed)
 
 
 @pytest.mark.parametrize(
@@ -173,41 +174,33 @@ def test_without_a_window_of_their_own_they_see_the_length_of_calibration_texts(
         ({"retrieval_window": 5}, "has no effect without retrieval_heads"),
         ({"retrieval_heads": 1, "retrieval_window": 97}, "more than the 96 positions of .* Leave it out for 96"),
         ({"retrieval_heads": 1, "retrieval_window": 0}, "retrieval_window must be at least 1"),
-        ({"retrieval_heads": 5}, "at most (4|3|2)"),
+        ({"retrieval_heads": 5}, "at most 4"),
         ({"retrieval_heads": [[7, 0]]}, "layers of"),
         ({"retrieval_heads": -1}, "must be at least 0"),
         ({"retrieval_heads": 1, "memory": 12}, "decides on .*retrieval_heads"),
     ],
     ids=str,
 )
-def test_what_does_not_go_together_is_refused(options, message, parent, text, tmp_path):
-    fixed = {} if "memory" in options else WINDOW
-    with pytest.raises(InputError, match=message):
-        convert(parent, tmp_path / "out", calibrate_on=text, **fixed, **options)
-    assert leftovers(tmp_path) == []
+def test_what_does_not_go_together_is_refused(options, message, material, text, tmp_path):
+    sizes = {} if "memory" in options else WINDOW
+    refused(message, material / "gpt2", tmp_path, calibrate_on=text, **sizes, **options)
 
 
-def test_a_number_is_for_decoders_with_a_head(tmp_path):
-    save_softmax_model("bart", tmp_path / "bart")
-    options = {**WINDOW, "cross_layers": []}
-    with pytest.raises(InputError, match=r"Name the heads \(layer.head\)"):
-        convert(tmp_path / "bart", tmp_path / "out", **options, retrieval_heads=1)
-    report = convert(
-        tmp_path / "bart",
-        tmp_path / "out",
-        **options | {"feature_map": "positive", "cross_layers": None},
-        retrieval_heads=[[0, 1]],
-    )
+def test_a_number_is_for_decoders_with_a_head(material, tmp_path):
+    sizes = {"window_size": 4, "num_sinks": 2}
+    message = r"Name the heads \(layer.head\)"
+    refused(message, material / "bart", tmp_path, **sizes, feature_map="none", cross_layers=[], retrieval_heads=1)
+    report = convert(material / "bart", tmp_path / "out", **sizes, feature_map="positive", retrieval_heads=[[0, 1]])
     assert not report.grows  # the encoder is softmax, and keeps nothing
 
 
-def test_the_command_line_takes_a_number_or_heads(parent, text, tmp_path, run_cli, capsys):
+def test_the_command_line_takes_a_number_or_heads(material, text, tmp_path, run_cli, capsys):
     words = ["--feature-map", "none", "--window-size", 4, "--calibrate", text]
-    assert run_cli("convert", parent, tmp_path / "one", *words, "--retrieval-heads", 1) == 0
+    assert run_cli("convert", material / "gpt2", tmp_path / "one", *words, "--retrieval-heads", 1) == 0
     (found,) = json.loads((tmp_path / "one" / "conversion.json").read_text())["retrieval_heads"]
     assert f"{found['layer']}.{found['head']}; KL" in capsys.readouterr().out
-    assert run_cli("convert", parent, tmp_path / "two", *words, "--retrieval-heads", "0.1,1.0") == 0
+    assert run_cli("convert", material / "gpt2", tmp_path / "two", *words, "--retrieval-heads", "0.1,1.0") == 0
     config = json.loads((tmp_path / "two" / "config.json").read_text())
     assert config["retrieval_heads"] == [[0, 1], [1, 0]]
-    assert run_cli("convert", parent, tmp_path / "three", *words, "--retrieval-heads", "0-1") != 0
+    assert run_cli("convert", material / "gpt2", tmp_path / "three", *words, "--retrieval-heads", "0-1") != 0
     assert "layer.head of each such as 18.2,7.2" in " ".join(capsys.readouterr().err.split())
