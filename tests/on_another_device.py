@@ -21,7 +21,6 @@ from transformers import AutoTokenizer
 
 from hf_rfa.convert import checkpoint, convert
 from hf_rfa.devices import find_device
-from hf_rfa.errors import InputError
 from hf_rfa.finetune import evaluate_generation, perplexity
 from hf_rfa.inference import generate_text, load_model
 from hf_rfa.recall import Effort, recall_suite
@@ -86,10 +85,6 @@ def test_the_device_refuses_what_a_gpu_refuses():
 
 def test_auto_is_the_accelerator():
     assert find_device("auto") == find_device(NAME) == DEVICE
-    assert find_device("cpu") == torch.device("cpu")
-    for name in ("cuda", "nowhere", "meta"):
-        with pytest.raises(InputError, match=r"Pass cpu, cuda, or auto\."):
-            find_device(name)
 
 
 GREEDY: dict[str, Any] = {}
@@ -100,14 +95,11 @@ SAMPLES: dict[str, Any] = {"do_sample": True, "seed": 4}
 @pytest.mark.parametrize(
     ("family", "variant", "options"),
     [
-        ("gpt2", "window-gate", BEAMS),
         ("gpt2", "gaussian-gate", GREEDY),
         ("gpt2", "retrieval-gate", SAMPLES),
         ("llama", "slots-features", SAMPLES),
-        ("llama", "hybrid", GREEDY),
-        ("llama", "retrieval", BEAMS),
-        ("bart", "both-gate", BEAMS),
-        ("bart", "everything-signed", GREEDY),
+        ("llama", "hybrid", BEAMS),
+        ("bart", "everything-signed", BEAMS),
     ],
 )
 def test_generation(family, variant, options, tmp_path):
@@ -129,10 +121,9 @@ def test_generation(family, variant, options, tmp_path):
     [
         ("gpt2", False, {"feature_map": "gaussian", "keep_softmax": 1, "max_positions": 300}),
         ("gpt2", True, {"feature_map": "hedgehog", "retrieval_heads": 1, "retrieval_window": 8, "window_size": 4}),
-        ("gpt2", True, {"calibrate_on": None, "feature_map": "exponential", "gate": True}),
         ("llama", False, {"memory": 12}),
         ("llama", True, {"feature_map": "positive", "num_features": 16, "window_size": 3, "num_slots": 4}),
-        ("bart", False, {"encoder_layers": "all", "gate": True}),
+        ("bart", False, {"calibrate_on": None, "encoder_layers": "all", "gate": True}),
     ],
 )
 def test_conversion(family, on_disk, options, folder, tmp_path, monkeypatch):

@@ -127,7 +127,7 @@ def test_bits_are_those_of_single_pixels(trained):
     folder = trained / "work" / "RFA-Gaussian, seed 3"
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    total, few = 0.0, images.digits()[1][:4]
+    total, few = 0.0, images.digits()[1][:2]
     for image in few:
         text = "^" + "".join("abcdefghijklmnopq"[level] for level in image)
         ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -205,8 +205,8 @@ def test_a_fixed_gate_has_its_time_scale_and_keeps_it(tmp_path, monkeypatch):
 
 
 def test_values_of_expressions_are_counted_one_by_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(listops, "HELD_OUT", 30)
-    monkeypatch.setattr(listops, "BATCH", 7)
+    monkeypatch.setattr(listops, "HELD_OUT", 12)
+    monkeypatch.setattr(listops, "BATCH", 5)
     labels = {str(label): index for index, label in enumerate(reversed(range(10)))}
     options = {"vocab_size": 259, "pad_token_id": 0, "eos_token_id": 1, "initializer_range": 1.0}
     options |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -223,7 +223,7 @@ def test_values_of_expressions_are_counted_one_by_one(tmp_path, monkeypatch):
             assert lengths[0] <= len(row["text"]) <= lengths[1]
             answer = model(torch.tensor([[*(3 + byte for byte in row["text"].encode()), 1]])).logits.argmax()
             right += 9 - int(answer) == row["label"]
-        assert values[name] == right / 30
+        assert values[name] == right / 12
     assert 0.1 <= listops.chance({})["right"] < 0.5
     monkeypatch.setattr(listops, "TRAINED_ON", 500)
     files = listops.prepare(None, tmp_path)
@@ -274,7 +274,7 @@ def test_language_is_measured_past_the_length_of_the_training(tmp_path, monkeypa
 
 def test_translations_are_scored_greedily_and_with_beams(tmp_path):
     save_softmax_model("bart", tmp_path / "model")
-    sentences = [words(3 + row, 5 * row) for row in range(6)]
+    sentences = [words(3 + row, 5 * row) for row in range(3)]
     for name in ("train", "val", translation.TEST):
         for which in translation.LANGUAGES:
             with gzip.open(tmp_path / f"{name}.{which}.gz", "wt") as file:

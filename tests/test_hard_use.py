@@ -86,9 +86,10 @@ def offloaded(model, folder, how):
 
 
 HYBRID, BART_HYBRID = {"softmax_layers": [0], "feature_map": "exponential"}, VARIANTS["bart"]["per-layer"]
-WAYS = ["device_map", "auto", "disk_offload", "cpu_offload"]
-OFFLOADED = [*product(["gpt2", "bart"], [{"gate": True}, {"window_size": 3}, HYBRID], WAYS)]
-OFFLOADED += [("gpt2", HYBRID, "blocks"), ("gpt2", {"gate": True}, "blocks"), ("bart", BART_HYBRID, "blocks")]
+FAMILIES = ["gpt2", "bart"]
+OFFLOADED = [*product(FAMILIES, [{"gate": True}, {"window_size": 3}, HYBRID], ["device_map"])]
+OFFLOADED += [*product(FAMILIES, [HYBRID], ["auto", "disk_offload", "cpu_offload"])]
+OFFLOADED += [("gpt2", {"gate": True}, "blocks"), ("bart", BART_HYBRID, "blocks")]
 
 
 @pytest.mark.parametrize(("family", "options", "how"), OFFLOADED, ids=str)
