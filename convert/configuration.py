@@ -13,10 +13,10 @@ from huggingface_hub.errors import StrictDataclassError
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import Family, has_rotary_positions, position_count, scale_rotations
+from hf_rfa.io.text_io import BLOCK_LENGTH
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
 
-from .calibration_data import BLOCK_LENGTH
 from .checkpoint import Checkpoint
 from .options import ConversionOptions
 

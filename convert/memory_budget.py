@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_rfa.devices import find_device
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.families import position_count
+from hf_rfa.inference.devices import find_device
 from hf_rfa.models.feature_maps import FEATURE_MAPS, compute_dtype
 from hf_rfa.models.memory import MemoryLayout
 
@@ -30,7 +31,6 @@ from .calibration_data import Inputs, batches
 from .checkpoint import Checkpoint, load_rfa_model
 from .configuration import RETRIEVAL_WINDOW, SINKS, converted_layers, predicts_tokens, rfa_config, with_defaults
 from .options import ConversionOptions
-from .perplexity import score_labels
 from .retrieval_heads import RetrievalHead, choose_retrieval_heads, repeated_passages
 
 #: The features of the way that has some, and by what their number is divisible.

@@ -13,8 +13,9 @@ from huggingface_hub import ModelCard, ModelCardData
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from hf_rfa.cache_files import recurrent_num_bytes
+from hf_rfa.evaluation.perplexity import shown
 from hf_rfa.families import position_count, reads_audio
+from hf_rfa.inference.cache_files import recurrent_num_bytes
 from hf_rfa.models.cache_names import returned_cache
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
 from hf_rfa.version import __version__
@@ -25,7 +26,6 @@ from .checkpoint import Checkpoint, new_keys
 from .configuration import outside_module
 from .memory_budget import Trial
 from .options import ConversionOptions
-from .perplexity import shown
 from .retrieval_heads import RetrievalHead
 from .sensitivity import LayerSensitivity
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.experiments import language, reviews
+from hf_rfa.evaluation.recall.memory import cache_memory
 from hf_rfa.finetune.recipe import load_settings
-from hf_rfa.recall.memory import cache_memory
 
 from .conftest import words
 from .families import save_softmax_model

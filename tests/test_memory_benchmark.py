@@ -15,7 +15,7 @@ from benchmarks import memory
 from benchmarks.memory_checkpoints import options_of
 from hf_rfa.convert import convert
 from hf_rfa.errors import InputError
-from hf_rfa.recall import window_and_sinks
+from hf_rfa.evaluation.recall import window_and_sinks
 
 from .conftest import words
 from .families import save_softmax_model
