@@ -68,8 +68,8 @@ def open_for_the_device(file: str, framework: str, device: Any) -> Any:
             pass
 
         def get_tensor(self, name: str) -> torch.Tensor:
-            with safe_open(file, framework=framework, device="cpu") as found:
-                return found.get_tensor(name).to(device)
+            with safe_open(file, framework=framework, device="cpu") as tensors_of_file:
+                return tensors_of_file.get_tensor(name).to(device)
 
     return File()
 
@@ -107,14 +107,14 @@ def test_generation(family, variant, options, tmp_path):
     make(family, variant).save_pretrained(tmp_path)
     save_tiny_tokenizer(tmp_path)
     prompts = [words(12), words(5, 20)]
-    found = []
+    texts = []
     for device in ("cpu", "auto"):
         model, tokenizer = load_model(str(tmp_path), device=device)
         assert model.device.type == (NAME if device == "auto" else "cpu")
         assert isinstance(next(model.parameters()), ElsewhereTensor) == (device == "auto")
-        found.append(generate_text(model, tokenizer, prompts, max_new_tokens=20, ignore_eos=True, **options).texts)
-    assert found[0] == found[1]
-    assert len(set(found[0])) == 2
+        texts.append(generate_text(model, tokenizer, prompts, max_new_tokens=20, ignore_eos=True, **options).texts)
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == 2
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_conversion(family, on_disk, options, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(offload, "safe_open", open_for_the_device)
     monkeypatch.setattr(checkpoint, "MAX_BYTES_IN_MEMORY", 0 if on_disk else 10**9)
     given: dict[str, Any] = {"calibrate_on": folder / "text.txt", "command": "the command", **options}
-    load, places, found = checkpoint._from_pretrained, [], {}
+    load, places, reports = checkpoint._from_pretrained, [], {}
 
     def loaded(*args: Any, **options: Any) -> Any:
         model, info = load(*args, **options)
@@ -142,14 +142,14 @@ def test_conversion(family, on_disk, options, folder, tmp_path, monkeypatch):
     for device, place in (("cpu", torch.device("cpu")), ("auto", DEVICE)):
         places.clear()
         convert(folder / family, tmp_path / device, device=device, **given)
-        found[device] = json.loads((tmp_path / device / "conversion.json").read_text())
-        del found[device]["destination"]
+        reports[device] = json.loads((tmp_path / device / "conversion.json").read_text())
+        del reports[device]["destination"]
         assert len(places) >= 2  # the model, and the checkpoint that was written
         assert set(places) == {place}
-    figures, others = zip(*(figures_of(each) for each in found.values()), strict=True)
+    figures, others = zip(*(figures_of(each) for each in reports.values()), strict=True)
     assert others[0] == others[1]
     assert figures[0] == pytest.approx(figures[1], rel=1e-3)
-    torch.testing.assert_close(*(tensors(tmp_path / device) for device in found), rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(*(tensors(tmp_path / device) for device in reports), rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -178,16 +178,16 @@ def test_the_recall_suite(tmp_path):
     convert(tmp_path / "softmax", tmp_path / "rfa", device="cpu")
     text = torch.randint(3, 61, (300,))
     effort = Effort(text_tokens=64, repeated_tokens=64, books=2, needles=1, prompts=1, new_tokens=4, every=3)
-    found = []
+    figures = []
     for device in ("cpu", NAME):
         (model, tokenizer), (teacher, _) = (
             load_model(str(tmp_path / each), device=device) for each in ("rfa", "softmax")
         )
         report = recall_suite(model, tokenizer, teacher=teacher, text=text, effort=effort, max_length=128)
-        found.append(figures_of([asdict(column) for column in report.columns]))
-    assert len(found[0][0]) > 20
-    assert found[0][1] == found[1][1]
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-3)
+        figures.append(figures_of([asdict(column) for column in report.columns]))
+    assert len(figures[0][0]) > 20
+    assert figures[0][1] == figures[1][1]
+    assert figures[0][0] == pytest.approx(figures[1][0], rel=1e-3)
 
 
 @torch.no_grad()

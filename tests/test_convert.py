@@ -32,7 +32,6 @@ from transformers import (
 from hf_rfa import FEATURE_MAPS
 from hf_rfa.convert import ConversionOptions, InputError, convert
 from hf_rfa.convert import checkpoint as checkpoint_module
-from hf_rfa.convert.base_model import softmax_base_model
 from hf_rfa.convert.calibration_data import random_inputs
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa_cli.main import app
@@ -272,17 +271,6 @@ def test_the_command_on_the_card_gives_the_same_checkpoint(family, options, conv
     assert run_cli(*shlex.split(command)[1:]) == 0
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
-def test_the_softmax_base_model_shares_memory_and_is_the_parent(tiny_parent, tmp_path):
-    convert(tiny_parent, tmp_path / "out")
-    parent = GPT2LMHeadModel.from_pretrained(tiny_parent).eval()
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    twin = softmax_base_model(model, "GPT2LMHeadModel", parent.config)
-    ids = torch.randint(1, 61, (2, 20))
-    with torch.no_grad():
-        assert torch.equal(twin(ids).logits, parent(ids).logits)
-    assert twin.transformer.wte.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
 
 
 def test_the_command_line_has_every_option():

@@ -83,7 +83,13 @@ def test_conversion(name, tmp_path):
     assert leftovers(tmp_path) == ["out", "parent"]
 
 
-@every_decoder
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("gemma3_text", "gpt_oss", "llama") else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+    ],
+)
 def test_the_most_sensitive_layer_stays_softmax(name, tmp_path):
     options = {"window_size": 4} if name in WITH_SINKS else {}
     folder = saved(name, tmp_path / "parent")

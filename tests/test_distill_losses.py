@@ -52,7 +52,7 @@ def test_divergence_is_the_kl_of_the_weights(gated, monkeypatch):
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, 6:] = False
     query, key, value = layer.project(hidden)
-    found = layer_divergence(layer, LayerActivations(query, key, value, mask, mask), hidden)
+    divergence = layer_divergence(layer, LayerActivations(query, key, value, mask, mask), hidden)
     features = layer.feature_map(query, key)
     total, counted = torch.zeros(3, dtype=torch.float64), 0
     for row, length in enumerate((9, 6)):
@@ -66,7 +66,7 @@ def test_divergence_is_the_kl_of_the_weights(gated, monkeypatch):
                     decay = log_gate[row, head, : t + 1].flip(0).cumsum(0).flip(0) - log_gate[row, head, : t + 1]
                     mass = mass * weight[row, head, : t + 1] * decay.exp()
                 total[head] += (softmax * (softmax.log() - (mass / mass.sum()).log())).sum()
-    torch.testing.assert_close(found, total / counted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(divergence, total / counted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bart"])
@@ -105,10 +105,10 @@ def test_the_divergence_of_logits_and_its_gradient_are_the_plain_ones(dtype, mon
     logits.requires_grad_()
     truth = logits.detach().double().requires_grad_()
     wanted = F.kl_div(truth.log_softmax(-1), expected.double().log_softmax(-1), log_target=True, reduction="batchmean")
-    found = losses.logit_divergence(logits, expected)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
-    assert found.dtype == torch.float32
-    (0.3 * found).backward()
+    divergence = losses.logit_divergence(logits, expected)
+    torch.testing.assert_close(divergence.double(), wanted, rtol=1e-5, atol=0)
+    assert divergence.dtype == torch.float32
+    (0.3 * divergence).backward()
     (0.3 * wanted).backward()
     assert logits.grad.dtype == dtype
     torch.testing.assert_close(
@@ -161,10 +161,10 @@ def test_transfer_holds_the_graph_of_one_layer_at_a_time(pair, tmp_path):
         most = 0
         loss = trainer.compute_loss(model, inputs)
         assert most < 0.6 * all_layers, "of two layers"
-        found = gradients(loss)
+        trainer_gradients = gradients(loss)
     torch.testing.assert_close(loss, expected)
-    assert any("feature_map" in name for name in found)
-    assert_same(found, expected_gradients)
+    assert any("feature_map" in name for name in trainer_gradients)
+    assert_same(trainer_gradients, expected_gradients)
 
 
 def test_the_models_own_inputs_and_the_outputs_error_enter_the_loss(pair):
@@ -180,8 +180,8 @@ def test_the_models_own_inputs_and_the_outputs_error_enter_the_loss(pair):
     hidden = model.transformer.h[0].ln_1(model.transformer.wte(inputs["input_ids"]) + model.transformer.wpe.weight[:12])
     query, key, value = layer.project(hidden)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    found = layer.attend(query, key, value, hidden_states=hidden)[0]
-    error = (found - expected).square().sum((0, 2, 3)) / expected.square().sum((0, 2, 3))
+    output = layer.attend(query, key, value, hidden_states=hidden)[0]
+    error = (output - expected).square().sum((0, 2, 3)) / expected.square().sum((0, 2, 3))
     torch.testing.assert_close(weighted[names[0]], theirs[names[0]] + 2.0 * error, rtol=1e-4, atol=1e-5)
 
 

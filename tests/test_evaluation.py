@@ -183,11 +183,11 @@ def test_a_configuration_that_cannot_be_used_is_told_in_one_line(name, reader, t
         match = "is an RFA checkpoint already"  # which is known before the configuration is read
     config = json.loads((DEMO_MODEL / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changed))
-    with pytest.raises(InputError) as found:
+    with pytest.raises(InputError) as error:
         READERS[reader](str(tmp_path))
-    assert match in str(found.value)
-    assert str(tmp_path) in str(found.value)
-    assert name == "model_type" or "\n" not in str(found.value)  # transformers' own words there
+    assert match in str(error.value)
+    assert str(tmp_path) in str(error.value)
+    assert name == "model_type" or "\n" not in str(error.value)  # transformers' own words there
 
 
 def load_to_train(path: str):

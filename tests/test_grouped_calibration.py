@@ -20,18 +20,7 @@ from hf_rfa.convert.activations import (
 )
 from hf_rfa.models.masking import group_queries, ungroup
 
-from .grouped_layers import (
-    CASES,
-    GROUPS,
-    HEADS,
-    HIDDEN,
-    PADDING,
-    WIDTH,
-    Layer,
-    pair,
-    repeat,
-    sample,
-)
+from .grouped_layers import CASES, GROUPS, HEADS, HIDDEN, PADDING, WIDTH, Layer, pair, repeat, sample
 
 
 def divergences(fields: dict[str, Any], mask: Tensor | None, kind: str = "causal") -> tuple[Tensor, Tensor]:

@@ -193,13 +193,13 @@ def test_scores_are_those_of_the_logits():
     ids = torch.randint(0, 61, (5, 20))
     scored = torch.rand(5, 20) < 0.3
     scored[:, 0] = False
-    found = score_tokens(model, Rows(ids, scored))
+    score = score_tokens(model, Rows(ids, scored))
     log_probs = model(ids).logits[:, :-1].double().log_softmax(-1)
     nats = -log_probs.gather(-1, ids[:, 1:, None])[..., 0]
-    assert found.mean_nats == pytest.approx(float(nats[scored[:, 1:]].mean()), rel=1e-5)
+    assert score.mean_nats == pytest.approx(float(nats[scored[:, 1:]].mean()), rel=1e-5)
     right = log_probs.argmax(-1) == ids[:, 1:]
-    assert found.accuracy == pytest.approx(float(right[scored[:, 1:]].double().mean()))
-    half = found.among(ids < 30)
+    assert score.accuracy == pytest.approx(float(right[scored[:, 1:]].double().mean()))
+    half = score.among(ids < 30)
     assert half.mean_nats == pytest.approx(float(nats[(scored & (ids < 30))[:, 1:]].mean()), rel=1e-5)
 
 
@@ -215,8 +215,8 @@ def test_every_row_counts_where_all_scored_tokens_are_right():
     model = Oracle(20, None)
     ids = torch.tensor([[1, 2, 3, 1, 2, 3], [1, 2, 3, 1, 2, 4]])
     scored = torch.tensor([[False] * 4 + [True] * 2] * 2)
-    found = score_tokens(model, Rows(ids, scored))
-    assert (found.accuracy, found.exact) == (0.75, 0.5)
+    score = score_tokens(model, Rows(ids, scored))
+    assert (score.accuracy, score.exact) == (0.75, 0.5)
 
 
 # The control
@@ -313,8 +313,8 @@ def report(tmp_path_factory):
 
 
 def test_the_suite_compares_with_the_teacher_and_a_window_of_the_same_bytes(report):
-    _, found, model, teacher = report
-    softmax, control, own = found.columns
+    _, results, model, teacher = report
+    softmax, control, own = results.columns
     assert (softmax.name, own.name) == ("softmax", "this model")
     window = int(control.name.split()[1])
     assert control.name == f"window {window} + 4 sinks"
@@ -322,30 +322,30 @@ def test_the_suite_compares_with_the_teacher_and_a_window_of_the_same_bytes(repo
     assert own.memory == cache_memory(model)
     assert own.worth == pytest.approx(cache_memory(model).worth(cache_memory(teacher), 0))
     assert softmax.written.agreement == SMALL.new_tokens
-    assert all(math.isfinite(figure.nats) for column in found.columns for figure in column.figures)
-    assert len({len(column.figures) for column in found.columns}) == 1
+    assert all(math.isfinite(figure.nats) for column in results.columns for figure in column.figures)
+    assert len({len(column.figures) for column in results.columns}) == 1
 
 
 def test_a_seed_gives_the_same_figures(report):
-    run, found, *_ = report
-    assert run().as_dict() == found.as_dict()
+    run, results, *_ = report
+    assert run().as_dict() == results.as_dict()
 
 
 def test_a_report_becomes_json_a_table_and_a_picture(report, tmp_path):
-    found = report[1]
-    assert json.loads(json.dumps(found.as_dict()))["seed"] == 0
-    text = markdown_table(found)
+    results = report[1]
+    assert json.loads(json.dumps(results.as_dict()))["seed"] == 0
+    text = markdown_table(results)
     assert text.startswith("| | softmax | window")
     assert "tokens of the teacher's" in text
-    assert report_table(found).row_count == text.count("\n|") - 1
-    draw_report(found, tmp_path / "recall.png")
+    assert report_table(results).row_count == text.count("\n|") - 1
+    draw_report(results, tmp_path / "recall.png")
     assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_other_controls_may_be_asked_for(report):
     run = report[0]
-    found = run(controls=[(3, 0), (10**6, 0)])
-    softmax, narrow, whole, _ = found.columns
+    results = run(controls=[(3, 0), (10**6, 0)])
+    softmax, narrow, whole, _ = results.columns
     assert [figure.nats for figure in whole.figures] == pytest.approx(
         [figure.nats for figure in softmax.figures], rel=1e-4
     )
@@ -354,10 +354,10 @@ def test_other_controls_may_be_asked_for(report):
 
 def test_without_a_text_its_probes_are_left_out(report, tokenizer):
     *_, teacher = report
-    found = recall_suite(teacher, tokenizer, effort=SMALL, max_length=256)
+    results = recall_suite(teacher, tokenizer, effort=SMALL, max_length=256)
     missing = dict.fromkeys(("text again", "needle in text", "text", "generation"), "no text was given")
-    assert found.skipped == missing | {"phone book, 40 entries": "389 tokens, but only 256 positions"}
-    probes = {figure.probe for figure in found.columns[0].figures}
+    assert results.skipped == missing | {"phone book, 40 entries": "389 tokens, but only 256 positions"}
+    probes = {figure.probe for figure in results.columns[0].figures}
     assert probes == {"random tokens again", "phone book", "needle in noise"}
 
 

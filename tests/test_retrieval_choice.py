@@ -48,18 +48,18 @@ def models(parent, **options):
 @pytest.mark.parametrize("length", [22, 96, 1000])
 def test_blocks_end_with_passages_from_their_beginning(length):
     ids = torch.arange(3 * length).view(3, length)
-    found, scored = repeated_passages(ids, seed=3)
+    blocks, scored = repeated_passages(ids, seed=3)
     size = int(length * 3 / 32)
     start = length - 3 * size
-    assert torch.equal(found[:, :start], ids[:, :start])
+    assert torch.equal(blocks[:, :start], ids[:, :start])
     assert not scored[:, :start].any()
     assert scored.sum() == 3 * 3 * (size - max(1, size // 6))
-    for row in found:
+    for row in blocks:
         for passage in row[start:].split(size):
             assert torch.equal(passage, torch.arange(size) + passage[0])
             assert passage[-1] % length < start - 2 * size  # far from where it is said again
-    assert torch.equal(repeated_passages(ids, seed=3)[0], found)
-    assert not torch.equal(repeated_passages(ids, seed=4)[0], found)
+    assert torch.equal(repeated_passages(ids, seed=3)[0], blocks)
+    assert not torch.equal(repeated_passages(ids, seed=4)[0], blocks)
 
 
 def test_too_short_blocks_are_refused():
@@ -75,15 +75,15 @@ def test_all_shares_of_exact_attention_are_the_softmax_model(parent, padded):
     ids = torch.randint(3, 61, (2, 60))
     mask = torch.ones_like(ids)
     mask[0, 60 - 10 * padded :] = 0
-    given = {"attention_mask": mask} if padded else {}
-    plain = model(ids, **given).logits
+    inputs = {"attention_mask": mask} if padded else {}
+    plain = model(ids, **inputs).logits
     with exact_shares(layers, model.device) as shares:
-        torch.testing.assert_close(model(ids, **given).logits, plain)
+        torch.testing.assert_close(model(ids, **inputs).logits, plain)
         shares.fill_(1.0)
-        found = model(ids, **given).logits
-    expected = base_model(ids, **given).logits
-    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(model(ids, **given).logits, plain, rtol=0, atol=0)
+        logits = model(ids, **inputs).logits
+    expected = base_model(ids, **inputs).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(ids, **inputs).logits, plain, rtol=0, atol=0)
 
 
 def test_the_first_head_is_that_of_the_steepest_descent(parent):
@@ -117,16 +117,16 @@ def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_that_of
     model, base_model = models(parent)
     layers, heads = len(rfa_layers(model)), model.config.num_heads_for("causal")
     inputs = {"input_ids": torch.randint(3, 61, (2, 64))}
-    found = choose_retrieval_heads(model, base_model, inputs, 100, seed=0, on_head=lambda: None)
-    pairs = [[each.layer, each.head] for each in found]
+    chosen = choose_retrieval_heads(model, base_model, inputs, 100, seed=0, on_head=lambda: None)
+    pairs = [[each.layer, each.head] for each in chosen]
     assert len({tuple(pair) for pair in pairs}) == len(pairs) <= layers * (heads - 1)
-    assert [each.before for each in found[1:]] == pytest.approx([each.after for each in found[:-1]], rel=1e-4)
+    assert [each.before for each in chosen[1:]] == pytest.approx([each.after for each in chosen[:-1]], rel=1e-4)
     made, _ = models(parent, retrieval_heads=pairs)
     ids, scored = repeated_passages(inputs["input_ids"], seed=0)
     with torch.no_grad():
         one, other = (each(ids).logits[:, :-1].log_softmax(-1) for each in (base_model, made))
     divergence = float((one.exp() * (one - other)).sum(-1)[scored[:, 1:]].mean())
-    assert divergence == pytest.approx(found[-1].after, rel=1e-3, abs=1e-6)
+    assert divergence == pytest.approx(chosen[-1].after, rel=1e-3, abs=1e-6)
 
 
 def test_a_number_is_chosen_reported_and_repeatable(parent, text, tmp_path):
@@ -197,8 +197,8 @@ def test_a_number_is_for_decoders_with_a_head(material, tmp_path):
 def test_the_command_line_takes_a_number_or_heads(material, text, tmp_path, run_cli, capsys):
     words = ["--feature-map", "none", "--window-size", 4, "--calibrate", text]
     assert run_cli("convert", material / "gpt2", tmp_path / "one", *words, "--retrieval-heads", 1) == 0
-    (found,) = json.loads((tmp_path / "one" / "conversion.json").read_text())["retrieval_heads"]
-    assert f"{found['layer']}.{found['head']}; KL" in capsys.readouterr().out
+    (head,) = json.loads((tmp_path / "one" / "conversion.json").read_text())["retrieval_heads"]
+    assert f"{head['layer']}.{head['head']}; KL" in capsys.readouterr().out
     assert run_cli("convert", material / "gpt2", tmp_path / "two", *words, "--retrieval-heads", "0.1,1.0") == 0
     config = json.loads((tmp_path / "two" / "config.json").read_text())
     assert config["retrieval_heads"] == [[0, 1], [1, 0]]

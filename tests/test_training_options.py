@@ -100,9 +100,9 @@ def test_curves_go_to_tensorboard(material, tmp_path):
     (folder,) = (tmp_path / "out" / "runs").iterdir()
     written = events.EventAccumulator(str(folder)).Reload()
     expected = list(enumerate(logged(tmp_path / "out"), start=1))
-    found = [(event.step, event.value) for event in written.Scalars("train/loss")]
-    assert len(found) == 5
-    assert found == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in expected]
+    losses = [(event.step, event.value) for event in written.Scalars("train/loss")]
+    assert len(losses) == 5
+    assert losses == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in expected]
 
 
 def test_what_was_being_written_when_a_run_was_killed_is_passed_over(material, tmp_path):
@@ -173,12 +173,12 @@ def test_label_smoothing_learns_the_next_token(material):
     arguments = TrainingArguments(str(material / "unused"), label_smoothing_factor=0.1, use_cpu=True, report_to="none")
     trainer = Trainer(model, arguments)
     with torch.no_grad():
-        found = trainer.compute_loss(model, {"input_ids": ids, "labels": labels.clone()})
+        loss = trainer.compute_loss(model, {"input_ids": ids, "labels": labels.clone()})
         log_probs = model(ids).logits[:, :-1].double().log_softmax(-1)
     counted = labels[:, 1:] != -100
     picked = log_probs.gather(-1, labels[:, 1:].clamp_min(0)[..., None])[..., 0]
     expected = -(0.9 * picked + 0.1 * log_probs.mean(-1))[counted].mean()
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(loss.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_processes_that_would_train_apart_are_refused(material, tmp_path, monkeypatch):
