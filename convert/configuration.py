@@ -95,7 +95,7 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
         values |= {name: getattr(options, name) for name in ("retrieval_heads", "retrieval_window")}
     values |= {field: getattr(options, OPTIONS_BY_KIND[kind][1]) for field, kind in config_class.FEATURE_COUNTS.items()}
     try:
-        plain = config_class.from_parent(checkpoint.config, **{name: [] for name in config_class.SOFTMAX_LAYERS})
+        plain = config_class.from_base(checkpoint.config, **{name: [] for name in config_class.SOFTMAX_LAYERS})
         for field, kind in config_class.SOFTMAX_LAYERS.items():
             name, count = OPTIONS_BY_KIND[kind][0], plain.num_layers_for(kind)
             wanted = getattr(options, name)
@@ -115,7 +115,7 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
                 )
                 raise InputError(f"{name} to convert must be indices {allowed}, got {wanted}.")
             values[field] = [index for index in possible if index not in converted]
-        config = config_class.from_parent(checkpoint.config, **values)
+        config = config_class.from_base(checkpoint.config, **values)
         with torch.device("meta"):  # some attention is found out to be unfit as its modules are made
             checkpoint.family.architectures[checkpoint.architecture][1](config)
     except (ValueError, StrictDataclassError) as error:

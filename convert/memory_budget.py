@@ -111,9 +111,9 @@ class _Budget:
 
 def _budget_of(checkpoint: Checkpoint, options: ConversionOptions) -> _Budget:
     """Return the memory that options ask for."""
-    own = "float32" if checkpoint.gguf is not None else str(checkpoint.config.dtype or "float32").removeprefix("torch.")
+    own = str(checkpoint.config.dtype or "float32").removeprefix("torch.")
     dtype = getattr(torch, own if options.dtype == "auto" else options.dtype)
-    config = checkpoint.family.rfa_config.from_parent(checkpoint.config)
+    config = checkpoint.family.rfa_config.from_base(checkpoint.config)
     heads, width, memory = config.num_heads_for("causal"), config.head_dim_for("causal"), int(options.memory or 0)
     layout = MemoryLayout(heads=heads, head_dim=width, dtype=dtype, state_dtype=compute_dtype(dtype))
     token, longest = heads * 2 * width * dtype.itemsize, min(RETRIEVAL_WINDOW, position_count(checkpoint.config))

@@ -52,8 +52,7 @@ class ConversionOptions:
         calibrate_on: text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder one source a line). Default: random
             tokens.
         max_positions: extend the positions to this number. Default: keep them.
-        dtype: precision of the weights; auto for the checkpoint's, and float32 of a GGUF file. Feature maps and gates are
-            float32.
+        dtype: precision of the weights; auto for the checkpoint's. Feature maps and gates are float32.
         device: what to compute on: cpu, cuda, cuda:1, …; auto for an accelerator where there is one.
         revision: branch, tag or commit of a checkpoint on the hub. Default: main.
         allow_pickle: load weights that exist only as a pickle. Only if you trust them.
