@@ -153,7 +153,7 @@ def test_texts_are_the_same(kind, num_beams, converted_demo):
 
 def test_commands_pack(converted_demo, tmp_path, run_cli, capsys, monkeypatch):
     asked = []
-    for module in ("inference", "packed_weights"):  # as `generate` and as `bench` find it
+    for module in ("inference.loading", "packed_weights"):  # as `generate` and as `bench` find it
         monkeypatch.setattr(f"hf_rfa.{module}.pack_weights", lambda model: asked.append(model) or pack_weights(model))
     assert run_cli("generate", converted_demo, "--prompt", "It was", "--max-new-tokens", 4) == 0
     assert len(asked) == 1
