@@ -33,7 +33,7 @@ from .training import assert_same, save_checkpoints
 def material(tmp_path_factory) -> Path:
     """Softmax models with tokenizers, and converted checkpoints."""
     folder = tmp_path_factory.mktemp("losses")
-    options = {"feature_map": "exponential", "num_features": 16}
+    options = {"preset": "rfa", "feature_map": "exponential", "num_features": 16}
     save_checkpoints(folder, "gpt2", config={"initializer_range": 0.5}, gate=True, **options)
     return save_checkpoints(folder, "bart", encoder_layers="all", **options)
 

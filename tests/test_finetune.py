@@ -36,7 +36,7 @@ LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
 @pytest.fixture(scope="module")
 def material(tmp_path_factory) -> Path:
     """Checkpoints, and the same data in every form."""
-    folder = save_checkpoints(tmp_path_factory.mktemp("finetune"), "gpt2", "bart", num_features=8)
+    folder = save_checkpoints(tmp_path_factory.mktemp("finetune"), "gpt2", "bart", preset="rfa", num_features=8)
     rows = [
         {"text": words(5 + n % 9, n), "label": "ab"[n % 2], "source": words(4, n), "target": words(3, n)}
         for n in range(60)

@@ -25,7 +25,7 @@ def test_rows_are_perplexities_and_are_not_measured_twice(tmp_path, monkeypatch,
     save_softmax_model("gpt2", tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{4 + (7 * n * n + n // 9) % 53}" for n in range(480)))
-    convert(tmp_path / "model", tmp_path / "rfa", memory=12, calibrate_on=text)
+    convert(tmp_path / "model", tmp_path / "rfa", search=True, memory=12, calibrate_on=text)
     words = [tmp_path / "model", text, "--checkpoints", tmp_path / "rfa", "--tokens", 200, "--contexts", 40, 50]
     monkeypatch.setattr(sys, "argv", ["memory", *map(str, words), "--output", str(tmp_path / "out")])
     monkeypatch.setenv("COLUMNS", "20")  # lines of a Markdown table are not broken
@@ -109,7 +109,7 @@ def test_a_control_of_the_same_size_is_enough(tmp_path):
     parent = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     checkpoints = []
     for name, slots in (("a", 6), ("b", 7), ("c", 6)):
-        options = {"feature_map": "none", "window_size": 5, "num_sinks": 1, "num_slots": slots}
+        options = {"preset": "exact", "window_size": 5, "num_sinks": 1, "num_slots": slots}
         convert(tmp_path / "model", tmp_path / name, **options)
         checkpoints.append(tmp_path / name)
 
@@ -127,7 +127,7 @@ def test_a_control_of_the_same_size_is_enough(tmp_path):
 def test_rows_with_retrieval_heads_are_a_kind_of_their_own(tmp_path):
     save_softmax_model("gpt2", tmp_path / "model")
     parent = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    plain = {"feature_map": "none", "window_size": 5, "num_sinks": 1, "num_slots": 3}
+    plain = {"preset": "exact", "window_size": 5, "num_sinks": 1, "num_slots": 3}
     heads = {"retrieval_heads": [[0, 1], [1, 0]], "retrieval_window": 9}
     kinds = {memory.CONVERTED: {}, memory.RETRIEVAL: heads}
     for kind, options in kinds.items():
@@ -152,8 +152,8 @@ def test_the_best_row_of_a_kind_and_size_is_drawn():
 
 
 def test_rows_name_options():
-    assert options_of("64") == {"memory": 64}
-    plain = {"feature_map": "none", "window_size": 60, "num_sinks": 4}
+    assert options_of("64") == {"memory": 64, "search": True}
+    plain = {"preset": "exact", "window_size": 60, "num_sinks": 4, "num_slots": 0}
     assert options_of("60+4") == plain
     assert options_of("60+4+9") == plain | {"num_slots": 9}
     heads = {"retrieval_heads": 3, "retrieval_window": 50}

@@ -65,7 +65,7 @@ def test_the_seed_says_which_and_where():
 
 
 def test_a_training_sees_them_and_is_not_measured_on_them(tmp_path, monkeypatch):
-    save_checkpoints(tmp_path, "gpt2", feature_map="exponential", num_features=8)
+    save_checkpoints(tmp_path, "gpt2", preset="rfa", feature_map="exponential", num_features=8)
     drawn = np.random.default_rng(0).integers(4, 61, 1600)
     (tmp_path / "text.txt").write_text(" ".join(f"w{each}" for each in drawn))
     stage = Stage(steps=6, batch_size=8, block_length=64, kl_weight=1.0)

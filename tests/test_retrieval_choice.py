@@ -12,6 +12,7 @@ from hf_rfa.convert import ConversionOptions, convert
 from hf_rfa.convert.base_model import rfa_layers, softmax_base_model
 from hf_rfa.convert.checkpoint import load_rfa_model, open_checkpoint
 from hf_rfa.convert.configuration import rfa_config
+from hf_rfa.convert.presets import with_preset
 from hf_rfa.convert.retrieval_heads import choose_retrieval_heads, exact_shares, repeated_passages
 from hf_rfa.errors import InputError
 from hf_rfa.recall.memory import cache_memory
@@ -19,7 +20,7 @@ from hf_rfa.recall.memory import cache_memory
 from .conftest import leftovers
 from .families import save_softmax_model
 
-WINDOW = {"feature_map": "none", "window_size": 4, "num_sinks": 2}
+WINDOW = {"preset": "exact", "window_size": 4, "num_sinks": 2, "num_slots": 0}
 TEXT = "the cat sat on the mat and the dog ate the cat . " * 60
 
 
@@ -39,9 +40,8 @@ def text(tmp_path_factory):
 
 def models(parent, **options):
     checkpoint = open_checkpoint(parent)
-    model = load_rfa_model(
-        checkpoint, rfa_config(checkpoint, ConversionOptions(**WINDOW | options)), "auto", torch.device("cpu")
-    )
+    config = rfa_config(checkpoint, with_preset(checkpoint, ConversionOptions(**WINDOW | options)))
+    model = load_rfa_model(checkpoint, config, "auto", torch.device("cpu"))
     return model, softmax_base_model(model, checkpoint.architecture, checkpoint.config)
 
 
@@ -159,7 +159,7 @@ def test_a_number_is_chosen_reported_and_repeatable(parent, text, tmp_path):
 
 @pytest.mark.parametrize("length", [30, 1024])
 def test_without_a_window_of_their_own_they_see_the_length_of_calibration_texts(parent, length, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_rfa.convert.configuration.RETRIEVAL_WINDOW", length)
+    monkeypatch.setattr("hf_rfa.convert.presets.RETRIEVAL_WINDOW", length)
     report = convert(parent, tmp_path / "out", **WINDOW, retrieval_heads=[[1, 0]])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.retrieval_window == min(length, 96)
@@ -176,12 +176,16 @@ def test_without_a_window_of_their_own_they_see_the_length_of_calibration_texts(
         ({"retrieval_heads": 5}, "at most (4|3|2)"),
         ({"retrieval_heads": [[7, 0]]}, "layers of"),
         ({"retrieval_heads": -1}, "must be at least 0"),
-        ({"retrieval_heads": 1, "memory": 12}, "decides on .*retrieval_heads"),
+        (
+            {"retrieval_heads": 1, "memory": 12},
+            "memory=12 is of heads that keep the same.*--window-size, --sinks, --slots",
+        ),
+        ({"retrieval_heads": 1, "search": True}, "decides on retrieval_heads"),
     ],
     ids=str,
 )
 def test_what_does_not_go_together_is_refused(options, message, parent, text, tmp_path):
-    fixed = {} if "memory" in options else WINDOW
+    fixed = {} if {"memory", "search"} & {*options} else WINDOW
     with pytest.raises(InputError, match=message):
         convert(parent, tmp_path / "out", calibrate_on=text, **fixed, **options)
     assert leftovers(tmp_path) == []
@@ -195,7 +199,7 @@ def test_a_number_is_for_decoders_with_a_head(tmp_path):
     report = convert(
         tmp_path / "bart",
         tmp_path / "out",
-        **options | {"feature_map": "positive", "cross_layers": None},
+        **options | {"preset": "rfa", "cross_layers": None},
         retrieval_heads=[[0, 1]],
     )
     assert not report.grows  # the encoder is softmax, and keeps nothing

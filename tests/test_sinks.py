@@ -32,7 +32,7 @@ def parent(tmp_path_factory):
 def pair(request, parent, tmp_path):
     """A model of a window and sinks alone, and the softmax model that it was made from, under that mask."""
     window, sinks = request.param
-    convert(parent, tmp_path / "out", feature_map="none", window_size=window, num_sinks=sinks)
+    convert(parent, tmp_path / "out", preset="exact", window_size=window, num_sinks=sinks, num_slots=0)
     teacher = GPT2LMHeadModel.from_pretrained(parent)
     with window_and_sinks(teacher, window, sinks):
         yield AutoModelForCausalLM.from_pretrained(tmp_path / "out"), teacher
@@ -58,7 +58,7 @@ def test_it_generates_what_softmax_with_that_mask_generates(pair, beams):
 
 @torch.no_grad()
 def test_a_window_as_long_as_the_text_is_the_parent(parent, tmp_path):
-    convert(parent, tmp_path / "out", feature_map="none", window_size=96)
+    convert(parent, tmp_path / "out", preset="exact", window_size=96, num_sinks=0, num_slots=0)
     ids = torch.randint(1, 61, (2, 96))
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
     close(found, GPT2LMHeadModel.from_pretrained(parent)(ids).logits)
@@ -135,11 +135,8 @@ def test_a_decoder_with_softmax_cross_attention_may_do_without_features():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"feature_map": "none"}, "must come with a sliding window"),
-        ({"num_sinks": 4}, "num_sinks=4 must come with a sliding window"),
-        ({"feature_map": "none", "window_size": 4, "gate": True}, "no effect without features"),
-        ({"feature_map": "none", "window_size": 4, "unit_norm": True}, "no effect without features"),
-        ({"feature_map": "none", "window_size": 4, "num_features": 8}, "which has no features"),
+        ({"preset": "exact", "window_size": 0}, "must come with a sliding window"),
+        ({"preset": "rfa", "num_sinks": 4}, "num_sinks=4 must come with a sliding window"),
         ({"window_size": 4, "num_sinks": -1}, "num_sinks must be"),
         ({"window_size": 4, "num_sinks": 97}, "num_sinks must be from 0 to 96"),
     ],
@@ -152,10 +149,10 @@ def test_what_does_not_go_together_is_refused(options, message, parent, tmp_path
 
 
 def test_the_command_line_has_both(parent, tmp_path, run_cli, capsys):
-    words = ["--feature-map", "none", "--window-size", 5, "--sinks", 2]
+    words = ["--preset", "exact", "--window-size", 5, "--sinks", 2, "--slots", 0]
     assert run_cli("convert", parent, tmp_path / "out", *words) == 0
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "--feature-map none --window-size 5 --sinks 2" in card
+    assert "--preset exact --window-size 5 --sinks 2 --slots 0" in card
     assert "attention.png" not in card
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
     assert (config.feature_map, config.window_size, config.num_sinks) == ("none", 5, 2)

@@ -39,7 +39,7 @@ def parent(tmp_path_factory):
 @pytest.fixture
 def pair(parent, tmp_path):
     """A model of window, sinks and slots alone, and its softmax parent under the mask that they make."""
-    options = {"feature_map": "none", "window_size": WINDOW, "num_sinks": SINKS, "num_slots": SLOTS}
+    options = {"preset": "exact", "window_size": WINDOW, "num_sinks": SINKS, "num_slots": SLOTS}
     convert(parent, tmp_path / "out", **options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     draw_importance(model)
@@ -189,7 +189,7 @@ def test_padding_changes_no_importance():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_slots": 4}, "num_slots=4 must come with a sliding window"),
+        ({"preset": "rfa", "num_slots": 4}, "num_slots=4 must come with a sliding window"),
         ({"num_slots": -1, "window_size": 4}, "num_slots must be"),
         ({"num_slots": 97, "window_size": 4}, "num_slots must be from 0 to 96"),
     ],
@@ -202,7 +202,7 @@ def test_what_does_not_go_together_is_refused(options, message, parent, tmp_path
 
 
 def test_the_command_line_calibrates_what_it_keeps(parent, tmp_path, run_cli):
-    words = ["--feature-map", "none", "--window-size", 5, "--sinks", 2, "--slots", 3]
+    words = ["--preset", "exact", "--window-size", 5, "--sinks", 2, "--slots", 3]
     assert run_cli("convert", parent, tmp_path / "out", *words) == 0
     assert "--window-size 5 --sinks 2 --slots 3" in (tmp_path / "out" / "README.md").read_text()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -212,7 +212,7 @@ def test_the_command_line_calibrates_what_it_keeps(parent, tmp_path, run_cli):
 
 def test_distillation_leaves_importance_as_it_is_in_float32(parent, tmp_path):
     (tmp_path / "text.txt").write_text(words(900))
-    options = {"feature_map": "none", "window_size": 4, "num_slots": 3, "dtype": "bfloat16"}
+    options = {"preset": "exact", "window_size": 4, "num_sinks": 0, "num_slots": 3, "dtype": "bfloat16"}
     convert(parent, tmp_path / "rfa", calibrate_on=tmp_path / "text.txt", **options)
     recipe = Recipe(end_to_end=Stage(steps=2, batch_size=2, block_length=32, kl_weight=1.0))
     distill(tmp_path / "rfa", tmp_path / "out", teacher=parent, data=tmp_path / "text.txt", recipe=recipe)

@@ -36,7 +36,7 @@ LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
 @pytest.fixture(scope="module")
 def material(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("training")
-    save_checkpoints(folder, "gpt2", "bart", feature_map="exponential", num_features=8, gate=True)
+    save_checkpoints(folder, "gpt2", "bart", preset="rfa", feature_map="exponential", num_features=8, gate=True)
     rows = [
         {"text": words(5 + n % 9, n), "label": "ab"[n % 3 // 2], "target": words(2 + n % 5, n + 1)} for n in range(200)
     ]
