@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from hf_rfa.convert.atomic_io import new_file
 from hf_rfa.finetune.recipe import load_settings, merge
 from hf_rfa.finetune.synthetic import listops
+from hf_rfa.io.atomic_io import new_file
 
 from .experiments.results import described
 from .experiments.rows import ROWS, settings_of, train

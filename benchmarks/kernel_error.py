@@ -26,8 +26,8 @@ from hf_rfa.convert.attention_weights import log_normalizer
 from hf_rfa.convert.base_model import rfa_layers, softmax_base_model
 from hf_rfa.convert.calibration import calibrate_layer
 from hf_rfa.convert.calibration_data import text_blocks
-from hf_rfa.convert.text_io import read_documents
 from hf_rfa.inference import load_model
+from hf_rfa.io.text_io import read_documents
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.linear_attention import Tokens, linear_attention
 

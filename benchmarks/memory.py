@@ -30,12 +30,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_rfa  # noqa: F401  # registers the RFA models
-from hf_rfa.convert.atomic_io import new_file
-from hf_rfa.convert.calibration_data import tokenize
-from hf_rfa.convert.text_io import read_documents
-from hf_rfa.recall import window_and_sinks
-from hf_rfa.recall.memory import cache_memory
-from hf_rfa.recall.scoring import Rows, score_tokens
+from hf_rfa.evaluation.recall import window_and_sinks
+from hf_rfa.evaluation.recall.memory import cache_memory
+from hf_rfa.evaluation.recall.scoring import Rows, score_tokens
+from hf_rfa.io.atomic_io import new_file
+from hf_rfa.io.text_io import read_documents, tokenize
 
 from .memory_checkpoints import make_checkpoints
 

@@ -35,13 +35,13 @@ from transformers.utils import logging
 
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.convert import convert
-from hf_rfa.convert.atomic_io import new_file
 from hf_rfa.convert.calibration import calibrate
+from hf_rfa.evaluation.recall.memory import cache_memory
 from hf_rfa.finetune.recipe import Stage
 from hf_rfa.finetune.trainers import train_stage
 from hf_rfa.inference import load_model
+from hf_rfa.io.atomic_io import new_file
 from hf_rfa.models.memory import MemoryLayout
-from hf_rfa.recall.memory import cache_memory
 
 from .mqar_rows import QUICK, QUICK_SCRATCH, SCRATCH, TOKENS, Plan, answers, batches, measure, mqar_rows
 

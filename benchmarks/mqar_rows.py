@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_rfa.convert.perplexity import IGNORED_LABEL
+from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 
 #: Token ids and labels, each [rows, T].
 Rows = tuple[Tensor, Tensor]

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_rfa  # noqa: F401  # registers the RFA models
-from hf_rfa.recall.probes import Texts, phone_book
-from hf_rfa.recall.scoring import Rows, score_tokens
-from hf_rfa.recall.window_control import window_and_sinks
+from hf_rfa.evaluation.recall.probes import Texts, phone_book
+from hf_rfa.evaluation.recall.scoring import Rows, score_tokens
+from hf_rfa.evaluation.recall.window_control import window_and_sinks
 
 
 def answers(model: Any, rows: Rows) -> tuple[Tensor, float]:

@@ -27,16 +27,15 @@ from rich.table import Table
 from transformers.utils import logging
 
 from hf_rfa.convert import convert
-from hf_rfa.convert.atomic_io import new_file, new_folder
-from hf_rfa.convert.calibration_data import tokenize
-from hf_rfa.convert.text_io import read_documents
+from hf_rfa.evaluation import perplexity
 from hf_rfa.finetune.data import joined_blocks
 from hf_rfa.finetune.distill import distill
-from hf_rfa.finetune.evaluation import perplexity
 from hf_rfa.finetune.recipe import Recipe
 from hf_rfa.finetune.run_folder import training_folder
 from hf_rfa.finetune.trainers import train_stage
 from hf_rfa.inference import load_model, use_attention_component
+from hf_rfa.io.atomic_io import new_file, new_folder
+from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.attention import AttentionComponent
 
 SOFTMAX = "softmax"

@@ -28,15 +28,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_rfa  # noqa: F401  # registers the RFA models
-from hf_rfa.convert.atomic_io import new_file
-from hf_rfa.convert.calibration_data import tokenize
 from hf_rfa.convert.retrieval_heads import repeated_passages
-from hf_rfa.convert.text_io import read_documents
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.recall.scoring import Rows, score_tokens
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import ALLOWED, Recipe
 from hf_rfa.finetune.run_folder import training_folder
-from hf_rfa.recall.scoring import Rows, score_tokens
+from hf_rfa.io.atomic_io import new_file
+from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa_cli.console import report_of
 
 from .memory import score

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_rfa.memory import give_back_memory
 from hf_rfa.models.attention import Gate, RFAAttentionMixin
 from hf_rfa.models.feature_maps import FeatureMap, NoFeatures
 from hf_rfa.models.random_feature_maps import PositiveMap
+from hf_rfa.process_memory import give_back_memory
 
 from .activations import (
     LayerActivations,

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 from hf_rfa.families import has_rotary_positions, position_count, reads_audio
-
-from .perplexity import IGNORED_LABEL
+from hf_rfa.io.text_io import BLOCK_LENGTH, tokenize
 
 #: Tokens that calibration reads from a text.
 TEXT_TOKENS = 4096
@@ -24,8 +24,6 @@ SLOT_TEXT_TOKENS = 8192
 MEMORY_TEXT_TOKENS = 10_240
 #: Random tokens that calibration reads where there is no text.
 RANDOM_TOKENS = 1024
-#: Most tokens of a block of text or of a source, unless the model has fewer positions.
-BLOCK_LENGTH = 1024
 #: Most tokens that the base model generates for a source.
 OUTPUT_TOKENS = 128
 
@@ -62,31 +60,6 @@ def shift_right(ids: Tensor, config: Any) -> Tensor:
     """Return decoder inputs for the tokens that they are to predict."""
     start = config.decoder_start_token_id
     return F.pad(ids[:, :-1], (1, 0), value=config.bos_token_id if start is None else start)
-
-
-def tokenize(tokenizer: Any, documents: Iterable[str], *, most: int | None = None, end: str | None = None) -> Tensor:
-    """Return the token ids of some documents, joined, each followed by the end-of-text token, [N].
-
-    Args:
-        tokenizer: the model's tokenizer.
-        documents: texts.
-        most: the largest number of tokens; None takes all.
-        end: the token after each document; None takes the tokenizer's end of text, where it has one.
-
-    Raises:
-        InputError: if the tokenizer has no token ``end``.
-    """
-    ids: list[int] = []
-    end_id = tokenizer.eos_token_id if end is None else tokenizer.get_vocab().get(end)
-    if end is not None and end_id is None:
-        raise InputError(f"the tokenizer has no token {end!r} to put after each document.")
-    for document in documents:
-        ids += tokenizer(document, verbose=False)["input_ids"]
-        if end_id is not None:
-            ids.append(end_id)
-        if most is not None and len(ids) >= most:
-            break
-    return torch.tensor(ids[:most], dtype=torch.long)
 
 
 def calibration_inputs(

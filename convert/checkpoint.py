@@ -30,7 +30,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, Family
 from hf_rfa.gguf_files import GGUFFile, is_gguf, load_gguf_tokenizer, open_gguf, read_model, read_tensors
-from hf_rfa.inference import check_is_checkpoint, load_tokenizer, read_config, warn_once
+from hf_rfa.inference.loading import check_is_checkpoint, load_tokenizer, read_config, warn_once
 
 from .base_model import rfa_layers
 from .offload import blocks_on_disk, give_back_after_blocks, offloaded_shapes

@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from hf_rfa.devices import find_device
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.families import position_count
+from hf_rfa.inference.devices import find_device
 
 from .base_model import softmax_base_model
 from .calibration import calibrate
@@ -27,7 +28,6 @@ from .calibration_data import Inputs, batches
 from .checkpoint import Checkpoint, load_rfa_model
 from .configuration import converted_layers, predicts_tokens, rfa_config
 from .options import ConversionOptions
-from .perplexity import score_labels
 from .presets import FEATURES_STEP, RETRIEVAL_WINDOW, SINKS, Budget, Trained, budget_of
 from .retrieval_heads import RetrievalHead, choose_retrieval_heads, repeated_passages
 

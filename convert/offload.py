@@ -10,8 +10,8 @@ from accelerate.hooks import add_hook_to_module
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_rfa.memory import give_back_memory
 from hf_rfa.models.rfa_classes import own_prefixes
+from hf_rfa.process_memory import give_back_memory
 
 #: Least bytes of a block's output after which freed memory is returned to the operating system.
 MIN_OUTPUT_BYTES = 1_000_000

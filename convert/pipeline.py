@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_rfa.devices import find_device
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.families import reads_audio
-from hf_rfa.inference import check_tokens, check_vocabulary
-from hf_rfa.memory import give_back_memory
+from hf_rfa.inference.devices import find_device
+from hf_rfa.inference.loading import check_tokens, check_vocabulary
+from hf_rfa.io.atomic_io import check_destination, check_space, new_folder, remove_leftovers
+from hf_rfa.io.text_io import read_documents
+from hf_rfa.process_memory import give_back_memory
 
-from .atomic_io import check_destination, check_space, new_folder, remove_leftovers
 from .base_model import extend_positions, rfa_layers, softmax_base_model
 from .calibration import calibrate
 from .calibration_data import (
@@ -40,13 +42,11 @@ from .configuration import import_words, rfa_config, with_more_positions
 from .kept_weights import check_kept, digests
 from .memory_search import Trial, check_search, search_memory, ways_to_spend
 from .options import ConversionOptions
-from .perplexity import score_labels
 from .pictures import HeadMap, compare_attention, draw_attention, draw_retrieval_heads, draw_trials
 from .presets import Trained, with_preset
 from .report import ConversionReport, Perplexities, check_perplexity, model_card, model_figures, notes
 from .retrieval_heads import RetrievalHead, choose_retrieval_heads
 from .sensitivity import LayerSensitivity, keep_softmax, measure_sensitivity
-from .text_io import read_documents
 
 #: Most bytes of a shard of the result, which is held in memory while it is written.
 MAX_SHARD_SIZE = 2_000_000_000

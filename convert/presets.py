@@ -15,10 +15,10 @@ from huggingface_hub.errors import StrictDataclassError
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import position_count
+from hf_rfa.io.text_io import BLOCK_LENGTH
 from hf_rfa.models.feature_maps import FEATURE_MAPS, compute_dtype
 from hf_rfa.models.memory import MemoryLayout
 
-from .calibration_data import BLOCK_LENGTH
 from .checkpoint import Checkpoint
 from .options import ConversionOptions, Preset
 

@@ -13,9 +13,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from hf_rfa.cache_files import recurrent_num_bytes
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.perplexity import shown
 from hf_rfa.families import position_count, reads_audio
+from hf_rfa.inference.cache_files import recurrent_num_bytes
 from hf_rfa.models.cache_names import returned_cache
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
 from hf_rfa.models.feature_maps import FEATURE_MAPS
@@ -28,7 +29,6 @@ from .checkpoint import Checkpoint, new_keys
 from .configuration import outside_module
 from .memory_search import Trial
 from .options import ConversionOptions
-from .perplexity import shown
 from .retrieval_heads import RetrievalHead
 from .sensitivity import LayerSensitivity
 

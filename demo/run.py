@@ -12,8 +12,8 @@ import argparse
 import shlex
 from pathlib import Path
 
-from hf_rfa.cli import app
 from hf_rfa_cli.console import console
+from hf_rfa_cli.main import app
 
 HERE = Path(__file__).resolve().parent
 PROMPT = "The captain came on deck, and"

@@ -38,22 +38,22 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
         "hf_rfa.chat.Conversation": ["reply"],
     },
     "Caches": {
-        "hf_rfa.save_cache": None,
-        "hf_rfa.load_cache": None,
-        "hf_rfa.cache_num_bytes": None,
+        "hf_rfa.inference.save_cache": None,
+        "hf_rfa.inference.load_cache": None,
+        "hf_rfa.inference.cache_num_bytes": None,
         "hf_rfa.RFALayer": ["activate_past_recording", "crop", "get_seq_length", "get_max_length"],
         "hf_rfa.RFASourceLayer": [],
         "hf_rfa.export.DecodingStep": ["states", "forward"],
     },
     "Measuring": {
-        "hf_rfa.finetune.tokenize": None,
-        "hf_rfa.finetune.perplexity": None,
-        "hf_rfa.finetune.Perplexity": None,
-        "hf_rfa.finetune.evaluate_generation": None,
-        "hf_rfa.finetune.GenerationScores": [],
-        "hf_rfa.recall.recall_suite": None,
-        "hf_rfa.recall.RecallReport": ["as_dict"],
-        "hf_rfa.recall.window_and_sinks": None,
+        "hf_rfa.io.text_io.tokenize": None,
+        "hf_rfa.evaluation.perplexity": None,
+        "hf_rfa.evaluation.Perplexity": None,
+        "hf_rfa.evaluation.generation_scores.evaluate_generation": None,
+        "hf_rfa.evaluation.generation_scores.GenerationScores": [],
+        "hf_rfa.evaluation.recall.recall_suite": None,
+        "hf_rfa.evaluation.recall.RecallReport": ["as_dict"],
+        "hf_rfa.evaluation.recall.window_and_sinks": None,
     },
     "Training": {
         "hf_rfa.finetune.distill.distill": None,
@@ -127,11 +127,11 @@ def describe(cls: type) -> str:
 def models() -> str:
     """Return a table of the model classes."""
     rows = [("class", "what it is", "Auto class")]
-    for name, cls in ((name, getattr(hf_rfa, name)) for name in hf_rfa.__all__):
-        if getattr(cls, "config_class", None) is not None:  # a model
-            auto_map = cls.config_class().AUTO_MAP  # which a first configuration fills
-            loaders = [f"`{auto}`" for auto, place in auto_map.items() if place.endswith(f".{name}")]
-            rows.append((f"`{name}`", describe(cls), ", ".join(loaders)))
+    models: list[Any] = [cls for name in ("gpt2", "bart", "marian") for cls in hf_rfa.FAMILIES[name].model_classes]
+    for cls in models:
+        auto_map = cls.config_class().AUTO_MAP  # which a first configuration fills
+        loaders = [f"`{auto}`" for auto, place in auto_map.items() if place.endswith(f".{cls.__name__}")]
+        rows.append((f"`{cls.__name__}`", describe(cls), ", ".join(loaders)))
     return table(*rows) + "\n\n" + OTHER_MODELS
 
 

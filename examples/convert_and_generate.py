@@ -11,10 +11,10 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_rfa import cache_num_bytes  # importing hf_rfa registers the RFA models with transformers
 from hf_rfa.convert import convert
-from hf_rfa.convert.text_io import read_documents
-from hf_rfa.finetune import perplexity, tokenize
+from hf_rfa.evaluation import perplexity
+from hf_rfa.inference import cache_num_bytes  # importing hf_rfa registers the RFA models with transformers
+from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.cache_names import returned_cache
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"

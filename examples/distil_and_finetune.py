@@ -17,11 +17,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from hf_rfa.convert import convert
-from hf_rfa.convert.text_io import read_documents
-from hf_rfa.finetune import perplexity, tokenize
+from hf_rfa.evaluation import perplexity
 from hf_rfa.finetune.data import joined_blocks
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
+from hf_rfa.io.text_io import read_documents, tokenize
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 

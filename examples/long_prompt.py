@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_rfa import load_cache, save_cache
 from hf_rfa.convert import convert
-from hf_rfa.convert.text_io import read_documents
-from hf_rfa.finetune import tokenize
+from hf_rfa.inference import load_cache, save_cache
+from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.cache_names import cache_argument, returned_cache
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
-from hf_rfa.convert.atomic_io import check_file, new_file
 from hf_rfa.convert.report import TRAINING, USE, head_of, use_section
-from hf_rfa.errors import InputError
+from hf_rfa.evaluation.cards import EVALUATION_HEADING, RECALL_HEADING
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 #: Files beside a checkpoint that its card refers to. Figures of an evaluation are not among them: they hold for old weights.
@@ -29,12 +27,6 @@ PICTURE = re.compile(r"(?m)^!\[.*\]\(.*\)\n")
 PLAIN_USE = re.sub(r"import hf_rfa.*\n|{own_map}|(?<=```\n)\n(?s:.*)", "", USE)
 #: The paragraph on training of a model that had none, as `hf_rfa.convert` writes it.
 UNTRAINED = re.compile(rf"(?m)^{re.escape(TRAINING)} none .*$")
-#: File with the results of evaluations, beside a checkpoint, and their section in its card.
-EVALUATION_FILE, EVALUATION_HEADING = "evaluation.json", "## Evaluation"
-#: The section on what the recall suite found (`hf_rfa.recall`), of these weights too.
-RECALL_HEADING = "## Recall"
-#: Names that the hub has for our tasks.
-HUB_TASKS = {"perplexity": "text-generation", "translation": "translation", "summarization": "summarization"}
 
 
 def data_name(source: str) -> str:
@@ -93,63 +85,3 @@ def trained_card(model: Any, *, name: str, source: str | None, summary: str, sec
     ]
     body = "\n\n".join(part.strip() for part in (start, use, *kept, section))
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
-
-
-def check_recordable(checkpoint: str) -> Path:
-    """Return the folder of a checkpoint; raise an `InputError` if it is none, or if results cannot be written into it."""
-    folder = Path(checkpoint).expanduser()
-    if not (folder / "config.json").is_file():
-        raise InputError(
-            f"--record writes into the folder of the checkpoint, but {checkpoint} is not a folder with a checkpoint."
-        )
-    for name in (EVALUATION_FILE, "README.md"):
-        check_file(folder / name)
-    return folder
-
-
-def record_result(folder: Path, *, task: str, data: str, scores: dict[str, float], protocol: str) -> None:
-    """Add scores by metric to ``evaluation.json`` and the model card; those of the same task, data and protocol are replaced.
-
-    The task is one of `HUB_TASKS`, the data a name, the protocol a description in words.
-    """
-    path, card_path = folder / EVALUATION_FILE, folder / "README.md"
-    results: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    new = {"task": task, "data": data, "protocol": protocol, "scores": scores}
-    results = [each for each in results if {**each, "scores": scores} != new] + [new]
-    scored = [(each, *score) for each in results for score in each["scores"].items()]
-    card = load_card(folder)
-    metadata: Any = card.data
-    metadata.model_name = metadata.model_name or folder.resolve().name
-    metadata.eval_results = [
-        EvalResult(
-            task_type=HUB_TASKS[each["task"]],
-            dataset_type=each["data"],
-            dataset_name=each["data"],
-            metric_type=name.lower(),
-            metric_name=name,
-            metric_value=round(value, 4),
-        )
-        for each, name, value in scored
-    ]
-    rows = [
-        f"| {each['data']} | {name} | {value:.2f} | {each['protocol'].replace('|', ', ')} |"
-        for each, name, value in scored
-    ]
-    replace_section(card, EVALUATION_HEADING, "\n".join(["| data | metric | | protocol |", "|---|---|---|---|", *rows]))
-    with new_file(path) as file:
-        json.dump(results, file, indent=2)
-    with new_file(card_path) as file:
-        file.write(str(card))
-
-
-def load_card(folder: Path) -> ModelCard:
-    """Return the card of a checkpoint, or an empty one."""
-    path = folder / "README.md"
-    return ModelCard.load(path) if path.is_file() else ModelCard("---\nlibrary_name: transformers\n---\n")
-
-
-def replace_section(card: ModelCard, heading: str, body: str) -> None:
-    """Put a section at the end of a card, in place of one with the same heading."""
-    text = re.sub(rf"(?ms)^{heading}$.*?(?=^## |\Z)", "", card.text).rstrip()
-    section = f"{heading}\n\n{body}\n"
-    card.text = f"{text}\n\n{section}" if text else section

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from transformers import DataCollatorForSeq2Seq
 from transformers.utils import logging
 
-from hf_rfa.convert.calibration_data import Inputs, tokenize
-from hf_rfa.convert.perplexity import IGNORED_LABEL
-from hf_rfa.convert.text_io import open_text, read_pairs
+from hf_rfa.convert.calibration_data import Inputs
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.perplexity import IGNORED_LABEL
+from hf_rfa.io.text_io import open_text, read_pairs, tokenize
 
 #: The `datasets` builder of a file, by its ending without ``.gz``.
 BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}

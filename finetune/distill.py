@@ -12,16 +12,16 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, default_data_collator
 
-from hf_rfa.convert.atomic_io import check_destination, new_folder
 from hf_rfa.convert.calibration_data import Inputs, shifted_positions
 from hf_rfa.convert.configuration import import_words
-from hf_rfa.convert.perplexity import score_labels
 from hf_rfa.convert.pictures import compare_attention, draw_attention
 from hf_rfa.convert.pipeline import MAX_SHARD_SIZE, Progress
-from hf_rfa.convert.text_io import read_documents
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.families import FAMILIES, has_rotary_positions
-from hf_rfa.inference import check_tokens, kind_of, load_model, read_config
+from hf_rfa.inference.loading import check_tokens, kind_of, load_model, read_config
+from hf_rfa.io.atomic_io import check_destination, new_folder
+from hf_rfa.io.text_io import read_documents
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 from hf_rfa.models.rfa_classes import own_prefixes
 

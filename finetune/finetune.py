@@ -28,11 +28,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hf_rfa.convert.atomic_io import check_destination, new_folder
-from hf_rfa.convert.calibration_data import BLOCK_LENGTH
-from hf_rfa.convert.perplexity import IGNORED_LABEL, perplexity_of, shown
 from hf_rfa.errors import InputError
-from hf_rfa.inference import (
+from hf_rfa.evaluation.generation_scores import BleuMetric, answer_length
+from hf_rfa.evaluation.perplexity import IGNORED_LABEL, perplexity_of, shown
+from hf_rfa.inference.loading import (
     CONFIG_ERRORS,
     WEIGHT_ERRORS,
     check_length,
@@ -43,6 +42,8 @@ from hf_rfa.inference import (
     read_config,
     tokens_without_embedding,
 )
+from hf_rfa.io.atomic_io import check_destination, new_folder
+from hf_rfa.io.text_io import BLOCK_LENGTH
 
 from .arguments import FinetuneArguments, processes_started
 from .card import copy_referred, data_name, table_of, trained_card
@@ -58,7 +59,6 @@ from .data import (
     single_documents,
     token_pairs,
 )
-from .evaluation import BleuMetric, answer_length
 from .packing import keeps_documents_apart
 from .param_groups import freeze
 from .report import plot_losses

@@ -12,8 +12,8 @@ from typing import Any, Literal, Self
 import torch
 import yaml
 
-from hf_rfa.convert.calibration_data import BLOCK_LENGTH
 from hf_rfa.errors import InputError
+from hf_rfa.io.text_io import BLOCK_LENGTH
 
 #: Tokens per step if a recipe does not say how many blocks, and pairs per step.
 TOKENS_PER_STEP, PAIRS_PER_STEP = 2048, 8

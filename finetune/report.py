@@ -11,8 +11,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from hf_rfa.convert.perplexity import shown
 from hf_rfa.convert.pictures import HeadMap
+from hf_rfa.evaluation.perplexity import shown
 
 from .recipe import Recipe
 from .trainers import StageResult

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_rfa.convert.atomic_io import new_file
 from hf_rfa.errors import InputError
+from hf_rfa.io.atomic_io import new_file
 
 
 def training_folder(destination: Path) -> Path:

@@ -34,8 +34,8 @@ from transformers import (
 from hf_rfa.convert.activations import capture_inputs, layer_activations, layer_divergence, padding_masks
 from hf_rfa.convert.base_model import rfa_layers
 from hf_rfa.convert.calibration_data import Inputs
-from hf_rfa.convert.perplexity import IGNORED_LABEL
 from hf_rfa.convert.pipeline import Progress
+from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 
 from .losses import early_gradient, logit_divergence
 from .param_groups import PARAMETER_KINDS, ParameterKind, Rates, freeze, lora, parameter_groups

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
-from .inference import Generation, chat_messages, chat_text, check_chat, generate_rows
+from .inference.generation import Generation, chat_messages, chat_text, check_chat, generate_rows
 from .models.cache_names import cache_argument, returned_cache
 
 

@@ -85,10 +85,10 @@ def bench_command(
 
     from hf_rfa import bench
     from hf_rfa.bench.models import SHAPES
-    from hf_rfa.convert.atomic_io import check_file, new_file
     from hf_rfa.errors import InputError
-    from hf_rfa.inference import read_config
+    from hf_rfa.inference.loading import read_config
     from hf_rfa.int8_weights import quantize_weights
+    from hf_rfa.io.atomic_io import check_file, new_file
     from hf_rfa.packed_weights import pack_weights
 
     files = {end: Path(f"{output}{end}") for end in (".json", *(f"-{each}.png" for each in tasks)) if output}

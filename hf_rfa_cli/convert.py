@@ -141,10 +141,10 @@ def convert_command(
         _convert(checkpoint, destination, overwrite=overwrite, **options)
         return
 
-    from hf_rfa.convert.atomic_io import check_destination, folder_beside
     from hf_rfa.convert.checkpoint import locate
     from hf_rfa.finetune.distill import check_one_process, distill
     from hf_rfa.finetune.run_folder import check_training_folder, training_folder
+    from hf_rfa.io.atomic_io import check_destination, folder_beside
 
     check_one_process()
     check_destination(destination, overwrite=overwrite, sources=(Path(checkpoint),))

@@ -178,13 +178,13 @@ def evaluate_command(
     if text is None:
         raise UsageError("Missing argument 'TEXT': a file to measure on.")
     starting(f"evaluating {model} on {text}")
-    from hf_rfa.convert.atomic_io import check_file, new_file
-    from hf_rfa.convert.calibration_data import tokenize
-    from hf_rfa.convert.perplexity import shown
-    from hf_rfa.convert.text_io import read_documents, read_pairs
-    from hf_rfa.finetune import GenerationScores, evaluate_generation, perplexity
-    from hf_rfa.finetune.card import check_recordable, record_result
+    from hf_rfa.evaluation import perplexity
+    from hf_rfa.evaluation.cards import check_recordable, record_result
+    from hf_rfa.evaluation.generation_scores import GenerationScores, evaluate_generation
+    from hf_rfa.evaluation.perplexity import shown
     from hf_rfa.inference import load_model, use_attention_component
+    from hf_rfa.io.atomic_io import check_file, new_file
+    from hf_rfa.io.text_io import read_documents, read_pairs, tokenize
 
     folder = check_recordable(model) if record else None
     if task == "perplexity":

@@ -154,7 +154,7 @@ def _report(results: list[Any], cached: str | None = None) -> None:
 def _lines(path: Path) -> list[str]:
     """Return the lines of a file, or of stdin."""
     if path != STDIN:
-        from hf_rfa.convert.text_io import read_lines
+        from hf_rfa.io.text_io import read_lines
 
         return read_lines(path)
     try:

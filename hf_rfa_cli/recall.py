@@ -42,12 +42,11 @@ def measure_recall(
     """Run the recall suite on a checkpoint, print its table, and write its files where they are asked for."""
     limits = views(controls)
     starting(f"measuring the recall of {name}")
-    from hf_rfa.convert.calibration_data import tokenize
-    from hf_rfa.convert.text_io import read_documents
-    from hf_rfa.finetune.card import check_recordable
+    from hf_rfa.evaluation.cards import check_recordable
+    from hf_rfa.evaluation.recall import FULL, QUICK, recall_suite, report_table, write_report
+    from hf_rfa.evaluation.recall.report import check_output
     from hf_rfa.inference import load_model
-    from hf_rfa.recall import FULL, QUICK, recall_suite, report_table, write_report
-    from hf_rfa.recall.report import check_output
+    from hf_rfa.io.text_io import read_documents, tokenize
 
     folder = check_recordable(name) if record else None
     check_output(output)
@@ -85,10 +84,10 @@ def run_tasks(
 ) -> None:
     """Hand a checkpoint over to lm-eval, print its table, and write its results where they are asked for."""
     starting(f"running {tasks} on {name}")
-    from hf_rfa.convert.atomic_io import new_file
     from hf_rfa.errors import InputError
+    from hf_rfa.evaluation.recall.report import check_output
     from hf_rfa.inference import load_model
-    from hf_rfa.recall.report import check_output
+    from hf_rfa.io.atomic_io import new_file
 
     try:
         import lm_eval

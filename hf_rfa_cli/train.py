@@ -113,7 +113,7 @@ def finetune_words(words: list[str]) -> list[str]:
 def finetune_command(context: typer.Context) -> None:
     """Fine-tune a checkpoint, RFA or softmax, with transformers' Trainer (--help lists all of its options)."""
     starting("listing the options" if {"-h", "--help"} & {*context.args} else "preparing the fine-tuning")
-    from hf_rfa.convert.perplexity import shown
+    from hf_rfa.evaluation.perplexity import shown
     from hf_rfa.finetune.finetune import finetune
 
     words = finetune_words(context.args)
@@ -143,8 +143,8 @@ def make_data_command(
 ) -> None:
     """Write a data set that a program makes: ListOps expressions with their values, or sequences to be copied."""
     starting(f"writing {rows} rows to {output}")
-    from hf_rfa.convert.atomic_io import check_file, new_file
     from hf_rfa.finetune.synthetic import DATA_SETS
+    from hf_rfa.io.atomic_io import check_file, new_file
 
     make, least, most = DATA_SETS[name]
     drawn = make(rows, min_length=min_length or least, max_length=max_length or most, seed=seed)

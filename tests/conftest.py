@@ -159,7 +159,7 @@ def converted_demo(tmp_path_factory) -> Path:
 @pytest.fixture
 def run_cli(monkeypatch):
     """The command line in this process: it takes words, and returns the exit status."""
-    from hf_rfa import cli
+    from hf_rfa_cli import main as cli
 
     def run(*words: object) -> int:
         monkeypatch.setattr(sys, "argv", ["hf-rfa", *map(str, words)])

@@ -10,8 +10,8 @@ from typing import Any
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch.distributed.tensor import DTensor
 
-from hf_rfa.cli import main
 from hf_rfa.finetune.trainers import GroupedTrainer
+from hf_rfa_cli.main import main
 
 _init = AcceleratorState.__init__
 _training_step = GroupedTrainer.training_step

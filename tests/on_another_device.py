@@ -20,11 +20,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer
 
 from hf_rfa.convert import checkpoint, convert
-from hf_rfa.devices import find_device
 from hf_rfa.errors import InputError
-from hf_rfa.finetune import evaluate_generation, perplexity
+from hf_rfa.evaluation import perplexity
+from hf_rfa.evaluation.generation_scores import evaluate_generation
+from hf_rfa.evaluation.recall import Effort, recall_suite
 from hf_rfa.inference import generate_text, load_model
-from hf_rfa.recall import Effort, recall_suite
+from hf_rfa.inference.devices import find_device
 
 from .conftest import save_tiny_tokenizer, words
 from .families import has_encoder, make, save_softmax_model

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, EncoderDecoderCache
 
-from hf_rfa import RFALayer, RFASourceLayer, cache_num_bytes
+from hf_rfa import RFALayer, RFASourceLayer
 from hf_rfa.errors import InputError
-from hf_rfa.inference import use_attention_component
+from hf_rfa.inference import cache_num_bytes, use_attention_component
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.rfa_classes import own_prefixes
 

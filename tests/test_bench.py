@@ -15,7 +15,7 @@ from hf_rfa import InputError, RFAGPT2Config, bench
 from hf_rfa.bench.llama_cpp import llama_cpp_positions
 from hf_rfa.bench.measure import decoding_floor, decoding_weights, interleaved, peak_bytes
 from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
-from hf_rfa.cache_files import cache_num_bytes
+from hf_rfa.inference import cache_num_bytes
 from hf_rfa.int8_weights import quantize_weights
 from hf_rfa.models.cache_names import cache_argument
 

@@ -14,7 +14,8 @@ from torch.testing import assert_close
 from transformers import DynamicCache, EncoderDecoderCache, GPT2Config, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_rfa import InputError, cache_files, cache_num_bytes, load_cache, save_cache
+from hf_rfa import InputError
+from hf_rfa.inference import cache_files, cache_num_bytes, load_cache, save_cache
 from hf_rfa.models.cache_names import CACHE_NAME, cache_argument
 
 from .families import (

@@ -10,10 +10,10 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
-from hf_rfa import cache_num_bytes
 from hf_rfa.bench.models import cache_at, step_inputs
 from hf_rfa.convert import convert
-from hf_rfa.recall.memory import cache_memory
+from hf_rfa.evaluation.recall.memory import cache_memory
+from hf_rfa.inference import cache_num_bytes
 
 from .conftest import words
 from .decoders import parent, saved

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import GPT2LMHeadModel
 
 from hf_rfa import InputError
-from hf_rfa.convert.perplexity import logits_of_pieces
-from hf_rfa.finetune import perplexity
+from hf_rfa.evaluation import perplexity
+from hf_rfa.evaluation.perplexity import logits_of_pieces
 from hf_rfa.models.cache_names import cache_argument
 
 from .conftest import tiny_parent_config

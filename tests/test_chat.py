@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from hf_rfa import cache_num_bytes
 from hf_rfa.chat import Conversation
 from hf_rfa.convert import InputError, convert
-from hf_rfa.inference import chat_messages, chat_text, generate_text, load_model
+from hf_rfa.inference import cache_num_bytes, generate_text, load_model
+from hf_rfa.inference.generation import chat_messages, chat_text
 
 from .conftest import save_tiny_tokenizer
 from .families import make, make_gpt2, save_softmax_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from hf_rfa.inference import compiled_steps
+from hf_rfa.inference.generation import compiled_steps
 from hf_rfa.models.cache_names import cache_argument
 
 from .families import has_encoder, make, read, source, tokens

@@ -30,11 +30,12 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from hf_rfa import FEATURE_MAPS, cache_num_bytes
+from hf_rfa import FEATURE_MAPS
 from hf_rfa.convert import ConversionOptions, convert
 from hf_rfa.convert import checkpoint as checkpoint_module
 from hf_rfa.convert.base_model import softmax_base_model
 from hf_rfa.convert.calibration_data import random_inputs
+from hf_rfa.inference import cache_num_bytes
 from hf_rfa_cli.main import app, main
 
 from .conftest import (

@@ -18,8 +18,9 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import GPT2LMHeadModel
 
-from hf_rfa.convert import InputError, atomic_io, convert, pipeline
+from hf_rfa.convert import InputError, convert, pipeline
 from hf_rfa.convert.report import Perplexities, check_perplexity
+from hf_rfa.io import atomic_io
 
 from .conftest import DEMO_MODEL, DEMO_TEXT, copy_of, leftovers, refused
 

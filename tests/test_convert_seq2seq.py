@@ -20,12 +20,11 @@ from hf_rfa.convert.activations import LayerActivations
 from hf_rfa.convert.base_model import softmax_base_model
 from hf_rfa.convert.calibration import calibrate_layer
 from hf_rfa.convert.calibration_data import add_outputs, text_sources
-from hf_rfa.convert.perplexity import score_labels
 from hf_rfa.convert.sensitivity import measure_sensitivity
-from hf_rfa.convert.text_io import read_pairs
-from hf_rfa.finetune import evaluate_generation
-from hf_rfa.finetune.evaluation import BleuMetric, RougeMetric
+from hf_rfa.evaluation.generation_scores import BleuMetric, RougeMetric, evaluate_generation
+from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.inference import generate_text, load_model
+from hf_rfa.io.text_io import read_pairs
 
 from .conftest import DEMO_MODEL, leftovers, refused, save_tiny_tokenizer, shared, tiny_seq2seq_config, words
 from .families import make, softmax_model

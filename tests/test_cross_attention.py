@@ -26,7 +26,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
-from hf_rfa import FAMILIES, cache_num_bytes, load_cache, save_cache
+from hf_rfa import FAMILIES
+from hf_rfa.inference import cache_num_bytes, load_cache, save_cache
 from hf_rfa.models.cache_names import cache_argument, returned_cache
 
 from .families import (

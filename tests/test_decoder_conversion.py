@@ -9,13 +9,14 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_rfa import FAMILIES, InputError, cache_num_bytes
+from hf_rfa import FAMILIES, InputError
 from hf_rfa.convert import convert
 from hf_rfa.convert.activations import capture_inputs
 from hf_rfa.convert.calibration_data import calibration_inputs
 from hf_rfa.families import has_rotary_positions
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
+from hf_rfa.inference import cache_num_bytes
 
 from .conftest import leftovers, refused, save_tiny_tokenizer, words
 from .decoders import LENGTH, NAMES, WITH_SINKS, case, every_decoder, parent, rfa_indices, saved

@@ -19,8 +19,9 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from hf_rfa import FAMILIES, RFALayer, cache_num_bytes
+from hf_rfa import FAMILIES, RFALayer
 from hf_rfa.families import has_rotary_positions
+from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.cache_names import CACHE_NAME, cache_argument
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from hf_rfa import InputError, save_cache
+from hf_rfa import InputError
 from hf_rfa.convert import convert
-from hf_rfa.convert.atomic_io import check_file, new_file, new_folder
-from hf_rfa.finetune.card import check_recordable
+from hf_rfa.evaluation.cards import check_recordable
+from hf_rfa.inference import save_cache
+from hf_rfa.io.atomic_io import check_file, new_file, new_folder
 from hf_rfa.models.cache_names import cache_argument
 
 from .conftest import DEMO_MODEL, DEMO_TEXT, tiny_parent_config

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from hf_rfa.devices import find_device
 from hf_rfa.errors import InputError
+from hf_rfa.inference.devices import find_device
 
 from .conftest import ROOT
 

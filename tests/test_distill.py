@@ -15,10 +15,8 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from hf_rfa import cli
 from hf_rfa.convert import InputError, convert
 from hf_rfa.convert.report import UNTRAINED
-from hf_rfa.convert.text_io import read_documents
 from hf_rfa.finetune import trainers
 from hf_rfa.finetune.data import joined_blocks
 from hf_rfa.finetune.distill import distill
@@ -31,9 +29,11 @@ from hf_rfa.finetune.trainers import (
     train_stage,
 )
 from hf_rfa.inference import load_model
+from hf_rfa.io.text_io import read_documents
 from hf_rfa.models.feature_maps import FEATURE_MAPS
 from hf_rfa.models.projected_feature_maps import ProjectedFeatureMap
 from hf_rfa_cli import convert as cli_convert
+from hf_rfa_cli import main as cli
 
 from .conftest import leftovers, words
 from .families import has_encoder, is_own, make

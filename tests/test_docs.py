@@ -14,7 +14,8 @@ import pytest
 import typer
 
 import hf_rfa
-from hf_rfa import cli, convert, finetune
+from hf_rfa import convert, evaluation, inference
+from hf_rfa_cli import main as cli
 from hf_rfa_cli import train as cli_train
 
 from .conftest import ROOT
@@ -108,7 +109,7 @@ def command_lines(page: Path) -> list[tuple[str, bool]]:
     found = []
     for block in blocks(page, "bash"):
         for line in block.replace("\\\n", " ").splitlines():
-            for part in line.replace("-m hf_rfa.cli", "&& hf-rfa").split("&&"):
+            for part in line.replace("-m hf_rfa_cli", "&& hf-rfa").split("&&"):
                 if part.strip().startswith("hf-rfa "):
                     found.append((part.strip(), True))
     return found + [(span, False) for span in re.findall(r"`(hf-rfa [^`]*)`", prose(page))]
@@ -155,7 +156,7 @@ def test_names_that_are_referred_to_exist(path):
 
 def test_every_public_name_stands_on_the_api_page():
     page = (ROOT / "docs" / "api.md").read_text()
-    public = {*hf_rfa.__all__, *convert.__all__, *finetune.__all__} - {"__version__"}
+    public = {*hf_rfa.__all__, *convert.__all__, *evaluation.__all__, *inference.__all__} - {"__version__"}
     public |= {cls.__name__ for cls in hf_rfa.FEATURE_MAPS.values()}
     missing = [name for name in sorted(public) if not re.search(rf"`(hf_rfa\.[\w.]*)?\b{name}`", page)]
     assert missing == []

@@ -13,12 +13,12 @@ from transformers import GPT2LMHeadModel
 
 from hf_rfa import InputError
 from hf_rfa.convert.checkpoint import open_checkpoint
-from hf_rfa.convert.perplexity import perplexity_of, shown
-from hf_rfa.convert.text_io import read_documents
-from hf_rfa.finetune import perplexity, tokenize
+from hf_rfa.evaluation import perplexity
+from hf_rfa.evaluation.perplexity import perplexity_of, shown
 from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.finetune import load_config_and_tokenizer, load_model_to_train
 from hf_rfa.inference import generate_text, load_model
+from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa_cli.bench import bench_command
 
 from .conftest import DEMO_MODEL, DEMO_TEXT, shared, tiny_parent_config, words

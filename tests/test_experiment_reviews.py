@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.experiments import language, reviews
+from hf_rfa.evaluation.recall.memory import cache_memory
 from hf_rfa.finetune.recipe import load_settings
 from hf_rfa.finetune.trainers import AttentionTransferTrainer
-from hf_rfa.recall.memory import cache_memory
 
 from .families import save_softmax_model
 from .training import assert_same, interrupted, weights

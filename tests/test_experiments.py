@@ -32,11 +32,11 @@ from transformers import (
 from benchmarks.experiments import __main__ as experiments
 from benchmarks.experiments import experiment, gate, images, language, listops, rows, speech, translation
 from hf_rfa.convert.base_model import rfa_layers
-from hf_rfa.convert.calibration_data import tokenize
-from hf_rfa.convert.text_io import read_documents
 from hf_rfa.errors import InputError
-from hf_rfa.finetune import evaluate_generation, perplexity
+from hf_rfa.evaluation import perplexity
+from hf_rfa.evaluation.generation_scores import evaluate_generation
 from hf_rfa.finetune.recipe import load_settings
+from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.attention import Gate
 
 from .conftest import ROOT, save_tiny_tokenizer

@@ -16,14 +16,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hf_rfa.finetune
-from hf_rfa import cli
 from hf_rfa.convert import InputError
+from hf_rfa.evaluation.generation_scores import evaluate_generation
 from hf_rfa.finetune import finetune as finetune_module
 from hf_rfa.finetune.data import load_data, packed_blocks
-from hf_rfa.finetune.evaluation import evaluate_generation
 from hf_rfa.finetune.param_groups import PARAMETER_KINDS, parameter_groups, parameter_kinds
 from hf_rfa.finetune.trainers import GroupedTrainer
 from hf_rfa.inference import load_model
+from hf_rfa_cli import main as cli
 from hf_rfa_cli.options import UsageError
 
 from .conftest import ROOT, leftovers, words
@@ -378,7 +378,7 @@ def test_two_processes_with_sharded_parameters_give_the_losses_of_one(material, 
     shared += ["--report-to", "none", "--learning-rate", "0.01", "--ddp-backend", "gloo"]
     sharding = ["--fsdp", "full_shard", "--fsdp-config", str(LAUNCH / "fsdp.json")]
     losses = {}
-    for processes, module, batch, parallel in ((1, "hf_rfa.cli", 4, []), (2, "tests.fsdp_on_cpu", 2, sharding)):
+    for processes, module, batch, parallel in ((1, "hf_rfa_cli", 4, []), (2, "tests.fsdp_on_cpu", 2, sharding)):
         folder = tmp_path / str(processes)
         own = ["--per-device-train-batch-size", str(batch), "--output", str(folder)]
         line = [*launcher, str(processes), "-m", module, *shared, *own, *parallel]

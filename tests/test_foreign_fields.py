@@ -11,9 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
-from hf_rfa import inference
 from hf_rfa.convert import InputError, convert
-from hf_rfa.inference import generate_text, load_model
+from hf_rfa.inference import generate_text, load_model, loading
 
 from .conftest import leftovers, refused, save_tiny_tokenizer, tiny_parent_config, words
 from .decoders import saved
@@ -36,7 +35,7 @@ def source(tmp_path) -> Path:
 @pytest.fixture
 def warned(caplog) -> Any:
     """What was warned of; each warning counts as not given before."""
-    inference.warn_once.cache_clear()
+    loading.warn_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="hf_rfa")
     return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("hf_rfa")]
 

@@ -15,8 +15,9 @@ from torch.testing import assert_close
 from transformers import StoppingCriteria, StoppingCriteriaList, set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from hf_rfa import RFALayer, cache_num_bytes
+from hf_rfa import RFALayer
 from hf_rfa.families import has_rotary_positions
+from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.cache_names import cache_argument
 
 from .conftest import ROOT

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from hf_rfa import InputError
-from hf_rfa.convert.calibration_data import tokenize
-from hf_rfa.convert.text_io import read_documents
-from hf_rfa.finetune import perplexity
+from hf_rfa.evaluation import perplexity
 from hf_rfa.inference import load_model
 from hf_rfa.int8_weights import MOST_ROWS, Int8Linear, quantize_weights
+from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.cache_names import cache_argument
 
 from .conftest import DEMO_MODEL, DEMO_TEXT

@@ -18,9 +18,9 @@ from transformers import (
 
 from hf_rfa.convert import calibration_data, checkpoint, convert, pipeline
 from hf_rfa.convert.base_model import share_weights
-from hf_rfa.convert.perplexity import score_labels
-from hf_rfa.convert.text_io import read_documents
-from hf_rfa.inference import load_tokenizer
+from hf_rfa.evaluation.perplexity import score_labels
+from hf_rfa.inference.loading import load_tokenizer
+from hf_rfa.io.text_io import read_documents
 
 from .conftest import refused, save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config, words
 from .families import base_config

@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from hf_rfa.cli import main
-from hf_rfa.convert import atomic_io as writer_module
 from hf_rfa.convert import convert
-from hf_rfa.convert.atomic_io import folder_beside, new_folder, remove_leftovers
+from hf_rfa.io import atomic_io as writer_module
+from hf_rfa.io.atomic_io import folder_beside, new_folder, remove_leftovers
+from hf_rfa_cli.main import main
 
 from .conftest import leftovers
 
 #: Processes that start from one in which everything has been imported.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["hf_rfa.cli", "hf_rfa.convert", "tests.test_killed"])
+processes.set_forkserver_preload(["hf_rfa_cli.main", "hf_rfa.convert", "tests.test_killed"])
 
 FILES = {"config.json": 1, "model.safetensors": 2, "sub/README.md": 3}
 

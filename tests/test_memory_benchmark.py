@@ -16,7 +16,7 @@ from benchmarks import memory
 from benchmarks.memory_checkpoints import options_of
 from hf_rfa.convert import convert
 from hf_rfa.errors import InputError
-from hf_rfa.recall import window_and_sinks
+from hf_rfa.evaluation.recall import window_and_sinks
 
 from .families import save_softmax_model
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHead
 from hf_rfa import bench
 from hf_rfa.bench.measure import decoding_floor
 from hf_rfa.bench.models import cache_at, step_inputs
-from hf_rfa.cache_files import cache_num_bytes
 from hf_rfa.convert import convert
 from hf_rfa.convert.report import cache_bytes
+from hf_rfa.inference import cache_num_bytes
 
 from .conftest import tiny_parent_config
 from .families import base_config, has_encoder

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import mqar
 from benchmarks.mqar_rows import POWER, accuracy, mqar_rows
-from hf_rfa.convert.perplexity import IGNORED_LABEL
+from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 
 
 class Reader:

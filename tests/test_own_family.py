@@ -17,19 +17,11 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
-from hf_rfa import (
-    FAMILIES,
-    Family,
-    InputError,
-    RFABartConfig,
-    RFABartModel,
-    bench,
-    cache_num_bytes,
-    cli,
-    register_family,
-)
+from hf_rfa import FAMILIES, Family, InputError, RFABartConfig, RFABartModel, bench, register_family
 from hf_rfa.convert import convert
 from hf_rfa.families import decoder_family, seq2seq_family
+from hf_rfa.inference import cache_num_bytes
+from hf_rfa_cli import main as cli
 
 from .conftest import save_tiny_tokenizer, tiny_seq2seq_config
 

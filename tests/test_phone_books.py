@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import phone_books
 from hf_rfa.convert import convert
-from hf_rfa.recall.scoring import Rows
+from hf_rfa.evaluation.recall.scoring import Rows
 
 from .conftest import DEMO_MODEL
 

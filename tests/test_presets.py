@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig
 
-from hf_rfa import cache_num_bytes
 from hf_rfa.convert import ConversionOptions, convert
 from hf_rfa.convert.base_model import rfa_layers
 from hf_rfa.convert.checkpoint import open_checkpoint
 from hf_rfa.convert.presets import with_preset
+from hf_rfa.inference import cache_num_bytes
 
 from .conftest import leftovers, refused
 from .families import save_softmax_model

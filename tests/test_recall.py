@@ -18,17 +18,25 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from hf_rfa.convert.calibration_data import tokenize
-from hf_rfa.convert.text_io import read_documents
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.recall import Effort, draw_report, markdown_table, recall_suite, report_table, window_and_sinks
+from hf_rfa.evaluation.recall.generation import agreement, greedy, repeated_ngrams, sampled
+from hf_rfa.evaluation.recall.memory import cache_memory
+from hf_rfa.evaluation.recall.probes import (
+    DEPTHS,
+    Texts,
+    needle,
+    noise,
+    phone_book,
+    random_tokens,
+    repeated,
+    seen_bigrams,
+)
+from hf_rfa.evaluation.recall.scoring import Rows, score_tokens
+from hf_rfa.evaluation.recall.suite import make_probes, run_probe
+from hf_rfa.evaluation.recall.window_control import window_and_sinks_mask
+from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.cache_names import cache_argument
-from hf_rfa.recall import Effort, draw_report, markdown_table, recall_suite, report_table, window_and_sinks
-from hf_rfa.recall.generation import agreement, greedy, repeated_ngrams, sampled
-from hf_rfa.recall.memory import cache_memory
-from hf_rfa.recall.probes import DEPTHS, Texts, needle, noise, phone_book, random_tokens, repeated, seen_bigrams
-from hf_rfa.recall.scoring import Rows, score_tokens
-from hf_rfa.recall.suite import make_probes, run_probe
-from hf_rfa.recall.window_control import window_and_sinks_mask
 
 from .conftest import DEMO_MODEL, DEMO_TEXT, shared, tiny_parent_config
 from .families import make_gpt2

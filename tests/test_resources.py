@@ -24,7 +24,8 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from hf_rfa import RFAGPT2LMHeadModel, cache_num_bytes
+from hf_rfa import RFAGPT2LMHeadModel
+from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.cache_names import cache_argument
 
 from .conftest import shared

@@ -10,14 +10,14 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from hf_rfa import cache_num_bytes, load_cache, save_cache
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.recall import window_and_sinks
+from hf_rfa.evaluation.recall.memory import cache_memory
+from hf_rfa.evaluation.recall.window_control import window_and_sinks_mask
 from hf_rfa.export import DecodingStep
+from hf_rfa.inference import cache_num_bytes, load_cache, save_cache
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.memory import in_order
-from hf_rfa.recall import window_and_sinks
-from hf_rfa.recall.memory import cache_memory
-from hf_rfa.recall.window_control import window_and_sinks_mask
 
 from .families import draw_importance, make, softmax_model
 from .softmax_under_a_mask import assert_same_gradients, assert_same_logits, close

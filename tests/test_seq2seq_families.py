@@ -15,11 +15,11 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, WhisperFeatureExtractor, pipeline
 
-from hf_rfa import FAMILIES, InputError, cache_num_bytes
+from hf_rfa import FAMILIES, InputError
 from hf_rfa.bench import pair
 from hf_rfa.convert import convert
 from hf_rfa.families import SEQ2SEQ
-from hf_rfa.inference import load_model
+from hf_rfa.inference import cache_num_bytes, load_model
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.configuration_rfa import seq2seq_config_class
 

@@ -8,11 +8,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 from transformers.cache_utils import DynamicCache
 
-from hf_rfa import cache_num_bytes
 from hf_rfa.convert import convert
 from hf_rfa.errors import InputError
-from hf_rfa.inference import use_attention_component
-from hf_rfa.recall import window_and_sinks
+from hf_rfa.evaluation.recall import window_and_sinks
+from hf_rfa.inference import cache_num_bytes, use_attention_component
 
 from .conftest import leftovers
 from .families import make, make_gpt2, save_softmax_model

@@ -10,14 +10,14 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from hf_rfa import cache_num_bytes
 from hf_rfa.convert import convert
 from hf_rfa.convert.activations import LayerActivations
 from hf_rfa.convert.importance import far_weights, fit_importance
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.recall.memory import cache_memory
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
-from hf_rfa.recall.memory import cache_memory
+from hf_rfa.inference import cache_num_bytes
 
 from .conftest import leftovers, words
 from .families import draw_importance, make_gpt2, save_softmax_model

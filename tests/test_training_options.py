@@ -48,7 +48,7 @@ def command(material: Path, **options) -> list[str]:
     """Return the words that start a fine-tuning in a process of its own."""
     options = {"model": material / "gpt2-rfa", "task": "clm", "train": material / "rows.jsonl", **options}
     options |= {"block-length": 16, "learning-rate": 0.01}
-    return ["-m", "hf_rfa.cli", "finetune", *(str(word) for name in options for word in (f"--{name}", options[name]))]
+    return ["-m", "hf_rfa_cli", "finetune", *(str(word) for name in options for word in (f"--{name}", options[name]))]
 
 
 PIECES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}

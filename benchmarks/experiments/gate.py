@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_rfa  # noqa: F401  # registers the RFA models
-from hf_rfa.convert.perplexity import IGNORED_LABEL
+from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.data import single_documents
 from hf_rfa.finetune.finetune import load_config_and_tokenizer

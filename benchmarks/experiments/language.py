@@ -16,10 +16,9 @@ from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_rfa  # noqa: F401  # registers the RFA models
-from hf_rfa.convert.calibration_data import tokenize
-from hf_rfa.convert.text_io import read_documents
 from hf_rfa.errors import InputError
-from hf_rfa.finetune import perplexity
+from hf_rfa.evaluation import perplexity
+from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 from .charts import draw_losses

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_rfa.convert.atomic_io import new_file
 from hf_rfa.errors import InputError
+from hf_rfa.io.atomic_io import new_file
 
 
 def described(settings: Mapping[str, Any]) -> dict[str, Any]:

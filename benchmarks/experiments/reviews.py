@@ -20,14 +20,14 @@ from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_rfa.convert import convert
-from hf_rfa.convert.atomic_io import new_folder
 from hf_rfa.convert.base_model import extend_positions
-from hf_rfa.convert.text_io import open_text
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, position_count
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe
 from hf_rfa.finetune.run_folder import training_folder
+from hf_rfa.io.atomic_io import new_folder
+from hf_rfa.io.text_io import open_text
 
 from .experiment import Column, Experiment, Options
 from .language import prepare

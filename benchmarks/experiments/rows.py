@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 
 from hf_rfa import finetune
-from hf_rfa.convert.atomic_io import new_file
 from hf_rfa.finetune.recipe import merge, to_words
 from hf_rfa.finetune.run_folder import training_folder
+from hf_rfa.io.atomic_io import new_file
 from hf_rfa.models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
 
 from .results import check_same, described
@@ -118,7 +118,7 @@ def train(settings: dict[str, Any], folder: Path, *, processes: int = 1) -> dict
         ]
     start = time.perf_counter()
     with folder.with_name(f"{folder.name}.log").open("a") as log:
-        command = [*launch, "-m", "hf_rfa.cli", "finetune", *words]
+        command = [*launch, "-m", "hf_rfa_cli", "finetune", *words]
         environment = {**KEEP_MEMORY, **os.environ}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, preexec_fn=_end_with_parent)
         _, status, used = os.wait4(process.pid, 0)

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForSpeechSeq2Seq
 import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.bench import Load
 from hf_rfa.bench.measure import interleaved, peak_bytes
-from hf_rfa.convert.atomic_io import new_file
+from hf_rfa.io.atomic_io import new_file
 from hf_rfa.models.cache_names import cache_argument, returned_cache
 
 from .rows import COLORS, ROWS, SOFTMAX

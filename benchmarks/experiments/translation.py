@@ -13,10 +13,10 @@ from typing import Any
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 
 import hf_rfa  # noqa: F401  # registers the RFA models
-from hf_rfa.convert.text_io import read_pairs
 from hf_rfa.errors import InputError
-from hf_rfa.finetune import evaluate_generation
+from hf_rfa.evaluation.generation_scores import evaluate_generation
 from hf_rfa.finetune.recipe import merge
+from hf_rfa.io.text_io import read_pairs
 
 from .charts import draw_values
 from .experiment import Column, Experiment, Options

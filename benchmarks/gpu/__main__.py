@@ -23,7 +23,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from hf_rfa.convert.atomic_io import new_file
+from hf_rfa.io.atomic_io import new_file
 
 from . import attention, conversion, decoding, parity
 from .trial import Setting, failures

@@ -15,7 +15,7 @@ from rich.table import Table
 from hf_rfa import bench
 from hf_rfa.bench.measure import interleaved
 from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
-from hf_rfa.inference import read_config
+from hf_rfa.inference.loading import read_config
 from hf_rfa.models.cache_names import cache_argument
 
 from .trial import FAILED, Setting, attempt

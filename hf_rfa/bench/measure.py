@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_rfa.memory import give_back_memory
 from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.process_memory import give_back_memory
 
 #: Calls that `interleaved` makes first and does not count.
 WARMUP_CALLS = 2

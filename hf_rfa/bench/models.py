@@ -23,10 +23,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, reads_audio
+from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.cache_rfa import RFALayer
 from hf_rfa.models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
-
-from ..models.cache_names import cache_argument
 
 #: The shapes of published models, which need no download.
 SHAPES: dict[str, Any] = {

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from hf_rfa.cache_files import cache_num_bytes
+from hf_rfa.inference import cache_num_bytes
+from hf_rfa.models.cache_names import cache_argument
 
-from ..models.cache_names import cache_argument
 from .measure import WARMUP_CALLS, Machine, decoding_floor, interleaved, peak_bytes
 from .models import cache_at, step_inputs
 

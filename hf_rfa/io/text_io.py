@@ -1,4 +1,4 @@
-"""Reading texts: plain or JSON lines, gzipped or not."""
+"""Reading texts, plain or JSON lines, gzipped or not, and their tokens."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
-from hf_rfa.errors import InputError
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+#: Most tokens of a block of text or of a source, unless the model has fewer positions.
+BLOCK_LENGTH = 1024
 
 
 def read_documents(path: str | Path) -> Iterator[str]:
@@ -123,3 +129,28 @@ def _read_json_lines(lines: Iterable[str], path: Path, *names: str) -> Iterator[
                     f"{path}, line {number}: field {name!r} is {found}, not text. Fill it in, or remove the line."
                 )
         yield record
+
+
+def tokenize(tokenizer: Any, documents: Iterable[str], *, most: int | None = None, end: str | None = None) -> Tensor:
+    """Return the token ids of some documents, joined, each followed by the end-of-text token, [N].
+
+    Args:
+        tokenizer: the model's tokenizer.
+        documents: texts.
+        most: the largest number of tokens; None takes all.
+        end: the token after each document; None takes the tokenizer's end of text, where it has one.
+
+    Raises:
+        InputError: if the tokenizer has no token ``end``.
+    """
+    ids: list[int] = []
+    end_id = tokenizer.eos_token_id if end is None else tokenizer.get_vocab().get(end)
+    if end is not None and end_id is None:
+        raise InputError(f"the tokenizer has no token {end!r} to put after each document.")
+    for document in documents:
+        ids += tokenizer(document, verbose=False)["input_ids"]
+        if end_id is not None:
+            ids.append(end_id)
+        if most is not None and len(ids) >= most:
+            break
+    return torch.tensor(ids[:most], dtype=torch.long)

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from .errors import InputError
-from .models.cache_rfa import RFALayer, RFASourceLayer
-from .models.configuration_rfa import AttentionKind, RFAConfigMixin
+from ..errors import InputError
+from ..models.cache_rfa import RFALayer, RFASourceLayer
+from ..models.configuration_rfa import AttentionKind, RFAConfigMixin
 
 #: What a file says of itself, so that another kind of file, or a later one, is told apart.
 FORMAT = "hf-rfa cache 2"

@@ -9,11 +9,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from hf_rfa.cache_files import recurrent_num_bytes
+from hf_rfa.inference.cache_files import recurrent_num_bytes
 from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.memory import MemoryLayout
-
-from ..models.cache_names import cache_argument
 
 #: Tokens after which the growth of a cache is measured.
 SHORT, LONG = 8, 16

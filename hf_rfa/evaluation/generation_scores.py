@@ -1,9 +1,8 @@
-"""Evaluation under protocols that are stated with the figures: perplexity of a text, and answers scored by references."""
+"""Answers that a model generates, scored by references, with the protocol."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -14,133 +13,10 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu import BLEU
 from transformers import PreTrainedModel
 
-from hf_rfa.convert.calibration_data import BLOCK_LENGTH, Inputs
-from hf_rfa.convert.perplexity import IGNORED_LABEL, score_labels
-from hf_rfa.errors import InputError
-from hf_rfa.inference import check_length, check_tokens
-from hf_rfa.models.cache_rfa import RFA_LAYER_TYPE
-from hf_rfa.models.configuration_rfa import RFAConfigMixin
+from ..errors import InputError
+from ..inference.loading import check_length, check_tokens
 
 GenerationTask = Literal["translation", "summarization"]
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """A perplexity and how it was measured.
-
-    Attributes:
-        perplexity: exp of the mean negative log-likelihood per token counted.
-        nats: that mean.
-        context_length: most tokens of a window.
-        stride: tokens from the start of a window to the start of the next.
-        tokens_counted: tokens whose likelihood was counted.
-        tokens_total: tokens of the text.
-        piece_length: tokens of a window that were read at a time, the state carried from piece to piece; None for all.
-    """
-
-    perplexity: float
-    nats: float
-    context_length: int
-    stride: int
-    tokens_counted: int
-    tokens_total: int
-    piece_length: int | None = None
-
-    @property
-    def protocol(self) -> str:
-        """The protocol in words."""
-        if self.stride == self.context_length:
-            windows = f"disjoint windows of {self.context_length} tokens, the first token of each not counted"
-        else:
-            windows = (
-                f"windows of {self.context_length} tokens every {self.stride}; of each window only the tokens that no "
-                "window before it held are counted"
-            )
-        if self.piece_length is not None:
-            windows += f", read {self.piece_length} tokens at a time with the state carried from piece to piece"
-        return (
-            f"documents joined, each followed by the end-of-text token; {windows}; {self.tokens_counted:,} of "
-            f"{self.tokens_total:,} tokens counted"
-        )
-
-
-def perplexity(
-    model: PreTrainedModel,
-    ids: torch.Tensor,
-    *,
-    context_length: int | None = None,
-    stride: int | None = None,
-    carry_state: bool = False,
-    batch_size: int = 8,
-    on_batch: Callable[[int, int], None] | None = None,
-) -> Perplexity:
-    """Measure the perplexity of a causal language model on a text.
-
-    Args:
-        model: the model, RFA or softmax.
-        ids: the text's token ids, [N].
-        context_length: tokens per window; None takes the model's positions, but at most 1,024.
-        stride: tokens between the starts of windows; None takes ``context_length`` (disjoint windows).
-        carry_state: read a window as many tokens at a time as the model has positions, and carry the state from piece to
-            piece, so that windows may be longer than that. Learned positions are counted anew in every piece.
-        batch_size: windows at a time.
-        on_batch: called with (windows done, windows in all) after each batch.
-
-    Returns:
-        The perplexity, with its protocol.
-
-    Raises:
-        InputError: for windows that the model or the text cannot have, and if ``carry_state`` is asked of a model that has
-            no positions to end at, or keys and values that grow.
-    """
-    positions = getattr(model.config, "max_position_embeddings", None)
-    length = context_length or min(BLOCK_LENGTH, positions or BLOCK_LENGTH)
-    stride = stride or length
-    if carry_state:
-        _check_carries_state(model)
-    elif positions is not None and length > positions:
-        raise InputError(f"a context of {length} tokens is longer than the model's {positions} positions.")
-    if length < 2 or not 1 <= stride <= length:
-        raise InputError(f"context_length must be at least 2 and stride from 1 to it, got {length} and {stride}.")
-    if len(ids) < 2:
-        raise InputError(f"the text has {len(ids)} tokens; at least 2 are needed.")
-    check_tokens([int(ids.max())], model.config)
-
-    overlap = length - stride
-    full = ids.unfold(0, length, stride) if len(ids) >= length else ids.new_empty(0, length)  # [windows, length]
-    rest = ids[len(full) * stride :][None]  # [1, at most length]
-    if len(full) and rest.shape[1] <= max(1, overlap):
-        rest = rest[:0]  # no token of it is new
-    chunks = [windows for windows in (*full.split(batch_size), rest) if len(windows)]
-
-    def batches() -> Iterator[Inputs]:
-        done = 0
-        for windows in chunks:
-            labels = windows.clone()
-            labels[int(done == 0) :, :overlap] = IGNORED_LABEL  # of the first window all tokens are new
-            yield {"input_ids": windows, "labels": labels}
-            done += len(windows)
-            if on_batch is not None:
-                on_batch(done, sum(map(len, chunks)))
-
-    piece_length = positions if carry_state else None
-    found = score_labels(model, batches(), piece_length=piece_length)
-    if not math.isfinite(found.nats):
-        raise InputError("the model's likelihoods are not finite: its weights or its dtype are at fault.")
-    return Perplexity(found.perplexity, found.nats, length, stride, found.tokens, len(ids), piece_length)
-
-
-def _check_carries_state(model: PreTrainedModel) -> None:
-    """Raise an `InputError` unless a model has positions to end at, and a state in all layers to carry past them."""
-    config: Any = model.config
-    advice = "Convert all of its layers, or leave carry_state out."
-    if getattr(config, "max_position_embeddings", None) is None:
-        raise InputError(f"carry_state: {config.model_type} has no number of positions, and reads any length at once.")
-    if not isinstance(config, RFAConfigMixin):
-        raise InputError(f"carry_state: {config.model_type} has keys and values that grow instead of a state. {advice}")
-    growing = [index for index, kind in enumerate(config.cache_layer_types()) if kind != RFA_LAYER_TYPE]
-    if growing:
-        raise InputError(f"carry_state: the cache of layers {growing} is not a state of fixed size. {advice}")
 
 
 class _TextMetric(evaluate.Metric):

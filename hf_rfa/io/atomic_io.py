@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from hf_rfa.errors import InputError
+from ..errors import InputError
 
 #: Suffix of the names of folders that are being written.
 PARTIAL = ".partial"

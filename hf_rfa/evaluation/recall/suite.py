@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
-from hf_rfa.inference import check_tokens
+from hf_rfa.inference.loading import check_tokens
 
 from .generation import WrittenText, agreement, greedy, nats_of, repeated_ngrams, sampled
 from .memory import CacheMemory, cache_memory

@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
 from rich.table import Table
 
-from hf_rfa.convert.atomic_io import check_file, folder_beside, new_file
-from hf_rfa.convert.perplexity import perplexity_of, shown
 from hf_rfa.errors import InputError
-from hf_rfa.finetune.card import RECALL_HEADING, load_card, replace_section
+from hf_rfa.evaluation.cards import RECALL_HEADING, load_card, replace_section
+from hf_rfa.evaluation.perplexity import perplexity_of, shown
+from hf_rfa.io.atomic_io import check_file, folder_beside, new_file
 
 from .suite import Column, Figure, RecallReport
 
