@@ -192,11 +192,13 @@ def test_full_disk(tiny_parent, tmp_path, monkeypatch):
     refused("the disk of .* is full; nothing was written", tiny_parent, tmp_path)
 
 
-def test_a_ruined_model_is_refused_unless_forced_or_trained_at_once(tmp_path, run_cli, refused_command):
+def test_a_ruined_model_is_refused_unless_forced_or_trained_at_once(tmp_path, monkeypatch, run_cli, refused_command):
+    """One feature a head costs the demo's model a quarter of its perplexity: its attention says little."""
+    monkeypatch.setattr("hf_rfa.convert.report.MAX_PERPLEXITY_RATIO", 1.2)
     words = ("convert", DEMO_MODEL, tmp_path / "out", "--preset", "rfa", "--num-features", 1, "--calibrate", DEMO_TEXT)
     said = refused_command(*words)
-    found = re.search(r"its perplexity is ([\d.]+), more than 2 times the base model's ([\d.]+)\. ", said)
-    assert float(found[1]) > 2 * float(found[2])
+    found = re.search(r"its perplexity is ([\d.]+), more than 1.2 times the base model's ([\d.]+)\. ", said)
+    assert float(found[1]) > 1.2 * float(found[2])
     for advice in ("--memory", "--keep-softmax", "--data", "--force"):
         assert advice in said
     assert "nothing was written" in said
@@ -217,6 +219,8 @@ def test_a_perplexity_that_is_no_number_is_of_a_ruined_model():
     with pytest.raises(InputError, match=r"or cross attention \(--cross-layers none\) softmax"):
         check_perplexity(figures)
     check_perplexity(replace(figures, calibrated=20.0))
+    with pytest.raises(InputError, match="is 20.01, more than 2 times the base model's 10.00"):
+        check_perplexity(replace(figures, calibrated=20.01))
 
 
 def test_a_result_that_does_not_reload_the_same_is_not_kept(tiny_parent, tmp_path, monkeypatch):
