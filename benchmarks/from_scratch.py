@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_rfa.finetune.recipe import load_settings, merge
-from hf_rfa.finetune.synthetic import listops
 from hf_rfa.io.atomic_io import new_file
 
 from .experiments.results import described
 from .experiments.rows import ROWS, settings_of, train
+from .synthetic import listops
 
 DEFAULT_ROWS = ["softmax", "RFA-Gaussian", "RFA-arccos", "RFA-Gate-Gaussian", "elu"]
 #: Steps of a run that measures time and memory at a length.
@@ -72,8 +72,8 @@ def at_length(settings: dict[str, Any], length: int, work: Path) -> dict[str, An
 
 def print_table(results: dict[str, Any]) -> None:
     """Print metrics, speed and memory, a row each."""
-    known = next(iter(results.values()))["metrics"]
-    names = [name for name in ("eval_perplexity", "eval_accuracy", "eval_bleu") if name in known]
+    metrics = next(iter(results.values()))["metrics"]
+    names = [name for name in ("eval_perplexity", "eval_accuracy", "eval_bleu") if name in metrics]
     table = Table("row", *names, "steps/s", "peak memory, MB")
     for row, found in results.items():
         cells = [f"{found['metrics'][name]:.4g}" for name in names]

@@ -22,17 +22,48 @@ from torch import Tensor
 
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.convert.activations import capture_inputs, layer_activations, padding_masks
-from hf_rfa.convert.attention_weights import log_normalizer
 from hf_rfa.convert.base_model import rfa_layers, softmax_base_model
 from hf_rfa.convert.calibration import calibrate_layer
 from hf_rfa.convert.calibration_data import text_blocks
 from hf_rfa.inference import load_model
 from hf_rfa.io.text_io import read_documents
 from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.feature_maps import FeatureMap
 from hf_rfa.models.linear_attention import Tokens, linear_attention
+from hf_rfa.models.projected_feature_maps import ExponentialMap, GaussianMap, PositiveMap, exponentiate_queries
 
 COUNTS = (64, 256, 1024, 4096)
 VARIANTS = (("positive", False), ("positive", True), ("gaussian", False))
+
+
+def log_normalizer(feature_map: FeatureMap, query: Tensor) -> Tensor:
+    """Return the logarithm of the factor that φ(q)·φ(k) leaves out because it cancels, for q [B, H, T, d], as [B, H, T, 1].
+
+    exp(log_normalizer(q)) φ(q)·φ(k) is an unbiased estimate of exp(q·k·s) (of exp(−‖q̂ − k̂‖²/2) for ``gaussian`` with unit
+    norms).
+
+    Raises:
+        NotImplementedError: for maps that estimate no softmax kernel, or do so no more once they are trained.
+    """
+    if not isinstance(feature_map, (GaussianMap, PositiveMap)) or isinstance(feature_map, ExponentialMap):
+        raise NotImplementedError(f"feature_map={feature_map.name!r} does not estimate the softmax kernel.")
+    prepared = feature_map.query_input(query)
+    half_norm = prepared.square().sum(-1, keepdim=True) / 2
+    constant = feature_map.log_scale[:, None, None] - math.log(feature_map.num_features)
+    if isinstance(feature_map, GaussianMap):
+        return (
+            torch.zeros_like(half_norm) - math.log(feature_map.num_features)
+            if feature_map.unit_norm
+            else half_norm + constant
+        )
+    exponent = torch.einsum("bhtd,hfd->bhtf", prepared, feature_map.projection) + feature_map.feature_bias[:, None, :]
+    _, log_scale = exponentiate_queries(exponent)
+    log_factor = log_scale - half_norm + constant
+    if feature_map.reparametrizable:  # shifted keys change the kernel by exp(q·μ·s)
+        log_factor = log_factor + feature_map.scaling * (query * feature_map.key_shift[:, None, :]).sum(
+            -1, keepdim=True
+        )
+    return log_factor
 
 
 def errors(layer: RFAAttentionMixin, query: Tensor, key: Tensor) -> tuple[float, float]:
@@ -70,9 +101,7 @@ def main() -> None:
         found: dict[int, list[tuple[float, float]]] = {count: [] for count in COUNTS}
         for count in track(COUNTS, description=name):
             for seed in range(args.seeds):
-                config = RFAGPT2Config.from_parent(
-                    parent.config, feature_map=name, num_features=count, feature_seed=seed
-                )
+                config = RFAGPT2Config.from_base(parent.config, feature_map=name, num_features=count, feature_seed=seed)
                 model = RFAGPT2LMHeadModel(config).eval()
                 model.load_state_dict(parent.state_dict(), strict=False)
                 twin = softmax_base_model(model, "GPT2LMHeadModel", parent.config)

@@ -12,7 +12,6 @@ where it was stopped. ``generation.png`` has the nats and the 4-grams by positio
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,10 @@ from transformers.generation.streamers import BaseStreamer
 import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.evaluation.recall.generation import nats_of, repeated_ngrams, sampled
 from hf_rfa.evaluation.recall.memory import cache_memory
-from hf_rfa.io.atomic_io import new_file
 from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.cache_names import cache_argument, returned_cache
+
+from .figures import RowFile, markdown_table, print_as_is
 
 
 class Steps(BaseStreamer):
@@ -59,20 +59,18 @@ def main() -> None:
     parser.add_argument("--stretch", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
 
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
-    each = given.prompt_tokens + given.stretch
-    ids = tokenize(tokenizer, read_documents(given.text), most=given.rows * each)
-    if len(ids) < given.rows * each:
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    each = arguments.prompt_tokens + arguments.stretch
+    ids = tokenize(tokenizer, read_documents(arguments.text), most=arguments.rows * each)
+    if len(ids) < arguments.rows * each:
         parser.error(
-            f"{given.rows} prompts and texts of {each} tokens are needed, and {given.text} has {len(ids)} tokens."
+            f"{arguments.rows} prompts and texts of {each} tokens are needed, and {arguments.text} has {len(ids)} tokens."
         )
-    prompts, texts = ids.view(given.rows, each).split((given.prompt_tokens, given.stretch), 1)
-    parent = AutoModelForCausalLM.from_pretrained(given.model).eval()
-    given.output.mkdir(parents=True, exist_ok=True)
-    path = given.output / "generation.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+    prompts, texts = ids.view(arguments.rows, each).split((arguments.prompt_tokens, arguments.stretch), 1)
+    parent = AutoModelForCausalLM.from_pretrained(arguments.model).eval()
+    file = RowFile(arguments.output / "generation.json")
     console = Console()
     names = ("new_tokens", "rows", "seed", "stretch", "prompt_tokens")
     with Progress(
@@ -83,35 +81,40 @@ def main() -> None:
         TimeRemainingColumn(),
         console=console,
     ) as progress:
-        for checkpoint in given.checkpoints:
-            key = {"name": checkpoint.name, **{name: getattr(given, name) for name in names}}
-            if any(key.items() <= row.items() for row in rows):
+        for checkpoint in arguments.checkpoints:
+            key = {"name": checkpoint.name, **{name: getattr(arguments, name) for name in names}}
+            if file.has(key):
                 continue
             model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-            worth = cache_memory(model).worth(cache_memory(parent), given.new_tokens)
-            task = progress.add_task(checkpoint.name, total=given.new_tokens + 1)  # the prompt is a step too
-            figures = measured(model, parent, prompts, texts, given, Steps(progress, task))
-            rows.append(key | {"worth": worth} | figures)
-            with new_file(path) as file:
-                file.write(json.dumps(rows, indent=1) + "\n")
-    draw(rows, given.output / "generation.png")
-    console.print(table(rows), markup=False, highlight=False, soft_wrap=True)
+            worth = cache_memory(model).worth(cache_memory(parent), arguments.new_tokens)
+            task = progress.add_task(checkpoint.name, total=arguments.new_tokens + 1)  # the prompt is a step too
+            figures = measured(model, parent, prompts, texts, arguments, Steps(progress, task))
+            file.add(key | {"worth": worth} | figures)
+    draw(file.rows, arguments.output / "generation.png")
+    print_as_is(table(file.rows), console)
 
 
 @torch.no_grad()
 def measured(
-    model: Any, parent: PreTrainedModel, prompts: Tensor, texts: Tensor, given: argparse.Namespace, steps: BaseStreamer
+    model: Any,
+    parent: PreTrainedModel,
+    prompts: Tensor,
+    texts: Tensor,
+    arguments: argparse.Namespace,
+    steps: BaseStreamer,
 ) -> dict[str, Any]:
     """Return the figures of one model on prompts [N, P] and texts [N, S]."""
     start = time.perf_counter()
     cache = DynamicCache(config=model.config)
-    written = sampled(model, prompts, given.new_tokens, given.seed, **cache_argument(cache), streamer=steps)
+    written = sampled(model, prompts, arguments.new_tokens, arguments.seed, **cache_argument(cache), streamer=steps)
     seconds = time.perf_counter() - start
     fresh = returned_cache(model(prompts, use_cache=True))
     return {
         "seconds": seconds,
-        "nats": parent_nats(parent, torch.cat([prompts, written], 1), prompts.shape[1], given.stretch),
-        "again": [repeated_ngrams(each) for each in written.split(given.stretch, 1) if each.shape[1] == given.stretch],
+        "nats": parent_nats(parent, torch.cat([prompts, written], 1), prompts.shape[1], arguments.stretch),
+        "again": [
+            repeated_ngrams(each) for each in written.split(arguments.stretch, 1) if each.shape[1] == arguments.stretch
+        ],
         "text_after": read_on(model, cache, written[:, -1:], texts),
         "text_after_prompt": read_on(model, fresh, prompts[:, :0], texts),
     }
@@ -145,16 +148,15 @@ def read_on(model: Any, cache: Any, last: Tensor, texts: Tensor) -> float:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table: the first and the last tenth of what was written, and the text read after it."""
-    lines = [
-        "| | memory | nats of the first tenth | last | 4-grams again, first | last | text after it | after the prompt |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = ["", "memory", "nats of the first tenth", "last", "4-grams again, first", "last"]
+    head += ["text after it", "after the prompt"]
+    lines = []
     for row in rows:
         size = max(1, len(row["nats"]) // 10)
         ends = [sum(part) / size for name in ("nats", "again") for part in (row[name][:size], row[name][-size:])]
-        cells = [f"{each:.3f}" for each in (*ends, row["text_after"], row["text_after_prompt"])]
-        lines.append(f"| {row['name']} | {row['worth']:.1f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        figures = (*ends, row["text_after"], row["text_after_prompt"])
+        lines.append([row["name"], f"{row['worth']:.1f}", *(f"{figure:.3f}" for figure in figures)])
+    return markdown_table(head, lines)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

@@ -14,7 +14,6 @@ and by position in the longest blocks.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -33,9 +32,10 @@ import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.evaluation.recall import window_and_sinks
 from hf_rfa.evaluation.recall.memory import cache_memory
 from hf_rfa.evaluation.recall.scoring import Rows, score_tokens
-from hf_rfa.io.atomic_io import new_file
+from hf_rfa.inference.devices import find_device
 from hf_rfa.io.text_io import read_documents, tokenize
 
+from .figures import RowFile, markdown_table, print_as_is
 from .memory_checkpoints import make_checkpoints
 
 SINKS = 4
@@ -58,11 +58,11 @@ def models(
     more, among the sizes ``controls``.
     """
     controls = set(controls)
-    own = cache_memory(parent)
+    softmax_memory = cache_memory(parent)
     yield SOFTMAX, SOFTMAX, math.inf, parent, nullcontext
     for path in checkpoints:
         model: Any = AutoModelForCausalLM.from_pretrained(path).eval().to(parent.device)
-        worth = cache_memory(model).worth(own, longest)
+        worth = cache_memory(model).worth(softmax_memory, longest)
         config = model.config
         plain = config.feature_map == "none" and not config.num_slots
         kind = CONTROL if plain else CONVERTED
@@ -96,40 +96,38 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--output", type=Path, required=True)
-    given = parser.parse_args()
-    if given.rows and given.train is None:
+    arguments = parser.parse_args()
+    if arguments.rows and arguments.train is None:
         parser.error("--rows are calibrated and trained: pass --train, a text.")
 
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
-    ids = tokenize(tokenizer, read_documents(given.text), most=given.tokens)
-    parent = AutoModelForCausalLM.from_pretrained(given.model).eval()
-    if torch.accelerator.is_available():
-        parent.to(torch.accelerator.current_accelerator())
-    given.output.mkdir(parents=True, exist_ok=True)
-    path = given.output / "memory.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    ids = tokenize(tokenizer, read_documents(arguments.text), most=arguments.tokens)
+    parent = AutoModelForCausalLM.from_pretrained(arguments.model).eval().to(find_device("auto"))
+    file = RowFile(arguments.output / "memory.json")
     console = Console()
-    settings = {"train": given.train, "recipe": given.recipe, "steps": given.steps, "seed": given.seed}
-    made = make_checkpoints(given.model, given.rows, folder=given.output / "checkpoints", **settings)
-    checkpoints = [*given.checkpoints, *made]
+    settings = {"train": arguments.train, "recipe": arguments.recipe, "steps": arguments.steps, "seed": arguments.seed}
+    made = make_checkpoints(arguments.model, arguments.rows, folder=arguments.output / "checkpoints", **settings)
+    checkpoints = [*arguments.checkpoints, *made]
     columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=(1 + 2 * len(checkpoints)) * len(given.contexts))
-        whole = {"kind": CONTROL, "context": max(given.contexts), "tokens": len(ids)}  # the last of a control's rows
-        controls = {int(row["worth"]) for row in rows if whole.items() <= row.items()}
-        for kind, name, worth, model, context in models(parent, checkpoints, max(given.contexts), controls):
-            for length in given.contexts:
+        task = progress.add_task("", total=(1 + 2 * len(checkpoints)) * len(arguments.contexts))
+        whole = {
+            "kind": CONTROL,
+            "context": max(arguments.contexts),
+            "tokens": len(ids),
+        }  # the last of a control's rows
+        controls = {int(row["worth"]) for row in file.rows if whole.items() <= row.items()}
+        for kind, name, worth, model, context in models(parent, checkpoints, max(arguments.contexts), controls):
+            for length in arguments.contexts:
                 progress.update(task, description=f"{name}, context {length:,}")
                 key = {"kind": kind, "name": name, "context": length, "tokens": len(ids)}
-                if not any(key.items() <= row.items() for row in rows):
+                if not file.has(key):
                     with context():
                         figures = score(model, ids[: len(ids) // length * length].view(-1, length))
-                    rows.append(key | {"worth": None if math.isinf(worth) else worth} | figures)
-                    with new_file(path) as file:
-                        file.write(json.dumps(rows, indent=1) + "\n")
+                    file.add(key | {"worth": None if math.isinf(worth) else worth} | figures)
                 progress.advance(task)
-    draw(rows, given.output / "memory.png")
-    console.print(table(rows), markup=False, highlight=False, soft_wrap=True)
+    draw(file.rows, arguments.output / "memory.png")
+    print_as_is(table(file.rows), console)
 
 
 def score(model: PreTrainedModel, blocks: Tensor) -> dict[str, Any]:
@@ -148,19 +146,18 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table: perplexity, and its ratio to softmax, by context."""
     contexts = sorted({row["context"] for row in rows})
     base = {row["context"]: row["perplexity"] for row in rows if row["kind"] == SOFTMAX}
-    lines = [
-        "| | memory | " + " | ".join(f"{each:,}" for each in contexts) + " |",
-        "|---|---|" + "---|" * len(contexts),
-    ]
+    lines = []
     for name in dict.fromkeys(row["name"] for row in rows):
-        found = {row["context"]: row for row in rows if row["name"] == name}
-        worth = next(iter(found.values()))["worth"]
+        perplexities = {row["context"]: row["perplexity"] for row in rows if row["name"] == name}
+        worth = next(row["worth"] for row in rows if row["name"] == name)
         cells = [
-            f"{found[each]['perplexity']:.2f} ({found[each]['perplexity'] / base[each]:.3f})" if each in found else ""
-            for each in contexts
+            f"{perplexities[context]:.2f} ({perplexities[context] / base[context]:.3f})"
+            if context in perplexities
+            else ""
+            for context in contexts
         ]
-        lines.append(f"| {name} | {'all' if worth is None else f'{worth:.1f}'} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([name, "all" if worth is None else f"{worth:.1f}", *cells])
+    return markdown_table(["", "memory", *(f"{context:,}" for context in contexts)], lines)
 
 
 def best_rows(rows: list[dict[str, Any]], context: int) -> dict[str, dict[int, dict[str, Any]]]:
@@ -203,7 +200,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         for kind, of_kind in best[longest].items():
             if size in of_kind:
                 pairs = zip(of_kind[size]["by_position"], softmax[longest]["by_position"], strict=True)
-                axes.plot(middles, [own / theirs for own, theirs in pairs], marker=".", color=COLORS[kind])
+                axes.plot(middles, [perplexity / base for perplexity, base in pairs], marker=".", color=COLORS[kind])
         axes.set_title(f"memory of about {size}", fontsize=9)
         axes.set_xlabel(f"position in blocks of {longest:,}")
     for axes in (left, *places):

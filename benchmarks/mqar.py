@@ -43,6 +43,7 @@ from hf_rfa.inference import load_model
 from hf_rfa.io.atomic_io import new_file
 from hf_rfa.models.memory import MemoryLayout
 
+from .figures import markdown_table
 from .mqar_rows import QUICK, QUICK_SCRATCH, SCRATCH, TOKENS, Plan, answers, batches, measure, mqar_rows
 
 #: Width of the model, and its standard deviation at first: with GPT-2's 0.02 it does not learn the task in this time.
@@ -195,13 +196,13 @@ def settings_of(plan: Plan, parts: list[str], kinds: list[str]) -> list[Setting]
 
 def finished(folder: Path, plans: dict[str, Plan], seed: int) -> dict[str, Any]:
     """Return the results in a folder by name; those of another plan or seed do not count."""
-    known = {origin: json.loads(json.dumps([asdict(plan), seed])) for origin, plan in plans.items()}
+    wanted = {origin: json.loads(json.dumps([asdict(plan), seed])) for origin, plan in plans.items()}
     found = {path.stem: json.loads(path.read_text()) for path in sorted((folder / "settings").glob("*.json"))}
     results = {name: each["result"] for name, each in found.items()}
     return {
         name: result
         for name, result in results.items()
-        if [found[name]["plan"], found[name]["seed"]] == known[result["origin"]]
+        if [found[name]["plan"], found[name]["seed"]] == wanted[result["origin"]]
     }
 
 
@@ -260,7 +261,7 @@ def report(folder: Path, plans: dict[str, Plan], seed: int, console: Console) ->
         json.dump({"plans": described, "seed": seed, "results": results}, file, indent=1)
     head, *lines = rows_of(results, plan)
     with new_file(folder / "mqar.md") as file:
-        file.write("".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *lines)))
+        file.write(markdown_table(head, lines) + "\n")
     table = Table(*head, title="right answers in %, by T, N", box=box.SIMPLE)
     for line in lines:
         table.add_row(*line)

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,6 +21,8 @@ from hf_rfa.evaluation.recall.probes import Texts, phone_book
 from hf_rfa.evaluation.recall.scoring import Rows, score_tokens
 from hf_rfa.evaluation.recall.window_control import window_and_sinks
 
+from .figures import markdown_table, print_as_is
+
 
 def answers(model: Any, rows: Rows) -> tuple[Tensor, float]:
     """Return which rows are answered, [N], and the mean negative log-likelihood of an answer in nats."""
@@ -29,17 +30,16 @@ def answers(model: Any, rows: Rows) -> tuple[Tensor, float]:
     return scores.answered, scores.row_nats
 
 
-def compare(parent: str, checkpoints: list[str], window: tuple[int, int], rows: Rows) -> Iterator[str]:
-    """Yield the rows of a Markdown table: the parent, the parent under a window with sinks, and the checkpoints."""
+def compare(parent: str, checkpoints: list[str], window: tuple[int, int], rows: Rows) -> Iterator[list[str]]:
+    """Yield a row for the parent, for the parent under a window with sinks, and for each checkpoint."""
     softmax = AutoModelForCausalLM.from_pretrained(parent).eval()
     expected, nats = answers(softmax, rows)
-    yield "| | % right | nats | right where softmax is wrong | wrong where softmax is right |\n|---|---|---|---|---|"
-    yield f"| softmax | {100 * expected.double().mean():.1f} | {nats:.2f} | | |"
+    yield ["softmax", f"{100 * expected.double().mean():.1f}", f"{nats:.2f}", "", ""]
 
-    def line(name: str, model: Any) -> str:
-        found, nats = answers(model, rows)
-        won, lost = int((found & ~expected).sum()), int((expected & ~found).sum())
-        return f"| {name} | {100 * found.double().mean():.1f} | {nats:.2f} | {won} | {lost} |"
+    def line(name: str, model: Any) -> list[str]:
+        answered, nats = answers(model, rows)
+        won, lost = int((answered & ~expected).sum()), int((expected & ~answered).sum())
+        return [name, f"{100 * answered.double().mean():.1f}", f"{nats:.2f}", str(won), str(lost)]
 
     with window_and_sinks(softmax, *window):
         yield line(f"window {window[0]} + {window[1]} sinks", softmax)
@@ -66,12 +66,13 @@ def main() -> None:
     )
     parser.add_argument("--entries", type=int, default=5, help="lines of a book (default: %(default)s)")
     parser.add_argument("--books", type=int, default=512, help="number of books (default: %(default)s)")
-    given = parser.parse_args()
-    console = Console()
-    texts = Texts(AutoTokenizer.from_pretrained(given.parent))
-    rows = phone_book(texts, given.entries, given.books, Random(f"questions {given.entries}"))
-    for line in compare(given.parent, given.checkpoints, given.window, rows):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    arguments = parser.parse_args()
+    texts = Texts(AutoTokenizer.from_pretrained(arguments.parent))
+    rows = phone_book(texts, arguments.entries, arguments.books, Random(f"questions {arguments.entries}"))
+    lines = list(compare(arguments.parent, arguments.checkpoints, arguments.window, rows))
+    print_as_is(
+        markdown_table(["", "% right", "nats", "right where softmax is wrong", "wrong where softmax is right"], lines)
+    )
 
 
 if __name__ == "__main__":

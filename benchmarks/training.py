@@ -13,7 +13,6 @@ stopped.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import time
 from dataclasses import replace
@@ -21,9 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 import yaml
-from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -34,10 +31,11 @@ from hf_rfa.evaluation.recall.scoring import Rows, score_tokens
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import ALLOWED, Recipe
 from hf_rfa.finetune.run_folder import training_folder
-from hf_rfa.io.atomic_io import new_file
+from hf_rfa.inference.devices import find_device
 from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa_cli.console import report_of
 
+from .figures import RowFile, markdown_table, print_as_is
 from .memory import score
 
 SOFTMAX, UNTRAINED, AS_IT_IS = "softmax", "untrained", "the recipe as it is"
@@ -58,9 +56,7 @@ def recipe_of(recipe: Recipe, words: str, seed: int) -> Recipe:
             )
         read = yaml.safe_load(value)
         changes[name] = float(read) if name.endswith("rate") else read  # YAML takes 3e-5 for a text
-    stage = replace(recipe.end_to_end, **changes)
-    stage.check("end_to_end")
-    return Recipe(end_to_end=stage, seed=seed)
+    return Recipe(end_to_end=replace(recipe.end_to_end, **changes), seed=seed)
 
 
 def measure(model: PreTrainedModel, ids: Tensor, contexts: list[int]) -> dict[str, Any]:
@@ -84,57 +80,50 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--output", type=Path, required=True)
-    given = parser.parse_args()
-    recipe = Recipe.load(given.recipe)
-    recipes = {(each, seed): recipe_of(recipe, each, seed) for each in given.tries for seed in given.seeds}
+    arguments = parser.parse_args()
+    recipe = Recipe.load(arguments.recipe)
+    recipes = {(each, seed): recipe_of(recipe, each, seed) for each in arguments.tries for seed in arguments.seeds}
 
-    given.output.mkdir(parents=True, exist_ok=True)
-    path = given.output / "training.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
-    ids = tokenize(AutoTokenizer.from_pretrained(given.teacher), read_documents(given.text), most=given.tokens)
+    file = RowFile(arguments.output / "training.json")
+    ids = tokenize(
+        AutoTokenizer.from_pretrained(arguments.teacher), read_documents(arguments.text), most=arguments.tokens
+    )
 
     def add(key: dict[str, Any], folder: Path, **others: Any) -> None:
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        if torch.accelerator.is_available():
-            model.to(torch.accelerator.current_accelerator())
-        rows.append(key | measure(model, ids, given.contexts) | others)
-        with new_file(path) as file:
-            file.write(json.dumps(rows, indent=1) + "\n")
+        model = AutoModelForCausalLM.from_pretrained(folder).eval().to(find_device("auto"))
+        file.add(key | measure(model, ids, arguments.contexts) | others)
 
-    def known(key: dict[str, Any]) -> bool:
-        return any(key.items() <= row.items() for row in rows)
-
-    start = {"checkpoint": given.checkpoint.name, "tokens": len(ids)}
-    for name, folder in ((SOFTMAX, given.teacher), (UNTRAINED, given.checkpoint)):
-        if not known(start | {"name": name}):
+    start = {"checkpoint": arguments.checkpoint.name, "tokens": len(ids)}
+    for name, folder in ((SOFTMAX, arguments.teacher), (UNTRAINED, arguments.checkpoint)):
+        if not file.has(start | {"name": name}):
             add(start | {"name": name}, folder)
     for (words, seed), settings in recipes.items():
         key = start | {"name": words or AS_IT_IS, "seed": seed}
-        if known(key):
+        if file.has(key):
             continue
-        trained = given.output / "training-now"
+        trained = arguments.output / "training-now"
         shutil.rmtree(trained, ignore_errors=True)
         shutil.rmtree(training_folder(trained), ignore_errors=True)
         began = time.perf_counter()
-        options = {"teacher": given.teacher, "data": given.train, "recipe": settings}
-        report = report_of(distill, given.checkpoint, trained, **options)
+        options = {"teacher": arguments.teacher, "data": arguments.train, "recipe": settings}
+        report = report_of(distill, arguments.checkpoint, trained, **options)
         add(key, trained, seconds=time.perf_counter() - began, recipe=report.recipe.to_dict()["end_to_end"])
         shutil.rmtree(trained)
-    Console().print(table(rows, given.contexts), markup=False, highlight=False, soft_wrap=True)
+    print_as_is(table(file.rows, arguments.contexts))
 
 
 def table(rows: list[dict[str, Any]], contexts: list[int]) -> str:
     """Return the rows as a Markdown table, the mean over seeds with the least and the most."""
-    lines = ["| checkpoint | settings | " + " | ".join(f"{each:,}" for each in contexts) + " | said again | minutes |"]
-    lines.append("|---|---|" + "---|" * (len(contexts) + 2))
+    head = ["checkpoint", "settings", *(f"{context:,}" for context in contexts), "said again", "minutes"]
+    lines = []
     for checkpoint, name in dict.fromkeys((row["checkpoint"], row["name"]) for row in rows):
-        found = [row for row in rows if (row["checkpoint"], row["name"]) == (checkpoint, name)]
-        cells = [spread([row["perplexity"][str(each)] for row in found]) for each in contexts]
-        right, nats = (fmean(row[each] for row in found) for each in ("repeated_right", "repeated_nats"))
-        minutes = [row["seconds"] / 60 for row in found if "seconds" in row]
+        seeds = [row for row in rows if (row["checkpoint"], row["name"]) == (checkpoint, name)]
+        cells = [spread([row["perplexity"][str(context)] for row in seeds]) for context in contexts]
+        right, nats = (fmean(row[figure] for row in seeds) for figure in ("repeated_right", "repeated_nats"))
+        minutes = [row["seconds"] / 60 for row in seeds if "seconds" in row]
         cells += [f"{100 * right:.1f} ({nats:.2f})", f"{fmean(minutes):.1f}" if minutes else ""]
-        lines.append(f"| {checkpoint} | {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([checkpoint, name, *cells])
+    return markdown_table(head, lines)
 
 
 def spread(values: list[float]) -> str:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.feature_maps import compute_dtype
@@ -84,8 +85,11 @@ class SoftmaxWeights(NamedTuple):
 
 
 @torch.no_grad()
-def softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> Iterator[SoftmaxWeights]:
-    """Yield the softmax attention weights of a layer, `QUERY_BLOCK` queries at a time."""
+def log_softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> Iterator[tuple[slice, Tensor]]:
+    """Yield rows of queries, about `QUERY_BLOCK`, and the logarithms of their softmax attention weights, [N, H, rows, keys].
+
+    The rows are those of whole tokens and the keys all that they can see, if the layer is causal.
+    """
     length, causal = activations.query.shape[2], layer.rfa_kind == "causal"
     groups = rows_per_token(activations.query, activations.key) if causal else 1
     block = max(1, QUERY_BLOCK // groups) * groups
@@ -93,7 +97,7 @@ def softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> 
         rows = slice(start, min(length, start + block))
         keys = slice(0, tokens_of(rows, groups).stop if causal else activations.key.shape[2])
         query, key = activations.query[:, :, rows].float(), activations.key[:, :, keys].float()
-        scores = (query * layer.scaling) @ key.transpose(-1, -2)  # [N, H, rows, keys]
+        scores = (query * layer.scaling) @ key.transpose(-1, -2)
         if causal:
             seen = seen_by(rows, groups, key.device)
         else:
@@ -101,9 +105,15 @@ def softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> 
         if activations.key_mask is not None:
             seen = seen & activations.key_mask[:, None, None, keys]
         # A padded query may see no key: finite logits give it weights instead of NaN, and no mean counts them.
-        log_softmax = scores.masked_fill(~seen, MASKED_LOGIT).log_softmax(-1)
+        yield rows, scores.masked_fill_(~seen, MASKED_LOGIT).log_softmax(-1)
+
+
+@torch.no_grad()
+def softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> Iterator[SoftmaxWeights]:
+    """Yield the softmax attention weights of a layer, `QUERY_BLOCK` queries at a time."""
+    for rows, log_softmax in log_softmax_weights(layer, activations):
         softmax = log_softmax.exp()
-        yield SoftmaxWeights(rows, softmax, (softmax * log_softmax.masked_fill(~seen, 0.0)).sum(-1))
+        yield SoftmaxWeights(rows, softmax, (softmax * log_softmax).sum(-1))
 
 
 def compare_weights(
@@ -154,18 +164,17 @@ def exact_tokens(
     if not layout.places:
         return None
     rows, heads, length, _ = key.shape
-    arrivals = arrivals_of(
-        torch.zeros(rows, dtype=torch.int32, device=key.device), length, layout.sinks, key_mask, None
-    )
-    arrival = arrivals.ordinal if key_mask is None else arrivals.ordinal.masked_fill(~key_mask, EMPTY)
+    none_so_far = torch.zeros(rows, dtype=torch.int32, device=key.device)
+    tokens = arrivals_of(none_so_far, length, layout.sinks, key_mask, None)
+    arrival = tokens.ordinal if key_mask is None else tokens.ordinal.masked_fill(~key_mask, EMPTY)
     if layer.importance is None or hidden_states is None:
         layout, score = replace(layout, slots=0), torch.zeros(rows, heads, length, device=key.device)
     else:
-        score = layer.importance.score(hidden_states, arrivals.ordinal)
-    score = score.masked_fill(cast(Tensor, arrivals.is_sink)[:, None], math.inf)
+        score = layer.importance.score(hidden_states, tokens.ordinal)
+    score = score.masked_fill(cast(Tensor, tokens.is_sink)[:, None], math.inf)
     arrival = arrival[:, None].expand_as(score)
-    heads_apart = zip(score.split(1, dim=1), arrival.split(1, dim=1), strict=True)  # in quadratic memory each
-    until = torch.cat([ends_of(*each, layout) for each in heads_apart], dim=1)
+    heads_apart = zip(score.split(1, dim=1), arrival.split(1, dim=1), strict=True)  # each takes quadratic memory
+    until = torch.cat([ends_of(scores, arrivals, layout) for scores, arrivals in heads_apart], dim=1)
     # Places instead of ordinals: padding stands before the tokens, or after them.
     first = 0 if key_mask is None else key_mask.int().argmax(1)[:, None, None]
     return ExactTokens(query * layer.scaling, key, cast(Tensor, offset), (until + first).clamp(0, FOREVER).long())
@@ -176,8 +185,6 @@ def layer_divergence(
     activations: LayerActivations,
     hidden_states: Tensor | None = None,
     targets: Iterable[SoftmaxWeights] | None = None,
-    *,
-    output_weight: float = 0.0,
 ) -> Tensor:
     """Return KL(softmax ‖ RFA) of a layer's attention weights, in nats per query, [H]: the mean over a group's queries.
 
@@ -186,21 +193,9 @@ def layer_divergence(
         activations: its queries, keys and values in the softmax model.
         hidden_states: its input there, for a gate; None leaves a gate out.
         targets: the softmax weights of ``activations``; None computes them.
-        output_weight: weight of the squared error of the attention's outputs, relative to their squares, which is added.
     """
-    divergences = []
-    error = norm = torch.zeros((), device=activations.key.device)
-    for target, log_weights in compare_weights(layer, activations, hidden_states, targets):
-        divergences.append(target.divergence(log_weights))
-        if output_weight:
-            value = activations.value[:, :, : log_weights.shape[-1]].to(log_weights.dtype)
-            expected, found = target.softmax @ value, log_weights.exp() @ value
-            mask = activations.row_mask()
-            kept = 1.0 if mask is None else mask[:, None, target.rows, None].to(value.dtype)
-            error = error + ((found - expected) * kept).square().sum((0, 2, 3))
-            norm = norm + (expected * kept).square().sum((0, 2, 3))
-    divergence = activations.mean(torch.cat(divergences, dim=-1))
-    return divergence + output_weight * error / norm if output_weight else divergence
+    comparisons = compare_weights(layer, activations, hidden_states, targets)
+    return activations.mean(torch.cat([target.divergence(log_weights) for target, log_weights in comparisons], dim=-1))
 
 
 class LayerInputs(NamedTuple):
@@ -211,34 +206,40 @@ class LayerInputs(NamedTuple):
     options: dict[str, Any]
 
 
-def capture_inputs(
+def visit_layers(
     model: PreTrainedModel,
     names: Iterable[str],
     inputs: dict[str, Tensor],
-    visit: Callable[[str, LayerInputs], None] | None = None,
-) -> dict[str, LayerInputs]:
-    """Run a model without its head, and return the inputs of attention modules by name.
+    visit: Callable[[str, LayerInputs], None],
+) -> ModelOutput:
+    """Run a model without its head, call ``visit`` at some of its attention modules, and return the output.
 
     Args:
         model: the softmax model, or the RFA model.
-        names: of the modules; one that ``inputs`` do not reach is left out of the result.
+        names: of the modules; ``inputs`` may not reach all of them.
         inputs: what the model is called with; ``labels`` are ignored.
-        visit: called with a module's name and inputs, which are then not kept.
+        visit: called with a module's name and inputs before the module is.
     """
-    captured: dict[str, LayerInputs] = {}
 
-    def capture(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def visit_layer(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         hidden_states = args[0] if args else kwargs["hidden_states"]
         source = kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
-        options = {name: kwargs[name] for name in POSITION_ARGUMENTS if name in kwargs}
-        (visit or captured.__setitem__)(name, LayerInputs(hidden_states, source, options))
+        positions = {argument: kwargs[argument] for argument in POSITION_ARGUMENTS if argument in kwargs}
+        visit(name, LayerInputs(hidden_states, source, positions))
 
     body: Any = model.base_model
     with ExitStack() as hooks, torch.no_grad():
         for name in names:
             module = model.get_submodule(name)
-            hooks.enter_context(module.register_forward_pre_hook(partial(capture, name), with_kwargs=True))
-        body(**{name: tensor.to(model.device) for name, tensor in inputs.items() if name != "labels"}, use_cache=False)
+            hooks.enter_context(module.register_forward_pre_hook(partial(visit_layer, name), with_kwargs=True))
+        on_device = {name: tensor.to(model.device) for name, tensor in inputs.items() if name != "labels"}
+        return body(**on_device, use_cache=False)
+
+
+def capture_inputs(model: PreTrainedModel, names: Iterable[str], inputs: dict[str, Tensor]) -> dict[str, LayerInputs]:
+    """Return the inputs of attention modules by name, without those that are not reached; see `visit_layers`."""
+    captured: dict[str, LayerInputs] = {}
+    visit_layers(model, names, inputs, captured.__setitem__)
     return captured
 
 
@@ -258,17 +259,17 @@ def layer_activations(
         query_mask, key_mask = masks["causal"], masks["encoder"]
     query = group_queries(query, key.shape[1])
     if layer.retrieval_heads:  # which need nothing that is fitted
-        query, key, value = (split_heads(each, layer.retrieval_heads)[0] for each in (query, key, value))
+        query, key, value = (split_heads(tensor, layer.retrieval_heads)[0] for tensor in (query, key, value))
     return LayerActivations(query, key, value, query_mask, key_mask)
 
 
 def padding_masks(inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
     """Return the padding masks of a model's inputs by the kind of self-attention, True for tokens, None without padding."""
 
-    def mask(name: str) -> Tensor | None:
-        found = inputs.get(name)
-        return None if found is None or bool(found.all()) else found != 0
+    def padding(name: str) -> Tensor | None:
+        mask = inputs.get(name)
+        return None if mask is None or bool(mask.all()) else mask != 0
 
     if "decoder_input_ids" in inputs:
-        return {"causal": mask("decoder_attention_mask"), "encoder": mask("attention_mask")}
-    return {"causal": mask("attention_mask"), "encoder": None}
+        return {"causal": padding("decoder_attention_mask"), "encoder": padding("attention_mask")}
+    return {"causal": padding("attention_mask"), "encoder": None}

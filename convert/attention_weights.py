@@ -1,11 +1,10 @@
-"""Logarithms of the attention weights that features stand for, of their kernels, and of the features of keys.
+"""Logarithms of the attention weights that features stand for, and of the features of keys.
 
 Distillation compares the weights with a softmax teacher's, in quadratic time. No model needs any of these to run.
 """
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import NamedTuple, cast
 
@@ -15,8 +14,12 @@ from torch import Tensor
 from hf_rfa.models.feature_maps import FeatureMap
 from hf_rfa.models.linear_attention import denominator, differentiable, divide
 from hf_rfa.models.masking import MASKED_LOGIT, rows_per_token, to_rows
-from hf_rfa.models.projected_feature_maps import exponentiate_queries
-from hf_rfa.models.random_feature_maps import ExponentialMap, GaussianMap, HedgehogMap, PositiveMap
+from hf_rfa.models.projected_feature_maps import (
+    ExponentialMap,
+    GaussianMap,
+    HedgehogMap,
+    PositiveMap,
+)
 
 #: Attention weights of signed features are raised to this before a logarithm is taken.
 MIN_SIGNED_WEIGHT = 1e-9
@@ -108,8 +111,8 @@ def log_attention_weights(
         log_factor = absorbed(input_scale, window)[..., None, columns].to(scores.dtype).clamp_min(tiny).log()
     if log_decay is not None:
         total = log_decay.double().cumsum(-1)
-        own = to_rows(total[..., tokens, None], groups)
-        log_factor = log_factor + (own - absorbed(total, window)[..., None, columns]).to(scores.dtype)
+        at_query = to_rows(total[..., tokens, None], groups)
+        log_factor = log_factor + (at_query - absorbed(total, window)[..., None, columns]).to(scores.dtype)
 
     log_total = None
     if denominator_floor is None:
@@ -135,8 +138,8 @@ def absorbed(per_token: Tensor, window: ExactTokens | None) -> Tensor:
     """Return what there is per token, [B, H or 1, T], of the token with which each one joins the state, [B, H, T]."""
     if window is None:
         return per_token
-    place = window.until.clamp_max(per_token.shape[-1] - 1)
-    return per_token.expand(-1, place.shape[1], -1).gather(-1, place)
+    joins_with = window.until.clamp_max(per_token.shape[-1] - 1)
+    return per_token.expand(-1, joins_with.shape[1], -1).gather(-1, joins_with)
 
 
 def key_exponents(feature_map: FeatureMap, key: Tensor) -> Tensor:
@@ -162,33 +165,3 @@ def key_exponents(feature_map: FeatureMap, key: Tensor) -> Tensor:
     if isinstance(feature_map, HedgehogMap):
         return torch.cat([linear, -linear], dim=-1)
     return linear - squares.sum(-1, keepdim=True) / 2
-
-
-def log_normalizer(feature_map: FeatureMap, query: Tensor) -> Tensor:
-    """Return the logarithm of the factor that φ(q)·φ(k) leaves out because it cancels, for q [B, H, T, d], as [B, H, T, 1].
-
-    exp(log_normalizer(q)) φ(q)·φ(k) is an unbiased estimate of exp(q·k·s) (of exp(−‖q̂ − k̂‖²/2) for ``gaussian`` with unit
-    norms).
-
-    Raises:
-        NotImplementedError: for maps that estimate no softmax kernel, or do so no more once they are trained.
-    """
-    if not isinstance(feature_map, (GaussianMap, PositiveMap)) or isinstance(feature_map, ExponentialMap):
-        raise NotImplementedError(f"feature_map={feature_map.name!r} does not estimate the softmax kernel.")
-    prepared = feature_map.query_input(query)
-    half_norm = prepared.square().sum(-1, keepdim=True) / 2
-    constant = feature_map.log_scale[:, None, None] - math.log(feature_map.num_features)
-    if isinstance(feature_map, GaussianMap):
-        return (
-            torch.zeros_like(half_norm) - math.log(feature_map.num_features)
-            if feature_map.unit_norm
-            else half_norm + constant
-        )
-    exponent = torch.einsum("bhtd,hfd->bhtf", prepared, feature_map.projection) + feature_map.feature_bias[:, None, :]
-    _, log_scale = exponentiate_queries(exponent)
-    log_factor = log_scale - half_norm + constant
-    if feature_map.reparametrizable:  # shifted keys change the kernel by exp(q·μ·s)
-        log_factor = log_factor + feature_map.scaling * (query * feature_map.key_shift[:, None, :]).sum(
-            -1, keepdim=True
-        )
-    return log_factor

@@ -36,11 +36,11 @@ def share_weights(model: PreTrainedModel, cls: type[PreTrainedModel], config: Pr
     other.load_state_dict({key: value for key, value in model.state_dict().items() if key in needed}, assign=True)
     other.all_tied_weights_keys = dict(model.all_tied_weights_keys)
     other.tie_weights(recompute_mapping=False)
-    own = dict(model.named_buffers())
+    buffers = dict(model.named_buffers())
     for name, buffer in other.named_buffers():
-        if buffer.is_meta and name in own:  # rotary frequencies and the like are in no state dict
-            parent, _, last = name.rpartition(".")
-            setattr(other.get_submodule(parent), last, own[name])
+        if buffer.is_meta and name in buffers:  # rotary frequencies and the like are in no state dict
+            owner, _, attribute = name.rpartition(".")
+            setattr(other.get_submodule(owner), attribute, buffers[name])
     share_offloaded(model, other)
     other.loss_type = model.loss_type
     if model.can_generate():

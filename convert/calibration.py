@@ -6,7 +6,7 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
    moment of positive features, exp(‖q̂ + k̂‖²) (Choromanski et al. 2021, lemma 2), falls with ‖q̂ + k̂‖.
 2. balance: (q∘a, k/a) with a = (var k / var q)^¼, which minimises the mean of ‖q̂ + k̂‖² and leaves q·k as it is.
 3. shape: W ← BW with a bias, A and B by the second moment of q̂ + k̂, which lowers the variance and keeps the kernel
-   (`hf_rfa.models.random_feature_maps.PositiveMap`).
+   (`hf_rfa.models.projected_feature_maps.PositiveMap`).
 4. gate: the time scale of each head, of a grid, whose attention weights have the least divergence from softmax.
 5. temperature: σ = τ per head, the τ of a grid whose attention weights have the least divergence from softmax.
 6. scale: the constant c of a head's exponents, so that the features of its median key have mass 1.
@@ -22,32 +22,35 @@ Steps 1 to 3 apply to positive features with the norm carried, step 5 to maps wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from hf_rfa.models.attention import Gate, RFAAttentionMixin
 from hf_rfa.models.feature_maps import FeatureMap, NoFeatures
-from hf_rfa.models.random_feature_maps import PositiveMap
+from hf_rfa.models.projected_feature_maps import PositiveMap
 from hf_rfa.process_memory import give_back_memory
 
 from .activations import (
     LayerActivations,
     LayerInputs,
-    capture_inputs,
     compare_weights,
     exact_tokens,
     layer_activations,
     layer_divergence,
     padding_masks,
     softmax_weights,
+    visit_layers,
 )
 from .attention_weights import ExactTokens, key_exponents
 from .base_model import rfa_layers
+from .calibration_data import Inputs, batches
 from .importance import fit_importance
 
 #: Time scales that step 4 tries, in units of the model's positions; the first one wins ties. Longer ones would hardly be
@@ -77,35 +80,56 @@ class LayerGain:
 def calibrate(
     model: PreTrainedModel,
     base_model: PreTrainedModel,
-    inputs: dict[str, Tensor],
+    inputs: Inputs,
     *,
     on_layer: Callable[[], None],
-) -> list[LayerGain]:
-    """Calibrate every RFA layer that ``inputs`` reach, in place, call ``on_layer`` after each, and return their gains.
+) -> tuple[list[LayerGain], ModelOutput | None]:
+    """Calibrate every RFA layer that ``inputs`` reach, in place, and call ``on_layer`` after each.
 
-    A decoder's cross attention that no encoder feeds is not reached. The base model has modules of the same names. Layers
-    without features have no gain, and nothing to calibrate but the importance of tokens.
+    A decoder's cross attention that no encoder feeds is not reached. The base model has modules of the same names.
+
+    Returns:
+        The gains of all layers with features; there is nothing to calibrate in the others but the importance of tokens. And
+        what the base model's body made of the inputs, or None if no layer has anything to calibrate.
     """
     masks = padding_masks(inputs)
-    without = {name for name, each in rfa_layers(model).items() if isinstance(each.feature_map, NoFeatures)}
-    layers = {name: each for name, each in rfa_layers(model).items() if name not in without or each.num_slots}
+    has_features = {name: not isinstance(layer.feature_map, NoFeatures) for name, layer in rfa_layers(model).items()}
+    layers = {name: layer for name, layer in rfa_layers(model).items() if has_features[name] or layer.num_slots}
     gains: list[LayerGain] = []
 
-    def visit(name: str, layer_inputs: LayerInputs) -> None:
+    def calibrate_named(name: str, layer_inputs: LayerInputs) -> None:
         """Calibrate a layer when the softmax model comes to it, so that the inputs of one layer are held at a time."""
-        activations = layer_activations(layers[name], layer_inputs, masks)
-        if layers[name].num_slots:
-            fit_importance(layers[name], activations, layer_inputs.hidden_states)
-        if name in without:
-            on_layer()
-            return
-        before, after = calibrate_layer(layers[name], activations, layer_inputs.hidden_states)
-        gains.append(LayerGain(name, tuple(before.tolist()), tuple(after.tolist())))
-        give_back_memory()
+        layer, hidden_states = layers[name], layer_inputs.hidden_states
+        activations = layer_activations(layer, layer_inputs, masks)
+        if layer.num_slots:
+            fit_importance(layer, activations, hidden_states)
+        if has_features[name]:
+            before, after = calibrate_layer(layer, activations, hidden_states)
+            gains.append(LayerGain(name, tuple(before.tolist()), tuple(after.tolist())))
+            give_back_memory()
         on_layer()
 
-    capture_inputs(base_model, layers, inputs, visit)
-    return gains
+    return gains, visit_layers(base_model, layers, inputs, calibrate_named) if layers else None
+
+
+@contextmanager
+def output_at_hand(base_model: PreTrainedModel, inputs: Inputs, output: ModelOutput | None) -> Iterator[None]:
+    """Let a base model's head read ``output``, which the body made of ``inputs`` before, while the context lasts.
+
+    The model has to be called with the `batches` of the inputs, in order. The body computes where there is no output, and
+    where a head goes to a part of it.
+    """
+    body: Any = base_model.base_model
+    if output is None or body is base_model:
+        yield
+        return
+    name, compute = "last_hidden_state", body.forward
+    hidden_states = iter([batch[name] for batch in batches(inputs | {name: output[name]})])
+    body.forward = lambda *args, **kwargs: type(output)(last_hidden_state=next(hidden_states))
+    try:
+        yield
+    finally:
+        body.forward = compute
 
 
 class _Comparison:

@@ -155,13 +155,13 @@ def batches(inputs: Inputs) -> list[Inputs]:
 def trim(inputs: Inputs) -> Inputs:
     """Cut off the columns that are padding in every row, of encoder inputs and of decoder inputs and labels."""
 
-    def length(mask: Tensor | None) -> int | None:
-        return None if mask is None else int(mask.ne(0).any(0).nonzero().max()) + 1
+    def used(mask: Tensor | None) -> slice:
+        return slice(None if mask is None else int(mask.ne(0).any(0).nonzero().max()) + 1)
 
-    own = length(inputs.get("attention_mask"))
-    output = length(inputs.get("decoder_attention_mask")) if "decoder_input_ids" in inputs else own
-    sources = cut({name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}, slice(own))
-    return {name: tensor.contiguous() for name, tensor in {**cut(inputs, slice(output)), **sources}.items()}
+    source = used(inputs.get("attention_mask"))
+    output = used(inputs.get("decoder_attention_mask")) if "decoder_input_ids" in inputs else source
+    sources = cut({name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}, source)
+    return {name: tensor.contiguous() for name, tensor in (cut(inputs, output) | sources).items()}
 
 
 def cut(inputs: Inputs, columns: slice) -> Inputs:

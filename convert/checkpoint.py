@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging as standard_logging
-import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -29,7 +28,6 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, Family
-from hf_rfa.gguf_files import GGUFFile, is_gguf, load_gguf_tokenizer, open_gguf, read_model, read_tensors
 from hf_rfa.inference.loading import check_is_checkpoint, load_tokenizer, read_config, warn_once
 
 from .base_model import rfa_layers
@@ -37,6 +35,8 @@ from .offload import blocks_on_disk, give_back_after_blocks, offloaded_shapes
 
 #: Files of a hub checkpoint that are downloaded: weights, configurations, tokenizers and the model card.
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.spm", "*.jinja", "README.md")
+#: What to do with a GGUF file.
+GGUF_ADVICE = "transformers makes a folder of a GGUF file: docs/conversion.md has the lines."
 #: Bytes of the largest checkpoint that is loaded whole: blocks that stay on disk are read for every token generated.
 MAX_BYTES_IN_MEMORY = 1_000_000_000
 
@@ -45,24 +45,18 @@ MAX_BYTES_IN_MEMORY = 1_000_000_000
 class Checkpoint:
     """A softmax checkpoint that can be converted."""
 
-    name: str  # its folder, its GGUF file or its name on the hub, as the user gave it
+    name: str  # its folder or its name on the hub, as the user gave it
     folder: Path
     config: PreTrainedConfig
     family: Family
     architecture: str  # name of its model class
     weight_files: tuple[Path, ...]
-    revision: str | None = None  # commit of a hub name, SHA-256 of a GGUF file
-    gguf: GGUFFile | None = None
+    revision: str | None = None  # commit of a hub name
 
     @property
     def hub_name(self) -> str | None:
-        """Its name on the hub, or None for a folder or a file."""
+        """Its name on the hub, or None for a folder."""
         return None if Path(self.name).expanduser().exists() else self.name
-
-    @property
-    def source(self) -> Path:
-        """Its folder, or its GGUF file."""
-        return self.folder if self.gguf is None else self.gguf.path
 
     @property
     def uses_pickle(self) -> bool:
@@ -71,14 +65,12 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weight files, or of a GGUF file's weights in float32."""
-        if self.gguf is not None:
-            return 4 * self.gguf.num_values
+        """Bytes of the weight files."""
         return sum(path.stat().st_size for path in self.weight_files)
 
     def load_tokenizer(self) -> tuple[Any, str | None]:
         """Return (its tokenizer, None), or (None, why there is none)."""
-        return load_tokenizer(self.folder) if self.gguf is None else load_gguf_tokenizer(self.gguf)
+        return load_tokenizer(self.folder)
 
 
 def open_checkpoint(
@@ -88,20 +80,18 @@ def open_checkpoint(
     allow_pickle: bool = False,
     device: torch.device | None = None,
 ) -> Checkpoint:
-    """Find a checkpoint and check it: a folder, a GGUF file, or a name on the hub, for which alone the network is used.
+    """Find a checkpoint and check it: a folder, or a name on the hub, for which alone the network is used.
 
     ``revision`` is a branch, a tag or a commit on the hub; ``device`` is what its model will compute on, None for any.
 
     Raises:
-        InputError: if it is missing, unreadable, broken, of a family that is not supported, quantised in any format but
-            GGUF, RFA already, or a pickle without ``allow_pickle``.
+        InputError: if it is missing, unreadable, broken, of a family that is not supported, quantised, RFA already, or a
+            pickle without ``allow_pickle``.
     """
     name = str(name)
     path = Path(name).expanduser()
     if revision is not None and path.exists():
         raise InputError(f"revision={revision} is of a model on the hub, and {name} is on this machine. Leave it out.")
-    if is_gguf(path):
-        return _open_gguf(name, path)
     folder = locate(name, revision=revision, allow_pickle=allow_pickle)
     _check_config(folder, name)
     config = read_config(folder, device)
@@ -140,31 +130,16 @@ def _architecture(config: Any, family: Family, name: str) -> str:
     return same[0]
 
 
-def _open_gguf(name: str, path: Path) -> Checkpoint:
-    """Open a GGUF file, which holds a language model."""
-    file = open_gguf(path, FAMILIES)
-    family = FAMILIES[file.config.model_type]
-    revision = f"sha256:{file.digest()}"
-    return Checkpoint(
-        name, file.path.parent, file.config, family, family.default_architecture, (file.path,), revision, file
-    )
-
-
 def locate(name: str, *, revision: str | None, allow_pickle: bool) -> Path:
     """Return a checkpoint's folder, downloaded from the hub if need be; an `InputError` if there is none."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     if path.exists():
-        raise InputError(
-            f"{name} is a file, and no GGUF file. Pass the checkpoint's folder, the one with config.json in it, or a GGUF "
-            "file."
-        )
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.suffix == ".gguf":
-        kind = "file" if path.suffix == ".gguf" else "folder"
-        raise InputError(
-            f"there is no {kind} {name}. Pass a checkpoint's folder, a GGUF file, or a checkpoint's name on the hub."
-        )
+        advice = f" {GGUF_ADVICE}" if path.suffix == ".gguf" else ""
+        raise InputError(f"{name} is a file. Pass the checkpoint's folder, the one with config.json in it.{advice}")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise InputError(f"there is no folder {name}. Pass a checkpoint's folder, or its name on the hub.")
     patterns = [*HUB_FILES, *(["pytorch_model*.bin"] if allow_pickle else [])]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
@@ -209,17 +184,21 @@ def _check_config(folder: Path, name: str) -> None:
     if quantization:
         raise InputError(
             f"{name} is quantised ({_quantization_name(quantization)}, in its config.json), and the conversion needs "
-            "full-precision weights. Pass the checkpoint that it was made from, or a GGUF file of the model, which is "
-            "dequantised."
+            "full-precision weights. Pass the checkpoint that it was made from."
         )
 
 
 def _quantization_name(quantization: Any) -> str:
     """Return what a configuration's ``quantization_config`` says of the method and its bits."""
-    fields = quantization if isinstance(quantization, dict) else {}
-    found = [str(fields.get("quant_method") or "bitsandbytes" if fields else quantization)]
-    bits = [4] * bool(fields.get("load_in_4bit")) + [8] * bool(fields.get("load_in_8bit")) + [fields.get("bits")]
-    return " ".join([*found, *(f"{each} bits" for each in bits[:1] if each)])
+    if not isinstance(quantization, dict):
+        return str(quantization)
+    bits = quantization.get("bits")
+    if quantization.get("load_in_4bit"):
+        bits = 4
+    elif quantization.get("load_in_8bit"):
+        bits = 8
+    method = str(quantization.get("quant_method") or "bitsandbytes")
+    return f"{method} {bits} bits" if bits else method
 
 
 def _weight_files(folder: Path, name: str, *, allow_pickle: bool) -> tuple[Path, ...]:
@@ -260,7 +239,10 @@ def _check_tensors(files: tuple[Path, ...]) -> None:
 
 def _check_finite(name: str, tensor: torch.Tensor, where: str | Path) -> None:
     """Raise an `InputError` that names the tensor if it holds NaN or infinity."""
-    if tensor.is_floating_point() and tensor.numel() and not all(map(math.isfinite, map(float, tensor.aminmax()))):
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    smallest, largest = tensor.aminmax()  # which takes no memory, and is NaN if any value is
+    if not smallest.isfinite() or not largest.isfinite():
         count = int((~torch.isfinite(tensor)).sum())
         raise InputError(
             f"{where}: tensor {name} holds {count} values that are NaN or infinite, of {tensor.numel()}. A model with "
@@ -289,38 +271,33 @@ def quiet() -> Iterator[None]:
 def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device) -> PreTrainedModel:
     """Load softmax weights, in ``dtype`` or "auto", into an RFA model on ``device`` that is configured by ``config``.
 
-    The blocks of a checkpoint over `MAX_BYTES_IN_MEMORY` stay in its files, unless those are pickles or a GGUF file. A GGUF
-    file's weights are dequantised, to float32 for "auto".
+    The blocks of a checkpoint over `MAX_BYTES_IN_MEMORY` stay in its files, unless those are pickles.
 
     Raises:
         InputError: if a tensor of the softmax model is missing, or has the wrong shape.
     """
-    base_class, model_class = checkpoint.family.architectures[checkpoint.architecture]
-    mismatched: list[tuple[str, Any, Any]] = []
-    options: dict[str, Any] = {"dtype": dtype, "ignore_mismatched_sizes": True}
-    folder = None
-    if checkpoint.gguf is None:
-        folder = checkpoint.folder
-        options |= _file_options(checkpoint)
-    else:
-        with quiet():
-            options["state_dict"], mismatched = read_tensors(checkpoint.gguf, base_class, dtype)
-        for key, tensor in options["state_dict"].items():
-            _check_finite(key, tensor, checkpoint.gguf.path)
-        options["dtype"] = "float32" if dtype == "auto" else dtype
-    model, info = _from_pretrained(model_class, folder, config, device, **options)
-    mismatched += sorted(info["mismatched_keys"])
+    model_class = checkpoint.family.architectures[checkpoint.architecture][1]
+    model, info = _from_pretrained(
+        model_class,
+        checkpoint.folder,
+        checkpoint.weight_files,
+        config,
+        device,
+        dtype=dtype,
+        ignore_mismatched_sizes=True,
+    )
+    mismatched = sorted(info["mismatched_keys"])
     missing = sorted(set(info["missing_keys"]) - set(new_keys(model)) - {key for key, *_ in mismatched})
     if missing:
         raise InputError(
             f"{checkpoint.name}: the weights lack {len(missing)} tensors that the configuration asks for: "
             f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}."
         )
-    mismatched += [each for each in offloaded_shapes(model) if each[1] != each[2]]
+    mismatched += [shapes for shapes in offloaded_shapes(model) if shapes[1] != shapes[2]]
     if mismatched:
-        key, found, expected = mismatched[0]
+        key, stored, expected = mismatched[0]
         raise InputError(
-            f"{checkpoint.name}: tensor {key} has shape {tuple(found)}, but the configuration asks for {tuple(expected)} "
+            f"{checkpoint.name}: tensor {key} has shape {tuple(stored)}, but the configuration asks for {tuple(expected)} "
             f"({len(mismatched)} tensors of the wrong shape). The weights and the configuration do not belong together."
         )
     if not model.all_tied_weights_keys and model.get_expanded_tied_weights_keys(all_submodels=True):
@@ -329,48 +306,58 @@ def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str, device: torc
         for key, tensor in model.state_dict().items():
             _check_finite(key, tensor, checkpoint.weight_files[0])
     give_back_after_blocks(model)
-    return model.eval()
+    return model
 
 
 def load_base_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
     """Return the softmax model of a checkpoint as transformers loads it; arguments are those of `load_rfa_model`."""
     base_class = checkpoint.family.architectures[checkpoint.architecture][0]
-    if checkpoint.gguf is not None:
-        model: Any = read_model(checkpoint.gguf, base_class, dtype)[0]
-        return model.to(device)
     config = copy.deepcopy(checkpoint.config)  # transformers writes into it
-    return _from_pretrained(base_class, checkpoint.folder, config, device, dtype=dtype, **_file_options(checkpoint))[0]
-
-
-def _file_options(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return how the weight files of a folder are read."""
-    num_bytes = 0 if checkpoint.uses_pickle else checkpoint.num_bytes
-    return {"num_bytes": num_bytes, "use_safetensors": not checkpoint.uses_pickle, "weights_only": True}
+    return _from_pretrained(base_class, checkpoint.folder, checkpoint.weight_files, config, device, dtype=dtype)[0]
 
 
 def load_converted(model_class: Any, folder: Path, device: torch.device) -> PreTrainedModel:
     """Load a converted checkpoint that has just been written; raise an `InputError` if its tensors are not the model's."""
     config = model_class.config_class.from_pretrained(folder)
-    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    options: dict[str, Any] = {"dtype": "auto", "use_safetensors": True}
-    model, info = _from_pretrained(model_class, folder, config, device, num_bytes=num_bytes, **options)
+    files = tuple(folder.glob("*.safetensors"))
+    model, info = _from_pretrained(model_class, folder, files, config, device, dtype="auto")
     problems = [f"{kind} {key}" for kind in ("missing", "unexpected", "mismatched") for key in info[f"{kind}_keys"]]
-    problems += [f"mismatched {key}" for key, found, expected in offloaded_shapes(model) if found != expected]
+    problems += [f"mismatched {key}" for key, stored, expected in offloaded_shapes(model) if stored != expected]
     if problems:
         raise InputError(f"the written checkpoint does not load as it should: {', '.join(problems)}")
-    return model.eval()
+    return model
 
 
 def _from_pretrained(
-    model_class: Any, folder: Path | None, config: Any, device: torch.device, *, num_bytes: int = 0, **options: Any
+    model_class: Any,
+    folder: Path,
+    files: tuple[Path, ...],
+    config: Any,
+    device: torch.device,
+    *,
+    dtype: str,
+    ignore_mismatched_sizes: bool = False,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return a model and the names of its unfit tensors; the blocks of more than `MAX_BYTES_IN_MEMORY` stay on disk."""
-    device_map = blocks_on_disk(model_class, config, device) if num_bytes > MAX_BYTES_IN_MEMORY else None
+    """Return the model of a folder's weight files, in evaluation mode, and the names of unfit tensors.
+
+    The blocks of more than `MAX_BYTES_IN_MEMORY` stay in the files, unless those are pickles.
+    """
+    is_pickle = files[0].suffix == ".bin"
+    device_map = None
+    if not is_pickle and sum(path.stat().st_size for path in files) > MAX_BYTES_IN_MEMORY:
+        device_map = blocks_on_disk(model_class, config, device)
     with quiet():
         model, info = model_class.from_pretrained(
-            folder, config=config, device_map=device_map, output_loading_info=True, **options
+            folder,
+            config=config,
+            dtype=dtype,
+            device_map=device_map,
+            use_safetensors=not is_pickle,
+            weights_only=True,
+            ignore_mismatched_sizes=ignore_mismatched_sizes,
+            output_loading_info=True,
         )
-    return (model if device_map else model.to(device)), info
+    return (model.eval() if device_map else model.eval().to(device)), info
 
 
 def new_keys(model: PreTrainedModel) -> list[str]:

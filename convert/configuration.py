@@ -9,13 +9,13 @@ from importlib.machinery import PathFinder
 from typing import Any
 
 import torch
+from hf_rfa.models.random_feature_maps import RandomFeatureMap
 from huggingface_hub.errors import StrictDataclassError
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import has_rotary_positions, position_count, scale_rotations
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind, RFAConfigMixin
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
-from hf_rfa.models.random_feature_maps import RandomFeatureMap
 
 from .checkpoint import Checkpoint
 from .options import ConversionOptions, Layers
@@ -52,13 +52,13 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
         values |= {name: getattr(options, name) for name in ("retrieval_heads", "retrieval_window")}
     values |= {field: getattr(options, OPTIONS_BY_KIND[kind][1]) for field, kind in config_class.FEATURE_COUNTS.items()}
     try:
-        plain = config_class.from_parent(checkpoint.config, **{name: [] for name in config_class.SOFTMAX_LAYERS})
+        plain = config_class.from_base(checkpoint.config, **{name: [] for name in config_class.SOFTMAX_LAYERS})
         values |= {
             field: _softmax_layers(checkpoint, plain, kind, getattr(options, OPTIONS_BY_KIND[kind][0]))
             for field, kind in config_class.SOFTMAX_LAYERS.items()
             if getattr(options, OPTIONS_BY_KIND[kind][0]) is not None
         }
-        config = config_class.from_parent(checkpoint.config, **values)
+        config = config_class.from_base(checkpoint.config, **values)
         with torch.device("meta"):  # some attention is found out to be unfit as its modules are made
             checkpoint.family.architectures[checkpoint.architecture][1](config)
     except (ValueError, StrictDataclassError) as error:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hf_rfa.models.attention import RFAAttentionMixin
 
-from .activations import LayerActivations, softmax_weights
+from .activations import LayerActivations, log_softmax_weights
+from .attention_weights import tokens_of
 
 #: Ridge penalty, relative to the weight of all tokens and the variance of each input.
 RIDGE = 0.005
@@ -40,16 +41,17 @@ def fit_importance(layer: RFAAttentionMixin, activations: LayerActivations, hidd
     target = (target + LEAST_MEAN * (target * weight).sum((0, 2), keepdim=True) / weight.sum()).clamp_min(1e-30).log()
     rows = weight[:, 0].flatten().nonzero()[:, 0]
     weights = weight[:, 0].flatten()[rows].double()
-    inputs = hidden_states.flatten(0, 1)[rows].double()
+    inputs = hidden_states.flatten(0, 1)[rows].double()  # [n, width]
     targets = target.transpose(1, 2).flatten(0, 1)[rows].double()  # [n, H]
     total = weights.sum()
-    inputs = inputs - (weights @ inputs) / total
-    targets = targets - (weights @ targets) / total
-    scale = ((weights @ inputs.square()) / total).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
-    inputs = inputs / scale
-    moments = inputs.T @ (inputs * weights[:, None])
+    inputs -= (weights @ inputs) / total
+    targets -= (weights @ targets) / total
+    weighted = inputs * weights[:, None]
+    moments = inputs.T @ weighted
+    scale = (moments.diagonal() / total).sqrt().clamp_min(torch.finfo(torch.float32).tiny)  # of the inputs
+    moments /= scale[:, None] * scale
     moments.diagonal().add_(RIDGE * total)
-    solution = torch.linalg.solve(moments, inputs.T @ (targets * weights[:, None]))  # [width, H]
+    solution = torch.linalg.solve(moments, (weighted.T @ targets) / scale[:, None])  # [width, H]
     layer.importance.recency.fill_(RECENCY)
     layer.importance.weight.copy_((solution / scale[:, None]).T)
 
@@ -66,12 +68,12 @@ def far_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> tupl
     mask = torch.ones(rows, length, dtype=torch.bool, device=activations.key.device) if mask is None else mask
     count = mask.cumsum(1)
     total = torch.zeros(rows, heads, length, device=count.device)
-    for block in softmax_weights(layer, activations):
-        tokens, keys = slice(block.rows.start // groups, block.rows.stop // groups), block.softmax.shape[-1]
+    for query_rows, log_softmax in log_softmax_weights(layer, activations):
+        tokens, keys = tokens_of(query_rows, groups), log_softmax.shape[-1]
         far = count[:, tokens, None] - count[:, None, :keys] >= layer.window_size
         far = far & mask[:, tokens, None]
-        squares = block.softmax.square().unflatten(2, (-1, groups)).sum(3)
-        total[..., :keys] += (squares * far[:, None]).sum(2)
+        squares = log_softmax.exp_().square_().unflatten(2, (-1, groups)).sum(3)
+        total[..., :keys] += squares.mul_(far[:, None]).sum(2)
     queries = (count[:, -1:] - count - layer.window_size + 1).clamp_min(0)
     weight = queries.clamp_max(ENOUGH_QUERIES) * (mask & (count > layer.num_sinks))
     return total / queries[:, None].clamp_min(1), weight[:, None].float()

@@ -52,7 +52,7 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def _digest(tensor: Tensor) -> str:
     values = tensor.detach().cpu().contiguous()
-    found = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}".encode())
-    numbers: Any = values.flatten().view(torch.uint8).numpy()
-    found.update(numbers)
-    return found.hexdigest()
+    digest = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}".encode())
+    content: Any = values.flatten().view(torch.uint8).numpy()
+    digest.update(content)
+    return digest.hexdigest()

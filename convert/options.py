@@ -52,7 +52,7 @@ class ConversionOptions:
             tokens.
         seed: seed of W and of random tokens.
         max_positions: extend the positions to this number. Default: keep them.
-        dtype: precision of the weights; auto for the checkpoint's, and float32 of a GGUF file.
+        dtype: precision of the weights; auto for the checkpoint's.
         force: write the model even if its perplexity on the text says that the conversion has ruined it.
         device: what to compute on: cpu, cuda, cuda:1, …; auto for an accelerator where there is one.
         revision: branch, tag or commit of a checkpoint on the hub. Default: main.

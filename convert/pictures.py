@@ -17,7 +17,6 @@ from .activations import capture_inputs, compare_weights, layer_activations, lay
 from .base_model import rfa_layers
 from .calibration_data import Inputs, cut, trim
 from .memory_search import Trial
-from .retrieval_heads import RetrievalHead
 
 #: Queries and keys in a map.
 SHOWN = 64
@@ -47,70 +46,47 @@ def compare_attention(model: nn.Module, base_model: PreTrainedModel, inputs: Inp
     row = cut(row, slice(SHOWN))
     layers, masks = rfa_layers(model), padding_masks(row)
     captured = capture_inputs(base_model, layers, row)
-    activations = {name: layer_activations(layers[name], each, masks) for name, each in captured.items()}
+    activations = {
+        name: layer_activations(layers[name], layer_inputs, masks) for name, layer_inputs in captured.items()
+    }
     heads = sorted(
         (float(divergence), name, head)
-        for name, each in captured.items()
-        for head, divergence in enumerate(layer_divergence(layers[name], activations[name], each.hidden_states))
+        for name, layer_inputs in captured.items()
+        for head, divergence in enumerate(layer_divergence(layers[name], activations[name], layer_inputs.hidden_states))
     )
     maps = []
     for divergence, name, head in (heads[index] for index in sorted({0, len(heads) // 2, len(heads) - 1}) if heads):
         layer, activation = layers[name], activations[name]
-        blocks = [
-            (target.softmax, log_weights.exp())
-            for target, log_weights in compare_weights(layer, activation, captured[name].hidden_states)
-        ]
-        width, groups = activation.key.shape[2], layer.feature_map.groups
-        # Of query heads that share a key-value head the first one is shown.
-        shown = (
-            [F.pad(x[0, head, ::groups], (0, width - x.shape[-1])) for x in each] for each in zip(*blocks, strict=True)
-        )
+        groups, width = layer.feature_map.groups, activation.key.shape[2]
+        softmax: list[Tensor] = []
+        rfa: list[Tensor] = []
+        for target, log_weights in compare_weights(layer, activation, captured[name].hidden_states):
+            # Of query heads that share a key-value head the first one is shown.
+            for blocks, weights in ((softmax, target.softmax), (rfa, log_weights.exp())):
+                block = weights[0, head, ::groups]
+                blocks.append(F.pad(block, (0, width - block.shape[-1])))
         count = layer.feature_map.num_heads + len(layer.retrieval_heads)
-        others = [each for each in range(count) if each not in layer.retrieval_heads]
-        maps.append(HeadMap(name, others[head], divergence, *(torch.cat(each).cpu() for each in shown)))
+        with_features = [index for index in range(count) if index not in layer.retrieval_heads]
+        maps.append(HeadMap(name, with_features[head], divergence, torch.cat(softmax).cpu(), torch.cat(rfa).cpu()))
     return maps
 
 
 def draw_trials(path: Path, trials: Sequence[Trial]) -> None:
     """Draw both perplexities of the ways to spend a memory to a PNG file, the best on top."""
-    ordered = sorted(trials, key=lambda each: each.repeating)
+    best, *others = ordered = sorted(trials, key=lambda trial: trial.repeating)
     figure = Figure(figsize=(10, 0.45 * len(ordered) + 1.2))
+    names = [f"{trial.name} ({trial.tokens:.1f} tokens)" for trial in ordered]
+    repeating = ("perplexity where text repeats itself", [trial.repeating for trial in ordered], best.softmax_repeating)
+    plain = ("perplexity on text not calibrated on", [trial.perplexity for trial in ordered], best.softmax)
     panels = figure.subplots(1, 2, sharey=True)
-    names = [f"{each.name} ({each.tokens:.1f} tokens)" for each in ordered]
-    colors = ["#2b6cb0"] + ["#a0aec0"] * (len(ordered) - 1)
-    first = ordered[0]
-    for axes, values, softmax, label in (
-        (
-            panels[0],
-            [each.repeating for each in ordered],
-            first.softmax_repeating,
-            "perplexity where text repeats itself",
-        ),
-        (panels[1], [each.perplexity for each in ordered], first.softmax, "perplexity on text not calibrated on"),
-    ):
-        bars = axes.barh(names, values, color=colors)
-        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=3)
-        axes.axvline(softmax, color="#888888", linestyle=":", label=f"softmax, {softmax:.2f}")
-        axes.set_xlabel(label, fontsize=8)
-        axes.margins(x=0.15)
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
+    for panel, (label, values, softmax) in zip(panels, (repeating, plain), strict=True):
+        bars = panel.barh(names, values, color=["#2b6cb0"] + ["#a0aec0"] * len(others))
+        panel.bar_label(bars, fmt="%.2f", fontsize=8, padding=3)
+        panel.axvline(softmax, color="#888888", linestyle=":", label=f"softmax, {softmax:.2f}")
+        panel.set_xlabel(label, fontsize=8)
+        panel.margins(x=0.15)
+        panel.legend(frameon=False, fontsize=8, loc="lower right")
     panels[0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-
-
-def draw_retrieval_heads(path: Path, heads: Sequence[RetrievalHead]) -> None:
-    """Draw what every retrieval head gained, in the order of choice, to a PNG file."""
-    figure = Figure(figsize=(1.6 + 0.5 * len(heads), 3))
-    axes = figure.subplots()
-    names = [f"{each.layer}.{each.head}" for each in heads]
-    axes.bar(names, [each.before for each in heads], color="#a0aec0", label="before")
-    axes.bar(names, [each.after for each in heads], color="#2b6cb0", label="with it", width=0.5)
-    axes.set_ylabel("KL to softmax, nats per token", fontsize=8)
-    axes.set_xlabel("layer.head", fontsize=8)
-    axes.tick_params(labelsize=7)
-    axes.set_title("repeated passages", fontsize=8)
-    axes.legend(frameon=False, fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 
@@ -137,11 +113,11 @@ def draw_attention(path: Path, stages: dict[str, dict[str, tuple[float, ...]]], 
         panel.set_yticks(range(len(layers)), layers, fontsize=5)
         panel.tick_params(axis="x", labelsize=6)
         figure.colorbar(image, ax=panel)
-    for panels, each in zip(axes[1:], maps, strict=True):
-        shades = float(max(each.softmax.max(), each.rfa.max())) ** 0.5
-        for panel, title, weights in zip(panels, ("base model", "RFA model"), (each.softmax, each.rfa), strict=False):
+    for panels, shown in zip(axes[1:], maps, strict=True):
+        shades = float(max(shown.softmax.max(), shown.rfa.max())) ** 0.5
+        for panel, title, weights in zip(panels, ("base model", "RFA model"), (shown.softmax, shown.rfa), strict=False):
             panel.imshow(weights.clamp_min(0).sqrt().numpy(), vmin=0, vmax=shades, cmap="viridis")
-            panel.set_title(f"{title}: {each.name} head {each.head} ({each.divergence:.3f} nats)", fontsize=6)
+            panel.set_title(f"{title}: {shown.name} head {shown.head} ({shown.divergence:.3f} nats)", fontsize=6)
             panel.tick_params(labelsize=5)
     for panel in (panel for row in axes for panel in row if not panel.has_data()):
         panel.axis("off")

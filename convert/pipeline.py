@@ -25,7 +25,7 @@ from hf_rfa.io.text_io import read_documents
 from hf_rfa.process_memory import give_back_memory
 
 from .base_model import extend_positions, rfa_layers, softmax_base_model
-from .calibration import calibrate
+from .calibration import calibrate, output_at_hand
 from .calibration_data import (
     MEMORY_TEXT_TOKENS,
     SLOT_TEXT_TOKENS,
@@ -42,7 +42,7 @@ from .configuration import import_words, rfa_config, with_more_positions
 from .kept_weights import check_kept, digests
 from .memory_search import Trial, check_search, search_memory, ways_to_spend
 from .options import ConversionOptions
-from .pictures import HeadMap, compare_attention, draw_attention, draw_retrieval_heads, draw_trials
+from .pictures import HeadMap, compare_attention, draw_attention, draw_trials
 from .presets import Trained, with_preset
 from .report import ConversionReport, Perplexities, check_perplexity, model_card, model_figures, notes
 from .retrieval_heads import RetrievalHead, choose_retrieval_heads
@@ -81,10 +81,10 @@ def convert(
     on any error nothing is left there.
 
     The blocks of a checkpoint over 1 GB stay in their files, and a matrix is read when it is needed
-    (`hf_rfa.convert.offload`); smaller ones, pickles and GGUF files are loaded whole.
+    (`hf_rfa.convert.offload`); smaller ones and pickles are loaded whole.
 
     Args:
-        checkpoint: folder of the softmax checkpoint, a GGUF file of it, or its name on the hub.
+        checkpoint: folder of the softmax checkpoint, or its name on the hub.
         destination: folder to write.
         options: the options of the conversion; None takes the defaults.
         trained: what is going to be trained on the base model, on which some defaults depend: "features", by attention
@@ -138,7 +138,7 @@ def convert(
         report_progress("scoring before calibration", 1)
         swapped = score_labels(model, batches(inputs))
     report_progress("calibrating", len(rfa_layers(model)))
-    gains = calibrate(model, base_model, inputs, on_layer=lambda: report_progress(None, 1))
+    gains, output = calibrate(model, base_model, inputs, on_layer=lambda: report_progress(None, 1))
     sensitivities: list[LayerSensitivity] = []
     if options.keep_softmax:
         report_progress("measuring layers", len(rfa_layers(model)) * len(batches(inputs)))
@@ -148,7 +148,8 @@ def convert(
     perplexities = None
     if swapped is not None:
         report_progress("scoring the base model", 1)
-        softmax = score_labels(base_model, batches(inputs))
+        with output_at_hand(base_model, inputs, output):
+            softmax = score_labels(base_model, batches(inputs))
         report_progress("scoring the result", 1)
         calibrated = score_labels(model, batches(inputs))
         perplexities = Perplexities(
@@ -220,7 +221,7 @@ def _check(name: str | Path, destination: Path, options: ConversionOptions, *, o
         allow_pickle=options.allow_pickle,
         device=find_device(options.device),
     )
-    check_destination(destination, overwrite=overwrite, sources=(checkpoint.source,))
+    check_destination(destination, overwrite=overwrite, sources=(checkpoint.folder,))
     remove_leftovers(destination.resolve())  # which may be what fills the disk
     check_space(destination, checkpoint.num_bytes // (1 if options.dtype in ("auto", "float32") else 2))
     return checkpoint
@@ -330,8 +331,6 @@ def _write_report(report: ConversionReport, checkpoint: Checkpoint, maps: list[H
     (folder / "conversion.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     if report.trials:
         draw_trials(folder / "memory.png", report.trials)
-    if report.retrieval_heads:
-        draw_retrieval_heads(folder / "retrieval_heads.png", report.retrieval_heads)
     if report.gains:
         stages = {"swap": {gain.name: gain.before for gain in report.gains}}
         stages["calibration"] = {gain.name: gain.after for gain in report.gains}

@@ -95,11 +95,11 @@ def budget_of(checkpoint: Checkpoint, options: ConversionOptions, memory: int) -
     """
     if memory > position_count(checkpoint.config):
         raise InputError(f"memory={memory} is more than the positions of {checkpoint.name}: its own cache takes less.")
-    stored = "float32" if checkpoint.gguf is not None else str(checkpoint.config.dtype or "float32")
-    dtype = getattr(torch, stored.removeprefix("torch.") if options.dtype == "auto" else options.dtype)
+    stored = str(checkpoint.config.dtype or "float32").removeprefix("torch.")
+    dtype = getattr(torch, stored if options.dtype == "auto" else options.dtype)
     chosen = {} if options.feature_map in (None, "none") else {"feature_map": options.feature_map}
     try:
-        config = checkpoint.family.rfa_config.from_parent(checkpoint.config, **chosen)
+        config = checkpoint.family.rfa_config.from_base(checkpoint.config, **chosen)
     except (ValueError, StrictDataclassError) as error:
         raise InputError(str(error.__cause__ or error)) from error
     heads, width = config.num_heads_for("causal"), config.head_dim_for("causal")

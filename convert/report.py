@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any, get_args
 
 import torch
+from hf_rfa.models.random_feature_maps import RandomFeatureMap
 from huggingface_hub import ModelCard, ModelCardData
 from rich.table import Table
 from transformers import PreTrainedModel
@@ -20,7 +21,6 @@ from hf_rfa.inference.cache_files import recurrent_num_bytes
 from hf_rfa.models.cache_names import returned_cache
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
 from hf_rfa.models.feature_maps import FEATURE_MAPS
-from hf_rfa.models.random_feature_maps import RandomFeatureMap
 from hf_rfa.version import __version__
 
 from .base_model import rfa_layers
@@ -80,7 +80,7 @@ class ConversionReport:
 
     Attributes:
         source: the softmax checkpoint, as the user named it.
-        source_revision: the commit of a checkpoint on the hub, ``sha256:`` and the digest of a GGUF file, None for a folder.
+        source_revision: the commit of a checkpoint on the hub, None for a folder.
         destination: the folder written.
         command: the command line that repeats the conversion.
         layers: number of RFA layers and of all layers, by kind of attention.
@@ -366,11 +366,6 @@ def notes(
             f"The conversion has ruined the model: on the text its perplexity is {perplexities.ratio:.1f} times the base "
             "model's. Train it before you use it."
         )
-    if checkpoint.gguf is not None:
-        file, dtype = checkpoint.gguf, "float32" if options.dtype == "auto" else options.dtype
-        read = f"dequantised to {dtype}: what was lost stays lost" if file.is_quantized else f"read as {dtype}"
-        precisions = ", ".join(file.precisions)
-        hints.append(f"Made from the GGUF file {file.path.name}, whose weights ({precisions}) were {read}.")
     module = outside_module(config.feature_map)
     if module is not None:
         advice = f"Import its module {module} before the checkpoint is loaded, in Python or with --import."
@@ -403,15 +398,16 @@ UNTRAINED = (
     "untouched. Distil or fine-tune it before you rely on it."
 )
 
+#: How a model is loaded, and what else there is to say of an RFA model.
 USE = """## Use
 
 ```python
-import hf_rfa  # registers the RFA models with transformers
-{own_map}from transformers import {auto_class}
+{imports}from transformers import {auto_class}
 
 model = {auto_class}.from_pretrained("{name}")
 ```
-
+"""
+USE_WITHOUT_PACKAGE = """
 Where hf-rfa is not installed, the code in the checkpoint loads it:
 `{auto_class}.from_pretrained("{name}", trust_remote_code=True)`.
 """
@@ -435,18 +431,19 @@ def head_of(architecture: str) -> tuple[str, str]:
     return next(found, ("AutoModel", "feature-extraction"))
 
 
-def use_section(auto_class: str, name: str, feature_map: str) -> str:
-    """Return the section of a card that says how an RFA model is loaded."""
+def use_section(auto_class: str, name: str, feature_map: str | None) -> str:
+    """Return the section of a card that says how a model is loaded; ``feature_map`` is None for a softmax model."""
+    if feature_map is None:
+        return USE.format(auto_class=auto_class, name=name, imports="")
+    imports = "import hf_rfa  # registers the RFA models with transformers\n"
     module = outside_module(feature_map)
-    named = module not in (None, "__main__")
-    own_map = f"import {module}  # registers the feature map {feature_map}\n" if named else ""
-    return USE.format(auto_class=auto_class, name=name, own_map=own_map)
+    if module not in (None, "__main__"):
+        imports += f"import {module}  # registers the feature map {feature_map}\n"
+    return (USE + USE_WITHOUT_PACKAGE).format(auto_class=auto_class, name=name, imports=imports)
 
 
 def _stated(checkpoint: Checkpoint) -> ModelCardData:
-    """Return what a checkpoint's own card, or a GGUF file, states of its license and languages."""
-    if checkpoint.gguf is not None:  # a card beside it may be of anything
-        return ModelCardData(license=checkpoint.gguf.license, language=list(checkpoint.gguf.languages) or None)
+    """Return what a checkpoint's own card states of its license and languages."""
     path = checkpoint.folder / "README.md"
     return ModelCard.load(path).data if path.is_file() else ModelCardData()
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -74,10 +74,10 @@ def repeated_passages(ids: Tensor, *, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids, scored = ids.clone(), torch.zeros_like(ids, dtype=torch.bool)
     for row in range(ids.shape[0]):
-        for place in range(start, length, size):
+        for passage in range(start, length, size):
             first = int(torch.randint(max(1, start - PASSAGES * size), (), generator=generator))
-            ids[row, place : place + size] = ids[row, first : first + size]
-            scored[row, place + max(1, int(size * PROMPT_SHARE)) : place + size] = True
+            ids[row, passage : passage + size] = ids[row, first : first + size]
+            scored[row, passage + max(1, int(size * PROMPT_SHARE)) : passage + size] = True
     return ids, scored
 
 
@@ -101,10 +101,10 @@ def exact_shares(layers: list[RFAAttentionMixin], device: torch.device) -> Itera
 def _attend_in_part(
     layer: RFAAttentionMixin, shares: Tensor, row: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as `RFAAttentionMixin.attend`, with the shares [H] in a row of ``shares`` of exact attention."""
+    """Attend as `RFAAttentionMixin.attend` without padding, with the shares [H] in a row of ``shares`` of exact attention."""
     output, weights = type(layer).attend(layer, query, key, value, **options)
-    sink_logits, padding_mask = options.get("sink_logits"), options.get("padding_mask")
-    if sink_logits is None and padding_mask is None:  # the same at once
+    sink_logits = options.get("sink_logits")
+    if sink_logits is None:
         grouped = query.shape[1] != key.shape[1]
         exact = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=layer.scaling, enable_gqa=grouped
@@ -112,8 +112,6 @@ def _attend_in_part(
     else:
         length = query.shape[2]
         visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
-        if padding_mask is not None:
-            visible = visible & (padding_mask != 0)[:, None, None]
         reading = Reading(scaling=layer.scaling, joined=True, sink_logits=sink_logits)
         exact, _ = reading(group_queries(query, key.shape[1]), torch.cat([key, value.to(key.dtype)], dim=-1), visible)
         exact = ungroup(exact, query.shape[1])
@@ -143,45 +141,48 @@ def choose_retrieval_heads(
     """
     layers = [layer for layer in rfa_layers(model).values() if layer.rfa_kind == "causal"]
     ids, scored = repeated_passages(inputs["input_ids"], seed=seed)
-    batches = list(zip(ids.to(model.device).split(BLOCKS), scored.to(model.device).split(BLOCKS), strict=True))
-    others = {name: tensor.to(model.device).split(BLOCKS) for name, tensor in inputs.items() if name == "position_ids"}
-    grads = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    passages = {"input_ids": ids, "scored": scored}
+    passages |= {name: inputs[name] for name in ("position_ids",) if name in inputs}
+    parts = {name: tensor.to(model.device).split(BLOCKS) for name, tensor in passages.items()}
+    batches = [dict(zip(parts, tensors, strict=True)) for tensors in zip(*parts.values(), strict=True)]
+    were_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     model.requires_grad_(False)
-    found: list[RetrievalHead] = []
-    expected: dict[int, Tensor] = {}
+    heads: list[RetrievalHead] = []
 
-    def divergence(index: int) -> Tensor:
-        """Return KL(softmax ‖ converted) per token of a batch's repeated passages."""
-        index %= len(batches)
-        (tokens, chosen), more = batches[index], {name: each[index] for name, each in others.items()}
+    def predictions(predictor: PreTrainedModel, index: int) -> Tensor:
+        """Return the logarithms of what a model predicts in a batch's repeated passages, [tokens, V]."""
+        batch = dict(batches[index])
+        told = batch.pop("scored")
+        return predictor(**batch, use_cache=False).logits[:, :-1][told[:, 1:]].float().log_softmax(-1)
 
-        def predictions(each: PreTrainedModel) -> Tensor:
-            logits = each(input_ids=tokens, **more, use_cache=False).logits[:, :-1]
-            return logits[chosen[:, 1:]].float().log_softmax(-1)
+    @lru_cache(maxsize=len(batches))
+    def expected(index: int) -> Tensor:
+        with torch.no_grad():
+            return predictions(base_model, index)
 
-        if index not in expected:
-            with torch.no_grad():
-                expected[index] = predictions(base_model)
-        return F.kl_div(predictions(model), expected[index], log_target=True, reduction="batchmean")
+    def divergence() -> Tensor:
+        """Return KL(softmax ‖ converted) per token of the repeated passages of the batch that the next head is chosen on."""
+        index = len(heads) % len(batches)
+        return F.kl_div(predictions(model, index), expected(index), log_target=True, reduction="batchmean")
 
     try:
         with exact_shares(layers, model.device) as shares, torch.enable_grad():
-            while len(found) < count:
-                loss = divergence(len(found))
-                (gradient,) = torch.autograd.grad(loss, shares)
-                taken = shares.detach() > 0
-                last = taken.sum(1, keepdim=True) == shares.shape[1] - 1  # what a layer has left besides
-                gradient = gradient.masked_fill(taken | last, 0.0)
+            while len(heads) < count:
+                before = divergence()
+                (gradient,) = torch.autograd.grad(before, shares)
+                chosen = shares.detach() > 0
+                is_last = chosen.sum(1, keepdim=True) == shares.shape[1] - 1  # one head of a layer is left as it is
+                gradient = gradient.masked_fill(chosen | is_last, 0.0)
                 row, head = divmod(int(gradient.argmin()), shares.shape[1])
                 if not float(gradient[row, head]) < 0:
                     break
                 with torch.no_grad():
                     shares[row, head] = 1.0
-                    after = float(divergence(len(found)))
-                found.append(RetrievalHead(layers[row].rfa_layer_idx, head, float(loss.detach()), after))
+                    after = float(divergence())
+                heads.append(RetrievalHead(layers[row].rfa_layer_idx, head, float(before.detach()), after))
                 give_back_memory()
                 on_head()
     finally:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(grads[name])
-    return found
+            parameter.requires_grad_(were_trained[name])
+    return heads

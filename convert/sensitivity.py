@@ -42,7 +42,7 @@ def _with_rfa_layers(model: PreTrainedModel, chosen: set[tuple[AttentionKind, in
         ]
         for field, kind in config.SOFTMAX_LAYERS.items()
     }
-    return share_weights(model, type(model), type(config).from_parent(config, **softmax))
+    return share_weights(model, type(model), type(config).from_base(config, **softmax))
 
 
 @torch.no_grad()
@@ -53,31 +53,31 @@ def measure_sensitivity(
 
     ``on_batch`` is called for every batch (`hf_rfa.convert.calibration_data.batches`), once per layer.
     """
-    places = [(layer.rfa_kind, layer.rfa_layer_idx) for layer in rfa_layers(model).values()]
-    variants = [_with_rfa_layers(model, {place}) for place in places]
-    sums, tokens = [0.0] * len(places), 0.0
+    layers = [(layer.rfa_kind, layer.rfa_layer_idx) for layer in rfa_layers(model).values()]
+    variants = [_with_rfa_layers(model, {layer}) for layer in layers]
+    sums, tokens = [0.0] * len(layers), 0.0
     for batch in batches({name: tensor.to(model.device) for name, tensor in inputs.items() if name != "labels"}):
         expected = base_model(**batch, use_cache=False)
         mask = read_mask(batch.get("decoder_attention_mask", batch.get("attention_mask")))
-        for place, variant in enumerate(variants):
+        for index, variant in enumerate(variants):
             divergence = _divergence(variant(**batch, use_cache=False), expected)
             counted = mask if mask is not None and mask.shape == divergence.shape else torch.ones_like(divergence)
-            sums[place] += float((divergence * counted).sum())
+            sums[index] += float((divergence * counted).sum())
             on_batch()
         tokens += float(counted.sum())
-    found = [LayerSensitivity(*place, total / tokens) for place, total in zip(places, sums, strict=True)]
-    return sorted(found, key=lambda each: -each.divergence)
+    sensitivities = [LayerSensitivity(*layer, total / tokens) for layer, total in zip(layers, sums, strict=True)]
+    return sorted(sensitivities, key=lambda sensitivity: -sensitivity.divergence)
 
 
-def _divergence(found: Any, expected: Any) -> Tensor:
+def _divergence(outputs: Any, expected: Any) -> Tensor:
     """Return how far outputs are from the base model's, per token [N, T], or per row [N] for a classifier."""
     if "logits" in expected:
         log_expected = expected.logits.float().log_softmax(-1)
-        return (log_expected.exp() * (log_expected - found.logits.float().log_softmax(-1))).sum(-1)
+        return (log_expected.exp() * (log_expected - outputs.logits.float().log_softmax(-1))).sum(-1)
     hidden_states = expected[0].float()
-    return (found[0].float() - hidden_states).square().sum(-1) / hidden_states.square().sum(-1)
+    return (outputs[0].float() - hidden_states).square().sum(-1) / hidden_states.square().sum(-1)
 
 
 def keep_softmax(model: PreTrainedModel, sensitivities: list[LayerSensitivity], count: int) -> PreTrainedModel:
     """Return a model that shares all weights with ``model``, and whose ``count`` most sensitive layers are softmax."""
-    return _with_rfa_layers(model, {(each.kind, each.layer) for each in sensitivities[count:]})
+    return _with_rfa_layers(model, {(layer.kind, layer.layer) for layer in sensitivities[count:]})

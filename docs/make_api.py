@@ -35,7 +35,6 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
         "hf_rfa.inference.load_model": None,
         "hf_rfa.inference.generate_text": None,
         "hf_rfa.inference.Generation": [],
-        "hf_rfa.chat.Conversation": ["reply"],
     },
     "Caches": {
         "hf_rfa.inference.save_cache": None,
@@ -66,7 +65,7 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
     },
     "Models": {},
     "Configuration": {
-        "hf_rfa.RFAConfigMixin": ["from_parent", "validate_rfa", "is_rfa"],
+        "hf_rfa.RFAConfigMixin": ["from_base", "validate_rfa", "is_rfa"],
         "hf_rfa.RFASeq2SeqConfigMixin": [],
     },
     "Attention": {

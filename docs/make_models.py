@@ -107,7 +107,7 @@ def check(model_type: str) -> None:
         {"attn_logit_softcapping": None} if hasattr(tiny_config(model_type), "attn_logit_softcapping") else {}
     )
     base: Any = tiny_model(model_type, **capped)
-    config: Any = decoder_family(model_type).rfa_config.from_parent(base.config, window_size=WINDOW, num_features=16)
+    config: Any = decoder_family(model_type).rfa_config.from_base(base.config, window_size=WINDOW, num_features=16)
     model: Any = rfa_model_class(type(base))(config).eval()
     model.load_state_dict(base.state_dict(), strict=False)
     layers = sum(isinstance(module, RFAAttentionMixin) for module in model.modules())
@@ -158,7 +158,7 @@ def page(problems: dict[str, str | None]) -> str:
     ):
         family = FAMILIES[name]
         config = tiny_config(name)
-        types = family.rfa_config.from_parent(config, **_uncapped(config)).cache_layer_types()
+        types = family.rfa_config.from_base(config, **_uncapped(config)).cache_layer_types()
         lines.append(f"| {name} | {_heads(family)} | {', '.join(sorted({each for each in types if each != 'rfa'}))} |")
     lines += ["", "## Supported encoder-decoder families", ""]
     lines += ["NLLB's checkpoints are of type m2m_100. Whisper's encoder reads audio.", ""]

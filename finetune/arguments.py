@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from transformers import TrainingArguments
+
 from hf_rfa.errors import InputError
 
 from .param_groups import PARAMETER_KINDS, ParameterKind
@@ -28,83 +30,84 @@ def processes_started() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def _option(help: str, **default: Any) -> Any:
+    """Return a field with a help text; one without a ``default`` has to be given."""
+    return field(**default, metadata={"help": help})
+
+
 @dataclass
 class FinetuneArguments:
     """The model that is trained and its data; the other options are transformers' training arguments."""
 
-    task: str = field(metadata={"help": "clm, seq2seq or classify."})
-    train: str = field(
-        metadata={"help": "Training data: .txt, .jsonl, .csv or .parquet (plain or .gz), or a data set on the hub."}
+    task: str = _option("clm, seq2seq or classify.")
+    train: str = _option("Training data: .txt, .jsonl, .csv or .parquet (plain or .gz), or a data set on the hub.")
+    model: str | None = _option("Folder of a checkpoint, RFA or softmax, or its name on the hub.", default=None)
+    model_type: str | None = _option(
+        "Instead of --model: train a new model of this type, such as rfa_gpt2 or gpt2.", default=None
     )
-    model: str | None = field(
-        default=None, metadata={"help": "Folder of a checkpoint, RFA or softmax, or its name on the hub."}
+    config_overrides: str | None = _option(
+        "Fields of the new model's configuration, as a JSON object; feature_seed: --seed if not given.", default=None
     )
-    model_type: str | None = field(
-        default=None, metadata={"help": "Instead of --model: train a new model of this type, such as rfa_gpt2 or gpt2."}
+    tokenizer: str | None = _option("Folder or name of a tokenizer, if not the model's.", default=None)
+    evaluate: str | None = _option("Data to evaluate on, in the same forms.", default=None)
+    dataset_config: str | None = _option("Configuration of a data set on the hub.", default=None)
+    train_split: str = _option("Split of a data set on the hub to train on.", default="train")
+    evaluate_split: str = _option("Split of it to evaluate on.", default="validation")
+    text_column: str = _option("Column with the text (clm, classify).", default="text")
+    prompt_column: str | None = _option(
+        "Column with prompts, which precede the texts and are not learned (clm).", default=None
     )
-    config_overrides: str | None = field(
-        default=None,
-        metadata={
-            "help": "Fields of the new model's configuration, as a JSON object; feature_seed: --seed if not given."
-        },
+    label_column: str = _option("Column with the label (classify).", default="label")
+    source_column: str = _option(
+        "Column with the source (seq2seq); a.b for the field b of a column a.", default="source"
     )
-    tokenizer: str | None = field(default=None, metadata={"help": "Folder or name of a tokenizer, if not the model's."})
-    evaluate: str | None = field(default=None, metadata={"help": "Data to evaluate on, in the same forms."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a data set on the hub."})
-    train_split: str = field(default="train", metadata={"help": "Split of a data set on the hub to train on."})
-    evaluate_split: str = field(default="validation", metadata={"help": "Split of it to evaluate on."})
-    text_column: str = field(default="text", metadata={"help": "Column with the text (clm, classify)."})
-    prompt_column: str | None = field(
-        default=None, metadata={"help": "Column with prompts, which precede the texts and are not learned (clm)."}
+    target_column: str = _option("Column with the target (seq2seq), in the same form.", default="target")
+    train_references: str | None = _option(
+        "Targets, one a line, for training data of one source a line (seq2seq).", default=None
     )
-    label_column: str = field(default="label", metadata={"help": "Column with the label (classify)."})
-    source_column: str = field(
-        default="source", metadata={"help": "Column with the source (seq2seq); a.b for the field b of a column a."}
+    evaluate_references: str | None = _option(
+        "Targets, one a line, for the data to evaluate on (seq2seq).", default=None
     )
-    target_column: str = field(
-        default="target", metadata={"help": "Column with the target (seq2seq), in the same form."}
+    block_length: int | None = _option(
+        "Tokens per block (clm), or most tokens of a text. Default: the positions, at most 1024.", default=None
     )
-    train_references: str | None = field(
-        default=None, metadata={"help": "Targets, one a line, for training data of one source a line (seq2seq)."}
-    )
-    evaluate_references: str | None = field(
-        default=None, metadata={"help": "Targets, one a line, for the data to evaluate on (seq2seq)."}
-    )
-    block_length: int | None = field(
-        default=None,
-        metadata={"help": "Tokens per block (clm), or most tokens of a text. Default: the positions, at most 1024."},
-    )
-    unpacked: bool = field(
-        default=False, metadata={"help": "A document a row, cut and padded, instead of full blocks (clm)."}
-    )
-    streaming: bool = field(default=False, metadata={"help": "Read the data during training; needs --max-steps."})
-    byte_tokenizer: bool = field(default=False, metadata={"help": "Take every byte as a token (ByT5's ids)."})
-    from_scratch: bool = field(default=False, metadata={"help": "Take only the model's config.json, and new weights."})
-    feature_map_rate: float | None = field(default=None, metadata={"help": "Learning rate of feature maps; 0 freezes."})
-    sigma_rate: float | None = field(default=None, metadata={"help": "Learning rate of σ; 0 freezes."})
-    gate_rate: float | None = field(default=None, metadata={"help": "Learning rate of gates; 0 freezes."})
-    projection_rate: float | None = field(
-        default=None, metadata={"help": "Learning rate of the projections of attention; 0 freezes."}
-    )
-    rest_rate: float | None = field(default=None, metadata={"help": "Learning rate of all else; 0 freezes."})
-    resume: bool = field(default=False, metadata={"help": "Continue an interrupted run."})
-    overwrite: bool = field(default=False, metadata={"help": "Replace a checkpoint at the output."})
+    unpacked: bool = _option("A document a row, cut and padded, instead of full blocks (clm).", default=False)
+    streaming: bool = _option("Read the data during training; needs --max-steps.", default=False)
+    byte_tokenizer: bool = _option("Take every byte as a token (ByT5's ids).", default=False)
+    from_scratch: bool = _option("Take only the model's config.json, and new weights.", default=False)
+    feature_map_rate: float | None = _option("Learning rate of feature maps; 0 freezes.", default=None)
+    sigma_rate: float | None = _option("Learning rate of σ; 0 freezes.", default=None)
+    gate_rate: float | None = _option("Learning rate of gates; 0 freezes.", default=None)
+    projection_rate: float | None = _option("Learning rate of the projections of attention; 0 freezes.", default=None)
+    rest_rate: float | None = _option("Learning rate of all else; 0 freezes.", default=None)
+    resume: bool = _option("Continue an interrupted run.", default=False)
+    overwrite: bool = _option("Replace a checkpoint at the output.", default=False)
 
     def source(self) -> str | None:
         """Return the checkpoint whose weights are trained; None for a new model."""
         return None if self.from_scratch else self.model
 
     def rates(self) -> dict[ParameterKind, float]:
-        """Return the learning rates that were given, by kind."""
-        given = (self.feature_map_rate, self.sigma_rate, self.gate_rate, self.projection_rate, self.rest_rate)
-        return {kind: rate for kind, rate in zip(PARAMETER_KINDS, given, strict=True) if rate is not None}
+        """Return the learning rates that are set, by kind."""
+        rates = (self.feature_map_rate, self.sigma_rate, self.gate_rate, self.projection_rate, self.rest_rate)
+        return {kind: rate for kind, rate in zip(PARAMETER_KINDS, rates, strict=True) if rate is not None}
+
+    def columns(self) -> dict[str, str]:
+        """Return the columns that the task reads, by the names of their options."""
+        fields: dict[str, tuple[str, ...]] = {
+            "clm": ("text_column", "prompt_column"),
+            "seq2seq": ("source_column", "target_column"),
+            "classify": ("text_column", "label_column"),
+        }
+        columns = {name: getattr(self, name) for name in fields[self.task]}
+        return {name: column for name, column in columns.items() if column}
 
     def overrides(self) -> dict[str, Any]:
         """Return the fields of the new model's configuration; raise an `InputError` if they are not a JSON object."""
         return read_overrides(self.config_overrides or "{}")
 
-    def check(self, *, max_steps: int) -> None:
-        """Raise an `InputError` for what can be seen to be wrong before anything is read, given the training's steps."""
+    def check(self, arguments: TrainingArguments) -> None:
+        """Raise an `InputError` for what is wrong with these options and training arguments, before anything is read."""
         tasks = get_args(TrainingTask)
         if self.task not in tasks:
             raise InputError(f"task must be one of {', '.join(tasks)}, got {self.task!r}.")
@@ -129,5 +132,15 @@ class FinetuneArguments:
             raise InputError("--streaming does not fit --task classify: the labels have to be known before training.")
         if self.streaming and self.train_references is not None:
             raise InputError("--streaming does not fit --train-references: files of lines are read at once.")
-        if self.streaming and max_steps <= 0:
+        if self.streaming and arguments.max_steps <= 0:
             raise InputError("--streaming needs --max-steps: the length of streamed data is not known.")
+        if arguments.eval_strategy != "no" and self.evaluate is None:
+            raise InputError("--eval-strategy needs --evaluate, the data to evaluate on.")
+        if processes_started() > arguments.world_size:
+            raise InputError(
+                f"{processes_started()} processes were started, but the training arguments know of {arguments.world_size}: "
+                "they would train apart and write the same output. Pass --use-cpu to train on CPUs, or start one per "
+                "accelerator."
+            )
+        if arguments.fp16 and arguments.device.type == "cpu":
+            raise InputError("--fp16 needs an accelerator. Pass --bf16, which CPUs can do, or neither.")

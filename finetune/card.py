@@ -1,4 +1,4 @@
-"""The model card of a checkpoint: after training its origin, training and use; and results of evaluations."""
+"""The model card of a checkpoint after training: its origin, training and use."""
 
 from __future__ import annotations
 
@@ -10,23 +10,17 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from hf_rfa.convert.report import TRAINING, USE, head_of, use_section
+from hf_rfa.convert.report import TRAINING, UNTRAINED, head_of, use_section
 from hf_rfa.evaluation.cards import EVALUATION_HEADING, RECALL_HEADING
-from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 #: Files beside a checkpoint that its card refers to. Figures of an evaluation are not among them: they hold for old weights.
 REFERRED = (
-    *("conversion.json", "attention.png", "memory.png", "retrieval_heads.png"),
+    *("conversion.json", "attention.png", "memory.png"),
     *("distillation.json", "distillation.png", "attention-distilled.png"),
     *("finetuning.json", "finetuning.png"),
 )
 #: The hub's tasks of models with an encoder, of which a card may state any.
 SEQ2SEQ_TASKS = ("translation", "summarization", "text2text-generation")
-PICTURE = re.compile(r"(?m)^!\[.*\]\(.*\)\n")
-#: Use of a softmax model.
-PLAIN_USE = re.sub(r"import hf_rfa.*\n|{own_map}|(?<=```\n)\n(?s:.*)", "", USE)
-#: The paragraph on training of a model that had none, as `hf_rfa.convert` writes it.
-UNTRAINED = re.compile(rf"(?m)^{re.escape(TRAINING)} none .*$")
 
 
 def data_name(source: str) -> str:
@@ -63,25 +57,21 @@ def trained_card(model: Any, *, name: str, source: str | None, summary: str, sec
     auto_class, task = head_of(type(model).__name__)
     if auto_class != "AutoModelForSeq2SeqLM" or data.pipeline_tag not in SEQ2SEQ_TASKS:
         data.pipeline_tag = task
-    if isinstance(model.config, RFAConfigMixin):
-        use = use_section(auto_class, name, model.config.feature_map)
-    else:
-        use = PLAIN_USE.format(auto_class=auto_class, name=name)
 
     start, *sections = re.split(r"(?m)^(?=## )", old.text if old is not None else "")
     if TRAINING in start:
         start = f"# {name}\n\n" + start.strip().partition("\n\n")[2]
-        start, untrained = UNTRAINED.subn(lambda found: f"{TRAINING} {summary}", start)
-        start += "" if untrained else f" Then {summary}"
+        untrained = UNTRAINED in start
+        start = start.replace(UNTRAINED, f"{TRAINING} {summary}") if untrained else f"{start} Then {summary}"
     else:
-        made = f"This is a model of type {model.config.model_type}"
-        made += "." if source is None else f", made from {data_name(source)}."
-        start, sections = f"# {name}\n\n{made}\n\n{TRAINING} {summary}", []
-    heading = section.partition("\n")[0]
-    kept = [
-        PICTURE.sub("", each) if each.startswith(f"{heading}\n") else each  # the picture is this run's now
-        for each in sections
-        if not each.startswith(("## Use\n", f"{EVALUATION_HEADING}\n", f"{RECALL_HEADING}\n"))
-    ]
-    body = "\n\n".join(part.strip() for part in (start, use, *kept, section))
+        origin = "" if source is None else f", made from {data_name(source)}"
+        start = f"# {name}\n\nThis is a model of type {model.config.model_type}{origin}.\n\n{TRAINING} {summary}"
+        sections = []
+    use = use_section(auto_class, name, getattr(model.config, "feature_map", None))
+    replaced = ("## Use\n", f"{EVALUATION_HEADING}\n", f"{RECALL_HEADING}\n")
+    sections = [text for text in sections if not text.startswith(replaced)]
+    heading = section.partition("\n")[0] + "\n"
+    pictures = re.compile(r"(?m)^!\[.*\]\(.*\)\n")  # of an earlier training of this kind: the file is this one's now
+    sections = [pictures.sub("", text) if text.startswith(heading) else text for text in sections]
+    body = "\n\n".join(part.strip() for part in (start, use, *sections, section))
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")

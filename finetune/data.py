@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +56,16 @@ def load_data(source: str, *, split: str = "train", config: str | None = None, s
             raise InputError(f"{source}: its ending is none of {', '.join(BUILDERS)} (plain or .gz).")
         if path.stat().st_size == 0:
             raise InputError(f"{source} is empty.")
-        place: dict[str, Any] = {"path": builder, "data_files": str(path.resolve()), "split": "train"}
-        place |= {"sample_by": "document"} if builder == "text" else {}
+        options: dict[str, Any] = {"path": builder, "data_files": str(path.resolve()), "split": "train"}
+        options |= {"sample_by": "document"} if builder == "text" else {}
         # Empty cells alone are missing: "NA" and "null" are texts and labels as well.
-        place |= {"keep_default_na": False, "na_values": [""]} if builder == "csv" else {}
+        options |= {"keep_default_na": False, "na_values": [""]} if builder == "csv" else {}
     elif builder is not None or path.exists() or source.startswith((".", "/", "~")):
         raise InputError(f"there is no file {source}.")
     else:
-        place = {"path": source, "name": config, "split": split}
+        options = {"path": source, "name": config, "split": split}
     try:
-        data = load_dataset(**place, streaming=streaming)
+        data = load_dataset(**options, streaming=streaming)
     except (OSError, ValueError, DatasetGenerationError) as error:
         if builder == "json":
             _check_json_lines(path)
@@ -90,11 +88,11 @@ def _check_json_lines(path: Path) -> None:
     with open_text(path) as file:
         for number, line in enumerate(file, start=1):
             try:
-                found = json.loads(line) if line.strip() else {}
+                row = json.loads(line) if line.strip() else {}
             except json.JSONDecodeError as error:
                 raise InputError(f"{path}, line {number}: not a JSON object ({error}).") from error
-            if not isinstance(found, dict):
-                raise InputError(f"{path}, line {number}: a {type(found).__name__} instead of a JSON object.")
+            if not isinstance(row, dict):
+                raise InputError(f"{path}, line {number}: a {type(row).__name__} instead of a JSON object.")
 
 
 def check_columns(data: Data, source: str, *names: str) -> None:
@@ -125,18 +123,19 @@ def check_rows(data: Data, source: str, *, texts: Sequence[str], label: str | No
     Streamed rows are checked as they are read.
 
     Raises:
-        InputError: for a row that has none there, naming it by its line where the file has lines.
+        InputError: for a row that has none there, naming it by its number.
     """
 
     def check(batch: dict[str, list[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
         for name in (*texts, *([label] if label is not None else [])):
-            wanted, kinds = ("text", str) if name != label else ("a label", (str, int, float))
+            expected, types = ("text", str) if name != label else ("a label", (str, int, float))
             for index, value in zip(indices, _column(batch, name), strict=True):
                 missing = value is None or (isinstance(value, float) and math.isnan(value))
-                if missing or not isinstance(value, kinds):
-                    found = "null" if missing else f"of type {type(value).__name__}"
+                if missing or not isinstance(value, types):
+                    what = "null" if missing else f"of type {type(value).__name__}"
                     raise InputError(
-                        f"{_place(source, index)}: column {name!r} is {found}, not {wanted}. Fill it in, or remove the row."
+                        f"{source}, row {index + 1}: column {name!r} is {what}, not {expected}. Fill it in, or remove the "
+                        "row."
                     )
         return batch
 
@@ -146,31 +145,6 @@ def check_rows(data: Data, source: str, *, texts: Sequence[str], label: str | No
         rows = range(start, min(start + ROWS_PER_CHECK, len(data)))
         check(data[start : rows.stop], rows)
     return data
-
-
-def _place(source: str, index: int) -> str:
-    """Return a file and the line that a row of it starts in, or the number of the row if the source has no lines."""
-    path = Path(source).expanduser()
-    read = {".jsonl": _lines_of_objects, ".csv": _lines_of_records}.get(Path(path.name.removesuffix(".gz")).suffix)
-    if read is None or not path.is_file():
-        return f"{source}, row {index + 1}"
-    with open_text(path) as file:
-        return f"{source}, line {next(islice(read(file), index, None))}"
-
-
-def _lines_of_objects(file: Iterable[str]) -> Iterator[int]:
-    return (number for number, line in enumerate(file, start=1) if line.strip())
-
-
-def _lines_of_records(file: Iterable[str]) -> Iterator[int]:
-    """Yield the first line of every record of a CSV file, whose cells may hold line breaks; the names are no record."""
-    reader = csv.reader(file)
-    next(reader)
-    line = reader.line_num + 1
-    for record in reader:
-        if record:
-            yield line
-        line = reader.line_num + 1
 
 
 def rows_to_learn(rows: Data, source: str, *, ahead: bool = False) -> Data:
@@ -194,15 +168,14 @@ def rows_to_learn(rows: Data, source: str, *, ahead: bool = False) -> Data:
         return bool(row["input_ids"]) and learned
 
     streamed = not hasattr(rows, "__len__")
-    found = rows.filter(has_label)
-    count = 0 if streamed else len(rows) - len(found)
-    if next(iter(found), None) is None:
+    labeled = rows.filter(has_label)
+    if next(iter(labeled), None) is None:
         raise InputError(
             f"{source} has nothing to learn in any row: {why}. Pass longer blocks, shorter prompts, or other data."
         )
-    if count:
-        logger.warning(f"{source}: {count:,} of {len(rows):,} rows are left out: {why}.")
-    return found
+    if not streamed and len(labeled) < len(rows):
+        logger.warning(f"{source}: {len(rows) - len(labeled):,} of {len(rows):,} rows are left out: {why}.")
+    return labeled
 
 
 def joined_blocks(
@@ -240,12 +213,12 @@ def add_repeats(blocks: NDArray[np.int64], share: float, *, seed: int) -> None:
     least, most = PASSAGE_TOKENS
     most = min(most, max(least, blocks.shape[1] // 4))
     for row in np.flatnonzero(generator.random(len(blocks)) < share):
-        block, place = blocks[row], 0
-        while (place := place + int(generator.integers(least, most + 1))) < len(block):
-            size = min(int(generator.integers(least, most + 1)), place, len(block) - place)
-            distance = max(size, int(np.exp(generator.uniform(np.log(size), np.log(place)))))
-            block[place : place + size] = block[place - distance : place - distance + size]
-            place += size
+        block, start = blocks[row], 0
+        while (start := start + int(generator.integers(least, most + 1))) < len(block):
+            size = min(int(generator.integers(least, most + 1)), start, len(block) - start)
+            distance = max(size, int(np.exp(generator.uniform(np.log(size), np.log(start)))))
+            block[start : start + size] = block[start - distance : start - distance + size]
+            start += size
 
 
 def _documents(
@@ -267,7 +240,7 @@ def _documents(
 def packed_blocks(
     data: Data, tokenizer: Any, *, text_column: str, prompt_column: str | None = None, length: int
 ) -> Data:
-    """Return documents as blocks of ``length`` tokens for language modelling.
+    """Return documents as blocks of ``length`` tokens for language modeling.
 
     Every document ends with the end-of-text token. A block may hold pieces of several documents: its ``position_ids`` restart
     at each, which models take as the start of a document that sees nothing before it. The first token of a piece and the
@@ -278,11 +251,11 @@ def packed_blocks(
         ids: list[int] = []
         positions: list[int] = []
         labels: list[int] = []
-        for document, wanted in _documents(batch, tokenizer, text_column, prompt_column):
+        for document, document_labels in _documents(batch, tokenizer, text_column, prompt_column):
             begin = len(ids)
             ids += document
-            positions += [place - max(begin, place - place % length) for place in range(begin, len(ids))]
-            labels += wanted
+            positions += [index - max(begin, index - index % length) for index in range(begin, len(ids))]
+            labels += document_labels
         labels = [label if position else IGNORED_LABEL for label, position in zip(labels, positions, strict=True)]
         starts = range(0, len(ids) - length + 1, length)
         columns = {"input_ids": ids, "position_ids": positions, "labels": labels}
@@ -306,16 +279,14 @@ def single_documents(
     """
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
-        rows = [
-            (ids[start : start + length], labels[start : start + length])
-            for ids, labels in _documents(batch, tokenizer, text_column, prompt_column)
-            for start in (range(0, len(ids), length) if in_pieces else [0])
-        ]
-        return {
-            "input_ids": [ids for ids, _ in rows],
-            "attention_mask": [[1] * len(ids) for ids, _ in rows],
-            "labels": [labels for _, labels in rows],
-        }
+        rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
+        for ids, labels in _documents(batch, tokenizer, text_column, prompt_column):
+            for start in range(0, len(ids), length) if in_pieces else [0]:
+                piece = slice(start, start + length)
+                rows["input_ids"].append(ids[piece])
+                rows["attention_mask"].append([1] * len(ids[piece]))
+                rows["labels"].append(labels[piece])
+        return rows
 
     return data.map(encode, batched=True, remove_columns=_columns(data))
 

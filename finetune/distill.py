@@ -75,14 +75,11 @@ def distill(
     Raises:
         InputError: if an argument cannot be used; no training has started then.
     """
-    arguments = locals()
     report_progress: Progress = progress or (lambda step, total: None)
     check_one_process()
     destination = Path(destination)
     settings = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     settings = settings.with_steps(transfer=transfer_steps, end_to_end=end_to_end_steps)
-    for name, stage in settings.stages().items():
-        stage.check(name)
     if not any(stage.steps for stage in settings.stages().values()):
         raise InputError("no stage of the recipe has any steps: there is nothing to train.")
     check_destination(destination, overwrite=overwrite, sources=(Path(checkpoint), Path(teacher)))
@@ -104,9 +101,9 @@ def distill(
     paths = {"teacher": teacher, "data": data, "references": references}
     described = {name: None if path is None else str(Path(path).resolve()) for name, path in paths.items()}
     check_settings(work, described | {"recipe": settings.to_dict()}, resume=resume)
-    report = DistillationReport(
-        command or _command(arguments, model.config.feature_map), data_name(str(data)), settings
-    )
+    options = {**paths, "recipe": recipe, "transfer_steps": transfer_steps, "end_to_end_steps": end_to_end_steps}
+    command = command or _command(checkpoint, destination, model.config.feature_map, **options)
+    report = DistillationReport(command, data_name(str(data)), settings)
     _train(model, softmax_model, tokenizer, held_out, learned, report, work, resume, report_progress)
     report_progress("writing", 1)
     with new_folder(destination) as folder:
@@ -137,20 +134,20 @@ def _check_teacher(
         raise InputError(
             f"the teacher {teacher_name} is an RFA checkpoint. Pass the softmax model that {checkpoint} was made from."
         )
-    own = own_prefixes(model)
-    if transfer and not any(name.startswith(own) for name, _ in model.named_parameters()):
+    rfa_prefixes = own_prefixes(model)
+    if transfer and not any(name.startswith(rfa_prefixes) for name, _ in model.named_parameters()):
         raise InputError(
             f"{checkpoint} has nothing that attention transfer could train: feature_map={config.feature_map!r} has no "
             "parameters, and there is no gate. Pass --recipe pretrained or --transfer-steps 0 to train the whole model, or "
             "convert it with another map or with --gate."
         )
-    theirs = dict(teacher.named_parameters())
+    teacher_parameters = dict(teacher.named_parameters())
     positions = {family.position_embedding for family in FAMILIES.values()}
     for name, parameter in model.named_parameters():
-        if name.startswith(own):
+        if name.startswith(rfa_prefixes):
             continue
         is_position = not positions.isdisjoint(name.split("."))
-        other = theirs.get(name)
+        other = teacher_parameters.get(name)
         if other is None or (other.shape != parameter.shape and not is_position):
             raise InputError(
                 f"{checkpoint} was not made from {teacher_name}: tensor {name} is missing there, or of another shape. "
@@ -203,11 +200,10 @@ def _hold_out(datasets: dict[str, Dataset], recipe: Recipe, *, pairs: bool) -> t
     return held_out, learned
 
 
-def _command(options: dict[str, Any], feature_map: str) -> str:
+def _command(checkpoint: str | Path, destination: Path, feature_map: str, **options: object) -> str:
     """Return the command line that stands for the arguments of `distill`, of a model with such a feature map."""
-    words = ["hf-rfa", "distill", str(options["checkpoint"]), "--output", str(options["destination"])]
-    for name in ("teacher", "data", "references", "recipe", "transfer_steps", "end_to_end_steps"):
-        value = options[name]
+    words = ["hf-rfa", "distill", str(checkpoint), "--output", str(destination)]
+    for name, value in options.items():
         if value is not None and not isinstance(value, Recipe):
             words += ["--" + name.replace("_", "-"), str(value)]
     return shlex.join(words + import_words(feature_map))
@@ -228,9 +224,9 @@ def _train(
     collate: Any = default_data_collator if kind_of(model.config) == "causal" else PairCollator(tokenizer, model=model)
     batch: Inputs = collate([held_out[index] for index in range(HELD_OUT)])
     rows = [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(HELD_OUT)]
-    for name, each in (("teacher", teacher), ("converted", model)):  # a row at a time: logits take the most memory
+    for name, scored in (("teacher", teacher), ("converted", model)):  # a row at a time: logits take the most memory
         progress(f"scoring the {name} model", 1)
-        report.perplexities[name] = score_labels(each, rows).perplexity
+        report.perplexities[name] = score_labels(scored, rows).perplexity
     for name, dataset in learned.items():
         if name == "transfer":
             progress("comparing attention weights", 1)
@@ -268,9 +264,9 @@ def _write(
 ) -> None:
     """Write the distilled checkpoint in the precision that it had, its report, and its card, which calls it ``name``."""
     dtype = read_config(checkpoint).dtype or torch.float32
-    own = own_prefixes(model)
+    rfa_prefixes = own_prefixes(model)
     for key, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and not key.startswith(own):  # these stay in float32
+        if tensor.is_floating_point() and not key.startswith(rfa_prefixes):  # these stay in float32
             tensor.data = tensor.data.to(dtype)
     model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     tokenizer.save_pretrained(folder)

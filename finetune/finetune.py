@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -26,6 +27,7 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.utils import logging
 
 from hf_rfa.errors import InputError
@@ -45,9 +47,10 @@ from hf_rfa.inference.loading import (
 from hf_rfa.io.atomic_io import check_destination, new_folder
 from hf_rfa.io.text_io import BLOCK_LENGTH
 
-from .arguments import FinetuneArguments, processes_started
+from .arguments import FinetuneArguments
 from .card import copy_referred, data_name, table_of, trained_card
 from .data import (
+    Data,
     check_columns,
     check_rows,
     label_names,
@@ -78,7 +81,7 @@ SETTINGS_OF_A_RUN = (
     "seed",
 )
 #: The tasks in words, for model cards.
-TASK_NAMES = {"clm": "language modelling", "seq2seq": "sequence to sequence", "classify": "classification"}
+TASK_NAMES = {"clm": "language modeling", "seq2seq": "sequence to sequence", "classify": "classification"}
 #: The Auto classes of their models.
 TASK_CLASSES: dict[str, Any] = {
     "clm": AutoModelForCausalLM,
@@ -105,23 +108,13 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
         InputError: if an option cannot be used; no training has started then.
         FloatingPointError: if the loss is not finite.
     """
-    options.check(max_steps=arguments.max_steps)
-    if processes_started() > arguments.world_size:
-        raise InputError(
-            f"{processes_started()} processes were started, but the training arguments know of {arguments.world_size}: they "
-            "would train apart and write the same output. Pass --use-cpu to train on CPUs, or start one per accelerator."
-        )
-    if arguments.fp16 and arguments.device.type == "cpu":
-        raise InputError("--fp16 needs an accelerator. Pass --bf16, which CPUs can do, or neither.")
-    if arguments.eval_strategy != "no" and options.evaluate is None:
-        raise InputError("--eval-strategy needs --evaluate, the data to evaluate on.")
+    options.check(arguments)
     destination = Path(cast(str, arguments.output_dir))
     work = training_folder(destination)
     first = arguments.process_index == 0
     if first:
-        check_destination(
-            destination, overwrite=options.overwrite, sources=(Path(options.model),) if options.model else ()
-        )
+        sources = () if options.model is None else (Path(options.model),)
+        check_destination(destination, overwrite=options.overwrite, sources=sources)
         check_training_folder(work, resume=options.resume)
 
     config, tokenizer = load_config_and_tokenizer(options, seed=arguments.seed)
@@ -130,9 +123,7 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     if not 2 <= length <= positions:
         raise InputError(f"block_length must be from 2 to the model's {positions} positions, got {length}.")
     data = _load(options)
-    columns = _columns(options, data)
-    if options.task == "classify":
-        columns["labels"] = _name_labels(options, data, config, tokenizer)
+    labels = _name_labels(options, data, config, tokenizer) if options.task == "classify" else []
     set_seed(arguments.seed)
     model = load_model_to_train(options, config)
     packed = options.task == "clm" and not options.unpacked and keeps_documents_apart(model)
@@ -142,7 +133,7 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
             f"its own, in pieces of at most {length} tokens."
         )
     with arguments.main_process_first(desc="preparing the data"):  # the others find it in the cache
-        prepared = _prepare(options, data, tokenizer, config, columns, length, packed=packed)
+        prepared = _prepare(options, data, tokenizer, config, length, packed=packed, labels=labels)
     if arguments.predict_with_generate:
         check_length(model, arguments.generation_max_length or 0, what="--generation-max-length is")
     freeze(model, options.rates())
@@ -160,15 +151,15 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     if arguments.predict_with_generate and arguments.generation_max_length is None:
         arguments.generation_max_length = answer_length(model, length + 1)
     model.config.use_cache = False  # softmax models keep packed documents apart only without a cache
-    found = trainer.train(resume_from_checkpoint=checkpoint)
-    if not math.isfinite(found.training_loss):
+    result = trainer.train(resume_from_checkpoint=checkpoint)
+    if not math.isfinite(result.training_loss):
         raise FloatingPointError(
-            f"the loss is {found.training_loss}. Lower the learning rate, or take another feature map."
+            f"the loss is {result.training_loss}. Lower the learning rate, or take another feature map."
         )
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     # Of the whole run: the Trainer's own is that of the steps since it was resumed.
-    metrics = {"train_loss": fmean(losses) if losses else found.training_loss}
-    metrics |= {name: found.metrics[name] for name in ("train_runtime", "train_steps_per_second")}
+    metrics = {"train_loss": fmean(losses) if losses else result.training_loss}
+    metrics |= {name: result.metrics[name] for name in ("train_runtime", "train_steps_per_second")}
     if "evaluate" in prepared:
         metrics |= trainer.evaluate()
         if options.task == "clm":
@@ -176,18 +167,25 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     model.config.use_cache = use_cache
     trainer.save_model(str(work / "final"))  # gathers what several processes hold
     if first:
-        with new_folder(destination) as folder:
-            shutil.copytree(work / "final", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.bin"))
-            if (work / "runs").is_dir():  # TensorBoard's
-                shutil.copytree(work / "runs", folder / "runs")
-            copy_referred(options.source(), folder)
-            log = trainer.state.log_history
-            described = {"settings": vars(options), "metrics": metrics, "log": log}
-            (folder / "finetuning.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-            plot_losses(folder / "finetuning.png", {TASK_NAMES[options.task]: log})
-            _card(destination.resolve().name, options, trainer, metrics).save(folder / "README.md")
+        _write(destination, work, options, trainer, metrics)
         shutil.rmtree(work, ignore_errors=True)
     return metrics
+
+
+def _write(
+    destination: Path, work: Path, options: FinetuneArguments, trainer: GroupedTrainer, metrics: dict[str, float]
+) -> None:
+    """Write the trained checkpoint, its figures and its card, whole or not at all."""
+    log = trainer.state.log_history
+    figures = {"settings": vars(options), "metrics": metrics, "log": log}
+    with new_folder(destination) as folder:
+        shutil.copytree(work / "final", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.bin"))
+        if (work / "runs").is_dir():  # TensorBoard's
+            shutil.copytree(work / "runs", folder / "runs")
+        copy_referred(options.source(), folder)
+        (folder / "finetuning.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        plot_losses(folder / "finetuning.png", {TASK_NAMES[options.task]: log})
+        _card(destination.resolve().name, options, trainer, metrics).save(folder / "README.md")
 
 
 def load_config_and_tokenizer(options: FinetuneArguments, *, seed: int = 0) -> tuple[Any, Any]:
@@ -218,12 +216,12 @@ def _new_config(model_type: str, overrides: dict[str, Any], tokenizer: Any, seed
     values = {"vocab_size": len(tokenizer)}
     values |= {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
     try:
-        known = AutoConfig.for_model(model_type)
-        unknown = [name for name in overrides if not hasattr(known, name)]
-        if hasattr(known, "feature_seed"):
+        defaults = AutoConfig.for_model(model_type)
+        unknown = [name for name in overrides if not hasattr(defaults, name)]
+        if hasattr(defaults, "feature_seed"):
             values["feature_seed"] = seed
         values |= {name: value for name, value in overrides.items() if name not in unknown}
-        if "decoder_start_token_id" in vars(known):
+        if "decoder_start_token_id" in vars(defaults):
             values.setdefault("decoder_start_token_id", values["eos_token_id"])
         config = AutoConfig.for_model(model_type, **values)
     except CONFIG_ERRORS as error:
@@ -249,80 +247,59 @@ def load_model_to_train(options: FinetuneArguments, config: Any) -> Any:
     return model
 
 
-def _has_encoder(config: Any) -> bool:
-    """Return whether a configuration is that of an encoder and a decoder, the decoder alone being trained or both."""
-    return hasattr(config, "encoder_layers")
+def _load(options: FinetuneArguments) -> dict[str, Data]:
+    """Return the data to train and, if there are any, to evaluate on; their rows were checked to have what the task reads."""
+    columns = options.columns()
+    texts = [column for name, column in columns.items() if name != "label_column"]
+    data = {}
+    for name in ("train", "evaluate"):
+        source, references = getattr(options, name), getattr(options, f"{name}_references")
+        if source is None:
+            continue
+        if references is not None:
+            rows: Data = load_pairs(source, references, **columns)
+        else:
+            split, streaming = getattr(options, f"{name}_split"), options.streaming and name == "train"
+            rows = load_data(source, split=split, config=options.dataset_config, streaming=streaming)
+        check_columns(rows, source, *columns.values())
+        data[name] = check_rows(rows, source, texts=texts, label=columns.get("label_column"))
+    return data
 
 
-def _load(options: FinetuneArguments) -> dict[str, Any]:
-    """Return the data to train and, if there are any, to evaluate on, as they were read."""
-    found: dict[str, Any] = {}
-    for name, source, references, split in (
-        ("train", options.train, options.train_references, options.train_split),
-        ("evaluate", options.evaluate, options.evaluate_references, options.evaluate_split),
-    ):
-        if source is not None and references is not None:
-            columns = {"source_column": options.source_column, "target_column": options.target_column}
-            found[name] = load_pairs(source, references, **columns)
-        elif source is not None:
-            streaming = options.streaming and name == "train"
-            found[name] = load_data(source, split=split, config=options.dataset_config, streaming=streaming)
-    return found
-
-
-def _sources(options: FinetuneArguments) -> dict[str, str]:
-    """Return the names of the data, by what they are for."""
-    return {"train": options.train, "evaluate": cast(str, options.evaluate)}
-
-
-def _columns(options: FinetuneArguments, data: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns that a task reads, by field; the data are replaced by those whose rows were checked to have them."""
-    fields = {"clm": ("text_column", "prompt_column"), "seq2seq": ("source_column", "target_column")}
-    columns = {name: getattr(options, name) for name in fields.get(options.task, ("text_column", "label_column"))}
-    texts = [column for name, column in columns.items() if column and name != "label_column"]
-    for name, source in _sources(options).items():
-        if name in data:
-            check_columns(data[name], source, *filter(None, columns.values()))
-            data[name] = check_rows(data[name], source, texts=texts, label=columns.get("label_column"))
-    return columns
-
-
-def _name_labels(options: FinetuneArguments, data: dict[str, Any], config: Any, tokenizer: Any) -> list[str]:
+def _name_labels(options: FinetuneArguments, data: dict[str, Data], config: Any, tokenizer: Any) -> list[str]:
     """Return a classifier's labels, which enter its configuration."""
-    labels = {name: label_names(each, options.label_column) for name, each in data.items()}
-    known = labels["train"]
-    if len(known) < 2:
-        raise InputError(f"{options.train} has one label only ({known[0]}): there is nothing to learn.")
-    if new := [label for label in labels.get("evaluate", []) if label not in known]:
+    labels, *others = (label_names(rows, options.label_column) for rows in data.values())
+    if len(labels) < 2:
+        raise InputError(f"{options.train} has one label only ({labels[0]}): there is nothing to learn.")
+    if new := [label for evaluated in others for label in evaluated if label not in labels]:
         raise InputError(
-            f"{options.evaluate}: label {new[0]!r} is not among those of the training data: {', '.join(known)}."
+            f"{options.evaluate}: label {new[0]!r} is not among those of the training data: {', '.join(labels)}."
         )
-    config.id2label, config.label2id = dict(enumerate(known)), {label: n for n, label in enumerate(known)}
+    config.id2label, config.label2id = dict(enumerate(labels)), {label: n for n, label in enumerate(labels)}
     config.pad_token_id = tokenizer.pad_token_id
-    return known
+    return labels
 
 
 def _prepare(
     options: FinetuneArguments,
-    data: dict[str, Any],
+    data: dict[str, Data],
     tokenizer: Any,
     config: Any,
-    columns: dict[str, Any],
     length: int,
     *,
     packed: bool,
-) -> dict[str, Any]:
-    """Return the data as the model takes it."""
-    alone = partial(single_documents, in_pieces=not options.unpacked)
-    encoders: dict[str, Any] = {
-        "clm": packed_blocks if packed else alone,
+    labels: list[str],
+) -> dict[str, Data]:
+    """Return the data as the model takes it; ``labels`` are a classifier's."""
+    encoders: dict[str, Callable[..., Data]] = {
+        "clm": packed_blocks if packed else partial(single_documents, in_pieces=not options.unpacked),
         "seq2seq": token_pairs,
-        "classify": labelled_texts,
+        "classify": partial(labelled_texts, labels=labels),
     }
     prepared = {}
-    for name, each in data.items():
-        source = _sources(options)[name]
-        rows = encoders[options.task](each, tokenizer, length=length, **columns)
+    for name, texts in data.items():
+        source = getattr(options, name)
+        rows = encoders[options.task](texts, tokenizer, length=length, **options.columns())
         if packed and hasattr(rows, "__len__") and len(rows) == 0:
             raise InputError(f"{source} does not fill a single block of {length} tokens.")
         if isinstance(rows, Dataset) and tokens_without_embedding(tokenizer, config):  # a stream is read in training
@@ -339,11 +316,11 @@ def _likeliest(logits: Any, labels: Any) -> torch.Tensor:
 
 def _accuracy(prediction: Any, *, shift: int) -> dict[str, float]:
     """Return the share of right predictions; those of a language model stand ``shift`` = 1 before what they predict."""
-    found, wanted = prediction.predictions, prediction.label_ids
+    predictions, labels = prediction.predictions, prediction.label_ids
     if shift:
-        found, wanted = found[:, :-shift], wanted[:, shift:]
-    counted = wanted != IGNORED_LABEL
-    return {"accuracy": float((found == wanted)[counted].mean())}
+        predictions, labels = predictions[:, :-shift], labels[:, shift:]
+    counted = labels != IGNORED_LABEL
+    return {"accuracy": float((predictions == labels)[counted].mean())}
 
 
 def _bleu(prediction: Any, *, tokenizer: Any) -> dict[str, float]:
@@ -354,12 +331,14 @@ def _bleu(prediction: Any, *, tokenizer: Any) -> dict[str, float]:
             np.where(ids == IGNORED_LABEL, tokenizer.pad_token_id, ids), skip_special_tokens=True
         )
 
-    found = BleuMetric().compute(predictions=texts(prediction.predictions), references=texts(prediction.label_ids))
-    return {"bleu": cast(dict[str, Any], found)["bleu"]}
+    scores: Any = BleuMetric().compute(
+        predictions=texts(prediction.predictions), references=texts(prediction.label_ids)
+    )
+    return {"bleu": scores["bleu"]}
 
 
 def _mean_loss(
-    outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None, *, shift: int = 0
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None, *, shift: int = 0
 ) -> torch.Tensor:
     """Return the loss as the mean over the labels of a whole step, of which a batch may be one piece of several.
 
@@ -370,10 +349,7 @@ def _mean_loss(
     logits = outputs["logits"]
     if shift:
         logits, labels = logits[:, :-shift], labels[:, shift:]
-    total = torch.nn.functional.cross_entropy(
-        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-    )
-    return total / ((labels != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch)
+    return fixed_cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), num_items_in_batch)
 
 
 def _trainer(
@@ -391,7 +367,8 @@ def _trainer(
         special["preprocess_logits_for_metrics"] = _likeliest
     elif arguments.predict_with_generate:
         special["compute_metrics"] = partial(_bleu, tokenizer=tokenizer)
-    own_loss = options.task != "clm" or _has_encoder(model.config)
+    # A decoder of a model with an encoder may be trained alone: its configuration has both.
+    own_loss = options.task != "clm" or hasattr(model.config, "encoder_layers")
     if own_loss and not arguments.label_smoothing_factor:  # for which the Trainer has one
         special["compute_loss_func"] = partial(_mean_loss, shift=int(options.task == "clm"))
     cls = GroupedSeq2SeqTrainer if options.task == "seq2seq" else GroupedTrainer

@@ -32,14 +32,15 @@ def parameter_kinds(model: nn.Module) -> dict[str, ParameterKind]:
     attention layer ``…Attention``; a checkpoint may bring its own copy of a class, so the class itself does not tell.
     """
     linear = linear_layers(model)
-    prefixes = tuple(f"{name}." for name, each in model.named_modules() if type(each).__name__.endswith("Attention"))
-    own = own_prefixes(model)
+    modules = model.named_modules()
+    attention_prefixes = tuple(f"{name}." for name, module in modules if type(module).__name__.endswith("Attention"))
+    rfa_prefixes = own_prefixes(model)
 
     def kind(name: str) -> ParameterKind:
-        if name.startswith(own):
+        if name.startswith(rfa_prefixes):
             parts = name.split(".")
             return "gates" if "gate" in parts else "sigma" if "sigma" in parts else "feature_maps"
-        return "projections" if name.startswith(prefixes) and name.rpartition(".")[0] in linear else "rest"
+        return "projections" if name.startswith(attention_prefixes) and name.rpartition(".")[0] in linear else "rest"
 
     return {name: kind(name) for name, _ in model.named_parameters()}
 
@@ -92,12 +93,12 @@ def lora(model: nn.Module, rank: int) -> Iterator[None]:
         lora_alpha=2 * rank,
         target_modules=sorted({name.rpartition(".")[2] for name in linear if {*HEADS}.isdisjoint(name.split("."))}),
         exclude_modules=HEADS,
-        fan_in_fan_out=any(isinstance(each, Conv1D) for each in linear.values()),
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in linear.values()),
     )
     tuner: Any = LoraModel(model, config, "default")
-    own = own_prefixes(model)
+    rfa_prefixes = own_prefixes(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name or name.startswith(own))
+        parameter.requires_grad_("lora_" in name or name.startswith(rfa_prefixes))
     try:
         yield
     finally:

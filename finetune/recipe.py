@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -31,15 +30,15 @@ def read_recipe(command: Literal["distill", "finetune"], name: str | Path) -> tu
     if not path.is_file():
         path = Path(name)
     if not path.is_file():
-        known = ", ".join(sorted(each.stem for each in (FOLDER / command).glob("*.yaml")))
-        raise InputError(f"there is no recipe {name}. Pass a YAML file, or one of: {known}.")
+        names = ", ".join(sorted(recipe.stem for recipe in (FOLDER / command).glob("*.yaml")))
+        raise InputError(f"there is no recipe {name}. Pass a YAML file, or one of: {names}.")
     try:
-        values: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        settings: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"cannot read the recipe {path}: {error}") from error
-    if not isinstance(values, dict):
+    if not isinstance(settings, dict):
         raise InputError(f"the recipe {path} holds no settings.")
-    return path, values
+    return path, settings
 
 
 def _whole(least: int) -> tuple[str, Callable[[Any], bool]]:
@@ -61,8 +60,6 @@ ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "dropout": _SWITCH,
     "lora_rank": _whole(0),
     "bf16": _SWITCH_OR_AUTO,
-    "student_inputs": _SHARE,
-    "output_mse_weight": _NUMBER,
     "repeating_share": _SHARE,
 }
 
@@ -83,10 +80,6 @@ class Stage:
         lora_rank: rank of LoRA matrices to train end to end instead of the model's own weights; 0 trains these.
         bf16: compute in mixed precision; phases, features, gates and states stay in float32. "auto" does so where the
             processor or the accelerator has instructions for it.
-        student_inputs: share of the steps, the last ones, of attention transfer on the inputs that the layers have in the
-            converted model, errors included, instead of those in the teacher.
-        output_mse_weight: weight of the relative squared error of the attention's outputs, added to the KL of its weights in
-            attention transfer.
         repeating_share: share of the blocks of text that repeat themselves, from which heads that copy learn; 0 for pairs.
     """
 
@@ -99,16 +92,7 @@ class Stage:
     dropout: bool = False
     lora_rank: int = 0
     bf16: bool | Literal["auto"] = False
-    student_inputs: float = 0.0
-    output_mse_weight: float = 0.0
     repeating_share: float = 0.0
-
-    def check(self, name: str) -> None:
-        """Raise an `InputError` that names the setting, its value and the values it may have."""
-        for setting, (words, allowed) in ALLOWED.items():
-            value = getattr(self, setting)
-            if not allowed(value) and not (value is None and setting in ("batch_size", "block_length")):
-                raise InputError(f"recipe: {name}.{setting} must be {words}, got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -125,6 +109,14 @@ class Recipe:
     end_to_end: Stage = Stage(learning_rate=1e-4)
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Raise an `InputError` that names a setting which cannot be, its value and the values it may have."""
+        for name, stage in self.stages().items():
+            for setting, (words, is_allowed) in ALLOWED.items():
+                value = getattr(stage, setting)
+                if not is_allowed(value) and not (value is None and setting in ("batch_size", "block_length")):
+                    raise InputError(f"recipe: {name}.{setting} must be {words}, got {value!r}.")
+
     @classmethod
     def load(cls, name: str | Path) -> Self:
         """Load a recipe.
@@ -138,19 +130,16 @@ class Recipe:
         Raises:
             InputError: if there is none, or if it has an unknown setting.
         """
-        path, values = read_recipe("distill", name)
-        known = [field.name for field in fields(Stage)]
+        path, settings = read_recipe("distill", name)
         stages = {}
         for stage, default in cls().stages().items():
-            given = values.pop(stage, None) or {}
-            unknown = ", ".join(sorted(set(given) - set(known)))
-            if unknown:
-                raise InputError(f"recipe {path}: {stage} has no setting {unknown}. There are: {', '.join(known)}.")
-            stages[stage] = replace(default, **given)
-            stages[stage].check(stage)
-        seed = values.pop("seed", 0)
-        if values or not isinstance(seed, int):
-            wrong = ", ".join(sorted(values)) or f"seed {seed!r}"
+            changes = settings.pop(stage, None) or {}
+            if unknown := ", ".join(sorted(changes.keys() - ALLOWED.keys())):
+                raise InputError(f"recipe {path}: {stage} has no setting {unknown}. There are: {', '.join(ALLOWED)}.")
+            stages[stage] = replace(default, **changes)
+        seed = settings.pop("seed", 0)
+        if settings or not isinstance(seed, int):
+            wrong = ", ".join(sorted(settings)) or f"seed {seed!r}"
             raise InputError(f"recipe {path}: {wrong} is not understood. There are: transfer, end_to_end, seed.")
         return cls(**stages, seed=seed)
 
@@ -160,10 +149,9 @@ class Recipe:
 
     def with_steps(self, *, transfer: int | None = None, end_to_end: int | None = None) -> Recipe:
         """Return this recipe with other numbers of steps."""
-        stages = self.stages()
-        for name, steps in (("transfer", transfer), ("end_to_end", end_to_end)):
-            stages[name] = stages[name] if steps is None else replace(stages[name], steps=steps)
-        return Recipe(**stages, seed=self.seed)
+        steps = {"transfer": transfer, "end_to_end": end_to_end}
+        stages = {name: replace(self.stages()[name], steps=count) for name, count in steps.items() if count is not None}
+        return Recipe(**self.stages() | stages, seed=self.seed)
 
     def resolve(self, config: Any, positions: int) -> Recipe:
         """Return this recipe with the block length, the batch size, the precision and the repetitions of its stages.
@@ -201,8 +189,8 @@ def has_bf16() -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if torch.accelerator.is_available():
         return False
-    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def load_settings(name: str | Path, *, small: bool = False) -> dict[str, Any]:
@@ -211,55 +199,36 @@ def load_settings(name: str | Path, *, small: bool = False) -> dict[str, Any]:
     Raises:
         InputError: if there is no such recipe, it cannot be read, or has no small variant.
     """
-    path, values = read_recipe("finetune", name)
-    smaller = values.pop("small", None)
+    path, settings = read_recipe("finetune", name)
+    small_settings = settings.pop("small", None)
     if not small:
-        return values
-    if not isinstance(smaller, dict):
+        return settings
+    if not isinstance(small_settings, dict):
         raise InputError(f"the recipe {path} has no small variant.")
-    return merge(values, smaller)
+    return merge(settings, small_settings)
 
 
-def merge(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """Return settings in which ``others`` win; fields of ``config_overrides`` one by one."""
-    overrides = {**values.get("config_overrides", {}), **others.get("config_overrides", {})}
-    return {**values, **others, **({"config_overrides": overrides} if overrides else {})}
+def merge(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return settings in which ``changes`` win; fields of ``config_overrides`` one by one."""
+    overrides = {**settings.get("config_overrides", {}), **changes.get("config_overrides", {})}
+    return {**settings, **changes, **({"config_overrides": overrides} if overrides else {})}
 
 
 def read_overrides(text: str) -> dict[str, Any]:
     """Return the fields of a configuration that are given as a JSON object; raise an `InputError` if the text is none."""
     try:
-        found = json.loads(text)
+        overrides = json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(f"config_overrides must be a JSON object, got {text!r}: {error}") from error
-    if not isinstance(found, dict):
-        raise InputError(f'config_overrides must be a JSON object such as {{"n_layer": 4}}, got {found!r}.')
-    return found
+    if not isinstance(overrides, dict):
+        raise InputError(f'config_overrides must be a JSON object such as {{"n_layer": 4}}, got {overrides!r}.')
+    return overrides
 
 
-def with_recipe(words: list[str]) -> list[str]:
-    """Return a command line in which ``--recipe NAME [--small]`` is replaced by the recipe's options, before all others."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--recipe", nargs="?", const="")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--config-overrides", "--config_overrides", nargs="?", const="")
-    given, others = parser.parse_known_args(words)
-    if given.recipe is None and given.small:
-        raise InputError("--small is a variant of a recipe: pass --recipe with it.")
-    if given.recipe is None:
-        return words
-    if not given.recipe:
-        raise InputError("--recipe needs a name or a YAML file.")
-    values = load_settings(given.recipe, small=given.small)
-    if given.config_overrides is not None:
-        values = merge(values, {"config_overrides": read_overrides(given.config_overrides)})
-    return to_words(values) + others
-
-
-def to_words(values: dict[str, Any]) -> list[str]:
-    """Return settings as words of a command line."""
+def to_words(settings: dict[str, Any]) -> list[str]:
+    """Return settings as words of a command line, whose parser checks them."""
     words = []
-    for name, value in values.items():
-        given = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
-        words += [f"--{name.replace('_', '-')}", *map(str, given)]
+    for name, value in settings.items():
+        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        words += [f"--{name.replace('_', '-')}", *map(str, values)]
     return words

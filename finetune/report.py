@@ -54,8 +54,8 @@ class DistillationReport:
     def summary(self) -> str:
         """Return the course of the training in words."""
         stages = ", then ".join(STAGES[stage.name].format(f"{stage.steps:,}") for stage in self.stages)
-        kept = "" if self.stages[-1].name == "end to end" else " All other weights were left as they were."
-        return f"distilled on {self.data}: {stages}.{kept}"
+        others = "" if self.stages[-1].name == "end to end" else " All other weights were left as they were."
+        return f"distilled on {self.data}: {stages}.{others}"
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the figures as (name, value) pairs, for the table and the model card."""
@@ -73,8 +73,8 @@ class DistillationReport:
             if losses:
                 course = f"loss {losses[0]:.3f} → {losses[-1]:.3f}, learning rate {rates[stage.name]}"
                 rows.append((f"{stage.name}, {stage.steps:,} steps", course))
-        found = ", ".join(f"{name} {shown(value)}" for name, value in self.perplexities.items())
-        return [*rows, (f"perplexity of the {HELD_OUT} items held out", found)]
+        perplexities = ", ".join(f"{name} {shown(value)}" for name, value in self.perplexities.items())
+        return [*rows, (f"perplexity of the {HELD_OUT} items held out", perplexities)]
 
     def table(self) -> Table:
         """Return the figures as a table to print."""

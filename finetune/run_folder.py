@@ -29,14 +29,14 @@ def last_checkpoint(work: Path) -> str | None:
     The Trainer writes into the folder itself, ``trainer_state.json`` last: a folder without it was being written when the
     run was killed.
     """
-    found = []
+    checkpoints = []
     for folder in work.glob("checkpoint-*"):
         try:
             state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
         except (FileNotFoundError, json.JSONDecodeError):
             continue
-        found.append((state["global_step"], str(folder)))
-    return max(found)[1] if found else None
+        checkpoints.append((state["global_step"], str(folder)))
+    return max(checkpoints)[1] if checkpoints else None
 
 
 def check_settings(work: Path, settings: dict[str, Any], *, resume: bool) -> None:

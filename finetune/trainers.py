@@ -37,7 +37,7 @@ from hf_rfa.convert.calibration_data import Inputs
 from hf_rfa.convert.pipeline import Progress
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 
-from .losses import early_gradient, logit_divergence
+from .losses import logit_divergence
 from .param_groups import PARAMETER_KINDS, ParameterKind, Rates, freeze, lora, parameter_groups
 from .recipe import Stage, has_bf16
 from .run_folder import last_checkpoint
@@ -72,13 +72,13 @@ class GroupedSeq2SeqTrainer(GroupedTrainer, Seq2SeqTrainer):
     def prediction_step(self, model: Any, *args: Any, **options: Any) -> Any:
         """Take a step with a copy of the generation configuration: the step fills it in with transformers' defaults."""
         trained: Any = self.model
-        kept = trained.generation_config
-        trained.generation_config = copy.deepcopy(kept)
+        generation_config = trained.generation_config
+        trained.generation_config = copy.deepcopy(generation_config)
         trained.generation_config.max_new_tokens = None  # it would win over generation_max_length
         try:
             return super().prediction_step(model, *args, **options)
         finally:
-            trained.generation_config = kept
+            trained.generation_config = generation_config
 
 
 class StopAtNaN(TrainerCallback):
@@ -90,14 +90,10 @@ class StopAtNaN(TrainerCallback):
             control.should_training_stop = True
 
 
-def transfer_losses(
-    model: nn.Module, teacher: PreTrainedModel, inputs: Inputs, *, output_mse_weight: float = 0.0
-) -> Iterator[tuple[str, Tensor]]:
+def transfer_losses(model: nn.Module, teacher: PreTrainedModel, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
     """Yield KL(softmax weights ‖ weights of the features) of every RFA layer on one batch, in nats per query, [H] each.
 
-    The projections of the RFA model are still the teacher's. The inputs of the layers are those that the teacher's layers
-    have, which may be the softmax model or ``model`` itself. ``output_mse_weight`` weighs the relative squared error of the
-    attention's outputs, which is added to the KL.
+    The projections of the RFA model are still the teacher's, and the inputs of its layers are those of the teacher's.
     """
     layers = rfa_layers(model)
     captured = capture_inputs(teacher, layers, inputs)
@@ -108,8 +104,7 @@ def transfer_losses(
         with torch.no_grad():
             activations = layer_activations(layer, captured[name], masks)
         with torch.autocast(activations.key.device.type, enabled=False):
-            hidden_states = captured.pop(name).hidden_states
-            loss = layer_divergence(layer, activations, hidden_states, output_weight=output_mse_weight)
+            loss = layer_divergence(layer, activations, captured.pop(name).hidden_states)
         yield name, loss
 
 
@@ -124,16 +119,22 @@ class DistillationTrainer(GroupedTrainer):
 
 
 class AttentionTransferTrainer(DistillationTrainer):
-    """Stage 1: the loss is the mean over heads and layers of `transfer_losses`, with one layer's graph held at a time."""
+    """Stage 1: the loss is the mean over heads and layers of `transfer_losses`."""
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Return the loss of one batch."""
+        """Return the loss of one batch, whose gradients the parameters have already.
+
+        They are computed layer by layer, so that the graph of one layer is held at a time. The backward pass of the Trainer
+        adds nothing to them.
+        """
         unwrapped: Any = self.accelerator.unwrap_model(model)
-        late = self.state.global_step >= round((1.0 - self.stage.student_inputs) * self.state.max_steps)
-        source = unwrapped if late else self.teacher
-        trained = [parameter for parameter in unwrapped.parameters() if parameter.requires_grad]
-        losses = transfer_losses(unwrapped, source, inputs, output_mse_weight=self.stage.output_mse_weight)
-        return torch.stack([early_gradient(loss.mean(), trained) for _, loss in losses]).mean()
+        total = torch.zeros((), device=unwrapped.device)
+        for _, losses in transfer_losses(unwrapped, self.teacher, inputs):
+            loss = losses.mean() / len(rfa_layers(unwrapped))
+            if loss.requires_grad:
+                self.accelerator.backward(loss)
+            total += loss.detach()
+        return total.requires_grad_()
 
 
 class LogitDistillationTrainer(DistillationTrainer):
@@ -142,20 +143,20 @@ class LogitDistillationTrainer(DistillationTrainer):
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
         """Return the loss of one batch."""
         share, labels = self.stage.kl_weight, inputs["labels"]
-        known = {name: tensor for name, tensor in inputs.items() if name != "labels"}
-        decodes = self.model.config.is_encoder_decoder  # type: ignore[union-attr]
-        alone = share == 1 and self.teacher is not None and (not decodes or "decoder_input_ids" in inputs)
-        outputs = model(**(known if alone else inputs), use_cache=False)
+        unlabeled = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+        has_encoder = self.model.config.is_encoder_decoder  # type: ignore[union-attr]
+        teacher_alone = share == 1 and self.teacher is not None and (not has_encoder or "decoder_input_ids" in inputs)
+        outputs = model(**(unlabeled if teacher_alone else inputs), use_cache=False)
         if share == 0 or self.teacher is None:
             return outputs.loss
         with torch.no_grad():
-            expected = self.teacher(**known, use_cache=False).logits
+            expected = self.teacher(**unlabeled, use_cache=False).logits
         logits = outputs.logits
-        if not decodes:  # the logits of a token predict the label after it
+        if not has_encoder:  # the logits of a token predict the label after it
             logits, expected, labels = logits[:, :-1], expected[:, :-1], labels[:, 1:]
         learned = labels != IGNORED_LABEL
         divergence = logit_divergence(logits[learned], expected[learned])
-        return divergence if alone else share * divergence + (1.0 - share) * outputs.loss
+        return divergence if teacher_alone else share * divergence + (1.0 - share) * outputs.loss
 
 
 class ReportSteps(TrainerCallback):
@@ -259,8 +260,8 @@ def train_stage(
     }
     arguments = training_arguments(stage, folder, seed=seed)
     with ExitStack() as undone:
-        for each in (model, teacher) if teacher is not None else (model,):
-            for parameter in each.parameters():
+        for network in (model, teacher) if teacher is not None else (model,):
+            for parameter in network.parameters():
                 undone.callback(parameter.requires_grad_, parameter.requires_grad)
         undone.callback(model.eval)
         undone.callback(setattr, model.config, "use_cache", model.config.use_cache)  # which a Trainer turns off
@@ -287,11 +288,11 @@ def train_stage(
         trainer.remove_callback(PrinterCallback)  # a line for every loss; they are in the result
         if progress is not None:
             trainer.add_callback(ReportSteps(title, progress))
-        found = trainer.train(resume_from_checkpoint=last_checkpoint(folder) if resume else None)
+        result = trainer.train(resume_from_checkpoint=last_checkpoint(folder) if resume else None)
         finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-    if not (math.isfinite(found.training_loss) and finite):
+    if not (math.isfinite(result.training_loss) and finite):
         raise FloatingPointError(
-            f"{title}: the loss is {found.training_loss}. Lower the learning rate, or choose another feature map."
+            f"{title}: the loss is {result.training_loss}. Lower the learning rate, or choose another feature map."
         )
     log = tuple({key: float(value) for key, value in entry.items()} for entry in trainer.state.log_history)
     return StageResult(title, trainer.state.global_step, log)

@@ -19,6 +19,7 @@ from .models import modeling_rfa_decoder, modeling_rfa_seq2seq
 from .models.configuration_rfa import (
     RFAConfigMixin,
     RFASeq2SeqConfigMixin,
+    base_config_class,
     decoder_config_class,
     seq2seq_config_class,
 )
@@ -45,12 +46,12 @@ def interpolate_positions(embedding: nn.Embedding, count: int) -> Tensor:
     tables have, are kept.
     """
     offset = int(getattr(embedding, "offset", 0))
-    kept, learned = embedding.weight.data[:offset], embedding.weight.data[offset:].float()
-    place = torch.linspace(0, learned.shape[0] - 1, count, dtype=torch.float64, device=learned.device)
-    below = place.floor().long().clamp(max=learned.shape[0] - 2)
-    share = (place - below).float()[:, None]
+    before, learned = embedding.weight.data[:offset], embedding.weight.data[offset:].float()
+    positions = torch.linspace(0, learned.shape[0] - 1, count, dtype=torch.float64, device=learned.device)
+    below = positions.floor().long().clamp(max=learned.shape[0] - 2)
+    share = (positions - below).float()[:, None]
     table = torch.lerp(learned[below], learned[below + 1], share).to(embedding.weight.dtype)
-    return torch.cat([kept, table])
+    return torch.cat([before, table])
 
 
 def continue_sinusoids(embedding: Any, count: int) -> Tensor:
@@ -93,10 +94,10 @@ def scale_rotations(config: Any, count: int) -> Any:
         parameters |= {"rope_type": "yarn", **scaling}
     config.max_position_embeddings = count
     try:
-        kept = type(config)(**config.to_dict()).rope_parameters == config.rope_parameters
+        is_yarn = type(config)(**config.to_dict()).rope_parameters == config.rope_parameters
     except (KeyError, ValueError, StrictDataclassError):
-        kept = False
-    if not kept:  # Phi-3 reads the name of another method in it
+        is_yarn = False
+    if not is_yarn:  # Phi-3 reads the name of another method in it
         raise ValueError(f"{config.model_type} models do not take rotations scaled by YaRN. Leave --max-positions out.")
     return config
 
@@ -129,7 +130,7 @@ class Family:
     @property
     def base_config(self) -> Any:
         """Configuration class of the softmax models."""
-        return next(cls for cls in self.rfa_config.__mro__ if "model_type" in vars(cls) and cls is not self.rfa_config)
+        return base_config_class(self.rfa_config)
 
     @cached_property
     def model_classes(self) -> tuple[type[PreTrainedModel], ...]:
@@ -140,9 +141,9 @@ class Family:
         first: tuple[Any, ...] = (auto.AutoModelForCausalLM,)
         if issubclass(self.rfa_config, RFASeq2SeqConfigMixin):
             module, first = modeling_rfa_seq2seq, (auto.AutoModelForSeq2SeqLM, auto.AutoModelForSpeechSeq2Seq)
-        found = [each._model_mapping.get(self.base_config, None) for each in (*first, *AUTO_CLASSES)]
-        found += [getattr(transformers, name) for name in self.more_models]
-        return tuple(module.rfa_model_class(base) for base in dict.fromkeys(found) if isinstance(base, type))
+        bases = [auto_class._model_mapping.get(self.base_config, None) for auto_class in (*first, *AUTO_CLASSES)]
+        bases += [getattr(transformers, name) for name in self.more_models]
+        return tuple(module.rfa_model_class(base) for base in dict.fromkeys(bases) if isinstance(base, type))
 
     @property
     def architectures(self) -> dict[str, tuple[type[PreTrainedModel], type[PreTrainedModel]]]:
@@ -212,13 +213,13 @@ def register_family(family: Family) -> None:
 def _register_models(family: Family) -> None:
     """Let Auto classes load a family's RFA models, and its configurations name them."""
     config = family.rfa_config
-    config.AUTO_MAP = {"AutoConfig": _place(config)}
+    config.AUTO_MAP = {"AutoConfig": _module_and_class(config)}
     for model in family.models or ():  # classes that are made by name do so themselves
         register_name(_base_class(model), model)
     for auto_class, model in family.auto_models.items():
         auto_class.register(config, model, exist_ok=True)
         model.register_for_auto_class(auto_class)
-        config.AUTO_MAP[auto_class.__name__] = _place(model)
+        config.AUTO_MAP[auto_class.__name__] = _module_and_class(model)
 
 
 def _base_class(model: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -230,7 +231,7 @@ def _base_class(model: type[PreTrainedModel]) -> type[PreTrainedModel]:
     raise ValueError(f"{model.__name__} subclasses no class {name}. Name it RFA and the name of its softmax class.")
 
 
-def _place(cls: type) -> str:
+def _module_and_class(cls: type) -> str:
     """Return a class as transformers names it in ``auto_map``: module.Class."""
     return f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
 
@@ -265,8 +266,8 @@ SINUSOIDS: dict[str, Any] = {
 #: Models with an encoder and a decoder that are built as BART's are, by ``model_type``, and what deviates from learned
 #: positions. `modeling_rfa_seq2seq` makes the classes.
 SEQ2SEQ: dict[str, dict[str, Any]] = {
-    **{each: {} for each in ("bart", "mbart", "blenderbot", "blenderbot-small", "plbart")},
-    **{each: SINUSOIDS for each in ("marian", "pegasus", "m2m_100")},
+    **{name: {} for name in ("bart", "mbart", "blenderbot", "blenderbot-small", "plbart")},
+    **dict.fromkeys(("marian", "pegasus", "m2m_100"), SINUSOIDS),
     "whisper": {"position_embedding": "decoder.embed_positions"},
 }
 
@@ -281,11 +282,11 @@ def _config_of(model_type: str, *, encoder: bool) -> Any:
         raise ValueError(
             f"transformers knows no model_type {model_type!r}. Pass that of a softmax model's config.json."
         )
-    found = CONFIG_MAPPING[model_type]
-    if found.is_encoder_decoder != encoder:
+    config_class = CONFIG_MAPPING[model_type]
+    if config_class.is_encoder_decoder != encoder:
         has, other = ("no encoder", "decoder_family") if encoder else ("an encoder", "seq2seq_family")
         raise ValueError(f"{model_type!r} models have {has}. Declare them with {other}({model_type!r}).")
-    return found
+    return config_class
 
 
 def decoder_family(model_type: str, **deviations: Any) -> Family:

@@ -16,9 +16,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from .errors import InputError
-from .int8_weights import linear_layers, plain_weight
 from .models.attention import RFAAttentionMixin
 
 #: The number of rows that oneDNN is told to expect. Its layout is good for any number.
@@ -163,10 +163,16 @@ def pack_weights(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, RFAAttentionMixin) and module.rfa_kind != "cross":
             _join_projections(module)
-    layers = linear_layers(model)
-    while layers:
-        parent, name, child = layers.pop()  # a plain weight is let go when it is packed
-        setattr(parent, name, PackedLinear(plain_weight(child), child.bias))
+    places = [  # of the layers, and not the layers: a plain weight is let go when it is packed
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, (nn.Linear, Conv1D))
+    ]
+    for parent, name in places:
+        layer = getattr(parent, name)
+        weight = layer.weight.mT if isinstance(layer, Conv1D) else layer.weight  # [outputs, inputs]
+        setattr(parent, name, PackedLinear(weight, layer.bias))
 
 
 def _join_projections(attention: nn.Module) -> None:

@@ -42,16 +42,11 @@ def bench_command(
     packed: Annotated[
         bool, typer.Option("--packed", help="Weights of both packed for this CPU, as hf-rfa generate packs them.")
     ] = False,
-    against: Annotated[
-        Literal["llama.cpp"] | None,
-        typer.Option(help="Decoding of one sequence also by llama.cpp, from --gguf (pip install xllamacpp)."),
-    ] = None,
-    gguf: Annotated[Path | None, typer.Option(help="The softmax model as a GGUF file, for --against.")] = None,
     steps: Annotated[int, number("Steps timed per point; medians are reported.", 1)] = 11,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "int8"],
-        typer.Option(help="Precision of both; int8 for bfloat16 with 8-bit weights."),
+        Literal["float32", "bfloat16", "float16"],
+        typer.Option(help="Precision of both."),
     ] = "float32",
     output: Annotated[
         Path | None,
@@ -60,8 +55,6 @@ def bench_command(
 ) -> None:
     """Time RFA against its softmax parent (SDPA), same weights, in one process, in turn: medians and ratios."""
     tasks = task or [Task.decoding]
-    if dtype == "int8" and Task.training in tasks:
-        raise UsageError("--dtype int8 is for inference: leave --task training out, or take another precision.")
     if packed and (dtype != "float32" or device != "cpu" or Task.training in tasks):
         raise UsageError(
             "--packed is for inference in float32 on a CPU: leave --dtype, --device and --task training out."
@@ -72,13 +65,6 @@ def bench_command(
     if (static or compiled) and "decoding" not in tasks:
         raise UsageError("--static and --compile are about decoding: pass --task decoding with them.")
 
-    if (against is None) != (gguf is None):
-        raise UsageError("--against llama.cpp and --gguf FILE go together: pass both.")
-    if against is not None and (Task.decoding not in tasks or 1 not in sizes["batches"] or device != "cpu"):
-        raise UsageError(
-            "--against llama.cpp is about decoding one sequence on a CPU: pass --task decoding --batches 1."
-        )
-
     starting(f"timing {model} ({', '.join(tasks)})")
     import torch
     from huggingface_hub.errors import StrictDataclassError
@@ -87,7 +73,6 @@ def bench_command(
     from hf_rfa.bench.models import SHAPES
     from hf_rfa.errors import InputError
     from hf_rfa.inference.loading import read_config
-    from hf_rfa.int8_weights import quantize_weights
     from hf_rfa.io.atomic_io import check_file, new_file
     from hf_rfa.packed_weights import pack_weights
 
@@ -97,12 +82,6 @@ def bench_command(
     config: Any = SHAPES[model] if model in SHAPES else read_config(model)
     if config.is_encoder_decoder and set(tasks) != {"decoding"}:
         raise InputError("models with an encoder are timed at decoding: pass --task decoding.")
-    if gguf is not None:
-        most = bench.llama_cpp_positions(gguf, steps=steps)
-        if max(chosen[Task.decoding]) > most:
-            warn(
-                f"llama.cpp takes no more tokens than this model was trained with: it is left out past position {most:,}."
-            )
     load = bench.Load.now()
     if device == "cpu" and (warning := load.warning()):
         warn(warning)
@@ -112,17 +91,13 @@ def bench_command(
         torch.empty(0, device=device)  # before models are made for one that is not there
         options = {name: value for name, value in given.items() if value}
         softmax, rfa = bench.pair(config, longest + steps + 16, **options)
-        computed = torch.bfloat16 if dtype == "int8" else getattr(torch, dtype)
+        computed = getattr(torch, dtype)
         softmax, rfa = (each.to(device, computed) for each in (softmax, rfa))
         for each in (softmax, rfa):
-            if dtype == "int8":
-                quantize_weights(each)
             if packed:
                 pack_weights(each)
     except (ValueError, RuntimeError, AssertionError, StrictDataclassError) as error:
         raise InputError(f"cannot make the models: {error}") from error
-    machine = bench.measure_machine(device, computed)
-    console.print(f"{machine.bandwidth / 1e9:.1f} GB/s read, {machine.peak / 1e9:.0f} GFLOP/s")
     caption = f"{model}, {dtype}{', packed' if packed else ''}, {device}, {load}"
     results: dict[str, list[bench.Point]] = {}
     for each in tasks:
@@ -131,21 +106,16 @@ def bench_command(
             shared["progress"] = progress
             if each == "decoding":
                 shared |= {"sources": sizes["sources"]} if config.is_encoder_decoder else {}
-                shared |= {"static": static, "compiled": compiled, "machine": machine}
+                shared |= {"static": static, "compiled": compiled}
                 results[each] = bench.decoding(softmax, rfa, **shared)
             else:
                 results[each] = bench.whole_sequences(each, softmax, rfa, **shared)
-        if each == "decoding" and gguf is not None:
-            with shown_count(against or "") as progress:
-                results[each] = bench.with_llama_cpp(results[each], gguf, most=most, steps=steps, progress=progress)
         console.print(bench.table(results[each], caption))
         if output is not None:
             bench.plot(results[each], files[f"-{each}.png"], f"{each}, {caption}")
     if output is not None:
         about: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "packed": packed, **asdict(load)}
         about |= {"torch": torch.__version__, "options": {name: getattr(rfa.config, name) for name in given}}
-        about |= {} if gguf is None else {"gguf": gguf.name}
-        about |= {"bandwidth": machine.bandwidth, "peak": machine.peak}
         about |= {"points": {each: [asdict(point) for point in found] for each, found in results.items()}}
         with new_file(files[".json"]) as file:
             json.dump(about, file, indent=1)

@@ -98,9 +98,7 @@ def _with_conversion_options(command: Any) -> Any:
 
 @_with_conversion_options
 def convert_command(
-    checkpoint: Annotated[
-        str, typer.Argument(help="Folder of a softmax checkpoint, a GGUF file, or its name on the hub.")
-    ],
+    checkpoint: Annotated[str, typer.Argument(help="Folder of a softmax checkpoint, or its name on the hub.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write.")],
     *,
     overwrite: Overwrite = False,

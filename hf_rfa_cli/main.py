@@ -13,11 +13,12 @@ from typer.core import TyperCommand, TyperGroup
 from .bench import bench_command
 from .console import errors, show_warnings
 from .convert import convert_command
-from .evaluate import evaluate_command
+from .evaluate import evaluate_command, score_command
 from .generate import generate_command
 from .imports import importing
 from .options import UsageError
-from .train import distill_command, finetune_command, make_data_command
+from .recall import recall_command
+from .train import distill_command, finetune_command
 
 
 class _Flags:
@@ -44,14 +45,15 @@ RAW = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_na
 COMMANDS: dict[str, Callable[..., None]] = {
     "convert": convert_command,
     "distill": distill_command,
-    "evaluate": evaluate_command,
-    "bench": bench_command,
     "finetune": finetune_command,
     "generate": generate_command,
+    "evaluate": evaluate_command,
+    "score": score_command,
+    "recall": recall_command,
+    "bench": bench_command,
 }
 for _name, _command in COMMANDS.items():
     app.command(_name, cls=_Command, context_settings=RAW if _name == "finetune" else None)(importing(_command))
-app.command("make-data", cls=_Command)(make_data_command)
 
 
 def _print_version(wanted: bool) -> None:

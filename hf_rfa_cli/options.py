@@ -52,8 +52,8 @@ def in_a_folder(path: Path | None) -> Path | None:
 
 Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the hub.")]
 ModelDtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16", "int8"],
-    typer.Option(help="Precision; auto for the checkpoint's own; int8 for bfloat16 with 8-bit weights."),
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(help="Precision; auto for the checkpoint's own."),
 ]
 Device = Annotated[
     str, typer.Option(help="What to compute on: cpu, cuda, cuda:1, …; auto for an accelerator where there is one.")
@@ -64,6 +64,9 @@ Beams = Annotated[int, number("Beams of generation; 1 for none.", 1)]
 BatchSize = Annotated[int, number("Texts, or windows of one, at a time.", 1)]
 References = Annotated[
     Path | None, typer.Option(callback=text_file, help="Outputs that belong to the sources of an encoder, one a line.")
+]
+Record = Annotated[
+    bool, typer.Option("--record", help="Add the result to the folder of the checkpoint, and to its model card.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is at the output.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted training stopped.")]

@@ -1,20 +1,16 @@
-"""``hf-rfa distill``, ``hf-rfa finetune`` and ``hf-rfa make-data``."""
+"""``hf-rfa distill`` and ``hf-rfa finetune``."""
 
 from __future__ import annotations
 
 import json
-import re
 from argparse import SUPPRESS, ArgumentParser
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from .console import console, report_of, starting
-from .options import Overwrite, References, Resume, Seed, UsageError, number, text_file
-
-#: The option for the folder to write; finetune also takes transformers' name of it.
-OUTPUT = "--output"
+from .options import Overwrite, References, Resume, UsageError, number, text_file
 
 
 def distill_command(
@@ -59,7 +55,7 @@ def distill_command(
     console.print(f"written to {destination}")
 
 
-def finetune_parser() -> Any:
+def finetune_parser(*parents: ArgumentParser) -> Any:
     """Return the parser of `finetune_command`'s options, which raises a `UsageError` for those it cannot read."""
     import torch
     from transformers import HfArgumentParser, Seq2SeqTrainingArguments
@@ -70,22 +66,19 @@ def finetune_parser() -> Any:
         [FinetuneArguments, Seq2SeqTrainingArguments],  # type: ignore[list-item]
         prog="hf-rfa finetune",
         usage="hf-rfa finetune --model MODEL --task TASK --train DATA [--recipe NAME [--small]] [options]",
-        description="Options may also come from a recipe, --recipe NAME or a YAML file, in its --small variant if that is "
-        "passed too; those on the command line win. --import MODULE, a name or a .py file, imports a feature map first.",
+        description="Options on the command line win over those of a recipe. --import MODULE, a name or a .py file, imports "
+        "a feature map first.",
+        parents=parents,
     )
-    parser.add_argument(
-        OUTPUT, dest="output_dir", default=SUPPRESS, help="Folder to write, as --output-dir. Default: MODEL-finetuned."
-    )
-    for action in parser._actions:  # help shows the names with dashes alone; those with underscores are read too
+    help = "Folder to write, as --output-dir. Default: MODEL-finetuned."
+    parser.add_argument("--output", dest="output_dir", default=SUPPRESS, help=help)
+    for action in parser._actions:
+        # Help shows the names with dashes alone; those with underscores are read too.
         action.option_strings = [name for name in action.option_strings if "_" not in name]
+        action.metavar = "true|false" if action.nargs == "?" else action.metavar
     parser.error = _refuse
     # transformers joins several processes on CPUs, or takes bf16 there, only with --use-cpu.
     parser.set_defaults(use_cpu=not torch.accelerator.is_available())
-    shown = parser.format_help
-    # A flag may have a value, which recipes give it.
-    parser.format_help = lambda: re.sub(
-        r"(--[\w-]+)(\s\[[A-Z0-9_]+\])(?=( )?)", lambda found: found[1] + " " * len(found[2]) * bool(found[3]), shown()
-    )
     return parser
 
 
@@ -93,21 +86,27 @@ def _refuse(message: str) -> NoReturn:
     raise UsageError(f"{message.rstrip('.')}. See hf-rfa finetune --help.")
 
 
-def finetune_words(words: list[str]) -> list[str]:
-    """Return the words of a command line as `finetune_parser` takes them: with its recipe's options, and an output."""
-    from hf_rfa.finetune.recipe import with_recipe
+def finetune_values(words: list[str]) -> dict[str, Any]:
+    """Return the values of a command line's options by name, and of the recipe that it names where it has none."""
+    from hf_rfa.finetune.recipe import load_settings, merge, read_overrides, to_words
 
-    words = with_recipe(words)
-    names: Any = ArgumentParser(add_help=False, allow_abbrev=False)
-    names.error = _refuse
-    names.add_argument("--model")
-    names.add_argument(OUTPUT, "--output_dir", "--output-dir")
-    given, _ = names.parse_known_args(words)
-    if given.output is None and given.model is not None:
-        words = [*words, OUTPUT, given.model.rstrip("/") + "-finetuned"]
-    elif given.output is None and not {"-h", "--help"} & set(words):
-        _refuse("--output is missing")
-    return words
+    recipe_parser: Any = ArgumentParser(add_help=False, allow_abbrev=False)
+    recipe_parser.error = _refuse
+    recipe_parser.add_argument("--recipe", help="Recipe with options: a name, or a YAML file.")
+    recipe_parser.add_argument("--small", action="store_true", help="Take the recipe's small variant.")
+    chosen, words = recipe_parser.parse_known_args(words)
+    if chosen.small and chosen.recipe is None:
+        _refuse("--small is a variant of a recipe: pass --recipe with it")
+    settings = {} if chosen.recipe is None else load_settings(chosen.recipe, small=chosen.small)
+    values = vars(finetune_parser(recipe_parser).parse_args([*to_words(settings), *words]))
+    if values["config_overrides"] is not None:
+        overrides = {"config_overrides": read_overrides(values["config_overrides"])}
+        values["config_overrides"] = json.dumps(merge(settings, overrides)["config_overrides"])
+    if values["output_dir"] is None:
+        if values["model"] is None:
+            _refuse("--output is missing")
+        values["output_dir"] = values["model"].rstrip("/") + "-finetuned"
+    return values
 
 
 def finetune_command(context: typer.Context) -> None:
@@ -116,39 +115,13 @@ def finetune_command(context: typer.Context) -> None:
     from hf_rfa.evaluation.perplexity import shown
     from hf_rfa.finetune.finetune import finetune
 
-    words = finetune_words(context.args)
+    values = finetune_values(context.args)
     try:
-        options, arguments, unknown = finetune_parser().parse_args_into_dataclasses(
-            words, look_for_args_file=False, return_remaining_strings=True
-        )
+        options, arguments = finetune_parser().parse_dict(values, allow_extra_keys=True)
     except ValueError as error:  # training arguments check each other as they are made
         _refuse(str(error))
-    if unknown:
-        _refuse(f"there is no option {unknown[0]}")
-    destination = arguments.output_dir
     metrics = finetune(options, arguments)
     if arguments.process_index == 0:
         for name, value in metrics.items():
             console.print(f"{name} {shown(value, 4)}" if isinstance(value, float) else f"{name} {value}")
-        console.print(f"written to {destination}")
-
-
-def make_data_command(
-    name: Annotated[Literal["listops", "copy"], typer.Argument(help="The data set.")],
-    output: Annotated[Path, typer.Argument(help="File to write, .jsonl.")],
-    rows: Annotated[int, number("Rows to write.", 1)] = 10_000,
-    min_length: Annotated[int | None, number("Least symbols. Default: 500 for listops, 1 for copy.", 1)] = None,
-    max_length: Annotated[int | None, number("Most symbols. Default: 2000 for listops, 63 for copy.", 1)] = None,
-    seed: Seed = 0,
-) -> None:
-    """Write a data set that a program makes: ListOps expressions with their values, or sequences to be copied."""
-    starting(f"writing {rows} rows to {output}")
-    from hf_rfa.finetune.synthetic import DATA_SETS
-    from hf_rfa.io.atomic_io import check_file, new_file
-
-    make, least, most = DATA_SETS[name]
-    drawn = make(rows, min_length=min_length or least, max_length=max_length or most, seed=seed)
-    check_file(output, replace=False)
-    with new_file(output) as file:
-        file.writelines(json.dumps(row) + "\n" for row in drawn)
-    console.print(f"{rows} rows written to {output}")
+        console.print(f"written to {values['output_dir']}")

@@ -10,8 +10,7 @@ import torch
 
 from hf_rfa import FAMILIES
 from hf_rfa.families import DECODERS
-
-from .tiny_models import tiny_model
+from tests.tiny_models import tiny_model
 
 #: Tokens of a text.
 LENGTH = 29
@@ -25,7 +24,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 #: Attention with learned sinks needs a window.
 WITH_SINKS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa")
 #: The families that differ most; the others, and what compiles, are left to `pytest -m slow`.
-QUICK = ("gemma3_text", "gpt_neox", "gpt_oss", "lfm2", "llama", "opt", "qwen3_moe", "stablelm")
+QUICK = ("gemma3_text", "gpt_neox", "gpt_oss", "lfm2", "llama", "opt", "qwen3_moe")
 NAMES = [name for name in DECODERS if name in FAMILIES]  # an older transformers lacks some
 
 

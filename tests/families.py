@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,16 @@ from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.configuration_rfa import RFASeq2SeqConfigMixin
 from hf_rfa.models.linear_attention import Tokens, linear_attention
 from hf_rfa.models.memory import Importance
-
-from .conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
-from .tiny_models import tiny_config
+from tests.conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
+from tests.tiny_models import tiny_config
 
 ROWS, LENGTH, SOURCE_LENGTH, WIDTH = 3, 29, 17, 24
 
 #: The families that tests run over: of decoders, and of models with an encoder, two each.
-#: `tests/test_decoders.py` runs over all decoders.
+#: `tests/models/test_decoders.py` runs over all decoders.
 COMMON = ("gpt2", "bart", "marian", "llama")
 
+RETRIEVAL = {"retrieval_heads": [[0, 1], [1, 0]], "retrieval_window": 6}
 DECODER_VARIANTS: dict[str, dict[str, Any]] = {
     "positive": {},
     "positive-gate": {"gate": True},
@@ -46,14 +47,9 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
     "none": {"feature_map": "none", "window_size": 5, "num_sinks": 2},
     "slots": {"feature_map": "none", "window_size": 3, "num_sinks": 1, "num_slots": 4},
     "slots-gate": {"window_size": 4, "num_slots": 3, "num_features": 16, "gate": True, "chunk_size": 7},
-    "retrieval": {
-        "feature_map": "none",
-        "window_size": 3,
-        "num_sinks": 2,
-        "retrieval_heads": [[0, 1]],
-        "retrieval_window": 7,
-    },
-    "retrieval-gate": {"gate": True, "retrieval_heads": [[1, 0], [1, 2]], "retrieval_window": 6, "chunk_size": 7},
+    "slots-features": {"window_size": 4, "num_slots": 3, "num_features": 16, "chunk_size": 7},
+    "retrieval": {"feature_map": "none", **RETRIEVAL, "window_size": 3, "num_sinks": 2, "num_slots": 2},
+    "retrieval-gate": {**RETRIEVAL, "gate": True, "chunk_size": 7},
     "small-chunks": {"chunk_size": 3, "gate": True},
     "float64-state": {"state_dtype": "float64"},
 }
@@ -70,30 +66,35 @@ SEQ2SEQ_VARIANTS: dict[str, dict[str, Any]] = {
     "hedgehog": {"feature_map": "hedgehog", "num_features": 8},
     "none": {"feature_map": "none", "window_size": 4, "num_sinks": 1, "softmax_cross_layers": [0, 1, 2]},
     "slots": {"window_size": 3, "num_sinks": 1, "num_slots": 4},
-    "retrieval": {"window_size": 3, "num_sinks": 1, "retrieval_heads": [[0, 1]], "retrieval_window": 6},
+    "retrieval": {**RETRIEVAL, "window_size": 3, "num_sinks": 1},
     "decoder-alone": {"head": "ForCausalLM", "gate": True, "chunk_size": 5},
 }
-#: What a decoder with grouped queries and rotary positions adds to GPT-2.
-LLAMA_VARIANTS: dict[str, dict[str, Any]] = {
-    "positive": {},
-    "positive-gate": {"gate": True},
-    "hybrid": {"softmax_layers": [1]},
-    "window": {"window_size": 5},
-    "window-gate": {"window_size": 4, "gate": True, "chunk_size": 7, "feature_map": "exponential"},
-    "window-gaussian": {"window_size": 6, "feature_map": "gaussian", "num_features": 16, "softmax_layers": [1]},
-    "window-sinks": {"window_size": 4, "num_sinks": 3, "gate": True, "softmax_layers": [0]},
-    "none": {"feature_map": "none", "window_size": 5, "num_sinks": 2},
-    "slots": {"feature_map": "none", "window_size": 3, "num_sinks": 1, "num_slots": 4},
-    "slots-features": {"window_size": 4, "num_slots": 3, "num_features": 16, "chunk_size": 7},
-    "retrieval": {"window_size": 3, "num_slots": 4, "retrieval_heads": [[0, 1], [2, 0]], "retrieval_window": 6},
-    "retrieval-none": {
-        "feature_map": "none",
-        "window_size": 3,
-        "retrieval_heads": [[1, 1], [2, 0]],
-        "retrieval_window": 5,
-    },
+VARIANTS = {"gpt2": DECODER_VARIANTS, "llama": DECODER_VARIANTS}
+VARIANTS |= dict.fromkeys(("bart", "marian"), SEQ2SEQ_VARIANTS)
+#: The variants that tests run over; those after the bar repeat what others show, and are left to `pytest -m slow`.
+#: Llama adds grouped queries and rotary positions to GPT-2; Marian differs from BART in embeddings and norms only.
+RUN = {
+    "gpt2": """positive-gate positive-trainable gaussian-paper t2r hedgehog hybrid window-gate window-gaussian none
+        slots-gate retrieval retrieval-gate | positive gaussian-gate arccos elu window window-elu window-sinks slots
+        slots-features small-chunks float64-state""",
+    "llama": """positive-gate window-sinks window-gaussian slots-features retrieval-gate | positive hybrid window window-gate
+        none slots slots-gate retrieval""",
+    "bart": """both-gate paper everything-signed per-layer none slots retrieval decoder-alone | both cross-only causal-only
+        everything elu hedgehog""",
+    "marian": "per-layer | both-gate decoder-alone",
 }
-VARIANTS = {"gpt2": DECODER_VARIANTS, "llama": LLAMA_VARIANTS, "bart": SEQ2SEQ_VARIANTS, "marian": SEQ2SEQ_VARIANTS}
+#: (family, variant) of those before the bar.
+QUICK = [(family, name) for family, names in RUN.items() for name in names.split("|")[0].split()]
+
+
+def run_over(families: Iterable[str], without: Iterable[str] = ()) -> list[Any]:
+    """Return the cases of some families, (family, variant)."""
+    marked = []
+    for family in families:
+        for name in RUN[family].replace("|", "").split():
+            marks = [] if (family, name) in QUICK else [pytest.mark.slow]
+            marked += [] if name in without else [pytest.param(family, name, marks=marks)]
+    return marked
 
 
 def has_encoder(family: str) -> bool:
@@ -101,18 +102,15 @@ def has_encoder(family: str) -> bool:
     return issubclass(FAMILIES[family].rfa_config, RFASeq2SeqConfigMixin)
 
 
-#: Marian differs from BART in embeddings and norms only: few variants do for it.
-CASES = [(family, variant) for family in ("gpt2", "llama", "bart") for variant in VARIANTS[family]]
-CASES += [("marian", variant) for variant in ("both-gate", "per-layer", "decoder-alone")]
-SEQ2SEQ_CASES = [case for case in CASES if has_encoder(case[0]) and case[1] != "decoder-alone"]
+CASES = run_over(("gpt2", "llama", "bart", "marian"))
 HEADS = [(family, head) for family in COMMON for head in FAMILIES[family].architectures]
 GENERATING_HEADS = [each for each in HEADS if each[1].endswith(("LMHeadModel", "CausalLM", "MTModel", "Generation"))]
 CLASSIFIERS = [each for each in HEADS if each[1].endswith("ForSequenceClassification")]
 
 every_family = pytest.mark.parametrize("family", COMMON)
 every_case = pytest.mark.parametrize(("family", "variant"), CASES)
-every_decoder = pytest.mark.parametrize("variant", list(DECODER_VARIANTS))
-every_seq2seq_case = pytest.mark.parametrize(("family", "variant"), SEQ2SEQ_CASES)
+every_decoder_case = pytest.mark.parametrize(("family", "variant"), run_over(("gpt2", "llama")))
+every_seq2seq_case = pytest.mark.parametrize(("family", "variant"), run_over(("bart", "marian"), ["decoder-alone"]))
 every_head = pytest.mark.parametrize(("family", "head"), HEADS)
 every_generating_head = pytest.mark.parametrize(("family", "head"), GENERATING_HEADS)
 every_model = pytest.mark.parametrize(("family", "name"), HEADS + CASES)
@@ -146,7 +144,7 @@ def make(
     (model_class,) = (classes[1] for name, classes in declared.architectures.items() if name.endswith(head))
     base = base_config(family, num_labels=fields.pop("num_labels", 3))
     torch.manual_seed(0)
-    model = model_class(declared.rfa_config.from_parent(base, **fields)).to(dtype).eval()
+    model = model_class(declared.rfa_config.from_base(base, **fields)).to(dtype).eval()
     draw_importance(model)
     return model
 

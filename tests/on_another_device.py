@@ -1,6 +1,6 @@
 """Conversion, generation and measurement on a second device: all results are those of the CPU.
 
-`tests/test_devices.py` runs these tests, in a process of its own.
+`tests/inference/test_devices.py` runs these tests, in a process of its own.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from hf_rfa.evaluation.generation_scores import evaluate_generation
 from hf_rfa.evaluation.recall import Effort, recall_suite
 from hf_rfa.inference import generate_text, load_model
 from hf_rfa.inference.devices import find_device
-
-from .conftest import save_tiny_tokenizer, words
-from .families import has_encoder, make, save_softmax_model
-from .other_device import DEVICE, NAME, ElsewhereTensor, SecondDevice
+from tests.conftest import save_tiny_tokenizer, words
+from tests.families import has_encoder, make, save_softmax_model
+from tests.other_device import DEVICE, NAME, ElsewhereTensor, SecondDevice
 
 
 @pytest.fixture(autouse=True)
@@ -197,12 +196,3 @@ def test_the_recall_suite(tmp_path):
     assert len(found[0][0]) > 20
     assert found[0][1] == found[1][1]
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-3)
-
-
-@torch.no_grad()
-def test_weights_of_8_bits(tmp_path):
-    make("llama", "slots-features").save_pretrained(tmp_path)
-    ids = torch.randint(3, 61, (2, 15))
-    models = [load_model(str(tmp_path), dtype="int8", device=each, need_tokenizer=False)[0] for each in ("cpu", NAME)]
-    expected, found = (each(ids.to(each.device)).logits.float().cpu() for each in models)
-    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))

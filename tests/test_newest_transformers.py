@@ -14,11 +14,13 @@ import pytest
 from packaging.version import Version
 
 from hf_rfa.version import NEWEST_TESTED_TRANSFORMERS
-
-from .conftest import ROOT
+from tests.conftest import ROOT
 
 #: What a new transformers has broken before: names of arguments, caches, masks, what `generate` does with them.
-SUBJECTS = ("cache", "cache_names", "taken_back", "generation", "assisted", "decoders", "padding")
+TESTS = (
+    *("models/test_cache.py", "models/test_cache_names.py", "models/test_decoders.py", "models/test_padding.py"),
+    *("inference/test_cache_rollback.py", "inference/test_generation.py", "inference/test_assisted.py"),
+)
 
 
 def pip_install(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +53,7 @@ def test_caches_and_generation_with_the_newest_transformers(tmp_path: Path):
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(ROOT)])
     code = "import hf_rfa, transformers; print(f'transformers=={transformers.__version__}')"
     assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip() == newest
-    files = [f"tests/test_{subject}.py" for subject in SUBJECTS]
+    files = [f"tests/{name}" for name in TESTS]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     tests = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert tests.returncode == 0, f"{newest}:\n{tests.stdout[-5000:]}"

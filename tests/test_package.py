@@ -21,16 +21,15 @@ from transformers import AutoModelForCausalLM
 
 import hf_rfa
 from hf_rfa.version import NEWEST_TESTED_TRANSFORMERS
-
-from .conftest import ROOT
+from tests.conftest import ROOT
 
 #: The tree from the bottom up: a module imports those of its own entry and of the entries before it. A folder stands for all
 #: that is in it and in no later entry.
 LAYERS = [
     ["hf_rfa.models"],
     ["hf_rfa"],
-    ["hf_rfa.inference", "hf_rfa.chat"],
-    ["hf_rfa.evaluation", "hf_rfa.bench", "hf_rfa.serving"],
+    ["hf_rfa.inference"],
+    ["hf_rfa.evaluation", "hf_rfa.bench"],
     ["hf_rfa.convert"],
     ["hf_rfa.finetune"],
     ["hf_rfa_cli"],

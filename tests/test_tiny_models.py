@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .tiny_models import UNBUILDABLE, VOCAB, model_types, tiny_config, tiny_model
+from tests.tiny_models import UNBUILDABLE, VOCAB, model_types, tiny_config, tiny_model
 
 ROWS, LENGTH = 2, 12
 

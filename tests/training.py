@@ -15,8 +15,7 @@ from transformers import Seq2SeqTrainingArguments
 from hf_rfa.convert import convert
 from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.finetune import finetune
-
-from .families import save_softmax_model
+from tests.families import save_softmax_model
 
 
 def save_checkpoints(

@@ -46,23 +46,23 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="processes that train a row together, by accelerate")
     parser.add_argument("--work", type=Path, help="folder for checkpoints; default: NAME-work")
     parser.add_argument("--output", type=Path, default=Path("docs/experiments"), help="folder for JSON and PNG")
-    given, others = parser.parse_known_args()  # the rest are options of hf-rfa finetune
-    experiment = EXPERIMENTS[given.name]
-    unknown = sorted({*(given.row or ())} - {*experiment.rows, *(ROWS.keys() - SPECIAL)})
+    arguments, others = parser.parse_known_args()  # the rest are options of hf-rfa finetune
+    experiment = EXPERIMENTS[arguments.name]
+    unknown = sorted({*(arguments.row or ())} - {*experiment.rows, *(ROWS.keys() - SPECIAL)})
     if unknown:
         parser.error(f"there is no row {unknown[0]!r}. There are: {', '.join(experiment.rows)}.")
     names = [word.removeprefix("--").replace("-", "_") for word in others[::2]]
     changes = {name: _value(name, word) for name, word in zip(names, others[1::2], strict=True)}
     run(
         experiment,
-        given.name,
-        data=given.data,
-        work=given.work or Path(f"{given.name}-work"),
-        output=given.output,
-        small=given.small,
-        rows=given.row or experiment.rows,
-        seeds=given.seeds or experiment.seeds,
-        processes=given.processes,
+        arguments.name,
+        data=arguments.data,
+        work=arguments.work or Path(f"{arguments.name}-work"),
+        output=arguments.output,
+        small=arguments.small,
+        rows=arguments.row or experiment.rows,
+        seeds=arguments.seeds or experiment.seeds,
+        processes=arguments.processes,
         changes=changes,
     )
 

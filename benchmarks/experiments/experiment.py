@@ -16,6 +16,7 @@ from rich.console import Console
 from hf_rfa.errors import InputError
 from hf_rfa.finetune.recipe import load_settings, merge
 
+from ..figures import markdown_table, print_as_is
 from .results import described, load, save, values_of
 from .rows import PROCESSOR, ROWS, settings_of, train
 
@@ -66,7 +67,7 @@ class Experiment:
     measure: Callable[[Path, Options], dict[str, float]]
     draw: Callable[[dict[str, Any], Path], None]
     chance: Callable[[Options], dict[str, float]] = lambda options: {}
-    finish: Callable[[dict[str, Path], Options, Path], dict[str, dict[str, float]]] = lambda *given: {}
+    finish: Callable[[dict[str, Path], Options, Path], dict[str, dict[str, float]]] = lambda folders, options, output: {}
     settings: Callable[[str, dict[str, Any], Path, int], dict[str, Any]] = lambda row, recipe, work, seed: settings_of(
         row, recipe
     )
@@ -110,8 +111,8 @@ def run(
     """
     work.mkdir(parents=True, exist_ok=True)
     output.mkdir(parents=True, exist_ok=True)
-    own = {**experiment.options, **experiment.prepare(data, work), "disable_tqdm": "true"}
-    recipe = merge(merge(load_settings(experiment.recipe, small=small), own), dict(changes))
+    options = {**experiment.options, **experiment.prepare(data, work), "disable_tqdm": "true"}
+    recipe = merge(merge(load_settings(experiment.recipe, small=small), options), dict(changes))
     settings = {**described(recipe), **experiment.constants, "processes": processes}
     path, console = output / f"{name}.json", Console()
     whole: dict[str, Any] = {"experiment": name, "settings": settings, "chance": experiment.chance(recipe)}
@@ -128,12 +129,12 @@ def run(
         whole |= load(path, settings=settings, changes=ROWS)  # another process may have added rows
         whole["rows"] = _with_run(whole["rows"], row, run, [*experiment.rows, *rows])
         _write(experiment, whole, path)
-        console.print(table(experiment, whole), markup=False, highlight=False, soft_wrap=True)
+        print_as_is(table(experiment, whole), console)
     together = _measure_together(experiment, whole, recipe, work, output, console)
     whole |= load(path, settings=settings, changes=ROWS)
     whole["side_by_side"] |= together
     _write(experiment, whole, path)
-    console.print(table(experiment, whole), markup=False, highlight=False, soft_wrap=True)
+    print_as_is(table(experiment, whole), console)
     return whole
 
 
@@ -142,10 +143,10 @@ def _alone(folder: Path) -> Iterator[None]:
     """Keep other commands from training what goes into a folder, until the block or the process ends."""
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
     try:
-        held = lock.acquire(timeout=0)
+        acquired = lock.acquire(timeout=0)
     except Timeout as error:
         raise InputError(f"another command is training {folder}. Wait for it, or pass another --work.") from error
-    with held:
+    with acquired:
         yield
 
 
@@ -166,13 +167,13 @@ def _measure_together(
 ) -> dict[str, Any]:
     """Return values of rows that are measured side by side, unless every row has them; say which have no checkpoint."""
     what = ", ".join(column.title for column in experiment.columns if column.side_by_side)
-    known, rows = whole["side_by_side"], whole["rows"]
-    if not what or rows.keys() <= known.keys():
+    measured, rows = whole["side_by_side"], whole["rows"]
+    if not what or rows.keys() <= measured.keys():
         return {}
     folders = {row: work / f"{row}, seed {runs[0]['seed']}" for row, runs in rows.items()}
     there = {row: folder for row, folder in folders.items() if (folder / "config.json").is_file()}
     for row in rows.keys() - there.keys():
-        state = "of an earlier run" if row in known else "missing"
+        state = "of an earlier run" if row in measured else "missing"
         console.print(f"{row}: there is no checkpoint in {work}, so {what} is {state}.", highlight=False)
     found = experiment.finish(there, recipe, output) if there else {}
     return {row: {**values, "measured_with": list(found)} for row, values in found.items()}
@@ -182,20 +183,20 @@ def table(experiment: Experiment, whole: Mapping[str, Any]) -> str:
     """Return the results as a Markdown table: means over seeds, with their standard deviation where there are several."""
     titles = [column.title for column in experiment.columns]
     last = ("parameters", "tokens", "CPU minutes", "seeds")
-    lines = [f"| | {' | '.join([*titles, *last])} |", "|---|" + "---|" * (len(titles) + len(last))]
+    lines = []
     for row, runs in whole["rows"].items():
         cells = [mean(values_of(whole, row, column.value), column.format) for column in experiment.columns]
         cells += [f"{fmean(each[name] for each in runs) / 1e6:.2f} M" for name in ("parameters", "tokens")]
         cells += [_minutes(runs), str(len(runs))]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
+        lines.append([row, *cells])
     if chance := whole["chance"]:
         levels = [chance.get(each.chance or "") for each in experiment.columns]
         cells = [
             "" if level is None else format(level, each.format)
             for level, each in zip(levels, experiment.columns, strict=True)
         ]
-        lines.append(f"| chance | {' | '.join(cells)} |{' |' * len(last)}")
-    return "\n".join(lines)
+        lines.append(["chance", *cells, *[""] * len(last)])
+    return markdown_table(["", *titles, *last], lines)
 
 
 def _minutes(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -210,7 +211,7 @@ def _minutes(runs: Sequence[Mapping[str, Any]]) -> str:
 
 def mean(values: Sequence[float | None], form: str) -> str:
     """Return the mean of some values, with their standard deviation where there are several; nothing where one is missing."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values) or not known:
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values) or not numbers:
         return ""
-    return format(fmean(known), form) + (f" ± {format(stdev(known), form)}" if len(known) > 1 else "")
+    return format(fmean(numbers), form) + (f" ± {format(stdev(numbers), form)}" if len(numbers) > 1 else "")

@@ -22,9 +22,9 @@ from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.data import single_documents
 from hf_rfa.finetune.finetune import load_config_and_tokenizer
-from hf_rfa.finetune.synthetic import copy_task
 from hf_rfa.models.attention import Gate
 
+from ..synthetic import copy_task
 from .charts import draw_losses, mark_values
 from .experiment import Column, Experiment, Options
 from .results import values_of

@@ -86,7 +86,7 @@ def measure(folder: Path, options: Options) -> dict[str, float]:
 
 @torch.no_grad()
 def draw_images(model: PreTrainedModel, tokenizer: Any, *, above: Tensor, seed: int) -> Tensor:
-    """Return images [N, 64] of levels, drawn by a model after the pixels [N, P] that are given."""
+    """Return images [N, 64] of levels, drawn by a model after the pixels [N, P] that are arguments."""
     levels = torch.tensor(tokens_of_levels(tokenizer))
     start = torch.tensor(start_tokens(tokenizer)).expand(len(above), -1)
     others = sorted(set(range(model.config.vocab_size)) - set(levels.tolist()))

@@ -18,13 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation import perplexity
+from hf_rfa.inference.devices import find_device
 from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 from .charts import draw_losses
 from .experiment import Column, Experiment, Options
 from .gate import draw_gates, gate_settings
-from .rows import COLORS, FIXED_GATES, best_device
+from .rows import COLORS, FIXED_GATES
 
 FILES = {"train": "train.jsonl.gz", "evaluate": "valid.jsonl.gz"}
 #: Tokens of the text that are scored, and how many times the length of the training its blocks have.
@@ -48,7 +49,7 @@ def _text(folder: Path, options: Options) -> torch.Tensor:
 def measure(folder: Path, options: Options) -> dict[str, float]:
     """Return perplexities by length; of a softmax model at the length of the training alone, which its positions end at."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    model = model.to(best_device()).eval()
+    model = model.to(find_device("auto")).eval()
     ids, length = _text(folder, options), int(options["block_length"])
     carries = isinstance(model.config, RFAConfigMixin)
     found = {}

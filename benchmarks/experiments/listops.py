@@ -11,18 +11,19 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_rfa  # noqa: F401  # registers the RFA models
-from hf_rfa.finetune.synthetic import listops
 
+from ..synthetic import listops
 from .charts import draw_losses, mark_values
+from .classification import accuracy
 from .experiment import Column, Experiment, Options
 
 #: Least and most symbols of the expressions to train on, and of those held out.
 LENGTHS, TWICE = (4, 16), (17, 32)
+RANGES = {"right": LENGTHS, "right_twice": TWICE}
 TRAINED_ON, HELD_OUT, BATCH = 64_000, 2000, 200
 
 
@@ -38,9 +39,9 @@ def held_out(lengths: tuple[int, int]) -> list[dict[str, Any]]:
 
 def prepare(data: Path | None, work: Path) -> Options:
     """Write the expressions; none to train on is held out."""
-    known = {row["text"] for row in held_out(LENGTHS)}
+    texts_held_out = {row["text"] for row in held_out(LENGTHS)}
     rows = {
-        "train": [row for row in expressions(TRAINED_ON, LENGTHS, seed=0) if row["text"] not in known],
+        "train": [row for row in expressions(TRAINED_ON, LENGTHS, seed=0) if row["text"] not in texts_held_out],
         "evaluate": held_out(LENGTHS),
     }
     paths = {name: work / f"{name}.jsonl" for name in rows}
@@ -49,31 +50,17 @@ def prepare(data: Path | None, work: Path) -> Options:
     return {name: str(path) for name, path in paths.items()}
 
 
-@torch.no_grad()
 def measure(folder: Path, options: Options) -> dict[str, float]:
     """Return the share of right values, at the lengths of the training and at twice these."""
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    found = {}
-    for name, lengths in (("right", LENGTHS), ("right_twice", TWICE)):
-        rows, right = held_out(lengths), 0
-        for start in range(0, len(rows), BATCH):
-            few = rows[start : start + BATCH]
-            inputs = tokenizer([row["text"] for row in few], padding=True, return_tensors="pt")
-            answers = model(**{key: inputs[key] for key in ("input_ids", "attention_mask")}).logits.argmax(-1).tolist()
-            pairs = zip(answers, few, strict=True)
-            right += sum(model.config.id2label[answer] == str(row["label"]) for answer, row in pairs)
-        found[name] = right / len(rows)
-    return found
+    return {name: accuracy(model, tokenizer, held_out(lengths), BATCH) for name, lengths in RANGES.items()}
 
 
 def chance(options: Options) -> dict[str, float]:
     """Return the share of the commonest value."""
-    found = {}
-    for name, lengths in (("right", LENGTHS), ("right_twice", TWICE)):
-        counts = Counter(row["label"] for row in held_out(lengths))
-        found[name] = max(counts.values()) / counts.total()
-    return found
+    counts = {name: Counter(row["label"] for row in held_out(lengths)) for name, lengths in RANGES.items()}
+    return {name: max(count.values()) / count.total() for name, count in counts.items()}
 
 
 def draw(whole: dict[str, Any], path: Path) -> None:
@@ -81,7 +68,7 @@ def draw(whole: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(9, 3.6), layout="tight")
     left, right = figure.subplots(1, 2)
     draw_losses(left, whole)
-    mark_values(right, whole, ["right", "right_twice"])
+    mark_values(right, whole, list(RANGES))
     right.set_xticks([0, 1], [f"{least} to {most} symbols" for least, most in (LENGTHS, TWICE)])
     right.set(ylabel="accuracy", ylim=(0, 1))
     figure.savefig(path, dpi=130)

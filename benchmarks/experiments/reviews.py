@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -26,12 +25,13 @@ from hf_rfa.families import FAMILIES, position_count
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe
 from hf_rfa.finetune.run_folder import training_folder
+from hf_rfa.inference.devices import find_device
 from hf_rfa.io.atomic_io import new_folder
 from hf_rfa.io.text_io import open_text
 
+from .classification import accuracy
 from .experiment import Column, Experiment, Options
 from .language import prepare
-from .rows import best_device
 
 CONTEXTS = (256, 1024, 4096)
 SOFTMAX, CONVERTED, TRANSFERRED = "softmax", "RFA", "RFA after attention transfer"
@@ -63,7 +63,7 @@ def settings(row: str, recipe: dict[str, Any], work: Path, seed: int) -> dict[st
 
 def _pieces(batch: int, context: int) -> dict[str, int]:
     """Return a batch as pieces of so few reviews that memory holds their activations; the step is the same."""
-    tokens = TOKENS_AT_ONCE if best_device().type == "cpu" else TOKENS_ON_ACCELERATOR
+    tokens = TOKENS_AT_ONCE if find_device("auto").type == "cpu" else TOKENS_ON_ACCELERATOR
     piece = math.gcd(batch, max(1, tokens // context))
     return {"per_device_train_batch_size": piece, "gradient_accumulation_steps": batch // piece}
 
@@ -95,26 +95,15 @@ def _start(kind: str, context: int, recipe: dict[str, Any], work: Path, seed: in
     return folder
 
 
-@torch.no_grad()
 def measure(folder: Path, options: Options) -> dict[str, float]:
     """Return the share of held-out reviews that are classified rightly."""
-    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).to(best_device()).eval()
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).to(find_device("auto")).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     context = json.loads((folder / "finetuning.json").read_text())["settings"]["block_length"]
     with open_text(Path(options["evaluate"])) as file:
         rows = [json.loads(line) for line in file]
-    right = 0
-    for start in range(0, len(rows), BATCH):
-        few = rows[start : start + BATCH]
-        inputs = tokenizer(
-            [row["text"] for row in few], truncation=True, max_length=context, padding=True, return_tensors="pt"
-        ).to(model.device)
-        answers = model(**{key: inputs[key] for key in ("input_ids", "attention_mask")}).logits.argmax(-1).tolist()
-        right += sum(
-            model.config.id2label[answer] == str(row["label"]) for answer, row in zip(answers, few, strict=True)
-        )
-    return {"right": right / len(rows)}
+    return {"right": accuracy(model, tokenizer, rows, BATCH, max_length=context)}
 
 
 def draw(whole: dict[str, Any], path: Path) -> None:

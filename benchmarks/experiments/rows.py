@@ -19,6 +19,7 @@ from safetensors import safe_open
 from hf_rfa import finetune
 from hf_rfa.finetune.recipe import merge, to_words
 from hf_rfa.finetune.run_folder import training_folder
+from hf_rfa.inference.devices import find_device
 from hf_rfa.io.atomic_io import new_file
 from hf_rfa.models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
 
@@ -141,14 +142,9 @@ def train(settings: dict[str, Any], folder: Path, *, processes: int = 1) -> dict
     return result
 
 
-def best_device() -> torch.device:
-    """Return the accelerator, or the processor where there is none: the Trainer trains there, and measuring follows it."""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
 def _device_name() -> str:
     """Return what the accelerator calls itself, or `PROCESSOR` where there is none."""
-    device = best_device()
+    device = find_device("auto")
     return torch.cuda.get_device_name() if device.type == "cuda" else {"cpu": PROCESSOR}.get(device.type, device.type)
 
 

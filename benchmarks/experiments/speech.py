@@ -25,6 +25,7 @@ from hf_rfa.bench.measure import interleaved, peak_bytes
 from hf_rfa.io.atomic_io import new_file
 from hf_rfa.models.cache_names import cache_argument, returned_cache
 
+from ..figures import markdown_table, print_as_is
 from .rows import COLORS, ROWS, SOFTMAX
 
 SHAPE = {"d_model": 384, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 6}
@@ -74,8 +75,8 @@ def measure(seconds: int, steps: int, rows: tuple[str, ...] = COMPARED, **shape:
 def table(found: list[dict[str, Any]]) -> str:
     """Return the figures as a Markdown table: a row a length, milliseconds of reading, of a step, and peak memory."""
     rows = list(dict.fromkeys(each["row"] for each in found))
-    lines = ["| seconds of audio | " + " | ".join(f"{row}: reads, ms | step, ms | MB" for row in rows) + " |"]
-    lines.append("|---|" + "---|" * 3 * len(rows))
+    head = ["seconds of audio", *(title for row in rows for title in (f"{row}: reads, ms", "step, ms", "MB"))]
+    lines = []
     for seconds in dict.fromkeys(each["seconds"] for each in found):
         here = {each["row"]: each for each in found if each["seconds"] == seconds}
         cells = [
@@ -87,8 +88,8 @@ def table(found: list[dict[str, Any]]) -> str:
                 "" if here[row]["peak_bytes"] is None else f"{here[row]['peak_bytes'] / 1e6:,.0f}",
             )
         ]
-        lines.append(f"| {seconds} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([str(seconds), *cells])
+    return markdown_table(head, lines)
 
 
 def draw(found: list[dict[str, Any]], path: Path) -> None:
@@ -111,18 +112,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, nargs="+", default=[8, 15, 30, 60, 120, 240])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("docs/experiments"))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     console, load = Console(), Load.now()
     if warning := load.warning():
         console.print(warning, soft_wrap=True)
     found: list[dict[str, Any]] = []
-    for seconds in sorted(given.seconds):
-        found += measure(seconds, given.steps)
-        console.print(table(found), markup=False, highlight=False, soft_wrap=True)
-    given.output.mkdir(parents=True, exist_ok=True)
-    with new_file(given.output / "speech.json") as file:
+    for seconds in sorted(arguments.seconds):
+        found += measure(seconds, arguments.steps)
+        print_as_is(table(found), console)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    with new_file(arguments.output / "speech.json") as file:
         json.dump({"shape": SHAPE, "machine": str(load), "rows": found}, file, indent=1)
-    draw(found, given.output / "speech.png")
+    draw(found, arguments.output / "speech.png")
 
 
 if __name__ == "__main__":

@@ -16,11 +16,12 @@ import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.generation_scores import evaluate_generation
 from hf_rfa.finetune.recipe import merge
+from hf_rfa.inference.devices import find_device
 from hf_rfa.io.text_io import read_pairs
 
 from .charts import draw_values
 from .experiment import Column, Experiment, Options
-from .rows import ALONE, best_device, settings_of
+from .rows import ALONE, settings_of
 
 LANGUAGES = ("en", "de")
 TEST = "test_2016_flickr"
@@ -52,7 +53,7 @@ def settings(row: str, recipe: dict[str, Any], work: Path, seed: int) -> dict[st
 
 def measure(folder: Path, options: Options) -> dict[str, float]:
     """Return the BLEU of the test captions."""
-    model: PreTrainedModel = AutoModelForSeq2SeqLM.from_pretrained(folder).to(best_device()).eval()
+    model: PreTrainedModel = AutoModelForSeq2SeqLM.from_pretrained(folder).to(find_device("auto")).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     source, target = (Path(options["train"]).with_name(f"{TEST}.{language}.gz") for language in LANGUAGES)
     sources, references = read_pairs(source, target)

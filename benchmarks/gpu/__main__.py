@@ -67,21 +67,27 @@ def main() -> None:
         "--model", type=Path, help="checkpoint to convert and time; default: random weights, SmolLM2's shape"
     )
     parser.add_argument("--data", type=Path, help="text to calibrate and train on; default: the demo's")
-    given = parser.parse_args()
-    if given.dry and os.environ.get("TRITON_INTERPRET") != "1":
+    arguments = parser.parse_args()
+    if arguments.dry and os.environ.get("TRITON_INTERPRET") != "1":
         parser.error("--dry runs kernels under Triton's interpreter: set TRITON_INTERPRET=1.")
-    if not given.dry and not torch.cuda.is_available():
+    if not arguments.dry and not torch.cuda.is_available():
         parser.error("there is no CUDA device here. --dry runs tiny shapes on a CPU.")
-    setting = Setting(given.dry, torch.device("cpu" if given.dry else "cuda"), given.output, given.model, given.data)
-    given.output.mkdir(parents=True, exist_ok=True)
-    path, console = given.output / "gpu.json", Console()
+    setting = Setting(
+        arguments.dry,
+        torch.device("cpu" if arguments.dry else "cuda"),
+        arguments.output,
+        arguments.model,
+        arguments.data,
+    )
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    path, console = arguments.output / "gpu.json", Console()
     results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     results.setdefault("about", about(setting))
-    if results["about"]["dry"] != given.dry:
+    if results["about"]["dry"] != arguments.dry:
         parser.error(
             f"{path} is of a run {'with' if results['about']['dry'] else 'without'} --dry. Choose another folder."
         )
-    for name in given.part or PARTS:
+    for name in arguments.part or PARTS:
         if name not in results:
             start = time.perf_counter()
             found = PARTS[name](setting)
@@ -89,7 +95,7 @@ def main() -> None:
             with new_file(path) as file:
                 file.write(json.dumps(results, indent=1) + "\n")
             if name == "attention":
-                attention.draw(results[name], given.output / "attention.png")
+                attention.draw(results[name], arguments.output / "attention.png")
         console.rule(f"{name}: {results[name]['seconds']:.0f} s")
         TABLES[name](results[name], console)
     failed = failures(results)

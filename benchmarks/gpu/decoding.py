@@ -85,13 +85,13 @@ class Captured:
     Attributes:
         graph: the graph.
         logits: where a replay writes them.
-        held: the tensors of the cache, which a replay reads and writes. The graph does not keep them: without a reference
+        tensors: the tensors of the cache, which a replay reads and writes. The graph does not keep them: without a reference
             their memory would go to other tensors.
     """
 
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
-    held: list[torch.Tensor]
+    tensors: list[torch.Tensor]
 
     def __call__(self) -> torch.Tensor:
         """Take a step, and return its logits."""
@@ -112,13 +112,13 @@ def captured(model: Any, inputs: dict[str, Any], cache: Any) -> Captured:
         for _ in range(3):
             model(**inputs, **cache_argument(cache))
     torch.cuda.current_stream().wait_stream(stream)
-    held = _tensors(cache)
+    tensors = _tensors(cache)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits = model(**inputs, **cache_argument(cache)).logits
-    for tensor, value in zip(held, before, strict=True):
+    for tensor, value in zip(tensors, before, strict=True):
         tensor.copy_(value)
-    return Captured(graph, logits, held)
+    return Captured(graph, logits, tensors)
 
 
 def difference(step: Callable[[], torch.Tensor], model: Any, inputs: dict[str, Any], cache: Any) -> float:

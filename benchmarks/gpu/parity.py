@@ -107,9 +107,9 @@ def compare(feature_map: FeatureMap, dtype: str, gated: bool, length: int, setti
 def judged(errors: dict[str, tuple[float, float]], least: float) -> dict[str, Any]:
     """Return errors (of the kernel, of torch) by what they are of, and what failed, if anything did."""
     wrong = [
-        f"{name} {own:.1e}, torch {other:.1e}"
-        for name, (own, other) in errors.items()
-        if own > max(TIMES * other, least)
+        f"{name} {kernel:.1e}, torch {plain:.1e}"
+        for name, (kernel, plain) in errors.items()
+        if kernel > max(TIMES * plain, least)
     ]
     return {"errors": errors} | ({FAILED: "error of " + "; ".join(wrong)} if wrong else {})
 
@@ -155,10 +155,10 @@ def compare_fla(gated: bool, setting: Setting) -> dict[str, Any]:
     torch.manual_seed(0)
     query, key, value = (torch.rand(2, 4, 1000, 64, device=setting.device) for _ in range(3))
     decay = -0.1 * torch.rand(query.shape[:3], device=setting.device) if gated else None
-    own = fla_chunked(query, Tokens(key, value, decay))[0]
+    output = fla_chunked(query, Tokens(key, value, decay))[0]
     double = None if decay is None else decay.double()
     truth = chunked(query.double(), Tokens(key.double(), value.double(), double))[0]
-    errors = {"output": (error(own, truth), error(chunked(query, Tokens(key, value, decay))[0], truth))}
+    errors = {"output": (error(output, truth), error(chunked(query, Tokens(key, value, decay))[0], truth))}
     return judged(errors, 1e-2)  # its products round as tensor cores do
 
 
@@ -178,6 +178,6 @@ def show(results: dict[str, Any], console: Console) -> None:
         if "errors" not in found:
             table.add_row(case, f"left out: {found['left out']}" if "left out" in found else FAILED, "", "", "")
             continue
-        where, (own, other) = max(found["errors"].items(), key=lambda item: cast(float, item[1][0]))
-        table.add_row(case, FAILED if FAILED in found else "agrees", f"{own:.1e}", f"{other:.1e}", where)
+        where, (kernel, plain) = max(found["errors"].items(), key=lambda item: cast(float, item[1][0]))
+        table.add_row(case, FAILED if FAILED in found else "agrees", f"{kernel:.1e}", f"{plain:.1e}", where)
     console.print(table)

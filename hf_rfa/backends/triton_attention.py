@@ -32,15 +32,21 @@ from hf_rfa.models.linear_attention import (
     with_norm_row,
 )
 from hf_rfa.models.masking import MASKED_LOGIT
-from hf_rfa.models.projected_feature_maps import ProjectedFeatureMap, from_heads, to_heads
-from hf_rfa.models.random_feature_maps import ArcCosMap, GaussianMap, HedgehogMap, PositiveMap, T2RMap
+from hf_rfa.models.projected_feature_maps import (
+    ArcCosMap,
+    GaussianMap,
+    HedgehogMap,
+    PositiveMap,
+    ProjectedFeatureMap,
+    T2RMap,
+    from_heads,
+    to_heads,
+)
 
 #: Kinds of features by name, as the kernels number them.
 KINDS = {"exp": 0, "sin": 1, "relu": 2, "elu": 3}
 #: Tokens of a chunk.
 CHUNK = 64
-
-
 #: What the kernels need, for messages.
 NEEDS = "Triton (pip install triton)"
 
@@ -142,14 +148,14 @@ def attend(
     inputs = kernel_inputs(feature_map, query, key)
     if inputs is None:
         return None
-    scales: Any = {"log_decay": log_decay, "input_scale": input_scale}
     one = query.shape[-2] == 1 and not torch.is_grad_enabled()
     if state is not None and one and not feature_map.signed and document_starts is None:
-        return fused_step(inputs, value, state, **scales), state
+        return fused_step(inputs, value, state, log_decay=log_decay, input_scale=input_scale), state
     return fused_attention(
         inputs,
         value,
-        **scales,
+        log_decay=log_decay,
+        input_scale=input_scale,
         document_starts=document_starts,
         initial_state=state,
         denominator_floor=feature_map.denominator_floor,
@@ -164,8 +170,6 @@ def _power(count: int) -> int:
 
 #: Bounds of exponents (`hf_rfa.models.feature_maps`).
 LIMITS = {"TOP": QUERY_EXPONENT, "LEAST": MIN_DIFFERENTIABLE_EXPONENT, "MOST": MAX_EXPONENT}
-
-
 #: Features, and columns of a state, that a program computes at once. More of them do not fit in a GPU's shared memory.
 FEATURES, COLUMNS = 32, 32
 #: How the kernels run: groups of 32 threads, and loads that run ahead (each would take as much shared memory again).

@@ -17,8 +17,6 @@ try:
 except ImportError as error:
     raise ImportError("the fused kernels need Triton: pip install triton") from error
 
-#: Kinds of features: exp, sin, ReLU, elu + 1.
-EXP, SIN, RELU, ELU = 0, 1, 2, 3
 #: Of a kernel that is compiled once for all numbers of tokens and chunks.
 LENGTHS_ALIKE = triton.jit(do_not_specialize=("T", "N"))
 

@@ -1,21 +1,16 @@
 """Speed and memory of an RFA model and of its softmax base model: decoding, reading a prompt, a training step."""
 
-from .llama_cpp import llama_cpp_positions, with_llama_cpp
-from .measure import Load, Machine, measure_machine
+from .measure import Load
 from .models import pair
 from .report import plot, table
 from .tasks import Point, decoding, whole_sequences
 
 __all__ = [
     "Load",
-    "Machine",
     "Point",
     "decoding",
-    "llama_cpp_positions",
-    "measure_machine",
     "pair",
     "plot",
     "table",
     "whole_sequences",
-    "with_llama_cpp",
 ]

@@ -1,4 +1,4 @@
-"""Time and peak memory of calls, the load of the machine that they run on, and the least time of a decoding step on it."""
+"""Time and peak memory of calls, and the load of the machine that they run on."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.process_memory import give_back_memory
 
 #: Calls that `interleaved` makes first and does not count.
@@ -102,66 +99,3 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
 def _status_bytes(name: str) -> int:
     """Return a field of the process's status file in bytes."""
     return next(1024 * int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Measured limits of a device.
-
-    Attributes:
-        bandwidth: bytes per second that a matrix-vector product reads.
-        peak: floating-point operations per second of a large matrix product.
-    """
-
-    bandwidth: float
-    peak: float
-
-    def milliseconds(self, num_bytes: float, operations: float) -> float:
-        """Return the least time for a number of bytes and of operations."""
-        return 1000.0 * max(num_bytes / self.bandwidth, operations / self.peak)
-
-
-@torch.no_grad()
-def measure_machine(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Machine:
-    """Measure a device; takes a few seconds and half a gigabyte."""
-    device = torch.device(device)
-    size = 8192
-    if device.type == "cpu":  # many have no operations in 16 bits, and take minutes for a larger product
-        size = 2048 if dtype.itemsize >= 4 else 512
-    matrix = torch.randn(8192, 16384, device=device).to(dtype)
-    vector = torch.randn(16384, device=device).to(dtype)
-    square = torch.randn(size, size, device=device).to(dtype)
-    reading = interleaved({"": lambda: matrix @ vector}, 5, device)[""] / 1000
-    multiplying = interleaved({"": lambda: square @ square}, 5, device)[""] / 1000
-    return Machine(matrix.numel() * matrix.element_size() / reading, 2.0 * size**3 / multiplying)
-
-
-def decoding_weights(model: Any) -> list[Tensor]:
-    """Return the parameters that a decoding step multiplies with: the decoder's, and the output's matrix."""
-    decoder = model.get_decoder() if model.config.is_encoder_decoder else model.base_model
-    unused = {id(p) for module in decoder.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    used = [
-        parameter
-        for name, parameter in decoder.named_parameters()
-        # keys and values of an encoder's output are computed once, before the first step
-        if id(parameter) not in unused and not ("encoder_attn.k_proj" in name or "encoder_attn.v_proj" in name)
-    ]
-    return [*used, model.get_output_embeddings().weight]
-
-
-def decoding_floor(model: Any, machine: Machine, *, batch: int, cache_bytes: int) -> float:
-    """Return the least milliseconds of a decoding step of ``batch`` sequences with a cache of ``cache_bytes``.
-
-    Weights are read once, keys and values once, a causal state is read and written once.
-    """
-    config, weights, size = model.config, decoding_weights(model), model.dtype.itemsize
-    read, count = sum(each.nbytes for each in weights), sum(each.numel() for each in weights)
-    linear = machine.milliseconds(read, 2.0 * count * batch)
-    layers = [each for each in model.modules() if isinstance(each, RFAAttentionMixin) and each.rfa_kind == "causal"]
-    if not layers:
-        return linear + machine.milliseconds(cache_bytes, cache_bytes / size)
-    heads, width = sum(each.feature_map.num_heads for each in layers), config.head_dim_for("causal")
-    states = (replace(each.memory_layout(model.dtype), window=0, sinks=0, slots=0) for each in layers)
-    state = float(batch * sum(each.num_bytes() for each in states))  # and as many operations: four a number
-    maps = heads * config.num_features_for("causal") * width  # W, read once; q and k are multiplied with it
-    return linear + machine.milliseconds(4.0 * maps + state + cache_bytes, 4.0 * maps * batch + state)

@@ -74,21 +74,21 @@ def pair(config: Any, positions: int, **options: Any) -> tuple[Any, Any]:
     setattr(stretched, FAMILIES[config.model_type.removeprefix("rfa_")].positions_field, positions)
     stretched._attn_implementation = None  # the best that both classes have
     if is_rfa:
-        base, wanted = _base_config(stretched), stretched
+        configs = _base_config(stretched), stretched
     else:
-        base, wanted = stretched, FAMILIES[config.model_type].rfa_config.from_parent(stretched, **options)
+        configs = stretched, FAMILIES[config.model_type].rfa_config.from_base(stretched, **options)
     auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     auto_class = AutoModelForSpeechSeq2Seq if reads_audio(config) else auto_class
-    softmax, rfa = (auto_class.from_config(each).eval() for each in (base, wanted))
+    softmax, rfa = (auto_class.from_config(each).eval() for each in configs)
     rfa.load_state_dict(softmax.state_dict(), strict=False)
     return softmax, rfa
 
 
 def _base_config(config: Any) -> Any:
     """Return the softmax configuration that an RFA configuration extends."""
-    own = {each.name for each in fields(RFASeq2SeqConfigMixin)}
-    own |= {"model_type", "architectures", "transformers_version", "auto_map"}
-    values = {name: value for name, value in config.to_dict().items() if name not in own}
+    left_out = {field.name for field in fields(RFASeq2SeqConfigMixin)}
+    left_out |= {"model_type", "architectures", "transformers_version", "auto_map"}
+    values = {name: value for name, value in config.to_dict().items() if name not in left_out}
     return AutoConfig.for_model(config.model_type.removeprefix("rfa_"), **values)
 
 
@@ -106,16 +106,15 @@ def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0
     """Return a cache as after ``position`` tokens.
 
     The cost of a step does not depend on a cache's values: softmax layers, also those of a hybrid, get random keys and values
-    instead of a prefill. A softmax model with ``room``, free slots, gets a
-    `StaticCache` instead of a `DynamicCache`.
+    instead of a prefill. A softmax model with ``room``, free slots, gets a `StaticCache` instead of a `DynamicCache`.
     """
     config = model.config
-    own: Any = DynamicCache(config=config)
+    causal: Any = DynamicCache(config=config)
     if room and not isinstance(config, RFAConfigMixin):
-        own = StaticCache(config=config, max_cache_len=position + room)
-    cache = EncoderDecoderCache(own, DynamicCache(config=config)) if config.is_encoder_decoder else own
+        causal = StaticCache(config=config, max_cache_len=position + room)
+    cache = EncoderDecoderCache(causal, DynamicCache(config=config)) if config.is_encoder_decoder else causal
     model(**inputs, **cache_argument(cache))
-    for layer in own.layers:
+    for layer in causal.layers:
         if not hasattr(layer, "keys") and not isinstance(layer, RFALayer):
             continue  # a recurrent layer, whose states have one size
         missing = position - int(layer.get_seq_length())

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from .tasks import Point
 
-COLORS = {"softmax": "#b3432b", "RFA": "#1f6f8b", "llama.cpp": "#7a7a3a"}
+COLORS = {"softmax": "#b3432b", "RFA": "#1f6f8b"}
 STYLES = {"": "-", "static cache": ":", "compiled": "--"}
 TITLES = {"decoding": "one decoding step", "prefill": "prefill", "training": "training step"}
 UNITS = {"decoding": "position", "prefill": "tokens", "training": "tokens"}
@@ -20,7 +20,7 @@ UNITS = {"decoding": "position", "prefill": "tokens", "training": "tokens"}
 def table(points: Sequence[Point], caption: str | None = None) -> Table:
     """Return the points of one task as a table, a row per contestant.
 
-    "speed-up" is the time of the fastest softmax contestant over the row's, "/ floor" the row's over the least possible.
+    "speed-up" is the time of the fastest softmax contestant over the row's.
 
     Args:
         points: of one task.
@@ -44,10 +44,6 @@ def table(points: Sequence[Point], caption: str | None = None) -> Table:
         columns[head] = lambda point, name: (
             f"{point.cache_bytes[name] / 2**20:,.1f}" if name in point.cache_bytes else ""
         )
-    if points[0].floor:
-        columns["/ floor"] = lambda point, name: (
-            f"{point.milliseconds[name] / point.floor[name]:.2f} ×" if name in point.floor else ""
-        )
     shown = Table(title=TITLES[task], caption=caption)
     for column in columns:
         shown.add_column(column, justify="right" if column else "left", no_wrap=not column)
@@ -59,10 +55,7 @@ def table(points: Sequence[Point], caption: str | None = None) -> Table:
 
 
 def plot(points: Sequence[Point], path: Path, title: str) -> None:
-    """Draw the times of one task to a PNG, a panel per batch and source, and the memory of the first of them.
-
-    The dotted gray line is the least possible time of an RFA step.
-    """
+    """Draw the times of one task to a PNG, a panel per batch and source, and the memory of the first of them."""
     groups = [list(group) for _, group in groupby(points, key=lambda point: (point.source, point.batch))]
     memory = bool(points[0].cache_bytes)
     figure = Figure(figsize=(4.8 * (len(groups) + memory), 3.6))
@@ -72,13 +65,8 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
         times = memory is False or axes is not panels[-1]
         for name in first.milliseconds if times else (each for each in COLORS if each in first.cache_bytes):
             model, _, variant = name.partition(", ")
-            shown = [point for point in group if name in point.milliseconds]  # llama.cpp may not reach all positions
-            values = [point.milliseconds[name] if times else point.cache_bytes[name] / 2**20 for point in shown]
-            axes.plot(
-                [point.length for point in shown], values, STYLES[variant], marker="o", color=COLORS[model], label=name
-            )
-        if times and first.floor:
-            axes.plot(lengths, [point.floor["RFA"] for point in group], ":", color="#888888", label="RFA, floor")
+            values = [point.milliseconds[name] if times else point.cache_bytes[name] / 2**20 for point in group]
+            axes.plot(lengths, values, STYLES[variant], marker="o", color=COLORS[model], label=name)
         what = "" if times else "cache, " if first.task == "decoding" else "peak memory, "
         source = f", source {first.source:,}" if first.source else ""
         axes.set_title(f"{what}batch {first.batch}{source}", fontsize=9)

@@ -13,7 +13,7 @@ import torch
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.cache_names import cache_argument
 
-from .measure import WARMUP_CALLS, Machine, decoding_floor, interleaved, peak_bytes
+from .measure import WARMUP_CALLS, interleaved, peak_bytes
 from .models import cache_at, step_inputs
 
 #: Slots that a static cache has past the position where it is timed, in addition to the steps timed.
@@ -35,7 +35,6 @@ class Point:
         batch: sequences.
         milliseconds: by contestant.
         cache_bytes: size of a contestant's cache (decoding), or its peak memory in addition to the weights (`peak_bytes`).
-        floor: least milliseconds by contestant (`decoding_floor`).
         source: tokens of the encoder's input, 0 without an encoder.
     """
 
@@ -44,7 +43,6 @@ class Point:
     batch: int
     milliseconds: dict[str, float]
     cache_bytes: dict[str, int] = field(default_factory=dict)
-    floor: dict[str, float] = field(default_factory=dict)
     source: int = 0
 
     @property
@@ -64,7 +62,6 @@ def decoding(
     steps: int = 11,
     static: bool = False,
     compiled: bool = False,
-    machine: Machine | None = None,
     progress: Progress | None = None,
 ) -> list[Point]:
     """Time decoding steps at some positions.
@@ -79,7 +76,6 @@ def decoding(
         static: time the softmax model on a `StaticCache` too.
         compiled: time both under ``torch.compile`` too, compiled anew for every point, the softmax model on a
             `StaticCache`.
-        machine: limits for the floor.
         progress: receives (points done, points in all).
     """
     contestants = [("softmax", softmax, False, False), ("RFA", rfa, False, False)]  # name, model, compile, StaticCache
@@ -88,11 +84,10 @@ def decoding(
     if compiled:
         contestants.insert(-1, ("softmax, compiled", softmax, True, True))
         contestants.append(("RFA, compiled", rfa, True, False))
-    points, found = list(product(sources, batches, lengths)), []
-    for source, batch, length in points:
+    cases, points = list(product(sources, batches, lengths)), []
+    for source, batch, length in cases:
         calls: dict[str, Callable[[], object]] = {}
         sizes: dict[str, int] = {}
-        floor: dict[str, float] = {}
         if compiled:
             torch.compiler.reset()  # graphs of other points count towards torch's limit on recompilation
         for name, model, compile_it, fixed in contestants:
@@ -100,13 +95,11 @@ def decoding(
             cache = cache_at(model, inputs, length, room=STATIC_CACHE_MARGIN + steps if fixed else 0)
             sizes[name] = cache_num_bytes(cache)
             calls[name] = partial(torch.compile(model) if compile_it else model, **inputs, **cache_argument(cache))
-            if machine is not None:
-                floor[name] = decoding_floor(model, machine, batch=batch, cache_bytes=sizes[name])
         times = interleaved(calls, steps, rfa.device, WARMUP_CALLS_COMPILED if compiled else WARMUP_CALLS)
-        found.append(Point("decoding", length, batch, times, sizes, floor, source))
+        points.append(Point("decoding", length, batch, times, sizes, source))
         if progress is not None:
-            progress(len(found), len(points))
-    return found
+            progress(len(points), len(cases))
+    return points
 
 
 def whole_sequences(
@@ -133,13 +126,13 @@ def whole_sequences(
             model(ids, labels=ids, use_cache=False).loss.backward()
             model.zero_grad(set_to_none=True)
 
-    points, found = list(product(batches, lengths)), []
-    for batch, length in points:
+    cases, points = list(product(batches, lengths)), []
+    for batch, length in cases:
         ids = torch.randint(0, rfa.config.vocab_size, (batch, length), device=rfa.device)
         calls = {"softmax": partial(run, softmax, ids), "RFA": partial(run, rfa, ids)}
         peaks = {name: peak_bytes(call, rfa.device) for name, call in calls.items()}  # the first calls, which warm up
-        known = {name: peak for name, peak in peaks.items() if peak is not None}
-        found.append(Point(task, length, batch, interleaved(calls, steps, rfa.device, warmup=0), known))
+        counted = {name: peak for name, peak in peaks.items() if peak is not None}
+        points.append(Point(task, length, batch, interleaved(calls, steps, rfa.device, warmup=0), counted))
         if progress is not None:
-            progress(len(found), len(points))
-    return found
+            progress(len(points), len(cases))
+    return points

@@ -40,25 +40,25 @@ def record_result(folder: Path, *, task: str, data: str, scores: dict[str, float
     path, card_path = folder / EVALUATION_FILE, folder / "README.md"
     results: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     new = {"task": task, "data": data, "protocol": protocol, "scores": scores}
-    results = [each for each in results if {**each, "scores": scores} != new] + [new]
-    scored = [(each, *score) for each in results for score in each["scores"].items()]
+    results = [result for result in results if {**result, "scores": scores} != new] + [new]
+    scored = [(result, *score) for result in results for score in result["scores"].items()]
     card = load_card(folder)
     metadata: Any = card.data
     metadata.model_name = metadata.model_name or folder.resolve().name
     metadata.eval_results = [
         EvalResult(
-            task_type=HUB_TASKS[each["task"]],
-            dataset_type=each["data"],
-            dataset_name=each["data"],
+            task_type=HUB_TASKS[result["task"]],
+            dataset_type=result["data"],
+            dataset_name=result["data"],
             metric_type=name.lower(),
             metric_name=name,
             metric_value=round(value, 4),
         )
-        for each, name, value in scored
+        for result, name, value in scored
     ]
     rows = [
-        f"| {each['data']} | {name} | {value:.2f} | {each['protocol'].replace('|', ', ')} |"
-        for each, name, value in scored
+        f"| {result['data']} | {name} | {value:.2f} | {result['protocol'].replace('|', ', ')} |"
+        for result, name, value in scored
     ]
     replace_section(card, EVALUATION_HEADING, "\n".join(["| data | metric | | protocol |", "|---|---|---|---|", *rows]))
     with new_file(path) as file:

@@ -71,8 +71,8 @@ def answer_length(model: Any, default: int) -> int:
     They are those of its generation configuration, or else ``default``, but at most its positions.
     """
     config = model.generation_config
-    found = config.max_length if config.max_new_tokens is None else config.max_new_tokens + 1
-    return min(found or default, int(model.config.max_position_embeddings))
+    length = config.max_length if config.max_new_tokens is None else config.max_new_tokens + 1
+    return min(length or default, int(model.config.max_position_embeddings))
 
 
 @torch.no_grad()
@@ -95,7 +95,7 @@ def evaluate_generation(
     Args:
         model: a model with an encoder.
         tokenizer: its tokenizer.
-        sources: texts to translate or to summarise.
+        sources: texts to translate or to summarize.
         references: what is expected, one per source.
         task: "translation" (sacreBLEU) or "summarization" (ROUGE).
         num_beams: 1 for greedy search. What else the checkpoint's generation configuration sets (length penalty, forced

@@ -98,7 +98,7 @@ def logits_of_pieces(model: PreTrainedModel, ids: Tensor, length: int) -> Tensor
     """
     cache: Any = None
     rotary = has_rotary_positions(model.config)
-    found = []
+    logits = []
     for first in range(0, ids.shape[1], length):
         piece = ids[:, first : first + length]
         positions = torch.arange(piece.shape[1], device=ids.device) + (first if rotary else 0)
@@ -106,8 +106,8 @@ def logits_of_pieces(model: PreTrainedModel, ids: Tensor, length: int) -> Tensor
             input_ids=piece, position_ids=positions.expand_as(piece), **cache_argument(cache), use_cache=True
         )
         cache = returned_cache(outputs)
-        found.append(outputs.logits)
-    return torch.cat(found, dim=1)
+        logits.append(outputs.logits)
+    return torch.cat(logits, dim=1)
 
 
 @dataclass(frozen=True)
@@ -210,10 +210,10 @@ def perplexity(
                 on_batch(done, sum(map(len, chunks)))
 
     piece_length = positions if carry_state else None
-    found = score_labels(model, batches(), piece_length=piece_length)
-    if not math.isfinite(found.nats):
+    score = score_labels(model, batches(), piece_length=piece_length)
+    if not math.isfinite(score.nats):
         raise InputError("the model's likelihoods are not finite: its weights or its dtype are at fault.")
-    return Perplexity(found.perplexity, found.nats, length, stride, found.tokens, len(ids), piece_length)
+    return Perplexity(score.perplexity, score.nats, length, stride, score.tokens, len(ids), piece_length)
 
 
 def _check_carries_state(model: PreTrainedModel) -> None:

@@ -45,12 +45,12 @@ def save_cache(cache: Cache, path: str | Path) -> None:
                 tensors[f"{part}.{index}.{name}"] = tensor.detach().cpu().contiguous()
     if not tensors:
         raise InputError("this cache holds nothing yet.")
-    beside = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        save_file(tensors, beside, {"format": FORMAT, "layers": json.dumps(about)})
-        beside.replace(path)
+        save_file(tensors, partial, {"format": FORMAT, "layers": json.dumps(about)})
+        partial.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def load_cache(path: str | Path, model: Any) -> Cache:
@@ -86,13 +86,13 @@ def load_cache(path: str | Path, model: Any) -> Cache:
         for index in range(count):
             facts = about[f"{part}.{index}"]
             prefix = f"{part}.{index}."
-            of_layer = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+            of_layer = {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
             if of_layer:  # or the model has not used this layer yet
                 kind = _kind(model.config, part, index)
                 if kind != facts["kind"]:
-                    where = f"{path}, layer {index} of {part} attention"
                     raise InputError(
-                        f"{where}: the file has {facts['kind']}, and the model {kind}: it is another model's."
+                        f"{path}, layer {index} of {part} attention: the file has {facts['kind']}, and the model {kind}: it "
+                        "is another model's."
                     )
                 cache.layers[index] = _restore(kind, facts, of_layer, cache.layers[index])
     # Only now: it looks at what its caches hold.
@@ -161,8 +161,8 @@ def recurrent_num_bytes(cache: Cache) -> int:
 
 
 def _recurrent_states(layer: Any) -> list[Tensor]:
-    found: list[Tensor | None] = []
+    states: list[Tensor | None] = []
     for name in ("conv_states", "recurrent_states"):
-        states = getattr(layer, name, None)  # by number, or a single one in an older transformers
-        found += states.values() if isinstance(states, dict) else [states]
-    return [state for state in found if state is not None]
+        named = getattr(layer, name, None)  # by number, or a single one in an older transformers
+        states += named.values() if isinstance(named, dict) else [named]
+    return [state for state in states if state is not None]

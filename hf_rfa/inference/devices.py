@@ -17,8 +17,8 @@ def find_device(name: str) -> torch.device:
         InputError: if there is no such device.
     """
     if name == "auto":
-        found = torch.accelerator.current_accelerator(check_available=True)
-        name = "cpu" if found is None or found.type == "mps" else str(found)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        name = "cpu" if accelerator is None or accelerator.type == "mps" else str(accelerator)
     try:
         device = torch.empty(0, device=name).device  # cuda is cuda:0 then
     except (RuntimeError, AssertionError) as error:  # the latter by a torch without CUDA

@@ -10,7 +10,6 @@ from typing import Any
 
 import jinja2
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import CompileConfig, PreTrainedModel, TextStreamer, set_seed
 
@@ -46,12 +45,13 @@ class Generation:
         return self.texts[0]
 
 
-def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """Return a conversation as the tokenizer's chat template writes it, up to where the answer begins.
+def chat_text(tokenizer: Any, prompt: str, system: str | None = None) -> str:
+    """Return a message as the tokenizer's chat template writes it, up to where the answer begins.
 
     Args:
         tokenizer: the model's tokenizer.
-        messages: the messages, with a ``role`` (system, user or assistant) and a ``content`` each.
+        prompt: the user's message.
+        system: a system message before it.
 
     Raises:
         InputError: if the tokenizer has no chat template, or the template refuses the messages.
@@ -61,25 +61,13 @@ def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
             "the tokenizer has no chat template, so the model was made to continue texts. Leave --chat out, or put its "
             "template into the checkpoint as chat_template.jinja."
         )
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": prompt})
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except (jinja2.TemplateError, ValueError) as error:
         roles = ", ".join(message["role"] for message in messages)
         raise InputError(f"the tokenizer's chat template refuses these messages ({roles}): {error}") from error
-
-
-def chat_messages(prompt: str, system: str | None = None) -> list[dict[str, str]]:
-    """Return the messages of a conversation that begins with ``prompt``."""
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": prompt}]
-
-
-def check_chat(model: PreTrainedModel) -> None:
-    """Raise an `InputError` if a model has an encoder, which no conversation goes on in."""
-    if kind_of(model.config) == "seq2seq":
-        raise InputError(
-            f"a {model.config.model_type} model has an encoder, and answers one source at a time. Leave --chat out."
-        )
 
 
 def generate_text(
@@ -101,7 +89,7 @@ def generate_text(
     Args:
         model: a causal language model, or one with an encoder.
         tokenizer: its tokenizer.
-        prompt: text to continue, or the source to translate or summarise; several are generated as one batch.
+        prompt: text to continue, or the source to translate or summarize; several are generated as one batch.
         max_new_tokens: most tokens to generate.
         streamer: receives the text of a single prompt as it comes, or None.
         seed: seed of the sampling.
@@ -120,47 +108,23 @@ def generate_text(
             chat template, or the model an encoder.
     """
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    seq2seq, texts = kind_of(model.config) == "seq2seq", prompts
-    if chat:
-        check_chat(model)
-        texts = [chat_text(tokenizer, chat_messages(each, system)) for each in prompts]
-    tokens = tokenizer(texts, verbose=False, add_special_tokens=not chat)["input_ids"]  # a template writes them itself
+    seq2seq = kind_of(model.config) == "seq2seq"
+    if chat and seq2seq:
+        raise InputError(
+            f"a {model.config.model_type} model has an encoder, and answers one source at a time. Leave --chat out."
+        )
+    inputs = [chat_text(tokenizer, message, system) for message in prompts] if chat else prompts
+    tokens = tokenizer(inputs, verbose=False, add_special_tokens=not chat)["input_ids"]  # a template writes them itself
     check_tokens((index for row in tokens for index in row), model.config)
     rows = [torch.tensor(row, dtype=torch.long) for row in tokens]
-    for number, (each, row) in enumerate(zip(prompts, rows, strict=True), start=1):
-        if len(row) == 0 or ((seq2seq or chat) and not each.strip()):
+    for number, (text, row) in enumerate(zip(prompts, rows, strict=True), start=1):
+        if len(row) == 0 or ((seq2seq or chat) and not text.strip()):
             which = ("source" if seq2seq else "prompt") + (f" {number} of {len(rows)}" if len(rows) > 1 else "")
             raise InputError(f"the {which} is empty: there is nothing to start from.")
-    options |= {"max_new_tokens": max_new_tokens, "streamer": streamer}
-    options |= compiled_steps() if compiled else {}
-    return generate_rows(model, tokenizer, rows, seed=seed, ignore_eos=ignore_eos, **options)[0]
-
-
-def compiled_steps() -> dict[str, Any]:
-    """Return the arguments of ``model.generate`` by which decoding steps are compiled on any device.
-
-    A GPU does without the configuration: a static cache is enough there.
-    """
-    config = CompileConfig(mode="default")
-    config._compile_all_devices = True  # type: ignore[assignment]
-    return {"cache_implementation": "static", "compile_config": config}
-
-
-def generate_rows(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    rows: list[Tensor],
-    *,
-    max_new_tokens: int,
-    seed: int = 0,
-    ignore_eos: bool = False,
-    **options: Any,
-) -> tuple[Generation, Any]:
-    """Generate from rows of tokens, as `generate_text` does, and return also what ``model.generate`` returned."""
-    seq2seq = kind_of(model.config) == "seq2seq"
     pad = tokenizer.pad_token_id
-    given = pad is not None and pad < model.config.vocab_size
-    pad = pad if given else tokenizer.eos_token_id
+    if pad is None or pad >= model.config.vocab_size:
+        pad = tokenizer.eos_token_id
+        options["pad_token_id"] = pad
     # New tokens follow the last one of a prompt; an encoder's positions start with the first one of a source.
     pads = partial(pad_sequence, batch_first=True, padding_side="right" if seq2seq else "left")
     ids = pads(rows, padding_value=pad or 0).to(model.device)
@@ -171,8 +135,8 @@ def generate_rows(
     else:
         check_length(model, ids.shape[1] + max_new_tokens)
     options |= {"min_new_tokens": max_new_tokens} if ignore_eos else {}
-    options |= {} if given else {"pad_token_id": pad}
-    options |= {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
+    options |= compiled_steps() if compiled else {}
+    options |= {"max_new_tokens": max_new_tokens, "streamer": streamer, "return_dict_in_generate": True}
     set_seed(seed)
     start = time.perf_counter()
     output: Any = model.generate(ids, attention_mask=mask, **options)  # type: ignore[operator]
@@ -181,13 +145,21 @@ def generate_rows(
     end: Any = model.generation_config.eos_token_id
     ends = torch.tensor([] if end is None else end, dtype=torch.long, device=new.device)
     ended = torch.isin(new, ends).cumsum(-1)[:, :-1]  # tokens after the first end are padding
-    texts, whole = (tuple(tokenizer.batch_decode(each, skip_special_tokens=True)) for each in (new, output.sequences))
-    generation = Generation(
-        texts=texts,
-        whole_texts=whole,
+    return Generation(
+        texts=tuple(tokenizer.batch_decode(new, skip_special_tokens=True)),
+        whole_texts=tuple(tokenizer.batch_decode(output.sequences, skip_special_tokens=True)),
         prompt_tokens=int(mask.sum()),
         new_tokens=len(new) + int((ended == 0).sum()),
         seconds=seconds,
         cache_bytes=cache_num_bytes(returned_cache(output)),
     )
-    return generation, output
+
+
+def compiled_steps() -> dict[str, Any]:
+    """Return the arguments of ``model.generate`` by which decoding steps are compiled on any device.
+
+    A GPU does without the configuration: a static cache is enough there.
+    """
+    config = CompileConfig(mode="default")
+    config._compile_all_devices = True  # type: ignore[assignment]
+    return {"cache_implementation": "static", "compile_config": config}

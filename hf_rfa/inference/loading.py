@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -25,14 +25,12 @@ from transformers import (
 
 from ..errors import InputError
 from ..families import reads_audio
-from ..gguf_files import is_gguf, load_gguf, load_gguf_tokenizer, open_gguf
-from ..int8_weights import quantize_weights
 from ..models.attention import AttentionComponent, RFAAttentionMixin
 from ..models.feature_maps import NoFeatures
 from ..packed_weights import pack_weights, why_not_packed
 from .devices import find_device
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 ModelKind = Literal["causal", "seq2seq"]
 KINDS: dict[ModelKind, str] = {"causal": "a decoder that stands alone", "seq2seq": "an encoder and a decoder"}
@@ -102,8 +100,7 @@ def check_is_checkpoint(path: Path, name: str) -> None:
     """Raise an `InputError` if a path exists and has no configuration in it; it says what to do with what is there."""
     if not path.exists() or (path / "config.json").is_file():
         return
-    files = sorted(each.name for each in path.glob("*.gguf"))
-    advice = f" It holds GGUF files ({', '.join(files[:3])}): pass the path of one." if files else ""
+    advice = ""
     if (path / "adapter_config.json").is_file():
         advice = (
             " It holds an adapter of PEFT: merge it into its base model first, PeftModel.from_pretrained(base_model, "
@@ -142,10 +139,9 @@ def load_model(
     """Load a model that generates text, RFA or softmax, and its tokenizer.
 
     Args:
-        name: folder of the checkpoint, a GGUF file, or its name on the hub.
+        name: folder of the checkpoint, or its name on the hub.
         kind: "causal" for a decoder that stands alone, "seq2seq" for an encoder and a decoder, None for either.
-        dtype: "auto" for the checkpoint's own, and float32 of a GGUF file; or one of `DTYPES`; "int8" is bfloat16 with the
-            weights of linear layers in 8 bits (`hf_rfa.int8_weights`). States are in float32 in any case.
+        dtype: "auto" for the checkpoint's own, or one of `DTYPES`. States are in float32 in any case.
         device: what it computes on: cpu, cuda, …, or "auto" for an accelerator where there is one.
         need_tokenizer: whether a missing tokenizer is an error; otherwise it is returned as None.
         packed: pack weights of float32 for inference on this CPU, where it is one for which `pack_weights` can.
@@ -159,43 +155,34 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
-    place = find_device(device)
+    torch_device = find_device(device)
     path = Path(name).expanduser()
-    gguf = open_gguf(path) if is_gguf(path) else None
     source = path if path.exists() else name
-    config = read_config(source, place) if gguf is None else gguf.config
+    config = read_config(source, torch_device)
     if reads_audio(config):
         raise InputError(
             f"{name} reads audio: load it with transformers.AutoModelForSpeechSeq2Seq after import hf_rfa."
         )
-    found = kind_of(config)
-    if kind not in (None, found):
+    model_kind = kind_of(config)
+    if kind is not None and kind != model_kind:
         raise InputError(
-            f"{name} is a {config.model_type} model, {KINDS[found]}, but this needs {KINDS[cast(ModelKind, kind)]}. Pass "
-            "such a checkpoint, or choose another task."
+            f"{name} is a {config.model_type} model, {KINDS[model_kind]}, but this needs {KINDS[kind]}. Pass such a "
+            "checkpoint, or choose another task."
         )
-    auto_class: Any = AutoModelForSeq2SeqLM if found == "seq2seq" else AutoModelForCausalLM
-    int8, dtype = dtype == "int8", "bfloat16" if dtype == "int8" else dtype
+    auto_class: Any = AutoModelForSeq2SeqLM if model_kind == "seq2seq" else AutoModelForCausalLM
     try:
-        if gguf is None:
-            model = auto_class.from_pretrained(source, config=config, dtype=dtype, use_safetensors=True)
-        else:
-            model = load_gguf(gguf, auto_class, dtype)
-    except InputError:
-        raise
+        model = auto_class.from_pretrained(source, config=config, dtype=dtype, use_safetensors=True)
     except WEIGHT_ERRORS as error:
         raise InputError(f"cannot load a model that generates text from {name}: {error}") from error
-    if int8:
-        quantize_weights(model)
-    if found == "causal":
+    if model_kind == "causal":
         name_loss(model)
-    tokenizer, problem = load_tokenizer(source) if gguf is None else load_gguf_tokenizer(gguf)
+    tokenizer, problem = load_tokenizer(source)
     if tokenizer is None and need_tokenizer:
         raise InputError(f"{name}: {problem}. Put the tokenizer's files into the checkpoint's folder.")
     if tokenizer is not None:
         check_vocabulary(tokenizer, config, name)
-    if model.device != place:
-        model.to(place)
+    if model.device != torch_device:
+        model.to(torch_device)
     if packed and why_not_packed(model) is None:
         pack_weights(model)
     return model.eval(), tokenizer
@@ -236,7 +223,7 @@ def check_length(model: PreTrainedModel, tokens: int, *, what: str = "prompt and
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and tokens > positions:
         raise InputError(
-            f"{what} {tokens}, but this model has {positions} positions. Ask for fewer tokens, or convert its softmax parent "
+            f"{what} {tokens}, but this model has {positions} positions. Ask for fewer tokens, or convert its base model "
             f"with --max-positions {tokens} or more."
         )
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,8 +107,8 @@ def remove_leftovers(destination: Path) -> None:
     """Remove the folders of processes that were killed while they wrote to ``destination``."""
     name = re.compile(rf"\.{re.escape(destination.name)}\.(\d{{1,9}})\.\w+{re.escape(PARTIAL)}")
     for path in destination.parent.glob(".*"):
-        found = name.fullmatch(path.name)
-        if found is not None and path.is_dir() and path not in _MINE and not _is_running(int(found[1])):
+        match = name.fullmatch(path.name)
+        if match is not None and path.is_dir() and path not in _MINE and not _is_running(int(match[1])):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -154,31 +152,20 @@ def check_file(destination: Path, *, replace: bool = True) -> None:
 
 
 def _replace(work: Path, destination: Path) -> None:
-    """Put ``work`` at ``destination``; an old folder that is there is at ``work`` afterwards, or gone.
+    """Put ``work`` at ``destination``, by two renames where an old folder is there.
 
-    On Linux the two change places in one step. Elsewhere there is nothing at ``destination`` between two renames: a process
-    that is killed there leaves the old folder as ``folder`` in one whose name ends in ``.old``.
+    Between them nothing is at ``destination``: a process that is killed there leaves the old folder, whole, as ``folder`` in
+    one whose name ends in ``.old``.
     """
     if not destination.exists():
         work.rename(destination)
         return
-    if _exchange(work, destination):
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".old", dir=destination.parent))
-    destination.rename(old / "folder")
+    aside = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".old", dir=destination.parent))
+    destination.rename(aside / "folder")
     try:
         work.rename(destination)
     except BaseException:
-        (old / "folder").rename(destination)
+        (aside / "folder").rename(destination)
         raise
     finally:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Let two paths change places in one step; return whether the system could (Linux, on most file systems)."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    if rename is None:
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+        shutil.rmtree(aside, ignore_errors=True)

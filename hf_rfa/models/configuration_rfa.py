@@ -4,7 +4,6 @@ This module has no ``from __future__ import annotations``: huggingface_hub's str
 where the annotation is a type, and not its name.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,39 +12,44 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
 from .cache_rfa import RFA_LAYER_TYPE
 from .feature_maps import FEATURE_MAPS, NoFeatures
-from .random_feature_maps import ExponentialMap, LearnedFeatureMap, RandomFeatureMap
+from .projected_feature_maps import ExponentialMap, LearnedFeatureMap, RandomFeatureMap
 from .rfa_classes import base_class, make_class
 
-STATE_DTYPES = ("float32", "float64")
 #: Seeds from 0 to this draw different matrices: torch's generator for the CPU reads 32 bits of a seed.
 MAX_SEED = 2**32 - 1
-#: The largest pool: the draws after it are those of the next layer (`hf_rfa.models.random_feature_maps.draw_projection`).
+#: The largest pool: the draws after it are those of the next layer (`hf_rfa.models.projected_feature_maps.draw_projection`).
 MAX_REDRAW_POOL = 1_000_000
 
+#: Types of a base model's layers with attention to all tokens, the only ones that conversion changes.
+FULL_ATTENTION = ("full_attention", "attention")
+#: Types of a base model's layers that keep the documents of a packed row apart: attention by its mask, and others because
+#: they read every token by itself.
+KEEPS_DOCUMENTS_APART = (*FULL_ATTENTION, "sliding_attention", "chunked_attention", "mlp", "moe")
 #: What an attention layer attends to: the tokens before it, an encoder's output, or all tokens of an encoder's input.
 AttentionKind = Literal["causal", "cross", "encoder"]
 
 
 @dataclass(kw_only=True)
 class RFAConfigMixin:
-    """Fields of random feature attention, mixed into a family's configuration class.
+    """Fields of random feature attention, mixed into the configuration class of a decoder.
+
+    Its layers may be of several types. Those of another type than full attention stay as they are: a sliding window, say, or
+    a recurrence, whose caches do not grow either.
 
     Args:
         feature_map: name of the feature map, one of `hf_rfa.models.feature_maps.FEATURE_MAPS`. Default ``"positive"``.
         num_features: D, rows of W per head (F is D, 2D for ``gaussian`` and ``hedgehog``); None takes the map's default.
-        unit_norm: ℓ2-normalise queries and keys, as in Peng et al. 2021, instead of carrying their norm.
+        unit_norm: ℓ2-normalize queries and keys, as in Peng et al. 2021, instead of carrying their norm.
         orthogonal: draw W in orthogonal blocks instead of independently.
         trainable_projection: make the random W a parameter instead of a fixed buffer.
-        redraw_pool: size of the pool from which training draws a fresh W at every forward pass; 0 keeps W fixed.
-            Evaluation always uses the saved W.
+        redraw_pool: number of matrices from which training draws W anew at every forward pass; 0 keeps the saved W.
         feature_seed: seed of all random matrices, from 0 to 2³² − 1.
         gate: multiply the state by a learned gate per head and token (RFA-Gate).
         window_size: W, the number of last tokens (the query's own included) that causal attention sees exactly, by softmax
-            under one normaliser with the features of all tokens before them; 0 for features alone, at most the model's
+            under one normalizer with the features of all tokens before them; 0 for features alone, at most the model's
             positions. The cache holds their keys and values next to the state.
         num_sinks: S, the number of first tokens that causal attention with a window keeps exactly for good.
         num_slots: K, the number of most important tokens before the window that it keeps exactly as well.
@@ -54,7 +58,7 @@ class RFAConfigMixin:
         retrieval_window: the number of last tokens that retrieval heads see.
         softmax_layers: indices of layers that stay softmax attention; their cache grows with the text.
         chunk_size: tokens that prefill and training handle at once in the quadratic form.
-        state_dtype: dtype of the recurrent state, "float32" or "float64" (at least the model's own precision is kept).
+        state_dtype: dtype of the recurrent state (at least the model's own precision is kept).
     """
 
     feature_map: str = "positive"
@@ -70,16 +74,30 @@ class RFAConfigMixin:
     num_slots: int = 0
     retrieval_heads: list[Any] = field(default_factory=list)
     retrieval_window: int = 0
-    softmax_layers: list[Any] = field(default_factory=list)  # `validate_layer_type` says more than a type would
+    softmax_layers: list[Any] = field(default_factory=list)  # `validate_rfa` says more than a type would
     chunk_size: int = 64
-    state_dtype: str = "float32"
+    state_dtype: Literal["float32", "float64"] = "float32"
+
+    #: What is called when the first configuration of a class is made.
+    ON_FIRST_USE: ClassVar[dict[type, Callable[[], None]]] = {}
+    #: Where transformers finds the classes of this family in a checkpoint that holds their code, by auto class.
+    AUTO_MAP: ClassVar[dict[str, str]] = {}
+    #: The fields that count features, and the attention that each is for.
+    FEATURE_COUNTS: ClassVar[dict[str, AttentionKind]] = {"num_features": "causal"}
+    #: The fields that list layers which stay softmax attention, and the attention that each is for.
+    SOFTMAX_LAYERS: ClassVar[dict[str, AttentionKind]] = {"softmax_layers": "causal"}
+    #: The base model's fields that attention is built from, and the least that each may be.
+    SIZES: ClassVar[dict[str, int]] = dict.fromkeys(
+        ("vocab_size", "hidden_size", "max_position_embeddings", "num_hidden_layers", "num_attention_heads"), 1
+    )
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill in the map's default for ``num_features``, so that a checkpoint states its own shape."""
         super().__post_init__(**kwargs)  # type: ignore[misc]
-        self.ON_FIRST_USE.pop(type(self), lambda: None)()
+        if (register := self.ON_FIRST_USE.pop(type(self), None)) is not None:
+            register()
         feature_map = FEATURE_MAPS.get(self.feature_map)
-        if feature_map is None or self._unusable_size() is not None:  # `validate_rfa` says so
+        if feature_map is None or self.unusable_size() is not None:  # `validate_rfa` says so
             return
         for name, kind in self.FEATURE_COUNTS.items():
             if getattr(self, name) is None:
@@ -88,63 +106,54 @@ class RFAConfigMixin:
                 twice = kind == "cross" and feature_map.default_num_features is not None
                 setattr(self, name, 2 * count if twice else count)
 
-    #: What is called when the first configuration of a class is made.
-    ON_FIRST_USE: ClassVar[dict[type, Callable[[], None]]] = {}
-    #: The fields that count features, and the attention that each is for.
-    FEATURE_COUNTS: ClassVar[dict[str, AttentionKind]] = {"num_features": "causal"}
-    #: The fields that list layers which stay softmax attention, and the attention that each is for.
-    SOFTMAX_LAYERS: ClassVar[dict[str, AttentionKind]] = {"softmax_layers": "causal"}
-
-    #: The base model's fields that attention is built from, and the least that each may be.
-    SIZES: ClassVar[dict[str, int]] = dict.fromkeys(
-        ("vocab_size", "hidden_size", "max_position_embeddings", "num_hidden_layers", "num_attention_heads"), 1
-    )
-
     def num_layers_for(self, kind: AttentionKind) -> int:
         """Return the number of layers that have attention of a kind."""
         return self.num_hidden_layers  # type: ignore[attr-defined]
 
-    def heads_field(self, kind: AttentionKind) -> str:
-        """Return the name of the field that counts the heads of attention of a kind."""
-        return "num_attention_heads"
-
     def num_query_heads_for(self, kind: AttentionKind) -> int:
         """Return the number of query heads that attention of a kind has."""
-        return getattr(self, self.heads_field(kind))
+        return self.num_attention_heads  # type: ignore[attr-defined]
 
     def num_heads_for(self, kind: AttentionKind) -> int:
         """Return H, the number of key-value heads that attention of a kind has; each has a state."""
-        return self.num_query_heads_for(kind)
+        return self._key_value_heads() or self.num_query_heads_for(kind)
+
+    def _key_value_heads(self) -> int | None:
+        """Return the field with the number of key-value heads; None where the base model has no such field (OPT)."""
+        has_them = _has_key_value_heads(base_config_class(type(self)))
+        return getattr(self, "num_key_value_heads", None) if has_them else None
 
     def head_dim_for(self, kind: AttentionKind) -> int:
         """Return the width of a head, d."""
-        return self.hidden_size // self.num_query_heads_for(kind)  # type: ignore[attr-defined]
+        config: Any = self
+        return getattr(self, "head_dim", None) or config.hidden_size // self.num_query_heads_for(kind)
 
     def num_features_for(self, kind: AttentionKind) -> int:
         """Return D for attention of a kind."""
-        names = {each: name for name, each in self.FEATURE_COUNTS.items()}
-        return getattr(self, names.get(kind, "num_features"))
+        return getattr(self, {of: name for name, of in self.FEATURE_COUNTS.items()}[kind])
 
     def softmax_layers_for(self, kind: AttentionKind) -> list[int]:
         """Return the layers whose attention of a kind stays softmax."""
-        names = {each: name for name, each in self.SOFTMAX_LAYERS.items()}
-        return getattr(self, names.get(kind, "softmax_layers"))
+        return getattr(self, {of: name for name, of in self.SOFTMAX_LAYERS.items()}[kind])
 
     def is_rfa(self, kind: AttentionKind, layer_idx: int) -> bool:
         """Return whether attention of a kind is RFA in a layer."""
-        return layer_idx not in self.softmax_layers_for(kind)
+        if kind not in self.SOFTMAX_LAYERS.values() or layer_idx in self.softmax_layers_for(kind):
+            return False
+        return kind != "causal" or self.base_layer_types()[layer_idx] in FULL_ATTENTION
 
     def any_rfa(self, kind: AttentionKind) -> bool:
         """Return whether attention of a kind is RFA in some layer."""
         return any(self.is_rfa(kind, index) for index in range(self.num_layers_for(kind)))
 
-    def all_rfa(self, kind: AttentionKind) -> bool:
-        """Return whether attention of a kind is RFA in every layer."""
-        return all(self.is_rfa(kind, index) for index in range(self.num_layers_for(kind)))
-
     def base_layer_types(self) -> list[str]:
         """Return the type that every layer's cache has in the base model."""
-        return ["full_attention"] * self.num_layers_for("causal")
+        types = getattr(self, "layer_types", None) or getattr(self, "layers_block_type", None)
+        if types is None:
+            limited = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+            types = [name for name, size in limited.items() if getattr(self, size, None)] or ["full_attention"]
+            types = types[:1] * self.num_layers_for("causal")
+        return list(types)
 
     def types_that_read_on(self) -> list[str]:
         """Return the types of layers, convolutions and recurrences, that read on from one document of a row to the next."""
@@ -157,7 +166,7 @@ class RFAConfigMixin:
     def cache_layer_types(self) -> list[str]:
         """Return the type of every layer's cache: "rfa", or that of the base model where nothing is RFA."""
         types = enumerate(self.base_layer_types())
-        return [RFA_LAYER_TYPE if self.is_rfa("causal", index) else each for index, each in types]
+        return [RFA_LAYER_TYPE if self.is_rfa("causal", index) else base_type for index, base_type in types]
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """Return the configuration of one side, as `PreTrainedConfig.get_text_config` does.
@@ -170,52 +179,24 @@ class RFAConfigMixin:
         cls: Any = type(self)
         return self if hasattr(cls, "model_config_class") else _under_class(self, _decoder_class(cls))
 
-    def _base_name(self, name: str) -> str:
-        """Return the base model's name of a field."""
-        return self.attribute_map.get(name, name)  # type: ignore[attr-defined]
-
-    def _unusable_size(self) -> str | None:
-        """Return what is wrong with the base model's sizes, or None."""
+    def unusable_size(self) -> str | None:
+        """Return what is wrong with the base model's sizes, by which attention is built, or None."""
         for name, least in self.SIZES.items():
             value = getattr(self, name)
             if value is None or value < least:
-                return f"{self._base_name(name)} must be at least {least}, got {value}."
+                base_name = self.attribute_map.get(name, name)  # type: ignore[attr-defined]
+                return f"{base_name} must be at least {least}, got {value}."
+        heads, shared = self.num_query_heads_for("causal"), self._key_value_heads()
+        if shared is not None and (shared < 1 or heads % shared):
+            return f"num_key_value_heads must divide the {heads} attention heads, got {shared}."
         return None
 
-    def _check_base_model(self) -> None:
-        """Check the base model's fields without which a model cannot be built or run, before any work starts."""
-        if problem := self._unusable_size():
-            raise ValueError(problem)
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if name.endswith(("dropout", "pdrop", "layerdrop")) and name != "classifier_dropout":  # one head's own
-                most, kind = 1.0, "a probability from 0 to 1"
-            elif name in ("initializer_range", "init_std"):
-                most, kind = sys.float_info.max, "a standard deviation, 0 or larger"
-            else:
-                continue
-            if value is None or not 0 <= value <= most:
-                raise ValueError(f"{name} must be {kind}, got {value}.")
-        for name in ("activation_function", "hidden_act"):
-            activation = getattr(self, name, "relu")
-            # Some families take a function of their own, or none here and one under another name.
-            if activation not in ACT2FN if isinstance(activation, str) else name == "activation_function":
-                raise ValueError(f"{name}={activation!r} is unknown. Known: {', '.join(sorted(ACT2FN))}.")
-        for kind in self.FEATURE_COUNTS.values():
-            heads, width = self.num_query_heads_for(kind), self.hidden_size  # type: ignore[attr-defined]
-            if width % heads and getattr(self, "head_dim", None) is None:  # else heads may have any width
-                names = self._base_name(self.heads_field(kind)), self._base_name("hidden_size")
-                raise ValueError(f"{names[0]} must divide {names[1]}={width}, got {heads}.")
-
     def validate_layer_type(self) -> None:
-        """Check the lists of softmax layers; the layer types themselves are derived and always valid."""
-        self._check_base_model()
-        for name, kind in self.SOFTMAX_LAYERS.items():
-            count, layers = self.num_layers_for(kind), getattr(self, name)
-            valid = all(type(index) is int and 0 <= index < count for index in layers)
-            if not valid or len(set(layers)) < len(layers):
-                allowed = f"distinct layer indices from 0 to {count - 1}" if count else "empty, for there are no layers"
-                raise ValueError(f"{name} must be {allowed}, got {layers}.")
+        """Check the base model's layer types where it has some; those of caches are derived and always valid."""
+        types = vars(self).get("layer_types")
+        if types is not None:
+            super().validate_layer_type()  # type: ignore[misc]
+            vars(self)["layer_types"] = types  # transformers 5.17 renames LFM2's "conv", by which its own forward goes
 
     def check_causal(self) -> None:
         """Raise a ValueError for the fields by which transformers' models make a decoder's attention bidirectional."""
@@ -233,7 +214,8 @@ class RFAConfigMixin:
         Raises:
             ValueError: naming the field, its value, and what is allowed.
         """
-        self._check_base_model()
+        if problem := self.unusable_size():
+            raise ValueError(problem)
         self.check_causal()
         if self.feature_map not in FEATURE_MAPS:
             raise ValueError(
@@ -243,31 +225,33 @@ class RFAConfigMixin:
         feature_map = FEATURE_MAPS[self.feature_map]
         for name, kind in self.FEATURE_COUNTS.items():
             feature_map.resolve_num_features(getattr(self, name), self.head_dim_for(kind), name=name)
-        if self.state_dtype not in STATE_DTYPES:
-            raise ValueError(f"state_dtype must be one of {', '.join(STATE_DTYPES)}, got {self.state_dtype!r}.")
         positions = self.max_position_embeddings  # type: ignore[attr-defined]
-        for name, least, most, meaning in (
-            ("chunk_size", 1, torch.iinfo(torch.int64).max, "tokens handled at once"),
-            ("window_size", 0, positions, "tokens seen exactly, no more than the model has positions"),
-            ("num_sinks", 0, positions, "first tokens kept exactly, no more than the model has positions"),
-            ("num_slots", 0, positions, "important tokens kept exactly, no more than the model has positions"),
-            ("retrieval_window", 0, positions, "tokens that retrieval heads see, no more than the model has positions"),
-            ("redraw_pool", 0, MAX_REDRAW_POOL, "the size of the pool, or 0 for a fixed matrix"),
-            ("feature_seed", 0, MAX_SEED, "other seeds draw the same as one of these"),
-        ):
+        exact = ("window_size", "num_sinks", "num_slots", "retrieval_window")
+        ranges = {"chunk_size": (1, torch.iinfo(torch.int64).max), **dict.fromkeys(exact, (0, positions))}
+        ranges |= {"redraw_pool": (0, MAX_REDRAW_POOL), "feature_seed": (0, MAX_SEED)}
+        for name, (least, most) in ranges.items():
             value = getattr(self, name)
             if not least <= value <= most:
-                raise ValueError(f"{name} must be from {least} to {most} ({meaning}), got {value}.")
+                limit = ", the model's number of positions" if name in exact else ""
+                raise ValueError(f"{name} must be from {least} to {most}{limit}, got {value}.")
+        for name, kind in self.SOFTMAX_LAYERS.items():
+            count, layers = self.num_layers_for(kind), getattr(self, name)
+            valid = all(type(index) is int and 0 <= index < count for index in layers)
+            if not valid or len(set(layers)) < len(layers):
+                allowed = f"distinct layer indices from 0 to {count - 1}" if count else "empty, for there are no layers"
+                raise ValueError(f"{name} must be {allowed}, got {layers}.")
         self._check_retrieval_heads()
-        exact = [f"{name}={getattr(self, name)}" for name in ("num_sinks", "num_slots") if getattr(self, name)]
-        if self.window_size == 0 and (exact or feature_map is NoFeatures):
-            given = exact[0] if exact else f"feature_map={self.feature_map!r}"
-            raise ValueError(f"{given} must come with a sliding window: set window_size to 1 or more.")
-        kinds = [kind for kind in self.FEATURE_COUNTS.values() if kind != "causal" and self.any_rfa(kind)]
-        if feature_map is NoFeatures and kinds:
+        needs_window: dict[str, Any] = {"num_sinks": self.num_sinks, "num_slots": self.num_slots}
+        if feature_map is NoFeatures:
+            needs_window["feature_map"] = "none"
+        for name, value in needs_window.items():
+            if value and not self.window_size:
+                raise ValueError(f"{name}={value!r} must come with a sliding window: set window_size to 1 or more.")
+        others = [kind for kind in self.FEATURE_COUNTS.values() if kind != "causal" and self.any_rfa(kind)]
+        if feature_map is NoFeatures and others:
             raise ValueError(
-                f"feature_map={self.feature_map!r} leaves {kinds[0]} attention nothing to see, for it has no window. Leave "
-                "all of its layers softmax, or take another feature map."
+                f"feature_map='none' leaves {others[0]} attention nothing to see, for it has no window. Leave all of its "
+                "layers softmax, or take another feature map."
             )
         random = issubclass(feature_map, RandomFeatureMap) and not issubclass(feature_map, ExponentialMap)
         no_matrix = f"has no effect with feature_map={self.feature_map!r}, which has no random matrix that stays"
@@ -281,42 +265,32 @@ class RFAConfigMixin:
             (["gate"], feature_map is NoFeatures, "has no effect without features: there is no state to decay"),
         ):
             if refused and all(getattr(self, name) for name in names):
-                given = " and ".join(f"{name}={getattr(self, name)}" for name in names)
-                raise ValueError(f"{given} {problem}. Leave {'one of them' if len(names) > 1 else 'it'} out.")
+                values = " and ".join(f"{name}={getattr(self, name)}" for name in names)
+                raise ValueError(f"{values} {problem}. Leave {'one of them' if len(names) > 1 else 'it'} out.")
 
     def _check_retrieval_heads(self) -> None:
-        """Check the list of retrieval heads."""
-        given, heads = self.retrieval_heads, self.num_heads_for("causal")
-        for pair in given:
-            fits = isinstance(pair, list | tuple) and len(pair) == 2 and all(type(each) is int for each in pair)
-            if not fits or not 0 <= pair[0] < self.num_layers_for("causal") or not 0 <= pair[1] < heads:
+        """Check the retrieval heads and their window."""
+        pairs, window, problem = self.retrieval_heads, self.retrieval_window, None
+        layers, heads = self.num_layers_for("causal"), self.num_heads_for("causal")
+        for pair in pairs:
+            fits = isinstance(pair, list | tuple) and len(pair) == 2 and all(type(index) is int for index in pair)
+            if not fits or not (0 <= pair[0] < layers and 0 <= pair[1] < heads):
                 raise ValueError(
-                    f"retrieval_heads must be pairs [layer, head] of {self.num_layers_for('causal')} layers of {heads} "
-                    f"key-value heads, counted from 0, got {given}."
+                    f"retrieval_heads must be pairs [layer, head] of {layers} layers of {heads} key-value heads, counted "
+                    f"from 0, got {pairs}."
                 )
             if not self.is_rfa("causal", pair[0]):
-                raise ValueError(
-                    f"retrieval_heads={given} names layer {pair[0]}, whose attention is not RFA. Leave it out."
-                )
-            if len(self.retrieval_heads_of(pair[0])) == heads:
-                raise ValueError(
-                    f"retrieval_heads={given} names all {heads} heads of layer {pair[0]}. Leave one out, or keep the layer "
-                    "softmax (softmax_layers)."
-                )
-        if len({tuple(pair) for pair in given}) < len(given):
-            raise ValueError(f"retrieval_heads={given} names a head twice. Leave it out once.")
-        if self.retrieval_window and not given:
-            raise ValueError(
-                f"retrieval_window={self.retrieval_window} has no effect without retrieval_heads. Leave it out."
-            )
-        if given and not self.retrieval_window:
-            raise ValueError(
-                f"retrieval_heads={given} must have a window of their own: set retrieval_window to the number of last tokens "
-                "that they see, up to the model's positions."
-            )
-
-    #: Where transformers finds the classes of this family in a checkpoint that holds their code, by auto class.
-    AUTO_MAP: ClassVar[dict[str, str]] = {}
+                problem = f"names layer {pair[0]}, whose attention is not RFA. Leave it out"
+            elif len(self.retrieval_heads_of(pair[0])) == heads:
+                problem = f"names all {heads} heads of layer {pair[0]}. Leave one out, or keep the layer softmax"
+        if len({tuple(pair) for pair in pairs}) < len(pairs):
+            problem = "names a head twice. Leave it out once"
+        elif pairs and not window and problem is None:
+            problem = "must have a window of their own: set retrieval_window to the number of last tokens that they see"
+        if problem is not None:
+            raise ValueError(f"retrieval_heads={pairs} {problem}.")
+        if window and not pairs:
+            raise ValueError(f"retrieval_window={window} has no effect without retrieval_heads. Leave it out.")
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Save the configuration, and with it the code of its class; arguments as for `PreTrainedConfig.save_pretrained`."""
@@ -325,25 +299,26 @@ class RFAConfigMixin:
         super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
     @classmethod
-    def from_parent(cls, config: Any, **options: Any) -> Self:
-        """Build this configuration from a softmax parent's, with RFA fields set by ``options``.
+    def from_base(cls, config: Any, **options: Any) -> Self:
+        """Build this configuration from a softmax model's, with RFA fields set by ``options``.
 
         Args:
-            config: the parent's configuration; all its fields are kept. Where a file holds a field of RFA's, of which its
-                model knows nothing, that is left out.
-            **options: values for RFA fields, or for fields of the parent that change (say ``n_positions``).
+            config: the base model's configuration, all of whose fields are kept but those of RFA's names: its model knows
+                nothing of them.
+            **options: values for RFA fields, or for fields of the base model that change (say ``n_positions``).
 
         Raises:
-            ValueError: see `validate_rfa`.
+            ValueError: see `validate_rfa`; also if the base model caps its logits.
         """
-        values = config.to_dict()
-        for name in ("model_type", "architectures", "transformers_version", "auto_map"):
-            values.pop(name, None)
-        unknown = {*cls.__dataclass_fields__} - {
-            *type(config).__dataclass_fields__,
-            *config.attribute_map,
-        }
-        return cls(**{name: value for name, value in values.items() if name not in unknown} | options)
+        unread = {*cls.__dataclass_fields__} - {*type(config).__dataclass_fields__, *config.attribute_map}
+        unread |= {"model_type", "architectures", "transformers_version", "auto_map"}
+        values = {name: value for name, value in config.to_dict().items() if name not in unread} | options
+        if (capped := values.get("attn_logit_softcapping")) is not None:
+            raise ValueError(
+                f"attn_logit_softcapping={capped}: capped logits are no function of q·k that features stand for. Models with "
+                "them are not supported."
+            )
+        return cls(**values)
 
 
 @dataclass(kw_only=True)
@@ -374,108 +349,41 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
     def __post_init__(self, **kwargs: Any) -> None:
         """State every default, so that a checkpoint says which of its layers are RFA."""
         super().__post_init__(**kwargs)
-        if self.softmax_encoder_layers is None and self._unusable_size() is None:
+        if self.softmax_encoder_layers is None and self.unusable_size() is None:
             self.softmax_encoder_layers = list(range(self.num_layers_for("encoder")))
 
     def num_layers_for(self, kind: AttentionKind) -> int:
         """Return the number of layers that have attention of a kind."""
-        if kind == "encoder":
-            return self.encoder_layers or 0  # type: ignore[attr-defined]
-        return self.decoder_layers or 0  # type: ignore[attr-defined]  # None is refused, but transformers asks before that
+        config: Any = self
+        layers = config.encoder_layers if kind == "encoder" else config.decoder_layers
+        return layers or 0  # None is refused, but transformers asks before that
 
-    def heads_field(self, kind: AttentionKind) -> str:
-        """Return the name of the field that counts the heads of attention of a kind."""
-        return "encoder_attention_heads" if kind == "encoder" else "decoder_attention_heads"
+    def num_query_heads_for(self, kind: AttentionKind) -> int:
+        """Return the number of query heads that attention of a kind has."""
+        config: Any = self
+        return config.encoder_attention_heads if kind == "encoder" else config.decoder_attention_heads
+
+    def _key_value_heads(self) -> None:
+        """Return None: no queries share heads. Whisper has the field as another name of the encoder's heads."""
+
+    def head_dim_for(self, kind: AttentionKind) -> int:
+        """Return the width of a head, d."""
+        return self.d_model // self.num_query_heads_for(kind)  # type: ignore[attr-defined]
+
+    def base_layer_types(self) -> list[str]:
+        """Return the type that every layer's cache has in the base model."""
+        return ["full_attention"] * self.num_layers_for("causal")
 
 
-#: Types of a base model's layers with attention to all tokens, the only ones that conversion changes.
-FULL_ATTENTION = ("full_attention", "attention")
-#: Types of a base model's layers that keep the documents of a packed row apart: attention by its mask, and others because
-#: they read every token by itself.
-KEEPS_DOCUMENTS_APART = (*FULL_ATTENTION, "sliding_attention", "chunked_attention", "mlp", "moe")
+def base_config_class(config_class: type) -> Any:
+    """Return the configuration class of the softmax models of a class with RFA fields."""
+    return next(cls for cls in config_class.__mro__ if not issubclass(cls, RFAConfigMixin))
 
 
 @cache
 def _has_key_value_heads(base_config: Any) -> bool:
     """Return whether a base model's configuration has a number of key-value heads of its own: files may hold any field."""
     return hasattr(base_config(), "num_key_value_heads")
-
-
-@dataclass(kw_only=True)
-class RFADecoderConfigMixin(RFAConfigMixin):
-    """Fields of random feature attention for a decoder alone, whose layers may be of several types.
-
-    Layers of another type than full attention stay as they are: a sliding window, say, or a recurrence, whose caches do not
-    grow either.
-    """
-
-    def num_heads_for(self, kind: AttentionKind) -> int:
-        """Return H, the number of key-value heads."""
-        return self._key_value_heads() or self.num_query_heads_for(kind)
-
-    def _key_value_heads(self) -> int | None:
-        """Return the field with the number of key-value heads; None where the base model has no such field (OPT)."""
-        base: Any = next(cls for cls in type(self).__mro__ if not issubclass(cls, RFAConfigMixin))
-        return getattr(self, "num_key_value_heads", None) if _has_key_value_heads(base) else None
-
-    def head_dim_for(self, kind: AttentionKind) -> int:
-        """Return the width of a head, d."""
-        return getattr(self, "head_dim", None) or super().head_dim_for(kind)
-
-    def base_layer_types(self) -> list[str]:
-        """Return the type that every layer's cache has in the base model."""
-        types = getattr(self, "layer_types", None) or getattr(self, "layers_block_type", None)
-        if types is None:
-            limited = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-            types = [name for name, size in limited.items() if getattr(self, size, None)] or ["full_attention"]
-            types = types[:1] * self.num_layers_for("causal")
-        return list(types)
-
-    def is_rfa(self, kind: AttentionKind, layer_idx: int) -> bool:
-        """Return whether a layer's attention is RFA; cross attention to a source never is."""
-        full = self.base_layer_types()[layer_idx] in FULL_ATTENTION
-        return kind == "causal" and full and super().is_rfa(kind, layer_idx)
-
-    def validate_architecture(self) -> None:
-        """Check that heads divide what they have to, after checking that there are any."""
-        self._check_base_model()
-        validate = getattr(super(), "validate_architecture", None)
-        if validate is not None:
-            validate()
-
-    def _check_base_model(self) -> None:
-        """Check the base model's fields, the number of key-value heads among them."""
-        super()._check_base_model()
-        heads, shared = self.num_query_heads_for("causal"), self._key_value_heads()
-        if shared is not None and (shared < 1 or heads % shared):
-            raise ValueError(
-                f"num_key_value_heads must divide {self._base_name('num_attention_heads')}={heads}, got {shared}."
-            )
-
-    def validate_layer_type(self) -> None:
-        """Check the base model's layer types and the list of softmax layers."""
-        validate = getattr(super(RFAConfigMixin, self), "validate_layer_type", None)  # the family's own
-        types = vars(self).get("layer_types")
-        if validate is not None and types is not None:
-            validate()
-            vars(self)["layer_types"] = types  # transformers 5.17 renames LFM2's "conv", by which its own forward goes
-        super().validate_layer_type()
-
-    @classmethod
-    def from_parent(cls, config: Any, **options: Any) -> Self:
-        """Build this configuration from a softmax parent's; see `RFAConfigMixin.from_parent`.
-
-        Raises:
-            ValueError: also if the parent caps its logits.
-        """
-        built = super().from_parent(config, **options)
-        capped = getattr(built, "attn_logit_softcapping", None)
-        if capped is not None:
-            raise ValueError(
-                f"attn_logit_softcapping={capped}: capped logits are no function of q·k that features stand for. Models with "
-                "them are not supported."
-            )
-        return built
 
 
 def _under_class(config: Any, cls: Any) -> Any:
@@ -522,8 +430,8 @@ def __getattr__(name: str) -> Any:
 
 
 def decoder_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """Return the configuration class of a decoder's RFA models: the fields of ``base`` and of `RFADecoderConfigMixin`."""
-    return _config_class(base, RFADecoderConfigMixin)
+    """Return the configuration class of a decoder's RFA models: the fields of ``base`` and of `RFAConfigMixin`."""
+    return _config_class(base, RFAConfigMixin)
 
 
 def seq2seq_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:

@@ -6,7 +6,7 @@ for float64 input). Both sides are multiplied by √s first, s being the model's
 
 Factors that a query, or all keys of a head, share cancel between numerator and normalizer of the attention. The maps leave
 them out, or choose them so that nothing overflows: a query's largest feature is made e^40, and a key's features are divided
-by one calibrated constant per head. No running maximum has to be part of the recurrent state.
+by one calibrated constant per head. No running maximum has to be part of the state.
 
 Gradients need more room than values: where all keys that a query has seen are light, the gradient of their features is as
 large as their features are small. With gradients the maps therefore move a factor e^r per feature from the queries to the
@@ -21,7 +21,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def into(x: Tensor, operation: str, *args: Any) -> Tensor:
+    """Return ``x.operation(*args)``; in place without gradients, since fresh memory costs more time than the arithmetic."""
+    return getattr(x, operation if torch.is_grad_enabled() else f"{operation}_")(*args)
+
+
 def least_shift_above(largest: Tensor, least: Tensor) -> Tensor:
     """Return the least `Features.shift`, not below ``least``, at which exponents of up to ``largest`` do not overflow."""
     # One below the bound, so that rounding takes no key to it, where it would lose its gradient.
@@ -84,6 +90,35 @@ class Features(NamedTuple):
         return self.key if self.shift is None else self.key * self.shift.exp()
 
 
+@dataclass(frozen=True, kw_only=True)
+class InputScaling:
+    """What a map makes of queries and keys first: q̂ = α q and k̂ = α'(k − μ), with ``unit_norm`` of normalized ones.
+
+    Shapes are those of [H, N, d] or [B, H, T, d].
+
+    Attributes:
+        query_scale: α, [H, 1, d] or a number.
+        key_scale: α', [H, 1, d] or a number.
+        key_mean: μ, [H, 1, d], or None for 0, always so with ``unit_norm``.
+        unit_norm: whether queries and keys are normalized.
+    """
+
+    query_scale: Tensor | float
+    key_scale: Tensor | float
+    key_mean: Tensor | None = None
+    unit_norm: bool = False
+
+    def query_input(self, query: Tensor) -> Tensor:
+        """Return q̂."""
+        return (F.normalize(query, dim=-1) if self.unit_norm else query) * self.query_scale
+
+    def key_input(self, key: Tensor) -> Tensor:
+        """Return k̂."""
+        if self.unit_norm:
+            key = F.normalize(key, dim=-1)
+        return key * self.key_scale if self.key_mean is None else into(key - self.key_mean, "mul", self.key_scale)
+
+
 class FeatureMap(nn.Module, ABC):
     """Base class of feature maps: prepares queries and keys, and leaves φ to the subclass.
 
@@ -93,7 +128,7 @@ class FeatureMap(nn.Module, ABC):
         num_features: D, the number of rows of W; see ``feature_dim`` for F.
         scaling: s, the model's scaling of q·k.
         unit_norm: ℓ2-normalize queries and keys per head (Peng et al. 2021, section 3.1) instead of multiplying by √s.
-        orthogonal: draw W in orthogonal blocks (`hf_rfa.models.random_feature_maps.draw_projection`).
+        orthogonal: draw W in orthogonal blocks (`hf_rfa.models.projected_feature_maps.draw_projection`).
         trainable: whether W is a parameter instead of a buffer.
         redraw_pool: number of matrices to draw from, anew at every forward pass in training; 0 keeps W fixed.
         windowed: whether a sliding window comes with the features (`hf_rfa.models.memory`).
@@ -194,10 +229,11 @@ class FeatureMap(nn.Module, ABC):
                 f"{name}={num_features} does not fit feature_map={cls.name!r}, which has one feature map row "
                 f"per dimension of the head ({head_dim}). Leave {name} out, or take another feature map."
             )
-        found = (head_dim if default is None else default) if num_features is None else num_features
-        if found < 1:
+        if num_features is None:
+            return head_dim if default is None else default
+        if num_features < 1:
             raise ValueError(f"{name} must be at least 1, got {num_features}.")
-        return found
+        return num_features
 
     @property
     def signed(self) -> bool:
@@ -217,21 +253,25 @@ class FeatureMap(nn.Module, ABC):
         """F, the number of features."""
         return self.num_features
 
+    def input_scaling(self, dtype: torch.dtype) -> InputScaling:
+        """Return how queries and keys in ``dtype`` are prepared."""
+        scale: Any = 1.0 if self.unit_norm else math.sqrt(self.scaling)
+        if self.has_sigma:
+            scale = self.sigma[:, None, :].to(dtype) * scale
+        if not self.reparametrizable:
+            return InputScaling(query_scale=scale, key_scale=scale, unit_norm=self.unit_norm)
+        balance, mean = self.balance[:, None, :].to(dtype), self.key_shift[:, None, :].to(dtype)
+        return InputScaling(query_scale=scale * balance, key_scale=scale / balance, key_mean=mean)
+
     def query_input(self, query: Tensor) -> Tensor:
-        """Return q̂: scaled (or normalized) queries in the computing dtype."""
-        query = query.to(compute_dtype(query.dtype))
-        query = F.normalize(query, dim=-1) if self.unit_norm else query * math.sqrt(self.scaling)
-        if self.reparametrizable:
-            query = query * self.balance[:, None, :]
-        return query * self.sigma[:, None, :] if self.has_sigma else query
+        """Return q̂ of queries [B, H, T, d] in the computing dtype."""
+        dtype = compute_dtype(query.dtype)
+        return self.input_scaling(dtype).query_input(query.to(dtype))
 
     def key_input(self, key: Tensor) -> Tensor:
-        """Return k̂: scaled (or normalized) keys in the computing dtype."""
-        key = key.to(compute_dtype(key.dtype))
-        if self.reparametrizable:
-            key = (key - self.key_shift[:, None, :]) / self.balance[:, None, :]
-        key = F.normalize(key, dim=-1) if self.unit_norm else key * math.sqrt(self.scaling)
-        return key * self.sigma[:, None, :] if self.has_sigma else key
+        """Return k̂ of keys [B, H, T, d] in the computing dtype."""
+        dtype = compute_dtype(key.dtype)
+        return self.input_scaling(dtype).key_input(key.to(dtype))
 
     @abstractmethod
     def query(self, query: Tensor) -> Tensor:
@@ -254,10 +294,9 @@ class FeatureMap(nn.Module, ABC):
             offset: also return the offset, for a map that comes with a sliding window.
         """
         keys = query.new_empty(0) if key is None else self.key(key)
-        features, offsets = self.query(query), None
-        if offset:
-            offsets = self.window_shift[:, None, None] + features.new_zeros(*features.shape[:-1], 1)
-        return Features(features, keys, offsets, None)
+        features = self.query(query)
+        zeros = features.new_zeros(*features.shape[:-1], 1)
+        return Features(features, keys, self.window_shift[:, None, None] + zeros if offset else None, None)
 
     def least_shift(self, state: Tensor | None) -> Tensor | None:
         """Return the least `Features.shift` at which a state does not overflow, or None where nothing is to be shifted.

@@ -47,7 +47,7 @@ def local_padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
         raise ValueError(
             "random feature attention takes a padding mask of shape (batch, tokens so far) with 0 for padding and 1 for "
             f"tokens; got shape {tuple(attention_mask.shape)} for {length} new tokens. A mask per query cannot be "
-            "honoured, since all queries read one state; leave those layers softmax (softmax_layers)."
+            "honored, since all queries read one state; leave those layers softmax (softmax_layers)."
         )
     padding = attention_mask[:, attention_mask.shape[-1] - length :]
     if not is_tracing(padding) and bool((padding != 0).all()):
@@ -166,13 +166,13 @@ def split_heads(tensor: Tensor, chosen: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def join_heads(groups: Sequence[Tensor], chosen: list[int]) -> Tensor:
-    """Return all heads in order: the inverse of `split_heads`. Without chosen heads there is one group."""
+    """Return all heads in order: the inverse of `split_heads` by ascending numbers. Without any there is one group."""
     if not chosen:
         return groups[0]
-    others, chosen_heads = groups
-    parts, own = dict(zip(chosen, chosen_heads.unbind(1), strict=True)), iter(others.unbind(1))
-    count = others.shape[1] + len(chosen)
-    return torch.stack([parts[head] if head in parts else next(own) for head in range(count)], 1)
+    heads = list(groups[0].unbind(1))
+    for head, rows in zip(chosen, groups[1].unbind(1), strict=True):
+        heads.insert(head, rows)
+    return torch.stack(heads, 1)
 
 
 def rows_per_token(query: Tensor, key: Tensor) -> int:

@@ -11,39 +11,31 @@ built as its base model first; then its attention modules become RFA by their cl
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModel, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils.import_utils import is_tracing
 
 from .attention import RFAAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, take_cache
-from .cache_rfa import (
-    RFA_LAYER_TYPE,
-    cross_layer_of,
-    past_length,
-    self_attention_cache,
-    unread_length,
+from .cache_rfa import RFA_LAYER_TYPE, self_attention_cache
+from .configuration_rfa import FULL_ATTENTION, base_config_class, decoder_config_class
+from .masking import check_one_document, check_positions, document_starts, padding_of_mask, read_mask
+from .rfa_classes import (
+    RFAPreTrainedMixin,
+    StackCall,
+    base_class,
+    before_calls,
+    make_class,
+    make_model_class,
+    prepare_calls,
+    unread_mask,
 )
-from .configuration_rfa import FULL_ATTENTION, decoder_config_class
-from .masking import (
-    check_direction,
-    check_one_document,
-    check_positions,
-    document_starts,
-    local_padding,
-    padding_of_causal_mask,
-    padding_of_mask,
-    read_mask,
-)
-from .rfa_classes import RFAPreTrainedMixin, base_class, make_class, register_name
 
 #: Name of random feature attention in transformers' attention interface.
 INTERFACE = "rfa"
@@ -79,16 +71,16 @@ def rfa_attention(
     Args:
         module: the attention module.
         query: [B, query heads, T, d].
-        key: [B, H, T, d], H being the number of key-value heads.
+        key: [B, H, T, d], of H key-value heads.
         value: [B, H, T, d].
-        attention_mask: not read: `prepare_inputs` hands padding and documents over as they are.
+        attention_mask: not read: `prepare_decoder` hands padding and documents over as they are.
         scaling: s of exp(q·k·s).
-        dropout: see `hf_rfa.models.attention.RFAAttentionMixin.attend`.
+        dropout: as of `hf_rfa.models.attention.RFAAttentionMixin.attend`, and so are padding_mask and document_starts.
         rfa_hidden_states: the module's input, [B, T, width].
         rfa_cache: the cache, or None.
         rfa_projections: a list that gets queries, keys and values instead of anything being computed, or None.
-        padding_mask: [B, T], 0 for padding, or None.
-        document_starts: [B, T], True where a document starts, or None.
+        padding_mask: [B, T], or None.
+        document_starts: [B, T], or None.
         output_rfa_attentions: whether to return the attention weights.
         s_aux: logits in the normalizer that no value belongs to, one a query head (the sinks of GPT-OSS), or None.
         softcap: must be None: capped logits are not a kernel of q and k.
@@ -103,7 +95,6 @@ def rfa_attention(
     if rfa_projections is not None:
         rfa_projections += [query, key, value]
         return torch.zeros_like(query).transpose(1, 2), None
-    optional: dict[str, Any] = {} if s_aux is None else {"sink_logits": s_aux}
     output, weights = module.attend(
         query,
         key,
@@ -114,7 +105,7 @@ def rfa_attention(
         document_starts=document_starts,
         dropout=dropout,
         output_attentions=output_rfa_attentions,
-        **optional,
+        sink_logits=s_aux,
     )
     return output.transpose(1, 2).contiguous(), weights
 
@@ -141,34 +132,34 @@ class RFADecoderAttention(RFAAttentionMixin):
         self.init_rfa(config, kind="causal", scaling=self.scaling, layer_idx=self.layer_idx, groups=groups)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Attend; arguments and results are those of the base model's module, and what `prepare_inputs` adds."""
+        """Attend; arguments and results are those of the base model's module, and what `prepare_decoder` adds."""
         # Without a cache the base model's forward hands over the keys of this call alone. The state has those before them.
-        own: dict[str, Any] = {"rfa_hidden_states": hidden_states, "rfa_cache": take_cache(kwargs)}
+        cache = take_cache(kwargs)
         if "output_rfa_attentions" not in kwargs:
-            own |= _inputs_from_mask(hidden_states.shape[1], own["rfa_cache"], kwargs)
-        return super().forward(hidden_states, *args, **own, **kwargs)
+            kwargs |= _inputs_from_mask(hidden_states.shape[1], cache, kwargs)
+        return super().forward(hidden_states, *args, rfa_hidden_states=hidden_states, rfa_cache=cache, **kwargs)
 
     def project(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, query heads, T, d], keys and values [B, H, T, d] of the module's inputs."""
-        found: list[Tensor] = []
-        self(hidden_states, **{"attention_mask": None, **kwargs}, rfa_projections=found)
-        query, key, value = found
+        projections: list[Tensor] = []
+        self(hidden_states, **{"attention_mask": None, **kwargs}, rfa_projections=projections)
+        query, key, value = projections
         return query, key, value
 
     def check_call(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> None:
         """Raise a ValueError for attention that random features do not stand for."""
         heads, width = self.feature_map.num_heads + len(self.retrieval_heads), self.feature_map.head_dim
-        wrong = None
+        problem = None
         if softcap is not None:
-            wrong = f"caps its logits at {softcap}, so that its weights are no function of q·k alone"
-        elif key.shape[1] != heads or any(each.shape[-1] != width for each in (query, key, value)):
-            wrong = f"has keys {tuple(key.shape)} and values {tuple(value.shape)}, not {heads} heads of width {width}"
-        if wrong is not None:
-            raise ValueError(f"{type(self).__name__} {wrong}: this attention is not supported.")
+            problem = f"caps its logits at {softcap}, so that its weights are no function of q·k alone"
+        elif key.shape[1] != heads or not query.shape[-1] == key.shape[-1] == value.shape[-1] == width:
+            problem = f"has keys {tuple(key.shape)} and values {tuple(value.shape)}, not {heads} heads of width {width}"
+        if problem is not None:
+            raise ValueError(f"{type(self).__name__} {problem}: this attention is not supported.")
 
 
 def _inputs_from_mask(length: int, cache: Cache | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return what `prepare_inputs` adds, for families whose layers do not hand it on (StableLM, Nemotron).
+    """Return what `prepare_decoder` adds, for families whose layers do not hand it on (StableLM, Nemotron).
 
     The mask says of every key whether it is padding: no query sees that. If it has a row for each query, it also says where
     documents start: at tokens that do not see the one before.
@@ -198,15 +189,16 @@ class RFADecoderMixin(RFAPreTrainedMixin):
     convolutions or recurrences refuse them, since these read a row as one text.
     """
 
-    base_config_class: Any
     config: Any
+    config_class: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         # Heads of several families build their body by `AutoModel`. A folder's checkpoint without the package has its
         # configuration from another copy of these modules, which no class is registered for.
         bodies: Any = AutoModel._model_mapping
-        if self.base_config_class in bodies and type(config) not in bodies:
-            bodies.register(type(config), rfa_model_class(bodies[self.base_config_class]))
+        base_config = base_config_class(self.config_class)
+        if base_config in bodies and type(config) not in bodies:
+            bodies.register(type(config), rfa_model_class(bodies[base_config]))
         super().__init__(config, *args, **kwargs)
         stack: Any = None
         for module in list(self.modules()):  # type: ignore[attr-defined]
@@ -221,11 +213,9 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         if getattr(self, "loss_type", None) is None and self.can_generate():  # type: ignore[attr-defined]
             self.loss_type = "ForCausalLM"  # which the name of GPT-2's language model does not say
         self.keep_own_in_float32()
-        if not hasattr(stack, "reads_inputs"):
-            stack.reads_inputs = tuple(inspect.signature(stack.forward).parameters)
-            stack.rfa_layer_types = frozenset(config.cache_layer_types())
-            stack.types_that_read_on = config.types_that_read_on()
-            stack.register_forward_pre_hook(prepare_inputs, with_kwargs=True)
+        stack.rfa_layer_types = frozenset(config.cache_layer_types())
+        stack.types_that_read_on = config.types_that_read_on()
+        prepare_calls(stack, prepare_decoder)
 
     def create_masks_for_generate(
         self,
@@ -236,104 +226,76 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         **kwargs: Any,
     ) -> Any:
         """Return the masks for `generate`: see `RFAPreTrainedMixin`; beside softmax layers theirs too, of one size."""
-        given: Any = {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds, "position_ids": position_ids}
-        mask, others = super().create_masks_for_generate(**given, **kwargs), set(self.config.cache_layer_types())
-        others -= {RFA_LAYER_TYPE}
-        made_here = others and others <= {"sliding_attention", *FULL_ATTENTION}  # recurrent layers read the mask itself
+        mask = super().create_masks_for_generate(
+            attention_mask=attention_mask, inputs_embeds=inputs_embeds, position_ids=position_ids, **kwargs
+        )
+        softmax_types = {*self.config.cache_layer_types()} - {RFA_LAYER_TYPE}
+        # Recurrent layers read the mask itself.
+        made_here = softmax_types and softmax_types <= {"sliding_attention", *FULL_ATTENTION}
         if mask is None or inputs_embeds is None or position_ids is None or not made_here:
             return mask
         by_type = _masks_by_type(self.config, inputs_embeds, mask, position_ids, take_cache(kwargs))
         new = mask[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)
-        return {PADDING: new, SOFTMAX: by_type if "sliding_attention" in others else by_type["full_attention"]}
+        return {PADDING: new, SOFTMAX: by_type if "sliding_attention" in softmax_types else by_type["full_attention"]}
 
 
-def prepare_inputs(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Add what RFA layers read to the inputs of a stack of layers, and take away the masks of T × T that they do not.
+@before_calls
+def prepare_decoder(stack: Any, call: StackCall) -> None:
+    """Add what RFA layers read to the inputs of a decoder, and take away the masks of T × T that they do not.
 
     Raises:
         ValueError: for a mask per query, for bidirectional attention, for positions past learned ones, or for rows of several
             documents in a model with layers that do not keep them apart.
-        TypeError: for a cache under a name that is none of a cache's.
     """
-    kwargs = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}
-    if (cache := take_cache(kwargs)) is not None:
-        kwargs[cache_name(stack.reads_inputs)] = cache
-    prepared = kwargs.get("attention_mask")
-    if isinstance(prepared, dict) and PADDING in prepared:  # by `create_masks_for_generate`
-        kwargs["attention_mask"], prepared = prepared[PADDING], prepared[SOFTMAX]
-    else:
-        prepared = None
-    kwargs["attention_mask"] = read_mask(kwargs.get("attention_mask"))
-    names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-    input_ids, inputs_embeds, attention_mask, position_ids = (kwargs.get(name) for name in names)
-    inputs = input_ids if input_ids is not None else inputs_embeds
-    if inputs is None or (input_ids is not None and inputs_embeds is not None):
-        raise ValueError("pass either input_ids or inputs_embeds, and not both.")
-    stack.config.check_causal()
-    check_direction(kwargs.get("is_causal"), causal=True)
-    length, past = inputs.shape[1 if input_ids is None else -1], past_length(cache)
-    if attention_mask is not None and input_ids is not None and attention_mask.ndim == input_ids.ndim == 3:
+    config, arguments, length, cache = stack.config, call.arguments, call.length, call.cache
+    attention_mask: Any = arguments.get("attention_mask")
+    softmax_mask = None
+    if isinstance(attention_mask, dict) and PADDING in attention_mask:  # by `create_masks_for_generate`
+        attention_mask, softmax_mask = attention_mask[PADDING], attention_mask[SOFTMAX]
+    arguments["attention_mask"] = attention_mask = read_mask(attention_mask)
+    ids, position_ids = arguments.get("input_ids"), arguments.get("position_ids")
+    if attention_mask is not None and ids is not None and attention_mask.ndim == ids.ndim == 3:
         attention_mask = read_mask(attention_mask.flatten(0, 1))  # (batch, choices, tokens) of multiple choice
-    attention_mask = padding_of_causal_mask(attention_mask, length)
-    kwargs["padding_mask"] = local_padding(attention_mask, length + unread_length(cache, stack.config))
-    kwargs["document_starts"] = document_starts(position_ids) if attention_mask is None and cache is None else None
+    attention_mask = call.add_padding(config, attention_mask)
+    starts = document_starts(position_ids) if attention_mask is None and cache is None else None
+    arguments["document_starts"] = starts
     if types := stack.types_that_read_on:
-        check_one_document(kwargs["document_starts"], f"layers of type {', '.join(types)} read on past its start")
-    if kwargs["document_starts"] is not None:  # for training; softmax layers keep documents apart only without a cache
-        kwargs["use_cache"] = False
-    wanted = kwargs.get("output_attentions")
-    kwargs["output_rfa_attentions"] = bool(stack.config.output_attentions if wanted is None else wanted)
+        check_one_document(starts, f"layers of type {', '.join(types)} read on past its start")
+    if starts is not None:  # for training; softmax layers keep documents apart only without a cache
+        arguments["use_cache"] = False
     # Softmax attention sees differences of rotary positions alone, and features see more: padding must not shift them.
-    rotary = getattr(stack.config, "rope_parameters", None) and attention_mask is not None
-    counts_tokens = rotary or stack.config.model_type in COUNTS_TOKENS
+    rotary = getattr(config, "rope_parameters", None) and attention_mask is not None
+    counts_tokens = rotary or config.model_type in COUNTS_TOKENS
     if counts_tokens and position_ids is None and "position_ids" in stack.reads_inputs:
         if attention_mask is None:
-            position_ids = past + torch.arange(length, device=inputs.device)[None]
+            position_ids = call.past + torch.arange(length, device=call.tokens.device)[None]
         else:
             position_ids = (attention_mask.cumsum(-1) * attention_mask - 1)[:, -length:]
-        kwargs["position_ids"] = position_ids = position_ids.clamp_min(0) if rotary else position_ids
-    if any(hasattr(stack, name) for name in POSITION_EMBEDDINGS) and not is_tracing(inputs):
-        count, last = stack.config.max_position_embeddings, int(past) + length - 1
+        arguments["position_ids"] = position_ids = position_ids.clamp_min(0) if rotary else position_ids
+    if any(hasattr(stack, name) for name in POSITION_EMBEDDINGS) and not is_tracing(call.tokens):
+        count, last = config.max_position_embeddings, int(call.past) + length - 1
         if last >= count and position_ids is not None:
             last = int(position_ids.max())  # left padding makes positions smaller than the number of tokens
         check_positions(last, count)
-    if prepared is not None:
-        kwargs["attention_mask"] = prepared
+    slides = "sliding_attention" in stack.rfa_layer_types
+    if softmax_mask is not None:
+        arguments["attention_mask"] = softmax_mask
     elif stack.rfa_layer_types <= {RFA_LAYER_TYPE}:
-        kwargs["attention_mask"] = _prepared(kwargs["padding_mask"], inputs.device)
-    elif "sliding_attention" in stack.rfa_layer_types:
-        embeds = inputs.new_empty(inputs.shape[0], length, 0, dtype=stack.dtype)
-        kwargs["attention_mask"] = _masks_by_type(stack.config, embeds, attention_mask, position_ids, cache)
-    elif kwargs["document_starts"] is not None and not types:  # OPT and BioGPT make their mask without positions
-        embeds = inputs.new_empty(inputs.shape[0], length, 0, dtype=stack.dtype)
-        kwargs["attention_mask"] = create_causal_mask(stack.config, embeds, None, None, position_ids)
-    if "encoder_hidden_states" in stack.reads_inputs and getattr(stack.config, "add_cross_attention", False):
-        cache = _with_source_cache(stack.config, cache, kwargs.get("use_cache"))
-        kwargs[cache_name(stack.reads_inputs)] = cache
-    return (), kwargs
-
-
-def _with_source_cache(config: Any, cache: Cache | None, use_cache: bool | None) -> Cache | None:
-    """Return a cache for self-attention and for cross attention, which stays softmax; None where none is wanted."""
-    if cache is None:
-        if not (config.use_cache if use_cache is None else use_cache):
-            return None
-        cache = DynamicCache(config=config)
-    if not isinstance(cache, EncoderDecoderCache):
-        cache = EncoderDecoderCache(cache, DynamicCache())
-    for index in range(config.num_hidden_layers):  # `generate` builds both parts from the layer types of self-attention
-        cross_layer_of(cache.cross_attention_cache, index, softmax=True)
-    return cache
-
-
-def _prepared(padding_mask: Tensor | None, device: torch.device) -> Tensor:
-    """Return a mask [B, 1, 1, T] of the keys that are tokens.
-
-    transformers takes a mask of four dimensions as prepared, and builds none of T × T entries, which RFA does not read.
-    """
-    if padding_mask is None:
-        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-    return padding_mask[:, None, None, :] != 0
+        padding_mask = arguments["padding_mask"]
+        no_mask = padding_mask is None
+        arguments["attention_mask"] = (
+            unread_mask(call.tokens.device) if no_mask else padding_mask[:, None, None, :] != 0
+        )
+    elif slides or (starts is not None and not types):
+        embeds = call.tokens.new_empty(call.tokens.shape[0], length, 0, dtype=stack.dtype)
+        if slides:
+            arguments["attention_mask"] = _masks_by_type(config, embeds, attention_mask, position_ids, cache)
+        else:  # OPT and BioGPT make their mask without positions
+            arguments["attention_mask"] = create_causal_mask(config, embeds, None, None, position_ids)
+    if "encoder_hidden_states" in stack.reads_inputs and getattr(config, "add_cross_attention", False):
+        cache = call.cache_with_source(config, softmax_layers=range(config.num_hidden_layers))
+    if cache is not None:
+        arguments[cache_name(stack.reads_inputs)] = cache
 
 
 def _masks_by_type(
@@ -341,16 +303,15 @@ def _masks_by_type(
 ) -> dict[str, Any]:
     """Return the masks of those layers of a model that are not RFA, by what they see."""
     # transformers asks the first layer of a kind how many keys there are, and RFA layers hold none.
-    kept = [] if cache is None else [layer for layer in cache.layers if getattr(layer, "holds", None) is None]
+    layers = [] if cache is None else [layer for layer in cache.layers if getattr(layer, "holds", None) is None]
     arguments: Any = {
         "config": config,
         "inputs_embeds": embeds,
         "attention_mask": attention_mask,
-        CACHE_NAME: Cache(layers=kept) if kept else None,
+        CACHE_NAME: Cache(layers=layers) if layers else None,
         "position_ids": position_ids,
     }
-    unread = _prepared(None, embeds.device)
-    types = set(config.cache_layer_types())
+    unread, types = unread_mask(embeds.device), {*config.cache_layer_types()}
     slides = "sliding_attention" in types
     return {
         "full_attention": create_causal_mask(**arguments) if types - {RFA_LAYER_TYPE, "sliding_attention"} else unread,
@@ -372,21 +333,7 @@ def rfa_attention_class(base: type[nn.Module]) -> type[nn.Module]:
 def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the RFA class of a decoder's model class: a body, one with a head, or the class that these subclass."""
     base_config: Any = base.config_class
-    config_class: Any = decoder_config_class(base_config)
-    if PreTrainedModel in base.__bases__:
-        text = f"Base class of the RFA models that subclass `{base.__name__}`."
-        return make_class(globals(), base, (RFAPreTrainedMixin,), text, config_class=config_class)
-    family = next(cls for cls in base.__mro__ if PreTrainedModel in cls.__bases__)
-    text = f"{base.__name__} with random feature attention."
-    attributes: dict[str, Any] = {"config_class": config_class, "base_config_class": base_config}
-    found = make_class(globals(), base, (RFADecoderMixin, rfa_model_class(family)), text, **attributes)
-    # Files name some tensors otherwise than models, and hold experts one by one: by class or by model_type.
-    names = {base.__name__: found.__name__, base_config.model_type: config_class.model_type}
-    for name, own in names.items():
-        if (conversions := get_checkpoint_conversion_mapping(name)) is not None:
-            register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
-    register_name(base, found)
-    return found
+    return make_model_class(globals(), base, RFADecoderMixin, decoder_config_class(base_config))
 
 
 def __getattr__(name: str) -> Any:

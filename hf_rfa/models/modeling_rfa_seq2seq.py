@@ -12,25 +12,26 @@ import inspect
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.utils.import_utils import is_tracing
 
 from .attention import RFAAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, take_cache
-from .cache_rfa import cross_layer_of, past_length, self_attention_cache, unread_length
+from .cache_rfa import self_attention_cache
 from .configuration_rfa import AttentionKind, seq2seq_config_class
-from .masking import (
-    check_direction,
-    check_one_document,
-    check_positions,
-    document_starts,
-    local_padding,
-    padding_of_causal_mask,
-    read_mask,
+from .masking import check_direction, check_one_document, check_positions, document_starts, local_padding, read_mask
+from .rfa_classes import (
+    RFAPreTrainedMixin,
+    StackCall,
+    base_class,
+    before_calls,
+    make_class,
+    make_model_class,
+    prepare_calls,
+    unread_mask,
 )
-from .rfa_classes import RFAPreTrainedMixin, base_class, make_class, register_name
 
 #: The attention modules of a layer by name, and the attention that each is.
 DECODER_KINDS: dict[str, AttentionKind] = {"self_attn": "causal", "encoder_attn": "cross"}
@@ -146,9 +147,7 @@ def _become_rfa(stack: Any) -> None:
                 _check_attention(module, kind, stack.config)
                 module.__class__ = rfa_attention_class(type(module))
                 module.become_rfa(stack.config, kind, index)
-    if not hasattr(stack, "reads_inputs"):
-        stack.reads_inputs = tuple(inspect.signature(stack.forward).parameters)
-        stack.register_forward_pre_hook(prepare_decoder if is_decoder else prepare_encoder, with_kwargs=True)
+    prepare_calls(stack, prepare_decoder if is_decoder else prepare_encoder)
 
 
 def _check_attention(module: nn.Module, kind: AttentionKind, config: Any) -> None:
@@ -159,109 +158,63 @@ def _check_attention(module: nn.Module, kind: AttentionKind, config: Any) -> Non
         raise ValueError(f"{type(module).__name__} is not supported: leave these layers softmax ({fields[kind]}).")
 
 
-def prepare_encoder(
-    stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+@before_calls
+def prepare_encoder(stack: Any, call: StackCall) -> None:
     """Add what RFA layers read to the inputs of an encoder, and take away the mask that they do not.
 
     Raises:
         ValueError: for a mask per query, for causal attention, or for a source longer than the encoder's positions.
     """
-    kwargs, config = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}, stack.config
-    take_cache(kwargs)  # the decoder's, among the arguments that both are given
+    config, arguments = stack.config, call.arguments
     if config.any_rfa("encoder"):
-        check_direction(kwargs.get("is_causal"), causal=False)
-        kwargs["output_rfa_attentions"] = _wants_weights(stack, kwargs)
-    if "input_ids" in stack.reads_inputs:  # audio has one length, and no padding
-        length, device = _length(kwargs)
-        check_positions(length - 1, config.max_position_embeddings)
-        kwargs["attention_mask"] = read_mask(kwargs.get("attention_mask"))
-        if config.any_rfa("encoder"):
-            kwargs["padding_mask"] = local_padding(kwargs["attention_mask"], length)
-        if not config.softmax_layers_for("encoder"):
-            kwargs["attention_mask"] = _no_mask(device)
-    return (), kwargs
+        check_direction(arguments.get("is_causal"), causal=False)
+    else:
+        del arguments["output_rfa_attentions"]
+    if call.tokens is None:  # audio has one length, and no padding
+        return
+    check_positions(call.length - 1, config.max_position_embeddings)
+    arguments["attention_mask"] = read_mask(arguments.get("attention_mask"))
+    if config.any_rfa("encoder"):
+        arguments["padding_mask"] = local_padding(arguments["attention_mask"], call.length)
+    if not config.softmax_layers_for("encoder"):
+        arguments["attention_mask"] = unread_mask(call.tokens.device)
 
 
-def prepare_decoder(
-    stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+@before_calls
+def prepare_decoder(stack: Any, call: StackCall) -> None:
     """Add what RFA layers read to the inputs of a decoder, and take away the masks that they do not.
 
     Raises:
         ValueError: for a mask per query, for attention of another direction, for positions past the model's, or for rows of
             several documents.
-        TypeError: for a cache under a name that is none of a cache's.
     """
-    kwargs, config = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}, stack.config
-    cache = take_cache(kwargs)
-    attention_mask, source = kwargs.get("attention_mask"), kwargs.get("encoder_hidden_states")
+    config, arguments, cache = stack.config, call.arguments, call.cache
+    attention_mask, source = arguments.get("attention_mask"), arguments.get("encoder_hidden_states")
     if attention_mask is None and cache is None:
         reason = f"decoders of type {config.model_type} read a row as one text"
-        check_one_document(document_starts(kwargs.get("position_ids")), reason)
-    length, device = _length(kwargs)
-    if config.any_rfa("causal"):
-        config.check_causal()
-        check_direction(kwargs.get("is_causal"), causal=True)
-    if source is not None and config.any_rfa("cross"):
-        check_direction(kwargs.get("is_causal"), causal=False)
-    past = past_length(cache)
-    if not torch.compiler.is_compiling():
-        check_positions(int(past) + length - 1, config.max_position_embeddings)
-    kwargs["output_rfa_attentions"] = _wants_weights(stack, kwargs)
+        check_one_document(document_starts(arguments.get("position_ids")), reason)
+    if not is_tracing(call.tokens):
+        check_positions(int(call.past) + call.length - 1, config.max_position_embeddings)
     if isinstance(attention_mask, dict):  # `generate` makes masks by layer type if none of the layers is RFA
         attention_mask = attention_mask["full_attention"]
-    kwargs["attention_mask"] = attention_mask = read_mask(attention_mask)
+    arguments["attention_mask"] = read_mask(attention_mask)
     if config.any_rfa("causal"):
-        padding_mask = padding_of_causal_mask(attention_mask, length)
-        kwargs["padding_mask"] = local_padding(padding_mask, length + unread_length(cache, config))
+        call.add_padding(config, arguments["attention_mask"])
+    no_mask = unread_mask(call.tokens.device)
     if not config.softmax_layers_for("causal"):
-        kwargs["attention_mask"] = _no_mask(device)
+        arguments["attention_mask"] = no_mask
     if source is not None:
-        source_mask = kwargs.get("encoder_attention_mask")
-        cache = _prepare_cache(config, cache, kwargs.get("use_cache"))
+        softmax_layers = config.softmax_layers_for("cross")
+        if config.any_rfa("cross"):
+            check_direction(arguments.get("is_causal"), causal=False)
+        cache = call.cache_with_source(config, softmax_layers)
         finished = isinstance(cache, EncoderDecoderCache) and any(cache.is_updated.values())
-        if not finished or kwargs["output_rfa_attentions"]:  # a finished state is read without any mask
-            kwargs["source_padding_mask"] = local_padding(read_mask(source_mask), source.shape[1])
+        source_mask = read_mask(arguments.get("encoder_attention_mask"))
+        if not finished or arguments["output_rfa_attentions"]:  # a finished state is read without any mask
+            arguments["source_padding_mask"] = local_padding(source_mask, source.shape[1])
         if "encoder_attention_mask" in stack.reads_inputs:
-            softmax = bool(config.softmax_layers_for("cross"))
-            kwargs["encoder_attention_mask"] = read_mask(source_mask) if softmax else _no_mask(device)
-    kwargs[cache_name(stack.reads_inputs)] = cache
-    return (), kwargs
-
-
-def _prepare_cache(config: Any, cache: Cache | None, use_cache: bool | None) -> Cache | None:
-    """Return a cache for self- and cross attention, each of whose layers is of the kind that the model has there."""
-    softmax_layers = config.softmax_cross_layers
-    if cache is None:
-        if not (softmax_layers and (config.use_cache if use_cache is None else use_cache)):
-            return None  # the family's own forward builds it, if one is wanted
-        cache = DynamicCache(config=config)
-    if not isinstance(cache, EncoderDecoderCache):
-        cache = EncoderDecoderCache(cache, DynamicCache(config=config))
-    for index in range(config.decoder_layers):  # before self-attention changes a cache that is refused
-        cross_layer_of(cache.cross_attention_cache, index, softmax=index in softmax_layers)
-    return cache
-
-
-def _length(kwargs: dict[str, Any]) -> tuple[int, torch.device]:
-    """Return the number of tokens and their device; without exactly one of ids and embeddings the parent raises."""
-    input_ids, inputs_embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-    if input_ids is not None:
-        return input_ids.shape[-1], input_ids.device
-    if inputs_embeds is None:
-        raise ValueError("pass either token ids or embeddings.")
-    return inputs_embeds.shape[-2], inputs_embeds.device
-
-
-def _wants_weights(stack: Any, kwargs: dict[str, Any]) -> bool:
-    wanted = kwargs.get("output_attentions")
-    return bool(stack.config.output_attentions if wanted is None else wanted)
-
-
-def _no_mask(device: torch.device) -> Tensor:
-    """Return a mask that transformers takes as prepared, so that it builds none of T × T entries: RFA reads none."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+            arguments["encoder_attention_mask"] = source_mask if softmax_layers else no_mask
+    arguments[cache_name(stack.reads_inputs)] = cache
 
 
 def rfa_attention_class(base: type[nn.Module]) -> type[nn.Module]:
@@ -270,21 +223,14 @@ def rfa_attention_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the RFA class of a model class of an encoder-decoder family: a body, or one with a head."""
+    """Return the RFA class of a model class of an encoder-decoder family: a body, one with a head, or their base class."""
     base_config: Any = base.config_class
-    attributes: dict[str, Any] = {"config_class": seq2seq_config_class(base_config)}
-    if PreTrainedModel in base.__bases__:  # the class that the others of a family subclass
-        layers = [
-            name for name in vars(sys.modules[base.__module__]) if name.endswith(("EncoderLayer", "DecoderLayer"))
-        ]
-        attributes["_no_split_modules"] = base._no_split_modules or layers
-        text = f"Base class of the RFA models that subclass `{base.__name__}`."
-        return make_class(globals(), base, (RFAPreTrainedMixin,), text, **attributes)
-    family = next(cls for cls in base.__mro__ if PreTrainedModel in cls.__bases__)
-    text = f"{base.__name__} with random feature attention."
-    found = make_class(globals(), base, (RFASeq2SeqMixin, rfa_model_class(family)), text, **attributes)
-    register_name(base, found)
-    return found
+    names = vars(sys.modules[base.__module__])
+    layers = [name for name in names if name.endswith(("EncoderLayer", "DecoderLayer"))]
+    split = base._no_split_modules or layers
+    return make_model_class(
+        globals(), base, RFASeq2SeqMixin, seq2seq_config_class(base_config), _no_split_modules=split
+    )
 
 
 def __getattr__(name: str) -> Any:

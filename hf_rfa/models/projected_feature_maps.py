@@ -1,15 +1,21 @@
-"""Feature maps with a matrix: φ is a nonlinearity of Wq̂ + b, and what turns exponents into features that never overflow."""
+"""Feature maps with a matrix: φ is a nonlinearity of Wq̂ + b. The base classes, then one class each, random and learned.
+
+Random matrices are drawn per layer and head from a seed, and saved with the model. What turns exponents into features that
+never overflow is here too.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import initialization as init
 
 from .feature_maps import (
     MAX_EXPONENT,
@@ -17,48 +23,33 @@ from .feature_maps import (
     QUERY_EXPONENT,
     FeatureMap,
     Features,
+    InputScaling,
     compute_dtype,
+    into,
     least_shift_above,
+    register_feature_map,
 )
 
 
-@dataclass(frozen=True)
-class FeatureSpec:
+@dataclass(frozen=True, kw_only=True)
+class FeatureSpec(InputScaling):
     """The linear part of a map, of which every nonlinearity makes its features: Wq̂ + b, and W'k̂ + b' − Σ e_i k̂_i².
 
-    q̂ = α q and k̂ = α'(k − μ), or with normalized queries and keys in place of q and k − μ.
+    Queries and keys are by heads, [H, N, d].
 
     Attributes:
-        query_scale: α, [H, 1, d].
         query_weight: Wᵀ, [H, d, D]; or [H G, d, D], one for each query head of a group.
         query_bias: b, [H, 1, D] or [H G, 1, D].
-        key_scale: α', [H, 1, d].
         key_weight: W'ᵀ, [H, d, D]; the same tensor as ``query_weight`` where W' = W, so that it is read from memory once.
         key_bias: b', [H, 1, D].
-        key_mean: μ, [H, 1, d], or None for 0.
         key_norm: e, [H, d, 1], or None for 0.
-        unit_norm: whether queries and keys are normalized.
     """
 
-    query_scale: Tensor
     query_weight: Tensor
     query_bias: Tensor
-    key_scale: Tensor
     key_weight: Tensor
     key_bias: Tensor
-    key_mean: Tensor | None = None
     key_norm: Tensor | None = None
-    unit_norm: bool = False
-
-    def query_input(self, query: Tensor) -> Tensor:
-        """Return q̂ of queries by heads, [H, N, d]."""
-        return (F.normalize(query, dim=-1) if self.unit_norm else query) * self.query_scale
-
-    def key_input(self, key: Tensor) -> Tensor:
-        """Return k̂ of keys by heads, [H, N, d]."""
-        if self.unit_norm:
-            return F.normalize(key, dim=-1) * self.key_scale
-        return key * self.key_scale if self.key_mean is None else _into(key - self.key_mean, "mul", self.key_scale)
 
     def query_linear(self, query_input: Tensor) -> Tensor:
         """Return Wq̂ + b of prepared queries [H, N, d], [H, N, D]; where W is per query head, row t G + g is of head g."""
@@ -73,7 +64,7 @@ class FeatureSpec:
     def key_linear(self, key_input: Tensor) -> Tensor:
         """Return W'k̂ + b' − Σ e_i k̂_i², [H, N, D]."""
         linear = torch.baddbmm(self.key_bias, key_input, self.key_weight)
-        return linear if self.key_norm is None else _into(linear, "sub", torch.bmm(key_input.square(), self.key_norm))
+        return linear if self.key_norm is None else into(linear, "sub", torch.bmm(key_input.square(), self.key_norm))
 
     def contiguous(self) -> FeatureSpec:
         """Return this specification with weights that lie in memory as matrix products read them."""
@@ -85,10 +76,12 @@ class FeatureSpec:
 class ProjectedFeatureMap(FeatureMap):
     """A map with a matrix W per head, [H, D, d]; ``projection`` in the state dict, parameter or buffer.
 
-    A subclass sets W in `reset_parameters`, says its linear part in `spec`, and makes features of it in `features`.
-    `hf_rfa.models.random_feature_maps` has subclasses that draw W, or learn it.
+    A subclass says W's initial value in `initial_projection` and its linear part in `spec`, and makes features of it in
+    `features`: see `RandomFeatureMap` and `LearnedFeatureMap`.
     """
 
+    #: Whether W is trained whatever the argument ``trainable`` says.
+    learned: ClassVar[bool] = False
     #: Whether every query head of a group has a W of its own for its queries, [H G, D, d].
     query_head_matrices: ClassVar[bool] = False
     default_num_features: ClassVar[int | None] = 128
@@ -99,7 +92,17 @@ class ProjectedFeatureMap(FeatureMap):
         super().build()
         self._cached_spec: tuple[Any, FeatureSpec] | None = None
         shape = self.num_matrices, self.num_features, self.head_dim
-        self.add("projection", *shape, initial=math.nan, trainable=self.trainable)  # a subclass that forgets it shows
+        self.add("projection", *shape, trainable=self.trainable or self.learned)
+
+    @abstractmethod
+    def initial_projection(self) -> Tensor:
+        """Return the initial value of W, [H, D, d]."""
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set W, and initialize the rest."""
+        super().reset_parameters()
+        init.copy_(self.projection, self.initial_projection().repeat_interleave(self.num_matrices // self.num_heads, 0))
 
     @property
     def num_matrices(self) -> int:
@@ -112,18 +115,11 @@ class ProjectedFeatureMap(FeatureMap):
 
     def spec(self, dtype: torch.dtype) -> FeatureSpec:
         """Return the linear part of the map in ``dtype``: W for both sides and no biases, unless a subclass has others."""
-        scale = self.projection.new_ones(self.num_heads, 1, self.head_dim, dtype=dtype)
-        if not self.unit_norm:
-            scale = scale * math.sqrt(self.scaling)
-        if self.has_sigma:
-            scale = scale * self.sigma[:, None, :].to(dtype)
         weight = self.matrix().to(dtype).transpose(-1, -2)
         bias = weight.new_zeros(self.num_heads, 1, weight.shape[-1])
-        spec = FeatureSpec(scale, weight, bias, scale, weight, bias, unit_norm=self.unit_norm)
-        if not self.reparametrizable:
-            return spec
-        balance, mean = (each[:, None, :].to(dtype) for each in (self.balance, self.key_shift))
-        return replace(spec, query_scale=scale * balance, key_scale=scale / balance, key_mean=mean)
+        return FeatureSpec(
+            **vars(self.input_scaling(dtype)), query_weight=weight, query_bias=bias, key_weight=weight, key_bias=bias
+        )
 
     def current_spec(self, dtype: torch.dtype) -> FeatureSpec:
         """Return `spec`; in evaluation without gradients it is kept until a parameter or buffer changes."""
@@ -157,14 +153,14 @@ class ProjectedFeatureMap(FeatureMap):
         """Return the features of queries and keys; see `FeatureMap.forward`."""
         dtype = compute_dtype(query.dtype)
         by_heads = None if key is None else to_heads(key.to(dtype))
-        found = self.features(self.current_spec(dtype), to_heads(query.to(dtype)), by_heads, least_shift)
-        key_features = found.key if key is None else from_heads(found.key, key)
+        features = self.features(self.current_spec(dtype), to_heads(query.to(dtype)), by_heads, least_shift)
+        key_features = features.key if key is None else from_heads(features.key, key)
         offsets = None
         if offset:
-            zeros = found.query.new_zeros(*found.query.shape[:-1], 1)
-            offsets = self.window_shift[:, None, None] + zeros if found.offset is None else found.offset
+            zeros = features.query.new_zeros(*features.query.shape[:-1], 1)
+            offsets = self.window_shift[:, None, None] + zeros if features.offset is None else features.offset
             offsets = from_heads(offsets, query)
-        return Features(from_heads(found.query, query), key_features, offsets, found.shift)
+        return Features(from_heads(features.query, query), key_features, offsets, features.shift)
 
     def query(self, query: Tensor) -> Tensor:
         """Return the features of queries [B, H, T, d] as [B, H, T, F]."""
@@ -191,7 +187,7 @@ def from_heads(flat: Tensor, like: Tensor) -> Tensor:
 def exponentiate_queries(exponent: Tensor) -> tuple[Tensor, Tensor]:
     """Return exp(exponent − l) and l, [H, N, 1], which makes a query's largest feature e^40."""
     maximum = exponent.detach().amax(dim=-1, keepdim=True) - QUERY_EXPONENT
-    return _into(_into(exponent, "sub", maximum), "exp"), maximum
+    return into(into(exponent, "sub", maximum), "exp"), maximum
 
 
 def exponential_features(
@@ -224,13 +220,258 @@ def rectified_features(spec: FeatureSpec, query: Tensor, key: Tensor | None) -> 
 def exponentiate_keys(exponent: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return exp(min(exponent, 25) − r) of exponents [H, N, n] and r ≥ ``least``, at which none overflows. None is r = 0."""
     if least is None:
-        return _into(_into(exponent, "clamp", None, MAX_EXPONENT), "exp"), None
+        return into(into(exponent, "clamp", None, MAX_EXPONENT), "exp"), None
     shift = least_shift_above(exponent.detach().amax(dim=1, keepdim=True), least)
     exponent = (exponent - shift).clamp(max=MAX_EXPONENT)  # where r < 0 none reaches it
     exponent = torch.where(exponent < MIN_DIFFERENTIABLE_EXPONENT, exponent.detach(), exponent)
     return exponent.exp(), shift
 
 
-def _into(x: Tensor, operation: str, *args: Any) -> Tensor:
-    """Return ``x.operation(*args)``; in place without gradients, since fresh memory costs more time than the arithmetic."""
-    return getattr(x, operation if torch.is_grad_enabled() else f"{operation}_")(*args)
+def draw_projection(
+    shape: Sequence[int], *, seed: int, layer_idx: int, draw: int = 0, orthogonal: bool = True
+) -> Tensor:
+    """Return the random matrices of one layer, [H, D, d] in float32; every row is distributed as N(0, I).
+
+    Args:
+        shape: [H, D, d]: heads, rows per head, columns.
+        seed: the model's seed for random features.
+        layer_idx: the layer, so that layers draw different matrices.
+        draw: number of the draw, 0 being the one for evaluation and the others the pool for training.
+        orthogonal: whether blocks of d rows are orthogonal, with the norms of Gaussian rows (Yu et al. 2016,
+            Choromanski et al. 2021), instead of independent.
+    """
+    num_heads, num_features, head_dim = shape
+    # torch's generator for the CPU reads the lowest 32 bits of a seed, and refuses one of more than 64.
+    generator = torch.Generator().manual_seed(((seed * 1_000_003 + layer_idx) * 1_000_003 + draw) % 2**32)
+    rows = math.ceil(num_features / head_dim) * head_dim if orthogonal else num_features
+    gaussian = torch.randn(num_heads, rows, head_dim, generator=generator, dtype=torch.float64)
+    if orthogonal:
+        blocks, triangle = torch.linalg.qr(gaussian.view(num_heads, -1, head_dim, head_dim))
+        # Q is uniformly distributed only if R's diagonal is positive, which LAPACK does not promise.
+        blocks = blocks * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+        norms = torch.randn(num_heads, rows, head_dim, generator=generator, dtype=torch.float64).norm(dim=-1)
+        gaussian = blocks.reshape(num_heads, rows, head_dim) * norms[..., None]
+    return gaussian[:, :num_features].float()
+
+
+class RandomFeatureMap(ProjectedFeatureMap):
+    """A map with a random matrix, fixed, redrawn in training, or trained from its random initial value."""
+
+    has_sigma = True
+
+    def draw(self, number: int) -> Tensor:
+        """Return draw ``number`` of this layer's matrices, [H, D, d]."""
+        shape, seed, layer_idx = (self.num_heads, self.num_features, self.head_dim), self.seed, self.layer_idx
+        return draw_projection(shape, seed=seed, layer_idx=layer_idx, draw=number, orthogonal=self.orthogonal)
+
+    def initial_projection(self) -> Tensor:
+        """Return the draw for evaluation."""
+        return self.draw(0)
+
+    def matrix(self) -> Tensor:
+        """Return W: in training with a pool a fresh draw, chosen by torch's generator, otherwise the saved one."""
+        if not (self.training and self.redraw_pool):
+            return self.projection
+        number = 1 + int(torch.randint(self.redraw_pool, ()))
+        return self.draw(number).to(self.projection.device)
+
+
+@register_feature_map("gaussian")
+class GaussianMap(RandomFeatureMap):
+    """φ(x) = [sin(Wx), cos(Wx)] / √D, F = 2D: random Fourier features (Rahimi and Recht 2007; Peng et al. 2021, eq. 4).
+
+    With unit norms the kernel is exp(−‖q̂ − k̂‖²/2), which is the softmax kernel but for a constant. With the norm carried
+    φ(k) gets the factor exp(‖k̂‖²/2 − c). The factor 1/√D cancels.
+    """
+
+    denominator_floor = 0.1
+    softmax_kernel = True
+    has_exponent = True
+    default_num_features = 64
+
+    @property
+    def feature_dim(self) -> int:
+        """F = 2D."""
+        return 2 * self.num_features
+
+    def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
+        """See `ProjectedFeatureMap.features`: one shift for all features of a head."""
+        query_input = spec.query_input(query)
+        query_features = self._waves(spec.query_linear(query_input))
+        key_features, shift = query.new_empty(0), None if self.unit_norm else least_shift
+        if key is not None:
+            key_input = spec.key_input(key)
+            key_features = self._waves(spec.key_linear(key_input))
+            if not self.unit_norm:
+                exponent = key_input.square().sum(-1, keepdim=True) / 2 - self.log_scale[:, None, None]
+                factor, shift = exponentiate_keys(exponent, least_shift)
+                key_features = key_features * factor
+        offset = None
+        if self.windowed and not self.unit_norm:
+            constant = self.log_scale[:, None, None] - math.log(self.num_features)
+            log_factor = query_input.square().sum(-1, keepdim=True) / 2 + constant
+            offset = self.window_shift[:, None, None] - log_factor
+            offset = offset if shift is None else offset - shift
+        return Features(query_features, key_features, offset, shift)
+
+    @staticmethod
+    def _waves(phase: Tensor) -> Tensor:
+        return torch.cat([phase.sin(), phase.cos()], dim=-1)
+
+
+@register_feature_map("arccos")
+class ArcCosMap(RandomFeatureMap):
+    """φ(x) = ReLU(Wx) / √D, F = D: the arc-cosine kernel of degree 1 (Cho and Saul 2009; Peng et al. 2021, section 3.1)."""
+
+    def spec(self, dtype: torch.dtype) -> FeatureSpec:
+        """See `ProjectedFeatureMap.spec`: W / √D."""
+        spec = super().spec(dtype)
+        weight = spec.query_weight / math.sqrt(self.num_features)
+        return replace(spec, query_weight=weight, key_weight=weight)
+
+    def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
+        """See `ProjectedFeatureMap.features`."""
+        return rectified_features(spec, query, key)
+
+
+@register_feature_map("positive")
+class PositiveMap(RandomFeatureMap):
+    """φ(x) = exp(Wx + b − ‖x‖²/2) / √D, F = D: positive random features (Choromanski et al. 2021, FAVOR+, lemma 1).
+
+    b is 0 for W as it is drawn. Calibration replaces w by Bw and sets b = wᵀAw, which leaves the kernel as it is and lowers
+    its variance on data (dense-exponential random features, Likhosherstov et al. 2023). The factors 1/√D and, of queries,
+    exp(−‖x‖²/2) cancel.
+    """
+
+    softmax_kernel = True
+    has_exponent = True
+    feature_bias: Tensor
+
+    def build(self) -> None:
+        """Add b, and what every random map has."""
+        super().build()
+        self.add("feature_bias", self.num_heads, self.num_features)
+
+    def spec(self, dtype: torch.dtype) -> FeatureSpec:
+        """See `ProjectedFeatureMap.spec`: b on both sides, c, and e_i = ½ for keys."""
+        spec = super().spec(dtype)
+        bias = self.feature_bias.to(dtype)[:, None, :]
+        half = bias.new_full((self.num_heads, 1, self.head_dim), 0.5).transpose(-1, -2)
+        constant = self.log_scale.to(dtype)[:, None, None]
+        return replace(spec, query_bias=bias, key_bias=bias - constant, key_norm=half)
+
+    def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
+        """See `ProjectedFeatureMap.features`."""
+        query_input = spec.query_input(query)
+        key_exponent = None if key is None else spec.key_linear(spec.key_input(key))
+        window_shift = self.window_shift if self.windowed and self.unit_norm else None
+        query_exponent = spec.query_linear(query_input)
+        features, log_scale = exponential_features(query_exponent, key_exponent, least_shift, window_shift)
+        if not self.windowed or self.unit_norm:
+            return features
+        # The offset is ‖q̂‖²/2 − q·μ s + window_shift − c + log D − l, summed in this order: calibration depends on it.
+        offset = query_input.square().sum(-1, keepdim=True) / 2
+        if self.reparametrizable:  # shifted keys change the kernel by exp(q·μ·s)
+            offset = offset - torch.bmm(query, self.scaling * self.key_shift.to(query.dtype)[:, :, None])
+        constant = self.window_shift - self.log_scale + math.log(self.num_features)
+        return features._replace(offset=offset + constant.to(query.dtype)[:, None, None] - log_scale)
+
+
+@register_feature_map("exponential")
+class ExponentialMap(PositiveMap):
+    """φ_q(x) = exp(Wx + b), φ_k(x) = exp(W'x + b' − Σ a_i x_i²/2), F = D: positive random features, every part trained.
+
+    Its initial value is that of `PositiveMap` (W' = W, b = b' = 0, a = 1), so that before training it estimates the softmax
+    kernel. Of query heads that share a key-value head each has a W and b of its own.
+    """
+
+    learned = query_head_matrices = True
+
+    key_projection: Tensor
+    query_bias: Tensor
+    key_bias: Tensor
+    norm_weight: Tensor
+
+    def build(self) -> None:
+        """Add W, W', b, b' and a."""
+        ProjectedFeatureMap.build(self)
+        self.add("key_projection", self.num_heads, self.num_features, self.head_dim, trainable=True)
+        self.add("query_bias", self.num_matrices, self.num_features, trainable=True)
+        self.add("key_bias", self.num_heads, self.num_features, trainable=True)
+        self.add("norm_weight", self.num_heads, self.head_dim, initial=1.0, trainable=True)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw W, copy it to W', and set the rest such that φ is that of `PositiveMap`."""
+        super().reset_parameters()
+        init.copy_(self.key_projection, self.draw(0))
+
+    def spec(self, dtype: torch.dtype) -> FeatureSpec:
+        """See `ProjectedFeatureMap.spec`."""
+        return replace(
+            ProjectedFeatureMap.spec(self, dtype),
+            query_bias=self.query_bias.to(dtype)[:, None, :],
+            key_weight=self.key_projection.to(dtype).transpose(-1, -2),
+            key_bias=(self.key_bias - self.log_scale[:, None]).to(dtype)[:, None, :],
+            key_norm=self.norm_weight.to(dtype)[:, :, None] / 2,
+        )
+
+
+class LearnedFeatureMap(ProjectedFeatureMap):
+    """A map with a learned matrix and bias per head, the same for queries and keys."""
+
+    learned = True
+    bias: Tensor
+
+    def build(self) -> None:
+        """Add W and the bias."""
+        super().build()
+        self.add("bias", self.num_heads, self.num_features, trainable=True)
+
+    def spec(self, dtype: torch.dtype) -> FeatureSpec:
+        """See `ProjectedFeatureMap.spec`."""
+        bias = self.bias.to(dtype)[:, None, :]
+        return replace(super().spec(dtype), query_bias=bias, key_bias=bias)
+
+
+@register_feature_map("t2r")
+class T2RMap(LearnedFeatureMap):
+    """φ(x) = ReLU(Wx + b), F = D, W and b learned (Kasai et al. 2021, eq. 2); W is N(0, 1) at first, b 0."""
+
+    def initial_projection(self) -> Tensor:
+        """Return independent N(0, 1) entries from the map's seed."""
+        return draw_projection(self.projection.shape, seed=self.seed, layer_idx=self.layer_idx, orthogonal=False)
+
+    def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
+        """See `ProjectedFeatureMap.features`."""
+        return rectified_features(spec, query, key)
+
+
+@register_feature_map("hedgehog")
+class HedgehogMap(LearnedFeatureMap):
+    """φ(x) = [exp(Wx + b), exp(−Wx − b)], F = 2d, W the identity at first (Zhang et al. 2024, section 4.2)."""
+
+    has_exponent = True
+    default_num_features = None
+
+    @property
+    def feature_dim(self) -> int:
+        """F = 2d."""
+        return 2 * self.num_features
+
+    def initial_projection(self) -> Tensor:
+        """Return the identity for every head."""
+        return torch.eye(self.head_dim).expand(self.num_heads, -1, -1)
+
+    def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
+        """See `ProjectedFeatureMap.features`."""
+        exponent, key_exponent = self._both_signs(spec.query_linear(spec.query_input(query))), None
+        if key is not None:
+            key_exponent = self._both_signs(spec.key_linear(spec.key_input(key))) - self.log_scale[:, None, None]
+        window_shift = self.window_shift if self.windowed else None
+        features, _ = exponential_features(exponent, key_exponent, least_shift, window_shift)
+        return features
+
+    @staticmethod
+    def _both_signs(linear: Tensor) -> Tensor:
+        return torch.cat([linear, -linear], dim=-1)

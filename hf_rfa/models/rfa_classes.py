@@ -1,25 +1,34 @@
-"""RFA's model classes: what all have in common, and how they are made by name.
+"""RFA's model classes: what all have in common, how they are made by name, and how their calls are prepared.
 
-``RFALlamaForCausalLM`` is made from transformers' ``LlamaForCausalLM``.
+``RFALlamaForCausalLM`` is made from transformers' ``LlamaForCausalLM``. Stacks of layers keep their class: a hook before each
+adds what RFA layers read to its inputs, and takes away the masks of T × T that they do not.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto import modeling_auto
 
 from .cache_names import cache_name, take_cache
+from .cache_rfa import cross_layer_of, past_length, unread_length
+from .masking import check_direction, local_padding, padding_of_causal_mask
 
 #: The parts of RFA attention that softmax attention does not have.
 OWN_PARTS = ("feature_map", "gate", "importance")
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+#: What a forward pre-hook gets after the module, and what it returns: positional arguments and those by name.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def own_parts(model: nn.Module) -> dict[str, Any]:
@@ -37,7 +46,93 @@ def own_prefixes(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." for name in own_parts(model))
 
 
-def name_cache(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+@dataclass(frozen=True)
+class StackCall:
+    """A call of a stack of layers.
+
+    Attributes:
+        arguments: all by name, but for the cache.
+        cache: the cache, or None.
+        past: number of tokens that it has seen.
+        tokens: ids [B, T], or embeddings [B, T, width]; None for an encoder of audio.
+        length: T.
+    """
+
+    arguments: dict[str, Any]
+    cache: Cache | None
+    past: Any
+    tokens: Any
+    length: int
+
+    def add_padding(self, config: Any, attention_mask: Tensor | None) -> Tensor | None:
+        """Add the padding mask that layers of causal RFA read, and return the one of all tokens so far, [B, S].
+
+        Raises:
+            ValueError: for a mask per query, or for bidirectional attention.
+        """
+        config.check_causal()
+        check_direction(self.arguments.get("is_causal"), causal=True)
+        padding_mask = padding_of_causal_mask(attention_mask, self.length)
+        self.arguments["padding_mask"] = local_padding(padding_mask, self.length + unread_length(self.cache, config))
+        return padding_mask
+
+    def cache_with_source(self, config: Any, softmax_layers: Collection[int]) -> Cache | None:
+        """Return the cache with a part for cross attention, whose layers are of the kind that the model has there.
+
+        None is for no cache, or for the one that the family's own forward makes where no layer of cross attention is softmax.
+        """
+        cache, use_cache = self.cache, self.arguments.get("use_cache")
+        if cache is None:
+            if not (softmax_layers and (config.use_cache if use_cache is None else use_cache)):
+                return None
+            cache = DynamicCache(config=config)
+        if not isinstance(cache, EncoderDecoderCache):
+            cache = EncoderDecoderCache(cache, DynamicCache())
+        for index in range(config.num_layers_for("causal")):  # before self-attention changes a cache that is refused
+            cross_layer_of(cache.cross_attention_cache, index, softmax=index in softmax_layers)
+        return cache
+
+
+def before_calls(
+    prepare: Callable[[Any, StackCall], None],
+) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Arguments]:
+    """Decorate a function that changes the arguments of a `StackCall` of a stack: return it as a forward pre-hook.
+
+    The hook raises a ValueError for a call without exactly one of ids and embeddings, and a TypeError for what is no cache or
+    comes under a name that is none of a cache's.
+    """
+
+    @wraps(prepare)
+    def hook(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        arguments = {**dict(zip(stack.reads_inputs, args, strict=False)), **kwargs}
+        cache, length = take_cache(arguments), 0
+        ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+        tokens: Any = embeddings if ids is None else ids
+        if "input_ids" in stack.reads_inputs:
+            if tokens is None or (ids is not None and embeddings is not None):
+                raise ValueError("pass either input_ids or inputs_embeds, and not both.")
+            length = tokens.shape[-2 if ids is None else -1]
+        wanted = arguments.get("output_attentions")
+        arguments["output_rfa_attentions"] = bool(stack.config.output_attentions if wanted is None else wanted)
+        prepare(stack, StackCall(arguments, cache, past_length(cache), tokens, length))
+        return (), arguments
+
+    return hook
+
+
+def prepare_calls(stack: Any, hook: Callable[..., Arguments]) -> None:
+    """Have a hook (`before_calls`) prepare all calls of a stack of layers."""
+    if not hasattr(stack, "reads_inputs"):
+        stack.reads_inputs = tuple(inspect.signature(stack.forward).parameters)
+        stack.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def unread_mask(device: torch.device) -> Tensor:
+    """Return a mask that transformers takes as prepared, so that it builds none of T × T entries: RFA reads none."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def name_cache(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Give a model its cache under the name that its forward has for it.
 
     transformers would warn of another, and of two caches leave one out.
@@ -56,7 +151,6 @@ class RFAPreTrainedMixin:
     _keep_in_fp32_modules_strict: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        config.validate_layer_type()
         config.validate_rfa()
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.cache_name = cache_name(inspect.signature(type(self).forward).parameters)  # type: ignore[attr-defined]
@@ -74,7 +168,7 @@ class RFAPreTrainedMixin:
         """
         parts = own_parts(cast(nn.Module, self))
         for part in parts.values():
-            if any(tensor.dtype in SIXTEEN_BITS for tensor in part.state_dict().values()):
+            if any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in part.state_dict().values()):
                 part.float().reset_parameters()
         names = {f"{name}.{key}" for name, part in parts.items() for key in part.state_dict()}
         self._keep_in_fp32_modules_strict = set(self._keep_in_fp32_modules_strict or ()) | names
@@ -119,8 +213,7 @@ class RFAPreTrainedMixin:
         counted = position_ids is not None or config.is_encoder_decoder  # else positions are counted by the mask
         if attention_mask is None or inputs_embeds is None or not counted:
             return attention_mask
-        only_rfa = all(config.is_rfa("causal", index) for index in range(config.num_layers_for("causal")))
-        if not only_rfa:
+        if not all(config.is_rfa("causal", index) for index in range(config.num_layers_for("causal"))):
             return attention_mask
         new = attention_mask[:, -inputs_embeds.shape[1] :]
         return new.clone(memory_format=torch.contiguous_format)  # a view of it has other strides at every step
@@ -152,6 +245,35 @@ def make_class(
     return namespace[name]
 
 
+def make_model_class(
+    namespace: dict[str, Any], base: type[PreTrainedModel], mixin: type, config_class: Any, **attributes: Any
+) -> type[PreTrainedModel]:
+    """Return the RFA class of a model class: a body, one with a head, or the class that those of a family subclass.
+
+    Args:
+        namespace: as for `make_class`.
+        base: the softmax class.
+        mixin: what bodies and heads are.
+        config_class: the configuration's RFA class.
+        **attributes: attributes of the class that the others subclass.
+    """
+    if PreTrainedModel in base.__bases__:
+        text = f"Base class of the RFA models that subclass `{base.__name__}`."
+        attributes["config_class"] = config_class
+        return make_class(namespace, base, (RFAPreTrainedMixin,), text, **attributes)
+    family = next(cls for cls in base.__mro__ if PreTrainedModel in cls.__bases__)
+    parent = make_model_class(namespace, family, mixin, config_class, **attributes)
+    text = f"{base.__name__} with random feature attention."
+    model_class = make_class(namespace, base, (mixin, parent), text, config_class=config_class)
+    # Files name some tensors otherwise than models, and hold experts one by one: by class or by model_type.
+    base_config: Any = base.config_class
+    for name, own in {base.__name__: model_class.__name__, base_config.model_type: config_class.model_type}.items():
+        if (conversions := get_checkpoint_conversion_mapping(name)) is not None:
+            register_checkpoint_conversion_mapping(own, conversions, overwrite=True)
+    register_name(base, model_class)
+    return model_class
+
+
 def register_name(base: type, cls: Any) -> None:
     """Put a class into transformers' tables of names wherever its softmax class ``base`` is.
 
@@ -171,11 +293,11 @@ def base_class(module: str, name: str, kind: type) -> Any:
     Raises:
         AttributeError: if there is none.
     """
-    base_name = name.removeprefix("RFA")
-    found = getattr(transformers, base_name, None) if name.startswith("RFA") else None
-    if found is None and name.startswith("RFA"):
-        families = [each for key, each in list(sys.modules.items()) if key.startswith("transformers.models.")]
-        found = next((vars(each)[base_name] for each in families if base_name in vars(each)), None)
-    if not (isinstance(found, type) and issubclass(found, kind)):
+    base, base_name = None, name.removeprefix("RFA")
+    if name.startswith("RFA"):
+        models = [module for path, module in list(sys.modules.items()) if path.startswith("transformers.models.")]
+        base = getattr(transformers, base_name, None)
+        base = base or next((vars(model)[base_name] for model in models if base_name in vars(model)), None)
+    if not (isinstance(base, type) and issubclass(base, kind)):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    return found
+    return base

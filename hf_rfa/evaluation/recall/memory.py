@@ -12,7 +12,6 @@ from transformers.cache_utils import DynamicCache
 from hf_rfa.inference.cache_files import recurrent_num_bytes
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.cache_names import cache_argument
-from hf_rfa.models.memory import MemoryLayout
 
 #: Tokens after which the growth of a cache is measured.
 SHORT, LONG = 8, 16
@@ -23,7 +22,7 @@ class CacheMemory:
     """Bytes of a model's cache for one sequence, in the precision that it runs in.
 
     Attributes:
-        state: recurrent states of all layers.
+        state: recurrent states of all RFA layers.
         window: keys, values and scores of the last tokens.
         sinks: those of the sinks.
         slots: those of the slots.
@@ -31,16 +30,14 @@ class CacheMemory:
         per_token: keys and values that softmax layers add with every token.
         sliding: (bytes a token, most tokens) of every layer of the base model that has a sliding window.
         recurrent: states of its recurrent layers.
-        layers: (state, window, sinks, slots, retrieval) of every RFA layer.
     """
 
-    state: int
-    window: int
-    sinks: int
-    per_token: int
-    layers: tuple[tuple[int, int, int, int, int], ...] = ()
+    state: int = 0
+    window: int = 0
+    sinks: int = 0
     slots: int = 0
     retrieval: int = 0
+    per_token: int = 0
     sliding: tuple[tuple[int, int], ...] = ()
     recurrent: int = 0
 
@@ -70,26 +67,25 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
     model(ids[:, :SHORT], **cache_argument(cache), use_cache=True)
     before = _growing_bytes(cache)
     model(ids[:, SHORT:], **cache_argument(cache), use_cache=True)
-    causal = (each for each in model.modules() if isinstance(each, RFAAttentionMixin) and each.rfa_kind == "causal")
-    layers = tuple(_layer_bytes(*each.memory_layouts(model.dtype)) for each in causal)
-    state, window, sinks, slots, retrieval = (sum(each) for each in zip(*layers, strict=True)) if layers else (0,) * 5
+    sliding: list[Any] = [layer for layer in cache.layers if _is_sliding(layer)]
     per_token = (_growing_bytes(cache) - before) // (LONG - SHORT)
-    stored: list[Any] = cache.layers
-    sliding = tuple(
-        (2 * layer.keys.nbytes // layer.keys.shape[-2], layer.sliding_window - 1)
-        for layer in stored
-        if _is_sliding(layer)
+    parts = dict.fromkeys(("state", "window", "sinks", "slots", "retrieval"), 0)
+    for layer in model.modules():
+        if isinstance(layer, RFAAttentionMixin) and layer.rfa_kind == "causal":
+            layout, *retrieval = layer.memory_layouts(model.dtype)
+            state = replace(layout, window=0, sinks=0, slots=0).num_bytes()
+            sinks, slots = (count * layout.bytes_per_place() for count in (layout.sinks, layout.slots))
+            parts["state"] += state
+            parts["window"] += layout.num_bytes() - state - sinks - slots
+            parts["sinks"] += sinks
+            parts["slots"] += slots
+            parts["retrieval"] += sum(memory.num_bytes() for memory in retrieval)
+    return CacheMemory(
+        **parts,
+        per_token=per_token,
+        sliding=tuple((2 * layer.keys.nbytes // layer.keys.shape[-2], layer.sliding_window - 1) for layer in sliding),
+        recurrent=recurrent_num_bytes(cache),
     )
-    recurrent = recurrent_num_bytes(cache)
-    return CacheMemory(state, window, sinks, per_token, layers, slots, retrieval, sliding, recurrent)
-
-
-def _layer_bytes(layout: MemoryLayout, retrieval: MemoryLayout | None = None) -> tuple[int, int, int, int, int]:
-    """Return the bytes of a layer's state, window, sinks, slots and retrieval heads."""
-    state = replace(layout, window=0, sinks=0, slots=0).num_bytes()
-    sinks, slots = (count * layout.bytes_per_place() for count in (layout.sinks, layout.slots))
-    window = layout.num_bytes() - state - sinks - slots
-    return state, window, sinks, slots, 0 if retrieval is None else retrieval.num_bytes()
 
 
 def _is_sliding(layer: Any) -> bool:

@@ -59,8 +59,7 @@ class Texts:
         """Return the tokens that the tokenizer puts before every text."""
         with_start = self.tokenizer("x", verbose=False)["input_ids"]
         plain = self.ids("x")
-        first = next((place for place in range(len(with_start)) if with_start[place] == plain[0]), 0)
-        return with_start[:first]
+        return with_start[: with_start.index(plain[0])] if plain[0] in with_start else []
 
     def completion(self, prompt: Sequence[int], ending: str, answer: str) -> tuple[list[int], int]:
         """Return the ids of a prompt, an ending and its answer, and where the answer begins.
@@ -84,9 +83,9 @@ def rows_of(sequences: Sequence[tuple[list[int], int]]) -> Rows:
     length = max(len(ids) for ids, _ in sequences)
     ids = torch.zeros(len(sequences), length, dtype=torch.long)
     scored = torch.zeros(len(sequences), length, dtype=torch.bool)
-    for row, (each, start) in enumerate(sequences):
-        ids[row, : len(each)] = torch.tensor(each)
-        scored[row, start : len(each)] = True
+    for row, (sequence, start) in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.tensor(sequence)
+        scored[row, start : len(sequence)] = True
     return Rows(ids, scored)
 
 
@@ -99,13 +98,13 @@ def blocks(ids: Tensor, length: int, most: int) -> Rows:
 
 def seen_bigrams(ids: Tensor) -> Tensor:
     """Return which tokens end a bigram that occurred before in their row, [N, T]: those that recall can predict."""
-    found = torch.zeros_like(ids, dtype=torch.bool)
+    occurred = torch.zeros_like(ids, dtype=torch.bool)
     for row, tokens in enumerate(ids.tolist()):
-        seen: set[tuple[int, int]] = set()
-        for place, bigram in enumerate(pairwise(tokens), start=1):
-            found[row, place] = bigram in seen
-            seen.add(bigram)
-    return found
+        earlier: set[tuple[int, int]] = set()
+        for column, bigram in enumerate(pairwise(tokens), start=1):
+            occurred[row, column] = bigram in earlier
+            earlier.add(bigram)
+    return occurred
 
 
 def repeated(first: Tensor) -> Rows:
@@ -172,7 +171,7 @@ def needle(texts: Texts, haystack: Sequence[int], length: int, depth: float, cou
 
 def noise(texts: Texts, tokens: int, random: Random) -> list[int]:
     """Return at least some number of tokens of `NOISE`."""
-    found: list[int] = []
-    while len(found) < tokens:
-        found += texts.ids("".join(random.choices(NOISE, k=64)))
-    return found
+    ids: list[int] = []
+    while len(ids) < tokens:
+        ids += texts.ids("".join(random.choices(NOISE, k=64)))
+    return ids

@@ -21,52 +21,61 @@ from .suite import Column, Figure, RecallReport
 
 def report_rows(report: RecallReport) -> list[tuple[str, list[str]]]:
     """Return (what was measured, a text per column): memory, then a row per setting, needles averaged over their depths."""
-    rows = [("cache, bytes", [f"{column.num_bytes:,}" for column in report.columns])]
-    held = [each.memory for each in report.columns]
-    kinds = [[each.state, each.window, each.sinks, each.slots, each.retrieval] for each in held]
-    name = "of it state + window + sinks + slots + retrieval heads"
-    rows.append((name, [" + ".join(f"{size:,}" for size in each) for each in kinds]))
-    others = [sum(size * most for size, most in each.sliding) + each.recurrent for each in held]
-    rows.append(("of it sliding and recurrent layers, at most", [f"{size:,}" if size else "" for size in others]))
-    texts = ["" if column.worth is None else f"{column.worth:,.0f}" for column in report.columns]
-    rows.append(("cache, tokens of the teacher's", texts))
-    groups = [_groups(column) for column in report.columns]
-    for name in groups[0]:
-        cells = [_cell(each[name]) for each in groups]
-        chance = groups[0][name][0].chance
-        rows.append((name if chance is None else f"{name} (chance {100 * chance:.2g} %)", cells))
-    written = [column.written for column in report.columns if column.written is not None]
-    if written:
-        rows.append(("greedy tokens like the teacher's", [_number(each.agreement, ".1f") for each in written]))
-        nats = [each.teacher_nats for each in written]
-        texts = ["" if each is None else shown(perplexity_of(each), 1) for each in nats]
-        rows.append(("teacher's perplexity of what it writes", texts))
-        rows.append(("4-grams written again, %", [f"{100 * each.repeated:.1f}" for each in written]))
-    return [row for row in rows if any(row[1])]
+    columns, memories = report.columns, [column.memory for column in report.columns]
+    parts = [(memory.state, memory.window, memory.sinks, memory.slots, memory.retrieval) for memory in memories]
+    others = [sum(size * most for size, most in memory.sliding) + memory.recurrent for memory in memories]
+    rows = [
+        ("cache, bytes", [f"{column.num_bytes:,}" for column in columns]),
+        (
+            "of it state + window + sinks + slots + retrieval heads",
+            [" + ".join(f"{size:,}" for size in sizes) for sizes in parts],
+        ),
+        ("of it sliding and recurrent layers, at most", [f"{size:,}" if size else "" for size in others]),
+        ("cache, tokens of the teacher's", [_number(column.worth, ",.0f") for column in columns]),
+    ]
+    settings = [_figures_by_setting(column) for column in columns]
+    for name, (first, *_) in settings[0].items():
+        label = name if first.chance is None else f"{name} (chance {100 * first.chance:.2g} %)"
+        rows.append((label, [_cell(figures[name]) for figures in settings]))
+    written = [column.written for column in columns if column.written is not None]
+    nats = [text.teacher_nats for text in written]
+    rows += [
+        ("greedy tokens like the teacher's", [_number(text.agreement, ".1f") for text in written]),
+        (
+            "teacher's perplexity of what it writes",
+            ["" if mean is None else shown(perplexity_of(mean), 1) for mean in nats],
+        ),
+        ("4-grams written again, %", [f"{100 * text.repeated:.1f}" for text in written]),
+    ]
+    return [(name, texts) for name, texts in rows if any(texts)]
 
 
-def _groups(column: Column) -> dict[str, list[Figure]]:
+def _figures_by_setting(column: Column) -> dict[str, list[Figure]]:
     """Return the figures of a column by the names of the table's rows."""
-    found: dict[str, list[Figure]] = {}
-    for each in column.figures:
-        found.setdefault(f"{each.probe}, {each.setting.split(', depth')[0]}", []).append(each)
-    return found
+    by_setting: dict[str, list[Figure]] = {}
+    for figure in column.figures:
+        by_setting.setdefault(f"{figure.probe}, {figure.setting.split(', depth')[0]}", []).append(figure)
+    return by_setting
 
 
 def _cell(figures: list[Figure]) -> str:
     """Return perplexity for text, and else accuracy in percent with nats."""
-    nats = fmean(each.nats for each in figures)
+    nats = fmean(figure.nats for figure in figures)
     if figures[0].accuracy is None:
         return shown(perplexity_of(nats))
-    return f"{100 * _accuracy(figures):.1f} ({nats:.2f})"
+    return f"{_percent_right(figures):.1f} ({nats:.2f})"
 
 
-def _accuracy(figures: list[Figure]) -> float:
-    return fmean(each.accuracy for each in figures if each.accuracy is not None)
+def _perplexity(figures: list[Figure]) -> float:
+    return perplexity_of(fmean(figure.nats for figure in figures))
 
 
-def _number(value: float | None, shown: str) -> str:
-    return "" if value is None else format(value, shown)
+def _percent_right(figures: list[Figure]) -> float:
+    return 100 * fmean(figure.accuracy for figure in figures if figure.accuracy is not None)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 #: What the numbers of the table are.
@@ -95,37 +104,21 @@ def markdown_table(report: RecallReport) -> str:
 
 
 def draw_report(report: RecallReport, path: Path) -> None:
-    """Draw perplexity and recall against distance, a line per model.
-
-    Args:
-        report: the figures.
-        path: PNG to write.
-    """
-    figure = Picture(figsize=(13, 7))  # no pyplot: a notebook's backend is not ours to change
-    panels = figure.subplots(2, 3).flatten()
-
-    def exp_nats(figures: list[Figure]) -> float:
-        return perplexity_of(fmean(each.nats for each in figures))
-
-    def percent(figures: list[Figure]) -> float:
-        return 100 * _accuracy(figures)
-
-    _panel(panels[0], report, "text", "perplexity by context", exp_nats)
-    for panel, name in zip(
-        panels[1:5], ("random tokens again", "text again", "phone book", "needle in text"), strict=True
-    ):
-        _panel(panel, report, name, f"{name}: % right by length", percent)
-    _panel(panels[5], report, "needle in text", "needle in text: % right by depth", percent, by_depth=True)
-    for panel in panels:
-        if not panel.has_data():
-            panel.text(0.5, 0.5, "not measured", ha="center", transform=panel.transAxes)
-    handles = [line for line in panels[1].get_lines() if not str(line.get_label()).startswith("_")]
-    figure.legend(handles=handles, loc="lower center", ncols=len(report.columns), fontsize=8)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(path, dpi=130)
+    """Draw perplexity and recall against distance to a PNG file, a line per model."""
+    picture = Picture(figsize=(13, 7))  # no pyplot: a notebook's backend is not ours to change
+    panels = picture.subplots(2, 3).flatten()
+    _draw_probe(panels[0], report, "text", "perplexity by context", _perplexity)
+    probes = ("random tokens again", "text again", "phone book", "needle in text")
+    for panel, probe in zip(panels[1:5], probes, strict=True):
+        _draw_probe(panel, report, probe, f"{probe}: % right by length", _percent_right)
+    _draw_probe(panels[5], report, "needle in text", "needle in text: % right by depth", _percent_right, by_depth=True)
+    lines = [line for line in panels[1].get_lines() if not str(line.get_label()).startswith("_")]
+    picture.legend(handles=lines, loc="lower center", ncols=len(report.columns), fontsize=8)
+    picture.tight_layout(rect=(0, 0.05, 1, 1))
+    picture.savefig(path, dpi=130)
 
 
-def _panel(
+def _draw_probe(
     panel: Axes,
     report: RecallReport,
     probe: str,
@@ -135,20 +128,22 @@ def _panel(
     by_depth: bool = False,
 ) -> None:
     """Draw one probe of every column against the number in its setting: tokens, entries or depth."""
-    for shade, column in enumerate(report.columns):
+    for column in report.columns:
         points: dict[float, list[Figure]] = {}
-        for each in column.figures:
-            if each.probe == probe and not each.setting.endswith(("seen bigrams", "others")):
-                length, _, depth = each.setting.partition(", depth ")
+        for figure in column.figures:
+            if figure.probe == probe and not figure.setting.endswith(("seen bigrams", "others")):
+                length, _, depth = figure.setting.partition(", depth ")
                 number = depth if by_depth else next(word for word in length.split() if word.isdigit())
-                points.setdefault(float(number), []).append(each)
+                points.setdefault(float(number), []).append(figure)
         if points:
-            places = sorted(points)
-            panel.plot(places, [value(points[x]) for x in places], "o-", ms=3, color=f"C{shade}", label=column.name)
-            if not by_depth:
-                panel.set_xscale("log", base=2)
-            if "%" in title:
-                panel.set_ylim(-3, 103)
+            numbers = sorted(points)
+            panel.plot(numbers, [value(points[number]) for number in numbers], "o-", ms=3, label=column.name)
+    if not panel.has_data():
+        panel.text(0.5, 0.5, "not measured", ha="center", transform=panel.transAxes)
+    elif not by_depth:
+        panel.set_xscale("log", base=2)
+    if value is _percent_right:
+        panel.set_ylim(-3, 103)
     panel.set_title(title, fontsize=9)
     panel.tick_params(labelsize=7)
     panel.grid(alpha=0.3)
@@ -186,10 +181,10 @@ def write_report(report: RecallReport, folder: Path, *, data: str | None = None,
     of = "" if data is None else f"Text: {data}. "
     body = f"![recall](recall.png)\n\n{markdown_table(report)}\n{of}`recall.json` has the needles by depth.\n"
     if card:
-        found = load_card(folder)
-        replace_section(found, RECALL_HEADING, body)
+        model_card = load_card(folder)
+        replace_section(model_card, RECALL_HEADING, body)
         with new_file(folder / "README.md") as file:
-            file.write(str(found))
+            file.write(str(model_card))
     else:
         with new_file(folder / "recall.md") as file:
             file.write(body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,15 +90,12 @@ def score_tokens(model: PreTrainedModel, rows: Rows) -> TokenScores:
     Raises:
         InputError: if a likelihood is not finite.
     """
-    length, embeddings = rows.ids.shape[1], model.get_input_embeddings()
-    vocab_size = int(embeddings.num_embeddings)  # type: ignore[arg-type]
+    embeddings: Any = model.get_input_embeddings()
     columns = int(rows.scored.any(0).sum())
-    size = max(1, min(BATCH_TOKENS // length, BATCH_LOGITS // (vocab_size * columns)))
-    found = [
-        _score_batch(model, ids, scored)
-        for ids, scored in zip(rows.ids.split(size), rows.scored.split(size), strict=True)
-    ]
-    nats, correct = (torch.cat(each) for each in zip(*found, strict=True))
+    size = max(1, min(BATCH_TOKENS // rows.ids.shape[1], BATCH_LOGITS // (embeddings.num_embeddings * columns)))
+    batches = zip(rows.ids.split(size), rows.scored.split(size), strict=True)
+    scores = [_score_batch(model, ids, scored) for ids, scored in batches]
+    nats, correct = (torch.cat(parts) for parts in zip(*scores, strict=True))
     if not bool(nats.isfinite().all()):
         raise InputError("the model's likelihoods are not finite: its weights or its dtype are at fault.")
     return TokenScores(nats, correct, rows.scored)
@@ -106,16 +104,16 @@ def score_tokens(model: PreTrainedModel, rows: Rows) -> TokenScores:
 def _score_batch(model: PreTrainedModel, ids: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
     """Return (nats, correct) of a batch, [N, T] each."""
     columns = scored.any(0).nonzero()[:, 0]  # [C]
-    places = (columns - 1).to(model.device)
+    before = (columns - 1).to(model.device)
     can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-    options = {"logits_to_keep": places} if can_keep else {}
+    options = {"logits_to_keep": before} if can_keep else {}
     logits = model(input_ids=ids.to(model.device), use_cache=False, **options).logits
-    logits = logits if can_keep else logits[:, places]  # [N, C, V]
+    logits = logits if can_keep else logits[:, before]  # [N, C, V]
     targets = ids[:, columns].to(logits.device)
     step = max(1, SOFTMAX_LOGITS // (logits.shape[0] * logits.shape[2]))
     pairs = list(zip(logits.split(step, 1), targets.split(step, 1), strict=True))
-    losses = [F.cross_entropy(each.float().mT, target, reduction="none") for each, target in pairs]
-    hits = [each.argmax(-1) == target for each, target in pairs]
+    losses = [F.cross_entropy(part.float().mT, target, reduction="none") for part, target in pairs]
+    hits = [part.argmax(-1) == target for part, target in pairs]
     nats = torch.zeros(ids.shape, dtype=torch.float64)
     correct = torch.zeros(ids.shape, dtype=torch.bool)
     nats[:, columns], correct[:, columns] = torch.cat(losses, 1).double().cpu(), torch.cat(hits, 1).cpu()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count, product
 from random import Random
 from typing import Any, Literal
 
@@ -172,66 +173,61 @@ def make_probes(
     def lengths(first: int, last: int) -> list[int]:
         return sorted(powers_of_two(first, last)[:: -effort.every])
 
+    def repetitions(length: int) -> int:
+        return max(2, effort.repeated_tokens // (2 * length))
+
     for length in lengths(16, positions // 2):
-        first = random_tokens(
-            words, length, max(2, effort.repeated_tokens // (2 * length)), Random(f"{seed} random {length}")
-        )
+        first = random_tokens(words, length, repetitions(length), Random(f"{seed} random {length}"))
         probes.append(Probe("random tokens again", f"{length} tokens", repeated(first), 1 / len(words)))
     for entries in ENTRIES:
         rows = phone_book(texts, entries, effort.books, Random(f"{seed} book {entries}"))
         if rows.ids.shape[1] > positions:
             skipped[f"phone book, {entries} entries"] = f"{rows.ids.shape[1]} tokens, but only {positions} positions"
-            continue
-        probes.append(Probe("phone book", f"{entries} entries", rows, 1 / 900, kind="answer"))
+        else:
+            probes.append(Probe("phone book", f"{entries} entries", rows, 1 / 900, kind="answer"))
     hays = {"noise": noise(texts, positions, Random(f"{seed} noise"))}
     if text is not None:
         hays["text"] = text.tolist()
-    for kind, hay in hays.items():
-        for length in lengths(SHORTEST, positions):
-            for depth in DEPTHS:
-                rows = needle(
-                    texts, hay, length, depth, effort.needles_of(length), Random(f"{seed} {kind} {length} {depth}")
-                )
-                probes.append(
-                    Probe(f"needle in {kind}", f"{length} tokens, depth {depth:g}", rows, 1 / 900, kind="answer")
-                )
+    for (kind, hay), length, depth in product(hays.items(), lengths(SHORTEST, positions), DEPTHS):
+        random = Random(f"{seed} {kind} {length} {depth}")
+        rows = needle(texts, hay, length, depth, effort.needles_of(length), random)
+        setting = f"{length} tokens, depth {depth:g}"
+        probes.append(Probe(f"needle in {kind}", setting, rows, 1 / 900, kind="answer"))
     if text is None:
-        reason = "no text was given"
-        skipped |= {name: reason for name in ("text again", "needle in text", "text", "generation")}
+        skipped |= dict.fromkeys(("text again", "needle in text", "text", "generation"), "no text was given")
         return probes, skipped
+    too_short = f"the text has {len(text)} tokens"
     for length in lengths(64, positions // 2):
-        rows = blocks(text, max(length, SPACING), max(2, effort.repeated_tokens // (2 * length)))
+        rows = blocks(text, max(length, SPACING), repetitions(length))
         if len(rows.ids):
-            first = rows.ids[:, :length]
-            probes.append(Probe("text again", f"{length} tokens", repeated(first), 1 / len(words)))
+            again = repeated(rows.ids[:, :length])
+            probes.append(Probe("text again", f"{length} tokens", again, 1 / len(words)))
         else:
-            skipped[f"text again, {length} tokens"] = f"the text has {len(text)} tokens"
+            skipped[f"text again, {length} tokens"] = too_short
     for length in lengths(SHORTEST, positions):
         rows = blocks(text, length, max(1, effort.text_tokens // length))
         if len(rows.ids):
             probes.append(Probe("text", f"context {length}", rows, 0.0, kind="text"))
         else:
-            skipped[f"text, context {length}"] = f"the text has {len(text)} tokens"
+            skipped[f"text, context {length}"] = too_short
     return probes, skipped
 
 
 def run_probe(model: PreTrainedModel, probe: Probe) -> Iterator[Figure]:
     """Yield the results of one probe: one, or for text that of all tokens, of seen bigrams and of the others."""
     scores = score_tokens(model, probe.rows)
-    about = {"probe": probe.name, "setting": probe.setting}
-    if probe.kind == "text":
-        seen = seen_bigrams(probe.rows.ids)
-        for kind, some in (("", scores), (", seen bigrams", scores.among(seen)), (", others", scores.among(~seen))):
-            if some.scored.any():
-                setting = probe.setting + kind
-                yield Figure(probe.name, setting, None, some.mean_nats, None, int(some.scored.sum()))
-    elif probe.kind == "answer":
-        yield Figure(
-            **about, accuracy=scores.exact, nats=scores.row_nats, chance=probe.chance, count=len(probe.rows.ids)
-        )
+    if probe.kind == "answer":
+        answers = len(probe.rows.ids)
+        yield Figure(probe.name, probe.setting, scores.exact, scores.row_nats, probe.chance, answers)
+    elif probe.kind == "tokens":
+        tokens = int(scores.scored.sum())
+        yield Figure(probe.name, probe.setting, scores.accuracy, scores.mean_nats, probe.chance, tokens)
     else:
-        count = int(scores.scored.sum())
-        yield Figure(**about, accuracy=scores.accuracy, nats=scores.mean_nats, chance=probe.chance, count=count)
+        seen = seen_bigrams(probe.rows.ids)
+        for suffix, part in (("", scores), (", seen bigrams", scores.among(seen)), (", others", scores.among(~seen))):
+            if part.scored.any():
+                setting = probe.setting + suffix
+                yield Figure(probe.name, setting, None, part.mean_nats, None, int(part.scored.sum()))
 
 
 def recall_suite(
@@ -271,57 +267,66 @@ def recall_suite(
     drawn_from = tokenizer.vocab_size - 1
     check_tokens([drawn_from] if text is None else [drawn_from, int(text.max())], model.config)
     probes, skipped = make_probes(tokenizer, length, text, effort, seed)
-    own = cache_memory(model)
-    base = own if teacher is None else cache_memory(teacher)
-    columns: list[tuple[Column, PreTrainedModel, tuple[int, int] | None]] = []
+    prompts = None
+    if text is not None:
+        prompts = blocks(text, PROMPT_TOKENS, effort.prompts).ids
+        if not len(prompts) or PROMPT_TOKENS + effort.new_tokens > length:
+            skipped["generation"] = f"it needs {PROMPT_TOKENS + effort.new_tokens} tokens of text and positions"
+            prompts = None
+    models = _models_to_compare(model, teacher, controls, length)
+    judge = teacher if teacher is not None else model if cache_memory(model).fixed == 0 else None
+    expected = None if prompts is None or judge is None else greedy(judge, prompts, effort.new_tokens)
+    total, done = len(models) * (len(probes) + (prompts is not None)), count(1)
 
-    def add(name: str, each: PreTrainedModel, memory: CacheMemory, view: tuple[int, int] | None = None) -> None:
-        worth = memory.worth(base, length) if base.per_token and not base.fixed else None  # a softmax model
-        columns.append((Column(name, memory, memory.after(length), worth), each, view))
+    def part_done() -> None:
+        if progress is not None:
+            progress(next(done), total)
 
-    if teacher is not None:
-        add("softmax", teacher, base)
-    if controls is None:
-        controls = [] if teacher is None else [(max(1, round(own.worth(base, length)) - SINKS), SINKS)]
-    for window, sinks in controls:
-        name = f"window {window} + {sinks} sinks"
-        others: dict[str, Any] = {"sliding": base.sliding, "recurrent": base.recurrent}
-        limited = CacheMemory(0, base.per_token * window, base.per_token * sinks, 0, **others)
-        add(name, teacher or model, limited, (window, sinks))
-    add("this model", model, own)
-
-    prompts = None if text is None else blocks(text, PROMPT_TOKENS, effort.prompts).ids
-    has_prompts = prompts is not None and len(prompts) > 0 and PROMPT_TOKENS + effort.new_tokens <= length
-    if text is not None and not has_prompts:
-        skipped["generation"] = f"it needs {PROMPT_TOKENS + effort.new_tokens} tokens of text and positions"
-    total, done = len(columns) * (len(probes) + has_prompts), 0
-    judge = teacher if teacher is not None else model if own.fixed == 0 else None
-    wanted: Tensor | None = None
-    if prompts is not None and has_prompts and judge is not None:
-        wanted = greedy(judge, prompts, effort.new_tokens)
-    for column, each, view in columns:
-        with nullcontext() if view is None else window_and_sinks(each, *view):
+    for column, measured, view in models:
+        with nullcontext() if view is None else window_and_sinks(measured, *view):
             for probe in probes:
-                column.figures += run_probe(each, probe)
-                done += 1
-                if progress is not None:
-                    progress(done, total)
-            if prompts is not None and has_prompts:
-                best = greedy(each, prompts, effort.new_tokens) if each is not judge or view is not None else wanted
-                drawn = sampled(each, prompts, effort.new_tokens, seed)
-        if prompts is not None and has_prompts:
-            same = None if wanted is None or best is None else agreement(best, wanted)
+                column.figures += run_probe(measured, probe)
+                part_done()
+            if prompts is not None:
+                is_judge = measured is judge and view is None
+                likely = expected if is_judge else greedy(measured, prompts, effort.new_tokens)
+                drawn = sampled(measured, prompts, effort.new_tokens, seed)
+        if prompts is not None:
+            same = None if expected is None or likely is None else agreement(likely, expected)
             nats = None if judge is None else nats_of(judge, prompts, drawn)
             column.written = WrittenText(same, nats, repeated_ngrams(drawn))
-            done += 1
-            if progress is not None:
-                progress(done, total)
+            part_done()
     protocol = (
         f"rows of at most {length} tokens; {effort.text_tokens:,} tokens of text per context length, the first of a row not "
         f"counted; {effort.books} phone books of each size; up to {effort.needles} needles of each length at {len(DEPTHS)} "
         f"depths; {effort.prompts} prompts of {PROMPT_TOKENS} tokens continued by {effort.new_tokens}; seed {seed}"
     )
-    return RecallReport([column for column, _, _ in columns], seed, protocol, skipped)
+    return RecallReport([column for column, _, _ in models], seed, protocol, skipped)
+
+
+def _models_to_compare(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    controls: Sequence[tuple[int, int]] | None,
+    length: int,
+) -> list[tuple[Column, PreTrainedModel, tuple[int, int] | None]]:
+    """Return a column, a model, and the window and sinks that it is limited to, of all that `recall_suite` measures."""
+    memory = cache_memory(model)
+    base = memory if teacher is None else cache_memory(teacher)
+
+    def column(name: str, memory: CacheMemory) -> Column:
+        is_softmax = base.per_token and not base.fixed
+        return Column(name, memory, memory.after(length), memory.worth(base, length) if is_softmax else None)
+
+    if controls is None:
+        controls = [] if teacher is None else [(max(1, round(memory.worth(base, length)) - SINKS), SINKS)]
+    models: list[tuple[Column, PreTrainedModel, tuple[int, int] | None]] = []
+    if teacher is not None:
+        models.append((column("softmax", base), teacher, None))
+    for window, sinks in controls:
+        limited = replace(base, window=base.per_token * window, sinks=base.per_token * sinks, per_token=0)
+        models.append((column(f"window {window} + {sinks} sinks", limited), teacher or model, (window, sinks)))
+    return [*models, (column("this model", memory), model, None)]
 
 
 def check_model(model: Any, tokenizer: Any, teacher: Any, max_length: int | None) -> int:
@@ -333,7 +338,7 @@ def check_model(model: Any, tokenizer: Any, teacher: Any, max_length: int | None
     if model.config.is_encoder_decoder:
         raise InputError(
             "the recall suite is for decoders that stand alone: its probes are texts to be continued. For a model with an "
-            "encoder use --task translation or --task summarization."
+            "encoder use hf-rfa score."
         )
     if tokenizer is None:
         raise InputError(

@@ -1,0 +1,178 @@
+"""The benchmark: its models are one model, its caches are at the position that is timed, its figures are written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from hf_rfa import InputError, RFAGPT2Config, bench
+from hf_rfa.bench.measure import interleaved, peak_bytes
+from hf_rfa.bench.models import cache_at, step_inputs
+from hf_rfa.inference import cache_num_bytes
+from hf_rfa.models.cache_names import cache_argument
+from tests.conftest import tiny_parent_config
+from tests.families import FAMILIES, base_config, every_family
+
+
+@every_family
+def test_the_models_have_the_same_weights_and_caches_at_the_same_position(family):
+    softmax, rfa = bench.pair(base_config(family), 40, window_size=3)
+    others = dict(rfa.named_parameters())
+    assert all(torch.equal(parameter, others[name]) for name, parameter in softmax.named_parameters())
+    sizes = {}
+    for model in (softmax, rfa):
+        inputs = step_inputs(model, 2, 7)
+        for position in (5, 30):
+            cache = cache_at(model, inputs, position)
+            assert cache.get_seq_length() == position
+            sizes[model, position] = cache_num_bytes(cache)
+            model(**inputs, **cache_argument(cache))
+            assert cache.get_seq_length() == position + 1
+    assert sizes[softmax, 30] > sizes[softmax, 5]
+    assert sizes[rfa, 30] == sizes[rfa, 5]
+
+
+@every_family
+def test_a_converted_checkpoint_is_timed_as_it_is(family):
+    """Beside its softmax parent, whose weights it shares; layers that stayed softmax have their own keys and values."""
+    parent = base_config(family)
+    options = {"feature_map": "elu", "gate": True, "window_size": 5, "softmax_layers": [1]}
+    config = FAMILIES[family].rfa_config.from_base(parent, **options)
+    softmax, rfa = bench.pair(config, 40)
+    expected = bench.pair(parent, 40, **options)
+    for model, other in zip((softmax, rfa), expected, strict=True):
+        assert type(model) is type(other)
+        theirs = {name: value for name, value in other.config.to_dict().items() if name != "architectures"}
+        assert {name: model.config.to_dict().get(name) for name in theirs} == theirs
+    others = dict(rfa.named_parameters())
+    assert all(torch.equal(parameter, others[name]) for name, parameter in softmax.named_parameters())
+    inputs = step_inputs(rfa, 2, 7)
+    cache = cache_at(rfa, inputs, 30)
+    own = getattr(cache, "self_attention_cache", cache)
+    lengths = [layer.get_seq_length() for layer in own.layers[: config.num_layers_for("causal")]]
+    assert lengths == [30] * len(config.cache_layer_types())
+    assert own.layers[1].keys.shape[-2] == 30
+    rfa(**inputs, **cache_argument(cache))
+    with pytest.raises(InputError, match="has its own gate"):
+        bench.pair(config, 40, gate=True)
+
+
+def test_a_memory_at_a_position_has_counted_the_tokens_before_it():
+    _, rfa = bench.pair(tiny_parent_config(), 60, window_size=4, num_sinks=3)
+    for position in (3, 4, 30):
+        cache = cache_at(rfa, step_inputs(rfa, 2, 0), position)
+        assert cache.get_seq_length() == position
+        assert all(memory.count.tolist() == [position] * 2 for layer in cache.layers for memory in layer.memories)
+
+
+def test_a_static_cache_is_as_long_as_it_says():
+    softmax, _ = bench.pair(tiny_parent_config(), 60)
+    cache = cache_at(softmax, step_inputs(softmax, 1, 0), 20, room=8)
+    assert isinstance(cache, StaticCache)
+    assert cache.get_seq_length() == 20
+    assert cache.layers[0].keys.shape[-2] == 28
+    assert isinstance(cache_at(softmax, step_inputs(softmax, 1, 0), 20), DynamicCache)
+
+
+def test_contestants_run_in_turn():
+    order = []
+    times = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, 3, torch.device("cpu"), warmup=1)
+    assert order == ["a", "b"] * 4
+    assert set(times) == {"a", "b"}
+
+
+def test_the_command_writes_figures_and_pictures(run_cli, tmp_path, capsys):
+    tiny_parent_config().save_pretrained(tmp_path)
+    tasks = [word for task in ("decoding", "prefill", "training") for word in ("--task", task)]
+    options = ["--lengths", "8,32", "--batches", "1,2", "--steps", 2, "--static", "--output", tmp_path / "speed"]
+    assert run_cli("bench", "--model", tmp_path, *tasks, *options) == 0
+    found = json.loads((tmp_path / "speed.json").read_text())
+    for task, points in found["points"].items():
+        assert [(point["batch"], point["length"]) for point in points] == [(1, 8), (1, 32), (2, 8), (2, 32)]
+        names = {"softmax", "RFA"} | ({"softmax, static cache"} if task == "decoding" else set())
+        assert all(set(point["milliseconds"]) == names for point in points)
+        assert all(set(point["cache_bytes"]) == names for point in points) or sys.platform != "linux"
+        assert (tmp_path / f"speed-{task}.png").read_bytes().startswith(b"\x89PNG")
+    RFAGPT2Config.from_base(tiny_parent_config(), feature_map="elu").save_pretrained(tmp_path)
+    assert run_cli("bench", "--model", tmp_path, "--lengths", "8", "--steps", 1, *options[-2:]) == 0
+    assert json.loads((tmp_path / "speed.json").read_text())["options"]["feature_map"] == "elu"
+    assert "speed-up" in capsys.readouterr().out
+
+
+BUSY, FREE = [(1.0, 2, 2), (2.0, 2, 1), (9, 16, 8)], [(0.2, 2, 2), (1.0, 2, 1), (6.0, 16, 8)]
+
+
+@pytest.mark.parametrize(("load", "cores", "threads", "warned"), [(*each, each in BUSY) for each in BUSY + FREE])
+def test_figures_say_on_how_many_threads_and_beside_what_they_were_measured(
+    load, cores, threads, warned, run_cli, tmp_path, monkeypatch, capsys
+):
+    """Threads that find no core of their own wait for others' work, and at every operation for each other."""
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    monkeypatch.setenv("COLUMNS", "150")
+    titles = []
+    monkeypatch.setattr(bench, "plot", lambda points, path, title: titles.append(title))
+    tiny_parent_config(n_layer=1).save_pretrained(tmp_path)
+    options = ["--lengths", "8", "--batches", "1", "--steps", 1, "--output", tmp_path / "speed"]
+    assert run_cli("bench", "--model", tmp_path, *options) == 0
+    said = capsys.readouterr()
+    assert ("OMP_NUM_THREADS" in said.err) == warned
+    words = f"{threads} thread{'s' if threads > 1 else ''} on {cores} cores, load {load:.1f}"
+    assert words in " ".join(said.out.split())
+    assert words in titles[0]
+    found = json.loads((tmp_path / "speed.json").read_text())
+    assert (found["threads"], found["cores"], found["load"]) == (threads, cores, load)
+
+
+def test_compiled_steps_stay_compiled(monkeypatch):
+    """Past the first steps no graph is made any more, beside each other and at other points."""
+    softmax, rfa = bench.pair(tiny_parent_config(n_layer=1), 96)
+    made = []
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    counts = []
+    for steps in (1, 12):
+        found = bench.decoding(softmax, rfa, lengths=[8, 40], batches=[2], steps=steps, compiled=True)
+        counts.append(len(made))
+        made.clear()
+    assert set(found[0].milliseconds) == {"softmax", "softmax, compiled", "RFA", "RFA, compiled"}
+    assert counts[0] == counts[1]
+    assert 0 < counts[0] <= 2 * 2 * 3, "more than three graphs a model and point"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+def test_the_peak_of_a_call_is_its_own():
+    """Whatever was taken before, and whatever is given back at its end."""
+    for size in (50, 200, 50, 100):
+        peak = peak_bytes(lambda: torch.ones(size, 2**18).sum(), torch.device("cpu"))  # noqa: B023 (called at once)
+        assert peak == pytest.approx(size * 2**20, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--lengths", "8,a"], "--lengths must be whole numbers"),
+        (["--batches", "0"], "--batches must be whole numbers"),
+        (["--dtype", "int4"], "Invalid value for '--dtype'"),
+        (["--task", "prefill", "--static"], "are about decoding"),
+        (["--model", "bart-base", "--task", "training"], "timed at decoding"),
+        (["--model", "./nowhere"], "cannot read the configuration"),
+        (["--feature-map", "none"], "cannot make the models"),
+        (["--device", "nonsense"], "cannot make the models"),
+        (["--device", "cuda:99"], "cannot make the models"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(options, match, run_cli, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_cli("bench", *options) == 1
+    assert match in capsys.readouterr().err

@@ -1,0 +1,51 @@
+"""``benchmarks.phone_books``: what it counts, against answers that are known."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks import phone_books
+from hf_rfa.convert import convert
+from hf_rfa.evaluation.recall.scoring import Rows
+from tests.conftest import DEMO_MODEL
+
+
+def test_an_answer_is_right_if_all_of_its_tokens_are():
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval()
+    torch.manual_seed(0)
+    ids = torch.randint(5, 60, (3, 6))
+    with torch.no_grad():
+        for place in (4, 5):  # what the model would write
+            ids[:, place] = model(ids[:, :place]).logits[:, -1].argmax(-1)
+    ids[1, 5] = (ids[1, 5] + 1) % model.config.vocab_size
+    ids[2, 3] = (ids[2, 3] + 1) % model.config.vocab_size  # not scored, but both answers follow from it
+    with torch.no_grad():
+        ids[2, 4] = (model(ids[2:, :4]).logits[0, -1].argmax() + 1) % model.config.vocab_size
+    scored = (torch.arange(6) > 3).expand(3, -1)
+    right, _ = phone_books.answers(model, Rows(ids, scored))
+    assert right.tolist() == [True, False, False]
+
+
+def test_a_model_that_sees_as_much_answers_as_its_parent(tmp_path, monkeypatch, capsys):
+    options = {"preset": "exact", "num_sinks": 1, "num_slots": 0}
+    convert(DEMO_MODEL, tmp_path / "wide", **options, window_size=128)
+    convert(DEMO_MODEL, tmp_path / "narrow", **options, window_size=2)
+    words = ["phone_books", DEMO_MODEL, tmp_path / "wide", tmp_path / "narrow", "--window", "128+1", "--books", "6"]
+    monkeypatch.setattr(sys, "argv", [*map(str, words), "--entries", "3"])
+    phone_books.main()
+    cells = [[each.strip() for each in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[-4:]]
+    softmax, window, wide, narrow = cells
+    assert window[0] == "window 128 + 1 sinks"
+    assert softmax[1:3] == window[1:3] == wide[1:3]
+    assert window[3:] == wide[3:] == ["0", "0"]
+    assert narrow[2] != softmax[2]
+
+
+def test_a_window_is_two_numbers(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["phone_books", str(DEMO_MODEL), "--window", "60"])
+    with pytest.raises(SystemExit, match="2"):
+        phone_books.main()

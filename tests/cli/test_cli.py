@@ -1,0 +1,250 @@
+"""The command line, run as a user runs it."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_rfa import __version__
+from hf_rfa.convert.options import ConversionOptions, help_texts
+from hf_rfa_cli import convert as cli_convert
+from hf_rfa_cli import train
+from tests.conftest import DEMO_MODEL, DEMO_TEXT
+
+SCRIPT = Path(sys.executable).parent / "hf-rfa"
+
+
+def run(*arguments, check=True) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    command = [str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=check, env=environment)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    folder = tmp_path_factory.mktemp("cli") / "rfa"
+    return folder, run("convert", DEMO_MODEL, folder, "--max-positions", "2048", "--num-features", "32")
+
+
+def test_convert_prints_its_table(converted):
+    folder, result = converted
+    assert (folder / "README.md").is_file()
+    for words in ("attention layers converted", "4 of 4", "state per sequence", "cache at 2,048 tokens"):
+        assert words in result.stdout
+    assert "Traceback" not in result.stderr
+    assert "Warning" not in result.stderr
+
+
+def test_evaluate_states_its_protocol(converted):
+    result = run("evaluate", converted[0], DEMO_TEXT, "--context-length", "256", "--max-tokens", "2000")
+    assert float(re.search(r"perplexity ([\d.]+)", result.stdout).group(1)) < 250
+    assert "disjoint windows of 256 tokens" in result.stdout
+    assert "1,992 of 2,000 tokens counted" in result.stdout
+
+
+def test_generate_streams_and_reports(converted):
+    result = run("generate", converted[0], "--prompt", "Call me", "--max-new-tokens", "12", "--ignore-eos")
+    assert result.stdout.startswith("Call me")
+    assert re.search(r"12 tokens in [\d.]+ s \([\d.]+ tokens/s\), cache [\d,]+ bytes", result.stderr)
+    beams = run("generate", converted[0], "--prompt", "Call me", "--max-new-tokens", "12", "--num-beams", "2")
+    assert beams.stdout.startswith("Call me")
+    sampled = [
+        run("generate", converted[0], "--prompt", "Call", "--max-new-tokens", "9", "--sample", "--seed", seed).stdout
+        for seed in ("1", "1", "2")
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of the inductor's imports
+def test_generate_compiles(converted, run_cli, capsys):
+    """The same text, from both models."""
+    options = ("--prompt", "Call me", "--prompt", "The", "--max-new-tokens", "12")
+    for model in (converted[0], DEMO_MODEL):
+        torch._dynamo.reset()
+        assert run_cli("generate", model, *options) == 0
+        assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        expected = capsys.readouterr().out
+        assert run_cli("generate", model, *options, "--compile") == 0
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        assert capsys.readouterr().out == expected
+        torch._dynamo.utils.counters.clear()
+
+
+def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypatch, capsys):
+    lines = ["The whale", "It was the ship"]
+    (tmp_path / "prompts.txt").write_text("\n".join(lines) + "\n")
+    monkeypatch.chdir(tmp_path)
+    shown = []
+    both = ("--prompt", lines[0], "--prompt", lines[1])
+    for options in (both, ("--prompt-file", "prompts.txt"), ("--prompt-file", "-")):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+        common = ("--max-new-tokens", 5, "--batch-size", 2, "--prompt", "He said")
+        assert run_cli("generate", DEMO_MODEL, *common, *options) == 0
+        shown.append(capsys.readouterr().out)
+    places = [shown[0].index(text) for text in ("He said", *lines)]
+    assert places == sorted(places)
+    assert shown[0] == shown[1] == shown[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["convert", "./nothing", "out"], "there is no folder ./nothing"),
+        (["convert", DEMO_MODEL, "out", "--layers", "a"], "--layers takes all, none, or indices and ranges"),
+        (["convert", DEMO_MODEL, "out", "--layers", "9"], "indices from 0 to 3"),
+        (["convert", DEMO_MODEL, "out", "--feature-map", "nope"], "feature_map='nope' is unknown"),
+        (["evaluate", DEMO_MODEL, "missing.txt"], "there is no text file missing.txt"),
+        (["evaluate", DEMO_MODEL, "."], "there is no text file ."),
+        (
+            ["evaluate", DEMO_MODEL, DEMO_TEXT, "--context-length", "0"],
+            "'--context-length': it must be at least 2, got 0",
+        ),
+        (["evaluate", DEMO_MODEL, DEMO_TEXT, "--stride", "-1"], "'--stride': it must be at least 1, got -1"),
+        (["evaluate", DEMO_MODEL], "Missing argument 'TEXT'"),
+        (["score", DEMO_MODEL, DEMO_TEXT, "--references", "."], "there is no text file ."),
+        (["score", DEMO_MODEL, DEMO_TEXT, "--save-predictions", "a/b"], "cannot write to"),
+        (["score", DEMO_MODEL, DEMO_TEXT, "--task", "summarization", "--bleu-tokenizer", "zh"], "has no effect with"),
+        (["distill", "a", "--teacher", "b", "--data", "."], "there is no text file ."),
+        (["distill", "a", "--teacher", "b", "--data", DEMO_TEXT, "--transfer-steps", "-1"], "it must be at least 0"),
+        (["convert", DEMO_MODEL, "out", "--seed", "-1"], "'--seed': it must be at least 0"),
+        (["convert", DEMO_MODEL, "out", "--window-size", "-1"], "'--window-size': it must be at least 0"),
+        (["convert", DEMO_MODEL, "out", "--calibrate", "."], "there is no text file ."),
+        (["bench", "--window-size=-1"], "'--window-size': it must be at least 0, got -1"),
+        (["bench", "--steps", "0"], "'--steps': it must be at least 1, got 0"),
+        (["bench", "--output", "no/where"], "cannot write to"),
+        (["convrt"], "No such command 'convrt'. Did you mean 'convert'? See hf-rfa --help."),
+        (["convert", DEMO_MODEL, "out", "--nothing"], "No such option: --nothing See hf-rfa convert --help."),
+        (["convert", DEMO_MODEL], "Missing"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "0"], "it must be above 0, got 0.0"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "-1"], "it must be above 0, got -1.0"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "nan"], "it must be above 0, got nan"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "inf"], "it must be above 0, got inf"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--top-k", "-1"], "it must be at least 0, got -1"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--top-p", "2"], "above 0 and at most 1, got 2.0"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--top-p", "nan"], "above 0 and at most 1, got nan"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--seed", "-1"], "at least 0 and at most 4294967295, got -1"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--seed", 2**32], "at least 0 and at most 4294967295"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--dtype", "int4"], "'--dtype'"),
+        (["generate", DEMO_MODEL], "pass --prompt or --prompt-file"),
+        (["generate", DEMO_MODEL, "--chat"], "pass --prompt or --prompt-file"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--compile", "--num-beams", "2"], "--compile is not for beams"),
+        (["generate", DEMO_MODEL, "--prompt", ""], "prompt 1 of 1 is empty"),
+        (["generate", DEMO_MODEL, "--prompt-file", "missing.txt"], "there is no text file missing.txt"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--temperature", "0.5"], "pass --sample"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--max-new-tokens", "5000"], "--max-positions"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_1(arguments, words, run_cli, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_cli(*arguments) == 1
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("error:") == 1
+    assert error.endswith("\n")
+    assert error.partition("error:")[2].count("\n") == 1
+    assert "Loading weights" not in error or "--max-positions" in words  # how long a prompt is, its tokenizer knows
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["-h"], [], ["convert", "-h"], ["generate", "m", "--top-k", "-1"], ["--version"], ["convrt"]],
+)
+def test_what_runs_nothing_loads_nothing(arguments):
+    """A command imports torch and transformers, which take seconds, once it has something to do."""
+    code = (
+        "import sys\nfrom hf_rfa_cli.main import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'hf_rfa'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_installed_command_is_the_light_one():
+    (found,) = entry_points(group="console_scripts", name="hf-rfa")
+    assert found.value == "hf_rfa_cli.main:main"
+    assert "from hf_rfa_cli.main import main" in SCRIPT.read_text()
+
+
+def test_version_and_help():
+    assert run("--version").stdout.split() == ["hf-rfa", __version__]
+    assert run("-h").stdout == run("--help").stdout == run().stdout
+    for command in ("convert", "distill", "evaluate", "score", "recall", "generate", "bench"):
+        shown = run(command, "-h").stdout
+        assert "--help" in shown
+        assert "bool" not in shown
+
+
+def test_finetune_lists_its_options(run_cli, capsys):
+    """transformers' parser prints them, not typer's."""
+    assert run_cli("finetune", "--help") == 0
+    options = capsys.readouterr().out
+    for name in ("block-length", "feature-map-rate", "learning-rate", "recipe", "small", "output OUTPUT_DIR"):
+        assert f"--{name}" in options
+    assert "-h, --help" in options
+    assert "--bf16 [true|false]" in options
+    assert "--output_dir" not in options, "names have dashes"
+
+
+@pytest.mark.parametrize(
+    "words", [["--output", "new"], ["--output=new"], ["--output_dir", "new"], ["--output-dir=new"]]
+)
+def test_the_output_has_one_name_and_transformers_own(words):
+    given = ["--model", "old/", "--task", "clm", "--train", "t.txt", "--bf16", "false", "--resume"]
+    values = train.finetune_values([*given, *words])
+    assert (values["output_dir"], values["resume"], values["bf16"]) == ("new", True, False)
+    assert train.finetune_values(given)["output_dir"] == "old-finetuned"
+
+
+def test_a_few_tokens_are_scored_with_a_warning(run_cli, tmp_path, capsys):
+    (tmp_path / "few.txt").write_text("He said")
+    for text, few in ((tmp_path / "few.txt", True), (DEMO_TEXT, False)):
+        assert run_cli("evaluate", DEMO_MODEL, text, "--max-tokens", 1100) == 0
+        shown = capsys.readouterr()
+        counted = re.search(r"([\d,]+) of [\d,]+ tokens counted", " ".join(shown.out.split()))[1]
+        assert (f"warning: {counted} tokens were scored" in " ".join(shown.err.split())) == few
+
+
+def test_layers_are_read_as_indices_and_ranges():
+    assert cli_convert._layers("--layers", "0,2,4-7") == [0, 2, 4, 5, 6, 7]
+    assert [cli_convert._layers("--layers", text) for text in (None, "all", "none")] == [None, "all", []]
+
+
+@pytest.mark.parametrize(
+    ("words", "trained"),
+    [([], None), (["--transfer-steps", "3"], "features"), (["--end-to-end-steps", "3"], "model")],
+)
+def test_options_reach_the_conversion(words, trained, run_cli, tmp_path, monkeypatch):
+    given = {}
+    monkeypatch.setattr(cli_convert, "_convert", lambda *paths, **options: given.update(options) or sys.exit(0))
+    words = [*words, *(["--data", DEMO_TEXT] if trained else ["--calibrate", DEMO_TEXT])]
+    words += ["--preset", "mixed", "--memory", 80, "--sinks", 2, "--no-gate", "--retrieval-heads", "1.2,0.1"]
+    words += ["--config", "unit_norm=true", "--config", "chunk_size=9"]
+    assert run_cli("convert", "parent", tmp_path / "out", *words) == 0
+    for name in ("overwrite", "command"):
+        given.pop(name, None)
+    assert given.pop("trained", None) == trained
+    assert ConversionOptions(**given) == ConversionOptions(
+        preset="mixed",
+        memory=80,
+        num_sinks=2,
+        gate=False,
+        retrieval_heads=[[1, 2], [0, 1]],
+        config={"unit_norm": True, "chunk_size": 9},
+        calibrate_on=DEMO_TEXT,
+    )
+
+
+def test_help_says_a_thing_in_two_sentences_at_most():
+    for name, text in help_texts().items():
+        assert len(text) < 240, name
+        assert len(re.findall(r"\.(?: |$)", text)) <= 2, name

@@ -1,0 +1,84 @@
+"""Commands say at once what they do, and bars what really runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from hf_rfa.convert import convert, pipeline
+from hf_rfa.convert.base_model import rfa_layers
+from tests.conftest import DEMO_MODEL, DEMO_TEXT, words
+
+#: Runs a command that ends as soon as anything looks for torch.
+WITHOUT_TORCH = """
+import sys
+
+class Guard:
+    def find_spec(self, name, *rest):
+        if name == "torch":
+            raise SystemExit(77)
+
+sys.meta_path.insert(0, Guard())
+from hf_rfa_cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (["convert", "a", "b"], "converting a to b"),
+        (["convert", "a", "b", "--transfer-steps", "2", "--data", DEMO_TEXT], "converting a to b"),
+        (["convert", "a", "b", "--import", "module.py"], "importing module.py"),
+        (["distill", "a", "--teacher", "b", "--data", DEMO_TEXT], "distilling a from b"),
+        (["finetune", "--model", "a", "--task", "clm", "--train", "b"], "preparing the fine-tuning"),
+        (["finetune", "--help"], "listing the options"),
+        (["evaluate", "a", DEMO_TEXT], f"evaluating a on {DEMO_TEXT}"),
+        (["score", "a", DEMO_TEXT], f"scoring a on {DEMO_TEXT}"),
+        (["recall", "a"], "measuring the recall of a"),
+        (["generate", "a", "--prompt", "x"], "loading a"),
+        (["bench", "--model", "a", "--task", "prefill"], "timing a (prefill)"),
+    ],
+)
+def test_the_first_line_comes_before_torch_is_imported(command, line, tmp_path):
+    (tmp_path / "module.py").write_text("import torch")
+    words = [sys.executable, "-c", WITHOUT_TORCH, *map(str, command)]
+    run = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert run.returncode == 77, run.stderr
+    assert run.stderr.splitlines() == [f"{line} …"]
+    assert run.stdout == ""
+
+
+def test_of_several_processes_one_says_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    words = [sys.executable, "-c", WITHOUT_TORCH, "finetune", "--model", "a"]
+    assert subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False).stderr == ""
+
+
+def test_bars_name_what_is_scored(tmp_path, monkeypatch):
+    steps: list[str] = []
+    scored = []
+    score_labels = pipeline.score_labels
+
+    def score(model: Any, batches: Any) -> Any:
+        scored.append((steps[-1], bool(rfa_layers(model))))
+        return score_labels(model, batches)
+
+    monkeypatch.setattr(pipeline, "score_labels", score)
+    (tmp_path / "text.txt").write_text(words(600))
+    convert(
+        DEMO_MODEL,
+        tmp_path / "out",
+        num_features=8,
+        calibrate_on=tmp_path / "text.txt",
+        progress=lambda step, total: steps.append(step) if step else None,
+    )
+    names = ["scoring before calibration", "scoring the base model", "scoring the result"]
+    assert scored == list(zip(names, [True, False, True], strict=True))
+    assert steps == [
+        *("checking the checkpoint", "loading the weights", names[0], "calibrating", names[1], names[2]),
+        *("comparing attention weights", "writing", "checking the result"),
+    ]

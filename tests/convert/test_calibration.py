@@ -1,0 +1,161 @@
+"""Calibration: each step finds what it looks for."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_rfa import FEATURE_MAPS
+from hf_rfa.convert import convert
+from hf_rfa.convert.activations import LayerActivations
+from hf_rfa.convert.attention_weights import key_exponents
+from hf_rfa.convert.calibration import (
+    GATE_TIME_SCALES,
+    _Comparison,
+    _set_log_scale,
+    _set_temperature,
+    calibrate,
+    calibrate_layer,
+    output_at_hand,
+)
+from hf_rfa.convert.calibration_data import batches
+from hf_rfa.evaluation.perplexity import score_labels
+from tests.families import make, softmax_model
+
+
+def test_calibration_brings_attention_closer_to_the_parent(tiny_parent, tmp_path):
+    report = convert(tiny_parent, tmp_path / "out")
+    assert all(sum(gain.after) < sum(gain.before) for gain in report.gains)
+
+
+def test_a_window_is_calibrated_to_the_features(tiny_parent, tmp_path):
+    """Maps whose φ has another scale than the softmax kernel get a shift; it lowers the divergence."""
+    for feature_map in ("hedgehog", "elu", "positive"):
+        report = convert(tiny_parent, tmp_path / feature_map, preset="rfa", feature_map=feature_map, window_size=3)
+        assert all(sum(gain.after) < sum(gain.before) for gain in report.gains)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / feature_map)
+        assert float(model.transformer.h[0].attn.feature_map.window_shift.detach().abs().max()) > 0
+        layers = model(torch.ones(1, 5, dtype=torch.long)).past_key_values.layers
+        assert report.state_bytes == sum(tensor.numel() * 4 for layer in layers for tensor in layer.tensors().values())
+
+
+def test_one_heavy_key_does_not_set_the_scale_of_all_others():
+    """The median key's features have mass 1; under a mean they would have next to none."""
+    torch.manual_seed(0)
+    keys = torch.randn(2, 101, 6)
+    keys[:, 7] *= 4
+    feature_map = FEATURE_MAPS["hedgehog"](num_heads=2, head_dim=6)
+    _set_log_scale(feature_map, keys)
+    with torch.no_grad():
+        masses = feature_map.key(keys[None])[0].sum(-1)
+    torch.testing.assert_close(masses.median(dim=1).values, torch.ones(2))
+    assert (masses.mean(1) > 5).all()
+
+
+def test_the_heaviest_keys_keep_their_proportions():
+    """A few keys far heavier than the others, and new ones heavier still: none is cut off, none drowns another."""
+    feature_map = FEATURE_MAPS["hedgehog"](num_heads=2, head_dim=6)
+    keys = torch.randn(2, 101, 6)
+    keys[:, 7, 0], keys[:, 8, 0] = 140.0, 120.0
+    _set_log_scale(feature_map, keys)
+    heavy = torch.cat([keys[:, 7:9], 1.05 * keys[:, 7:8]], dim=1)[None]
+    with torch.no_grad():
+        exponents = key_exponents(feature_map, feature_map.key_input(heavy)).amax(-1)
+        found = feature_map.key(heavy).amax(-1).log()
+    torch.testing.assert_close(found.diff(), exponents.diff(), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_every_step_brings_attention_closer_to_the_parent():
+    """With one of them undone, and the best temperature for what is left, every head is farther from its softmax weights."""
+    layer = make("gpt2", {"n_embd": 48, "n_head": 6, "num_features": 32}).transformer.h[0].attn
+    feature_map = layer.feature_map
+    mix, width = torch.randn(6, 8, 8) / 8**0.5, torch.linspace(-0.7, 0.7, 8).exp()
+    # Correlated, of other widths on the two sides, and neither of mean 0.
+    query, key = (torch.randn(1, 6, 64, 8) @ (mix * each) + torch.randn(6, 1, 8) for each in (width, 1 / width))
+    sample = LayerActivations(query, key, torch.randn_like(key))
+    calibrate_layer(layer, sample)
+    assert (feature_map.sigma != 1).any()
+    masses = feature_map.key(key)[0].sum(-1)
+    torch.testing.assert_close(masses.median(dim=1).values, torch.ones(6), msg="of the keys at the temperature chosen")
+    comparison = _Comparison(layer, sample, None)
+    calibrated = comparison.divergence()
+    constants = {name: tensor.clone() for name, tensor in feature_map.state_dict().items()}
+    mean_query, mean_key = sample.queries().mean(1), sample.keys().mean(1)
+    undone = {
+        "shape": {"projection": feature_map.draw(0), "feature_bias": torch.zeros(6, 32)},
+        "mean of the queries": {"key_shift": mean_key},
+        "mean of the keys": {"key_shift": constants["balance"].square() * mean_query},
+        "balance": {"balance": torch.ones(6, 8), "key_shift": mean_key + mean_query},
+    }
+    for name, values in undone.items():
+        feature_map.load_state_dict(constants | values)
+        _set_temperature(feature_map, sample.keys(), comparison)
+        assert (comparison.divergence() > calibrated).all(), name
+
+
+def distance_sample(decays: torch.Tensor, length: int) -> LayerActivations:
+    """Return queries and keys with softmax weights g^(i − j), [H], before they are normalised.
+
+    In the one dimension that tells keys apart they are so negative that elu features do not tell them apart; a second one,
+    large and the same for all keys, takes from a query's scores what its position adds.
+    """
+    query, key = torch.zeros(2, 1, len(decays), length, 8)
+    rates = -decays.log()[:, None] * 8**0.5
+    positions, below, large = torch.arange(float(length)), length + 10, 100
+    query[..., 0], key[..., 0] = rates, positions - below
+    query[..., 1], key[..., 1] = rates * (below - positions) / large, large
+    return LayerActivations(query, key, torch.randn_like(key))
+
+
+@pytest.mark.parametrize(("window", "left"), [(0, 1e-5), (5, 1e-2)])  # a window's shift is the same for all queries
+def test_the_gates_find_the_spans_of_softmax_attention(window, left):
+    model = make("gpt2", {"gate": True, "feature_map": "elu", "window_size": window}, n_positions=64)
+    layer = model.transformer.h[0].attn
+    spans = torch.tensor([1 / 8, 1.0, max(GATE_TIME_SCALES)]) * 64
+    sample, hidden = distance_sample(1 - 1 / spans, 64), torch.randn(1, 64, 24)
+    before = _Comparison(layer, sample, hidden).best_divergence()
+    calibrate_layer(layer, sample, hidden)
+    torch.testing.assert_close(layer.gate.bias.detach().exp() + 1, spans)
+    after = _Comparison(layer, sample, hidden).divergence()
+    assert (after < left).all()
+    assert after[0] < before[0] / 5
+    assert not layer.gate.weight.any()
+
+
+def test_a_gate_does_not_make_the_start_worse(tiny_parent, tmp_path):
+    plain = convert(tiny_parent, tmp_path / "plain", preset="rfa")
+    gated = convert(tiny_parent, tmp_path / "gated", preset="rfa", gate=True)
+    for without, with_gate in zip(plain.gains, gated.gains, strict=True):
+        for old, new in zip(without.after, with_gate.after, strict=True):
+            assert new < old + 2e-3  # the longest span is 16 times the positions, not infinite
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bart"])
+def test_what_the_base_model_made_of_the_text_is_scored_without_making_it_again(family):
+    """Rows of different lengths, which are scored in another order."""
+    fields = {} if family == "bart" else {"window_size": 4, "num_slots": 2}
+    model = make(family, {"num_features": 8} | fields)
+    base_model = softmax_model(model, family)
+    mask = (torch.arange(40) < torch.tensor([[40], [12], [25]])).long()
+    ids = torch.randint(4, 61, (3, 40))
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    if family == "bart":
+        inputs |= {"decoder_input_ids": ids.flip(1), "decoder_attention_mask": mask}
+    _, output = calibrate(model, base_model, inputs, on_layer=lambda: None)
+    computed = Mock(return_value=None)
+    blocks = next(module for module in base_model.modules() if isinstance(module, nn.ModuleList))
+    blocks[0].register_forward_hook(lambda *args: computed())
+    expected = score_labels(base_model, batches(inputs))
+    calls = computed.call_count
+    with output_at_hand(base_model, inputs, output):
+        scored = score_labels(base_model, batches(inputs))
+    assert computed.call_count == calls > 0
+    assert scored.tokens == expected.tokens
+    assert scored.nats == pytest.approx(expected.nats, rel=1e-6)
+    assert score_labels(base_model, batches(inputs)) == expected

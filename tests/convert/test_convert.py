@@ -1,0 +1,450 @@
+"""Conversion: it keeps every weight and repeats itself. What it refuses is in test_convert_refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+import transformers
+import typer
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import RevisionNotFoundError
+from safetensors.torch import load_file
+from torch.nn.functional import interpolate
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2LMHeadModel,
+)
+
+from hf_rfa import FEATURE_MAPS
+from hf_rfa.convert import ConversionOptions, convert
+from hf_rfa.convert import checkpoint as checkpoint_module
+from hf_rfa.convert.base_model import softmax_base_model
+from hf_rfa.convert.calibration_data import random_inputs
+from hf_rfa.inference import cache_num_bytes
+from hf_rfa_cli.main import app, main
+from tests.conftest import (
+    DEMO_MODEL,
+    DEMO_TEXT,
+    copy_of,
+    leftovers,
+    refused,
+    save_tiny_tokenizer,
+    shared,
+    tiny_parent_config,
+)
+from tests.families import base_config, has_encoder, save_softmax_model
+
+SCRIPT = Path(sys.executable).parent / "hf-rfa"
+
+
+def load(folder: Path):
+    """Load a model that generates."""
+    auto_class = AutoModelForCausalLM if "gpt2" in (folder / "config.json").read_text() else AutoModelForSeq2SeqLM
+    return auto_class.from_pretrained(folder).eval()
+
+
+#: Sources of different lengths for the tiny models.
+SOURCES = "".join(" ".join(f"w{4 + (7 * i + j * j) % 57}" for j in range(3 + i % 9)) + "\n" for i in range(40))
+
+
+CONVERTED = [("gpt2", name) for name in sorted(FEATURE_MAPS)]
+CONVERTED += [(family, name) for family in ("bart", "marian") for name in ("positive", "gaussian", "elu")]
+
+
+@pytest.mark.parametrize(("family", "name"), CONVERTED)
+def test_every_feature_map_converts_and_keeps_every_weight(family, name, parents, tmp_path):
+    options = {} if not has_encoder(family) else {"encoder_layers": "all"}
+    options |= {"preset": "exact", "num_slots": 0} if name == "none" else {"preset": "rfa", "gate": True}
+    report = convert(parents[family], tmp_path / "out", feature_map=name, **options)
+    parent, result = (load_file(folder / "model.safetensors") for folder in (parents[family], tmp_path / "out"))
+    for key, tensor in parent.items():
+        assert torch.equal(result[key], tensor), key
+    added = set(result) - set(parent)
+    assert bool(added) == (name != "none")
+    assert all(".feature_map." in key or re.search(r"\.(self_)?attn\.gate\.", key) for key in added)
+    assert report.max_logit_difference == 0
+    model = load(tmp_path / "out")
+    assert report.num_parameters == sum(p.numel() for p in model.parameters())
+    ids = torch.full((1, 4), 5)
+    inputs = {} if not has_encoder(family) else {"decoder_input_ids": ids}
+    assert report.state_bytes == cache_num_bytes(model(ids, **inputs).past_key_values)
+    if not has_encoder(family):
+        assert report.layers == {"causal": (2, 2)}
+        assert report.cache_bytes == {96: 2 * 2 * 24 * 96 * 4}
+    else:
+        assert report.layers == {"causal": (3, 3), "cross": (3, 3), "encoder": (2, 2)}
+        assert report.cache_bytes == {96: 2 * 2 * 3 * 24 * 96 * 4}  # of output and source, in 3 layers
+    assert leftovers(tmp_path) == ["out"]
+
+
+def test_conversion_is_reproducible_and_the_seed_matters(tiny_parent, tmp_path):
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        convert(tiny_parent, tmp_path / name, seed=seed)
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b
+    assert a != c
+
+
+def test_the_parents_dropout_does_not_act(tiny_parent, tmp_path):
+    """Neither in its own answers nor in the queries and keys that calibration sees."""
+    parent, found = GPT2LMHeadModel.from_pretrained(tiny_parent), []
+    for rate in (0.0, 0.4):
+        parent.config.update({"resid_pdrop": rate, "embd_pdrop": rate, "attn_pdrop": rate})
+        parent.save_pretrained(tmp_path / f"parent-{rate}")
+        convert(tmp_path / f"parent-{rate}", tmp_path / f"out-{rate}", keep_softmax=1)
+        report = json.loads((tmp_path / f"out-{rate}" / "conversion.json").read_text())
+        weights = (tmp_path / f"out-{rate}" / "model.safetensors").read_bytes()
+        found.append((report["gains"], report["sensitivities"], weights))
+    assert found[1] == found[0]
+
+
+def test_paper_map_has_few_extra_parameters(tmp_path):
+    """σ: one number per head and dimension (Peng et al. 2021 report less than 0.1 %)."""
+    config = tiny_parent_config(vocab_size=5000, n_embd=192)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "parent")
+    report = convert(
+        tmp_path / "parent", tmp_path / "out", preset="rfa", feature_map="gaussian", config={"unit_norm": True}
+    )
+    assert report.added_parameters == 2 * 192
+    assert report.added_parameters < 0.001 * report.num_parameters
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtype(dtype, tiny_parent, tmp_path):
+    convert(tiny_parent, tmp_path / "out", dtype=dtype)
+    expected = getattr(torch, dtype)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors["transformer.wte.weight"].dtype == expected
+    assert tensors["transformer.h.0.attn.feature_map.projection"].dtype == torch.float32
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "count"), [("gpt2", 97), ("gpt2", 192), ("gpt2", 500), ("bart", 200), ("marian", 200)]
+)
+def test_positions_are_extended(family, count, parents, tmp_path):
+    """Learned tables are stretched by linear interpolation, from the first to the last position; sinusoids continued."""
+    convert(parents[family], tmp_path / "out", max_positions=count)
+    model, parent = load(tmp_path / "out"), load(parents[family])
+    assert model.config.max_position_embeddings == count
+    if not has_encoder(family):
+        tables = [(model.transformer.wpe, parent.transformer.wpe)]
+    else:
+        sides = [(model.get_encoder(), parent.get_encoder()), (model.get_decoder(), parent.get_decoder())]
+        tables = [(mine.embed_positions, theirs.embed_positions) for mine, theirs in sides]
+    for new, old in ((mine.weight.detach(), theirs.weight.detach()) for mine, theirs in tables):
+        if family == "marian":
+            assert torch.equal(new[:96], old)
+            assert new.shape[0] == count
+        else:
+            offset = 2 if family == "bart" else 0  # rows before position 0
+            assert torch.equal(new[:offset], old[:offset])
+            stretched = interpolate(old[offset:].T[None], size=count, mode="linear", align_corners=True)[0].T
+            torch.testing.assert_close(new[offset:], stretched)
+    ids = torch.randint(4, 61, (1, count))
+    with torch.no_grad():
+        inputs = {} if not has_encoder(family) else {"decoder_input_ids": ids}
+        assert torch.isfinite(model(ids, **inputs).logits).all()
+    if not has_encoder(family):
+        output = model.generate(ids[:, : count - 20], max_new_tokens=20, eos_token_id=None, pad_token_id=0)
+        assert output.shape[1] == count
+
+
+@pytest.mark.parametrize(
+    ("name", "auto_class"),
+    [
+        ("GPT2ForSequenceClassification", AutoModelForSequenceClassification),
+        ("GPT2Model", AutoModel),
+        ("BartModel", AutoModel),
+        ("BartForSequenceClassification", AutoModelForSequenceClassification),
+        ("BartForQuestionAnswering", AutoModelForQuestionAnswering),
+        ("BartForCausalLM", AutoModelForCausalLM),
+        ("MarianModel", AutoModel),
+    ],
+)
+def test_other_heads(name, auto_class, tmp_path):
+    family = {"GPT2": "gpt2", "Bart": "bart", "Mari": "marian"}[name[:4]]
+    config = base_config(family, pad_token_id=1, **({"num_labels": 4} if name.endswith("Classification") else {}))
+    getattr(transformers, name)(config).save_pretrained(tmp_path / "parent")
+    save_tiny_tokenizer(tmp_path / "parent")
+    convert(tmp_path / "parent", tmp_path / "a")
+    model = auto_class.from_pretrained(tmp_path / "a")
+    assert type(model).__name__ == f"RFA{name}"
+    if name.endswith("Classification"):
+        head = model.score if not has_encoder(family) else model.classification_head.out_proj
+        assert head.out_features == 4
+    if has_encoder(family) and name != "BartForCausalLM":  # for a decoder alone the text is no block of 96 tokens
+        (tmp_path / "text").write_text(SOURCES)
+        options = {"calibrate_on": tmp_path / "text", "preset": "rfa"}  # a window would hold all of its short lines
+        report = convert(tmp_path / "parent", tmp_path / "b", **options)
+        assert report.perplexities is None
+        assert all(gain.after < gain.before for gain in report.gains)
+
+
+def test_sharded_source(tiny_parent, tmp_path):
+    GPT2LMHeadModel.from_pretrained(tiny_parent).save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
+    convert(tmp_path / "sharded", tmp_path / "a")
+    convert(tiny_parent, tmp_path / "b")
+    shards = sorted((tmp_path / "a").glob("*.safetensors"))
+    assert len(shards) > 1, "a source in shards gives a result in shards"
+    a = {key: tensor for shard in shards for key, tensor in load_file(shard).items()}
+    b = load_file(tmp_path / "b" / "model.safetensors")
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in b)
+
+
+def test_the_most_sensitive_layers_can_stay_softmax(tiny_parent, tmp_path):
+    """Against models that are converted in one layer only."""
+    report = convert(tiny_parent, tmp_path / "out", keep_softmax=1, preset="rfa", num_features=4)
+    expected = {}
+    parent = GPT2LMHeadModel.from_pretrained(tiny_parent).eval()
+    ids = random_inputs(parent.config, seed=0)["input_ids"]
+    with torch.no_grad():
+        theirs = parent(ids).logits.log_softmax(-1)
+        for layer in (0, 1):
+            convert(tiny_parent, tmp_path / f"only{layer}", layers=[layer], preset="rfa", num_features=4)
+            alone = AutoModelForCausalLM.from_pretrained(tmp_path / f"only{layer}")
+            expected[layer] = float((theirs.exp() * (theirs - alone(ids).logits.log_softmax(-1))).sum(-1).mean())
+    assert [each.layer for each in report.sensitivities] == sorted(expected, key=lambda layer: -expected[layer])
+    for each in report.sensitivities:
+        assert each.divergence == pytest.approx(expected[each.layer], rel=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.softmax_layers == [report.sensitivities[0].layer]
+    assert report.command.endswith("--preset rfa --num-features 4 --keep-softmax 1")
+    assert report.layers == {"causal": (1, 2)}
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / f"only{report.sensitivities[1].layer}")(ids).logits
+        assert torch.equal(model(ids).logits, logits)
+
+
+def test_the_report_holds_every_head_and_its_picture(tiny_parent, tmp_path):
+    report = convert(tiny_parent, tmp_path / "out", preset="rfa", window_size=4, gate=True)
+    saved = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert saved == json.loads(json.dumps(report.to_dict()))
+    assert [len(gain["after"]) for gain in saved["gains"]] == [3, 3]
+    assert (tmp_path / "out" / "attention.png").read_bytes().startswith(b"\x89PNG")
+    assert "attention.png" in ModelCard.load(tmp_path / "out" / "README.md").content
+
+
+def test_model_card_states_command_and_figures(tmp_path):
+    report = convert(DEMO_MODEL, tmp_path / "out", calibrate_on=DEMO_TEXT, num_features=64)
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert report.command in card.content
+    assert card.data.library_name == "transformers"
+    for _, value in report.rows():
+        assert value in card.content
+    assert report.perplexities.calibrated < report.perplexities.swapped
+    assert report.perplexities.softmax < report.perplexities.calibrated
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("Call me")["input_ids"] == AutoTokenizer.from_pretrained(DEMO_MODEL)("Call me")["input_ids"]
+
+
+MANY = {"preset": "rfa", "feature_map": "gaussian", "num_features": 9, "gate": True, "layers": [0], "seed": 5}
+MANY |= {"max_positions": 128, "config": {"orthogonal": False, "redraw_pool": 4}}
+EACH_KIND = {"layers": [1], "cross_layers": [0, 2], "encoder_layers": [1], "window_size": 2}
+EACH_KIND |= {"config": {"unit_norm": True}}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "converted"),
+    [
+        ("gpt2", MANY, {"causal": [0]}),
+        ("bart", {"layers": []}, {"causal": [], "cross": [0, 1, 2], "encoder": []}),
+        ("bart", {"cross_layers": []}, {"causal": [0, 1, 2], "cross": [], "encoder": []}),
+        ("bart", EACH_KIND, {"causal": [1], "cross": [0, 2], "encoder": [1]}),
+    ],
+)
+def test_the_command_on_the_card_gives_the_same_checkpoint(family, options, converted, parents, tmp_path):
+    """And the checkpoint says which attention is converted, loads, trains a step and generates."""
+    report = convert(parents[family], tmp_path / "a", **options)
+    assert {kind: found for kind, (found, _) in report.layers.items()} == {k: len(v) for k, v in converted.items()}
+    model = load(tmp_path / "a")
+    fields = json.loads((tmp_path / "a" / "config.json").read_text())
+    for name, kind in model.config.SOFTMAX_LAYERS.items():
+        count = model.config.num_layers_for(kind)
+        kept = [index for index in range(count) if index not in converted[kind]]
+        assert fields[name] == kept
+        noted = any(note.startswith(f"The {kind} attention of layer") and "is softmax" in note for note in report.notes)
+        assert noted == (kept != [] and kind != "encoder")
+    ids = torch.randint(4, 61, (2, 7))
+    model.train()(ids, labels=ids).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    output = model.eval().generate(ids, max_new_tokens=6, num_beams=2, eos_token_id=None, pad_token_id=1)
+    assert output.shape == (2, 13 if not has_encoder(family) else 7)
+    command = report.command.replace(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert command.startswith("hf-rfa convert ")
+    subprocess.run([SCRIPT, *command.split()[1:]], check=True, capture_output=True)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_the_softmax_base_model_shares_memory_and_is_the_parent(tiny_parent, tmp_path):
+    convert(tiny_parent, tmp_path / "out")
+    parent = GPT2LMHeadModel.from_pretrained(tiny_parent).eval()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    twin = softmax_base_model(model, "GPT2LMHeadModel", parent.config)
+    ids = torch.randint(1, 61, (2, 20))
+    with torch.no_grad():
+        assert torch.equal(twin(ids).logits, parent(ids).logits)
+    assert twin.transformer.wte.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
+
+
+def test_the_command_line_has_every_option():
+    """Names, defaults, help and bounds are those of `ConversionOptions`; feature map and gate depend on what follows.
+
+    Heads are read as text, for they may be a number or named.
+    """
+    parameters = {each.name: each for each in typer.main.get_command(app).commands["convert"].params}
+    for field in dataclasses.fields(ConversionOptions):
+        shown = parameters[field.name]
+        assert shown.help
+        assert shown.rich_help_panel
+        read = {"retrieval_heads": str(field.default)}
+        assert shown.default == read.get(field.name, field.default)
+
+
+# Shared checkpoints
+
+
+@pytest.mark.parametrize("path", ["data/checkpoints/gpt2-sort", "data/checkpoints/gpt2-names", "models/gpt2-wiki-mini"])
+def test_shared_checkpoints_convert_reload_and_generate(path, tmp_path):
+    report = convert(shared(path), tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    output = model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert output.shape == (1, 9)
+    assert report.max_logit_difference == 0
+
+
+def test_the_sorting_model_still_sorts_often(tmp_path):
+    """gpt2-sort needs attention to every input; the swap alone keeps part of that, many features nearly all of it."""
+    convert(shared("data/checkpoints/gpt2-sort"), tmp_path / "out", preset="rfa", num_features=2048)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    inputs = torch.cartesian_prod(*[torch.arange(3)] * 6)
+    output = model.generate(
+        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
+    solved = (output[:, 6:] == inputs.sort(dim=1).values).all(1).float().mean()
+    assert float(solved) > 0.9
+
+
+def test_a_hub_name_works_offline_from_the_cache(tmp_path):
+    """The demo's checkpoint, laid into a hub cache as the model gpt2."""
+    repository = tmp_path / "hub" / "models--gpt2"
+    commit = "0" * 40
+    copy_of(DEMO_MODEL, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    options = {"env": environment, "capture_output": True, "text": True, "check": False, "cwd": tmp_path}
+    found = subprocess.run([SCRIPT, "convert", "gpt2", "out"], **options)
+    assert found.returncode == 0, found.stderr
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.base_model == "gpt2"
+    assert f"https://huggingface.co/gpt2/tree/{commit}" in card.content
+    assert f"commit is `{commit}`" in card.content
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["source_revision"] == commit
+    missing = subprocess.run([SCRIPT, "convert", "distilgpt2", "other"], **options)
+    assert missing.returncode == 1
+    for words in ("hub could not be reached", "HF_HUB_OFFLINE", "hf download distilgpt2"):
+        assert words in missing.stderr
+    assert not (tmp_path / "other").exists()
+    absent = subprocess.run([SCRIPT, "convert", "gpt2", "other", "--revision", "v2"], **options)
+    assert absent.returncode == 1
+    assert "in the revision v2" in absent.stderr
+    assert "hf download gpt2 --revision v2" in absent.stderr
+
+
+def test_a_revision_is_what_is_downloaded(tmp_path, monkeypatch):
+    """And what the teacher of attention transfer is."""
+    asked = []
+
+    def download(name, *, revision, **patterns):
+        asked.append((name, revision))
+        if revision not in (None, "v2"):
+            raise RevisionNotFoundError("no such", response=Mock())
+        folder = tmp_path / "snapshots" / (("1" if revision is None else "2") * 40)
+        return str(folder if folder.is_dir() else copy_of(DEMO_MODEL, folder))
+
+    monkeypatch.setattr(checkpoint_module, "snapshot_download", download)
+    for revision, commit in ((None, "1" * 40), ("v2", "2" * 40)):
+        report = convert("someone/gpt2", tmp_path / f"out-{revision}", num_features=8, revision=revision)
+        assert report.source_revision == commit
+        assert ("--revision v2" in report.command) == (revision == "v2")
+    assert asked == [("someone/gpt2", None), ("someone/gpt2", "v2")]
+    refused("has no revision v3. Pass a branch, a tag or a commit", "someone/gpt2", tmp_path, revision="v3")
+
+    given = {}
+    monkeypatch.setattr(
+        "hf_rfa.finetune.distill.distill", lambda *paths, **options: given.update(options) or sys.exit(0)
+    )
+    monkeypatch.setattr("hf_rfa_cli.convert._convert", lambda *paths, **options: None)
+    words = [
+        "convert",
+        "someone/gpt2",
+        tmp_path / "trained",
+        "--revision",
+        "v2",
+        "--transfer-steps",
+        1,
+        "--data",
+        DEMO_TEXT,
+    ]
+    monkeypatch.setattr(sys, "argv", ["hf-rfa", *map(str, words)])
+    with pytest.raises(SystemExit):
+        main()
+    assert Path(given["teacher"]).name == "2" * 40
+
+
+def test_options_come_as_an_object_and_as_fields(tiny_parent, tmp_path):
+    options = ConversionOptions(num_features=8, window_size=3, seed=2)
+    convert(tiny_parent, tmp_path / "object", options)
+    convert(tiny_parent, tmp_path / "fields", num_features=8, window_size=3, seed=2)
+    convert(tiny_parent, tmp_path / "both", ConversionOptions(num_features=8, seed=1), window_size=3, seed=2)
+    first, *others = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("object", "fields", "both"))
+    assert others == [first, first]
+
+
+def test_a_decoder_keeps_a_window_sinks_and_slots_by_default(tmp_path):
+    save_softmax_model("llama", tmp_path / "llama")
+    report = convert(tmp_path / "llama", tmp_path / "rfa")
+    config = AutoConfig.from_pretrained(tmp_path / "rfa")
+    assert (config.feature_map, config.window_size, config.num_sinks, config.num_slots) == ("none", 31, 4, 28)
+    assert report.command == f"hf-rfa convert {tmp_path / 'llama'} {tmp_path / 'rfa'}"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "rfa").eval()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval()
+    ids = torch.randint(3, 61, (2, 90))
+    with torch.no_grad():
+        found, expected = (each(ids).logits for each in (model, base))
+    torch.testing.assert_close(found[:, :31], expected[:, :31], atol=1e-4, rtol=1e-4)  # the window holds all
+    assert (found - expected)[:, 70:].abs().max() > 1e-3
+
+
+def test_gpt2_keeps_exact_tokens_and_features_in_the_bytes_of_128_features(tiny_parent, tmp_path):
+    report = convert(tiny_parent, tmp_path / "out")
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.feature_map, config.num_features) == ("positive", 64)
+    assert (config.window_size, config.num_sinks, config.num_slots) == (14, 4, 14)
+    features = convert(tiny_parent, tmp_path / "features", preset="rfa")
+    assert features.feature_dims == {"causal": 128}
+    assert report.state_bytes == features.state_bytes + 2 * 4  # every layer counts tokens
+
+
+def test_the_default_of_causal_attention_leaves_cross_attention_its_features(tiny_seq2seq_parents, tmp_path):
+    assert convert(tiny_seq2seq_parents["bart"], tmp_path / "out").feature_dims == {"causal": 64, "cross": 256}

@@ -1,0 +1,351 @@
+"""Conversion of models with an encoder, and evaluation by generation."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from evaluate import Metric
+from huggingface_hub import ModelCard
+from transformers import BartForCausalLM
+
+from hf_rfa.convert import InputError, calibration_data, convert
+from hf_rfa.convert.activations import LayerActivations
+from hf_rfa.convert.base_model import softmax_base_model
+from hf_rfa.convert.calibration import calibrate_layer
+from hf_rfa.convert.calibration_data import add_outputs, text_sources
+from hf_rfa.convert.sensitivity import measure_sensitivity
+from hf_rfa.evaluation.generation_scores import BleuMetric, RougeMetric, evaluate_generation
+from hf_rfa.evaluation.perplexity import score_labels
+from hf_rfa.inference import generate_text, load_model
+from hf_rfa.io.text_io import read_pairs
+from tests.cli.test_cli import run
+from tests.conftest import DEMO_MODEL, leftovers, refused, save_tiny_tokenizer, shared, tiny_seq2seq_config, words
+from tests.convert.test_convert import SOURCES
+from tests.families import make, softmax_model
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    (tmp_path / "sources.txt").write_text(SOURCES)
+    return tmp_path / "sources.txt"
+
+
+def test_features_are_counted_apart(tiny_seq2seq_parents, tmp_path):
+    """Peng et al. 2021, section 4.2: D = 64 for causal and 128 for cross attention."""
+    options = {"preset": "rfa", "feature_map": "gaussian", "config": {"unit_norm": True}, "gate": True}
+    report = convert(tiny_seq2seq_parents["bart"], tmp_path / "a", **options)
+    assert report.feature_dims == {"causal": 128, "cross": 256}
+    counts = {"num_features": 5, "num_cross_features": 7, "num_encoder_features": 9, "encoder_layers": "all"}
+    report = convert(tiny_seq2seq_parents["bart"], tmp_path / "b", **options, **counts)
+    assert report.feature_dims == {"causal": 10, "cross": 14, "encoder": 18}
+    assert "--num-cross-features 7" in report.command
+
+
+@pytest.mark.parametrize("family", ["bart", "marian"])
+def test_calibration_on_text_brings_every_kind_closer_to_the_parent(family, text, tiny_seq2seq_parents, tmp_path):
+    """The parent answers the sources itself; padding between them plays no part."""
+    report = convert(tiny_seq2seq_parents[family], tmp_path / "out", calibrate_on=text, encoder_layers="all")
+    assert len(report.gains) == 8
+    assert all(sum(gain.after) < sum(gain.before) for gain in report.gains)
+    assert report.perplexities.own_outputs
+    assert report.perplexities.calibrated < report.perplexities.swapped
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert "the base model's own outputs" in card.content
+    assert "AutoModelForSeq2SeqLM" in card.content
+
+
+def test_answers_of_the_parent_are_masked_after_their_end(text, tiny_seq2seq_parents, tmp_path):
+    convert(tiny_seq2seq_parents["bart"], tmp_path / "out")
+    model, tokenizer = load_model(str(tmp_path / "out"))
+    config = tiny_seq2seq_config("bart", eos_token_id=2)
+    twin = softmax_base_model(model, "BartForConditionalGeneration", config)
+    sources = text_sources(tokenizer, [text.read_text()], 96)
+    assert sources["input_ids"].shape[0] == 40
+    answers = add_outputs(twin, sources)
+    for row in range(40):
+        ids = sources["input_ids"][row][sources["attention_mask"][row].bool()][None]
+        alone = twin.generate(ids, max_new_tokens=95, num_beams=1, do_sample=False)[0]
+        kept = answers["decoder_attention_mask"][row].bool()
+        assert answers["decoder_input_ids"][row][kept].tolist() == alone[:-1].tolist()
+        labels = answers["labels"][row]
+        assert labels[labels != -100].tolist() == alone[1:].tolist()
+
+
+@torch.no_grad()
+def test_padding_does_not_enter_the_calibration():
+    """The same sources, with padding after them and without: the same constants."""
+    model = make("bart", {"softmax_encoder_layers": []})
+    layers = {"cross": model.model.decoder.layers[0].encoder_attn, "encoder": model.model.encoder.layers[0].self_attn}
+    for kind, layer in layers.items():
+        heads, width = layer.num_heads, layer.head_dim
+        query, key = torch.randn(2, heads, 6, width), torch.randn(2, heads, 9, width)
+        query = key if kind == "encoder" else query
+        constants = []
+        for pads in (0, 4):
+            mask = torch.ones(2, 9 + pads, dtype=torch.bool)
+            mask[:, 9:] = False
+            padded = torch.cat([key, torch.full((2, heads, pads, width), 50.0)], dim=2)
+            rows = padded if kind == "encoder" else query
+            calibrate_layer(layer, LayerActivations(rows, padded, padded, mask if kind == "encoder" else None, mask))
+            constants.append({name: tensor.clone() for name, tensor in layer.feature_map.state_dict().items()})
+        for name in constants[0]:
+            torch.testing.assert_close(constants[1][name], constants[0][name], msg=f"{kind} {name}")
+
+
+@torch.no_grad()
+def test_a_perplexity_is_the_mean_over_tokens_and_not_over_batches(tiny_seq2seq_parents, monkeypatch):
+    monkeypatch.setattr(calibration_data, "SCORED_TOKENS", 12)  # two rows at a time
+    model, _ = load_model(str(tiny_seq2seq_parents["bart"]))
+    rows, counts = torch.randint(4, 61, (5, 6)), (6, 1, 4, 2, 5)
+    kept = torch.tensor([[index < count for index in range(6)] for count in counts])
+    inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows), "decoder_input_ids": rows.flip(1)}
+    inputs |= {"decoder_attention_mask": kept.long(), "labels": rows.masked_fill(~kept, -100)}
+    losses = [float(model(**{key: each[n : n + 1] for key, each in inputs.items()}).loss) for n in range(5)]
+    expected = math.exp(sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts))
+    score = score_labels(model, calibration_data.batches(inputs))
+    assert score.perplexity == pytest.approx(expected, rel=1e-5)
+    assert score.tokens == sum(counts)
+
+
+@torch.no_grad()
+def test_the_perplexity_of_a_decoder_alone_is_that_of_the_next_token(tiny_parent):
+    model, _ = load_model(str(tiny_parent), need_tokenizer=False)
+    ids = torch.randint(1, 61, (3, 20))
+    score = score_labels(model, [{"input_ids": ids[:2], "labels": ids[:2]}, {"input_ids": ids[2:], "labels": ids[2:]}])
+    expected = F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert score.nats == pytest.approx(float(expected), rel=1e-5)
+    assert score.tokens == 57
+
+
+@torch.no_grad()
+def test_padding_does_not_enter_the_sensitivity_of_a_layer():
+    """Sources and outputs of mixed lengths, padded in one batch: the mean over their tokens, each pair by itself."""
+    sizes = {"encoder_layers": 1, "decoder_layers": 1}
+    model = make("bart", {"softmax_encoder_layers": [], "num_features": 8}, **sizes)
+    parent = softmax_model(model, "bart", **sizes)
+    lengths = [(5, 9), (11, 2), (7, 4)]
+    pairs = [
+        {"input_ids": torch.randint(4, 61, (1, source)), "decoder_input_ids": torch.randint(4, 61, (1, output))}
+        for source, output in lengths
+    ]
+    padded = {
+        name: torch.cat([F.pad(pair[name], (0, 11 - pair[name].shape[1]), value=5) for pair in pairs])
+        for name in pairs[0]
+    }
+    for name, side in (("attention_mask", 0), ("decoder_attention_mask", 1)):
+        padded[name] = torch.tensor([[n < length[side] for n in range(11)] for length in lengths]).long()
+    found = measure_sensitivity(model, parent, padded, on_batch=lambda: None)
+    measured = [measure_sensitivity(model, parent, pair, on_batch=lambda: None) for pair in pairs]
+    alone = [{(each.kind, each.layer): each.divergence for each in of_pair} for of_pair in measured]
+    tokens = [output for _, output in lengths]
+    assert len(found) == 3
+    for each in found:
+        divergences = [single[each.kind, each.layer] for single in alone]
+        expected = sum(value * count for value, count in zip(divergences, tokens, strict=True)) / sum(tokens)
+        assert each.divergence == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_decoder_alone_calibrates_on_blocks_of_text(tmp_path):
+    BartForCausalLM(tiny_seq2seq_config("bart")).save_pretrained(tmp_path / "parent")
+    save_tiny_tokenizer(tmp_path / "parent")
+    (tmp_path / "text.txt").write_text(words(500))
+    report = convert(tmp_path / "parent", tmp_path / "out", calibrate_on=tmp_path / "text.txt")
+    assert report.layers == {"causal": (3, 3), "cross": (3, 3)}
+    assert len(report.gains) == 3, "nothing reaches cross attention"
+    assert not report.perplexities.own_outputs
+
+
+# Bad input
+
+
+def test_a_source_with_a_token_that_has_no_embedding(tiny_seq2seq_parents, tmp_path):
+    shutil.copytree(tiny_seq2seq_parents["bart"], tmp_path / "parent")
+    save_tiny_tokenizer(tmp_path / "parent", size=70)
+    (tmp_path / "text.txt").write_text("w5 w65\n" * 9)
+    match = "the tokenizer gives token 65, but the model's vocabulary has 61 entries"
+    refused(match, tmp_path / "parent", tmp_path, calibrate_on=tmp_path / "text.txt")
+    model, tokenizer = load_model(str(tmp_path / "parent"))
+    with pytest.raises(InputError, match=match):
+        generate_text(model, tokenizer, "w5 w65", max_new_tokens=3)
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    (tmp_path / "a.en").write_text("w5 w6\nw7\nw8 w9 w10\n")
+    (tmp_path / "a.de").write_text("w5\nw6\nw7\n")
+    (tmp_path / "short.de").write_text("w5\nw6\n")
+    (tmp_path / "gap.en").write_text("w5\n  \nw6\n")
+    (tmp_path / "long.en").write_text("w5\n" + "w6 " * 120 + "\nw7\n")
+    record = {"source": "w5", "target": "w6"}
+    (tmp_path / "b.jsonl").write_text(json.dumps(record) + "\n" + json.dumps({"source": "w5"}) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["a.en", "--references", "short.de"], "a.en has 3 lines, but short.de has 2"),
+        (["gap.en", "--references", "a.de"], "gap.en, line 2: the source is empty"),
+        (["long.en", "--references", "a.de"], "source 2 of 3 has 121 tokens, but the encoder has 96 positions"),
+        (["a.en"], "a.en holds no references"),
+        (["b.jsonl"], "b.jsonl, line 2: no string field 'target' (found: source)"),
+        (["a.en", "--references", "missing.de"], "there is no text file missing.de"),
+        (["a.en", "--references", "a.de", "--bleu-tokenizer", "x"], "bleu_tokenizer must be one of"),
+        (["a.en", "--references", "a.de", "--max-new-tokens", "96"], "this model has 96 positions"),
+        (["a.en", "--references", "a.de", "--save-predictions", "a.en"], "a.en exists and is kept"),
+        (["a.en", "--references", "a.de", "--save-predictions", "no/x"], "no, where no/x is to be"),
+    ],
+)
+def test_bad_pairs_are_refused(arguments, words, pairs, tiny_seq2seq_parents, monkeypatch, refused_command):
+    before = leftovers(pairs)
+    monkeypatch.chdir(pairs)
+    assert words in refused_command("score", tiny_seq2seq_parents["bart"], *arguments)
+    assert leftovers(pairs) == before
+
+
+def test_a_model_of_the_other_kind_is_refused(pairs, tiny_seq2seq_parents, monkeypatch, refused_command):
+    monkeypatch.chdir(pairs)
+    bart = tiny_seq2seq_parents["bart"]
+    alone = "is a gpt2 model, a decoder that stands alone, but this needs an encoder and a"
+    assert alone in refused_command("score", DEMO_MODEL, "a.en", "--references", "a.de")
+    paired = "is a bart model, an encoder and a decoder, but this needs a decoder that stands alone"
+    assert paired in refused_command("evaluate", bart, "a.en")
+
+
+def test_an_empty_or_too_long_source(tiny_seq2seq_parents):
+    model, tokenizer = load_model(str(tiny_seq2seq_parents["bart"]))
+    with pytest.raises(InputError, match="the source is empty"):
+        generate_text(model, tokenizer, " ", max_new_tokens=3)
+    with pytest.raises(InputError, match="source's tokens are 101, but this model has 96 positions"):
+        generate_text(model, tokenizer, "w5 " * 100, max_new_tokens=3)
+    with pytest.raises(InputError, match="start token and the new tokens are 97"):
+        generate_text(model, tokenizer, "w5", max_new_tokens=96)
+    with pytest.raises(InputError, match="3 sources and 2 references"):
+        evaluate_generation(model, tokenizer, ["w5"] * 3, ["w5"] * 2, task="translation")
+    with pytest.raises(InputError, match="no source"):
+        evaluate_generation(model, tokenizer, [], [], task="translation")
+    with pytest.raises(InputError, match="task must be one of translation, summarization, got 'qa'"):
+        evaluate_generation(model, tokenizer, ["w5"], ["w5"], task="qa")
+
+
+# Evaluation
+
+
+def test_pairs_are_read_line_by_line(tmp_path):
+    """Only newlines end a line: other separators, as U+2028, are part of it."""
+    (tmp_path / "a.txt").write_bytes("one\u2028two\r\nthree\x0bfour\nfive".encode())
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"1\n\n3\n"))
+    lines = ["one\u2028two", "three\x0bfour", "five"]
+    assert read_pairs(tmp_path / "a.txt", tmp_path / "b.txt.gz") == (lines, ["1", "", "3"])
+    assert read_pairs(tmp_path / "a.txt", tmp_path / "b.txt.gz", limit=1) == (["one\u2028two"], ["1"])
+    (tmp_path / "c.jsonl").write_text(json.dumps({"article": "a\nb", "summary": "c"}) + "\n")
+    fields = {"source_field": "article", "target_field": "summary"}
+    assert read_pairs(tmp_path / "c.jsonl", **fields) == (["a\nb"], ["c"])
+
+
+def test_metrics_load_offline_and_are_what_their_libraries_say():
+    predictions, references = ["the cat sat on the mat", "a dog"], ["the cat sat on a mat", "the dogs"]
+    bleu = BleuMetric(keep_in_memory=True)
+    assert isinstance(bleu, Metric)
+    found = bleu.compute(predictions=predictions, references=references)
+    # of 8, 6, 4 and 3 n-grams 5, 3, 2 and 1 match ("the" once only), and the lengths are equal
+    assert found["bleu"] == pytest.approx(100 * (5 / 8 * 3 / 6 * 2 / 4 * 1 / 3) ** 0.25)
+    assert "tok:13a" in found["signature"]
+    rouge = RougeMetric(keep_in_memory=True).compute(predictions=predictions, references=references)
+    # unigrams: 5 of 6 and 6 match; "dogs" is "dog" to the stemmer, 1 of 2
+    assert rouge["rouge1"] == pytest.approx(100 * (5 / 6 + 1 / 2) / 2)
+    # bigrams: the-cat, cat-sat, sat-on match, of 5 and 5
+    assert rouge["rouge2"] == pytest.approx(100 * (3 / 5 + 0) / 2)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_evaluation_generates_as_the_model_does(beams, pairs, tiny_seq2seq_parents):
+    model, tokenizer = load_model(str(tiny_seq2seq_parents["marian"]))
+    sources, references = read_pairs(pairs / "a.en", pairs / "a.de")
+    options = {"num_beams": beams, "max_new_tokens": 9}
+    done, given = [], {"task": "summarization", "batch_size": 2, "on_batch": lambda *progress: done.append(progress)}
+    found = evaluate_generation(model, tokenizer, sources, references, **given, **options)
+    assert done == [(2, 3), (3, 3)]
+    for source, prediction in zip(sources, found.predictions, strict=True):
+        ids = tokenizer(source, return_tensors="pt")["input_ids"]
+        output = model.generate(ids, do_sample=False, **options)
+        assert prediction == tokenizer.decode(output[0], skip_special_tokens=True).strip()
+    assert set(found.scores) == {"rouge1", "rouge2", "rougeL", "rougeLsum"}
+    assert ("3 beams" if beams == 3 else "greedy search") in found.protocol
+
+
+def test_sources_are_cut_if_asked(pairs, tiny_seq2seq_parents):
+    model, tokenizer = load_model(str(tiny_seq2seq_parents["bart"]))
+    sources, references = read_pairs(pairs / "long.en", pairs / "a.de")
+    options = {"task": "translation", "max_new_tokens": 4}
+    found = evaluate_generation(model, tokenizer, sources, references, truncate=True, **options)
+    cut = evaluate_generation(model, tokenizer, [sources[0], "w6 " * 95, sources[2]], references, **options)
+    assert found.predictions == cut.predictions
+
+
+def test_command_line_evaluates_and_saves_predictions(pairs, tiny_seq2seq_parents):
+    result = run(
+        *("score", tiny_seq2seq_parents["bart"], pairs / "a.en"),
+        *("--references", pairs / "a.de", "--max-new-tokens", "5", "--num-beams", "2", "--limit", "2"),
+        *("--save-predictions", pairs / "out.jsonl"),
+    )
+    assert "sacreBLEU" in result.stdout
+    assert "signature nrefs:1|case:mixed" in result.stdout
+    assert "Traceback" not in result.stderr
+    records = [json.loads(line) for line in (pairs / "out.jsonl").read_text().splitlines()]
+    assert [record["source"] for record in records] == ["w5 w6", "w7"]
+    assert all(set(record) == {"source", "target", "prediction"} for record in records)
+
+
+def test_command_line_generates_from_a_source(tiny_seq2seq_parents):
+    command = ("generate", tiny_seq2seq_parents["bart"], "--prompt", "w5 w6", "--max-new-tokens", "6")
+    assert "6 tokens in" in run(*command, "--ignore-eos").stderr
+    assert run(*command, "--num-beams", "3").stdout.strip()
+
+
+# Shared checkpoints
+
+
+@pytest.fixture(scope="module")
+def test_set() -> tuple[list[str], list[str]]:
+    folder = shared("data/multi30k")
+    return read_pairs(folder / "test_2016_flickr.en.gz", folder / "test_2016_flickr.de.gz")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("beams", "bleu"), [(1, 35.65), (4, 37.13)])
+def test_the_shared_model_has_its_published_bleu(beams, bleu, test_set):
+    model, tokenizer = load_model(str(shared("models/bart-multi30k-mini")), kind="seq2seq")
+    options = {"task": "translation", "num_beams": beams, "max_new_tokens": 60, "batch_size": 50}
+    found = evaluate_generation(model, tokenizer, *test_set, **options)
+    assert found.scores["sacreBLEU"] == pytest.approx(bleu, abs=0.05)
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_the_shared_model_converts_and_translates(count, test_set, tmp_path):
+    """Without any training: causal attention alone costs little, cross attention is what has to be trained."""
+    sentences = tmp_path / "sentences.txt"
+    with gzip.open(shared("data/multi30k/val.en.gz"), "rt", encoding="utf-8") as file:
+        sentences.write_text("".join(line for _, line in zip(range(300), file, strict=False)), encoding="utf-8")
+    found = {}
+    paper = {"preset": "rfa", "feature_map": "gaussian", "config": {"unit_norm": True}, "force": True}
+    for name, options in {"both": {}, "causal": {"cross_layers": []}, "paper": paper}.items():
+        report = convert(shared("models/bart-multi30k-mini"), tmp_path / name, calibrate_on=sentences, **options)
+        assert report.max_logit_difference == 0
+        model, tokenizer = load_model(str(tmp_path / name), kind="seq2seq")
+        pairs, options = [each[:count] for each in test_set], {"max_new_tokens": 60, "batch_size": 50}
+        for beams in (1, 4):
+            scored = evaluate_generation(model, tokenizer, *pairs, task="translation", num_beams=beams, **options)
+            found[name, beams] = scored.scores["sacreBLEU"]
+    print(found)  # noqa: T201
+    assert found["causal", 1] > 28, found
+    assert found["both", 1] > 15, found
+    assert found["both", 4] > 15, found
+    assert found["both", 1] > found["paper", 1], found

@@ -1,0 +1,209 @@
+"""Choosing retrieval heads: the gradient against differences, the head that copies, and the options of a conversion."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_rfa.convert import ConversionOptions, convert
+from hf_rfa.convert.base_model import rfa_layers, softmax_base_model
+from hf_rfa.convert.checkpoint import load_rfa_model, open_checkpoint
+from hf_rfa.convert.configuration import rfa_config
+from hf_rfa.convert.presets import with_preset
+from hf_rfa.convert.retrieval_heads import choose_retrieval_heads, exact_shares, repeated_passages
+from hf_rfa.errors import InputError
+from hf_rfa.evaluation.recall.memory import cache_memory
+from tests.conftest import leftovers
+from tests.families import save_softmax_model
+
+WINDOW = {"preset": "exact", "window_size": 4, "num_sinks": 2, "num_slots": 0}
+TEXT = "the cat sat on the mat and the dog ate the cat . " * 60
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def parent(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    save_softmax_model(request.param, folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def models(parent, **options):
+    checkpoint = open_checkpoint(parent)
+    config = rfa_config(checkpoint, with_preset(checkpoint, ConversionOptions(**WINDOW | options)))
+    model = load_rfa_model(checkpoint, config, "auto", torch.device("cpu"))
+    return model, softmax_base_model(model, checkpoint.architecture, checkpoint.config)
+
+
+@pytest.mark.parametrize("length", [22, 96, 1000])
+def test_blocks_end_with_passages_from_their_beginning(length):
+    ids = torch.arange(3 * length).view(3, length)
+    found, scored = repeated_passages(ids, seed=3)
+    size = int(length * 3 / 32)
+    start = length - 3 * size
+    assert torch.equal(found[:, :start], ids[:, :start])
+    assert not scored[:, :start].any()
+    assert scored.sum() == 3 * 3 * (size - max(1, size // 6))
+    for row in found:
+        for passage in row[start:].split(size):
+            assert torch.equal(passage, torch.arange(size) + passage[0])
+            assert passage[-1] % length < start - 2 * size  # far from where it is said again
+    assert torch.equal(repeated_passages(ids, seed=3)[0], found)
+    assert not torch.equal(repeated_passages(ids, seed=4)[0], found)
+
+
+def test_too_short_blocks_are_refused():
+    with pytest.raises(InputError, match="at least 21 tokens, got 21"):
+        repeated_passages(torch.zeros(1, 21, dtype=torch.long), seed=0)
+
+
+@torch.no_grad()
+def test_all_shares_of_exact_attention_are_the_softmax_model(parent):
+    model, base_model = models(parent)
+    layers = list(rfa_layers(model).values())
+    ids = torch.randint(3, 61, (2, 60))
+    plain = model(ids).logits
+    with exact_shares(layers, model.device) as shares:
+        torch.testing.assert_close(model(ids).logits, plain)
+        shares.fill_(1.0)
+        exact = model(ids).logits
+    torch.testing.assert_close(exact, base_model(ids).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(ids).logits, plain, rtol=0, atol=0)
+
+
+def test_the_first_head_is_that_of_the_steepest_descent(parent):
+    """Against differences of the divergence, in float64, for every head of every layer."""
+    model, base_model = models(parent)
+    model.double(), base_model.double()
+    layers = list(rfa_layers(model).values())
+    ids, scored = repeated_passages(torch.randint(3, 61, (2, 64)), seed=0)
+    expected = base_model(ids).logits[:, :-1].log_softmax(-1)
+    slopes = {}
+    with torch.no_grad(), exact_shares(layers, model.device) as shares:
+        for row, layer in enumerate(layers):
+            for head in range(shares.shape[1]):
+                values = []
+                for share in (1e-3, -1e-3):
+                    shares.zero_()
+                    shares[row, head] = share
+                    found = model(ids).logits[:, :-1].log_softmax(-1)
+                    each = (expected.exp() * (expected - found)).sum(-1)
+                    values.append(float(each[scored[:, 1:]].mean()))
+                slopes[layer.rfa_layer_idx, head] = values[0] - values[1]
+    inputs = {"input_ids": ids}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_rfa.convert.retrieval_heads.repeated_passages", lambda *args, **kwargs: (ids, scored))
+        (first,) = choose_retrieval_heads(model, base_model, inputs, 1, seed=0, on_head=lambda: None)
+    assert (first.layer, first.head) == min(slopes, key=slopes.get)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_that_of_the_model_made_of_them(parent):
+    model, base_model = models(parent)
+    layers, heads = len(rfa_layers(model)), model.config.num_heads_for("causal")
+    inputs = {"input_ids": torch.randint(3, 61, (2, 64))}
+    found = choose_retrieval_heads(model, base_model, inputs, 100, seed=0, on_head=lambda: None)
+    pairs = [[each.layer, each.head] for each in found]
+    assert len({tuple(pair) for pair in pairs}) == len(pairs) <= layers * (heads - 1)
+    assert [each.before for each in found[1:]] == pytest.approx([each.after for each in found[:-1]], rel=1e-4)
+    made, _ = models(parent, retrieval_heads=pairs)
+    ids, scored = repeated_passages(inputs["input_ids"], seed=0)
+    with torch.no_grad():
+        one, other = (each(ids).logits[:, :-1].log_softmax(-1) for each in (base_model, made))
+    divergence = float((one.exp() * (one - other)).sum(-1)[scored[:, 1:]].mean())
+    assert divergence == pytest.approx(found[-1].after, rel=1e-3, abs=1e-6)
+
+
+def test_a_number_is_chosen_reported_and_repeatable(parent, text, tmp_path):
+    options = {**WINDOW, "num_slots": 3, "retrieval_heads": 2, "retrieval_window": 20, "calibrate_on": text}
+    report = convert(parent, tmp_path / "out", **options)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    pairs = [[each.layer, each.head] for each in report.retrieval_heads]
+    assert model.config.retrieval_heads == pairs
+    assert model.config.retrieval_window == 20
+    assert len(pairs) in (1, 2)
+    memory = cache_memory(model)
+    assert memory.fixed == report.state_bytes
+    assert (memory.per_token, report.grows) == (0, False)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "--retrieval-heads 2 --retrieval-window 20" in card
+    assert f"{pairs[0][0]}.{pairs[0][1]}" in card
+    written = json.loads((tmp_path / "out" / "conversion.json").read_text())["retrieval_heads"]
+    assert [[each["layer"], each["head"]] for each in written] == pairs
+    assert convert(parent, tmp_path / "again", **options).retrieval_heads == report.retrieval_heads
+    by_hand = convert(parent, tmp_path / "hand", **options | {"retrieval_heads": pairs})
+    ids = torch.randint(3, 61, (1, 50))
+    with torch.no_grad():
+        other = AutoModelForCausalLM.from_pretrained(tmp_path / "hand")(ids).logits
+        assert torch.equal(model(ids).logits, other)
+    assert by_hand.retrieval_heads == ()
+    assert ",".join(f"{layer}.{head}" for layer, head in pairs) in by_hand.command
+
+
+@pytest.mark.parametrize("length", [30, 1024])
+def test_without_a_window_of_their_own_they_see_the_length_of_calibration_texts(parent, length, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_rfa.convert.presets.RETRIEVAL_WINDOW", length)
+    report = convert(parent, tmp_path / "out", **WINDOW, retrieval_heads=[[1, 0]])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.retrieval_window == min(length, 96)
+    assert not report.grows
+    assert report.state_bytes == cache_memory(model).fixed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"retrieval_window": 5}, "has no effect without retrieval_heads"),
+        ({"retrieval_heads": 1, "retrieval_window": 97}, "more than the 96 positions of .* Leave it out for 96"),
+        ({"retrieval_heads": 1, "retrieval_window": 0}, "retrieval_window must be at least 1"),
+        ({"retrieval_heads": 5}, "at most (4|3|2)"),
+        ({"retrieval_heads": [[7, 0]]}, "layers of"),
+        ({"retrieval_heads": -1}, "must be at least 0"),
+        (
+            {"retrieval_heads": 1, "memory": 12},
+            "memory=12 is of heads that keep the same.*--window-size, --sinks, --slots",
+        ),
+        ({"retrieval_heads": 1, "search": True}, "decides on retrieval_heads"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused(options, message, parent, text, tmp_path):
+    fixed = {} if {"memory", "search"} & {*options} else WINDOW
+    with pytest.raises(InputError, match=message):
+        convert(parent, tmp_path / "out", calibrate_on=text, **fixed, **options)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_number_is_for_decoders_with_a_head(tmp_path):
+    save_softmax_model("bart", tmp_path / "bart")
+    options = {**WINDOW, "cross_layers": []}
+    with pytest.raises(InputError, match=r"Name the heads \(layer.head\)"):
+        convert(tmp_path / "bart", tmp_path / "out", **options, retrieval_heads=1)
+    report = convert(
+        tmp_path / "bart",
+        tmp_path / "out",
+        **options | {"preset": "rfa", "cross_layers": None},
+        retrieval_heads=[[0, 1]],
+    )
+    assert not report.grows  # the encoder is softmax, and keeps nothing
+
+
+def test_the_command_line_takes_a_number_or_heads(parent, text, tmp_path, run_cli, capsys):
+    words = ["--feature-map", "none", "--window-size", 4, "--calibrate", text]
+    assert run_cli("convert", parent, tmp_path / "one", *words, "--retrieval-heads", 1) == 0
+    (found,) = json.loads((tmp_path / "one" / "conversion.json").read_text())["retrieval_heads"]
+    assert f"{found['layer']}.{found['head']}; KL" in capsys.readouterr().out
+    assert run_cli("convert", parent, tmp_path / "two", *words, "--retrieval-heads", "0.1,1.0") == 0
+    config = json.loads((tmp_path / "two" / "config.json").read_text())
+    assert config["retrieval_heads"] == [[0, 1], [1, 0]]
+    assert run_cli("convert", parent, tmp_path / "three", *words, "--retrieval-heads", "0-1") != 0
+    assert "layer.head of each such as 18.2,7.2" in " ".join(capsys.readouterr().err.split())

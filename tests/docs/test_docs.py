@@ -1,0 +1,169 @@
+"""The documentation: links lead somewhere, commands parse, code compiles, the API page is what `make docs` writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import typer
+
+import hf_rfa
+from hf_rfa import convert, evaluation, inference
+from hf_rfa_cli import main as cli
+from hf_rfa_cli import train as cli_train
+from hf_rfa_cli.options import UsageError
+from tests.conftest import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [path for folder in ("docs", "benchmarks/results") for path in sorted((ROOT / folder).glob("*.md"))]
+MODULES = [
+    path for folder in ("hf_rfa", "hf_rfa_cli", "convert", "finetune") for path in sorted((ROOT / folder).rglob("*.py"))
+]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Return a page's fenced blocks in a language, without their indent."""
+    found = re.findall(rf"(?m)^( *)```{language}\n((?:.*\n)*?) *```$", page.read_text())
+    return [re.sub(rf"(?m)^{indent}", "", text) for indent, text in found]
+
+
+def prose(page: Path) -> str:
+    """Return a page without its fenced blocks."""
+    return re.sub(r"(?m)^ *```.*\n(?:.*\n)*?^ *```$", "", page.read_text())
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the hub make them."""
+    found: set[str] = set()
+    for heading in re.findall(r"(?m)^#+ (.*)$", prose(page)):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-")
+        number = sum(1 for each in found if re.fullmatch(rf"{re.escape(anchor)}(-\d+)?", each))
+        found.add(f"{anchor}-{number}" if number else anchor)
+    return found
+
+
+@each_page
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"\w+://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {target}, of {sorted(anchors(file))}"
+
+
+@each_page
+def test_files_and_modules_that_are_named_exist(page):
+    for path in re.findall(
+        r"`((?:hf_rfa|hf_rfa_cli|convert|finetune|tests|docs|benchmarks|demo|examples)/[\w./-]*)`", page.read_text()
+    ):
+        assert (ROOT / path).exists(), f"{page.name}: {path}"
+    for module in re.findall(r"-m ((?:hf_rfa|benchmarks|demo)[\w.]*)", page.read_text()):
+        assert importlib.util.find_spec(module), f"{page.name}: {module}"
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{page.name}: {path}::{name}"
+
+
+@each_page
+def test_python_compiles(page):
+    for text in blocks(page, "python"):
+        if page.name != "api.md":  # signatures there
+            fragment = text.lstrip().startswith('"')  # an entry of a dictionary
+            compile(f"{{{text}}}" if fragment else text, page.name, "exec")
+
+
+@cache
+def commands() -> dict[str, typer.core.TyperCommand]:
+    return typer.main.get_command(cli.app).commands
+
+
+@cache
+def options_of(command: str) -> set[str]:
+    if command == "finetune":
+        return {*cli_train.finetune_parser()._option_string_actions, "--recipe", "--small"}
+    return {"--help", *(name for each in commands()[command].params for name in (*each.opts, *each.secondary_opts))}
+
+
+def parse(command: str, words: list[str]) -> None:
+    """Parse a command line as the program does, and run nothing."""
+    if command == "finetune":
+        cli_train.finetune_values(words)
+    else:
+        with patch.object(Path, "is_file", return_value=True):  # the files that pages name are not there
+            commands()[command].make_context(command, list(words))
+
+
+def command_lines(page: Path) -> list[tuple[str, bool]]:
+    """Return every ``hf-rfa …`` of a page, and whether it stands in a block, complete."""
+    found = []
+    for block in blocks(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in line.replace("-m hf_rfa_cli", "&& hf-rfa").split("&&"):
+                if part.strip().startswith("hf-rfa "):
+                    found.append((part.strip(), True))
+    return found + [(span, False) for span in re.findall(r"`(hf-rfa [^`]*)`", prose(page))]
+
+
+@each_page
+def test_commands_parse(page, tmp_path, monkeypatch):
+    (tmp_path / "my-own.yaml").write_text("{task: clm, train: book.txt, model: some}")
+    monkeypatch.chdir(tmp_path)
+    for line, complete in command_lines(page):
+        words = shlex.split(line, comments=True)[1:]
+        if words[0].startswith("-"):
+            assert words == ["--help"]
+            continue
+        assert words[0] in commands(), line
+        used = {word.split("=")[0] for word in words if word.startswith("--")}
+        assert used <= options_of(words[0]), f"{line}: {sorted(used - options_of(words[0]))}"
+        if complete and not {"…", "--help"} & set(words):
+            parse(words[0], words[1:])
+
+
+@each_page
+def test_options_that_are_named_exist(page):
+    known = set().union(*(options_of(command) for command in commands()))
+    for span in re.findall(r"`([^`\n]+)`", prose(page)):
+        for name in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
+            assert name in known, f"{page.name}: {span}"
+
+
+def test_a_wrong_option_would_be_found():
+    with pytest.raises(Exception, match="No such option: --calibration"):
+        parse("convert", ["a", "b", "--calibration", "c"])
+    with pytest.raises(UsageError, match="--nothing"):
+        parse("finetune", ["--model", "a", "--task", "clm", "--train", "b", "--nothing", "c"])
+
+
+@pytest.mark.parametrize("path", [*MODULES, *PAGES], ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_names_that_are_referred_to_exist(path):
+    for name in set(re.findall(r"`(hf_rfa(?:\.\w+)+)", path.read_text())):
+        if name.startswith("hf_rfa.backends.triton_kernels"):
+            pytest.importorskip("triton", reason="Triton is not installed")
+        pkgutil.resolve_name(name)  # or raises
+
+
+def test_every_public_name_stands_on_the_api_page():
+    page = (ROOT / "docs" / "api.md").read_text()
+    public = {*hf_rfa.__all__, *convert.__all__, *evaluation.__all__, *inference.__all__} - {"__version__"}
+    public |= {cls.__name__ for cls in hf_rfa.FEATURE_MAPS.values()}
+    missing = [name for name in sorted(public) if not re.search(rf"`(hf_rfa\.[\w.]*)?\b{name}`", page)]
+    assert missing == []
+
+
+def test_the_api_page_is_what_make_docs_writes():
+    pytest.importorskip("griffe2md", reason="griffe2md is not installed")
+    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs" / "api.md").read_text() == module.make_page(), "run make docs"

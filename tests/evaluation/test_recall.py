@@ -1,0 +1,462 @@
+"""The recall suite: oracles that recall all, nothing, or what lies near, and the control that sees a window and sinks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicCache
+
+from hf_rfa.errors import InputError
+from hf_rfa.evaluation.recall import Effort, draw_report, markdown_table, recall_suite, report_table, window_and_sinks
+from hf_rfa.evaluation.recall.generation import agreement, greedy, repeated_ngrams, sampled
+from hf_rfa.evaluation.recall.memory import cache_memory
+from hf_rfa.evaluation.recall.probes import (
+    DEPTHS,
+    Texts,
+    needle,
+    noise,
+    phone_book,
+    random_tokens,
+    repeated,
+    seen_bigrams,
+)
+from hf_rfa.evaluation.recall.scoring import Rows, score_tokens
+from hf_rfa.evaluation.recall.suite import make_probes, run_probe
+from hf_rfa.evaluation.recall.window_control import window_and_sinks_mask
+from hf_rfa.io.text_io import read_documents, tokenize
+from hf_rfa.models.cache_names import cache_argument
+from tests.conftest import DEMO_MODEL, DEMO_TEXT, shared, tiny_parent_config
+from tests.families import make_gpt2
+
+#: Perplexity and accuracy on a text repeated of SmolLM2-135M-Instruct, by window and sinks, taken with masks of our own.
+FIGURES = {
+    None: (23.4, 0.94),
+    (64, 0): (86.3, 0.27),
+    (128, 0): (52.2, 0.31),
+    (16, 4): (47.5, 0.30),
+    (64, 4): (30.6, 0.37),
+    (128, 4): (27.3, 0.39),
+}
+SMALL = Effort(text_tokens=256, repeated_tokens=256, books=4, needles=2, prompts=2, new_tokens=8, every=2)
+
+
+class Oracle(nn.Module):
+    """Says what followed the longest repetition of its last tokens, among the last ``view`` tokens; a guess without one."""
+
+    def __init__(self, vocab_size: int, view: int | None) -> None:
+        super().__init__()
+        self.embeddings, self.view, self.device = nn.Embedding(vocab_size, 1), view, torch.device("cpu")
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embeddings
+
+    def next_token(self, tokens: list[int], random: Random) -> int:
+        seen = tokens[-self.view :] if self.view is not None else tokens
+        best, found = 0, random.randrange(self.embeddings.num_embeddings)
+        for place in range(len(seen) - 1):
+            same = 0
+            while same <= place and seen[place - same] == seen[-1 - same]:
+                same += 1
+            if same > 0 and same >= best:
+                best, found = same, seen[place + 1]
+        return found
+
+    def forward(self, input_ids, use_cache, logits_to_keep):
+        random = Random(0)
+        logits = torch.zeros(len(input_ids), len(logits_to_keep), self.embeddings.num_embeddings)
+        for row, tokens in enumerate(input_ids.tolist()):
+            for column, place in enumerate(logits_to_keep.tolist()):
+                logits[row, column, self.next_token(tokens[: place + 1], random)] = 9.0
+        return SimpleNamespace(logits=logits)
+
+
+class Guess(Oracle):
+    """Says anything."""
+
+    def next_token(self, tokens: list[int], random: Random) -> int:
+        return random.randrange(self.embeddings.num_embeddings)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+@pytest.fixture(scope="module")
+def texts(tokenizer) -> Texts:
+    return Texts(tokenizer)
+
+
+def all_probes(tokenizer, text=None):
+    return make_probes(tokenizer, 256, text, SMALL, 0)[0]
+
+
+@pytest.mark.parametrize("view", [None, 40])
+def test_an_oracle_scores_as_far_as_it_sees(tokenizer, view):
+    """With all in view everything that was said before is recalled; with 40 tokens what lies within them, exactly."""
+    text = torch.tensor(Random(1).sample(range(3000), 2200))
+    probes = all_probes(tokenizer, text)
+    assert {probe.name for probe in probes} == {
+        "random tokens again", "text again", "phone book", "needle in noise", "needle in text", "text"
+    }  # fmt: skip
+    oracle = Oracle(len(tokenizer), view)
+    for probe in probes:
+        if probe.name == "text":
+            continue
+        figure = next(run_probe(oracle, probe))
+        if view is None:
+            unsure = probe.name == "random tokens again"  # the same token may be drawn twice
+            assert figure.accuracy >= 1.0 - 0.02 * unsure, probe
+        elif probe.name.endswith("again"):  # a token stands one length before its copy, after the one that it follows
+            length = int(probe.setting.split()[0])
+            assert figure.accuracy > 0.97 if length < view else figure.accuracy < 0.1, probe
+        elif probe.name.startswith("needle"):
+            near = probe.rows.ids.shape[1] * (1 - float(probe.setting.split("depth ")[1])) < view / 2
+            assert figure.accuracy == float(near), probe
+
+
+def test_a_guess_scores_chance(texts):
+    """Of ten digits a guess has one in ten, and a whole number of three has one in a thousand or so."""
+    digits = [texts.ids(f" {number}") for number in range(10)]
+    guess = Guess(len(texts.tokenizer), None)
+    rows = repeated(random_tokens([each[-1] for each in digits], 100, 20, Random(0)))
+    chance = score_tokens(guess, rows).accuracy
+    assert chance == pytest.approx(1 / len(texts.tokenizer), abs=0.01)
+    assert score_tokens(guess, phone_book(texts, 5, 50, Random(0))).exact <= 0.02
+
+
+def test_a_phone_book_asks_for_the_number_of_one_of_its_lines(texts):
+    rows = phone_book(texts, 7, 30, Random(3))
+    for ids, scored in zip(rows.ids, rows.scored, strict=True):
+        text, answer = texts.tokenizer.decode(ids[: scored.nonzero().max() + 1]), texts.tokenizer.decode(ids[scored])
+        book, asked = text.split("\n\n")
+        lines, (*examples, question) = book.split("\n"), asked.split("\n")
+        assert len(set(lines)) == 7
+        assert question in lines
+        assert question.endswith(f":{answer}")
+        assert question not in examples
+        assert len(examples) == 2
+        assert set(examples) <= set(lines)
+        assert 100 <= int(answer) <= 999
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_needle_stands_at_its_depth(texts, depth):
+    length = 200
+    rows = needle(texts, noise(texts, length, Random(0)), length, depth, 3, Random(depth))
+    assert rows.ids.shape[1] == pytest.approx(length, abs=2)
+    for ids, scored in zip(rows.ids, rows.scored, strict=True):
+        end = int(scored.nonzero().max()) + 1
+        text, answer = texts.tokenizer.decode(ids[:end]), texts.tokenizer.decode(ids[scored])
+        sentence = text[text.rindex("The secret") :]
+        assert text.count(sentence) == 2
+        assert sentence.endswith(answer)
+        before = len(texts.ids(text[: text.index("The secret")]))
+        assert before / (end - 2 * len(texts.ids(sentence))) == pytest.approx(depth, abs=0.03)
+
+
+def test_seen_bigrams_are_those_that_occurred_before():
+    ids = torch.tensor([[1, 2, 3, 1, 2, 2, 3, 3]])
+    assert seen_bigrams(ids).tolist() == [[False, False, False, False, True, False, True, False]]
+
+
+def test_a_seed_gives_the_same_rows(tokenizer):
+    first, again = all_probes(tokenizer), all_probes(tokenizer)
+    other = make_probes(tokenizer, 256, None, SMALL, 1)[0]
+    assert all(torch.equal(one.rows.ids, two.rows.ids) for one, two in zip(first, again, strict=True))
+    assert not any(torch.equal(one.rows.ids, two.rows.ids) for one, two in zip(first, other, strict=True))
+
+
+@torch.no_grad()
+def test_scores_are_those_of_the_logits():
+    model = GPT2LMHeadModel(tiny_parent_config()).eval()
+    ids = torch.randint(0, 61, (5, 20))
+    scored = torch.rand(5, 20) < 0.3
+    scored[:, 0] = False
+    found = score_tokens(model, Rows(ids, scored))
+    log_probs = model(ids).logits[:, :-1].double().log_softmax(-1)
+    nats = -log_probs.gather(-1, ids[:, 1:, None])[..., 0]
+    assert found.mean_nats == pytest.approx(float(nats[scored[:, 1:]].mean()), rel=1e-5)
+    right = log_probs.argmax(-1) == ids[:, 1:]
+    assert found.accuracy == pytest.approx(float(right[scored[:, 1:]].double().mean()))
+    half = found.among(ids < 30)
+    assert half.mean_nats == pytest.approx(float(nats[(scored & (ids < 30))[:, 1:]].mean()), rel=1e-5)
+
+
+def test_likelihoods_that_are_not_finite_are_an_error():
+    model = GPT2LMHeadModel(tiny_parent_config()).eval()
+    model.transformer.ln_f.weight.data.fill_(torch.nan)
+    ids = torch.randint(0, 61, (2, 9))
+    with pytest.raises(InputError, match="not finite"):
+        score_tokens(model, Rows(ids, torch.arange(9).expand(2, -1) > 3))
+
+
+def test_every_row_counts_where_all_scored_tokens_are_right():
+    model = Oracle(20, None)
+    ids = torch.tensor([[1, 2, 3, 1, 2, 3], [1, 2, 3, 1, 2, 4]])
+    scored = torch.tensor([[False] * 4 + [True] * 2] * 2)
+    found = score_tokens(model, Rows(ids, scored))
+    assert (found.accuracy, found.exact) == (0.75, 0.5)
+
+
+# ------------------------------------------------------------------------------------------------------- the control
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    shape = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        vocab_size=61, num_key_value_heads=2, max_position_embeddings=96, initializer_range=0.3, **shape
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def softmax_model(request):
+    torch.manual_seed(1)
+    return GPT2LMHeadModel(tiny_parent_config()).eval() if request.param == "gpt2" else tiny_llama()
+
+
+def test_the_mask_shows_a_window_and_the_first_tokens():
+    seen = window_and_sinks_mask(3, 8, window=2, sinks=3).int().tolist()
+    assert seen == [[1, 1, 1, 0, 1, 1, 0, 0], [1, 1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0, 1, 1]]
+    assert window_and_sinks_mask(2, 2, window=1, sinks=5).int().tolist() == [[1, 0], [1, 1]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (5, 0), (5, 3), (40, 4)])
+def test_the_control_is_softmax_attention_with_that_mask(softmax_model, window, sinks):
+    """Against the eager form with the mask given as such, whole, in splits with a cache, and left-padded."""
+    ids = torch.randint(0, 61, (2, 30))
+    mask = torch.where(window_and_sinks_mask(30, 30, window, sinks), 0.0, -1e9)[None, None].expand(2, 1, -1, -1)
+    softmax_model.set_attn_implementation("eager")
+    wanted = softmax_model(ids, attention_mask=mask).logits
+    plain = softmax_model(ids).logits
+    with window_and_sinks(softmax_model, window, sinks):
+        torch.testing.assert_close(softmax_model(ids).logits, wanted, rtol=1e-4, atol=1e-4)
+        cache = DynamicCache(config=softmax_model.config)
+        parts = [softmax_model(part, **cache_argument(cache)).logits for part in ids.split([7, 1, 22], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), wanted, rtol=1e-4, atol=1e-4)
+    assert torch.equal(softmax_model(ids).logits, plain)
+    assert torch.equal(plain, wanted) == (window >= 30)
+
+
+def test_a_model_whose_attention_is_its_own_is_refused():
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model = BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=24, n_layer=1, n_head=2)).eval()
+    with pytest.raises((InputError, ValueError), match=r"(?i)bloom"), window_and_sinks(model, 4, 1):
+        pass
+
+
+# ------------------------------------------------------------------------------------------------ generation, memory
+
+
+def test_generation_figures():
+    assert agreement(torch.tensor([[1, 2, 3], [1, 2, 3]]), torch.tensor([[1, 2, 4], [0, 2, 3]])) == 1.0
+    assert repeated_ngrams(torch.tensor([[1, 2, 3, 4, 1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8]])) == pytest.approx(0.1)
+    model = GPT2LMHeadModel(tiny_parent_config()).eval()
+    prompts = torch.randint(0, 61, (2, 10))
+    ids = prompts
+    for _ in range(6):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(greedy(model, prompts, 6), ids[:, 10:])
+    assert torch.equal(sampled(model, prompts, 6, 3), sampled(model, prompts, 6, 3))
+    assert not torch.equal(sampled(model, prompts, 6, 3), sampled(model, prompts, 6, 4))
+
+
+def test_memory_is_that_of_the_cache():
+    """2 layers, 3 heads of 8, float32: keys and values of a token take 2 · 2 · 24 · 4 bytes."""
+    from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
+
+    parent = cache_memory(GPT2LMHeadModel(tiny_parent_config()).eval())
+    assert (parent.fixed, parent.per_token) == (0, 384)
+    shape = {"vocab_size": 61, "n_positions": 96, "n_embd": 24, "n_layer": 2, "n_head": 3}
+    for keep, window, sinks, slots in ((0, 0, 0, 0), (1, 0, 0, 0), (0, 5, 0, 0), (1, 5, 3, 0), (0, 5, 3, 2)):
+        sizes = {"window_size": window, "num_sinks": sinks, "num_slots": slots}
+        config = RFAGPT2Config(**shape, num_features=16, softmax_layers=list(range(keep)), **sizes)
+        row = 18 * 4  # with a token's score and arrival
+        found = cache_memory(RFAGPT2LMHeadModel(config).eval())
+        assert found.state == (2 - keep) * 3 * config.num_features_for("causal") * 9 * 4
+        assert found.window == (2 - keep) * (3 * window * row + (4 if window else 0))  # and the number of tokens
+        assert found.sinks == (2 - keep) * 3 * sinks * row
+        assert found.slots == (2 - keep) * 3 * slots * row
+        assert found.per_token == keep * 192
+        assert found.worth(parent, 100) == pytest.approx((found.fixed + 100 * found.per_token) / 384)
+
+
+def test_a_converted_model_is_no_control():
+    """Its attention would not notice the window, and the control would have the model's own figures."""
+    with pytest.raises(InputError, match="Name its teacher"), window_and_sinks(make_gpt2({}), 4, 1):
+        pass
+
+
+# -------------------------------------------------------------------------------------------------------- the suite
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The suite on the demo's model, converted, with its teacher."""
+    from hf_rfa.convert import convert
+
+    folder = tmp_path_factory.mktemp("recall") / "converted"
+    convert(DEMO_MODEL, folder, preset="rfa", window_size=8)
+    model, teacher = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (folder, DEMO_MODEL))
+    text = torch.randint(0, 256, (2200,), generator=torch.Generator().manual_seed(0))
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+    def run(**options):
+        return recall_suite(model, tokenizer, teacher=teacher, text=text, effort=SMALL, max_length=256, **options)
+
+    return run, run(), model, teacher
+
+
+def test_the_suite_compares_with_the_teacher_and_a_window_of_the_same_bytes(report):
+    _, found, model, teacher = report
+    softmax, control, own = found.columns
+    assert (softmax.name, own.name) == ("softmax", "this model")
+    window = int(control.name.split()[1])
+    assert control.name == f"window {window} + 4 sinks"
+    assert control.num_bytes == pytest.approx(own.num_bytes, abs=cache_memory(teacher).per_token / 2)
+    assert own.memory == cache_memory(model)
+    assert own.worth == pytest.approx(cache_memory(model).worth(cache_memory(teacher), 0))
+    assert softmax.written.agreement == SMALL.new_tokens
+    assert all(math.isfinite(figure.nats) for column in found.columns for figure in column.figures)
+    assert len({len(column.figures) for column in found.columns}) == 1
+
+
+def test_a_seed_gives_the_same_figures(report):
+    run, found, *_ = report
+    assert run().as_dict() == found.as_dict()
+
+
+def test_a_report_becomes_json_a_table_and_a_picture(report, tmp_path):
+    found = report[1]
+    assert json.loads(json.dumps(found.as_dict()))["seed"] == 0
+    text = markdown_table(found)
+    assert text.startswith("| | softmax | window")
+    assert "tokens of the teacher's" in text
+    assert report_table(found).row_count == text.count("\n|") - 1
+    draw_report(found, tmp_path / "recall.png")
+    assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_other_controls_may_be_asked_for(report):
+    run = report[0]
+    found = run(controls=[(3, 0), (10**6, 0)])
+    softmax, narrow, whole, _ = found.columns
+    assert [figure.nats for figure in whole.figures] == pytest.approx(
+        [figure.nats for figure in softmax.figures], rel=1e-4
+    )
+    assert narrow.figures != softmax.figures
+
+
+def test_without_a_text_its_probes_are_left_out(report, tokenizer):
+    *_, teacher = report
+    found = recall_suite(teacher, tokenizer, effort=SMALL, max_length=256)
+    missing = dict.fromkeys(("text again", "needle in text", "text", "generation"), "no text was given")
+    assert found.skipped == missing | {"phone book, 40 entries": "389 tokens, but only 256 positions"}
+    assert {figure.probe for figure in found.columns[0].figures} == {
+        "random tokens again", "phone book", "needle in noise"
+    }  # fmt: skip
+
+
+def test_without_a_teacher_no_memory_is_counted_in_its_tokens(tokenizer, tmp_path):
+    """Of a model that grows too: its tokens are not those of the softmax model."""
+    from hf_rfa.convert import convert
+
+    convert(DEMO_MODEL, tmp_path / "grows", preset="rfa", window_size=8, keep_softmax=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "grows", dtype=torch.float32)
+    (own,) = recall_suite(model, tokenizer, effort=SMALL, max_length=256).columns
+    assert own.memory.per_token > 0
+    assert own.worth is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer": None}, "needs the model's tokenizer"),
+        ({"max_length": 100}, "at least 128 tokens"),
+        ({"max_length": 10**6}, "longer than the model's"),
+        ({"teacher": "other"}, "do not belong together"),
+        ({"controls": [(0, 4)]}, "at least 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(report, tokenizer, change, message):
+    *_, teacher = report
+    if "teacher" in change:
+        change = {"teacher": GPT2LMHeadModel(tiny_parent_config())}
+    with pytest.raises(InputError, match=message):
+        recall_suite(teacher, **({"tokenizer": tokenizer, "effort": SMALL} | change))
+
+
+def test_an_encoder_and_decoder_is_refused(tiny_seq2seq_parents, tokenizer):
+    from transformers import BartForConditionalGeneration
+
+    model = BartForConditionalGeneration.from_pretrained(tiny_seq2seq_parents["bart"])
+    with pytest.raises(InputError, match="use hf-rfa score"):
+        recall_suite(model, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--control", "3x"], r"such as 64 or 60\+4"),
+        (["--document-end", "<nope>", DEMO_TEXT], "no token '<nope>'"),
+        (["--output", DEMO_TEXT], "is a file"),
+    ],
+)
+def test_a_command_that_cannot_be_run_says_so(words, message, run_cli, capsys):
+    assert run_cli("recall", DEMO_MODEL, *words) == 1
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+
+
+def test_the_command_line_writes_a_table_a_picture_and_a_section_of_the_card(tmp_path, run_cli, capsys):
+    from hf_rfa.convert import convert
+
+    folder = tmp_path / "converted"
+    convert(DEMO_MODEL, folder, preset="exact", window_size=12, num_sinks=2, num_slots=0)
+    words = [DEMO_TEXT, "--teacher", DEMO_MODEL, "--quick", "--max-length", 128]
+    assert run_cli("recall", folder, *words, "--record", "--output", tmp_path / "out") == 0
+    assert "teacher's" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["recall.json", "recall.md", "recall.png"]
+    card = (folder / "README.md").read_text()
+    assert card.count("## Recall") == 1
+    assert "| | softmax | window 10 + 4 sinks | this model |" in card
+    saved = json.loads((folder / "recall.json").read_text())
+    assert saved["data"] == DEMO_TEXT.name
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+
+
+@pytest.mark.slow
+def test_the_figures_of_a_real_model_under_windows_and_sinks(tmp_path):
+    """SmolLM2-135M-Instruct, 4,096 tokens of Wikipedia: as measured before with a mask handed to the model."""
+    smollm2 = tmp_path / "smollm2"
+    script = shared("models/get-smollm2")
+    made = subprocess.run(["bash", script, smollm2, sys.executable], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"SmolLM2 cannot be had here: {made.stderr.strip().splitlines()[-1]}")
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    text = tokenize(tokenizer, read_documents(shared("data/enwiki/valid.jsonl.gz")), most=8192, end="<|endoftext|>")
+    effort = Effort(text_tokens=4096, repeated_tokens=2048, books=1, needles=1, prompts=1, new_tokens=1, every=1)
+    probes, _ = make_probes(tokenizer, 1024, text, effort, 0)
+    chosen = {"text": "context 1024", "text again": "256 tokens"}
+    rows = {probe.name: probe for probe in probes if chosen.get(probe.name) == probe.setting}
+    found = {}
+    for view in FIGURES:
+        with nullcontext() if view is None else window_and_sinks(model, *view):
+            perplexity, again = (next(run_probe(model, rows[name])) for name in chosen)
+        found[view] = (round(math.exp(perplexity.nats), 1), round(again.accuracy, 2))
+    assert found == FIGURES

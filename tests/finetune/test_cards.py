@@ -1,0 +1,167 @@
+"""Model cards describe their weights after each kind of training, and load them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+from transformers import GPT2ForSequenceClassification
+
+from hf_rfa import RFABartForConditionalGeneration, RFAGPT2ForSequenceClassification, RFAGPT2LMHeadModel
+from hf_rfa.convert import convert
+from hf_rfa.convert.report import UNTRAINED
+from hf_rfa.evaluation.cards import record_result
+from hf_rfa.finetune.distill import distill
+from hf_rfa.finetune.recipe import Recipe, Stage
+from tests.conftest import words
+from tests.families import save_softmax_model
+from tests.training import run, save_checkpoints, write_rows
+
+RECIPE = Recipe(
+    transfer=Stage(steps=2, block_length=16, batch_size=2, learning_rate=0.03),
+    end_to_end=Stage(steps=3, block_length=16, batch_size=2, learning_rate=0.002, rfa_learning_rate=0.004),
+)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    card = "---\nlicense: mit\npipeline_tag: translation\n---\n# The parent\n"
+    folder = save_checkpoints(tmp_path_factory.mktemp("cards"), "gpt2", "bart", card=card, preset="rfa", num_features=8)
+    rows = [{"text": words(9, n), "label": n % 2, "source": words(4, n), "target": words(3, n)} for n in range(40)]
+    write_rows(folder / "rows.jsonl", rows)
+    (folder / "text.txt").write_text(words(500))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    for family in ("gpt2", "llama", "bart"):
+        save_softmax_model(family, folder / family)
+    return {family: folder / family for family in ("gpt2", "llama", "bart")}
+
+
+def card_of(folder: Path, cls: type, monkeypatch) -> ModelCard:
+    """Return a card, which names its own folder, loads the model there both ways, and shows pictures that are there."""
+    card = ModelCard.load(folder / "README.md")
+    assert card.text.strip().startswith(f"# {folder.name}\n")
+    with monkeypatch.context() as patch:
+        patch.chdir(folder.parent)
+        (code,) = re.findall(r"(?ms)^```python\n(.*?)^```$", card.text)
+        names: dict = {}
+        exec(code, names)
+        assert type(names["model"]) is cls
+        others = re.findall(r"`(Auto\w+\.from_pretrained\(.*trust_remote_code=True\))`", card.text)
+        assert len(others) == cls.__name__.startswith("RFA"), "a softmax model has no code of its own"
+        assert all(type(eval(other, names)) is cls for other in others)
+    assert all((folder / name).is_file() for name in re.findall(r"!\[.*?\]\((.*?)\)", card.text))
+    assert card.data.license == "mit"
+    return card
+
+
+def test_the_card_of_a_conversion(material, monkeypatch):
+    card = card_of(material / "gpt2-rfa", RFAGPT2LMHeadModel, monkeypatch)
+    assert UNTRAINED in card.text
+
+
+SLOTS = "Every converted layer keeps, per head: 4 sinks, 31 recent and 28 important tokens; no random features."
+MIXED = "4 sinks, 14 recent and 14 important tokens; 64 random features (positive)"
+HEADS = {"retrieval_heads": [[0, 1], [1, 0]], "retrieval_window": 50}
+NO_CROSS = {"cross_layers": []}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "kept"),
+    [
+        ("llama", {}, SLOTS),
+        ("llama", {"preset": "mixed"}, f"{MIXED}. Features sum up"),
+        ("llama", {"preset": "rfa"}, "128 random features (positive), no exact tokens. Features"),
+        ("gpt2", {}, f"{MIXED}. Features"),
+        ("gpt2", {"preset": "exact"}, SLOTS),
+        ("gpt2", {"preset": "exact", "num_slots": 0, "num_sinks": 0}, ": 31 recent tokens; no random features."),
+        ("gpt2", {"preset": "exact", "num_slots": 0}, ": 4 sinks and 31 recent tokens; no random features."),
+        ("gpt2", {"preset": "rfa", "gate": True}, "128 random features (positive, gated), no exact tokens."),
+        ("gpt2", {"preset": "rfa", "feature_map": "elu", "window_size": 9}, ": 9 recent tokens; 8 features (elu)."),
+        ("gpt2", HEADS, f"{MIXED}; in retrieval heads, 2 in all, 4 sinks and 50 recent tokens."),
+        ("bart", {}, f"causal: {MIXED}; cross: 256 random features (positive). Features"),
+        ("bart", {"preset": "exact", **NO_CROSS}, SLOTS),
+        ("bart", {"layers": []}, ": cross: 256 random features (positive)."),
+        ("bart", {"preset": "rfa", "encoder_layers": "all"}, "; encoder: 128 random features (positive)."),
+    ],
+    ids=str,
+)
+def test_the_card_says_what_is_kept(family, options, kept, bases, tmp_path):
+    report = convert(bases[family], tmp_path / "out", **options)
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    text = " ".join(card.text.split())
+    assert kept in text
+    assert f"| every layer keeps, per head | {report.keeps} |" in card.text
+    features = "no random features" not in kept
+    assert ("random-feature-attention" in card.data.tags) == features
+    assert ("Hao Peng" in text) == ("Peng et al. 2021" in text) == features
+    assert ("Attention Sinks" in text) == ("sinks" in report.keeps)
+    grows = family == "bart" and ("cross_layers" in options or "layers" in options)
+    assert ("their cache grows" in text) == grows
+    assert ("the same time and memory at any length" in text) != grows
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "cls", "hub_task"),
+    [
+        ("gpt2-rfa", "clm", RFAGPT2LMHeadModel, "text-generation"),
+        ("gpt2-rfa", "classify", RFAGPT2ForSequenceClassification, "text-classification"),
+        ("bart-rfa", "seq2seq", RFABartForConditionalGeneration, "translation"),
+    ],
+)
+def test_the_card_of_a_fine_tuned_model(model, task, cls, hub_task, material, tmp_path, monkeypatch):
+    record_result(material / model, task="perplexity", data="seen.txt", scores={"perplexity": 7.77}, protocol="once")
+    options = {"learning_rate": 0.005, "feature_map_rate": 0.0, "evaluate": "rows.jsonl"}
+    metrics = run(material, tmp_path, model, task, steps=3, **options)
+    card = card_of(tmp_path / "out", cls, monkeypatch)
+    assert card.data.pipeline_tag == hub_task
+    assert UNTRAINED not in card.text
+    assert "untouched" not in card.text
+    assert re.search(r"\*\*Training\*\*: fine-tuned on rows\.jsonl \(.*, 3 steps\)", card.text)
+    for row in ("| steps | 3 |", "| learning rate | 0.005, feature maps frozen |", "| rows per step | 4 |"):
+        assert row in card.text
+    assert f"| eval_loss | {metrics['eval_loss']:.4f} |" in card.text
+    assert "hf-rfa convert" in card.text, "how it was converted"
+    assert "7.77" not in card.content, "a figure of other weights"
+    assert card.data.eval_results is None
+
+
+def test_the_card_of_a_distilled_and_then_fine_tuned_model(material, tmp_path, monkeypatch):
+    options = {"teacher": material / "gpt2", "data": material / "text.txt", "recipe": RECIPE}
+    distill(material / "gpt2-rfa", tmp_path / "moved", **options, end_to_end_steps=0)
+    text = card_of(tmp_path / "moved", RFAGPT2LMHeadModel, monkeypatch).text
+    assert UNTRAINED not in text
+    assert re.search(
+        r"distilled on text\.txt: feature maps and gates learned .* 2 steps.*All other weights were left", text
+    )
+    assert re.search(r"attention transfer, 2 steps .*learning rate 0\.03", text)
+    assert "end to end" not in text
+    distill(tmp_path / "moved", tmp_path / "distilled", **options, transfer_steps=0)
+    run(material, tmp_path, tmp_path / "distilled", steps=1)
+    run(material, tmp_path / "again", tmp_path / "out", steps=2)
+    text = card_of(tmp_path / "again" / "out", RFAGPT2LMHeadModel, monkeypatch).text
+    (summary,) = re.findall(r"(?m)^\*\*Training\*\*: .*$", text)
+    assert re.search(
+        "attention transfer.*Then distilled .*end to end, 3 steps.*, 1 steps.*Then fine-tuned.*, 2 steps", summary
+    )
+    assert re.search(r"end to end, 3 steps .*learning rate 0\.002, of feature maps and gates 0\.004", text)
+    assert text.count("finetuning.png") == 1, "the picture is of the last training"
+
+
+def test_the_cards_of_softmax_and_new_models(material, tmp_path, monkeypatch):
+    run(material, tmp_path, "gpt2", "classify", steps=1)
+    card = card_of(tmp_path / "out", GPT2ForSequenceClassification, monkeypatch)
+    assert "made from gpt2" in card.text
+    assert "The parent" not in card.text
+    assert "hf_rfa" not in card.text
+    run(material, tmp_path / "new", "gpt2-rfa", steps=1, from_scratch=True)
+    card = ModelCard.load(tmp_path / "new" / "out" / "README.md")
+    assert "trained from scratch on rows.jsonl" in card.text
+    assert "hf-rfa convert" not in card.text
+    assert not (tmp_path / "new" / "out" / "conversion.json").exists()

@@ -1,0 +1,421 @@
+"""Distillation: what is trained, on which loss, and that it can be interrupted and resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from hf_rfa.convert import InputError, convert
+from hf_rfa.convert.report import UNTRAINED
+from hf_rfa.finetune import trainers
+from hf_rfa.finetune.data import joined_blocks
+from hf_rfa.finetune.distill import distill
+from hf_rfa.finetune.recipe import Recipe, Stage
+from hf_rfa.finetune.report import HELD_OUT
+from hf_rfa.finetune.trainers import (
+    AttentionTransferTrainer,
+    LogitDistillationTrainer,
+    no_dropout,
+    train_stage,
+)
+from hf_rfa.inference import load_model
+from hf_rfa.io.text_io import read_documents
+from hf_rfa.models.feature_maps import FEATURE_MAPS
+from hf_rfa.models.projected_feature_maps import ProjectedFeatureMap
+from hf_rfa_cli import convert as cli_convert
+from hf_rfa_cli import main as cli
+from tests.conftest import leftovers, words
+from tests.families import has_encoder, is_own, make
+from tests.training import assert_same, interrupted, save_checkpoints, weights
+
+RECIPE = """
+transfer: {steps: 30, batch_size: 4, block_length: 16, learning_rate: 0.02}
+end_to_end: {steps: 6, batch_size: 4, block_length: 16, learning_rate: 0.001, rfa_learning_rate: 0.001, kl_weight: 0.5}
+seed: 3
+"""
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    """Softmax models with tokenizers, converted checkpoints, texts and a recipe."""
+    folder = tmp_path_factory.mktemp("distill")
+    options = {"preset": "rfa", "feature_map": "exponential", "num_features": 16}
+    save_checkpoints(folder, "gpt2", config={"initializer_range": 0.5}, gate=True, **options)
+    save_checkpoints(folder, "bart", encoder_layers="all", **options)
+    (folder / "text.txt").write_text(words(700))
+    (folder / "short.txt").write_text(words(40))
+    (folder / "sources.txt").write_text("".join(words(3 + n % 7, n) + "\n" for n in range(40)))
+    (folder / "targets.txt").write_text("".join(words(2 + n % 5, 3 * n) + "\n" for n in range(40)))
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+@pytest.fixture
+def pair(material):
+    """The converted GPT-2, and its teacher."""
+    return load_model(str(material / "gpt2-rfa"))[0], load_model(str(material / "gpt2"))[0]
+
+
+def run(material, tmp_path, model="gpt2", **options):
+    given = {"data": material / "text.txt", "recipe": material / "recipe.yaml", "teacher": material / model, **options}
+    return distill(given.pop("checkpoint", material / f"{model}-rfa"), tmp_path / "out", **given)
+
+
+def pairs_of(material) -> dict[str, Path]:
+    return {"data": material / "sources.txt", "references": material / "targets.txt"}
+
+
+def recipe_of(material, *, transfer=None, end_to_end=None, **settings) -> Recipe:
+    """Return the recipe of ``material`` with other settings in both stages."""
+    recipe = Recipe.load(material / "recipe.yaml").with_steps(transfer=transfer, end_to_end=end_to_end)
+    return replace(recipe, **{name: replace(stage, **settings) for name, stage in recipe.stages().items()})
+
+
+def gained(report) -> bool:
+    return sum(map(sum, report.after.values())) < sum(map(sum, report.before.values()))
+
+
+def watched(monkeypatch, visit):
+    """Let ``visit(model, teacher, inputs)`` see every call of the losses of attention transfer."""
+    real = trainers.transfer_losses
+
+    def losses(model, teacher, inputs):
+        visit(model, teacher, inputs)
+        return real(model, teacher, inputs)
+
+    monkeypatch.setattr(trainers, "transfer_losses", losses)
+
+
+def test_transfer_trains_feature_maps_and_gates_and_nothing_else(material, tmp_path):
+    report = run(material, tmp_path, end_to_end_steps=0)
+    assert set(report.before) == {"transformer.h.0.attn", "transformer.h.1.attn"}
+    for name, before in report.before.items():
+        assert fmean(report.after[name]) < 0.8 * fmean(before), name
+    old, new = weights(material / "gpt2-rfa"), weights(tmp_path / "out")
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    assert all(is_own(name) for name in changed)
+    assert {name.rsplit(".", 1)[-1] for name in changed} >= {"projection", "key_projection", "norm_weight", "sigma"}
+    assert any(".gate." in name for name in changed)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.isfinite(model(torch.ones(1, 4, dtype=torch.long)).logits).all()
+    saved = json.loads((tmp_path / "out" / "distillation.json").read_text())
+    assert saved["recipe"]["transfer"]["steps"] == 30
+    assert saved["divergence_after_transfer"] == {name: list(heads) for name, heads in report.after.items()}
+    assert [entry["step"] for entry in saved["stages"][0]["log"] if "loss" in entry] == list(range(1, 31))
+    assert (tmp_path / "out" / "distillation.png").stat().st_size > 1000
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert report.command in card.content
+    assert UNTRAINED not in card.content
+    assert leftovers(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_the_checkpoint_keeps_its_cache(configured, material, tmp_path):
+    """The Trainer turns it off, in either stage."""
+    shutil.copytree(material / "gpt2-rfa", tmp_path / "rfa")
+    config = json.loads((tmp_path / "rfa" / "config.json").read_text())
+    (tmp_path / "rfa" / "config.json").write_text(json.dumps({**config, "use_cache": configured}))
+    for stages in ((1, 0), (0, 1)):
+        steps = dict(zip(("transfer_steps", "end_to_end_steps"), stages, strict=True))
+        run(material, tmp_path, checkpoint=tmp_path / "rfa", overwrite=True, **steps)
+        trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert trained.config.use_cache is configured
+        assert (trained(torch.ones(1, 4, dtype=torch.long)).past_key_values is not None) is configured
+
+
+@pytest.mark.parametrize(("name", "dropout"), [("transfer", False), ("end_to_end", False), ("end_to_end", True)])
+def test_a_stage_leaves_the_models_settings_as_they_were(name, dropout, pair, tmp_path):
+    """Gradients of frozen parameters, dropout, and the teacher's mode."""
+    model, teacher = pair
+    for index, each in enumerate(pair):
+        for number, parameter in enumerate(each.parameters()):
+            parameter.requires_grad_(number % 3 > index)
+    dropouts = [module for each in pair for module in each.modules() if isinstance(module, torch.nn.Dropout)]
+    for number, module in enumerate(dropouts):
+        module.p = (0.0, 0.1, 0.2)[number % 3]
+    teacher.train()
+    before = [(parameter, parameter.requires_grad) for each in pair for parameter in each.parameters()]
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4, 61, (4, 8))]
+    stage = Stage(steps=1, batch_size=2, dropout=dropout, kl_weight=0.0 if dropout else 0.5)
+    train_stage(name, model, None if dropout else teacher, data, stage, tmp_path)
+    assert all(parameter.requires_grad is flag for parameter, flag in before)
+    assert [module.p for module in dropouts] == [(0.0, 0.1, 0.2)[number % 3] for number in range(len(dropouts))]
+    assert (teacher.training, model.training) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "feature_map", sorted(name for name, cls in FEATURE_MAPS.items() if issubclass(cls, ProjectedFeatureMap))
+)
+def test_every_trainable_map_learns(feature_map, material, tmp_path):
+    config = {"trainable_projection": feature_map in ("positive", "arccos", "gaussian")}
+    config |= {"unit_norm": True} if feature_map in ("gaussian", "arccos") else {}
+    convert(material / "gpt2", tmp_path / "rfa", preset="rfa", feature_map=feature_map, config=config)
+    assert gained(run(material, tmp_path, checkpoint=tmp_path / "rfa", end_to_end_steps=0))
+
+
+def test_the_window_and_the_features_of_the_tokens_before_it_learn_together(material, tmp_path):
+    convert(material / "gpt2", tmp_path / "rfa", preset="rfa", feature_map="exponential", window_size=3, gate=True)
+    report = run(material, tmp_path, checkpoint=tmp_path / "rfa", end_to_end_steps=2)
+    assert gained(report)
+    assert list(report.perplexities) == ["teacher", "converted", "attention transfer", "end to end"]
+    model, tokenizer = load_model(str(tmp_path / "out"))
+    length = report.recipe.transfer.block_length
+    held_out = joined_blocks(tokenizer, read_documents(material / "text.txt"), length)[-8:]
+    loss = model(**held_out).loss.detach()
+    assert math.log(report.perplexities["end to end"]) == pytest.approx(float(loss), rel=1e-5)
+    old, new = weights(tmp_path / "rfa"), weights(tmp_path / "out")
+    still = [name for name in old if "feature_map" not in name and torch.equal(old[name], new[name])]
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("rfa", "out"))
+    assert after == before
+    assert not still, "after the first stage, which leaves the other weights alone, the second trains them"
+
+
+def test_the_seed_sets_the_order_and_what_is_held_out_is_not_learned(material, tmp_path, monkeypatch):
+    seen: dict[int, list] = {3: [], 4: []}
+    for seed, blocks in seen.items():
+
+        def visit(model, teacher, inputs, blocks=blocks):
+            if len(blocks) >= 36:  # an epoch is all it takes
+                raise KeyboardInterrupt
+            blocks += [tuple(row) for row in inputs["input_ids"].tolist()]
+
+        recipe = replace(recipe_of(material, transfer=30, end_to_end=0), seed=seed)
+        (tmp_path / str(seed)).mkdir()
+        with monkeypatch.context() as patch:
+            watched(patch, visit)
+            with pytest.raises(KeyboardInterrupt):
+                run(material, tmp_path / str(seed), recipe=recipe)
+    assert seen[3] != seen[4]
+    tokenizer = AutoTokenizer.from_pretrained(material / "gpt2")
+    data = joined_blocks(tokenizer, read_documents(material / "text.txt"), 16)
+    blocks = [tuple(row) for row in data["input_ids"][:].tolist()]
+    assert set(seen[3]) == set(seen[4]) == set(blocks[:-HELD_OUT])
+    assert set(seen[3]).isdisjoint(blocks[-HELD_OUT:])
+
+
+@pytest.mark.parametrize("lengths", [(32, 16), (16, 17), (16, 32)])
+def test_no_stage_learns_what_is_held_out_when_its_blocks_have_another_length(lengths, material, tmp_path, monkeypatch):
+    learned: list[list[int]] = []
+
+    def recorded(name, model, teacher, data, *args, **options):
+        learned.append(data["input_ids"][:].flatten().tolist())
+        return train_stage(name, model, teacher, data, *args, **options)
+
+    monkeypatch.setattr("hf_rfa.finetune.distill.train_stage", recorded)
+    recipe = recipe_of(material, transfer=1, end_to_end=1)
+    stages = zip(recipe.stages().items(), lengths, strict=True)
+    recipe = replace(recipe, **{name: replace(stage, block_length=length) for (name, stage), length in stages})
+    run(material, tmp_path, recipe=recipe)
+    tokenizer = AutoTokenizer.from_pretrained(material / "gpt2")
+    whole = joined_blocks(tokenizer, read_documents(material / "text.txt"), lengths[0])["input_ids"][:]
+    before = whole[:-HELD_OUT].flatten().tolist()
+    for tokens, length in zip(learned, lengths, strict=True):
+        assert tokens == before[: len(before) // length * length], "all whole blocks before what is held out"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bart"])
+def test_dropout_is_off_unless_asked_for_and_back_afterwards(family):
+    model = make(family, **({"resid_pdrop": 0.2} if not has_encoder(family) else {"dropout": 0.2})).train()
+    batch = {"input_ids": torch.randint(4, 61, (2, 9)), "labels": torch.randint(4, 61, (2, 9))}
+    with no_dropout(model):
+        assert torch.equal(model(**batch).loss, model(**batch).loss), "no dropout is left"
+    assert not torch.equal(model(**batch).loss, model(**batch).loss)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bart"])
+def test_lora_is_trained_merged_and_resumed(family, material, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    options = {"model": family, "recipe": recipe_of(material, transfer=0, lora_rank=2)}
+    options |= pairs_of(material) if family == "bart" else {}
+    run(material, tmp_path, **options)
+    before, after = weights(material / f"{family}-rfa"), weights(tmp_path / "out")
+    assert set(after) == set(before), "LoRA is merged and gone"
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    projections = [name for name in changed if name.endswith("weight") and not is_own(name)]
+    assert projections
+    for name in projections:
+        difference = after[name] - before[name]
+        assert int(torch.linalg.matrix_rank(difference, rtol=1e-3)) <= 2, name
+    assert not [name for name in changed if "wte" in name or "shared" in name or "ln_" in name or "layer_norm" in name]
+    shutil.rmtree(tmp_path / "out")
+    with interrupted(monkeypatch, LogitDistillationTrainer, "compute_loss", after=4):
+        run(material, tmp_path, **options)
+    run(material, tmp_path, resume=True, **options)
+    again = weights(tmp_path / "out")
+    assert all(torch.equal(again[name], after[name]) for name in after)
+
+
+def test_mixed_precision_trains(material, tmp_path):
+    assert gained(run(material, tmp_path, recipe=recipe_of(material, bf16=True)))
+    assert weights(tmp_path / "out")["transformer.wte.weight"].dtype == torch.float32
+
+
+def test_end_to_end_trains_everything(material, tmp_path):
+    report = run(material, tmp_path, transfer_steps=0, end_to_end_steps=12)
+    assert report.after == {}
+    old, new = weights(material / "gpt2-rfa"), weights(tmp_path / "out")
+    assert not torch.equal(old["transformer.h.0.attn.c_attn.weight"], new["transformer.h.0.attn.c_attn.weight"])
+    losses = [entry["loss"] for entry in report.stages[0].log if "loss" in entry]
+    assert len(losses) == 12
+    (tmp_path / "more").mkdir()
+    with pytest.raises(InputError, match=r"no longer has the weights of .*--transfer-steps 0"):
+        run(material, tmp_path / "more", checkpoint=tmp_path / "out")
+
+
+@pytest.mark.parametrize(("trainer", "step"), [(AttentionTransferTrainer, 17), (LogitDistillationTrainer, 3)])
+def test_an_interrupted_run_resumes_to_the_same_weights(trainer, step, material, tmp_path, monkeypatch):
+    steps = {"transfer_steps": 25, "end_to_end_steps": 5}
+    (tmp_path / "whole").mkdir()
+    run(material, tmp_path / "whole", **steps)
+    with interrupted(monkeypatch, trainer, "compute_loss", after=step):
+        run(material, tmp_path, **steps)
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / ".out.training").is_dir()
+    with pytest.raises(InputError, match=r"holds an interrupted run. Pass --resume"):
+        run(material, tmp_path, **steps)
+    with pytest.raises(InputError, match="had other settings: recipe"):
+        run(material, tmp_path, transfer_steps=25, end_to_end_steps=6, resume=True)
+    run(material, tmp_path, **steps, resume=True)
+    assert_same(weights(tmp_path / "out"), weights(tmp_path / "whole" / "out"), atol=1e-6, rtol=1e-5)
+    assert leftovers(tmp_path) == ["out", "whole"]
+
+
+def test_sixteen_bit_checkpoints_keep_their_dtype(material, tmp_path):
+    convert(material / "gpt2", tmp_path / "rfa", preset="rfa", feature_map="exponential", dtype="bfloat16")
+    run(material, tmp_path, checkpoint=tmp_path / "rfa", transfer_steps=3, end_to_end_steps=0)
+    tensors = weights(tmp_path / "out")
+    assert tensors["transformer.h.0.attn.c_attn.weight"].dtype == torch.bfloat16
+    projection = tensors["transformer.h.0.attn.feature_map.key_projection"]
+    assert projection.dtype == torch.float32
+    assert not torch.equal(projection.bfloat16().float(), projection), "nor is it rounded"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_a_model_with_an_encoder_learns_every_kind_of_attention(material, tmp_path):
+    report = run(material, tmp_path, "bart", end_to_end_steps=2, **pairs_of(material))
+    assert len(report.before) == 8
+    for kind in ("encoder.layers.self_attn", "decoder.layers.self_attn", "decoder.layers.encoder_attn"):
+        names = [name for name in report.before if kind in re.sub(r"\.\d+\.", ".", name)]
+        assert names
+        before, after = (fmean(v for name in names for v in part[name]) for part in (report.before, report.after))
+        assert after < before, kind
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    assert model.generate(torch.full((1, 4), 5), num_beams=2, max_new_tokens=4, eos_token_id=None).shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"teacher": "gpt2-rfa"}, "the teacher .* is an RFA checkpoint"),
+        ({"checkpoint": "gpt2"}, "is a gpt2 model, not an RFA checkpoint. Convert it first"),
+        ({"teacher": "bart"}, "is a bart model, an encoder and a decoder, but this needs a decoder that stands alone"),
+        ({"data": "short.txt"}, "the data gives 2 items for transfer; more than 8 are needed"),
+        (
+            {"recipe": Recipe(Stage(steps=1, block_length=75), Stage(steps=1, block_length=96))},
+            "no block of 96 tokens for end_to_end before the 8 that are held out: more text",
+        ),
+        ({"data": "missing.txt"}, "there is no text file"),
+        ({"references": "targets.txt"}, "references belong to a model with an encoder"),
+        ({"transfer_steps": 0, "end_to_end_steps": 0}, "no stage of the recipe has any steps"),
+        ({"recipe": "nope"}, "there is no recipe nope. Pass a YAML file, or one of: default"),
+        ({"resume": True}, "there is no interrupted run to resume"),
+        ({"recipe": Recipe(Stage(steps=3, block_length=97))}, "block_length is 97, but the models have 96 positions"),
+    ],
+)
+def test_bad_input(options, match, material, tmp_path):
+    paths = {
+        name: material / options[name] for name in ("teacher", "checkpoint", "data", "references") if name in options
+    }
+    with pytest.raises(InputError, match=match):
+        run(material, tmp_path, **{**options, **paths})
+    assert leftovers(tmp_path) == []
+
+
+def test_a_map_that_learns_nothing_is_refused_for_transfer(material, tmp_path):
+    convert(material / "gpt2", tmp_path / "elu", preset="rfa", feature_map="elu")
+    with pytest.raises(InputError, match="nothing that attention transfer could train: feature_map='elu'"):
+        run(material, tmp_path, checkpoint=tmp_path / "elu")
+
+
+def test_several_processes_are_refused(material, tmp_path, monkeypatch):
+    """Each would train alone, and all would write the same folder."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="2 processes were started, but distillation runs in one"):
+        run(material, tmp_path)
+    monkeypatch.setattr(cli_convert, "_convert", lambda *args, **options: pytest.fail("converted first"))
+    command = ["convert", str(material / "gpt2"), str(tmp_path / "out"), "--transfer-steps", "4"]
+    with pytest.raises(InputError, match="2 processes were started, but distillation runs in one"):
+        cli.app([*command, "--data", str(material / "text.txt")], standalone_mode=False)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_diverging_run_says_so(material, tmp_path, monkeypatch, run_cli, capsys):
+    def diverge(self, model, inputs, **options):
+        return next(p for p in model.parameters() if p.requires_grad).sum() * float("nan")
+
+    monkeypatch.setattr(AttentionTransferTrainer, "compute_loss", diverge)
+    with pytest.raises(FloatingPointError, match=r"the loss is nan\. Lower the learning rate"):
+        run(material, tmp_path, end_to_end_steps=0)
+    assert not (tmp_path / "out").exists()
+    shutil.rmtree(tmp_path / ".out.training")
+    words = ["--teacher", material / "gpt2", "--data", material / "text.txt", "--recipe", material / "recipe.yaml"]
+    assert run_cli("distill", material / "gpt2-rfa", *words, "--output", tmp_path / "out") == 1
+    assert "error: attention transfer: the loss is nan. Lower" in capsys.readouterr().err
+
+
+def test_a_run_tells_its_steps_and_prints_nothing(material, tmp_path, capfd):
+    """Also one that is resumed: of it the steps that are left."""
+    told: list[tuple[str | None, int]] = []
+
+    def tell(step, total, stages=(None, "attention transfer", "end to end")):
+        told.extend([(step, total)] * (step in stages))
+        if step is None and len(told) == 7:
+            raise KeyboardInterrupt
+
+    options = {"transfer_steps": 8, "end_to_end_steps": 3}
+    with pytest.raises(KeyboardInterrupt):
+        run(material, tmp_path, progress=tell, **options)
+    saved = json.loads(max(tmp_path.glob(".out.training/transfer/*/trainer_state.json")).read_text())["global_step"]
+    run(material, tmp_path, resume=True, progress=tell, **options)
+    left = 8 - saved
+    assert 0 < left < 8
+    expected = [("attention transfer", 8), *[(None, 1)] * 6, ("attention transfer", left), *[(None, 1)] * left]
+    assert told == [*expected, ("end to end", 3), *[(None, 1)] * 3]
+    shown = capfd.readouterr()
+    assert "loss" not in shown.out + shown.err
+
+
+def test_conversion_and_transfer_in_one_command(material, tmp_path, monkeypatch, run_cli, capsys):
+    command = ["convert", str(material / "bart"), str(tmp_path / "out"), "--transfer-steps", "4"]
+    run_cli(*command)
+    assert "pass one of these and --data, or neither" in " ".join(capsys.readouterr().err.split())
+    assert leftovers(tmp_path) == []
+    command += ["--data", str(material / "sources.txt"), "--references", str(material / "targets.txt")]
+    with monkeypatch.context() as patch:  # an interrupted training is seen before anything is converted
+        (tmp_path / ".out.training").mkdir()
+        patch.setattr(cli_convert, "_convert", lambda *args, **options: pytest.fail("converted first"))
+        run_cli(*command)
+        assert "Pass --resume to continue it" in " ".join(capsys.readouterr().err.split())
+        (tmp_path / ".out.training").rmdir()
+    ends = (SystemExit, KeyboardInterrupt)
+    with interrupted(monkeypatch, AttentionTransferTrainer, "compute_loss", after=2, ends=ends):
+        monkeypatch.setattr("sys.argv", ["hf-rfa", *command])
+        cli.main()
+    assert leftovers(tmp_path) == [".out.training"]
+    assert run_cli(*command, "--resume") == 0
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    assert model.config.feature_map == "exponential"
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.content.count(" ".join(["hf-rfa", *command])) == 2, "what makes it again, from start to end"
+    assert (tmp_path / "out" / "distillation.json").is_file()
+    assert leftovers(tmp_path) == ["out"]

@@ -1,0 +1,190 @@
+"""The losses of distillation: against loops over heads and tokens, and what has a gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoTokenizer, TrainingArguments
+
+from hf_rfa.convert import activations
+from hf_rfa.convert.activations import LayerActivations
+from hf_rfa.convert.base_model import rfa_layers
+from hf_rfa.finetune import losses
+from hf_rfa.finetune.data import PairCollator
+from hf_rfa.finetune.recipe import Stage
+from hf_rfa.finetune.trainers import (
+    AttentionTransferTrainer,
+    LogitDistillationTrainer,
+    layer_divergence,
+    training_arguments,
+    transfer_losses,
+)
+from hf_rfa.inference import load_model
+from hf_rfa.models.feature_maps import FEATURE_MAPS
+from tests.families import has_encoder, make, softmax_model
+from tests.training import assert_same, save_checkpoints
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    """Softmax models with tokenizers, and converted checkpoints."""
+    folder = tmp_path_factory.mktemp("losses")
+    options = {"preset": "rfa", "feature_map": "exponential", "num_features": 16}
+    save_checkpoints(folder, "gpt2", config={"initializer_range": 0.5}, gate=True, **options)
+    return save_checkpoints(folder, "bart", encoder_layers="all", **options)
+
+
+@pytest.fixture
+def pair(material):
+    """The converted GPT-2, and its teacher."""
+    return load_model(str(material / "gpt2-rfa"))[0], load_model(str(material / "gpt2"))[0]
+
+
+def test_before_training_the_exponential_map_is_the_positive_one():
+    options = {"num_heads": 2, "head_dim": 5, "num_features": 11, "seed": 4, "layer_idx": 1, "scaling": 0.4}
+    positive, exponential = (FEATURE_MAPS[name](**options) for name in ("positive", "exponential"))
+    query, key = torch.randn(2, 2, 7, 5), torch.randn(2, 2, 7, 5)
+    for found, expected in zip(exponential(query, key), positive(query, key), strict=True):
+        torch.testing.assert_close(found, expected)
+    exponential(query, key)[1].sum().backward()
+    grads = {name for name, parameter in exponential.named_parameters() if parameter.grad is not None}
+    assert grads == {"key_projection", "key_bias", "norm_weight", "sigma"}, "queries and keys have their own matrices"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_divergence_is_the_kl_of_the_weights(gated, monkeypatch):
+    """Against a loop in float64 over heads and queries, which are compared a few at a time."""
+    monkeypatch.setattr(activations, "QUERY_BLOCK", 4)
+    layer = make("gpt2", {"gate": gated, "num_features": 16}, dtype=torch.float64).transformer.h[0].attn
+    hidden = torch.randn(2, 9, 24, dtype=torch.float64)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, 6:] = False
+    query, key, value = layer.project(hidden)
+    found = layer_divergence(layer, LayerActivations(query, key, value, mask, mask), hidden)
+    features = layer.feature_map(query, key)
+    total, counted = torch.zeros(3, dtype=torch.float64), 0
+    for row, length in enumerate((9, 6)):
+        for t in range(length):
+            counted += 1
+            for head in range(3):
+                softmax = (key[row, head, : t + 1] @ query[row, head, t] * layer.scaling).softmax(0)
+                mass = features[1][row, head, : t + 1] @ features[0][row, head, t]
+                if gated:
+                    log_gate, weight = layer.gate(hidden)
+                    decay = log_gate[row, head, : t + 1].flip(0).cumsum(0).flip(0) - log_gate[row, head, : t + 1]
+                    mass = mass * weight[row, head, : t + 1] * decay.exp()
+                total[head] += (softmax * (softmax.log() - (mass / mass.sum()).log())).sum()
+    torch.testing.assert_close(found, total / counted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bart"])
+def test_logit_loss_is_the_kl_and_the_loss_on_the_text(family, material, tmp_path):
+    model = make(family, {"num_features": 4})
+    teacher = softmax_model(model, family)
+    for parameter in teacher.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    if not has_encoder(family):
+        ids = torch.randint(1, 61, (3, 8))
+        inputs = {"input_ids": ids, "labels": ids}
+    else:
+        pairs = [{"input_ids": [5, 6, 2], "labels": [7, 2]}, {"input_ids": [5, 2], "labels": [8, 9, 10, 2]}]
+        inputs = PairCollator(AutoTokenizer.from_pretrained(material / "bart"), model=model)(pairs)
+    with torch.no_grad():
+        known = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+        ours, theirs = (each(**known).logits.log_softmax(-1) for each in (model, teacher))
+    labels = inputs["labels"]
+    if not has_encoder(family):
+        ours, theirs, labels = ours[:, :-1], theirs[:, :-1], labels[:, 1:]
+    kl = [(theirs[r, t].exp() * (theirs[r, t] - ours[r, t])).sum() for r, t in (labels != -100).nonzero().tolist()]
+    nll = [-ours[r, t, labels[r, t]] for r, t in (labels != -100).nonzero().tolist()]
+    assert torch.stack(kl).mean() > 0.1
+    for share in (0.0, 0.3, 1.0):
+        arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[])
+        trainer = LogitDistillationTrainer(model=model, args=arguments, teacher=teacher, stage=Stage(kl_weight=share))
+        expected = share * torch.stack(kl).mean() + (1 - share) * torch.stack(nll).mean()
+        torch.testing.assert_close(trainer.compute_loss(model, inputs).detach(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_divergence_of_logits_and_its_gradient_are_the_plain_ones(dtype, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", 4 * 300)  # 37 rows: the last piece is short
+    logits, expected = (4 * torch.randn(37, 300).to(dtype) for _ in range(2))
+    logits[0, 0], expected[1, 0] = 500.0, -500.0
+    logits.requires_grad_()
+    truth = logits.detach().double().requires_grad_()
+    wanted = F.kl_div(truth.log_softmax(-1), expected.double().log_softmax(-1), log_target=True, reduction="batchmean")
+    found = losses.logit_divergence(logits, expected)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
+    assert found.dtype == torch.float32
+    (0.3 * found).backward()
+    (0.3 * wanted).backward()
+    assert logits.grad.dtype == dtype
+    torch.testing.assert_close(
+        logits.grad.double(), truth.grad, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-7
+    )
+
+
+def test_all_layers_learn_alone(pair):
+    """The loss of one layer has no gradient in another's feature map."""
+    losses = dict(transfer_losses(*pair, {"input_ids": torch.randint(4, 61, (2, 12))}))
+    losses["transformer.h.1.attn"].sum().backward()
+    layers = rfa_layers(pair[0])
+    assert all(p.grad is None for p in layers["transformer.h.0.attn"].feature_map.parameters())
+    assert layers["transformer.h.1.attn"].feature_map.projection.grad.abs().sum() > 0
+
+
+def test_transfer_holds_the_graph_of_one_layer_at_a_time(pair, tmp_path):
+    """With the gradients of the losses' plain mean."""
+    model, teacher = pair
+    inputs = {"input_ids": torch.randint(4, 61, (2, 12))}
+    stage = Stage(steps=1, batch_size=2)
+    trainer = AttentionTransferTrainer(
+        stage=stage, teacher=teacher, model=model, args=training_arguments(stage, tmp_path, seed=0)
+    )
+    held = []  # sizes of what is saved for backward passes, while it is
+    most = 0
+
+    class Saved:
+        def __init__(self, tensor):
+            nonlocal most
+            self.tensor = tensor
+            held.append(tensor.nbytes)
+            most = max(most, sum(held))
+
+        def __del__(self):
+            held.remove(self.tensor.nbytes)
+
+    def gradients(loss):
+        loss.backward()
+        found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        model.zero_grad()
+        return found
+
+    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+        losses = dict(transfer_losses(model, teacher, inputs))
+        expected = torch.stack([loss.mean() for loss in losses.values()]).mean()
+        all_layers, wanted = most, gradients(expected)
+        del losses
+        assert not held
+        most = 0
+        loss = trainer.compute_loss(model, inputs)
+        assert most < 0.6 * all_layers, "of two layers"
+        found = gradients(loss)
+    torch.testing.assert_close(loss, expected)
+    assert any("feature_map" in name for name in found)
+    assert_same(found, wanted)
+
+
+def test_padding_does_not_enter_the_losses(material):
+    """A pair in a row by itself, and padded on both sides."""
+    model, tokenizer = load_model(str(material / "bart-rfa"))
+    teacher, _ = load_model(str(material / "bart"))
+    pairs = [{"input_ids": [5, 6, 7, 2], "labels": [8, 9, 2]}, {"input_ids": [9] * 9 + [2], "labels": [5] * 7 + [2]}]
+    collate = PairCollator(tokenizer, model=model)
+    alone, padded = collate(pairs[:1]), {name: rows[:1] for name, rows in collate(pairs).items()}
+    expected, found = (dict(transfer_losses(model, teacher, inputs)) for inputs in (alone, padded))
+    for name, expected_losses in expected.items():
+        torch.testing.assert_close(found[name], expected_losses, rtol=1e-4, atol=1e-5, msg=name)

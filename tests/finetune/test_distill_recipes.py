@@ -1,0 +1,71 @@
+"""Recipes of distillation: what is read from them, what is refused, and what is set for a model and a processor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_rfa.convert import InputError
+from hf_rfa.finetune import recipe, trainers
+from hf_rfa.finetune.recipe import Recipe, Stage
+from tests.families import make
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("transfer: {steps: -1}", r"transfer.steps must be a whole number of at least 0, got -1"),
+        ("transfer: {block_length: 1}", r"transfer.block_length must be a whole number of at least 2, got 1"),
+        ("transfer: {stepz: 3}", r"transfer has no setting stepz. There are: steps, batch_size"),
+        ("end_to_end: {kl_weight: 2}", r"end_to_end.kl_weight must be from 0 to 1, got 2"),
+        ("end_to_end: {learning_rate: fast}", r"end_to_end.learning_rate must be a number of at least 0, got 'fast'"),
+        ("transfer: {bf16: 1}", r"transfer.bf16 must be true, false or auto, got 1"),
+        ("transfers: {steps: 3}", r"transfers is not understood. There are: transfer, end_to_end, seed"),
+        ("- 1", "holds no settings"),
+        ("a: [", "cannot read the recipe"),
+    ],
+)
+def test_recipes_are_checked(text, match, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(InputError, match=match):
+        Recipe.load(tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("positions", "pairs", "lengths", "sizes"),
+    [
+        (8192, False, (1024, 2048), (2, 1)),  # two blocks of 1,024 teach less end to end
+        (1500, False, (1024, 1500), (2, 1)),
+        (512, False, (512, 512), (4, 4)),
+        (8192, True, (1024, 1024), (8, 8)),
+    ],
+)
+def test_blocks_are_as_long_as_a_step_end_to_end(positions, pairs, lengths, sizes):
+    config = SimpleNamespace(is_encoder_decoder=pairs)
+    stages = Recipe(Stage(steps=1), Stage(steps=1)).resolve(config, positions).stages().values()
+    assert tuple(stage.block_length for stage in stages) == lengths
+    assert tuple(stage.batch_size for stage in stages) == sizes
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_a_recipe_may_leave_bf16_to_the_processor(has, monkeypatch, tmp_path):
+    monkeypatch.setattr(recipe, "has_bf16", lambda: has)
+    monkeypatch.setattr(trainers, "has_bf16", lambda: has)
+    stage = Stage(bf16="auto", steps=1)
+    resolved = Recipe(transfer=stage).resolve(make("gpt2").config, 16)
+    assert resolved.transfer.bf16 is has
+    given = replace(stage, batch_size=1)
+    assert trainers.training_arguments(given, tmp_path, seed=0).bf16 is has
+
+
+def test_bf16_is_for_processors_that_multiply_in_it(monkeypatch):
+    for devices in (torch.cuda, torch.accelerator):
+        monkeypatch.setattr(devices, "is_available", lambda: False)
+    for found, expected in (({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_f": True}, False)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found, raising=False)
+        assert recipe.has_bf16() is expected
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert recipe.has_bf16() is False

@@ -1,0 +1,388 @@
+"""Fine-tuning: data in any form, packing, parameter groups, and that an interrupted run goes on to the same result."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import hf_rfa.finetune
+from hf_rfa.convert import InputError
+from hf_rfa.evaluation.generation_scores import evaluate_generation
+from hf_rfa.finetune import finetune as finetune_module
+from hf_rfa.finetune.data import load_data, packed_blocks
+from hf_rfa.finetune.param_groups import PARAMETER_KINDS, parameter_groups, parameter_kinds
+from hf_rfa.finetune.trainers import GroupedTrainer
+from hf_rfa.inference import load_model
+from hf_rfa_cli import main as cli
+from hf_rfa_cli.options import UsageError
+from tests.conftest import ROOT, leftovers, words
+from tests.families import is_own, make
+from tests.training import assert_same, interrupted, logged, run, save_checkpoints, weights, write_rows
+
+LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    """Checkpoints, and the same data in every form."""
+    folder = save_checkpoints(tmp_path_factory.mktemp("finetune"), "gpt2", "bart", preset="rfa", num_features=8)
+    rows = [
+        {"text": words(5 + n % 9, n), "label": "ab"[n % 2], "source": words(4, n), "target": words(3, n)}
+        for n in range(60)
+    ]
+    write_rows(folder / "rows.jsonl", rows)
+    (folder / "rows.jsonl.gz").write_bytes(gzip.compress((folder / "rows.jsonl").read_bytes()))
+    with (folder / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    load_data(str(folder / "rows.jsonl")).to_parquet(folder / "rows.parquet")
+    (folder / "text.txt").write_text(words(400))
+    return folder
+
+
+@pytest.mark.parametrize("file", ["rows.jsonl", "rows.jsonl.gz", "rows.csv", "rows.parquet", "text.txt"])
+def test_every_kind_of_file_trains(file, material, tmp_path):
+    metrics = run(material, tmp_path, train=file, evaluate=file, steps=3)
+    assert metrics["eval_perplexity"] == pytest.approx(torch.tensor(metrics["eval_loss"]).exp().item(), rel=1e-4)
+    assert leftovers(tmp_path) == ["out"]
+    saved = json.loads((tmp_path / "out" / "finetuning.json").read_text())
+    assert saved["metrics"] == metrics
+    assert (tmp_path / "out" / "finetuning.png").read_bytes().startswith(b"\x89PNG")
+    model, _ = load_model(str(tmp_path / "out"))
+    assert model.config.use_cache, "what training turns off is on again"
+
+
+def test_the_accuracy_of_a_language_model_is_that_of_the_next_tokens(material, tmp_path):
+    metrics = run(material, tmp_path, evaluate="rows.jsonl", learning_rate=0.01, steps=10)
+    model, tokenizer = load_model(str(tmp_path / "out"))
+    right = counted = 0
+    for row in packed_blocks(load_data(str(material / "rows.jsonl")), tokenizer, text_column="text", length=16):
+        positions = torch.tensor([row["position_ids"]])
+        likeliest = (
+            model(torch.tensor([row["input_ids"]]), position_ids=positions, use_cache=False).logits[0].argmax(-1)
+        )
+        for place, label in enumerate(row["labels"]):
+            if label != -100:
+                counted += 1
+                right += int(likeliest[place - 1]) == label
+    assert metrics["eval_accuracy"] == pytest.approx(right / counted)
+    assert 0.05 < right / counted < 1
+
+
+@pytest.mark.parametrize("name", ["gpt2-rfa", "gpt2"])
+def test_packing_leaks_nothing_across_documents(name, material):
+    """The loss of packed blocks is that of every piece alone."""
+    model, tokenizer = load_model(str(material / name))
+    data = packed_blocks(load_data(str(material / "rows.jsonl")), tokenizer, text_column="text", length=16)
+    total, counted, losses = 0.0, 0, []
+    for row in data:
+        ids, positions, labels = (torch.tensor([row[name]]) for name in ("input_ids", "position_ids", "labels"))
+        assert ids.shape == (1, 16)
+        losses.append(model(ids, position_ids=positions, labels=labels, use_cache=False).loss.detach())
+        starts = [*(positions[0] == 0).nonzero()[:, 0].tolist(), 16]
+        row_total, row_counted = 0.0, 0
+        for start, stop in pairwise(starts):
+            piece = ids[:, start:stop]
+            if piece.shape[1] > 1:
+                logits = model(piece, use_cache=False).logits[0, :-1].detach()
+                row_total += float(torch.nn.functional.cross_entropy(logits, piece[0, 1:], reduction="sum"))
+                row_counted += piece.shape[1] - 1
+        assert float(losses[-1]) == pytest.approx(row_total / row_counted, rel=1e-4)
+        total, counted = total + row_total, counted + row_counted
+    tokens = [token for row in data for token in row["input_ids"]]
+    texts = [json.loads(line)["text"] for line in (material / "rows.jsonl").read_text().splitlines()]
+    expected = [token for text in texts for token in tokenizer(text)["input_ids"]]  # which ends with end-of-text
+    assert expected.count(tokenizer.eos_token_id) == len(texts)
+    assert tokens == expected[: len(tokens)]
+    assert len(expected) - len(tokens) < 16
+
+
+def test_rows_whose_prompt_fills_the_block_change_nothing(material, tmp_path, caplog):
+    """Alone in a batch their loss would be 0 / 0."""
+    short = [{"prompt": words(1 + n % 5, n), "text": words(3, n)} for n in range(4)]
+    rows = [row for each in short for row in (each, {"prompt": words(40), "text": "w5"})]
+    write_rows(material / "short.jsonl", short)
+    write_rows(material / "mixed.jsonl", rows)
+    options = {"prompt_column": "prompt", "per_device_train_batch_size": 1, "steps": 4, "unpacked": True}
+    for name in ("short", "mixed"):
+        run(material, tmp_path / name, train=f"{name}.jsonl", **options)
+        assert ("mixed.jsonl: 4 of 8 rows are left out" in caplog.text) == (name == "mixed")
+    assert_same(weights(tmp_path / "mixed" / "out"), weights(tmp_path / "short" / "out"))
+
+
+def test_sequences_and_labels_train(material, tmp_path):
+    metrics = run(material, tmp_path / "s", "bart-rfa", "seq2seq", evaluate="rows.jsonl", steps=3)
+    assert metrics["eval_loss"] > 0
+    assert load_model(str(tmp_path / "s" / "out"), kind="seq2seq")
+    metrics = run(material, tmp_path / "c", task="classify", evaluate="rows.csv", steps=3)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "c" / "out")
+    assert model.config.id2label == {0: "a", 1: "b"}
+    data = [json.loads(line) for line in (material / "rows.jsonl").read_text().splitlines()]
+    tokenizer = load_model(str(material / "gpt2-rfa"))[1]
+    right = 0
+    for row in data:
+        logits = model(**tokenizer(row["text"], return_tensors="pt", truncation=True, max_length=16)).logits
+        right += model.config.id2label[int(logits.argmax())] == row["label"]
+    assert metrics["eval_accuracy"] == pytest.approx(right / len(data))
+
+
+def test_bytes_from_scratch(material, tmp_path):
+    folder = tmp_path / "config"
+    AutoModelForCausalLM.from_pretrained(material / "gpt2-rfa").config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 259, "eos_token_id": 1}))
+    run(material, tmp_path, task="classify", model=str(folder), byte_tokenizer=True, from_scratch=True, steps=2)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert model.config.model_type == "rfa_gpt2"
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 7), ({"feature_seed": 3}, 3)])
+def test_the_seed_of_a_new_model_draws_its_random_vectors(given, expected, material, tmp_path):
+    overrides = {"n_layer": 1, "n_embd": 8, "n_head": 2, "num_features": 4, **given}
+    new = {"model_type": "rfa_gpt2", "config_overrides": json.dumps(overrides), "byte_tokenizer": True}
+    run(material, tmp_path, model=None, seed=7, steps=1, **new)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.feature_seed == expected
+
+
+@pytest.mark.parametrize("name", ["gpt2-rfa", "bart-rfa", "gated"])
+def test_kinds_have_their_own_rates(name, material):
+    rates = {kind: 10.0**-n for n, kind in enumerate(PARAMETER_KINDS)}
+    if name == "gated":
+        model = make("gpt2", {"gate": True})
+    else:
+        model, _ = load_model(str(material / name))
+    kinds = parameter_kinds(model)
+    groups = parameter_groups(model, rates, weight_decay=0.1)
+    given = {id(parameter): group for group in groups for parameter in group["params"]}
+    for each, parameter in model.named_parameters():
+        group, of_rfa = given.pop(id(parameter)), kinds[each] in ("feature_maps", "sigma", "gates")
+        assert group["lr"] == rates[kinds[each]], each
+        assert group["weight_decay"] == (0.0 if of_rfa else 0.1), each
+        assert of_rfa == is_own(each)
+    assert not given
+    assert ("gates" in kinds.values()) == (name == "gated")
+    only = parameter_groups(model, {**rates, "projections": 0.0, "rest": 0.0})
+    assert {group["lr"] for group in only} <= {rates[kind] for kind in ("feature_maps", "sigma", "gates")}
+
+
+@pytest.mark.parametrize("name", ["gpt2-rfa", "bart-rfa", "gpt2", "bart"])
+def test_projections_are_the_linear_layers_of_attention(name, material):
+    """In all families by these names, in RFA and in softmax layers."""
+    attention = {"attn", "crossattention", "self_attn", "encoder_attn"}
+    projections = {"c_attn", "q_attn", "c_proj", "q_proj", "k_proj", "v_proj", "out_proj"}
+    found = parameter_kinds(load_model(str(material / name))[0])
+    for parameter, kind in found.items():
+        parts = {*parameter.split(".")}
+        assert (kind == "projections") == bool(parts & attention and parts & projections), parameter
+    assert "projections" in found.values()
+
+
+def test_a_rate_of_0_freezes_a_kind(material, tmp_path):
+    run(material, tmp_path, projection_rate=0.0, sigma_rate=0.0, steps=2)
+    before, after = weights(material / "gpt2-rfa"), weights(tmp_path / "out")
+    changed = {name for name in after if not torch.equal(before[name], after[name])}
+    kinds = parameter_kinds(load_model(str(material / "gpt2-rfa"))[0])
+    assert {kinds[name] for name in changed} == {"rest"}
+    assert not [name for name in changed if ".attn." in name]
+    assert {f"transformer.h.0.mlp.{name}.weight" for name in ("c_fc", "c_proj")} <= changed
+
+
+@pytest.mark.parametrize("stop_at", [2, 5])
+def test_an_interrupted_run_goes_on_to_the_same_weights(stop_at, material, tmp_path, monkeypatch):
+    options = {"steps": 8, "save_steps": 2, "gradient_accumulation_steps": 2}
+    (tmp_path / "whole").mkdir()
+    run(material, tmp_path / "whole", **options)
+    with interrupted(monkeypatch, GroupedTrainer, "training_step", after=2 * stop_at):
+        run(material, tmp_path, **options)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match="holds an interrupted run"):
+        run(material, tmp_path, **options)
+    with pytest.raises(InputError, match="had other settings: learning_rate"):
+        run(material, tmp_path, resume=True, learning_rate=0.5, **options)
+    run(material, tmp_path, resume=True, **options)
+    assert_same(weights(tmp_path / "out"), weights(tmp_path / "whole" / "out"), atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_the_checkpoint_keeps_its_cache_and_its_way_to_generate(configured, material, tmp_path):
+    """The Trainer turns the cache off, and fills generation's settings in with defaults when it scores answers."""
+    model, tokenizer = load_model(str(material / "bart-rfa"))
+    model.config.use_cache = configured
+    model.generation_config.num_beams = 3
+    for folder in (tmp_path / "model", tmp_path / "kept"):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    options = {"evaluate": "rows.jsonl", "predict_with_generate": True, "generation_num_beams": 1}
+    run(material, tmp_path, tmp_path / "model", "seq2seq", steps=1, **options)
+    before, after = (json.loads((tmp_path / name / "generation_config.json").read_text()) for name in ("kept", "out"))
+    assert after == before
+    trained = load_model(str(tmp_path / "out"))[0]
+    assert trained.config.use_cache is configured
+    ids = torch.full((1, 4), 5)
+    assert (trained(ids, decoder_input_ids=ids).past_key_values is not None) is configured
+
+
+def endless(folder: Path, material: Path, **generation) -> Path:
+    """Save a model that answers w5 for ever."""
+    model, tokenizer = load_model(str(material / "bart-rfa"))
+    with torch.no_grad():
+        model.final_logits_bias[:, 5] = 1e4
+    model.generation_config.update(**generation)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "training", "expected"),
+    [
+        ({}, {}, 40),  # as many as a target may have, though transformers would stop at 20
+        ({}, {"block_length": 96}, 95),  # the positions, one of them the start token's
+        ({"max_length": 31}, {}, 30),  # of the checkpoint, which counts the start token
+        ({"max_new_tokens": 30}, {}, 30),
+        ({"max_new_tokens": 30}, {"generation_max_length": 26}, 25),
+        ({}, {"generation_max_length": 51}, 50),
+    ],
+)
+def test_answers_that_are_scored_are_as_long_as_they_need_to_be(
+    model, training, expected, material, tmp_path, monkeypatch
+):
+    answers, score = [], finetune_module._bleu
+
+    def watched(prediction, *, tokenizer):
+        answers.extend(prediction.predictions)
+        return score(prediction, tokenizer=tokenizer)
+
+    monkeypatch.setattr(finetune_module, "_bleu", watched)
+    options = {"steps": 1, "learning_rate": 1e-9, "block_length": 40, **training}
+    few = (material / "rows.jsonl").read_text().splitlines()[:4]
+    (tmp_path / "few.jsonl").write_text("\n".join(few))
+    folder = endless(tmp_path / "model", material, **model)
+    run(material, tmp_path, folder, "seq2seq", evaluate=tmp_path / "few.jsonl", predict_with_generate=True, **options)
+    assert [answer.tolist().count(5) for answer in answers] == [expected] * 4
+
+
+def test_evaluation_takes_the_length_of_an_answer_from_the_checkpoint(material, tmp_path):
+    """What its generation configuration sets, or else the positions."""
+    for number, (generation, expected) in enumerate((({}, 95), ({"max_length": 31}, 30), ({"max_new_tokens": 30}, 30))):
+        model, tokenizer = load_model(str(endless(tmp_path / str(number), material, **generation)))
+        found = evaluate_generation(model, tokenizer, ["w6"], ["w7"], task="translation")
+        assert found.predictions == [" ".join(["w5"] * expected)]
+        assert f"at most {expected} new tokens" in found.protocol
+
+
+def test_the_command_trains_in_bfloat16_as_documented(material, tmp_path, monkeypatch):
+    """The line of docs/finetuning.md, where there is a GPU or none."""
+    (tmp_path / "reviews.csv").write_text("review,stars\nw5 w6,1\nw7,2\nw8 w9,1\n")
+    shutil.copytree(material / "gpt2-rfa", tmp_path / "gpt2-rfa")
+    page = (ROOT / "docs" / "finetuning.md").read_text()
+    (line,) = (line for line in page.splitlines() if line.startswith("hf-rfa finetune") and line.endswith("--bf16"))
+    monkeypatch.chdir(tmp_path)
+    cli.app([*line.split()[1:], "--max_steps", "1", "--report_to", "none"], standalone_mode=False)
+    assert AutoModelForSequenceClassification.from_pretrained("gpt2-rfa-finetuned").config.label2id == {"1": 0, "2": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (["--bf16", "--fp16"], "At most one of fp16 and bf16.*See hf-rfa finetune --help"),
+        (["--fp16", "--use_cpu"], "--fp16 needs an accelerator.*--bf16"),
+        (["--eval_strategy", "steps", "--eval_steps", "1"], "--eval-strategy needs --evaluate"),
+    ],
+)
+def test_training_arguments_that_cannot_be_used_are_refused(given, match, material, tmp_path):
+    paths = {"model": material / "gpt2-rfa", "train": material / "rows.jsonl", "output": tmp_path / "out"}
+    words = [word for name, path in paths.items() for word in (f"--{name}", str(path))]
+    with pytest.raises((InputError, UsageError), match=match):
+        cli.app(["finetune", "--task", "clm", *words, *given], standalone_mode=False)
+    assert leftovers(tmp_path) == []
+
+
+def test_the_command_reads_settings_and_training_arguments(material, tmp_path, run_cli, capsys):
+    (tmp_path / "settings.yaml").write_text(
+        f"task: clm\ntrain: {material / 'rows.jsonl'}\nblock_length: 16\nmax_steps: 9\nuse_cpu: true\nreport_to: none\n"
+    )
+    given = ["finetune", "--model", material / "gpt2-rfa", "--recipe", tmp_path / "settings.yaml", "--max-steps", "2"]
+    given += ["--output", tmp_path / "out", "--learning_rate", "0.5"]
+    assert run_cli(*given) == 0
+    assert json.loads((tmp_path / "out" / "finetuning.json").read_text())["log"][-1]["step"] == 2
+    assert "train_loss" in capsys.readouterr().out
+    assert run_cli(*given, "--no_such_option", "1") == 1
+    assert "unrecognized arguments: --no_such_option 1. See hf-rfa finetune --help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"task": "translate"}, "task must be one of clm, seq2seq, classify, got 'translate'"),
+        ({"train": "none.jsonl"}, "there is no file .*none.jsonl"),
+        ({"train": "empty.jsonl"}, "empty.jsonl is empty"),
+        ({"train": "broken.jsonl"}, "broken.jsonl, line 2: not a JSON object"),
+        ({"text_column": "body"}, "has no column 'body'. It has: text, label, source, target"),
+        ({"block_length": 97}, "block_length must be from 2 to the model's 96 positions, got 97"),
+        ({"task": "classify", "evaluate": "other.csv"}, "label 'c' is not among those of the training data: a, b"),
+        ({"model": "nothing"}, "cannot read the configuration"),
+        ({"task": "seq2seq"}, "cannot load a model for seq2seq"),
+        ({"gate_rate": -1.0}, "learning rate of gates must be a number of at least 0, got -1.0"),
+        ({"streaming": True, "steps": -1}, "--streaming needs --max-steps"),
+        ({"train": "short.txt"}, "does not fill a single block of 16 tokens"),
+        ({"train": "null.jsonl"}, "null.jsonl, row 2: column 'text' is null, not text"),
+        ({"train": "null.jsonl", "task": "classify"}, "null.jsonl, row 2: column 'text' is null, not text"),
+        ({"train": "null.jsonl", "task": "seq2seq", "model": "bart-rfa"}, "row 1: column 'target' is null, not text"),
+        ({"evaluate": "null.jsonl", "prompt_column": "source"}, "null.jsonl, row 2: column 'text' is null, not text"),
+        ({"train": "prompts.jsonl", "prompt_column": "prompt"}, "prompts.jsonl has nothing to learn in any row"),
+        (
+            {"evaluate": "prompts.jsonl", "unpacked": True, "prompt_column": "prompt"},
+            "prompts.jsonl has nothing to learn",
+        ),
+        (
+            {"task": "seq2seq", "model": "bart-rfa", "predict_with_generate": True, "generation_max_length": 97},
+            "--generation-max-length is 97, but this model has 96 positions",
+        ),
+        ({"resume": True}, "there is no interrupted run to resume"),
+    ],
+)
+def test_bad_input(options, match, material, tmp_path):
+    (material / "empty.jsonl").write_text("")
+    (material / "broken.jsonl").write_text('{"text": "w5"}\n{"text": \n')
+    (material / "other.csv").write_text("text,label\nw5 w6,c\n")
+    (material / "short.txt").write_text("w5 w6")
+    row = {"text": "w5", "label": "a", "source": "w6", "target": None}
+    write_rows(material / "null.jsonl", [row, {**row, "text": None, "label": None}])
+    write_rows(material / "prompts.jsonl", [{"prompt": words(40), "text": "w5"}])
+    options = {"train": "prompted.jsonl", **options} if "prompt_column" in options else options
+    write_rows(material / "prompted.jsonl", [{**row, "prompt": "w7"}] * 20)
+    with pytest.raises(InputError, match=match):
+        run(material, tmp_path, **options)
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_two_processes_with_sharded_parameters_give_the_losses_of_one(material, tmp_path):
+    """At the same global batch, by FSDP, which accelerate does not do on CPUs."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"]
+    shared = ["finetune", "--model", str(material / "gpt2-rfa"), "--task", "clm", "--use-cpu", "--max-steps", "6"]
+    shared += ["--train", str(material / "rows.jsonl"), "--block-length", "16", "--logging-steps", "1"]
+    shared += ["--report-to", "none", "--learning-rate", "0.01", "--ddp-backend", "gloo"]
+    sharding = ["--fsdp", "full_shard", "--fsdp-config", str(LAUNCH / "fsdp.json")]
+    losses = {}
+    for processes, module, batch, parallel in ((1, "hf_rfa_cli", 4, []), (2, "tests.fsdp_on_cpu", 2, sharding)):
+        folder = tmp_path / str(processes)
+        own = ["--per-device-train-batch-size", str(batch), "--output", str(folder)]
+        line = [*launcher, str(processes), "-m", module, *shared, *own, *parallel]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=ROOT)
+        assert done.returncode == 0, done.stderr[-3000:]
+        losses[processes] = logged(folder)
+    assert losses[2] == pytest.approx(losses[1], rel=1e-4)
+    assert_same(weights(tmp_path / "2"), weights(tmp_path / "1"), atol=2e-4, rtol=1e-3)

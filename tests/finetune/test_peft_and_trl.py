@@ -1,0 +1,164 @@
+"""Peers' tools on RFA models: peft, TRL."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import Trainer, TrainingArguments
+
+from hf_rfa.convert import convert
+from hf_rfa.inference import load_model
+from tests.families import is_own
+from tests.training import save_checkpoints
+
+# peft 0.21 and TRL 1.16 still read transformers' old name of it.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    options = {"preset": "rfa", "feature_map": "exponential", "num_features": 8}
+    return save_checkpoints(tmp_path_factory.mktemp("peers"), "gpt2", "bart", "marian", **options)
+
+
+@pytest.fixture(scope="module")
+def gated(checkpoints):
+    """Return a function that loads a converted model with gates, whose weights are not at their initial values."""
+
+    def load(name: str):
+        model, _ = load_model(str(checkpoints / f"{name}-gated"))
+        return model
+
+    for name in ("gpt2", "bart"):
+        folder = checkpoints / f"{name}-gated"
+        options = {"preset": "rfa", "feature_map": "exponential", "num_features": 8, "gate": True}
+        convert(checkpoints / name, folder, **options)
+        model = load(name)
+        with torch.no_grad():
+            for key, tensor in model.named_parameters():
+                if ".gate.weight" in key:
+                    tensor.normal_(0.0, 0.5)
+        model.save_pretrained(folder)
+    return load
+
+
+def batch_for(model) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(4, 60, (2, 9), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def train(model, data, steps: int = 6, rate: float = 0.02) -> list[float]:
+    """Train the parameters that have a gradient, and return the losses."""
+    optimizer = torch.optim.Adam([parameter for parameter in model.parameters() if parameter.requires_grad], rate)
+    losses = []
+    for _ in range(steps):
+        loss = model(**data).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@torch.no_grad()
+def assert_reloads(adapted, fresh, folder: Path, data, *, merged: bool = True):
+    """Check that an adapter, saved and loaded into a fresh model, gives the same outputs; merge it likewise."""
+    expected = adapted.eval()(**data).logits
+    adapted.save_pretrained(folder)
+    loaded = PeftModel.from_pretrained(fresh, folder).eval()
+    torch.testing.assert_close(loaded(**data).logits, expected, atol=1e-5, rtol=1e-4)
+    if merged:
+        loaded = loaded.merge_and_unload()
+        torch.testing.assert_close(loaded(**data).logits, expected, atol=1e-4, rtol=1e-3)
+    return loaded
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bart", "marian"])
+def test_lora_by_peft_with_its_default_targets(name, checkpoints, tmp_path):
+    """It adapts the softmax model's modules, trains nothing else, and loads and merges to the same outputs."""
+    model, _ = load_model(str(checkpoints / f"{name}-rfa"))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    adapted = get_peft_model(model, LoraConfig(r=2, fan_in_fan_out=name == "gpt2"))
+    targets = {"gpt2": {"c_attn"}, "bart": {"q_proj", "v_proj"}, "marian": {"q_proj", "v_proj"}}[name]
+    trained = [key for key, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert {key.split(".lora_")[0].rsplit(".", 1)[-1] for key in trained} == targets
+    data = batch_for(model)
+    losses = train(adapted, data, steps=12, rate=0.05)
+    assert losses[-1] < losses[0] - 0.05
+    fresh, _ = load_model(str(checkpoints / f"{name}-rfa"))
+    for key, value in fresh.state_dict().items():
+        torch.testing.assert_close(value, before[key])
+    assert_reloads(adapted, fresh, tmp_path / "adapter", data)
+
+
+@pytest.mark.parametrize("how", [{"use_dora": True}, {"modules_to_save": ["gate"]}, {"target_modules": None}])
+@pytest.mark.parametrize("name", ["gpt2", "bart"])
+def test_adapters_of_all_linear_layers_of_a_gated_model(name, how, gated, tmp_path):
+    """Gates stay as they are, or are trained whole; adapters are saved, loaded and merged to the same outputs."""
+    model = gated(name)
+    before = {key: value.clone() for key, value in model.state_dict().items() if ".gate." in key}
+    assert before
+    options = {"r": 2, "fan_in_fan_out": name == "gpt2", "target_modules": "all-linear"} | how
+    adapted = get_peft_model(model, LoraConfig(**options))
+    data = batch_for(model)
+    losses = train(adapted, data)
+    assert losses[-1] < losses[0] - 0.05
+    after = assert_reloads(adapted, gated(name), tmp_path / "adapter", data).state_dict()
+    same = [torch.equal(after[key], value) for key, value in before.items()]
+    assert not any(same) if "modules_to_save" in how else all(same)
+
+
+def test_adapters_of_an_rfa_model_generate_with_a_constant_cache(checkpoints):
+    model, tokenizer = load_model(str(checkpoints / "gpt2-rfa"))
+    adapted = get_peft_model(model, LoraConfig(r=2, fan_in_fan_out=True, init_lora_weights=False)).eval()
+    inputs = tokenizer("w5 w6 w7", return_tensors="pt")
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    cached = adapted.generate(**inputs, **options)
+    without = adapted.generate(**inputs, **options, use_cache=False)
+    assert torch.equal(cached, without)
+    assert cached.shape[1] == inputs["input_ids"].shape[1] + 20
+
+
+def test_feature_maps_train_beside_an_adapter(checkpoints, tmp_path):
+    """`modules_to_save` keeps what RFA adds trainable beside LoRA, and saves it with the adapter."""
+    model, _ = load_model(str(checkpoints / "gpt2-rfa"))
+    adapted = get_peft_model(model, LoraConfig(r=2, fan_in_fan_out=True, modules_to_save=["feature_map"]))
+    trained = {key for key, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert any(is_own(key) for key in trained)
+    dataset = [{"input_ids": row, "labels": row} for row in batch_for(model)["input_ids"]]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "t"), use_cpu=True, max_steps=3, learning_rate=0.1, disable_tqdm=True, save_steps=3
+    )
+    Trainer(model=adapted, args=arguments, train_dataset=dataset).train()
+    fresh, _ = load_model(str(checkpoints / "gpt2-rfa"))
+    assert_reloads(adapted, fresh, tmp_path / "adapter", batch_for(model), merged=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", [None, "all-linear"])
+def test_trl_trains_an_rfa_model(targets, gated, checkpoints, tmp_path):
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    from datasets import Dataset
+
+    model, (_, tokenizer) = gated("gpt2"), load_model(str(checkpoints / "gpt2-rfa"))
+    tokenizer.pad_token = tokenizer.eos_token
+    rows = [{"prompt": "w5 w6 ", "completion": f"w{7 + n % 3} w9"} for n in range(16)]
+    options = {"max_steps": 8, "learning_rate": 0.05, "per_device_train_batch_size": 4, "max_length": 32}
+    options |= {"use_cpu": True, "bf16": False, "logging_steps": 1, "disable_tqdm": True, "report_to": "none"}
+    arguments = trl.SFTConfig(output_dir=str(tmp_path / "t"), **options)
+    lora = LoraConfig(r=2, fan_in_fan_out=True, target_modules=targets)
+    data = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    trainer = trl.SFTTrainer(model=model, args=arguments, peft_config=lora, **data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    trainer.save_model(str(tmp_path / "saved"))
+    config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    expected = {"c_attn"} if targets is None else {"c_attn", "c_proj", "c_fc"}
+    assert {name.rsplit(".", 1)[-1] for name in config["target_modules"]} == expected

@@ -1,0 +1,215 @@
+"""Recipes, new models, and the data sets that a program writes."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    Seq2SeqTrainingArguments,
+)
+
+from hf_rfa.convert import InputError
+from hf_rfa.finetune.arguments import FinetuneArguments
+from hf_rfa.finetune.data import load_data, load_pairs, packed_blocks, single_documents, token_pairs
+from hf_rfa.finetune.finetune import finetune
+from hf_rfa.finetune.recipe import FOLDER, load_settings
+from hf_rfa_cli.options import UsageError
+from hf_rfa_cli.train import finetune_parser, finetune_values
+from tests.conftest import leftovers, save_tiny_tokenizer
+from tests.training import run, write_rows
+
+RECIPES = sorted(path.stem for path in (FOLDER / "finetune").glob("*.yaml"))
+TINY = {"gpt2": {"n_layer": 1, "n_embd": 16, "n_head": 2}, "bart": {"encoder_layers": 1, "decoder_layers": 1}}
+TINY["llama"] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+TINY["llama"] |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+TINY["bart"] |= {name: 16 for name in ("d_model", "encoder_ffn_dim", "decoder_ffn_dim")}
+TINY["bart"] |= {name: 2 for name in ("encoder_attention_heads", "decoder_attention_heads")}
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipes")
+    save_tiny_tokenizer(folder / "tokenizer")
+    words = random.Random(0)
+    texts = [" ".join(f"w{words.randint(4, 60)}" for _ in range(words.randint(3, 9))) for _ in range(80)]
+    pairs = [{"en": text, "de": texts[n - 1]} for n, text in enumerate(texts)]
+    rows = [
+        {"text": text, "label": n % 2, "prompt": texts[-n], "translation": pairs[n]}
+        | {"source": text, "target": texts[n - 1]}
+        for n, text in enumerate(texts)
+    ]
+    write_rows(folder / "rows.jsonl", rows)
+    (folder / "a.en").write_text("\n".join(texts))
+    (folder / "a.de").write_text("\n".join(reversed(texts)))
+    return folder
+
+
+def parse(words: list[str]):
+    return finetune_parser().parse_dict(finetune_values(words), allow_extra_keys=True)
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_trains(name, small, material, tmp_path):
+    """With the data and the size of its model replaced, and two steps."""
+    recipe = load_settings(name, small=small)
+    family = recipe.get("model_type", "rfa_gpt2").removeprefix("rfa_")
+    options = {"train": material / "rows.jsonl", "evaluate": material / "rows.jsonl", "output-dir": tmp_path / "out"}
+    options |= {"max-steps": 2, "warmup-steps": 1, "save-steps": 2, "block-length": 32, "use-cpu": True}
+    options |= {"per-device-train-batch-size": 2, "per-device-eval-batch-size": 8}
+    if "model_type" in recipe:
+        positions = "n_positions" if family == "gpt2" else "max_position_embeddings"
+        options["config-overrides"] = json.dumps(TINY[family] | {positions: 32})
+    else:
+        AutoTokenizer.from_pretrained(material / "tokenizer").save_pretrained(tmp_path / "model")
+        config = {"model_type": "rfa_gpt2", "vocab_size": 64, "n_positions": 32, **TINY["gpt2"]}
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+        options |= {"model": tmp_path / "model", "from-scratch": True}
+    if "tokenizer" in recipe:
+        options["tokenizer"] = material / "tokenizer"
+    words = ["--recipe", name, *(["--small"] if small else [])]
+    words += [str(word) for option, value in options.items() for word in (f"--{option}", value)]
+    options, arguments = parse(words)
+    metrics = finetune(options, arguments)
+    expected = {"clm": "eval_perplexity", "seq2seq": "eval_bleu", "classify": "eval_accuracy"}[recipe["task"]]
+    assert metrics[expected] >= 0
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["model_type"] == recipe.get("model_type", "rfa_gpt2")
+    for field, value in recipe.get("config_overrides", {}).items():
+        if field not in {**TINY[family], "n_positions": 0, "max_position_embeddings": 0}:
+            assert saved[field] == value, field
+    expected_files = ["model", "out"] if "model_type" not in recipe else ["out"]
+    assert leftovers(tmp_path) == expected_files
+
+
+def test_options_of_the_command_line_win_over_the_recipe(tmp_path):
+    (tmp_path / "my.yaml").write_text(
+        "{task: clm, max_steps: 9, config_overrides: {n_layer: 3, n_head: 2},\n"
+        " small: {max_steps: 5, config_overrides: {n_layer: 2}}}\n"
+    )
+    shared = ["--train", "x", "--recipe", str(tmp_path / "my.yaml"), "--output_dir", "y", "--use_cpu"]
+    options, arguments = parse(shared)
+    assert (arguments.max_steps, options.overrides()) == (9, {"n_layer": 3, "n_head": 2})
+    options, arguments = parse([*shared, "--small"])
+    assert (arguments.max_steps, options.overrides()) == (5, {"n_layer": 2, "n_head": 2})
+    for dash in "_-":
+        words = ["--small", f"--max{dash}steps", "7", f"--config{dash}overrides", '{"n_head": 4}']
+        options, arguments = parse([*shared, *words])
+        assert (arguments.max_steps, options.overrides()) == (7, {"n_layer": 2, "n_head": 4})
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--recipe", "nothing"], "there is no recipe nothing. Pass a YAML file, or one of: copy, "),
+        (["--recipe", "none.yaml", "--small"], "has no small variant"),
+        (["--recipe", "list.yaml"], "holds no settings"),
+        (["--small"], "pass --recipe with it"),
+        (["--recipe"], "argument --recipe: expected one argument"),
+        (["--recipe", "wrong.yaml"], "argument --max-steps: invalid int value: 'many'"),
+        (["--recipe", "unknown.yaml"], "unrecognized arguments: --steps 3"),
+        (["--recipe", "copy", "--train", "x", "--config_overrides", "{"], "must be a JSON object, got '{'"),
+        (["--recipe", "copy", "--train", "x"], "--output is missing"),
+    ],
+)
+def test_a_recipe_that_cannot_be_used_is_named(words, match, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "none.yaml").write_text("task: clm\n")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "wrong.yaml").write_text("{task: clm, train: x, max_steps: many}\n")
+    (tmp_path / "unknown.yaml").write_text("{task: clm, train: x, steps: 3}\n")
+    with pytest.raises((InputError, UsageError), match=match):
+        finetune_values(words)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({}, "pass either --model, a checkpoint, or --model-type"),
+        ({"model": "m", "config_overrides": "{}"}, "--config-overrides goes with --model-type"),
+        ({"model_type": "gpt2"}, "--model-type needs a tokenizer"),
+        ({"model_type": "gpt2", "tokenizer": "t", "byte_tokenizer": True}, "either --tokenizer or --byte-tokenizer"),
+        ({"model_type": "gpt2", "tokenizer": "t", "config_overrides": "[1]"}, "must be a JSON object such as"),
+        ({"model_type": "gpt9", "byte_tokenizer": True}, "cannot make a configuration of type gpt9"),
+        ({"model_type": "gpt2", "byte_tokenizer": True, "config_overrides": '{"layers": 3}'}, "has no field layers"),
+        ({"model_type": "rfa_gpt2", "byte_tokenizer": True, "config_overrides": '{"window_size": -1}'}, "window"),
+        ({"model": "m", "task": "seq2seq", "prompt_column": "a"}, "--prompt-column is an option of the task clm"),
+        ({"model": "m", "train_references": "a"}, "--train-references is an option of the task seq2seq"),
+        ({"model": "m", "task": "seq2seq", "evaluate_references": "a"}, "needs --evaluate"),
+        ({"model": "m", "task": "classify", "streaming": True}, "--streaming does not fit --task classify"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, match, tmp_path):
+    arguments = Seq2SeqTrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, max_steps=2)
+    with pytest.raises(InputError, match=match):
+        finetune(FinetuneArguments(**{"task": "clm", "train": "none.jsonl", **options}), arguments)
+    assert leftovers(tmp_path) == []
+
+
+def test_prompts_are_read_and_not_learned(material):
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    data = load_data(str(material / "rows.jsonl"))
+    columns = {"text_column": "text", "prompt_column": "prompt"}
+    for row, source in zip(single_documents(data, tokenizer, length=500, **columns), data, strict=True):
+        prompt, text = (list(source[name].encode()) for name in ("prompt", "text"))
+        expected = [byte + 3 for byte in prompt + text] + [tokenizer.eos_token_id]
+        assert row["input_ids"] == expected
+        assert row["labels"] == [-100] * len(prompt) + expected[len(prompt) :]
+    documents = [row["input_ids"] for row in single_documents(data, tokenizer, length=500, **columns)]
+    labels = [row["labels"] for row in single_documents(data, tokenizer, length=500, **columns)]
+    flat_ids, flat_labels = ([token for row in rows for token in row] for rows in (documents, labels))
+    at = 0
+    for row in packed_blocks(data, tokenizer, length=64, **columns):
+        assert row["input_ids"] == flat_ids[at : at + 64]
+        for place, label in enumerate(row["labels"]):
+            assert label == (-100 if row["position_ids"][place] == 0 else flat_labels[at + place])
+        at += 64
+    assert at > 64
+
+
+def test_pairs_come_from_lines_and_from_columns_in_columns(material):
+    tokenizer = AutoTokenizer.from_pretrained(material / "tokenizer")
+    columns = {"source_column": "translation.en", "target_column": "translation.de"}
+    rows = load_data(str(material / "rows.jsonl"))
+    for row, source in zip(token_pairs(rows, tokenizer, length=32, **columns), rows, strict=True):
+        assert row["input_ids"] == tokenizer(source["translation"]["en"])["input_ids"]
+        assert row["labels"] == tokenizer(source["translation"]["de"])["input_ids"]
+    lines = load_pairs(material / "a.en", material / "a.de", source_column="s", target_column="t")
+    assert list(lines["s"]) == list(reversed(lines["t"]))
+
+
+def new_model(material, model_type: str) -> dict:
+    """Return the options for a new model of a type."""
+    overrides = TINY["gpt2" if "gpt2" in model_type else "bart"]
+    tokenizer = str(material / "tokenizer")
+    return {"model_type": model_type, "tokenizer": tokenizer, "config_overrides": json.dumps(overrides), "model": None}
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "rfa_gpt2", "rfa_bart", "rfa_marian"])
+def test_a_new_model_takes_its_ids_from_the_tokenizer(model_type, material, tmp_path):
+    task = "clm" if "gpt2" in model_type else "seq2seq"
+    columns = {} if task == "clm" else {"source_column": "prompt", "target_column": "text"}
+    run(material, tmp_path, task=task, steps=2, seed=3, **new_model(material, model_type), **columns)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = (AutoModelForCausalLM if task == "clm" else AutoModelForSeq2SeqLM).from_pretrained(tmp_path / "out")
+    assert model.config.model_type == model_type
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    if task == "seq2seq":
+        assert model.config.decoder_start_token_id == tokenizer.eos_token_id
+    model.generate(**tokenizer("w5 w6", return_tensors="pt"), max_new_tokens=3)
+
+
+def test_the_seed_sets_the_weights_of_a_new_model(material, tmp_path):
+    for number, name in enumerate("ab"):
+        torch.manual_seed(number)
+        run(material, tmp_path / name, steps=1, seed=3, **new_model(material, "rfa_gpt2"))
+    a, b = ((tmp_path / name / "out" / "model.safetensors").read_bytes() for name in "ab")
+    assert a == b

@@ -1,0 +1,108 @@
+"""Blocks of text that repeat themselves: what is copied from where, which blocks they are, and what a training sees."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_rfa.finetune import trainers
+from hf_rfa.finetune.data import PASSAGE_TOKENS, add_repeats
+from hf_rfa.finetune.distill import distill
+from hf_rfa.finetune.recipe import Recipe, Stage
+from hf_rfa.finetune.report import HELD_OUT
+from tests.conftest import words
+from tests.training import save_checkpoints
+
+
+def made(rows: int, length: int, share: float, seed: int = 0):
+    """Return blocks of which every token is another one, and the same with repeats."""
+    blocks = np.arange(rows * length).reshape(rows, length)
+    found = blocks.copy()
+    add_repeats(found, share, seed=seed)
+    return blocks, found
+
+
+@settings(max_examples=40, deadline=None)
+@given(length=st.integers(2, 700), seed=st.integers(0, 2**16))
+def test_a_block_copies_passages_from_before_them(length, seed):
+    blocks, found = made(3, length, 1.0, seed)
+    for block, copy in zip(blocks, found, strict=True):
+        back = np.arange(length) - (copy - block[0])  # where a token stood first
+        assert back.min() >= 0, "a copy is of this block, and of what is before it"
+        ends = [0, *(np.flatnonzero(np.diff(back)) + 1), length]
+        starts = [start for start in ends[:-1] if back[start]]
+        assert (length <= PASSAGE_TOKENS[0]) == (not starts), "nothing is before the first passage"
+        assert set(copy[: PASSAGE_TOKENS[0]]) == set(block[: PASSAGE_TOKENS[0]])
+
+
+def test_a_passage_as_long_as_all_before_it_is_that():
+    _, found = made(20, 2 * PASSAGE_TOKENS[0], 1.0)
+    first, second = np.split(found, 2, axis=1)
+    assert (first == second).all()
+
+
+def test_half_of_such_a_block_is_copied_from_near_and_from_far():
+    blocks, found = made(400, 1024, 1.0)
+    distance = (blocks - found).ravel()
+    copied = distance[distance > 0]
+    assert 0.4 < len(copied) / found.size < 0.6
+    shares = [float(np.mean((low <= copied) & (copied < 2 * low))) for low in (32, 64, 128, 256, 512)]
+    assert min(shares) > 0.05, "no distance is rare"
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.25, 70, 130), (1.0, 400, 400)])
+def test_the_share_of_blocks_that_repeat(share, least, most):
+    blocks, found = made(400, 300, share)
+    assert least <= (blocks != found).any(1).sum() <= most
+
+
+def test_the_seed_says_which_and_where():
+    assert (made(9, 300, 0.5, 1)[1] == made(9, 300, 0.5, 1)[1]).all()
+    assert (made(9, 300, 0.5, 1)[1] != made(9, 300, 0.5, 2)[1]).any()
+
+
+def test_a_training_sees_them_and_is_not_measured_on_them(tmp_path, monkeypatch):
+    save_checkpoints(tmp_path, "gpt2", preset="rfa", feature_map="exponential", num_features=8)
+    drawn = np.random.default_rng(0).integers(4, 61, 1600)
+    (tmp_path / "text.txt").write_text(" ".join(f"w{each}" for each in drawn))
+    stage = Stage(steps=6, batch_size=8, block_length=64, kl_weight=1.0)
+    seen: dict[float, set] = {}
+    held_out = []
+    real = trainers.LogitDistillationTrainer.compute_loss
+    for share in (0.0, 1.0):
+        rows = seen.setdefault(share, set())
+
+        def watched(self, model, inputs, *args, rows=rows, **options):
+            rows |= {tuple(row) for row in inputs["input_ids"].tolist()}
+            assert (inputs["labels"] == inputs["input_ids"]).all()
+            return real(self, model, inputs, *args, **options)
+
+        monkeypatch.setattr(trainers.LogitDistillationTrainer, "compute_loss", watched)
+        report = distill(
+            tmp_path / "gpt2-rfa",
+            tmp_path / f"out-{share:g}",
+            teacher=tmp_path / "gpt2",
+            data=tmp_path / "text.txt",
+            recipe=Recipe(end_to_end=Stage(**{**vars(stage), "repeating_share": share})),
+        )
+        held_out.append(report.perplexities["converted"])
+    assert len(seen[0.0]) == len(seen[1.0]) == 1600 // 64 - HELD_OUT
+    assert seen[0.0].isdisjoint(seen[1.0])
+    assert held_out[0] == held_out[1]
+
+
+def test_pairs_do_not_repeat_themselves(tmp_path):
+    save_checkpoints(tmp_path, "bart")
+    rows = [words(5, n) for n in range(40)]
+    (tmp_path / "sources.txt").write_text("".join(f"{row}\n" for row in rows))
+    report = distill(
+        tmp_path / "bart-rfa",
+        tmp_path / "out",
+        teacher=tmp_path / "bart",
+        data=tmp_path / "sources.txt",
+        references=tmp_path / "sources.txt",
+        recipe=Recipe(end_to_end=Stage(steps=2, repeating_share=0.5)),
+    )
+    assert report.recipe.end_to_end.repeating_share == 0.0

@@ -1,0 +1,271 @@
+"""Training as it is run in earnest: killed, in pieces, in half precision, watched."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+import hf_rfa.finetune
+from hf_rfa import RFABartConfig, RFAGPT2Config, RFAMarianConfig
+from hf_rfa.convert import InputError
+from hf_rfa.finetune.run_folder import last_checkpoint
+from hf_rfa_cli import train as cli_train
+from tests import training
+from tests.conftest import leftovers, words
+from tests.training import assert_same, logged, run, save_checkpoints, weights, write_rows
+
+LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("training")
+    save_checkpoints(folder, "gpt2", "bart", preset="rfa", feature_map="exponential", num_features=8, gate=True)
+    rows = [
+        {"text": words(5 + n % 9, n), "label": "ab"[n % 3 // 2], "target": words(2 + n % 5, n + 1)} for n in range(200)
+    ]
+    write_rows(folder / "rows.jsonl", rows)
+    return folder
+
+
+def command(material: Path, **options) -> list[str]:
+    """Return the words that start a fine-tuning in a process of its own."""
+    options = {"model": material / "gpt2-rfa", "task": "clm", "train": material / "rows.jsonl", **options}
+    options |= {"block-length": 16, "learning-rate": 0.01}
+    return ["-m", "hf_rfa_cli", "finetune", *(str(word) for name in options for word in (f"--{name}", options[name]))]
+
+
+PIECES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+NAMES = inspect.signature(Seq2SeqTrainingArguments).parameters
+CHECKPOINTED = {next(each for each in ("activation_checkpointing", "gradient_checkpointing") if each in NAMES): True}
+
+
+@pytest.mark.parametrize(
+    ("options", "others", "tolerance"),
+    [
+        ({"per_device_train_batch_size": 8}, PIECES, {"atol": 2e-5, "rtol": 1e-3}),
+        ({}, CHECKPOINTED, {"atol": 1e-6, "rtol": 1e-5}),
+    ],
+    ids=["in pieces", "with checkpointed activations"],
+)
+def test_steps_give_the_same_weights(options, others, tolerance, material, tmp_path):
+    run(material, tmp_path / "one", steps=4, **options)
+    run(material, tmp_path / "other", steps=4, **others)
+    assert_same(weights(tmp_path / "other" / "out"), weights(tmp_path / "one" / "out"), **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("task", "model"),
+    [
+        ("clm", "gpt2"),
+        ("clm", "bart-rfa"),
+        ("classify", "gpt2"),
+        ("classify", "gpt2-rfa"),
+        ("classify", "bart"),
+        ("seq2seq", "bart"),
+        ("seq2seq", "bart-rfa"),
+    ],
+)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_of_a_step_in_pieces_is_that_of_the_whole(task, model, smoothing, material, tmp_path):
+    """Also where transformers' own head ignores how many labels the whole step has, and where pieces have unlike numbers."""
+    options = {"task": task, "model": model, "steps": 2, "label_smoothing_factor": smoothing, "max_grad_norm": 0.0}
+    options |= {"optim": "sgd", "learning_rate": 0.05}  # which takes a gradient of another size as a larger step
+    options |= {"unpacked": True} if task == "clm" else {}
+    options |= {"source_column": "text"} if task == "seq2seq" else {}
+    run(material, tmp_path / "one", per_device_train_batch_size=8, **options)
+    run(material, tmp_path / "other", **PIECES, **options)
+    found, expected = (logged(tmp_path / name / "out") for name in ("other", "one"))
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert_same(weights(tmp_path / "other" / "out"), weights(tmp_path / "one" / "out"), atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bart", "bart-rfa"])
+def test_language_models_learn_the_next_token(model, material, tmp_path):
+    """Also a decoder that comes with an encoder, whose head in transformers learns the token that it reads."""
+    metrics = run(material, tmp_path, model, steps=1, evaluate="rows.jsonl", unpacked=True, learning_rate=0.01)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    total, counted = 0.0, 0
+    for line in (material / "rows.jsonl").read_text().splitlines():
+        ids = tokenizer(json.loads(line)["text"])["input_ids"]
+        ids = torch.tensor([(ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id])[:16]])
+        with torch.no_grad():
+            logits = trained(ids, use_cache=False).logits[0, :-1].double()
+        total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        counted += ids.shape[1] - 1
+    assert metrics["eval_loss"] == pytest.approx(total / counted, rel=2e-3)
+
+
+def test_bfloat16_follows_float32(material, tmp_path):
+    full = run(material, tmp_path / "32", steps=12, evaluate="rows.jsonl")
+    half = run(material, tmp_path / "16", steps=12, evaluate="rows.jsonl", bf16=True)
+    assert half["eval_loss"] == pytest.approx(full["eval_loss"], rel=0.01)
+    assert half["eval_loss"] < logged(tmp_path / "32" / "out")[0] - 0.05
+    assert {tensor.dtype for tensor in weights(tmp_path / "16" / "out").values()} == {torch.float32}
+
+
+def test_curves_go_to_tensorboard(material, tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no TensorBoard")
+    run(material, tmp_path, steps=5, report_to="tensorboard")
+    (folder,) = (tmp_path / "out" / "runs").iterdir()
+    written = events.EventAccumulator(str(folder)).Reload()
+    expected = list(enumerate(logged(tmp_path / "out"), start=1))
+    found = [(event.step, event.value) for event in written.Scalars("train/loss")]
+    assert len(found) == 5
+    assert found == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in expected]
+
+
+def test_what_was_being_written_when_a_run_was_killed_is_passed_over(material, tmp_path):
+    options = {"steps": 6, "save_steps": 2}
+    (tmp_path / "whole").mkdir()
+    run(material, tmp_path / "whole", **options)
+    (tmp_path / ".out.training").mkdir()  # killed at once
+    run(material, tmp_path, resume=True, **options)
+    assert_same(weights(tmp_path / "out"), weights(tmp_path / "whole" / "out"), atol=0, rtol=0)
+    assert last_checkpoint(tmp_path / "nothing") is None
+    for step, state in ((2, '{"global_step": 2}'), (10, '{"global_step": 10}'), (12, '{"global_'), (14, None)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if state is not None:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_killed_at_random_goes_on_to_the_same_weights(seed, material, tmp_path):
+    """SIGKILL, several times in one run, at any point from the first step to the last file written."""
+    draws = random.Random(seed)
+    options = {"max-steps": 60, "save-steps": 5, "disable-tqdm": "true", "use-cpu": "true"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def line(folder: Path, *more: str) -> list[str]:
+        return [sys.executable, *command(material, output=folder / "out", **options), *more]
+
+    def finish(folder: Path, *more: str) -> None:
+        done = subprocess.run(line(folder, *more), capture_output=True, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+    (tmp_path / "whole").mkdir()
+    finish(tmp_path / "whole")
+    work, kills = tmp_path / ".out.training", 0
+    for _ in range(3):
+        more = ["--resume"] if work.exists() else []
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(line(tmp_path, *more), env=environment, **silent)
+        before = len(list(work.glob("checkpoint-*")))
+        while process.poll() is None and len(list(work.glob("checkpoint-*"))) == before:
+            time.sleep(0.005)
+        time.sleep(draws.uniform(0, 0.6))
+        if process.poll() is not None:
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+        assert not (tmp_path / "out").exists() or (tmp_path / "out" / "finetuning.json").is_file()
+    assert kills
+    if not (tmp_path / "out").exists():
+        finish(tmp_path, "--resume")
+    assert_same(weights(tmp_path / "out"), weights(tmp_path / "whole" / "out"), atol=0, rtol=0)
+    assert [name for name in leftovers(tmp_path) if not name.endswith(".partial")] == ["out", "whole"]
+
+
+def test_the_launch_files_are_what_their_readers_take(tmp_path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    assert sorted(path.name for path in LAUNCH.iterdir()) == ["ddp.yaml", "deepspeed.json", "fsdp.json"]
+    assert load_config_from_file(str(LAUNCH / "ddp.yaml")).num_processes == 2
+    options = {"output_dir": str(tmp_path), "use_cpu": True}
+    sharded = Seq2SeqTrainingArguments(fsdp="full_shard", fsdp_config=str(LAUNCH / "fsdp.json"), **options)
+    assert sharded.fsdp_plugin_args["fsdp_version"] == 2
+    json.loads((LAUNCH / "deepspeed.json").read_text())
+
+
+def test_label_smoothing_learns_the_next_token(material):
+    """The Trainer shifts labels for the classes that transformers' table of causal models names, and for no others."""
+    model = AutoModelForCausalLM.from_pretrained(material / "gpt2-rfa").eval()
+    ids = torch.randint(3, 50, (2, 12))
+    labels = ids.masked_fill(torch.rand(2, 12) < 0.2, -100)
+    arguments = TrainingArguments(str(material / "unused"), label_smoothing_factor=0.1, use_cpu=True, report_to="none")
+    trainer = Trainer(model, arguments)
+    with torch.no_grad():
+        found = trainer.compute_loss(model, {"input_ids": ids, "labels": labels.clone()})
+        log_probs = model(ids).logits[:, :-1].double().log_softmax(-1)
+    counted = labels[:, 1:] != -100
+    picked = log_probs.gather(-1, labels[:, 1:].clamp_min(0)[..., None])[..., 0]
+    expected = -(0.9 * picked + 0.1 * log_probs.mean(-1))[counted].mean()
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("config_class", [RFAGPT2Config, RFABartConfig, RFAMarianConfig])
+def test_language_models_stand_in_the_tables_of_names(config_class):
+    heads = config_class().AUTO_MAP  # which is filled in as soon as there is one
+    for table, auto_class in (
+        (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM"),
+        (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "AutoModelForSeq2SeqLM"),
+    ):
+        expected = heads[auto_class].rpartition(".")[2] if auto_class in heads else None
+        assert table.get(config_class.model_type) == expected
+
+
+def test_processes_that_would_train_apart_are_refused(material, tmp_path, monkeypatch):
+    """Several were launched, but the training arguments were made without knowing of the others."""
+    arguments = Seq2SeqTrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, max_steps=1)
+    assert arguments.world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(training, "Seq2SeqTrainingArguments", lambda **options: arguments)
+    with pytest.raises(InputError, match=r"2 processes were started.*--use-cpu"):
+        run(material, tmp_path)
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_command_trains_on_the_cpu_where_there_is_nothing_else(there, tmp_path, monkeypatch):
+    """Told so, the Trainer joins processes there, and takes --bf16; it does neither unasked."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: there)
+    words = ["--task", "clm", "--train", "a", "--output_dir", str(tmp_path)]
+    values = vars(cli_train.finetune_parser().parse_args(words))
+    assert values["use_cpu"] is not there
+    assert vars(cli_train.finetune_parser().parse_args([*words, "--use_cpu"]))["use_cpu"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["clm", "classify"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["torch.distributed.run", "--nproc_per_node", "2"],
+        ["accelerate.commands.launch", "--config_file", str(LAUNCH / "ddp.yaml")],
+    ],
+    ids=["torchrun", "accelerate"],
+)
+def test_two_processes_on_a_cpu_train_one_model(launcher, task, material, tmp_path):
+    """As the docs start them: losses and weights are those of one process with batches twice as large."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for name, launch, batch in (("one", [], 4), ("two", ["-m", *launcher], 2), ("two", ["-m", *launcher], 2)):
+        output = tmp_path / name / "out"
+        options = {"task": task, "max-steps": 6, "overwrite": "true", "per-device-train-batch-size": batch}
+        options |= {"logging-steps": 1}
+        line = [sys.executable, *launch, *command(material, output=output, **options)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("written to") == 1
+        assert (output / "config.json").is_file()
+    losses = [logged(tmp_path / name / "out") for name in ("one", "two")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert_same(weights(tmp_path / "two" / "out"), weights(tmp_path / "one" / "out"), atol=2e-4, rtol=1e-3)

@@ -1,0 +1,52 @@
+"""Models on another device than the CPU: `tests/on_another_device.py`, in a process whose torch has one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_rfa.errors import InputError
+from hf_rfa.inference.devices import find_device
+from tests.conftest import ROOT
+
+
+def test_all_results_are_those_of_the_cpu():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/on_another_device.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert re.search(r"\b21 passed", done.stdout)
+
+
+def test_devices_by_name(monkeypatch):
+    assert find_device("cpu") == torch.device("cpu")
+    for name in ("cuda:99", "nowhere", "meta"):
+        with pytest.raises(InputError, match=r"Pass cpu, cuda, or auto\."):
+            find_device(name)
+    for name, found in ((None, "cpu"), ("mps", "cpu"), ("cpu", "cpu")):
+        there = None if name is None else torch.device(name)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, there=there: there)
+        assert find_device("auto") == torch.device(found)
+
+
+def test_a_full_accelerator_is_said_in_short(refused_command, monkeypatch):
+    def load(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.00 GiB is "
+            "free. Including non-PyTorch memory, this process has 78.1 GiB memory in use."
+        )
+
+    monkeypatch.setattr("hf_rfa.inference.load_model", load)
+    assert refused_command("generate", "model", "--prompt", "w") == (
+        "loading model … error: CUDA out of memory. Tried to allocate 2.00 GiB. "
+        "Take smaller batches or shorter rows, or compute on the CPU."
+    )
+
+
+@pytest.mark.parametrize("words", [("convert", "none", "out"), ("generate", "none"), ("evaluate", "none", __file__)])
+def test_a_device_that_is_not_there_is_refused_first(words, refused_command):
+    more = ["--prompt", "w"] if words[0] == "generate" else []
+    assert "cannot compute on the device 'nowhere'" in refused_command(*words, *more, "--device", "nowhere")

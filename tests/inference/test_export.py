@@ -1,0 +1,136 @@
+"""Models exported: forward passes and decoding steps as graphs, in ONNX, and with linear layers in 8 bits."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from hf_rfa import InputError
+from hf_rfa.export import DecodingStep
+from hf_rfa.models.cache_names import cache_argument
+from tests.families import logits, make, make_head, read, relative_error, softmax_model, source, tokens
+
+SLOW = pytest.mark.slow
+RETRIEVAL = {"window_size": 3, "retrieval_heads": [[0, 1]], "retrieval_window": 5}
+
+
+def small(family: str = "gpt2", **options: Any) -> Any:
+    return make(family, {"num_features": 8, **options})
+
+
+@torch.no_grad()
+def test_a_forward_pass_is_exported():
+    """`torch.export` of a whole forward pass, one graph without a cache; those of decoders are exported for all lengths."""
+    model, ids = make_head("bart"), tokens()
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    given = {**source(), "decoder_input_ids": ids, "decoder_attention_mask": mask}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about its own passes
+        exported = torch.export.export(model, (), {**given, "use_cache": False}).module()
+        found, expected = (each(**given, use_cache=False).logits for each in (exported, model))
+    assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+WHOLE = [
+    ("gpt2", {"gate": True, "feature_map": "gaussian"}),
+    ("llama", {**RETRIEVAL, "num_slots": 5, "softmax_layers": [1]}),
+    pytest.param("gpt2", {}, marks=SLOW),
+    pytest.param("gpt2", {"window_size": 7, "gate": True}, marks=SLOW),
+    pytest.param("gpt2", {"window_size": 7, "num_slots": 5}, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), WHOLE, ids=str)
+@torch.no_grad()
+def test_a_forward_pass_is_exported_once_for_all_lengths(family, options):
+    """Lengths below a window, below a chunk of the recurrence, of one, and of several."""
+    model, ids = small(family, **options, chunk_size=16), tokens(2, 90)
+    length = {"input_ids": {1: torch.export.Dim("length", min=2, max=96)}, "use_cache": None}
+    given = (ids[:, :20].clone(),), {"use_cache": False}
+    exported = torch.export.export(model, *given, dynamic_shapes=length).module()
+    for count in (2, 15, 16, 17, 90):
+        found = exported(ids[:, :count].clone(), use_cache=False).logits
+        assert_close(found, logits(model, ids[:, :count]), atol=1e-4, rtol=1e-3)
+
+
+STEPS = [
+    {"gate": True, "feature_map": "gaussian", "unit_norm": True},
+    {"window_size": 3, "num_slots": 4, "gate": True},
+    RETRIEVAL,
+    pytest.param({}, marks=SLOW),
+    pytest.param({"window_size": 3, "gate": True}, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize("options", STEPS, ids=str)
+@torch.no_grad()
+def test_a_decoding_step_is_exported_once_for_all_positions(options):
+    model, ids = small(**options), tokens(2, 12)
+    cache = model(ids[:, :4]).past_key_values
+    states = DecodingStep.states(cache)
+    before = [state.clone() for state in states]
+    step, arguments = DecodingStep(model), (ids[:, 4:5], torch.full((2, 1), 4), states)
+    exported = torch.export.export(step, arguments).module()
+    step(*arguments)
+    assert all(map(torch.equal, states, before))
+    for at in range(4, 12):
+        found, states = exported(ids[:, at : at + 1], torch.full((2, 1), at), states)
+        expected = model(ids[:, at : at + 1], **cache_argument(cache)).logits
+        assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "variant"), [("gpt2", "hybrid"), ("bart", "both")])
+def test_a_step_whose_cache_grows_is_refused(family, variant):
+    with pytest.raises(InputError, match="whose layers are all RFA"):
+        DecodingStep(make(family, variant))
+
+
+@pytest.mark.parametrize(
+    ("options", "dynamo"),
+    [
+        pytest.param({"gate": True}, True, marks=SLOW),
+        ({"gate": True}, False),
+        ({"window_size": 3, "gate": True}, True),
+    ],
+    ids=["dynamo", "tracer", "window"],
+)
+@pytest.mark.filterwarnings("ignore")  # the exporters' own
+@torch.no_grad()
+def test_a_decoding_step_in_onnx(options, dynamo, tmp_path):
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    model, ids = small(**options), tokens(2, 8)
+    for name, parameter in model.named_parameters():
+        if ".gate.weight" in name:  # its initial values read nothing
+            parameter.normal_(0.0, 0.5)
+    cache = model(ids[:, :4]).past_key_values
+    states = DecodingStep.states(cache)
+    arguments = (ids[:, 4:5], torch.full((2, 1), 4), states)
+    torch.onnx.export(DecodingStep(model), arguments, tmp_path / "step.onnx", dynamo=dynamo)
+    session = onnxruntime.InferenceSession(tmp_path / "step.onnx")
+    names = [each.name for each in session.get_inputs()]
+    for at in range(4, 8):
+        values = [ids[:, at : at + 1], torch.full((2, 1), at), *states]
+        outputs = session.run(None, {name: value.numpy() for name, value in zip(names, values, strict=True)})
+        found, *states = map(torch.from_numpy, outputs)
+        expected = model(ids[:, at : at + 1], **cache_argument(cache)).logits
+        assert_close(found, expected, atol=2e-4, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_linear_layers_in_8_bits():
+    """torch's dynamic quantization of the projections; features and states stay in float32, and lose no more than softmax."""
+    model, ids = make("bart", {"num_features": 8}), tokens(2, 3)
+    errors = []
+    for each in (model, softmax_model(model, "bart")):
+        expected = read(each, ids).logits
+        with pytest.warns(DeprecationWarning, match="torch.ao.quantization"):
+            quantized = torch.ao.quantization.quantize_dynamic(each, {torch.nn.Linear}, torch.qint8)
+        assert any("quantized" in type(module).__module__ for module in quantized.modules())
+        errors.append(relative_error(read(quantized, ids).logits, expected))
+    assert 0 < errors[0] < 1.3 * errors[1]

@@ -1,0 +1,333 @@
+"""Caches: their operations, caches that were built for another model or filled by something else, and caches on disk."""
+
+from __future__ import annotations
+
+import copy
+import errno
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import DynamicCache, EncoderDecoderCache, GPT2Config, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from hf_rfa import InputError
+from hf_rfa.inference import cache_files, cache_num_bytes, load_cache, save_cache
+from hf_rfa.models.cache_names import CACHE_NAME, cache_argument
+from tests.families import (
+    base_config,
+    every_generating_head,
+    has_encoder,
+    logits,
+    logits_by_steps,
+    make,
+    make_head,
+    read,
+    softmax_model,
+    state_of,
+    tokens,
+)
+
+FILLED_BY = [{"gate": True}, {"feature_map": "gaussian", "num_features": 8}, {"window_size": 3, "gate": True}]
+FILLED_BY += [{"softmax_layers": [0]}, {"softmax_layers": [1], "window_size": 3}]
+GENERATE = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 1}
+
+
+# Operations
+
+
+@torch.no_grad()
+def test_operations_on_the_state_of_a_decoder():
+    model, ids = make("gpt2"), tokens(1, 7)
+    cache = model(ids.repeat(3, 1)).past_key_values
+    layer = cache.layers[0]
+    state = state_of(layer).clone()
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(state_of(layer), state.repeat_interleave(2, dim=0))
+    cache.batch_select_indices(torch.tensor([4, 1]))
+    assert torch.equal(state_of(layer), state[[2, 0]])
+    layer.offload()
+    layer.prefetch()
+    assert torch.equal(state_of(layer), state[[2, 0]])
+    with pytest.raises(ValueError, match="0 tokens were recorded"):
+        cache.crop(-2)
+    cache.crop(0)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert_close(state_of(model(ids, **cache_argument(cache)).past_key_values.layers[0]), state[:1])
+    assert cache.get_max_length() == -1
+
+
+@torch.no_grad()
+def test_operations_on_the_state_of_a_source():
+    """Rows that are repeated or reordered within their source share its state."""
+    model, source, target = make("bart", dtype=torch.float64), tokens(2, 9), tokens(2, 5)
+
+    def step(cache: Any, rows: Tensor, ids: Tensor) -> Tensor:
+        return model(source[rows], decoder_input_ids=ids, **cache_argument(cache)).logits
+
+    def cache_for(rows: Tensor) -> Any:
+        return model(source[rows], decoder_input_ids=target[rows]).past_key_values
+
+    def states(cache: Any) -> int:
+        (count,) = {state_of(layer).shape[0] for layer in cache.cross_attention_cache.layers}
+        return count
+
+    rows, ids = torch.tensor([0, 0, 1, 1]), tokens(4, 1)
+    expected = step(cache_for(rows), rows, ids)
+    repeated = cache_for(torch.tensor([0, 1]))
+    repeated.batch_repeat_interleave(2)
+    assert states(repeated) == 2
+    assert_close(step(copy.deepcopy(repeated), rows, ids), expected)
+    twice, order = copy.deepcopy(repeated), torch.tensor([6, 0, 3, 2, 5, 4, 1, 7])
+    twice.batch_repeat_interleave(2)
+    twice.reorder_cache(order)
+    assert_close(step(twice, rows[order // 2], ids[order // 2]), expected[order // 2])
+    within = copy.deepcopy(repeated)
+    within.reorder_cache(torch.tensor([1, 1, 3, 2]))
+    assert states(within) == 2
+    across, other = copy.deepcopy(repeated), rows[[2, 0, 1, 3]]
+    across.reorder_cache(torch.tensor([2, 0, 1, 3]))
+    assert_close(step(across, other, ids), step(cache_for(other), other, ids))
+    fewer = copy.deepcopy(repeated)
+    fewer.batch_select_indices(torch.tensor([3]))
+    assert_close(step(fewer, torch.tensor([1]), ids[:1]), step(cache_for(rows[3:]), rows[3:], ids[:1]))
+    layer = repeated.cross_attention_cache.layers[0]
+    layer.offload()
+    layer.prefetch()
+    rebuilt = EncoderDecoderCache(repeated.self_attention_cache, repeated.cross_attention_cache)
+    assert rebuilt.is_updated == {0: True, 1: True, 2: True}
+    repeated.reset()
+    assert not layer.tensors()
+    assert layer.get_seq_length() == 0
+    found = model(source, decoder_input_ids=target, **cache_argument(repeated)).logits
+    assert_close(found, model(source, decoder_input_ids=target).logits)
+
+
+@torch.no_grad()
+def test_the_state_is_updated_in_place():
+    model, ids = make("gpt2", "positive-gate"), tokens(1, 7)
+    cache = model(ids).past_key_values
+    before = [state_of(layer).data_ptr() for layer in cache.layers]
+    model(ids[:, :1], **cache_argument(cache))
+    assert [state_of(layer).data_ptr() for layer in cache.layers] == before
+
+
+# Caches without a configuration
+
+
+@pytest.mark.parametrize("options", FILLED_BY, ids=str)
+@torch.no_grad()
+def test_a_cache_without_a_configuration_serves_a_decoder(options):
+    model, ids = make("gpt2", options, eos_token_id=2), tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    expected = logits(model, ids, mask=mask)[mask == 1]
+    for cache in (DynamicCache(), DynamicCache(config=GPT2Config(n_layer=2))):
+        first = model(ids[:, :5], attention_mask=mask[:, :5], **cache_argument(cache))
+        assert first.past_key_values is cache
+        second = model(ids[:, 5:], attention_mask=mask, **cache_argument(cache))
+        found = torch.cat([first.logits, second.logits], dim=1)[mask == 1]
+        assert_close(found, expected, atol=2e-4, rtol=1e-3)
+    for beams in (1, 3):
+        given = {"attention_mask": mask, "num_beams": beams, **GENERATE}
+        assert torch.equal(model.generate(ids, **cache_argument(DynamicCache()), **given), model.generate(ids, **given))
+
+
+@pytest.mark.parametrize("options", [{"gate": True}, {"softmax_layers": [0], "softmax_cross_layers": [1]}], ids=str)
+@pytest.mark.parametrize("family", ["bart", "marian"])
+@torch.no_grad()
+def test_caches_without_a_configuration_serve_an_encoder_and_a_decoder(family, options):
+    model, ids, start = make(family, options), tokens(2, 9), tokens(2, 5)
+    expected = model(ids, decoder_input_ids=start, use_cache=False).logits
+    for cache in (EncoderDecoderCache(DynamicCache(), DynamicCache()), DynamicCache()):
+        first = model(ids, decoder_input_ids=start[:, :3], **cache_argument(cache))
+        second = model(ids, decoder_input_ids=start[:, 3:], **cache_argument(first.past_key_values))
+        assert_close(torch.cat([first.logits, second.logits], dim=1), expected, atol=2e-4, rtol=1e-3)
+    for beams in (1, 3):
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        found = model.generate(ids, **cache_argument(cache), num_beams=beams, **GENERATE)
+        assert torch.equal(found, model.generate(ids, num_beams=beams, **GENERATE))
+
+
+@torch.no_grad()
+def test_a_step_on_such_a_cache_is_one_graph():
+    model, ids = make("gpt2", "hybrid"), tokens(2, 9)
+    cache, expected_cache = DynamicCache(), DynamicCache()
+    model(ids, **cache_argument(cache))
+    model(ids, **cache_argument(expected_cache))
+    torch._dynamo.reset()
+    found = torch.compile(model, fullgraph=True, backend="eager")(ids[:, :1], **cache_argument(cache)).logits
+    assert_close(found, model(ids[:, :1], **cache_argument(expected_cache)).logits)
+
+
+def keys_and_values(model: Any, ids: Tensor, count: int, **inputs: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return the keys and values of the first tokens in every layer, RFA or softmax: outputs of its projections."""
+    decoder = model.get_decoder()
+    layers = [block.attn.c_attn for block in decoder.h] if hasattr(decoder, "h") else []
+    layers += [
+        each for layer in getattr(decoder, "layers", []) for each in (layer.self_attn.k_proj, layer.self_attn.v_proj)
+    ]
+    projected: list[Tensor] = []
+    hooks = [
+        each.register_forward_hook(lambda _, args, out: projected.extend(out.split(24, -1)[-2:])) for each in layers
+    ]
+    model(ids, **inputs)
+    for hook in hooks:
+        hook.remove()
+    heads = [each[:, :count].unflatten(-1, (3, 8)).transpose(1, 2) for each in projected]
+    return list(zip(heads[::2], heads[1::2], strict=True))
+
+
+@pytest.mark.parametrize("options", FILLED_BY, ids=str)
+@pytest.mark.parametrize(("family", "head"), [("gpt2", None), ("bart", "BartForCausalLM")])
+@torch.no_grad()
+def test_keys_and_values_in_a_cache_are_tokens_seen(family, head, options):
+    """Gates read nothing of such tokens, and are initialized so that they read nothing of any."""
+    model, ids, count = make(family, options, head=head), tokens(2, 9), 5
+    mask = torch.ones_like(ids)
+    mask[1, 1:3] = 0  # inside what the cache holds, and after it
+    mask[0, 6] = 0
+    for padding in (torch.ones_like(ids), mask):
+        expected = logits(model, ids, mask=padding)[:, count:]
+        cache = DynamicCache(keys_and_values(model, ids, count, attention_mask=padding))
+        assert cache.get_seq_length() == count
+        first = model(ids[:, count:-1], attention_mask=padding[:, :-1], **cache_argument(cache))
+        assert cache.get_seq_length() == ids.shape[1] - 1
+        second = model(ids[:, -1:], attention_mask=padding, **cache_argument(cache))
+        found, seen = torch.cat([first.logits, second.logits], dim=1), padding[:, count:] == 1
+        assert_close(found[seen], expected[seen], atol=2e-4, rtol=1e-3)
+
+
+# Caches that are refused
+
+
+@torch.no_grad()
+def test_caches_of_another_kind_are_refused():
+    ids, ours = tokens(), make("gpt2")
+    rebuild = r"DynamicCache\(config=model.config\)"
+    with pytest.raises(TypeError, match=rebuild):
+        ours(ids, **cache_argument(StaticCache(config=base_config("gpt2"), max_cache_len=20)))
+    softmax = softmax_model(ours, "gpt2")
+    with pytest.raises(TypeError, match=rebuild):
+        softmax(ids, **cache_argument(DynamicCache(config=ours.config)))
+    of_a_source = read(make("bart"), ids).past_key_values.cross_attention_cache
+    with pytest.raises(TypeError, match="self-attention layer wrote"):
+        softmax(ids, **cache_argument(of_a_source))
+
+
+def test_a_quantized_cache_is_refused():
+    options = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    with pytest.raises(ValueError, match=r"QuantizedCache|quantization backend"):
+        make("llama").generate(tokens(), max_new_tokens=3, **options)
+
+
+@every_generating_head
+def test_what_is_no_cache_is_refused(family, head):
+    model, keys = make_head(family, head), torch.zeros(3, 3, 2, 8)
+    for wrong in (((keys, keys),) * 3, [], "a cache", {"keys": keys}):
+        with pytest.raises(TypeError, match=rf"{CACHE_NAME}.*DynamicCache\(config=model.config\)"):
+            read(model, tokens(), **cache_argument(wrong))
+
+
+@torch.no_grad()
+def test_a_cache_of_another_model_is_refused():
+    ours, ids = make("bart"), tokens()
+    used = read(softmax_model(ours, "bart"), ids).past_key_values
+    for variant, cache in (("both", used), ("cross-only", used), ("causal-only", read(ours, ids).past_key_values)):
+        with pytest.raises(TypeError, match="filled by another model"):
+            read(make("bart", variant), ids, **cache_argument(cache))
+        kept = {type(layer) for layer in used.self_attention_cache.layers}
+        assert kept == {DynamicLayer}, "refused before it is changed"
+
+
+# Caches on disk
+
+
+SAVED = [("gpt2", each) for each in ({}, {"gate": True, "window_size": 3}, {"softmax_layers": [1]})]
+RETRIEVAL = {"retrieval_heads": [[0, 1], [2, 0]], "retrieval_window": 6}
+SAVED += [("llama", {"window_size": 3, "num_slots": 4, **RETRIEVAL})]
+SAVED += [("gpt2", {"add_cross_attention": True})]  # which saw no encoder's output
+SAVED += [("bart", {"softmax_cross_layers": each}) for each in ([], [0, 1, 2])]
+SAVED += [("bart", {"softmax_layers": [0], "softmax_cross_layers": [1]})]
+
+
+@pytest.mark.parametrize(("family", "options"), SAVED, ids=str)
+@torch.no_grad()
+def test_a_cache_continues_from_disk(family, options, tmp_path):
+    model, ids = make(family, options), tokens(2, 9)
+    _, cache = logits_by_steps(model, ids[:, :-1], [])
+    save_cache(cache, tmp_path / "prompt.safetensors")
+    size = cache_num_bytes(cache)
+    expected = read(model, ids[:, -1:], **cache_argument(cache)).logits
+    for _ in range(2):  # a loaded cache does not change the file
+        loaded = load_cache(tmp_path / "prompt.safetensors", model)
+        assert loaded.get_seq_length() == 8
+        assert cache_num_bytes(loaded) == size
+        assert torch.equal(read(model, ids[:, -1:], **cache_argument(loaded)).logits, expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["prompt.safetensors"]
+    loaded = load_cache(tmp_path / "prompt.safetensors", model)
+    if not has_encoder(family):
+        again = model.generate(ids, **cache_argument(loaded), **GENERATE)
+        assert torch.equal(again, model.generate(ids, **GENERATE))
+    else:
+        other = make(family, {**options, "softmax_cross_layers": [2] if options["softmax_cross_layers"] else [0]})
+        with pytest.raises(InputError, match=r"of cross attention: the file has .*, and the model "):
+            load_cache(tmp_path / "prompt.safetensors", other)
+
+
+@pytest.mark.parametrize("options", [{}, {"softmax_cross_layers": [1]}], ids=str)
+@torch.no_grad()
+def test_a_cache_of_beams_continues_from_disk(options, tmp_path):
+    """The beams of a source share its state; they do in the file, and after it."""
+    model, ids = make("bart", options), tokens(2, 7)
+    found = model.generate(ids, num_beams=3, eos_token_id=None, return_dict_in_generate=True, **GENERATE)
+    save_cache(found.past_key_values, tmp_path / "c")
+    loaded = load_cache(tmp_path / "c", model)
+    assert cache_num_bytes(loaded) == cache_num_bytes(found.past_key_values)
+    encoded = model.get_encoder()(ids).last_hidden_state.repeat_interleave(3, dim=0)
+    given, results = {"decoder_input_ids": torch.arange(5, 11)[:, None], "encoder_outputs": (encoded,)}, []
+    for cache in (found.past_key_values, loaded):
+        cache.reorder_cache(torch.tensor([2, 0, 0, 3, 5, 4]))  # as beam search continues
+        results.append(model(**given, **cache_argument(cache)).logits)
+    assert_close(*results)
+
+
+@torch.no_grad()
+def test_a_cache_that_cannot_be_written_leaves_the_old_file(tmp_path, monkeypatch):
+    cache = make("gpt2")(torch.tensor([[5, 6]])).past_key_values
+    save_cache(cache, tmp_path / "prompt")
+    before = (tmp_path / "prompt").read_bytes()
+
+    def full_disk(tensors, path, metadata):
+        path.write_bytes(before[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache_files, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save_cache(cache, tmp_path / "prompt")
+    assert [path.name for path in tmp_path.iterdir()] == ["prompt"]
+    assert (tmp_path / "prompt").read_bytes() == before
+
+
+def test_files_that_hold_no_cache_of_this_model_are_refused(tmp_path):
+    model = make("gpt2")
+    with pytest.raises(InputError, match="holds nothing yet"):
+        save_cache(DynamicCache(config=model.config), tmp_path / "x")
+    (tmp_path / "text").write_text("no tensors")
+    save_file({"a": torch.ones(1)}, tmp_path / "other")
+    with torch.no_grad():
+        save_cache(model(torch.tensor([[5, 6]])).past_key_values, tmp_path / "own")
+    for name, options, message in (
+        ("nothing", {}, "cannot read a cache"),
+        ("text", {}, "cannot read a cache"),
+        ("other", {}, "holds no cache of hf-rfa"),
+        ("own", {"softmax_layers": [0]}, "the file has state, and the model keys and values"),
+        ("own", {"n_layer": 1}, "layers of self attention, and the model has 1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_cache(tmp_path / name, make("gpt2", options))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "own", "text"]

@@ -1,0 +1,152 @@
+"""A family from outside the package: `tests/bigbird_pegasus.py`, one declaration, is all that it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BigBirdPegasusConfig,
+    BigBirdPegasusForConditionalGeneration,
+    MBartConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+from hf_rfa import FAMILIES, Family, InputError, RFABartConfig, RFABartModel, bench, register_family
+from hf_rfa.convert import convert
+from hf_rfa.families import decoder_family, seq2seq_family
+from hf_rfa.inference import cache_num_bytes
+from hf_rfa_cli import main as cli
+from tests.conftest import ROOT, save_tiny_tokenizer, tiny_seq2seq_config
+from tests.without_package import assert_loads_without_package
+
+FAMILY = ROOT / "tests" / "bigbird_pegasus.py"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of a softmax model and of what ``hf-rfa convert --import`` makes of it."""
+    base, converted = (tmp_path_factory.mktemp("own-family") / name for name in ("softmax", "converted"))
+    torch.manual_seed(1)
+    config = tiny_seq2seq_config("bigbird_pegasus", attention_type="original_full")
+    BigBirdPegasusForConditionalGeneration(config).save_pretrained(base)
+    save_tiny_tokenizer(base)
+    options = ["--window-size", "4", "--max-positions", "200"]
+    cli.app(["convert", str(base), str(converted), "--import", str(FAMILY), *options], standalone_mode=False)
+    yield base, converted
+    del FAMILIES["bigbird_pegasus"]
+
+
+def test_it_is_converted_with_every_weight(folders):
+    softmax, rfa = (AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in folders)
+    assert type(rfa).__name__ == "RFABigBirdPegasusForConditionalGeneration"
+    assert rfa.config.max_position_embeddings == 200
+    kept = rfa.state_dict()
+    for name, tensor in softmax.state_dict().items():
+        assert "embed_positions" in name or torch.equal(kept[name], tensor)
+
+
+def test_it_decodes_with_a_cache_of_one_size_as_without(folders):
+    model = AutoModelForSeq2SeqLM.from_pretrained(folders[1]).eval()
+    ids, sizes = torch.tensor([[5, 6, 7, 2]]), set()
+    for count in (6, 60):
+        options = {"do_sample": False, "num_beams": 1, "min_new_tokens": count, "max_new_tokens": count}
+        answers = [model.generate(ids, **options, use_cache=use, return_dict_in_generate=True) for use in (True, False)]
+        assert torch.equal(answers[0].sequences, answers[1].sequences)
+        sizes.add(cache_num_bytes(answers[0].past_key_values))
+    assert len(sizes) == 1
+
+
+def test_everything_that_goes_by_family_knows_it(folders):
+    names = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    assert names["rfa_bigbird_pegasus"] == "RFABigBirdPegasusForConditionalGeneration"
+    softmax, rfa = bench.pair(BigBirdPegasusConfig.from_pretrained(folders[0]), 30)
+    assert (softmax.config.model_type, rfa.config.model_type) == ("bigbird_pegasus", "rfa_bigbird_pegasus")
+
+
+def test_its_checkpoints_carry_their_code(folders, tmp_path):
+    models = {folders[1].name: AutoModelForSeq2SeqLM.from_pretrained(folders[1])}
+    assert_loads_without_package(folders[1].parent, "AutoModelForSeq2SeqLM", models, tmp_path)
+
+
+def test_attention_of_another_form_is_refused(folders, tmp_path):
+    """Its encoder's attention is no q_proj, k_proj, v_proj and out_proj."""
+    with pytest.raises(InputError, match=r"not supported: leave these layers softmax \(softmax_encoder_layers\)"):
+        convert(folders[0], tmp_path / "out", encoder_layers="all")
+
+
+@pytest.fixture
+def families():
+    """The families, to which a test may add some of its own."""
+    before = dict(FAMILIES)
+    yield FAMILIES
+    FAMILIES.clear()
+    FAMILIES.update(before)
+
+
+def save_tiny(model_type: str, folder: Path) -> Path:
+    """Save a tiny softmax model of a family with an encoder."""
+    torch.manual_seed(1)
+    AutoModelForSeq2SeqLM.from_config(tiny_seq2seq_config(model_type)).save_pretrained(folder)
+    save_tiny_tokenizer(folder)
+    return folder
+
+
+def test_layers_that_keep_padding_from_their_attention_are_refused(families, tmp_path):
+    """Those of MVP take keyword arguments and hand none on: padded sources would give other outputs."""
+    register_family(seq2seq_family("mvp"))
+    base = save_tiny("mvp", tmp_path / "base")
+    with pytest.raises(InputError, match="hands no keyword arguments on to its MvpAttention"):
+        convert(base, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_encoder_whose_attention_has_another_call_is_refused(families, tmp_path):
+    """PEGASUS-X's has the four projections, and hidden states of two kinds."""
+    register_family(seq2seq_family("pegasus_x"))
+    base = save_tiny("pegasus_x", tmp_path / "base")
+    with pytest.raises(InputError, match=r"not supported: leave these layers softmax \(softmax_encoder_layers\)"):
+        convert(base, tmp_path / "out", encoder_layers="all")
+
+
+@pytest.mark.parametrize(
+    ("declare", "model_type", "message"),
+    [
+        (decoder_family, "nosuch", "transformers knows no model_type 'nosuch'"),
+        (seq2seq_family, "nosuch", "transformers knows no model_type 'nosuch'"),
+        (decoder_family, "mvp", "'mvp' models have an encoder. Declare them with seq2seq_family"),
+        (seq2seq_family, "llama", "'llama' models have no encoder. Declare them with decoder_family"),
+        (seq2seq_family, "t5", "T5Config has no decoder_layers: its models are not built as BART's are"),
+    ],
+)
+def test_what_is_no_such_family_is_refused(declare, model_type, message):
+    with pytest.raises(ValueError, match=message):
+        declare(model_type)
+
+
+class Misnamed(RFABartModel):
+    """Has no softmax class of its name."""
+
+
+MISNAMED = "Misnamed subclasses no class Misnamed. Name it RFA and the name of its softmax class."
+
+
+class SameModelType(RFABartConfig):
+    model_type = "bart"
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "message"),
+    [
+        (MBartConfig, RFABartModel, "MBartConfig has no RFA fields. Mix RFAConfigMixin"),
+        (RFABartConfig, Misnamed, MISNAMED),
+        (SameModelType, RFABartModel, "'bart' is already used by a Transformers config"),
+    ],
+)
+def test_what_is_not_declared_right_is_refused(config, model, message):
+    before = dict(FAMILIES)
+    with pytest.raises(ValueError, match=message):
+        register_family(Family(rfa_config=config, models=(model,)))
+    assert before == FAMILIES

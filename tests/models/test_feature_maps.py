@@ -1,0 +1,343 @@
+"""Feature maps: unbiased kernels, error falling as 1/√D, seeds, pools, and registration."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.kernel_error import log_normalizer
+from hf_rfa.convert.attention_weights import log_attention_weights
+from hf_rfa.convert.calibration import _set_log_scale, fit_projection
+from hf_rfa.models.feature_maps import FEATURE_MAPS, EluMap
+from hf_rfa.models.masking import group_queries, ungroup
+from hf_rfa.models.projected_feature_maps import (
+    ProjectedFeatureMap,
+    RandomFeatureMap,
+    draw_projection,
+    rectified_features,
+)
+from tests.families import attend_with_features
+
+H, D_HEAD = 2, 8
+KERNEL_MAPS = [("positive", False), ("gaussian", False), ("gaussian", True), ("positive", True)]
+
+
+def build(name: str, **options):
+    return FEATURE_MAPS[name](**{"num_heads": H, "head_dim": D_HEAD, "scaling": D_HEAD**-0.5, **options}).double()
+
+
+def test_a_map_whose_matrix_nobody_sets_is_not_made():
+    class Forgetful(ProjectedFeatureMap):
+        def features(self, spec, query, key, least_shift):
+            return rectified_features(spec, query, key)
+
+    with pytest.raises(TypeError, match="initial_projection"):
+        Forgetful(num_heads=H, head_dim=D_HEAD)
+
+
+def moderate_queries_and_keys(tokens: int = 6):
+    generator = torch.Generator().manual_seed(5)
+    return (0.5 * torch.randn(1, H, tokens, D_HEAD, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+@torch.no_grad()
+def kernel(feature_map, query, key):
+    features = feature_map(query, key)
+    return log_normalizer(feature_map, query).exp() * (features[0] @ features[1].transpose(-1, -2))
+
+
+def exact_kernel(feature_map, query, key):
+    if feature_map.unit_norm:
+        query, key = (torch.nn.functional.normalize(x, dim=-1) for x in (query, key))
+        if feature_map.name == "positive":
+            return (query @ key.transpose(-1, -2)).exp()
+        return (-torch.cdist(query, key).square() / 2).exp()
+    return (query @ key.transpose(-1, -2) * feature_map.scaling).exp()
+
+
+@pytest.mark.parametrize("orthogonal", [False, True])
+@pytest.mark.parametrize(("name", "unit_norm"), KERNEL_MAPS)
+def test_kernel_is_unbiased_and_its_error_falls_as_one_over_root_d(name, unit_norm, orthogonal):
+    query, key = moderate_queries_and_keys()
+    errors = {}
+    for num_features in (32, 128, 512):
+        options = {"num_features": num_features, "unit_norm": unit_norm, "orthogonal": orthogonal}
+        draws = torch.stack([kernel(build(name, **options, seed=seed), query, key) for seed in range(200)])
+        exact = exact_kernel(build(name, **options), query, key)
+        standard_error = draws.std(0) / math.sqrt(len(draws))
+        deviations = (draws.mean(0) - exact).abs() / standard_error
+        assert float(deviations.max()) < 5.5, "the mean over seeds is further from exp(q·k·s) than chance allows"
+        errors[num_features] = float(((draws - exact) / exact).square().mean().sqrt())
+    assert errors[32] / errors[128] == pytest.approx(2.0, rel=0.25)
+    assert errors[128] / errors[512] == pytest.approx(2.0, rel=0.25)
+
+
+@pytest.mark.parametrize(("name", "unit_norm"), [("positive", False), ("gaussian", False)])
+def test_kernel_stays_unbiased_with_calibrated_constants(name, unit_norm):
+    query, key = moderate_queries_and_keys()
+    draws = []
+    for seed in range(400):
+        feature_map = build(name, num_features=64, unit_norm=unit_norm, seed=seed)
+        feature_map.log_scale.fill_(1.7)
+        if feature_map.reparametrizable:
+            feature_map.key_shift.copy_(torch.linspace(-0.4, 0.4, H * D_HEAD).view(H, D_HEAD))
+            feature_map.balance.copy_(torch.linspace(0.8, 1.2, H * D_HEAD).view(H, D_HEAD))
+        draws.append(kernel(feature_map, query, key))
+    exact = exact_kernel(feature_map, query, key)
+    standard_error = torch.stack(draws).std(0) / math.sqrt(len(draws))
+    assert float(((torch.stack(draws).mean(0) - exact).abs() / standard_error).max()) < 5.5
+
+
+def test_a_shaped_projection_leaves_the_kernel_unbiased_and_lowers_its_variance():
+    """On queries and keys that are large and correlated, where independent rows are noisiest."""
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(H, D_HEAD, D_HEAD, generator=generator, dtype=torch.float64) / 2
+    query, key = (torch.randn(1, H, 40, D_HEAD, generator=generator, dtype=torch.float64) @ mix for _ in range(2))
+    draws: dict[bool, list] = {False: [], True: []}
+    for seed in range(400):
+        for shaped in draws:
+            feature_map = build("positive", num_features=64, seed=seed)
+            sums = (feature_map.query_input(query)[0, :, :, None] + feature_map.key_input(key)[0, :, None]).flatten(
+                1, 2
+            )
+            if shaped:
+                fit_projection(feature_map, sums.transpose(-1, -2) @ sums / sums.shape[1])
+            draws[shaped].append(kernel(feature_map, query, key))
+    exact = exact_kernel(feature_map, query, key)
+    found = {shaped: torch.stack(kernels) for shaped, kernels in draws.items()}
+    standard_error = found[True].std(0) / math.sqrt(400)
+    assert float(((found[True].mean(0) - exact).abs() / standard_error).max()) < 5.5
+    variances = {shaped: float((kernels / exact).log().var(0).mean()) for shaped, kernels in found.items()}
+    assert variances[True] < 0.7 * variances[False]
+
+
+@pytest.mark.parametrize("orthogonal", [False, True])
+def test_rows_of_the_projection_are_standard_normal(orthogonal):
+    options = {"shape": (4, 256, 16), "layer_idx": 3, "orthogonal": orthogonal}
+    drawn = torch.stack([draw_projection(seed=seed, **options) for seed in range(20)])
+    assert abs(float(drawn.mean())) < 0.02
+    assert float(drawn.var()) == pytest.approx(1.0, abs=0.02)
+    block = drawn[0, 0, :16].double()
+    if orthogonal:
+        gram = block @ block.T
+        torch.testing.assert_close(gram, torch.diag(gram.diagonal()), atol=1e-4, rtol=0)
+
+
+def test_draws_differ_by_seed_layer_head_and_draw_and_repeat():
+    options = {"shape": (2, 8, 4)}
+    first, again = (draw_projection(seed=0, layer_idx=0, **options) for _ in range(2))
+    assert torch.equal(first, again)
+    others = [
+        draw_projection(**{"seed": 0, "layer_idx": 0, **options, name: 1}) for name in ("seed", "layer_idx", "draw")
+    ]
+    assert all(not torch.equal(first, other) for other in (*others, first.flip(0)))
+
+
+def test_xl_has_matrices_enough():
+    """48 layers × 25 heads: more than a pool of 500 holds."""
+    seen = {float(draw_projection((25, 2, 4), seed=0, layer_idx=index).sum()) for index in range(48)}
+    assert len(seen) == 48
+
+
+def test_redraw_pool_acts_in_training_only_and_is_seeded():
+    feature_map = build("gaussian", num_features=4, redraw_pool=3)
+    query, key = moderate_queries_and_keys()
+    feature_map.eval()
+    torch.testing.assert_close(feature_map(query, key)[0], feature_map(query, key)[0])
+    feature_map.train()
+    saved = feature_map.projection.clone()
+    torch.manual_seed(0)
+    seen = [feature_map(query, key) for _ in range(40)]
+    torch.manual_seed(0)
+    again = [feature_map(query, key) for _ in range(40)]
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(seen, again, strict=True))
+    assert len({float(features[0].detach().sum()) for features in seen}) == 3
+    assert torch.equal(saved, feature_map.projection)
+    for query_features, key_features, *_ in seen:  # both sides use one matrix: at q̂ = k̂ the kernel is sin² + cos² = 1
+        assert query_features.shape == key_features.shape
+    feature_map.unit_norm = True
+    same = feature_map(query, query)
+    torch.testing.assert_close((same[0] * same[1]).sum(-1), torch.full((1, H, 6), 4.0, dtype=torch.float64))
+
+
+def test_trainable_projection_is_a_parameter_and_learns():
+    frozen, trained = build("positive", num_features=4), build("positive", num_features=4, trainable=True)
+    assert "projection" in dict(frozen.named_buffers())
+    assert "projection" in dict(trained.named_parameters())
+    assert frozen.state_dict().keys() == trained.state_dict().keys()
+    query, key = moderate_queries_and_keys()
+    sum(features.sum() for features in trained(query, key)[:2]).backward()
+    assert trained.projection.grad.abs().sum() > 0
+    assert trained.sigma.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", sorted(FEATURE_MAPS.keys() - {"none"}))
+@given(scale=st.floats(0.0, 60.0), seed=st.integers(0, 100))
+@settings(max_examples=15)
+def test_features_and_gradients_are_finite_for_any_input(name, scale, seed):
+    feature_map = FEATURE_MAPS[name](num_heads=H, head_dim=D_HEAD, scaling=1.0)
+    generator = torch.Generator().manual_seed(seed)
+    query, key = (scale * torch.randn(1, H, 3, D_HEAD, generator=generator) for _ in range(2))
+    query.requires_grad_()
+    key.requires_grad_()
+    features = feature_map(query, key)[:2]
+    assert all(x.shape == (1, H, 3, feature_map.feature_dim) for x in features)
+    assert all(torch.isfinite(x).all() for x in features)
+    sum(x.sum() for x in features).backward()
+    assert torch.isfinite(query.grad).all()
+    assert torch.isfinite(key.grad).all()
+    if not feature_map.signed:
+        assert all((x >= 0).all() for x in features)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(FEATURE_MAPS))
+def test_sixteen_bit_inputs_give_float32_features(name, dtype):
+    feature_map = FEATURE_MAPS[name](num_heads=H, head_dim=D_HEAD)
+    query, key = (x.to(dtype) for x in moderate_queries_and_keys())
+    found, expected = feature_map(query, key), feature_map(query.float(), key.float())
+    for a, b in zip(found[:2], expected[:2], strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b)
+
+
+def test_published_formulas():
+    """Each map against its paper's formula, written out."""
+    x = torch.randn(1, H, 5, D_HEAD, dtype=torch.float64)
+    elu = build("elu")  # no scaling, as published
+    torch.testing.assert_close(elu.query(x), torch.nn.functional.elu(x) + 1)
+    hedgehog = build("hedgehog", scaling=1.0)
+    torch.testing.assert_close(hedgehog.key(x), torch.cat([x.exp(), (-x).exp()], -1))
+    ratio = hedgehog.query(x) / torch.cat([x.exp(), (-x).exp()], -1)
+    torch.testing.assert_close(ratio, ratio[..., :1].expand_as(ratio))  # a factor per query, which cancels
+    t2r = build("t2r", num_features=5, scaling=1.0)
+    t2r.bias.data.normal_()
+    expected = torch.relu(torch.einsum("bhtd,hfd->bhtf", x, t2r.projection) + t2r.bias[:, None])
+    torch.testing.assert_close(t2r.key(x), expected)
+    arccos = build("arccos", num_features=5, unit_norm=True)
+    unit = x / x.norm(dim=-1, keepdim=True)
+    expected = torch.relu(torch.einsum("bhtd,hfd->bhtf", unit, arccos.projection)) / 5**0.5
+    torch.testing.assert_close(arccos.key(x), expected)
+    gaussian = build("gaussian", num_features=5, unit_norm=True)
+    gaussian.sigma.data.uniform_(0.5, 2)
+    phase = torch.einsum("bhtd,hfd->bhtf", unit, gaussian.projection * gaussian.sigma[:, None])  # W = σ∘W̃
+    torch.testing.assert_close(gaussian.query(x), torch.cat([phase.sin(), phase.cos()], -1))
+
+
+def test_learned_maps_start_as_published():
+    hedgehog = build("hedgehog")
+    assert torch.equal(hedgehog.projection.float(), torch.eye(D_HEAD).expand(H, -1, -1))
+    assert (hedgehog.bias == 0).all()
+    assert hedgehog.feature_dim == 2 * D_HEAD
+    for name in ("hedgehog", "t2r"):
+        assert {"projection", "bias"} <= dict(build(name).named_parameters()).keys()
+
+
+@pytest.mark.parametrize(("name", "count"), [("positive", 0), ("gaussian", -3), ("elu", 5), ("hedgehog", 5)])
+def test_impossible_feature_counts_are_refused(name, count):
+    with pytest.raises(ValueError, match=f"num_features.*{count}"):
+        build(name, num_features=count)
+
+
+def test_maps_without_a_softmax_kernel_say_so():
+    with pytest.raises(NotImplementedError, match="arccos"):
+        log_normalizer(build("arccos"), torch.zeros(1, H, 1, D_HEAD))
+    assert not issubclass(EluMap, RandomFeatureMap)
+
+
+@pytest.mark.parametrize("name", ["exponential", "hedgehog", "positive"])
+def test_gradients_of_log_weights_are_finite_where_features_are_far_apart(name):
+    """What attention transfer and division by the normaliser differentiate, for queries that no key fits."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, H, 40, D_HEAD, generator=generator) * 12 for _ in range(2))
+    value = torch.randn(2, H, 40, 3, generator=generator)
+    feature_map = build(name, scaling=1.0, trainable=name == "positive").float()
+    with torch.no_grad():
+        _set_log_scale(feature_map, key.transpose(0, 1).flatten(1, 2))
+    least_shift = feature_map.least_shift(None)
+    features = feature_map(query.requires_grad_(), key.requires_grad_(), least_shift=least_shift)[:2]
+    logs = log_attention_weights(*features, rows=slice(0, 40))
+    (logs.clamp_min(-1e9).sum() + attend_with_features(*features, value)[0].sum()).backward()
+    for tensor in (query, key, *(each for each in feature_map.parameters() if each.grad is not None)):
+        assert torch.isfinite(tensor.grad).all()
+
+
+@pytest.mark.parametrize("name", sorted(name for name, cls in FEATURE_MAPS.items() if cls.has_exponent))
+def test_keys_far_heavier_than_the_calibrated_ones_overflow_nothing(name):
+    """All keys are e^200 times as heavy as c expects: sums over them and the gradients of the outputs stay finite."""
+    feature_map = build(name, trainable=name in ("positive", "gaussian")).float()
+    with torch.no_grad():
+        feature_map.log_scale.fill_(-200.0)
+    query, key, value = (torch.randn(1, H, 300, D_HEAD, requires_grad=True) for _ in range(3))
+    signs = {"denominator_floor": feature_map.denominator_floor}
+    output, state, _ = attend_with_features(*feature_map(query, key)[:2], value, **signs)
+    output.square().sum().backward()
+    with torch.no_grad():
+        without_gradients, *_ = attend_with_features(*feature_map.eval()(query, key)[:2], value, **signs)
+    for tensor in (output, state, without_gradients, query.grad, key.grad, value.grad):
+        assert torch.isfinite(tensor).all()
+    torch.testing.assert_close(without_gradients, output, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("unit_norm", [False, True])
+def test_the_error_of_signed_features_does_not_explode(unit_norm):
+    """Where D features are too few for sharp attention, the outputs are hardly farther from softmax's than nothing at all."""
+    shape = (2, H, 128, D_HEAD)
+    seen = torch.ones(128, 128, dtype=torch.bool).tril()
+    for sharpness in (1, 2, 3, 6):
+        feature_map = build("gaussian", unit_norm=unit_norm, scaling=1.0)
+        query, key, value = (torch.randn(shape, dtype=torch.float64) for _ in range(3))
+        if unit_norm:  # a learned σ, of which the kernel exp(−‖σ(q̂ − k̂)‖²/2) is the sharper the larger it is
+            feature_map.sigma.fill_(2.0 * sharpness)
+            sharp = [2.0 * sharpness * torch.nn.functional.normalize(x, dim=-1) for x in (query, key)]
+            scores = sharp[0] @ sharp[1].mT
+        else:
+            query *= sharpness
+            scores = query @ key.mT
+        expected = scores.masked_fill(~seen, -math.inf).softmax(-1) @ value
+        features, floor = feature_map(query, key)[:2], feature_map.denominator_floor
+        found, *_ = attend_with_features(*features, value, denominator_floor=floor)
+        assert (found - expected).square().mean() < 2 * expected.square().mean(), sharpness
+
+
+# Rows of query heads that share a key-value head
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", sorted(FEATURE_MAPS.keys() - {"none"}))
+def test_rows_of_grouped_queries_are_mapped_as_query_heads_alone(name):
+    """By a map with a key-value head for each of them, and the same parameters."""
+    groups = 3
+    sizes = {"head_dim": D_HEAD, "num_features": 6 if issubclass(FEATURE_MAPS[name], ProjectedFeatureMap) else None}
+    sizes["num_features"] = None if name == "hedgehog" else sizes["num_features"]
+    grouped, single = (FEATURE_MAPS[name](num_heads=H * each, groups=groups // each, **sizes) for each in (1, groups))
+    for tensor in grouped.double().eval().state_dict().values():
+        tensor.add_(0.2 * torch.randn_like(tensor))
+    theirs = grouped.state_dict()
+    for key, tensor in single.double().eval().state_dict().items():
+        tensor.copy_(theirs[key].repeat_interleave(tensor.shape[0] // theirs[key].shape[0], dim=0))
+    query, key = (torch.randn(2, heads, 7, D_HEAD, dtype=torch.float64) for heads in (H * groups, H))
+    found = grouped(group_queries(query, H), key, offset=False)
+    expected = single(query, key.repeat_interleave(groups, dim=1), offset=False)
+    torch.testing.assert_close(ungroup(found.query, H * groups), expected.query)
+    torch.testing.assert_close(found.key.repeat_interleave(groups, dim=1), expected.key)
+
+
+def test_exponential_learns_a_query_map_for_every_query_head():
+    sizes, groups = {"num_heads": H, "head_dim": D_HEAD, "num_features": 6}, 3
+    grouped = FEATURE_MAPS["exponential"](**sizes, groups=groups)
+    shapes = {name: tuple(parameter.shape) for name, parameter in grouped.named_parameters()}
+    assert shapes == {
+        "sigma": (H, D_HEAD), "projection": (H * groups, 6, D_HEAD), "query_bias": (H * groups, 6),
+        "key_projection": (H, 6, D_HEAD), "key_bias": (H, 6), "norm_weight": (H, D_HEAD),
+    }  # fmt: skip
+    query, key = torch.randn(1, H, 7 * groups, D_HEAD), torch.randn(1, H, 7, D_HEAD)
+    expected, found = FEATURE_MAPS["positive"](**sizes)(query, key), grouped(query, key)
+    torch.testing.assert_close(found.query, expected.query, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(found.key, expected.key, rtol=1e-4, atol=0.0)
+    assert torch.equal(FEATURE_MAPS["exponential"](**sizes).projection, grouped.key_projection)

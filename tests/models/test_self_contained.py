@@ -1,0 +1,135 @@
+"""Checkpoints hold the code of their model: they work where hf_rfa is not installed, for those who trust it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers.models.auto import modeling_auto
+
+import hf_rfa
+from hf_rfa import FAMILIES
+from hf_rfa.convert import convert
+from tests.families import COMMON, every_family, has_encoder, save_softmax_model
+
+#: Runs without hf_rfa: loads every head of every checkpoint, and writes what the models say.
+ELSEWHERE = """
+import sys
+sys.modules["hf_rfa"] = None  # importing it raises ModuleNotFoundError
+import json, pathlib, torch, transformers
+from safetensors.torch import save_file
+
+folder, found = pathlib.Path(sys.argv[1]), {}
+for name in ("gpt2", "bart", "marian", "llama"):
+    heads = json.loads((folder / name / "config.json").read_text())["auto_map"]
+    for head in reversed(heads):  # those first that build their body by an Auto class
+        if head == "AutoConfig":
+            continue
+        cls = getattr(transformers, head)
+        model = cls.from_pretrained(folder / name, trust_remote_code=True).eval()
+        assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
+        ids = torch.tensor([[*range(5, 16), 2]])
+        with torch.no_grad():
+            outputs = model(ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}))
+        found[f"{name} {head}"] = outputs[0].contiguous()
+    lm = transformers.AutoModelForSeq2SeqLM if name in ("bart", "marian") else transformers.AutoModelForCausalLM
+    model = lm.from_pretrained(folder / name, trust_remote_code=True).eval()
+    tokens = model.generate(ids, max_new_tokens=9, do_sample=False)
+    found[f"{name} tokens"] = tokens
+    model.save_pretrained(folder / f"{name}-again")
+    again = lm.from_pretrained(folder / f"{name}-again", trust_remote_code=True).eval()
+    assert torch.equal(again.generate(ids, max_new_tokens=9, do_sample=False), tokens)
+save_file(found, folder / "found.safetensors")
+import peft  # of a model by its own code it knows no modules to adapt by default: docs/finetuning.md
+try:
+    peft.get_peft_model(model, peft.LoraConfig())
+except ValueError as error:
+    assert "target_modules" in str(error), error
+else:
+    raise AssertionError("PEFT knows the model")
+adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+names = [key for key, each in adapted.named_parameters() if each.requires_grad]
+assert len(names) == 2 * 7 * model.config.num_hidden_layers, names  # two matrices a projection: of attention 4, of the MLP 3
+(folder / "tables.json").write_text(json.dumps(
+    {name: {kind: each for kind, each in table.items() if kind.startswith("rfa_")}
+     for name, table in vars(transformers.models.auto.modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
+))
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("self-contained")
+    for family in COMMON:
+        save_softmax_model(
+            family, folder / f"parent-{family}", **({"eos_token_id": 2} if not has_encoder(family) else {})
+        )
+        convert(folder / f"parent-{family}", folder / family, preset="rfa", num_features=8, window_size=3)
+    return folder
+
+
+def test_every_head_works_without_the_package(checkpoints, tmp_path):
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", ELSEWHERE, str(checkpoints)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = load_file(checkpoints / "found.safetensors")
+    ids = torch.tensor([[*range(5, 16), 2]])
+    for family in COMMON:
+        auto = AutoModelForCausalLM if not has_encoder(family) else AutoModelForSeq2SeqLM
+        model = auto.from_pretrained(checkpoints / family).eval()
+        options = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+        with torch.no_grad():
+            torch.testing.assert_close(found[f"{family} {auto.__name__}"], model(ids, **options).logits)
+        assert torch.equal(found[f"{family} tokens"], model.generate(ids, max_new_tokens=9, do_sample=False))
+    assert len(found) == 6 + 7 + 3 + 5 + len(COMMON)
+    tables = json.loads((checkpoints / "tables.json").read_text())
+    for name, table in name_tables().items():
+        known = {family.rfa_config.model_type for family in map(FAMILIES.get, COMMON)}
+        expected = {kind: each for kind, each in table.items() if kind in known}
+        assert {kind: each for kind, each in tables[name].items() if kind in known} == expected, name
+    assert tables["MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"]["rfa_llama"] == "RFALlamaForSequenceClassification"
+
+
+@every_family
+def test_classes_stand_in_transformers_tables_of_names_where_their_base_classes_do(family):
+    """By them the Trainer shifts labels, pipelines and servers take a model, and model cards name its task."""
+    declared = FAMILIES[family]
+    assert any(declared.default_architecture in table.values() for table in name_tables().values())
+    declared.rfa_config()  # classes are made when they are first needed
+    for base, model in declared.architectures.values():
+        standing = {
+            name: [each for each, table in name_tables().items() if name in table.values()]
+            for name in (base.__name__, model.__name__)
+        }
+        assert standing[model.__name__] == standing[base.__name__]
+
+
+def name_tables() -> dict[str, dict[str, str]]:
+    """Return the tables of class names by which transformers knows models, by their own names."""
+    return {name: table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
+
+
+@every_family
+def test_with_the_package_its_own_classes_are_loaded_without_trust(family, checkpoints):
+    auto = AutoModelForCausalLM if not has_encoder(family) else AutoModelForSeq2SeqLM
+    assert type(auto.from_pretrained(checkpoints / family)).__module__.startswith("hf_rfa.")
+    config = json.loads((checkpoints / family / "config.json").read_text())
+    for place in config["auto_map"].values():
+        module, _, cls = place.partition(".")
+        assert hasattr(getattr(hf_rfa.models, module), cls)
+        assert (checkpoints / family / f"{module}.py").is_file()
+
+
+def test_no_module_of_a_checkpoint_imports_the_package(checkpoints):
+    files = sorted(checkpoints.glob("gpt2/*.py"))
+    assert 8 < len(files) <= 13
+    for file in files:
+        assert "import hf_rfa" not in file.read_text()
+        assert "from hf_rfa" not in file.read_text()
