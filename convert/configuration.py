@@ -9,13 +9,13 @@ from importlib.machinery import PathFinder
 from typing import Any
 
 import torch
-from hf_rfa.models.random_feature_maps import RandomFeatureMap
 from huggingface_hub.errors import StrictDataclassError
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import has_rotary_positions, position_count, scale_rotations
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind, RFAConfigMixin
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
+from hf_rfa.models.projected_feature_maps import RandomFeatureMap
 
 from .checkpoint import Checkpoint
 from .options import ConversionOptions, Layers

@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any, get_args
 
 import torch
-from hf_rfa.models.random_feature_maps import RandomFeatureMap
 from huggingface_hub import ModelCard, ModelCardData
 from rich.table import Table
 from transformers import PreTrainedModel
@@ -21,6 +20,7 @@ from hf_rfa.inference.cache_files import recurrent_num_bytes
 from hf_rfa.models.cache_names import returned_cache
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
 from hf_rfa.models.feature_maps import FEATURE_MAPS
+from hf_rfa.models.projected_feature_maps import RandomFeatureMap
 from hf_rfa.version import __version__
 
 from .base_model import rfa_layers

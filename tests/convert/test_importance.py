@@ -70,7 +70,7 @@ def test_the_command_line_calibrates_what_it_keeps(parent, tmp_path, run_cli):
     words = ["--preset", "exact", "--window-size", 5, "--sinks", 2, "--slots", 3]
     assert run_cli("convert", parent, tmp_path / "out", *words) == 0
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "--feature-map none --window-size 5 --sinks 2 --slots 3" in card
+    assert "--preset exact --window-size 5 --sinks 2 --slots 3" in card
     assert "attention.png" not in card
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.num_slots == 3
