@@ -198,7 +198,7 @@ def test_a_number_is_for_decoders_with_a_head(tmp_path):
 
 
 def test_the_command_line_takes_a_number_or_heads(parent, text, tmp_path, run_cli, capsys):
-    words = ["--feature-map", "none", "--window-size", 4, "--calibrate", text]
+    words = ["--preset", "exact", "--window-size", 4, "--slots", 0, "--calibrate", text]
     assert run_cli("convert", parent, tmp_path / "one", *words, "--retrieval-heads", 1) == 0
     (found,) = json.loads((tmp_path / "one" / "conversion.json").read_text())["retrieval_heads"]
     assert f"{found['layer']}.{found['head']}; KL" in capsys.readouterr().out
