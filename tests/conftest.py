@@ -140,6 +140,24 @@ def tiny_parent(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def material(tmp_path_factory) -> Path:
+    """What trainings start from: a GPT-2 and a BART, and converted (FAMILY-rfa), ``rows.jsonl`` and ``text.txt``."""
+    from .training import save_checkpoints, write_rows
+
+    card = "---\nlicense: mit\npipeline_tag: translation\n---\n# The parent\n"
+    options = {"preset": "rfa", "feature_map": "exponential", "num_features": 8, "gate": True}
+    folder = save_checkpoints(tmp_path_factory.mktemp("material"), "gpt2", card=card, **options)
+    save_checkpoints(folder, "bart", card=card, encoder_layers="all", **options)
+    rows = [
+        {"text": words(5 + n % 9, n), "label": "ab"[n % 3 // 2], "source": words(4, n), "target": words(2 + n % 5, n)}
+        for n in range(60)
+    ]
+    write_rows(folder / "rows.jsonl", rows)
+    (folder / "text.txt").write_text(words(500))
+    return folder
+
+
 @pytest.fixture
 def parents(tiny_parent, tiny_seq2seq_parents) -> dict[str, Path]:
     """Folders of tiny softmax checkpoints by family."""

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer
 
 from hf_rfa.convert import checkpoint, convert
-from hf_rfa.errors import InputError
 from hf_rfa.evaluation import perplexity
 from hf_rfa.evaluation.generation_scores import evaluate_generation
 from hf_rfa.evaluation.recall import Effort, recall_suite
@@ -68,8 +67,8 @@ def open_for_the_device(file: str, framework: str, device: Any) -> Any:
             pass
 
         def get_tensor(self, name: str) -> torch.Tensor:
-            with safe_open(file, framework=framework, device="cpu") as found:
-                return found.get_tensor(name).to(device)
+            with safe_open(file, framework=framework, device="cpu") as tensors_of_file:
+                return tensors_of_file.get_tensor(name).to(device)
 
     return File()
 
@@ -86,10 +85,6 @@ def test_the_device_refuses_what_a_gpu_refuses():
 
 def test_auto_is_the_accelerator():
     assert find_device("auto") == find_device(NAME) == DEVICE
-    assert find_device("cpu") == torch.device("cpu")
-    for name in ("cuda", "nowhere", "meta"):
-        with pytest.raises(InputError, match=r"Pass cpu, cuda, or auto\."):
-            find_device(name)
 
 
 GREEDY: dict[str, Any] = {}
@@ -100,28 +95,25 @@ SAMPLES: dict[str, Any] = {"do_sample": True, "seed": 4}
 @pytest.mark.parametrize(
     ("family", "variant", "options"),
     [
-        ("gpt2", "window-gate", BEAMS),
         ("gpt2", "gaussian-gate", GREEDY),
         ("gpt2", "retrieval-gate", SAMPLES),
         ("llama", "slots-features", SAMPLES),
-        ("llama", "hybrid", GREEDY),
-        ("llama", "retrieval", BEAMS),
-        ("bart", "both-gate", BEAMS),
-        ("bart", "everything-signed", GREEDY),
+        ("llama", "hybrid", BEAMS),
+        ("bart", "everything-signed", BEAMS),
     ],
 )
 def test_generation(family, variant, options, tmp_path):
     make(family, variant).save_pretrained(tmp_path)
     save_tiny_tokenizer(tmp_path)
     prompts = [words(12), words(5, 20)]
-    found = []
+    texts = []
     for device in ("cpu", "auto"):
         model, tokenizer = load_model(str(tmp_path), device=device)
         assert model.device.type == (NAME if device == "auto" else "cpu")
         assert isinstance(next(model.parameters()), ElsewhereTensor) == (device == "auto")
-        found.append(generate_text(model, tokenizer, prompts, max_new_tokens=20, ignore_eos=True, **options).texts)
-    assert found[0] == found[1]
-    assert len(set(found[0])) == 2
+        texts.append(generate_text(model, tokenizer, prompts, max_new_tokens=20, ignore_eos=True, **options).texts)
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == 2
 
 
 @pytest.mark.parametrize(
@@ -129,17 +121,16 @@ def test_generation(family, variant, options, tmp_path):
     [
         ("gpt2", False, {"feature_map": "gaussian", "keep_softmax": 1, "max_positions": 300}),
         ("gpt2", True, {"feature_map": "hedgehog", "retrieval_heads": 1, "retrieval_window": 8, "window_size": 4}),
-        ("gpt2", True, {"calibrate_on": None, "feature_map": "exponential", "gate": True}),
         ("llama", False, {"search": True, "memory": 12}),
         ("llama", True, {"preset": "mixed", "num_features": 16, "window_size": 3, "num_slots": 4}),
-        ("bart", False, {"encoder_layers": "all", "gate": True}),
+        ("bart", False, {"calibrate_on": None, "encoder_layers": "all", "gate": True}),
     ],
 )
 def test_conversion(family, on_disk, options, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(offload, "safe_open", open_for_the_device)
     monkeypatch.setattr(checkpoint, "MAX_BYTES_IN_MEMORY", 0 if on_disk else 10**9)
     given: dict[str, Any] = {"calibrate_on": folder / "text.txt", "command": "the command", **options}
-    load, places, found = checkpoint._from_pretrained, [], {}
+    load, places, reports = checkpoint._from_pretrained, [], {}
 
     def loaded(*args: Any, **options: Any) -> Any:
         model, info = load(*args, **options)
@@ -150,14 +141,14 @@ def test_conversion(family, on_disk, options, folder, tmp_path, monkeypatch):
     for device, place in (("cpu", torch.device("cpu")), ("auto", DEVICE)):
         places.clear()
         convert(folder / family, tmp_path / device, device=device, **given)
-        found[device] = json.loads((tmp_path / device / "conversion.json").read_text())
-        del found[device]["destination"]
+        reports[device] = json.loads((tmp_path / device / "conversion.json").read_text())
+        del reports[device]["destination"]
         assert len(places) >= 2  # the model, and the checkpoint that was written
         assert set(places) == {place}
-    figures, others = zip(*(figures_of(each) for each in found.values()), strict=True)
+    figures, others = zip(*(figures_of(each) for each in reports.values()), strict=True)
     assert others[0] == others[1]
     assert figures[0] == pytest.approx(figures[1], rel=1e-3)
-    torch.testing.assert_close(*(tensors(tmp_path / device) for device in found), rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(*(tensors(tmp_path / device) for device in reports), rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -186,13 +177,13 @@ def test_the_recall_suite(tmp_path):
     convert(tmp_path / "softmax", tmp_path / "rfa", device="cpu")
     text = torch.randint(3, 61, (300,))
     effort = Effort(text_tokens=64, repeated_tokens=64, books=2, needles=1, prompts=1, new_tokens=4, every=3)
-    found = []
+    figures = []
     for device in ("cpu", NAME):
         (model, tokenizer), (teacher, _) = (
             load_model(str(tmp_path / each), device=device) for each in ("rfa", "softmax")
         )
         report = recall_suite(model, tokenizer, teacher=teacher, text=text, effort=effort, max_length=128)
-        found.append(figures_of([asdict(column) for column in report.columns]))
-    assert len(found[0][0]) > 20
-    assert found[0][1] == found[1][1]
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-3)
+        figures.append(figures_of([asdict(column) for column in report.columns]))
+    assert len(figures[0][0]) > 20
+    assert figures[0][1] == figures[1][1]
+    assert figures[0][0] == pytest.approx(figures[1][0], rel=1e-3)

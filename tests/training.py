@@ -37,25 +37,23 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 
 def run(material, tmp_path, model="gpt2-rfa", task="clm", train="rows.jsonl", steps=6, evaluate=None, **options):
     """Fine-tune a model of ``material``; options are those of `hf-rfa finetune` and transformers' training arguments."""
-    own = {name: options.pop(name) for name in list(options) if name in FinetuneArguments.__dataclass_fields__}
+    files = {"model": model, "train": train, "evaluate": evaluate}
+    settings = {name: str(material / file) for name, file in files.items() if file is not None}
+    settings |= {"task": task, "block_length": 16}
+    settings |= {name: options.pop(name) for name in list(options) if name in FinetuneArguments.__dataclass_fields__}
     training = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1, "report_to": "none"}
-    training |= {"max_steps": steps, "use_cpu": True, "disable_tqdm": True, **options}
-    described = {"task": task, "train": str(material / train), "block_length": 16, **own}
-    described["model"] = None if model is None else str(material / model)
-    if evaluate is not None:
-        described["evaluate"] = str(material / evaluate)
-    arguments = Seq2SeqTrainingArguments(output_dir=str(tmp_path / "out"), **training)
-    return finetune(FinetuneArguments(**described), arguments)
+    training |= {"max_steps": steps, "use_cpu": True, "disable_tqdm": True, "output_dir": str(tmp_path / "out")}
+    return finetune(FinetuneArguments(**settings), Seq2SeqTrainingArguments(**training | options))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def assert_same(found, expected, **tolerance):
-    assert found.keys() == expected.keys()
+def assert_same(weights, expected, **tolerance):
+    assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, msg=name, **tolerance)
+        torch.testing.assert_close(weights[name], tensor, msg=name, **tolerance)
 
 
 def logged(folder: Path, name: str = "loss") -> list[float]:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from .cache_rfa import RecordedStep, cross_layer_of, rfa_layer_of
+from .cache_rfa import RecordedStep, cross_layer_of, next_targets, rfa_layer_of
 from .configuration_rfa import AttentionKind
 from .feature_maps import FEATURE_MAPS, FeatureMap, Features, compute_dtype
 from .linear_attention import (
@@ -30,7 +30,6 @@ from .linear_attention import (
     linear_attention,
     mask_padding,
     rescale,
-    updates_in_place,
 )
 from .masking import MASKED_LOGIT, beams_per_source, group_queries, join_heads, split_heads, ungroup
 from .memory import (
@@ -40,6 +39,7 @@ from .memory import (
     Memory,
     MemoryLayout,
     Reading,
+    Target,
     arrivals_of,
     attend_in_chunks,
     attend_in_place,
@@ -59,6 +59,8 @@ MAX_LENGTH_WITHOUT_SEGMENTS = 2048
 AttentionComponent = Literal["both", "linear", "window"]
 #: Modules that compute causal attention without a window in place of torch, by name; `hf_rfa.backends` registers its own.
 BACKENDS: dict[str, Any] = {}
+#: Every layout once, so that layers with the same one have the same object.
+LAYOUTS: dict[MemoryLayout, MemoryLayout] = {}
 
 
 def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,13 +125,14 @@ class HeadGroup:
         memory: what is kept of the tokens before.
         layout: of the memory.
         feature_map: φ, or None for heads without features.
-        arrivals: where the new tokens stand in their texts, or None for heads that keep no token.
+        arrivals: where the new tokens stand in their texts, or None for heads that keep no token, and beside a ``target``.
+        target: where the new token goes, of which there is one, if it may change the memory in place.
+        is_token: False for padding, [B, T], or None where nothing is padded.
         score: of the new tokens, [B, H, T], or None without slots.
         log_decay: log g of the state, [B, H, T], 0 for padding, or None without a gate.
         input_scale: w of what joins the state, [B, H or 1, T], 0 for padding, or None for ones.
         document_starts: [B, T], True where a document starts whose state begins anew, or None.
         sink_logits: logits of the query heads' learned sinks, [H G], or None.
-        in_place: whether the new token, of which there is one, may change the memory in place.
     """
 
     query: Tensor
@@ -138,12 +141,13 @@ class HeadGroup:
     layout: MemoryLayout
     feature_map: FeatureMap | None
     arrivals: Arrivals | None = None
+    target: Target | None = None
+    is_token: Tensor | None = None
     score: Tensor | None = None
     log_decay: Tensor | None = None
     input_scale: Tensor | None = None
     document_starts: Tensor | None = None
     sink_logits: Tensor | None = None
-    in_place: bool = False
 
     @property
     def length(self) -> int:
@@ -168,7 +172,11 @@ class HeadGroup:
         if memory.state is not None:
             zeros = memory.state.new_zeros(*memory.state.shape[:-1], ones.shape[-1])
             memory = replace(memory, state=torch.cat([zeros, memory.state[..., -1:]], dim=-1))
-        return replace(self, keys_values=keys_values, memory=memory, in_place=False)
+        arrivals = self.arrivals
+        if self.target is not None:
+            before = self.memory
+            arrivals = arrivals_of(before.count, 1, layout.sinks, self.is_token, None, before.sinks_held())
+        return replace(self, keys_values=keys_values, memory=memory, arrivals=arrivals, target=None)
 
     def split(self, size: int) -> Iterator[HeadGroup]:
         """Yield the group of ``size`` tokens at a time, each with the memory before them all."""
@@ -239,7 +247,7 @@ class RFAAttentionMixin(nn.Module):
         key = dtype, self.attention_component
         if key not in self._layouts:  # asked for at every step
             layouts = self.memory_layout(dtype), self.retrieval_layout(dtype)
-            self._layouts[key] = [layout for layout in layouts if layout is not None]
+            self._layouts[key] = [LAYOUTS.setdefault(layout, layout) for layout in layouts if layout is not None]
         return self._layouts[key]
 
     def project_query(self, hidden_states: Tensor) -> Tensor:
@@ -279,6 +287,7 @@ class RFAAttentionMixin(nn.Module):
             seed=config.feature_seed,
             layer_idx=layer_idx + DRAW_OFFSET[kind],
         )
+        self.rfa_heads, self.rfa_width = config.num_heads_for(kind), config.head_dim_for(kind)
         gated = config.gate and kind == "causal"
         self.gate = Gate(config.hidden_size, heads, config.max_position_embeddings) if gated else None
         self.importance = Importance(config.hidden_size, heads) if self.num_slots else None
@@ -341,6 +350,15 @@ class RFAAttentionMixin(nn.Module):
             key, value = (torch.cat(each, dim=-2) for each in zip(prefix, (key, value), strict=True))
             query = F.pad(query, (0, 0, key.shape[-2] - length, 0))
             hidden_states = F.pad(hidden_states, (0, 0, key.shape[-2] - length, 0))
+        targets: list[Target | None] | None = None
+        is_token = None if padding_mask is None else padding_mask != 0
+        if layer is not None and key.shape[2] == 1 and document_starts is None and not torch.is_grad_enabled():
+            targets = layer.targets or next_targets(cast(Cache, cache), layer, self.memory_layouts(key.dtype), key)
+            target = targets[0] if targets is not None and len(targets) == 1 else None
+            if target is not None and target.forgets is None and not (output_attentions or layer.record_past):
+                output = self._step(query, key, value, hidden_states, layer.memories[0], target, is_token, sink_logits)
+                layer.step_taken(cache)
+                return output, None
         layouts = self.memory_layouts(key.dtype)
         if layer is None:
             memories = [empty_memory(layout, key.shape[0], key.device) for layout in layouts]
@@ -350,11 +368,12 @@ class RFAAttentionMixin(nn.Module):
             group_queries(query, key.shape[1]),
             torch.cat([key, value.to(key.dtype)], dim=-1),
             hidden_states,
-            is_token=None if padding_mask is None else padding_mask != 0,
+            is_token=is_token,
             document_starts=document_starts,
             sink_logits=sink_logits,
             memories=memories,
             layouts=layouts,
+            targets=targets or [None] * len(layouts),
         )
         attn_weights = None
         if output_attentions:
@@ -379,6 +398,30 @@ class RFAAttentionMixin(nn.Module):
         output = ungroup(join_heads(outputs, self.retrieval_heads), query_heads)
         return output[..., -length:, :].to(value.dtype), attn_weights
 
+    def _step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        hidden_states: Tensor,
+        memory: Memory,
+        target: Target,
+        is_token: Tensor | None,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        """Take one token into a memory in place and attend: decoding without features and retrieval heads.
+
+        Most of what a step costs on a processor is to start small operations, and to run the code around them.
+        """
+        score = (
+            None if target.ordinal is None else cast(Importance, self.importance).score(hidden_states, target.ordinal)
+        )
+        rows, heads = group_queries(query, key.shape[1]), query.shape[1]
+        keys_values = torch.cat([key, value], dim=-1)
+        reading = Reading(self.scaling, False, sink_logits)
+        output = attend_in_place(rows, keys_values, score, memory, target, reading, is_token).output
+        return ungroup(output, heads).to(value.dtype)
+
     def _head_groups(
         self,
         query: Tensor,
@@ -390,10 +433,9 @@ class RFAAttentionMixin(nn.Module):
         sink_logits: Tensor | None,
         memories: list[Memory],
         layouts: list[MemoryLayout],
+        targets: list[Target | None],
     ) -> list[HeadGroup]:
         """Return the retrieval heads, if there are any, after all other heads; shapes are those of `HeadGroup`."""
-        length = keys_values.shape[2]
-        in_place = length == 1 and document_starts is None and updates_in_place()
         groups = [(query, keys_values, sink_logits)]
         if self.retrieval_heads:
             parts: list[Any] = [split_heads(each, self.retrieval_heads) for each in (query, keys_values)]
@@ -406,17 +448,16 @@ class RFAAttentionMixin(nn.Module):
         log_decay, input_scale = mask_padding(is_token, log_decay, input_scale)
         has_features = layouts[0].state_rows > 0 or self.attention_component == "linear"
         head_groups = []
-        for index, ((queries, rows, logits), memory, layout) in enumerate(zip(groups, memories, layouts, strict=True)):
+        for index, ((queries, rows, logits), memory, layout, target) in enumerate(
+            zip(groups, memories, layouts, targets, strict=True)
+        ):
             arrivals = score = None
-            if layout.places:
-                count = cast(Tensor, memory.count)
-                if in_place:
-                    arrivals = Arrivals(count[:, None], is_token)
-                else:
-                    held = memory.sinks_held() if layout.sinks else None
-                    arrivals = arrivals_of(count, length, layout.sinks, is_token, document_starts, held)
-                if layout.slots:
-                    score = cast(Importance, self.importance).score(hidden_states, arrivals.ordinal)
+            if layout.places and target is None:
+                held = memory.sinks_held() if layout.sinks else None
+                arrivals = arrivals_of(memory.count, rows.shape[2], layout.sinks, is_token, document_starts, held)
+            if layout.slots:
+                ordinal = cast(Arrivals, arrivals).ordinal if target is None else cast(Tensor, target.ordinal)
+                score = cast(Importance, self.importance).score(hidden_states, ordinal)
             has_state = has_features and index == 0
             group = HeadGroup(
                 query=queries,
@@ -425,12 +466,13 @@ class RFAAttentionMixin(nn.Module):
                 layout=layout,
                 feature_map=self.feature_map if has_state else None,
                 arrivals=arrivals,
+                target=target,
+                is_token=is_token,
                 score=score,
                 log_decay=log_decay if has_state else None,
                 input_scale=input_scale if has_state else None,
                 document_starts=document_starts if has_state else None,
                 sink_logits=logits,
-                in_place=in_place,
             )
             head_groups.append(group)
         return head_groups
@@ -441,10 +483,6 @@ class RFAAttentionMixin(nn.Module):
         The columns are the new tokens if these are the first ones. Else the places of the memory come before them, in the
         order of arrival; for one new token they are the places after it has taken its own.
         """
-        if group.arrivals is not None and group.arrivals.is_sink is None:
-            count, held = cast(Tensor, group.memory.count), group.memory.sinks_held()
-            arrivals = arrivals_of(count, 1, group.layout.sinks, group.arrivals.is_token, None, held)
-            group = replace(group, arrivals=arrivals)
         weights, memory, _ = self._attend(group.with_one_hot_values(), False)
         places = group.layout.places
         if is_first or not places:
@@ -461,7 +499,7 @@ class RFAAttentionMixin(nn.Module):
             found = None if torch.compiler.is_compiling() else self._attend_by_backend(group)
             if found is not None:
                 return *found, None
-        memory = group.memory if group.in_place else in_order(group.memory)
+        memory = group.memory if group.target is not None else in_order(group.memory)
         if group.document_starts is not None:
             log_decay = group.log_decay
             if log_decay is None:
@@ -469,8 +507,8 @@ class RFAAttentionMixin(nn.Module):
             group = replace(group, log_decay=log_decay.masked_fill(group.document_starts[:, None], MASKED_LOGIT))
         # Features of a long sequence are computed a segment at a time, and again for the gradients.
         most = MAX_LENGTH_WITHOUT_SEGMENTS if torch.is_grad_enabled() else SEGMENT_LENGTH
-        redrawn = self.training and self.feature_map.redraw_pool > 0  # recomputed features would be others
-        whole = feature_map is None or redrawn or torch.compiler.is_compiling() or length <= most
+        whole = length <= most or feature_map is None or torch.compiler.is_compiling()
+        whole = whole or (self.training and feature_map.redraw_pool > 0)  # recomputed features would be others
         outputs, absorbed, shift = [], [], None
         for segment in [group] if whole else group.split(SEGMENT_LENGTH):
             inputs = (segment if memory is segment.memory else replace(segment, memory=memory), shift)
@@ -486,11 +524,10 @@ class RFAAttentionMixin(nn.Module):
             memory = replace(memory, state=rescale(memory.state, shift, None))
         recorded = None
         if recording:
-            arrivals = group.arrivals
             recorded = RecordedStep(
                 keys_values=group.keys_values,
                 score=group.score,
-                is_token=None if arrivals is None else arrivals.is_token,
+                is_token=group.is_token,
                 layout=layout,
                 absorbed=None if feature_map is None else Tokens.join(cast(list[Tokens], absorbed)),
                 denominator_floor=None if feature_map is None else feature_map.denominator_floor,
@@ -532,11 +569,10 @@ class RFAAttentionMixin(nn.Module):
             if group.sink_logits is not None:
                 query = self._as_state(query)
             inputs = (query, group.keys_values, group.score)
-            arrivals = cast(Arrivals, group.arrivals)
-            if group.in_place:
-                exact = attend_in_place(*inputs, memory, group.layout, reading, arrivals.is_token)
+            if group.target is not None:
+                exact = attend_in_place(*inputs, memory, group.target, reading, group.is_token)
             else:
-                exact, memory = attend_in_chunks(*inputs, arrivals, memory, group.layout, reading)
+                exact, memory = attend_in_chunks(*inputs, cast(Arrivals, group.arrivals), memory, group.layout, reading)
         if feature_map is None:
             return cast(Exact, exact).output, memory, None, None
         keys_values, input_scale = group.keys_values, group.input_scale

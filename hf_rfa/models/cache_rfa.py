@@ -17,8 +17,8 @@ from transformers.cache_utils import (
 )
 
 from .cache_names import CACHE_NAME
-from .linear_attention import Tokens, final_state
-from .memory import Memory, MemoryLayout, arrivals_of, empty_memory, in_order, take_in
+from .linear_attention import Tokens, final_state, updates_in_place
+from .memory import Memory, MemoryLayout, Target, arrivals_of, empty_memory, in_order, take_in, targets_of
 
 #: Name of the layer type in ``config.layer_types``; `DynamicCache` makes one `RFALayer` for each entry of that name.
 RFA_LAYER_TYPE = "rfa"
@@ -50,7 +50,7 @@ class RecordedStep:
 
     def replay(self, count: int, memory: Memory) -> Memory:
         """Return a memory after the first ``count`` tokens."""
-        if memory.count is not None:
+        if memory.arrival is not None:
             is_token = None if self.is_token is None else self.is_token[:, :count]
             arrivals = arrivals_of(memory.count, count, self.layout.sinks, is_token, None, memory.sinks_held())
             score = None if self.score is None else self.score[..., :count]
@@ -75,6 +75,8 @@ class RFALayer(CacheLayerMixin):
 
     Attributes:
         memories: that of the layer's heads, and that of its retrieval heads where it has some; empty before the first token.
+        layouts: those of the memories.
+        targets: where the next token goes in each of the memories that have places, or None until `next_targets` is asked.
         cumulative_length: number of tokens seen, padding included: a tensor, so that no compiler takes it for a constant.
     """
 
@@ -91,10 +93,21 @@ class RFALayer(CacheLayerMixin):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.memories: list[Memory] = []
+        self.memories = []
+        self.layouts: list[MemoryLayout] = []
         self.cumulative_length = torch.tensor(0)
         self.record_past = False
         self._forget()
+
+    @property
+    def memories(self) -> list[Memory]:
+        """See the class."""
+        return self._memories
+
+    @memories.setter
+    def memories(self, memories: list[Memory]) -> None:
+        self._memories = memories
+        self.targets: list[Target | None] | None = None
 
     def _forget(self) -> None:
         """Drop what was recorded."""
@@ -137,14 +150,16 @@ class RFALayer(CacheLayerMixin):
 
     def read(self, layouts: list[MemoryLayout], batch: int, device: torch.device) -> list[Memory]:
         """Return what the layer's memories of some layouts hold, on a device; a step may change them in place."""
-        tensors = [tensor for memory in self.memories for tensor in vars(memory).values() if tensor is not None]
+        both = [tensor for memory in self.memories for tensor in (memory.keys_values, memory.state)]
+        tensors = [tensor for tensor in both if tensor is not None]  # what else there is goes with keys and values
         if not tensors or (
             tensors[0].shape[0] != batch and not bool(self.cumulative_length)
         ):  # after `reset` any batch
             self.memories = [empty_memory(layout, batch, device) for layout in layouts]
-        elif not torch.compiler.is_compiling() and not all(_is_usable(tensor, device) for tensor in tensors):
+        elif not all(_is_usable(tensor, device) for tensor in tensors):
             self._change(lambda tensor: _usable(tensor, device))
             self.cumulative_length = _usable(self.cumulative_length, device)
+        self.layouts = layouts
         if not self.is_initialized:
             first = torch.empty(0, dtype=layouts[0].dtype, device=device)
             self.lazy_initialization(first, first)
@@ -153,6 +168,25 @@ class RFALayer(CacheLayerMixin):
         if self.record_past and not self._steps:
             self._before = [memory.map(torch.clone) for memory in self.memories]
         return self.memories
+
+    def is_like(self, layer: RFALayer) -> bool:
+        """Return whether this layer keeps what another one keeps, and may be changed in place where that one is."""
+        if self is layer or self.record_past or len(self.layouts) != len(layer.layouts):
+            return False
+        if any(ours is not theirs for ours, theirs in zip(self.layouts, layer.layouts, strict=True)):
+            return False
+        ours, theirs = (memory.arrival for memory in (self.memories[0], layer.memories[0]))
+        if ours is None or theirs is None:  # a state alone
+            return False
+        return ours.shape[0] == theirs.shape[0] and _is_usable(ours, theirs.device)
+
+    def step_taken(self, cache: Cache) -> None:
+        """Count a token that was taken in place, as a layer of ``cache``."""
+        if cache.offloading:
+            cache.update(None, None, cache.layers.index(self), memories=self.memories, num_tokens=1)
+        else:
+            self.targets = None
+            self.cumulative_length.add_(1)
 
     def update(
         self,
@@ -213,6 +247,7 @@ class RFALayer(CacheLayerMixin):
         """Forget all tokens; every tensor stays where it lies."""
         for memory in self.memories:
             memory.clear()
+        self.targets = None
         self.cumulative_length.zero_()
         self._forget()
 
@@ -342,6 +377,31 @@ def rfa_layer_of(cache: Cache, layer_idx: int) -> tuple[RFALayer, tuple[Tensor, 
     return new, (cast(Tensor, layer.keys), cast(Tensor, layer.values)) if layer.get_seq_length() else None
 
 
+def next_targets(cache: Cache, layer: RFALayer, layouts: list[MemoryLayout], key: Tensor) -> list[Target | None] | None:
+    """Return where the next token goes in each memory of a cache's layer, or None where no step may change it in place.
+
+    The targets of all layers are found at once, when the first of them is asked for, and stay with the layers until these
+    take the token in.
+
+    Args:
+        cache: the cache.
+        layer: one of its layers.
+        layouts: of the layer's memories.
+        key: [B, ·, ·, ·], on the layer's device.
+    """
+    if not updates_in_place():
+        return None
+    layer.read(layouts, key.shape[0], key.device)
+    alike = [layer, *(other for other in cache.layers if isinstance(other, RFALayer) and other.is_like(layer))]
+    parts: list[list[Target | None]] = []
+    for index, layout in enumerate(layouts):
+        memories = [member.memories[index] for member in alike]
+        parts.append(list(targets_of(memories, layout)) if layout.places else [None] * len(alike))
+    for member, *targets in zip(alike, *parts, strict=True):
+        member.targets = targets
+    return layer.targets
+
+
 def cross_layer_of(cache: Cache, layer_idx: int, *, softmax: bool = False) -> Any:
     """Return layer ``layer_idx`` of a cross-attention cache, made one of the right kind before its first use.
 
@@ -382,6 +442,8 @@ def unread_length(cache: Cache | None, config: Any) -> int:
 
 def _is_usable(tensor: Tensor, device: torch.device) -> bool:
     """Return whether a tensor is on a device and can be changed in place: not outside of the inference mode that made it."""
+    if torch.compiler.is_compiling():  # which knows of no inference mode
+        return True
     return tensor.device == device and (torch.is_inference_mode_enabled() or not tensor.is_inference())
 
 

@@ -148,14 +148,20 @@ def beams_per_source(encoder_hidden_states: Tensor, padding_mask: Tensor | None)
 
 def group_queries(query: Tensor, num_heads: int) -> Tensor:
     """Return queries [B, H_q, T, d] as rows [B, H, T G, d] of the ``num_heads`` key-value heads that they share in order."""
-    if query.shape[1] == num_heads:
+    batch, heads, length, width = query.shape
+    if heads == num_heads:
         return query
+    if length == 1:  # of one token no rows change their order
+        return query.reshape(batch, num_heads, heads // num_heads, width)
     return query.unflatten(1, (num_heads, -1)).transpose(2, 3).flatten(2, 3)
 
 
 def ungroup(rows: Tensor, num_query_heads: int) -> Tensor:
     """Return rows [B, H, T G, n] by query heads, [B, H_q, T, n]: the inverse of `group_queries`."""
-    groups = num_query_heads // rows.shape[1]
+    batch, heads, length, width = rows.shape
+    groups = num_query_heads // heads
+    if length == groups:
+        return rows.reshape(batch, num_query_heads, 1, width)
     return rows if groups == 1 else rows.unflatten(2, (-1, groups)).transpose(2, 3).flatten(1, 2)
 
 

@@ -32,7 +32,7 @@ There may be G rows of queries per token, [B, H, T G, d] (`hf_rfa.models.masking
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -40,6 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.utils.import_utils import is_tracing
 
 from .masking import MASKED_LOGIT, to_rows
 
@@ -89,7 +90,6 @@ class MemoryLayout:
             shapes["keys_values"] = (self.heads, self.places, 2 * self.head_dim), self.dtype
             shapes["score"] = (self.heads, self.places), torch.float32
             shapes["arrival"] = (self.heads, self.places), torch.int32
-            shapes["count"] = (), torch.int32
         if self.state_rows:
             shapes["state"] = (self.heads, self.state_rows, self.head_dim + 1), self.state_dtype
         return shapes
@@ -112,14 +112,12 @@ class Memory:
         keys_values: key and value of the token in every place, [B, H, P, 2d], or None without places.
         score: the tokens' scores, [B, H, P] in float32; +∞ for sinks and −∞ for empty places.
         arrival: how many tokens of the text came before each, [B, H, P] in int32; `EMPTY` for empty places.
-        count: number of tokens so far, [B] in int32.
         state: [B, H, rows, d + 1] (`hf_rfa.models.linear_attention`), or None: without features, or at the start.
     """
 
     keys_values: Tensor | None = None
     score: Tensor | None = None
     arrival: Tensor | None = None
-    count: Tensor | None = None
     state: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -127,8 +125,13 @@ class Memory:
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     def filled(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return score, arrival and count of a memory that has places."""
-        return cast(Tensor, self.score), cast(Tensor, self.arrival), cast(Tensor, self.count)
+        """Return keys and values, scores and arrivals of a memory that has places."""
+        return cast(Tensor, self.keys_values), cast(Tensor, self.score), cast(Tensor, self.arrival)
+
+    @property
+    def count(self) -> Tensor:
+        """The number of tokens so far of a memory that has places, [B] in int32: the last of them is always kept."""
+        return (cast(Tensor, self.arrival).amax((1, 2)) + 1).clamp_min(0)
 
     def sinks_held(self) -> Tensor:
         """Return the number of sinks that every row has, [B]: not that of tokens so far, where these began a document."""
@@ -195,12 +198,16 @@ class Importance(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the importance of tokens when they come, [B, H, T] in float32, for hidden states [B, T, width]."""
-        hidden_states = hidden_states.detach() if hidden_states.requires_grad else hidden_states
-        return F.linear(hidden_states.to(self.weight.dtype), self.weight).transpose(1, 2)
+        return self._importance(hidden_states).transpose(1, 2)
 
     def score(self, hidden_states: Tensor, ordinal: Tensor) -> Tensor:
         """Return the tokens' scores, [B, H, T], from what came before each of them, ``ordinal`` [B, T]."""
-        return torch.addcmul(self(hidden_states), self.recency[:, None], ordinal[:, None])
+        return torch.addcmul(self._importance(hidden_states), self.recency, ordinal.unsqueeze(-1)).transpose(1, 2)
+
+    def _importance(self, hidden_states: Tensor) -> Tensor:
+        """Return the importance of tokens when they come, [B, T, H] in float32."""
+        hidden_states = hidden_states.detach() if hidden_states.requires_grad else hidden_states
+        return F.linear(hidden_states.to(self.weight.dtype), self.weight)
 
 
 class Arrivals(NamedTuple):
@@ -209,14 +216,14 @@ class Arrivals(NamedTuple):
     Attributes:
         ordinal: number of tokens before each, [B, T] in int32; padding has that of the token before it.
         is_token: False for padding, [B, T], or None where nothing is padded.
-        is_sink: whether a token is one of the first S of its document, [B, T]; None for one token that is taken in place.
+        is_sink: whether a token is one of the first S of its document, [B, T].
         document_end: ordinal of the first token of the next document, [B, T], or None where no document starts.
         previous_end: the same of the token before each, [B, T], or None.
     """
 
     ordinal: Tensor
     is_token: Tensor | None
-    is_sink: Tensor | None = None
+    is_sink: Tensor
     document_end: Tensor | None = None
     previous_end: Tensor | None = None
 
@@ -323,13 +330,13 @@ def absorb(
     Returns:
         What the new tokens' queries see, and the memory after them, in the order of arrival.
     """
-    (batch, heads, length, _), places = keys_values.shape, layout.places
-    scores, arrivals_before, count = memory.filled()
+    (batch, heads, length, _), places, count = keys_values.shape, layout.places, memory.count
+    rows_before, scores, arrivals_before = memory.filled()
     ordinal, is_token, is_sink, document_end, previous_end = arrivals
     score = keys_values.new_zeros(batch, heads, length, dtype=torch.float32) if score is None else score.float()
-    score = score.masked_fill(cast(Tensor, is_sink)[:, None], math.inf)
+    score = score.masked_fill(is_sink[:, None], math.inf)
     arrival = ordinal if is_token is None else ordinal.masked_fill(~is_token, EMPTY)
-    keys_values = torch.cat([cast(Tensor, memory.keys_values), keys_values], dim=2)
+    keys_values = torch.cat([rows_before, keys_values], dim=2)
     score = torch.cat([scores, score], dim=2)
     arrival = torch.cat([arrivals_before, arrival[:, None].expand(-1, heads, -1)], dim=2)
     document = None
@@ -365,7 +372,6 @@ def absorb(
         keys_values.gather(2, rows_at(taken, keys_values)),
         score.gather(-1, taken).masked_fill(~stays, -math.inf),
         arrival.gather(-1, taken).masked_fill(~stays, EMPTY),
-        after[:, 0, 0],
         memory.state,
     )
     return Chunk(keys_values, visible, leaves, forgets), new
@@ -375,56 +381,89 @@ def in_order(memory: Memory) -> Memory:
     """Return a memory with its places in the order of arrival, empty ones first: steps fill them in any order."""
     if memory.keys_values is None:
         return memory
-    score, arrival, _ = memory.filled()
+    rows, score, arrival = memory.filled()
     order = arrival.argsort(dim=-1)
-    rows = memory.keys_values.gather(2, rows_at(order, memory.keys_values))
-    return replace(memory, keys_values=rows, score=score.gather(-1, order), arrival=arrival.gather(-1, order))
+    return replace(
+        memory,
+        keys_values=rows.gather(2, rows_at(order, rows)),
+        score=score.gather(-1, order),
+        arrival=arrival.gather(-1, order),
+    )
 
 
-def next_place(memory: Memory, layout: MemoryLayout) -> Tensor:
-    """Return the place that one new token takes, [B, H, 1]: an empty one, or that of the token that is forgotten with it."""
-    score, arrival, count = memory.filled()
-    in_window = arrival > count.view(-1, 1, 1) - layout.window
-    ranked = torch.where(in_window, math.inf, score)
-    least = ranked == ranked.amin(-1, keepdim=True)
-    return torch.where(least, arrival, -(2**31)).argmax(-1, keepdim=True)  # of several, the last to come
+class Target(NamedTuple):
+    """The place that the next token of a text takes, and what follows from it: nothing here depends on the token.
+
+    Attributes:
+        place: an empty one, or that of the token that is forgotten with the new one, [B, H, 1].
+        row: the place as an index of keys and values, [B, H, 1, 2d].
+        ordinal: number of tokens before the new one, [B, 1] in float32, or None without slots.
+        arrival: the same in int32, [B, H, 1].
+        is_sink: whether the new one is one of the first S, [B, H, 1], or None where it is known that it is not.
+        forgets: whether a token is forgotten with it, [B, H, 1], or None without a state.
+        visible: which places hold a token then, [B, H, 1, P], or None where it is known that all of them do.
+    """
+
+    place: Tensor
+    row: Tensor
+    ordinal: Tensor | None
+    arrival: Tensor
+    is_sink: Tensor | None
+    forgets: Tensor | None
+    visible: Tensor | None
+
+
+def targets_of(memories: Sequence[Memory], layout: MemoryLayout) -> list[Target]:
+    """Return the targets of memories of one layout: many layers at once, since each operation costs as much for one."""
+    scores, arrival = zip(*(memory.filled()[1:] for memory in memories), strict=True)
+    score, arrival = torch.stack(scores), torch.stack(arrival)
+    ordinal = (arrival.amax((2, 3), keepdim=True) + 1).clamp_min_(0)
+    ranked = score.masked_fill(arrival > ordinal - layout.window, math.inf)  # the window's are not forgotten
+    worse = ranked != ranked.amin(-1, keepdim=True)
+    place = arrival.masked_fill(worse, -(2**31)).argmax(-1, keepdim=True)  # of several, the last to come
+    arrived = ordinal.expand_as(place)
+    is_sink = forgets = visible = None
+    if not _is_known(arrival >= 0):
+        is_sink = (score == math.inf).sum(-1, keepdim=True) < layout.sinks
+        visible = (arrival.scatter(-1, place, arrived) >= 0)[..., None, :]
+    if layout.state_rows:
+        forgets = arrival.gather(-1, place) >= 0
+    row = place[..., None].expand(*place.shape, 2 * layout.head_dim)
+    number = ordinal[..., 0].float() if layout.slots else None
+    tensors = (place, row, number, arrived, is_sink, forgets, visible)
+    split = ([None] * len(memories) if tensor is None else tensor.unbind() for tensor in tensors)
+    return [Target(*parts) for parts in zip(*split, strict=True)]  # type: ignore[arg-type]
+
+
+def _is_known(condition: Tensor) -> bool:
+    """Return whether a condition is known to hold everywhere, where asking makes nobody wait for a device."""
+    return condition.device.type == "cpu" and not is_tracing(condition) and bool(condition.all())
 
 
 def put(
-    memory: Memory,
-    place: Tensor,
-    keys_values: Tensor,
-    score: Tensor | None,
-    layout: MemoryLayout,
-    is_token: Tensor | None = None,
+    memory: Memory, target: Target, keys_values: Tensor, score: Tensor | None, is_token: Tensor | None = None
 ) -> None:
     """Put one new token into its place, in place.
 
     Args:
         memory: changed in place; its places are in any order.
-        place: from `next_place`, [B, H, 1].
+        target: of the memory.
         keys_values: key and value of the new token, [B, H, 1, 2d].
         score: of the new token, [B, H, 1], or None without slots.
-        layout: of the memory.
         is_token: False where there is padding in place of a token, which changes nothing, [B, 1]; None for tokens alone.
     """
-    rows, (scores, arrivals, count) = cast(Tensor, memory.keys_values), memory.filled()
-    row, ordinal = rows_at(place, rows), count.view(-1, 1, 1)
-    new_score = torch.zeros_like(scores[..., :1]) if score is None else score.to(scores.dtype)
-    if layout.sinks:
-        sinks_held = (scores == math.inf).sum(-1, keepdim=True)
-        new_score = torch.where(sinks_held < layout.sinks, math.inf, new_score)
-    arrival = ordinal.expand_as(place)
-    keys_values = keys_values.to(rows.dtype)
+    rows, scores, arrivals = memory.filled()
+    score = torch.zeros_like(scores[..., :1]) if score is None else score.to(scores.dtype)
+    score = score if target.is_sink is None else score.masked_fill(target.is_sink, math.inf)
+    keys_values, arrival = keys_values.to(rows.dtype), target.arrival
     if is_token is not None:
         is_new = is_token[:, None]
-        keys_values = torch.where(is_new[..., None], keys_values, rows.gather(2, row))
-        new_score = torch.where(is_new, new_score, scores.gather(-1, place))
-        arrival = torch.where(is_new, arrival, arrivals.gather(-1, place))
-    rows.scatter_(2, row, keys_values)
-    scores.scatter_(-1, place, new_score)
-    arrivals.scatter_(-1, place, arrival)
-    count.add_(1 if is_token is None else is_token[:, 0])
+        keys_values = torch.where(is_new[..., None], keys_values, rows.gather(2, target.row))
+        score = torch.where(is_new, score, scores.gather(-1, target.place))
+        arrival = torch.where(is_new, arrival, arrivals.gather(-1, target.place))
+    rows.scatter_(2, target.row, keys_values)
+    scores.scatter_(-1, target.place, score)
+    arrivals.scatter_(-1, target.place, arrival)
 
 
 def rows_at(places: Tensor, rows: Tensor) -> Tensor:
@@ -432,8 +471,7 @@ def rows_at(places: Tensor, rows: Tensor) -> Tensor:
     return places[..., None].expand(*places.shape, rows.shape[-1])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
+class Reading(NamedTuple):
     """How queries read the tokens that are kept exactly.
 
     Attributes:
@@ -447,26 +485,29 @@ class Reading:
     joined: bool = False
     sink_logits: Tensor | None = None
 
-    def __call__(self, query: Tensor, keys_values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, query: Tensor, keys_values: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Attend to tokens.
 
         Args:
             query: [B, H, C G, d].
             keys_values: [B, H, N, d + M].
-            visible: which of them each token's queries see, [B, H, C, N].
+            visible: which of them each token's queries see, [B, H, C, N], or None for all.
 
         Returns:
             The outputs [B, H, C G, M], and if joined the logarithms of their normalizers, [B, H, C G, 1].
         """
         width = query.shape[-1]
-        mask = visible if visible.shape[2] == 1 else to_rows(visible, query.shape[2] // visible.shape[2])
+        mask = visible
+        if visible is not None and visible.shape[2] > 1:
+            mask = to_rows(visible, query.shape[2] // visible.shape[2])
         if not self.joined and self.sink_logits is None:
             key, value = keys_values[..., :width], keys_values[..., width:]
             query = query.to(key.dtype)
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scaling), None
         keys_values = keys_values.to(query.dtype)
         key, value = keys_values[..., :width], keys_values[..., width:]
-        logits = ((query * self.scaling) @ key.mT).masked_fill(~mask, MASKED_LOGIT)
+        logits = (query * self.scaling) @ key.mT
+        logits = logits if mask is None else logits.masked_fill(~mask, MASKED_LOGIT)
         weights = logits.softmax(dim=-1)
         # Of one weight: on a processor logsumexp takes longer than all the rest.
         highest, place = logits.max(dim=-1, keepdim=True)
@@ -500,21 +541,19 @@ def attend_in_place(
     keys_values: Tensor,
     score: Tensor | None,
     memory: Memory,
-    layout: MemoryLayout,
+    target: Target,
     reading: Reading,
     is_token: Tensor | None = None,
 ) -> Exact:
     """Take one new token into a memory in place, and attend: decoding. Arguments are those of `put` and `Reading`."""
-    place, (_, arrival, _) = next_place(memory, layout), memory.filled()
     rows, leaving, forgets = cast(Tensor, memory.keys_values), None, None
+    visible = target.visible
     if reading.joined:
-        leaving = rows.gather(2, rows_at(place, rows))
-        forgets = arrival.gather(-1, place) >= 0
-        forgets = forgets if is_token is None else forgets & is_token[:, None]
-    put(memory, place, keys_values, score, layout, is_token)
-    visible = arrival[:, :, None] >= 0
+        leaving, forgets = rows.gather(2, target.row), target.forgets
     if is_token is not None:  # padding sees something, so that nothing is divided by 0
-        visible = visible | ~is_token[:, None, :, None]
+        forgets = None if forgets is None else forgets & is_token[:, None]
+        visible = None if visible is None else visible | ~is_token[:, None, :, None]
+    put(memory, target, keys_values, score, is_token)
     output, log_total = reading(query, rows, visible)
     return Exact(output, log_total, leaving, forgets)
 

@@ -148,7 +148,7 @@ class RFADecoderAttention(RFAAttentionMixin):
 
     def check_call(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> None:
         """Raise a ValueError for attention that random features do not stand for."""
-        heads, width = self.feature_map.num_heads + len(self.retrieval_heads), self.feature_map.head_dim
+        heads, width = self.rfa_heads, self.rfa_width
         problem = None
         if softcap is not None:
             problem = f"caps its logits at {softcap}, so that its weights are no function of q·k alone"

@@ -209,11 +209,11 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
             check_direction(arguments.get("is_causal"), causal=False)
         cache = call.cache_with_source(config, softmax_layers)
         finished = isinstance(cache, EncoderDecoderCache) and any(cache.is_updated.values())
-        source_mask = read_mask(arguments.get("encoder_attention_mask"))
+        source_mask = arguments.get("encoder_attention_mask")
         if not finished or arguments["output_rfa_attentions"]:  # a finished state is read without any mask
-            arguments["source_padding_mask"] = local_padding(source_mask, source.shape[1])
+            arguments["source_padding_mask"] = local_padding(read_mask(source_mask), source.shape[1])
         if "encoder_attention_mask" in stack.reads_inputs:
-            arguments["encoder_attention_mask"] = source_mask if softmax_layers else no_mask
+            arguments["encoder_attention_mask"] = read_mask(source_mask) if softmax_layers else no_mask
     arguments[cache_name(stack.reads_inputs)] = cache
 
 

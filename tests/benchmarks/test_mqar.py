@@ -30,8 +30,8 @@ def look_up(pairs, vocab):
 
     def guess(ids):
         keys, values = ids[:, 0 : 2 * pairs : 2], ids[:, 1 : 2 * pairs : 2]
-        found = (ids[:, :, None] == keys[:, None]).long().argmax(-1)
-        return torch.nn.functional.one_hot(values.gather(1, found), vocab).float()
+        pair = (ids[:, :, None] == keys[:, None]).long().argmax(-1)
+        return torch.nn.functional.one_hot(values.gather(1, pair), vocab).float()
 
     return guess
 
@@ -46,11 +46,11 @@ def test_rows_are_those_of_the_definition(length, pairs, vocab):
         assert len(set(keys)) == len(set(values)) == pairs
         assert all(1 <= key < vocab // 2 for key in keys)
         assert all(vocab // 2 <= value < vocab for value in values)
-        places = [place for place, label in enumerate(row_labels) if label != IGNORED_LABEL]
-        assert all(place >= 2 * pairs and place % 2 == 0 for place in places)
-        assert sorted(row[place] for place in places) == sorted(keys)
+        labeled = {index: label for index, label in enumerate(row_labels) if label != IGNORED_LABEL}
+        assert all(index >= 2 * pairs and index % 2 == 0 for index in labeled)
+        assert sorted(row[index] for index in labeled) == sorted(keys)
         value_of = dict(zip(keys, values, strict=True))
-        assert all(row_labels[place] == value_of[row[place]] for place in places)
+        assert all(label == value_of[row[index]] for index, label in labeled.items())
 
 
 def test_keys_return_in_the_near_slots_most_often():
@@ -67,13 +67,10 @@ def test_other_tokens_are_random_ones_of_the_whole_vocabulary():
     torch.testing.assert_close(shares, torch.full((32,), 1 / 32, dtype=torch.double), atol=0.005, rtol=0.0)
 
 
-def test_a_seed_gives_its_rows():
+def test_a_seed_gives_its_rows_and_a_curriculum_takes_few_keys():
     first, same, other = (mqar_rows(5, 32, 4, vocab=64, seed=seed) for seed in (1, 1, 2))
-    assert all(torch.equal(*each) for each in zip(first, same, strict=True))
+    assert all(torch.equal(one, another) for one, another in zip(first, same, strict=True))
     assert not torch.equal(first[0], other[0])
-
-
-def test_a_curriculum_takes_few_keys():
     ids, _ = mqar_rows(50, 32, 8, vocab=2048, seed=0, keys=10)
     assert ids[:, 0:16:2].max() <= 10
     assert ids[:, 1:16:2].max() < 1024 + 10
@@ -92,8 +89,6 @@ def test_looking_up_scores_all_and_guessing_scores_chance():
     assert accuracy(Reader(look_up(8, 64)), rows) == 1.0
     torch.manual_seed(0)
     assert accuracy(Reader(lambda ids: torch.rand(*ids.shape, 64)), rows) == pytest.approx(1 / 64, abs=0.005)
-    one_of_the_values = accuracy(Reader(lambda ids: look_up(8, 64)(ids.roll(1, 0)).roll(-1, 0)), rows)
-    assert one_of_the_values == 1.0  # rows moved there and back
     first_value = accuracy(Reader(lambda ids: torch.nn.functional.one_hot(ids[:, 1:2].expand_as(ids), 64)), rows)
     assert first_value == pytest.approx(1 / 8, abs=0.001)
 
@@ -105,28 +100,16 @@ def test_the_window_has_as_many_bytes_as_the_features():
         for kind in ("exponential", "none"):
             model = mqar.new_model(mqar.Setting("converted", kind, size), plan, 0).eval()
             memories.append(mqar.cache_memory(model).fixed)
-        counts = 2 * 4  # of two layers, each 4 bytes that no state has
-        assert 0.9 < (memories[1] - counts) / memories[0] <= 1.0
+        assert 0.9 < memories[1] / memories[0] <= 1.0
 
 
-def test_the_study_runs_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+def test_the_study_runs_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
     plan = mqar.Plan(vocab=64, tests=((32, 2), (32, 4)), test_rows=20, converted=(16,), scratch=16)
     plan = replace(plan, curriculum=((16, 2, 8, 4),), train=((32, 4, 128),), transfer=(32, 4, 2))
     monkeypatch.setattr(mqar, "QUICK", plan)
     monkeypatch.setattr(mqar, "QUICK_SCRATCH", replace(plan, rate=6e-3))
-    words = [
-        "mqar",
-        "--quick",
-        "--output",
-        str(tmp_path),
-        *(f"--kind={kind}" for kind in ("exponential", "elu", "none")),
-    ]
-    monkeypatch.setattr(sys, "argv", [*words, "--part", "converted"])
-    with pytest.raises(SystemExit):
-        mqar.main()
-    assert "train the softmax model first" in capsys.readouterr().err
-
-    monkeypatch.setattr(sys, "argv", words)
+    kinds = [f"--kind={kind}" for kind in ("exponential", "elu", "none")]
+    monkeypatch.setattr(sys, "argv", ["mqar", "--quick", "--output", str(tmp_path), *kinds])
     mqar.main()
     results = json.loads((tmp_path / "mqar.json").read_text())["results"]
     converted = {"converted elu", "converted exponential D16", "converted none D16"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -43,9 +42,3 @@ def test_a_model_that_sees_as_much_answers_as_its_parent(tmp_path, monkeypatch, 
     assert softmax[1:3] == window[1:3] == wide[1:3]
     assert window[3:] == wide[3:] == ["0", "0"]
     assert narrow[2] != softmax[2]
-
-
-def test_a_window_is_two_numbers(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["phone_books", str(DEMO_MODEL), "--window", "60"])
-    with pytest.raises(SystemExit, match="2"):
-        phone_books.main()

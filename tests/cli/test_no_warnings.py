@@ -24,8 +24,9 @@ from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.finetune import finetune
 from hf_rfa.finetune.recipe import Recipe, Stage
 from tests.conftest import words
-from tests.families import COMMON, every_family, has_encoder, save_softmax_model
+from tests.families import has_encoder, save_softmax_model
 
+FAMILIES = ("gpt2", "llama", "bart")
 #: What transformers' Trainer says of the machine: checkpoints a few milliseconds apart have the same time on some disks.
 OF_THE_MACHINE = "mtime may not be reliable on this filesystem"
 
@@ -66,7 +67,7 @@ def said() -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def parents(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("quiet")
-    for family in COMMON:
+    for family in FAMILIES:
         special = {"eos_token_id": 2, "pad_token_id": 1} if not has_encoder(family) else {}
         save_softmax_model(family, folder / family, **special)
     (folder / "text.txt").write_text("".join(words(9 + n % 5, n) + "\n" for n in range(60)))
@@ -82,7 +83,7 @@ def test_warnings_are_collected(said):
     assert "two" in said[1]
 
 
-@every_family
+@pytest.mark.parametrize("family", FAMILIES)
 def test_ordinary_use_warns_of_nothing(family, parents, tmp_path, said):
     auto, task = (AutoModelForCausalLM, "clm") if not has_encoder(family) else (AutoModelForSeq2SeqLM, "seq2seq")
     options = {"preset": "rfa", "num_features": 8, "gate": True, "window_size": 3}

@@ -27,11 +27,6 @@ from hf_rfa.evaluation.perplexity import score_labels
 from tests.families import make, softmax_model
 
 
-def test_calibration_brings_attention_closer_to_the_parent(tiny_parent, tmp_path):
-    report = convert(tiny_parent, tmp_path / "out")
-    assert all(sum(gain.after) < sum(gain.before) for gain in report.gains)
-
-
 def test_a_window_is_calibrated_to_the_features(tiny_parent, tmp_path):
     """Maps whose φ has another scale than the softmax kernel get a shift; it lowers the divergence."""
     for feature_map in ("hedgehog", "elu", "positive"):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
+import shlex
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -33,10 +32,9 @@ from transformers import (
 from hf_rfa import FEATURE_MAPS
 from hf_rfa.convert import ConversionOptions, convert
 from hf_rfa.convert import checkpoint as checkpoint_module
-from hf_rfa.convert.base_model import softmax_base_model
 from hf_rfa.convert.calibration_data import random_inputs
 from hf_rfa.inference import cache_num_bytes
-from hf_rfa_cli.main import app, main
+from hf_rfa_cli.main import app
 from tests.conftest import (
     DEMO_MODEL,
     DEMO_TEXT,
@@ -48,8 +46,6 @@ from tests.conftest import (
     tiny_parent_config,
 )
 from tests.families import base_config, has_encoder, save_softmax_model
-
-SCRIPT = Path(sys.executable).parent / "hf-rfa"
 
 
 def load(folder: Path):
@@ -92,12 +88,16 @@ def test_every_feature_map_converts_and_keeps_every_weight(family, name, parents
     assert leftovers(tmp_path) == ["out"]
 
 
-def test_conversion_is_reproducible_and_the_seed_matters(tiny_parent, tmp_path):
-    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
-        convert(tiny_parent, tmp_path / name, seed=seed)
-    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
-    assert a == b
-    assert a != c
+def test_the_same_options_give_the_same_bytes_and_the_seed_matters(tiny_parent, tmp_path):
+    """Options may come as an object, as fields, or as both: fields win."""
+    convert(tiny_parent, tmp_path / "object", ConversionOptions(num_features=8, window_size=3, seed=2))
+    convert(tiny_parent, tmp_path / "fields", num_features=8, window_size=3, seed=2)
+    convert(tiny_parent, tmp_path / "both", ConversionOptions(num_features=8, seed=1), window_size=3, seed=2)
+    convert(tiny_parent, tmp_path / "seed", num_features=8, window_size=3, seed=4)
+    names = ("object", "fields", "both", "seed")
+    first, *same, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in names)
+    assert same == [first, first]
+    assert other != first
 
 
 def test_the_parents_dropout_does_not_act(tiny_parent, tmp_path):
@@ -115,8 +115,7 @@ def test_the_parents_dropout_does_not_act(tiny_parent, tmp_path):
 
 def test_paper_map_has_few_extra_parameters(tmp_path):
     """σ: one number per head and dimension (Peng et al. 2021 report less than 0.1 %)."""
-    config = tiny_parent_config(vocab_size=5000, n_embd=192)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "parent")
+    GPT2LMHeadModel(tiny_parent_config(vocab_size=5000, n_embd=192)).save_pretrained(tmp_path / "parent")
     report = convert(
         tmp_path / "parent", tmp_path / "out", preset="rfa", feature_map="gaussian", config={"unit_norm": True}
     )
@@ -196,19 +195,6 @@ def test_other_heads(name, auto_class, tmp_path):
         assert all(gain.after < gain.before for gain in report.gains)
 
 
-def test_sharded_source(tiny_parent, tmp_path):
-    GPT2LMHeadModel.from_pretrained(tiny_parent).save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
-    convert(tmp_path / "sharded", tmp_path / "a")
-    convert(tiny_parent, tmp_path / "b")
-    shards = sorted((tmp_path / "a").glob("*.safetensors"))
-    assert len(shards) > 1, "a source in shards gives a result in shards"
-    a = {key: tensor for shard in shards for key, tensor in load_file(shard).items()}
-    b = load_file(tmp_path / "b" / "model.safetensors")
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[key], b[key]) for key in b)
-
-
 def test_the_most_sensitive_layers_can_stay_softmax(tiny_parent, tmp_path):
     """Against models that are converted in one layer only."""
     report = convert(tiny_parent, tmp_path / "out", keep_softmax=1, preset="rfa", num_features=4)
@@ -233,24 +219,19 @@ def test_the_most_sensitive_layers_can_stay_softmax(tiny_parent, tmp_path):
         assert torch.equal(model(ids).logits, logits)
 
 
-def test_the_report_holds_every_head_and_its_picture(tiny_parent, tmp_path):
-    report = convert(tiny_parent, tmp_path / "out", preset="rfa", window_size=4, gate=True)
+def test_report_and_model_card_state_command_figures_and_every_head(tmp_path):
+    report = convert(DEMO_MODEL, tmp_path / "out", calibrate_on=DEMO_TEXT, num_features=64)
     saved = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert saved == json.loads(json.dumps(report.to_dict()))
-    assert [len(gain["after"]) for gain in saved["gains"]] == [3, 3]
+    assert [len(gain["after"]) for gain in saved["gains"]] == [4] * 4
     assert (tmp_path / "out" / "attention.png").read_bytes().startswith(b"\x89PNG")
-    assert "attention.png" in ModelCard.load(tmp_path / "out" / "README.md").content
-
-
-def test_model_card_states_command_and_figures(tmp_path):
-    report = convert(DEMO_MODEL, tmp_path / "out", calibrate_on=DEMO_TEXT, num_features=64)
     card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert "attention.png" in card.content
     assert report.command in card.content
     assert card.data.library_name == "transformers"
     for _, value in report.rows():
         assert value in card.content
-    assert report.perplexities.calibrated < report.perplexities.swapped
-    assert report.perplexities.softmax < report.perplexities.calibrated
+    assert report.perplexities.softmax < report.perplexities.calibrated < report.perplexities.swapped
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("Call me")["input_ids"] == AutoTokenizer.from_pretrained(DEMO_MODEL)("Call me")["input_ids"]
 
@@ -270,7 +251,7 @@ EACH_KIND |= {"config": {"unit_norm": True}}
         ("bart", EACH_KIND, {"causal": [1], "cross": [0, 2], "encoder": [1]}),
     ],
 )
-def test_the_command_on_the_card_gives_the_same_checkpoint(family, options, converted, parents, tmp_path):
+def test_the_command_on_the_card_gives_the_same_checkpoint(family, options, converted, parents, tmp_path, run_cli):
     """And the checkpoint says which attention is converted, loads, trains a step and generates."""
     report = convert(parents[family], tmp_path / "a", **options)
     assert {kind: found for kind, (found, _) in report.layers.items()} == {k: len(v) for k, v in converted.items()}
@@ -289,20 +270,9 @@ def test_the_command_on_the_card_gives_the_same_checkpoint(family, options, conv
     assert output.shape == (2, 13 if not has_encoder(family) else 7)
     command = report.command.replace(str(tmp_path / "a"), str(tmp_path / "b"))
     assert command.startswith("hf-rfa convert ")
-    subprocess.run([SCRIPT, *command.split()[1:]], check=True, capture_output=True)
+    assert run_cli(*shlex.split(command)[1:]) == 0
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
-def test_the_softmax_base_model_shares_memory_and_is_the_parent(tiny_parent, tmp_path):
-    convert(tiny_parent, tmp_path / "out")
-    parent = GPT2LMHeadModel.from_pretrained(tiny_parent).eval()
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    twin = softmax_base_model(model, "GPT2LMHeadModel", parent.config)
-    ids = torch.randint(1, 61, (2, 20))
-    with torch.no_grad():
-        assert torch.equal(twin(ids).logits, parent(ids).logits)
-    assert twin.transformer.wte.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
 
 
 def test_the_command_line_has_every_option():
@@ -344,34 +314,30 @@ def test_the_sorting_model_still_sorts_often(tmp_path):
     assert float(solved) > 0.9
 
 
-def test_a_hub_name_works_offline_from_the_cache(tmp_path):
+def test_a_hub_name_works_offline_from_the_cache(tmp_path, monkeypatch, refused_command, run_cli):
     """The demo's checkpoint, laid into a hub cache as the model gpt2."""
-    repository = tmp_path / "hub" / "models--gpt2"
-    commit = "0" * 40
+    repository, commit = tmp_path / "hub" / "models--gpt2", "0" * 40
     copy_of(DEMO_MODEL, repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
-    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    options = {"env": environment, "capture_output": True, "text": True, "check": False, "cwd": tmp_path}
-    found = subprocess.run([SCRIPT, "convert", "gpt2", "out"], **options)
-    assert found.returncode == 0, found.stderr
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    assert run_cli("convert", "gpt2", "out") == 0
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.base_model == "gpt2"
     assert f"https://huggingface.co/gpt2/tree/{commit}" in card.content
     assert f"commit is `{commit}`" in card.content
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["source_revision"] == commit
-    missing = subprocess.run([SCRIPT, "convert", "distilgpt2", "other"], **options)
-    assert missing.returncode == 1
+    missing = refused_command("convert", "distilgpt2", "other")
     for words in ("hub could not be reached", "HF_HUB_OFFLINE", "hf download distilgpt2"):
-        assert words in missing.stderr
-    assert not (tmp_path / "other").exists()
-    absent = subprocess.run([SCRIPT, "convert", "gpt2", "other", "--revision", "v2"], **options)
-    assert absent.returncode == 1
-    assert "in the revision v2" in absent.stderr
-    assert "hf download gpt2 --revision v2" in absent.stderr
+        assert words in missing
+    absent = refused_command("convert", "gpt2", "other", "--revision", "v2")
+    assert "in the revision v2" in absent
+    assert "hf download gpt2 --revision v2" in absent
+    assert leftovers(tmp_path) == ["hub", "out"]
 
 
-def test_a_revision_is_what_is_downloaded(tmp_path, monkeypatch):
+def test_a_revision_is_what_is_downloaded(tmp_path, monkeypatch, run_cli):
     """And what the teacher of attention transfer is."""
     asked = []
 
@@ -395,30 +361,9 @@ def test_a_revision_is_what_is_downloaded(tmp_path, monkeypatch):
         "hf_rfa.finetune.distill.distill", lambda *paths, **options: given.update(options) or sys.exit(0)
     )
     monkeypatch.setattr("hf_rfa_cli.convert._convert", lambda *paths, **options: None)
-    words = [
-        "convert",
-        "someone/gpt2",
-        tmp_path / "trained",
-        "--revision",
-        "v2",
-        "--transfer-steps",
-        1,
-        "--data",
-        DEMO_TEXT,
-    ]
-    monkeypatch.setattr(sys, "argv", ["hf-rfa", *map(str, words)])
-    with pytest.raises(SystemExit):
-        main()
+    training = ("--transfer-steps", 1, "--data", DEMO_TEXT)
+    run_cli("convert", "someone/gpt2", tmp_path / "trained", "--revision", "v2", *training)
     assert Path(given["teacher"]).name == "2" * 40
-
-
-def test_options_come_as_an_object_and_as_fields(tiny_parent, tmp_path):
-    options = ConversionOptions(num_features=8, window_size=3, seed=2)
-    convert(tiny_parent, tmp_path / "object", options)
-    convert(tiny_parent, tmp_path / "fields", num_features=8, window_size=3, seed=2)
-    convert(tiny_parent, tmp_path / "both", ConversionOptions(num_features=8, seed=1), window_size=3, seed=2)
-    first, *others = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("object", "fields", "both"))
-    assert others == [first, first]
 
 
 def test_a_decoder_keeps_a_window_sinks_and_slots_by_default(tmp_path):

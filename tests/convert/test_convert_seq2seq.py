@@ -25,7 +25,6 @@ from hf_rfa.evaluation.generation_scores import BleuMetric, RougeMetric, evaluat
 from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.inference import generate_text, load_model
 from hf_rfa.io.text_io import read_pairs
-from tests.cli.test_cli import run
 from tests.conftest import DEMO_MODEL, leftovers, refused, save_tiny_tokenizer, shared, tiny_seq2seq_config, words
 from tests.convert.test_convert import SOURCES
 from tests.families import make, softmax_model
@@ -290,24 +289,24 @@ def test_sources_are_cut_if_asked(pairs, tiny_seq2seq_parents):
     assert found.predictions == cut.predictions
 
 
-def test_command_line_evaluates_and_saves_predictions(pairs, tiny_seq2seq_parents):
-    result = run(
-        *("score", tiny_seq2seq_parents["bart"], pairs / "a.en"),
-        *("--references", pairs / "a.de", "--max-new-tokens", "5", "--num-beams", "2", "--limit", "2"),
-        *("--save-predictions", pairs / "out.jsonl"),
-    )
-    assert "sacreBLEU" in result.stdout
-    assert "signature nrefs:1|case:mixed" in result.stdout
-    assert "Traceback" not in result.stderr
+def test_command_line_evaluates_and_saves_predictions(pairs, tiny_seq2seq_parents, run_cli, capsys):
+    options = ("--max-new-tokens", 5, "--num-beams", 2, "--limit", 2, "--save-predictions", pairs / "out.jsonl")
+    references = ("--references", pairs / "a.de")
+    assert run_cli("score", tiny_seq2seq_parents["bart"], pairs / "a.en", *references, *options) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "sacreBLEU" in printed
+    assert "signature nrefs:1|case:mixed" in printed
     records = [json.loads(line) for line in (pairs / "out.jsonl").read_text().splitlines()]
     assert [record["source"] for record in records] == ["w5 w6", "w7"]
     assert all(set(record) == {"source", "target", "prediction"} for record in records)
 
 
-def test_command_line_generates_from_a_source(tiny_seq2seq_parents):
-    command = ("generate", tiny_seq2seq_parents["bart"], "--prompt", "w5 w6", "--max-new-tokens", "6")
-    assert "6 tokens in" in run(*command, "--ignore-eos").stderr
-    assert run(*command, "--num-beams", "3").stdout.strip()
+def test_command_line_generates_from_a_source(tiny_seq2seq_parents, run_cli, capsys):
+    command = ("generate", tiny_seq2seq_parents["bart"], "--prompt", "w5 w6", "--max-new-tokens", 6)
+    assert run_cli(*command, "--ignore-eos") == 0
+    assert "6 tokens in" in capsys.readouterr().err
+    assert run_cli(*command, "--num-beams", 3) == 0
+    assert capsys.readouterr().out.strip()
 
 
 # Shared checkpoints

@@ -26,12 +26,10 @@ PARENTS = {
     "bart": lambda: BartForConditionalGeneration(tiny_seq2seq_config("bart")),
 }
 CASES = [
-    ("gpt2", False, {"gate": True}),
     ("gpt2", True, {"window_size": 3, "keep_softmax": 1, "max_positions": 150}),
     ("untied", True, {"dtype": "bfloat16", "feature_map": "exponential"}),
     ("body", False, {"keep_softmax": 1}),
     ("llama", False, {}),  # a window, sinks and slots
-    ("llama", True, {"keep_softmax": 1}),
     ("llama", True, {"search": True, "memory": 12}),
     ("gpt2", True, {"retrieval_heads": 1, "retrieval_window": 8, "window_size": 4, "feature_map": "hedgehog"}),
     ("bart", False, {"encoder_layers": "all", "max_positions": 150}),

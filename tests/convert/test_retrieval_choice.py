@@ -16,7 +16,7 @@ from hf_rfa.convert.presets import with_preset
 from hf_rfa.convert.retrieval_heads import choose_retrieval_heads, exact_shares, repeated_passages
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.recall.memory import cache_memory
-from tests.conftest import leftovers
+from tests.conftest import refused
 from tests.families import save_softmax_model
 
 WINDOW = {"preset": "exact", "window_size": 4, "num_sinks": 2, "num_slots": 0}
@@ -47,18 +47,18 @@ def models(parent, **options):
 @pytest.mark.parametrize("length", [22, 96, 1000])
 def test_blocks_end_with_passages_from_their_beginning(length):
     ids = torch.arange(3 * length).view(3, length)
-    found, scored = repeated_passages(ids, seed=3)
+    blocks, scored = repeated_passages(ids, seed=3)
     size = int(length * 3 / 32)
     start = length - 3 * size
-    assert torch.equal(found[:, :start], ids[:, :start])
+    assert torch.equal(blocks[:, :start], ids[:, :start])
     assert not scored[:, :start].any()
     assert scored.sum() == 3 * 3 * (size - max(1, size // 6))
-    for row in found:
+    for row in blocks:
         for passage in row[start:].split(size):
             assert torch.equal(passage, torch.arange(size) + passage[0])
             assert passage[-1] % length < start - 2 * size  # far from where it is said again
-    assert torch.equal(repeated_passages(ids, seed=3)[0], found)
-    assert not torch.equal(repeated_passages(ids, seed=4)[0], found)
+    assert torch.equal(repeated_passages(ids, seed=3)[0], blocks)
+    assert not torch.equal(repeated_passages(ids, seed=4)[0], blocks)
 
 
 def test_too_short_blocks_are_refused():
@@ -111,16 +111,16 @@ def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_that_of
     model, base_model = models(parent)
     layers, heads = len(rfa_layers(model)), model.config.num_heads_for("causal")
     inputs = {"input_ids": torch.randint(3, 61, (2, 64))}
-    found = choose_retrieval_heads(model, base_model, inputs, 100, seed=0, on_head=lambda: None)
-    pairs = [[each.layer, each.head] for each in found]
+    chosen = choose_retrieval_heads(model, base_model, inputs, 100, seed=0, on_head=lambda: None)
+    pairs = [[each.layer, each.head] for each in chosen]
     assert len({tuple(pair) for pair in pairs}) == len(pairs) <= layers * (heads - 1)
-    assert [each.before for each in found[1:]] == pytest.approx([each.after for each in found[:-1]], rel=1e-4)
+    assert [each.before for each in chosen[1:]] == pytest.approx([each.after for each in chosen[:-1]], rel=1e-4)
     made, _ = models(parent, retrieval_heads=pairs)
     ids, scored = repeated_passages(inputs["input_ids"], seed=0)
     with torch.no_grad():
         one, other = (each(ids).logits[:, :-1].log_softmax(-1) for each in (base_model, made))
     divergence = float((one.exp() * (one - other)).sum(-1)[scored[:, 1:]].mean())
-    assert divergence == pytest.approx(found[-1].after, rel=1e-3, abs=1e-6)
+    assert divergence == pytest.approx(chosen[-1].after, rel=1e-3, abs=1e-6)
 
 
 def test_a_number_is_chosen_reported_and_repeatable(parent, text, tmp_path):
@@ -150,13 +150,14 @@ def test_a_number_is_chosen_reported_and_repeatable(parent, text, tmp_path):
 
 
 @pytest.mark.parametrize("length", [30, 1024])
-def test_without_a_window_of_their_own_they_see_the_length_of_calibration_texts(parent, length, tmp_path, monkeypatch):
+def test_without_a_window_of_their_own_they_see_the_length_of_calibration_texts(
+    length, material, tmp_path, monkeypatch
+):
     monkeypatch.setattr("hf_rfa.convert.presets.RETRIEVAL_WINDOW", length)
-    report = convert(parent, tmp_path / "out", **WINDOW, retrieval_heads=[[1, 0]])
+    report = convert(material / "gpt2", tmp_path / "out", **WINDOW, retrieval_heads=[[1, 0]])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.retrieval_window == min(length, 96)
-    assert not report.grows
-    assert report.state_bytes == cache_memory(model).fixed
+    assert (report.grows, report.state_bytes) == (False, cache_memory(model).fixed)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_without_a_window_of_their_own_they_see_the_length_of_calibration_texts(
         ({"retrieval_window": 5}, "has no effect without retrieval_heads"),
         ({"retrieval_heads": 1, "retrieval_window": 97}, "more than the 96 positions of .* Leave it out for 96"),
         ({"retrieval_heads": 1, "retrieval_window": 0}, "retrieval_window must be at least 1"),
-        ({"retrieval_heads": 5}, "at most (4|3|2)"),
+        ({"retrieval_heads": 5}, "at most 4"),
         ({"retrieval_heads": [[7, 0]]}, "layers of"),
         ({"retrieval_heads": -1}, "must be at least 0"),
         (
@@ -176,34 +177,25 @@ def test_without_a_window_of_their_own_they_see_the_length_of_calibration_texts(
     ],
     ids=str,
 )
-def test_what_does_not_go_together_is_refused(options, message, parent, text, tmp_path):
-    fixed = {} if {"memory", "search"} & {*options} else WINDOW
-    with pytest.raises(InputError, match=message):
-        convert(parent, tmp_path / "out", calibrate_on=text, **fixed, **options)
-    assert leftovers(tmp_path) == []
+def test_what_does_not_go_together_is_refused(options, message, material, text, tmp_path):
+    sizes = {} if {"memory", "search"} & {*options} else WINDOW
+    refused(message, material / "gpt2", tmp_path, calibrate_on=text, **sizes, **options)
 
 
-def test_a_number_is_for_decoders_with_a_head(tmp_path):
-    save_softmax_model("bart", tmp_path / "bart")
-    options = {**WINDOW, "cross_layers": []}
-    with pytest.raises(InputError, match=r"Name the heads \(layer.head\)"):
-        convert(tmp_path / "bart", tmp_path / "out", **options, retrieval_heads=1)
-    report = convert(
-        tmp_path / "bart",
-        tmp_path / "out",
-        **options | {"preset": "rfa", "cross_layers": None},
-        retrieval_heads=[[0, 1]],
-    )
+def test_a_number_is_for_decoders_with_a_head(material, tmp_path):
+    message = r"Name the heads \(layer.head\)"
+    refused(message, material / "bart", tmp_path, **WINDOW, cross_layers=[], retrieval_heads=1)
+    report = convert(material / "bart", tmp_path / "out", retrieval_heads=[[0, 1]])
     assert not report.grows  # the encoder is softmax, and keeps nothing
 
 
-def test_the_command_line_takes_a_number_or_heads(parent, text, tmp_path, run_cli, capsys):
+def test_the_command_line_takes_a_number_or_heads(material, text, tmp_path, run_cli, capsys):
     words = ["--preset", "exact", "--window-size", 4, "--slots", 0, "--calibrate", text]
-    assert run_cli("convert", parent, tmp_path / "one", *words, "--retrieval-heads", 1) == 0
-    (found,) = json.loads((tmp_path / "one" / "conversion.json").read_text())["retrieval_heads"]
-    assert f"{found['layer']}.{found['head']}; KL" in capsys.readouterr().out
-    assert run_cli("convert", parent, tmp_path / "two", *words, "--retrieval-heads", "0.1,1.0") == 0
+    assert run_cli("convert", material / "gpt2", tmp_path / "one", *words, "--retrieval-heads", 1) == 0
+    (head,) = json.loads((tmp_path / "one" / "conversion.json").read_text())["retrieval_heads"]
+    assert f"{head['layer']}.{head['head']}; KL" in capsys.readouterr().out
+    assert run_cli("convert", material / "gpt2", tmp_path / "two", *words, "--retrieval-heads", "0.1,1.0") == 0
     config = json.loads((tmp_path / "two" / "config.json").read_text())
     assert config["retrieval_heads"] == [[0, 1], [1, 0]]
-    assert run_cli("convert", parent, tmp_path / "three", *words, "--retrieval-heads", "0-1") != 0
+    assert run_cli("convert", material / "gpt2", tmp_path / "three", *words, "--retrieval-heads", "0-1") != 0
     assert "layer.head of each such as 18.2,7.2" in " ".join(capsys.readouterr().err.split())

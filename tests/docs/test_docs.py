@@ -30,8 +30,8 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 def blocks(page: Path, language: str) -> list[str]:
     """Return a page's fenced blocks in a language, without their indent."""
-    found = re.findall(rf"(?m)^( *)```{language}\n((?:.*\n)*?) *```$", page.read_text())
-    return [re.sub(rf"(?m)^{indent}", "", text) for indent, text in found]
+    texts = re.findall(rf"(?m)^( *)```{language}\n((?:.*\n)*?) *```$", page.read_text())
+    return [re.sub(rf"(?m)^{indent}", "", text) for indent, text in texts]
 
 
 def prose(page: Path) -> str:
@@ -42,13 +42,13 @@ def prose(page: Path) -> str:
 @cache
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and the hub make them."""
-    found: set[str] = set()
+    names: set[str] = set()
     for heading in re.findall(r"(?m)^#+ (.*)$", prose(page)):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         anchor = re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-")
-        number = sum(1 for each in found if re.fullmatch(rf"{re.escape(anchor)}(-\d+)?", each))
-        found.add(f"{anchor}-{number}" if number else anchor)
-    return found
+        number = sum(1 for each in names if re.fullmatch(rf"{re.escape(anchor)}(-\d+)?", each))
+        names.add(f"{anchor}-{number}" if number else anchor)
+    return names
 
 
 @each_page
@@ -105,13 +105,13 @@ def parse(command: str, words: list[str]) -> None:
 
 def command_lines(page: Path) -> list[tuple[str, bool]]:
     """Return every ``hf-rfa …`` of a page, and whether it stands in a block, complete."""
-    found = []
+    lines = []
     for block in blocks(page, "bash"):
         for line in block.replace("\\\n", " ").splitlines():
             for part in line.replace("-m hf_rfa_cli", "&& hf-rfa").split("&&"):
                 if part.strip().startswith("hf-rfa "):
-                    found.append((part.strip(), True))
-    return found + [(span, False) for span in re.findall(r"`(hf-rfa [^`]*)`", prose(page))]
+                    lines.append((part.strip(), True))
+    return lines + [(span, False) for span in re.findall(r"`(hf-rfa [^`]*)`", prose(page))]
 
 
 @each_page

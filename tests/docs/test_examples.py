@@ -1,14 +1,13 @@
-"""The examples, run as a user runs them, on a tiny model and text."""
+"""The examples, run on tiny models and a text."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,150 +16,113 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import hf_rfa
 from demo import run as demo
 from tests.conftest import ROOT, leftovers, save_tiny_tokenizer
 from tests.docs.test_docs import parse
 from tests.families import make, save_softmax_model
 
-FIGURE = r"perplexity ([\d.]+)"
+pytestmark = [
+    pytest.mark.filterwarnings("error:fan_in_fan_out"),  # which PEFT mends with a warning
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),  # PEFT reads transformers' old name
+]
+NAMES = ["convert_and_generate", "long_prompt", "distil_and_finetune"]
+FIGURE = r"(?m)^(\w+): perplexity ([\d.]+)"
+every_family = pytest.mark.parametrize("family", ["gpt2", "llama"])
 
 
 def run(name: str, folder: Path, *arguments: object) -> str:
-    """Return what an example prints when it is run in ``folder``."""
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *map(str, arguments)]
-    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"})
-    assert found.returncode == 0, found.stderr
-    return found.stdout
+    """Return what an example prints when it is run in a folder."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    return printed.getvalue()
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
-    """A folder with a softmax model that has a tokenizer, and a text."""
+    """A folder with softmax models that have tokenizers, and a text."""
     folder = tmp_path_factory.mktemp("examples")
-    save_softmax_model("gpt2", folder / "parent", eos_token_id=2)
-    words = torch.randint(4, 61, (900,), generator=torch.Generator().manual_seed(0))
-    (folder / "text.txt").write_text(" ".join(f"w{number}" for number in words))
+    for family in ("gpt2", "llama"):
+        save_softmax_model(family, folder / family, eos_token_id=2)
+    numbers = torch.randint(4, 61, (900,), generator=torch.Generator().manual_seed(0))
+    (folder / "text.txt").write_text(" ".join(f"w{number}" for number in numbers))
     return folder
 
 
 @pytest.fixture(scope="module")
-def converted(tiny) -> str:
-    """What the first example prints; its checkpoint is in ``converted``."""
-    texts = ("--calibrate", "text.txt", "--evaluate", "text.txt")
-    options = ("--tokens", 90, "--new-tokens", 5, "--prompt", "w5 w6 w7")
-    return run("convert_and_generate", tiny, "parent", *texts, *options)
+def converted(tiny) -> dict[str, str]:
+    """What the first example prints, by family; the checkpoint is in FAMILY-rfa."""
+    texts = ("--calibrate", "text.txt", "--evaluate", "text.txt", "--prompt", "w5 w6 w7")
+    options = ("--tokens", 90, "--new-tokens", 5, "--output")
+    return {
+        family: run("convert_and_generate", tiny, family, *texts, *options, f"{family}-rfa")
+        for family in ("gpt2", "llama")
+    }
 
 
-def test_convert_and_generate(tiny, converted):
-    softmax, rfa = (float(each) for each in re.findall(rf"(?m)^\w+: {FIGURE}", converted))
-    tokenizer = AutoTokenizer.from_pretrained(tiny / "parent")
+@every_family
+def test_convert_and_generate(family, tiny, converted):
+    figures = dict(re.findall(FIGURE, converted[family]))
+    tokenizer = AutoTokenizer.from_pretrained(tiny / family)
     ids = tokenizer((tiny / "text.txt").read_text(), return_tensors="pt")["input_ids"][:, :90]
-    for figure, name in ((softmax, "parent"), (rfa, "converted")):
-        loss = AutoModelForCausalLM.from_pretrained(tiny / name)(ids, labels=ids).loss
-        assert figure == pytest.approx(float(loss.detach().exp()), abs=0.006)
-    # 2 layers of 3 heads: 64 features of 8 values and the normaliser, 32 tokens of 16 numbers, a score and a place, 4 bytes
-    # each; and what every layer counts
-    assert f"cache {2 * (3 * (64 * 9 + 32 * (16 + 2)) + 1) * 4:,} bytes" in converted
-    assert converted.count("w5 w6 w7") == 2
+    for name, folder in (("softmax", family), ("RFA", f"{family}-rfa")):
+        loss = AutoModelForCausalLM.from_pretrained(tiny / folder)(ids, labels=ids).loss
+        assert float(figures[name]) == pytest.approx(float(loss.detach().exp()), abs=0.006)
+    assert converted[family].count("w5 w6 w7") == 2
+    if family == "gpt2":
+        # 2 layers of 3 heads: 64 features of 8 values and the normaliser, 32 tokens of 16 numbers, a score and a place,
+        # 4 bytes each; and what every layer counts
+        assert f"cache {2 * (3 * (64 * 9 + 32 * (16 + 2)) + 1) * 4:,} bytes" in converted[family]
 
 
-def test_long_prompt(tiny, converted):
-    options = ("--text", "text.txt", "--tokens", 60, "--new-tokens", 6, "--output", "prompt", "--ask", "w9", "w10 w11")
-    printed = run("long_prompt", tiny, "converted", *options)
-    assert (tiny / "prompt" / "prompt.safetensors").stat().st_size > 2 * 3 * 128 * 9 * 4
-    model = AutoModelForCausalLM.from_pretrained(tiny / "converted").eval()
-    tokenizer = AutoTokenizer.from_pretrained(tiny / "converted")
-    words = (tiny / "text.txt").read_text().split()[:60]
+@every_family
+def test_long_prompt(family, tiny, converted):
+    options = ("--text", "text.txt", "--tokens", 60, "--new-tokens", 6, "--output", f"{family}-prompt")
+    printed = run("long_prompt", tiny, f"{family}-rfa", *options, "--ask", "w9", "w10 w11")
+    assert (tiny / f"{family}-prompt" / "prompt.safetensors").is_file()
+    model = AutoModelForCausalLM.from_pretrained(tiny / f"{family}-rfa").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny / f"{family}-rfa")
+    text = tokenizer((tiny / "text.txt").read_text(), return_tensors="pt")["input_ids"][:, :60]
     for beginning in ("w9", "w10 w11"):
-        ids = tokenizer(" ".join(words), return_tensors="pt")["input_ids"][:, :60]
-        ids = torch.cat([ids, tokenizer(beginning, return_tensors="pt")["input_ids"]], dim=1)
-        whole = model.generate(
-            ids, use_cache=False, do_sample=False, max_new_tokens=6, repetition_penalty=1.3, pad_token_id=1
-        )
-        assert f"…{tokenizer.decode(whole[0, 60:], skip_special_tokens=True)}\n" in printed
+        ids = torch.cat([text, tokenizer(beginning, return_tensors="pt")["input_ids"]], dim=1)
+        settings = {"use_cache": False, "do_sample": False, "repetition_penalty": 1.3, "pad_token_id": 1}
+        answer = model.generate(ids, max_new_tokens=6, **settings)
+        assert f"…{tokenizer.decode(answer[0, 60:], skip_special_tokens=True)}\n" in printed
 
 
-@pytest.mark.parametrize("lora_rank", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_distil_and_finetune(lora_rank, tiny):
-    texts = ("--train", "text.txt", "--evaluate", "text.txt", "--output", f"trained-{lora_rank}")
-    options = ("--steps", 6, "--block-length", 48, "--tokens", 90, "--lora-rank", lora_rank)
-    printed = run("distil_and_finetune", tiny, "parent", *texts, *options)
-    figures = dict(re.findall(rf"(?m)^(\w+): {FIGURE}", printed))
-    assert list(figures) == ["parent", "converted", "distilled", "tuned"]
+@pytest.mark.parametrize(
+    ("family", "lora_rank"),
+    [("gpt2", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt2", 0), ("llama", 2)))],
+)
+def test_distil_and_finetune(family, lora_rank, tiny):
+    folder = tiny / f"{family}-trained-{lora_rank}"
+    options = ("--train", "text.txt", "--evaluate", "text.txt", "--output", folder, "--lora-rank", lora_rank)
+    sizes = ("--steps", 6, "--block-length", 48, "--tokens", 90)
+    figures = dict(re.findall(FIGURE, run("distil_and_finetune", tiny, family, *options, *sizes)))
+    assert list(figures)[1:] == ["converted", "distilled", "tuned"]
     assert float(figures["tuned"]) < float(figures["distilled"])
-    folder = tiny / f"trained-{lora_rank}"
     assert json.loads((folder / "distilled" / "distillation.json").read_text())["recipe"]["transfer"]["steps"] == 6
     before, after = (load_file(folder / name / "model.safetensors") for name in ("distilled", "tuned"))
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert any(name.endswith("c_attn.weight") for name in changed)
+    assert changed
     if lora_rank:
-        assert all(name.endswith("c_attn.weight") for name in changed)
-    loaded = AutoModelForCausalLM.from_pretrained(folder / "tuned")
-    assert type(loaded) is hf_rfa.RFAGPT2LMHeadModel
-    assert loaded.config.use_cache
+        assert all(name.endswith(("c_attn.weight", "q_proj.weight", "v_proj.weight")) for name in changed)
+    model = AutoModelForCausalLM.from_pretrained(folder / "tuned")
+    assert model.config.model_type == f"rfa_{family}"
+    assert model.config.use_cache
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["convert_and_generate", "long_prompt", "distil_and_finetune"])
+@pytest.mark.parametrize("name", NAMES)
 def test_without_arguments_on_the_demo(name, tmp_path):
     assert run(name, tmp_path)
     assert list(tmp_path.rglob("config.json"))
 
 
-# Other kinds of classes, in this process
-
-
-@pytest.fixture
-def run_here(monkeypatch, capsys) -> Callable[..., str]:
-    """Runs an example in this process: it takes a name, a folder and words, and returns what is printed."""
-
-    def here(name: str, folder: Path, *words: object) -> str:
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, words)])
-        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
-        return capsys.readouterr().out
-
-    return here
-
-
-@pytest.fixture(scope="module")
-def llama(tiny) -> Path:
-    """The folder of ``tiny``, which has a softmax Llama too."""
-    save_softmax_model("llama", tiny / "llama", eos_token_id=2)
-    return tiny
-
-
-def test_a_llama_is_converted_and_reads_a_long_prompt(llama, run_here):
-    texts = ("--calibrate", "text.txt", "--evaluate", "text.txt", "--prompt", "w5 w6 w7", "--output", "llama-rfa")
-    assert "RFA: perplexity" in run_here(
-        "convert_and_generate", llama, "llama", *texts, "--tokens", 90, "--new-tokens", 5
-    )
-    options = ("--text", "text.txt", "--tokens", 60, "--new-tokens", 6, "--output", "llama-prompt", "--ask", "w9")
-    printed = run_here("long_prompt", llama, "llama-rfa", *options)
-    model, tokenizer = (each.from_pretrained(llama / "llama-rfa") for each in (AutoModelForCausalLM, AutoTokenizer))
-    ids = tokenizer((llama / "text.txt").read_text(), return_tensors="pt")["input_ids"][:, :60]
-    ids = torch.cat([ids, tokenizer("w9", return_tensors="pt")["input_ids"]], dim=1)
-    whole = model.generate(ids, use_cache=False, do_sample=False, max_new_tokens=6, repetition_penalty=1.3)
-    assert f"…{tokenizer.decode(whole[0, 60:], skip_special_tokens=True)}\n" in printed
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("error:fan_in_fan_out", "ignore:.*gradient_checkpointing:FutureWarning")
-def test_a_llama_is_distilled_and_finetuned(llama, run_here):
-    options = ("--train", "text.txt", "--evaluate", "text.txt", "--output", "llama-trained", "--lora-rank", 2)
-    options += ("--steps", 6, "--block-length", 48, "--tokens", 90)
-    printed = run_here("distil_and_finetune", llama, "llama", *options)
-    figures = dict(re.findall(rf"(?m)^(\w+): {FIGURE}", printed))
-    assert float(figures["tuned"]) < float(figures["distilled"])
-    assert (
-        type(AutoModelForCausalLM.from_pretrained(llama / "llama-trained" / "tuned")).__name__ == "RFALlamaForCausalLM"
-    )
-
-
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bart"])
-def test_the_server_finds_the_class_of_every_kind_of_checkpoint(family, tmp_path, run_here, monkeypatch):
+def test_the_server_finds_the_class_of_every_kind_of_checkpoint(family, tmp_path, monkeypatch):
     model_manager = pytest.importorskip("transformers.cli.serving.model_manager")
     model = make(family, {"window_size": 4})
     model.save_pretrained(tmp_path / "model")
@@ -174,15 +136,15 @@ def test_the_server_finds_the_class_of_every_kind_of_checkpoint(family, tmp_path
 
     monkeypatch.setattr("transformers.cli.transformers.main", serve)
     monkeypatch.setattr(model_manager, "transformers", transformers)  # as it is afterwards
-    run_here("serve", tmp_path, "model")
+    run("serve", tmp_path, "model")
     assert type(loaded[0]) is type(model)
 
 
-@pytest.mark.parametrize("name", ["convert_and_generate", "long_prompt", "distil_and_finetune"])
-def test_an_encoder_is_refused_before_work_starts(name, tmp_path, run_here, capsys):
+@pytest.mark.parametrize("name", NAMES)
+def test_an_encoder_is_refused_before_work_starts(name, tmp_path, capsys):
     make("bart").config.save_pretrained(tmp_path / "model")
     with pytest.raises(SystemExit):
-        run_here(name, tmp_path, "model")
+        run(name, tmp_path, "model")
     assert "model has an encoder. Pass a " in capsys.readouterr().err
     assert leftovers(tmp_path) == ["model"]
 

@@ -11,7 +11,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +27,7 @@ from tests.training import write_rows
 
 pytestmark = pytest.mark.slow
 TEXTS = ["Call me Ishmael. Some years ago I went to sea.", "The whale swam on. " * 300]
-CHOICES = [
-    ("The captain of the", [" ship", " moon"]),
-    ("He went to", [" sea for a year", " sea"]),
-    ("I", [" you", " am"]),
-]
+CHOICES = [("The captain of the", [" ship", " moon"]), ("He went to", [" sea for a year", " sea"])]
 
 
 @pytest.fixture(scope="module")
@@ -47,28 +46,25 @@ def score(model, tokens: list[int], start: int) -> tuple[float, bool]:
     return float(log_probs.gather(-1, answer[:, None]).sum()), bool((log_probs.argmax(-1) == answer).all())
 
 
-def evaluate(tmp_path: Path, tasks: dict[str, dict], **model_args) -> dict:
+def evaluate(tmp_path: Path, tasks: dict[str, dict], checkpoint: Path) -> dict:
     """Run lm-eval's command line, as a user without `import hf_rfa` does: the checkpoint brings its code."""
     pytest.importorskip("lm_eval")
     for name, task in tasks.items():
         task = {"task": name, "dataset_path": "json", "test_split": "test", "metadata": {"version": 1}} | task
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(task))
-    model_args = ",".join(f"{name}={value}" for name, value in {"dtype": "float32", **model_args}.items())
-    words = ["--model", "hf", "--model_args", model_args, "--tasks", ",".join(tasks), "--device", "cpu"]
-    words += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--batch_size", "2"]
+    words = ["--model", "hf", "--model_args", f"pretrained={checkpoint},dtype=float32", "--tasks", ",".join(tasks)]
+    words += ["--include_path", tmp_path, "--output_path", tmp_path / "out", "--batch_size", "2", "--device", "cpu"]
     ran = subprocess.run(
-        [sys.executable, "-m", "lm_eval", *words, "--log_samples", "--trust_remote_code"],
+        [sys.executable, "-m", "lm_eval", *map(str, words), "--log_samples", "--trust_remote_code"],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
         capture_output=True,
         text=True,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    (found,) = (tmp_path / "out").rglob("results_*.json")
-    samples = {}
-    for name in tasks:
-        (path,) = (tmp_path / "out").rglob(f"samples_{name}_*.jsonl")
-        samples[name] = sorted(map(json.loads, path.read_text().splitlines()), key=lambda sample: sample["doc_id"])
-    return {"results": json.loads(found.read_text())["results"], "samples": samples}
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    (samples,) = (tmp_path / "out").rglob("samples_choice_*.jsonl")
+    ordered = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda sample: sample["doc_id"])
+    return {"results": json.loads(results.read_text())["results"], "choices": ordered}
 
 
 def test_lm_eval_scores_a_language_model(checkpoint, tmp_path):
@@ -80,14 +76,12 @@ def test_lm_eval_scores_a_language_model(checkpoint, tmp_path):
         data = {"dataset_kwargs": {"data_files": {"test": str(file)}}}
         return described | data | {"metric_list": [{"metric": metric}]}
 
-    greedy = {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False}
     chosen = {"doc_to_choice": "{{choices}}", "target_delimiter": ""}
     tasks = {
         "rolling": task("loglikelihood_rolling", texts, "byte_perplexity", "", "{{text}}"),
         "choice": task("multiple_choice", choices, "acc", "{{q}}", "{{label}}", **chosen),
-        "answer": task("generate_until", choices, "exact_match", "{{q}}", "{{choices[0]}}", generation_kwargs=greedy),
     }
-    found = evaluate(tmp_path, tasks, pretrained=checkpoint)
+    scores = evaluate(tmp_path, tasks, checkpoint)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
 
     # Texts longer than the model's positions are scored in pieces: the first in its own, the rest from n tokens on.
@@ -100,67 +94,54 @@ def test_lm_eval_scores_a_language_model(checkpoint, tmp_path):
             rest = tokens[length + 1 :]
             total += score(model, tokens[-length - 1 :], length + 1 - len(rest))[0]
     expected = math.exp(-total / sum(len(text.encode()) for text in TEXTS))
-    assert found["results"]["rolling"]["byte_perplexity,none"] == pytest.approx(expected, rel=1e-5)
+    assert scores["results"]["rolling"]["byte_perplexity,none"] == pytest.approx(expected, rel=1e-5)
 
     right = []
-    for sample, (question, choices) in zip(found["samples"]["choice"], CHOICES, strict=True):
+    for sample, (question, answers) in zip(scores["choices"], CHOICES, strict=True):
         prompt = tokenizer(question)["input_ids"]
-        scores = [score(model, [*prompt, *tokenizer(choice)["input_ids"]], len(prompt)) for choice in choices]
-        for response, expected in zip(sample["filtered_resps"], scores, strict=True):
-            assert float(response[0]) == pytest.approx(expected[0], abs=2e-4)
-            assert str(response[1]) == str(expected[1])
-        right.append(scores[0][0] > scores[1][0])
-    assert found["results"]["choice"]["acc,none"] == pytest.approx(sum(right) / len(right))
-
-    for sample, (question, _) in zip(found["samples"]["answer"], CHOICES, strict=True):
-        inputs = tokenizer(question, return_tensors="pt")
-        tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-        assert (
-            sample["filtered_resps"][0].strip()
-            == tokenizer.decode(tokens, skip_special_tokens=True).split("\n\n")[0].strip()
-        )
+        expected = [score(model, [*prompt, *tokenizer(answer)["input_ids"]], len(prompt)) for answer in answers]
+        for response, (log_prob, greedy) in zip(sample["filtered_resps"], expected, strict=True):
+            assert float(response[0]) == pytest.approx(log_prob, abs=2e-4)
+            assert str(response[1]) == str(greedy)
+        right.append(expected[0][0] > expected[1][0])
+    assert scores["results"]["choice"]["acc,none"] == pytest.approx(sum(right) / len(right))
 
 
-class Server:
-    """`examples/serve.py` on a checkpoint, until the end of the block."""
+@contextmanager
+def server(checkpoint: Path, log: Path) -> Iterator[Callable[..., str]]:
+    """Run `examples/serve.py` on a checkpoint; yield a function that asks it."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"http://localhost:{free.getsockname()[1]}"
+    words = [checkpoint, "--device", "cpu", "--dtype", "float32", "--port", address.rpartition(":")[2]]
+    command = [sys.executable, str(ROOT / "examples" / "serve.py"), *map(str, words)]
 
-    def __init__(self, checkpoint: Path, log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            self.port = free.getsockname()[1]
-        self.checkpoint, self.log = str(checkpoint), log
-
-    def __enter__(self) -> Server:
-        words = [self.checkpoint, "--device", "cpu", "--dtype", "float32", "--port", str(self.port)]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(ROOT / "examples" / "serve.py"), *words],
-                env={**os.environ, "HF_HUB_OFFLINE": "1"},
-                stdout=log,
-                stderr=log,
-            )
-        end = time.monotonic() + 120
-        while time.monotonic() < end and self.process.poll() is None:
-            try:
-                urllib.request.urlopen(f"http://localhost:{self.port}/health", timeout=5)
-            except urllib.error.URLError:
-                time.sleep(0.2)
-            else:
-                return self
-        self.__exit__()
-        raise AssertionError(self.log.read_text()[-3000:])
-
-    def __exit__(self, *error: object) -> None:
-        self.process.terminate()
-        self.process.wait()
-
-    def ask(self, path: str, **fields) -> str:
-        body = json.dumps({"model": self.checkpoint, **fields}).encode()
-        request = urllib.request.Request(
-            f"http://localhost:{self.port}/v1/{path}", body, {"Content-Type": "application/json"}
-        )
+    def ask(path: str, **fields: Any) -> str:
+        body = json.dumps({"model": str(checkpoint), "max_tokens": 12, "temperature": 0, **fields}).encode()
+        request = urllib.request.Request(f"{address}/v1/{path}", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.read().decode()
+
+    with log.open("w") as file:
+        process = subprocess.Popen(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdout=file, stderr=file)
+    try:
+        end = time.monotonic() + 120
+        while not is_healthy(address):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.2)
+        yield ask
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def is_healthy(address: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{address}/health", timeout=5).close()
+    except urllib.error.URLError:
+        return False
+    return True
 
 
 def test_transformers_serves_a_converted_model(checkpoint, tmp_path):
@@ -176,14 +157,13 @@ def test_transformers_serves_a_converted_model(checkpoint, tmp_path):
         tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         return tokenizer.decode(tokens, skip_special_tokens=True)
 
-    with Server(tmp_path / "chat", tmp_path / "server.log") as server:
-        answer = json.loads(server.ask("completions", prompt="Call me", max_tokens=12, temperature=0))
+    with server(tmp_path / "chat", tmp_path / "server.log") as ask:
+        answer = json.loads(ask("completions", prompt="Call me"))
         assert answer["choices"][0]["text"] == greedy("Call me")
         messages = [{"role": "user", "content": "The captain"}]
-        answer = json.loads(server.ask("chat/completions", messages=messages, max_tokens=12, temperature=0))
+        answer = json.loads(ask("chat/completions", messages=messages))
         assert answer["choices"][0]["message"]["content"].strip() == greedy("The captain\n").strip()
-        options = {"max_tokens": 12, "temperature": 0, "stream": True}
-        lines = server.ask("chat/completions", messages=messages, **options).splitlines()
+        lines = ask("chat/completions", messages=messages, stream=True).splitlines()
         parts = [json.loads(line.removeprefix("data:")) for line in lines if line.startswith("data: {")]
         text = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts if part["choices"])
         assert text.strip() == greedy("The captain\n").strip()

@@ -15,9 +15,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BartForConditionalGeneration,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2LMHeadModel,
+)
 from transformers.cache_utils import DynamicCache
 
+from hf_rfa.convert import convert
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.recall import Effort, draw_report, markdown_table, recall_suite, report_table, window_and_sinks
 from hf_rfa.evaluation.recall.generation import agreement, greedy, repeated_ngrams, sampled
@@ -38,7 +46,7 @@ from hf_rfa.evaluation.recall.window_control import window_and_sinks_mask
 from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.cache_names import cache_argument
 from tests.conftest import DEMO_MODEL, DEMO_TEXT, shared, tiny_parent_config
-from tests.families import make_gpt2
+from tests.families import base_config, make_gpt2
 
 #: Perplexity and accuracy on a text repeated of SmolLM2-135M-Instruct, by window and sinks, taken with masks of our own.
 FIGURES = {
@@ -108,9 +116,8 @@ def test_an_oracle_scores_as_far_as_it_sees(tokenizer, view):
     """With all in view everything that was said before is recalled; with 40 tokens what lies within them, exactly."""
     text = torch.tensor(Random(1).sample(range(3000), 2200))
     probes = all_probes(tokenizer, text)
-    assert {probe.name for probe in probes} == {
-        "random tokens again", "text again", "phone book", "needle in noise", "needle in text", "text"
-    }  # fmt: skip
+    again, needles = {"random tokens again", "text again"}, {"needle in noise", "needle in text"}
+    assert {probe.name for probe in probes} == again | needles | {"phone book", "text"}
     oracle = Oracle(len(tokenizer), view)
     for probe in probes:
         if probe.name == "text":
@@ -119,10 +126,10 @@ def test_an_oracle_scores_as_far_as_it_sees(tokenizer, view):
         if view is None:
             unsure = probe.name == "random tokens again"  # the same token may be drawn twice
             assert figure.accuracy >= 1.0 - 0.02 * unsure, probe
-        elif probe.name.endswith("again"):  # a token stands one length before its copy, after the one that it follows
+        elif probe.name in again:  # a token stands one length before its copy, after the one that it follows
             length = int(probe.setting.split()[0])
             assert figure.accuracy > 0.97 if length < view else figure.accuracy < 0.1, probe
-        elif probe.name.startswith("needle"):
+        elif probe.name in needles:
             near = probe.rows.ids.shape[1] * (1 - float(probe.setting.split("depth ")[1])) < view / 2
             assert figure.accuracy == float(near), probe
 
@@ -185,13 +192,13 @@ def test_scores_are_those_of_the_logits():
     ids = torch.randint(0, 61, (5, 20))
     scored = torch.rand(5, 20) < 0.3
     scored[:, 0] = False
-    found = score_tokens(model, Rows(ids, scored))
+    score = score_tokens(model, Rows(ids, scored))
     log_probs = model(ids).logits[:, :-1].double().log_softmax(-1)
     nats = -log_probs.gather(-1, ids[:, 1:, None])[..., 0]
-    assert found.mean_nats == pytest.approx(float(nats[scored[:, 1:]].mean()), rel=1e-5)
+    assert score.mean_nats == pytest.approx(float(nats[scored[:, 1:]].mean()), rel=1e-5)
     right = log_probs.argmax(-1) == ids[:, 1:]
-    assert found.accuracy == pytest.approx(float(right[scored[:, 1:]].double().mean()))
-    half = found.among(ids < 30)
+    assert score.accuracy == pytest.approx(float(right[scored[:, 1:]].double().mean()))
+    half = score.among(ids < 30)
     assert half.mean_nats == pytest.approx(float(nats[(scored & (ids < 30))[:, 1:]].mean()), rel=1e-5)
 
 
@@ -207,25 +214,17 @@ def test_every_row_counts_where_all_scored_tokens_are_right():
     model = Oracle(20, None)
     ids = torch.tensor([[1, 2, 3, 1, 2, 3], [1, 2, 3, 1, 2, 4]])
     scored = torch.tensor([[False] * 4 + [True] * 2] * 2)
-    found = score_tokens(model, Rows(ids, scored))
-    assert (found.accuracy, found.exact) == (0.75, 0.5)
+    score = score_tokens(model, Rows(ids, scored))
+    assert (score.accuracy, score.exact) == (0.75, 0.5)
 
 
-# ------------------------------------------------------------------------------------------------------- the control
-
-
-def tiny_llama() -> LlamaForCausalLM:
-    shape = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        vocab_size=61, num_key_value_heads=2, max_position_embeddings=96, initializer_range=0.3, **shape
-    )
-    return LlamaForCausalLM(config).eval()
+# The control
 
 
 @pytest.fixture(params=["gpt2", "llama"])
 def softmax_model(request):
     torch.manual_seed(1)
-    return GPT2LMHeadModel(tiny_parent_config()).eval() if request.param == "gpt2" else tiny_llama()
+    return AutoModelForCausalLM.from_config(base_config(request.param)).eval()
 
 
 def test_the_mask_shows_a_window_and_the_first_tokens():
@@ -252,15 +251,15 @@ def test_the_control_is_softmax_attention_with_that_mask(softmax_model, window, 
     assert torch.equal(plain, wanted) == (window >= 30)
 
 
-def test_a_model_whose_attention_is_its_own_is_refused():
-    from transformers import BloomConfig, BloomForCausalLM
+def test_models_that_would_not_notice_the_window_are_refused():
+    """Attention of its own, or converted: the control would have the model's own figures."""
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=24, n_layer=1, n_head=2)).eval()
+    for model, match in ((bloom, r"(?i)bloom"), (make_gpt2({}), "Name its teacher")):
+        with pytest.raises((InputError, ValueError), match=match), window_and_sinks(model, 4, 1):
+            pass
 
-    model = BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=24, n_layer=1, n_head=2)).eval()
-    with pytest.raises((InputError, ValueError), match=r"(?i)bloom"), window_and_sinks(model, 4, 1):
-        pass
 
-
-# ------------------------------------------------------------------------------------------------ generation, memory
+# Generation, memory
 
 
 def test_generation_figures():
@@ -278,38 +277,26 @@ def test_generation_figures():
 
 def test_memory_is_that_of_the_cache():
     """2 layers, 3 heads of 8, float32: keys and values of a token take 2 · 2 · 24 · 4 bytes."""
-    from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
-
     parent = cache_memory(GPT2LMHeadModel(tiny_parent_config()).eval())
     assert (parent.fixed, parent.per_token) == (0, 384)
-    shape = {"vocab_size": 61, "n_positions": 96, "n_embd": 24, "n_layer": 2, "n_head": 3}
     for keep, window, sinks, slots in ((0, 0, 0, 0), (1, 0, 0, 0), (0, 5, 0, 0), (1, 5, 3, 0), (0, 5, 3, 2)):
         sizes = {"window_size": window, "num_sinks": sinks, "num_slots": slots}
-        config = RFAGPT2Config(**shape, num_features=16, softmax_layers=list(range(keep)), **sizes)
-        row = 18 * 4  # with a token's score and arrival
-        found = cache_memory(RFAGPT2LMHeadModel(config).eval())
-        assert found.state == (2 - keep) * 3 * config.num_features_for("causal") * 9 * 4
-        assert found.window == (2 - keep) * (3 * window * row + (4 if window else 0))  # and the number of tokens
-        assert found.sinks == (2 - keep) * 3 * sinks * row
-        assert found.slots == (2 - keep) * 3 * slots * row
-        assert found.per_token == keep * 192
-        assert found.worth(parent, 100) == pytest.approx((found.fixed + 100 * found.per_token) / 384)
+        model = make_gpt2({"num_features": 16, "softmax_layers": list(range(keep)), **sizes})
+        row, layers = 18 * 4, 2 - keep  # with a token's score and arrival
+        memory = cache_memory(model)
+        assert memory.state == layers * 3 * model.config.num_features_for("causal") * 9 * 4
+        assert memory.window == layers * (3 * window * row + (4 if window else 0))  # and the number of tokens
+        assert (memory.sinks, memory.slots) == (layers * 3 * sinks * row, layers * 3 * slots * row)
+        assert memory.per_token == keep * 192
+        assert memory.worth(parent, 100) == pytest.approx((memory.fixed + 100 * memory.per_token) / 384)
 
 
-def test_a_converted_model_is_no_control():
-    """Its attention would not notice the window, and the control would have the model's own figures."""
-    with pytest.raises(InputError, match="Name its teacher"), window_and_sinks(make_gpt2({}), 4, 1):
-        pass
-
-
-# -------------------------------------------------------------------------------------------------------- the suite
+# The suite
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """The suite on the demo's model, converted, with its teacher."""
-    from hf_rfa.convert import convert
-
     folder = tmp_path_factory.mktemp("recall") / "converted"
     convert(DEMO_MODEL, folder, preset="rfa", window_size=8)
     model, teacher = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (folder, DEMO_MODEL))
@@ -323,8 +310,8 @@ def report(tmp_path_factory):
 
 
 def test_the_suite_compares_with_the_teacher_and_a_window_of_the_same_bytes(report):
-    _, found, model, teacher = report
-    softmax, control, own = found.columns
+    _, results, model, teacher = report
+    softmax, control, own = results.columns
     assert (softmax.name, own.name) == ("softmax", "this model")
     window = int(control.name.split()[1])
     assert control.name == f"window {window} + 4 sinks"
@@ -332,30 +319,30 @@ def test_the_suite_compares_with_the_teacher_and_a_window_of_the_same_bytes(repo
     assert own.memory == cache_memory(model)
     assert own.worth == pytest.approx(cache_memory(model).worth(cache_memory(teacher), 0))
     assert softmax.written.agreement == SMALL.new_tokens
-    assert all(math.isfinite(figure.nats) for column in found.columns for figure in column.figures)
-    assert len({len(column.figures) for column in found.columns}) == 1
+    assert all(math.isfinite(figure.nats) for column in results.columns for figure in column.figures)
+    assert len({len(column.figures) for column in results.columns}) == 1
 
 
 def test_a_seed_gives_the_same_figures(report):
-    run, found, *_ = report
-    assert run().as_dict() == found.as_dict()
+    run, results, *_ = report
+    assert run().as_dict() == results.as_dict()
 
 
 def test_a_report_becomes_json_a_table_and_a_picture(report, tmp_path):
-    found = report[1]
-    assert json.loads(json.dumps(found.as_dict()))["seed"] == 0
-    text = markdown_table(found)
+    results = report[1]
+    assert json.loads(json.dumps(results.as_dict()))["seed"] == 0
+    text = markdown_table(results)
     assert text.startswith("| | softmax | window")
     assert "tokens of the teacher's" in text
-    assert report_table(found).row_count == text.count("\n|") - 1
-    draw_report(found, tmp_path / "recall.png")
+    assert report_table(results).row_count == text.count("\n|") - 1
+    draw_report(results, tmp_path / "recall.png")
     assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_other_controls_may_be_asked_for(report):
     run = report[0]
-    found = run(controls=[(3, 0), (10**6, 0)])
-    softmax, narrow, whole, _ = found.columns
+    results = run(controls=[(3, 0), (10**6, 0)])
+    softmax, narrow, whole, _ = results.columns
     assert [figure.nats for figure in whole.figures] == pytest.approx(
         [figure.nats for figure in softmax.figures], rel=1e-4
     )
@@ -364,18 +351,15 @@ def test_other_controls_may_be_asked_for(report):
 
 def test_without_a_text_its_probes_are_left_out(report, tokenizer):
     *_, teacher = report
-    found = recall_suite(teacher, tokenizer, effort=SMALL, max_length=256)
+    results = recall_suite(teacher, tokenizer, effort=SMALL, max_length=256)
     missing = dict.fromkeys(("text again", "needle in text", "text", "generation"), "no text was given")
-    assert found.skipped == missing | {"phone book, 40 entries": "389 tokens, but only 256 positions"}
-    assert {figure.probe for figure in found.columns[0].figures} == {
-        "random tokens again", "phone book", "needle in noise"
-    }  # fmt: skip
+    assert results.skipped == missing | {"phone book, 40 entries": "389 tokens, but only 256 positions"}
+    probes = {figure.probe for figure in results.columns[0].figures}
+    assert probes == {"random tokens again", "phone book", "needle in noise"}
 
 
 def test_without_a_teacher_no_memory_is_counted_in_its_tokens(tokenizer, tmp_path):
     """Of a model that grows too: its tokens are not those of the softmax model."""
-    from hf_rfa.convert import convert
-
     convert(DEMO_MODEL, tmp_path / "grows", preset="rfa", window_size=8, keep_softmax=1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "grows", dtype=torch.float32)
     (own,) = recall_suite(model, tokenizer, effort=SMALL, max_length=256).columns
@@ -402,8 +386,6 @@ def test_what_cannot_be_measured_is_refused(report, tokenizer, change, message):
 
 
 def test_an_encoder_and_decoder_is_refused(tiny_seq2seq_parents, tokenizer):
-    from transformers import BartForConditionalGeneration
-
     model = BartForConditionalGeneration.from_pretrained(tiny_seq2seq_parents["bart"])
     with pytest.raises(InputError, match="use hf-rfa score"):
         recall_suite(model, tokenizer)
@@ -423,8 +405,6 @@ def test_a_command_that_cannot_be_run_says_so(words, message, run_cli, capsys):
 
 
 def test_the_command_line_writes_a_table_a_picture_and_a_section_of_the_card(tmp_path, run_cli, capsys):
-    from hf_rfa.convert import convert
-
     folder = tmp_path / "converted"
     convert(DEMO_MODEL, folder, preset="exact", window_size=12, num_sinks=2, num_slots=0)
     words = [DEMO_TEXT, "--teacher", DEMO_MODEL, "--quick", "--max-length", 128]

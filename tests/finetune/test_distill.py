@@ -22,12 +22,7 @@ from hf_rfa.finetune.data import joined_blocks
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
 from hf_rfa.finetune.report import HELD_OUT
-from hf_rfa.finetune.trainers import (
-    AttentionTransferTrainer,
-    LogitDistillationTrainer,
-    no_dropout,
-    train_stage,
-)
+from hf_rfa.finetune.trainers import AttentionTransferTrainer, LogitDistillationTrainer, no_dropout, train_stage
 from hf_rfa.inference import load_model
 from hf_rfa.io.text_io import read_documents
 from hf_rfa.models.feature_maps import FEATURE_MAPS
@@ -45,6 +40,9 @@ seed: 3
 """
 
 
+UNLIKE_BLOCKS = Recipe(Stage(steps=1, block_length=75), Stage(steps=1, block_length=96))
+
+
 @pytest.fixture(scope="module")
 def material(tmp_path_factory) -> Path:
     """Softmax models with tokenizers, converted checkpoints, texts and a recipe."""
@@ -52,6 +50,7 @@ def material(tmp_path_factory) -> Path:
     options = {"preset": "rfa", "feature_map": "exponential", "num_features": 16}
     save_checkpoints(folder, "gpt2", config={"initializer_range": 0.5}, gate=True, **options)
     save_checkpoints(folder, "bart", encoder_layers="all", **options)
+    convert(folder / "gpt2", folder / "elu", preset="rfa", feature_map="elu")
     (folder / "text.txt").write_text(words(700))
     (folder / "short.txt").write_text(words(40))
     (folder / "sources.txt").write_text("".join(words(3 + n % 7, n) + "\n" for n in range(40)))
@@ -67,8 +66,8 @@ def pair(material):
 
 
 def run(material, tmp_path, model="gpt2", **options):
-    given = {"data": material / "text.txt", "recipe": material / "recipe.yaml", "teacher": material / model, **options}
-    return distill(given.pop("checkpoint", material / f"{model}-rfa"), tmp_path / "out", **given)
+    options = {"data": material / "text.txt", "recipe": material / "recipe.yaml", "teacher": material / model} | options
+    return distill(options.pop("checkpoint", material / f"{model}-rfa"), tmp_path / "out", **options)
 
 
 def pairs_of(material) -> dict[str, Path]:
@@ -79,6 +78,12 @@ def recipe_of(material, *, transfer=None, end_to_end=None, **settings) -> Recipe
     """Return the recipe of ``material`` with other settings in both stages."""
     recipe = Recipe.load(material / "recipe.yaml").with_steps(transfer=transfer, end_to_end=end_to_end)
     return replace(recipe, **{name: replace(stage, **settings) for name, stage in recipe.stages().items()})
+
+
+def blocks_of(material, length: int) -> torch.Tensor:
+    """Return the blocks of the text that trains."""
+    tokenizer = AutoTokenizer.from_pretrained(material / "gpt2")
+    return joined_blocks(tokenizer, read_documents(material / "text.txt"), length)["input_ids"][:]
 
 
 def gained(report) -> bool:
@@ -119,32 +124,30 @@ def test_transfer_trains_feature_maps_and_gates_and_nothing_else(material, tmp_p
     assert leftovers(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("configured", [True, False])
-def test_the_checkpoint_keeps_its_cache(configured, material, tmp_path):
+@pytest.mark.parametrize(("configured", "stages"), [(True, (1, 0)), (False, (0, 1))])
+def test_the_checkpoint_keeps_its_cache(configured, stages, material, tmp_path):
     """The Trainer turns it off, in either stage."""
     shutil.copytree(material / "gpt2-rfa", tmp_path / "rfa")
     config = json.loads((tmp_path / "rfa" / "config.json").read_text())
     (tmp_path / "rfa" / "config.json").write_text(json.dumps({**config, "use_cache": configured}))
-    for stages in ((1, 0), (0, 1)):
-        steps = dict(zip(("transfer_steps", "end_to_end_steps"), stages, strict=True))
-        run(material, tmp_path, checkpoint=tmp_path / "rfa", overwrite=True, **steps)
-        trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-        assert trained.config.use_cache is configured
-        assert (trained(torch.ones(1, 4, dtype=torch.long)).past_key_values is not None) is configured
+    run(material, tmp_path, checkpoint=tmp_path / "rfa", transfer_steps=stages[0], end_to_end_steps=stages[1])
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert trained.config.use_cache is configured
+    assert (trained(torch.ones(1, 4, dtype=torch.long)).past_key_values is not None) is configured
 
 
 @pytest.mark.parametrize(("name", "dropout"), [("transfer", False), ("end_to_end", False), ("end_to_end", True)])
 def test_a_stage_leaves_the_models_settings_as_they_were(name, dropout, pair, tmp_path):
     """Gradients of frozen parameters, dropout, and the teacher's mode."""
     model, teacher = pair
-    for index, each in enumerate(pair):
-        for number, parameter in enumerate(each.parameters()):
-            parameter.requires_grad_(number % 3 > index)
-    dropouts = [module for each in pair for module in each.modules() if isinstance(module, torch.nn.Dropout)]
+    both = torch.nn.ModuleList(pair)
+    for number, parameter in enumerate(both.parameters()):
+        parameter.requires_grad_(number % 3 > 0)
+    dropouts = [module for module in both.modules() if isinstance(module, torch.nn.Dropout)]
     for number, module in enumerate(dropouts):
         module.p = (0.0, 0.1, 0.2)[number % 3]
     teacher.train()
-    before = [(parameter, parameter.requires_grad) for each in pair for parameter in each.parameters()]
+    before = [(parameter, parameter.requires_grad) for parameter in both.parameters()]
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4, 61, (4, 8))]
     stage = Stage(steps=1, batch_size=2, dropout=dropout, kl_weight=0.0 if dropout else 0.5)
     train_stage(name, model, None if dropout else teacher, data, stage, tmp_path)
@@ -178,16 +181,18 @@ def test_the_window_and_the_features_of_the_tokens_before_it_learn_together(mate
     before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("rfa", "out"))
     assert after == before
     assert not still, "after the first stage, which leaves the other weights alone, the second trains them"
+    with pytest.raises(InputError, match=r"no longer has the weights of .*--transfer-steps 0"):
+        run(material, tmp_path / "more", checkpoint=tmp_path / "out")
 
 
 def test_the_seed_sets_the_order_and_what_is_held_out_is_not_learned(material, tmp_path, monkeypatch):
-    seen: dict[int, list] = {3: [], 4: []}
-    for seed, blocks in seen.items():
+    rows_by_seed: dict[int, list] = {3: [], 4: []}
+    for seed, rows in rows_by_seed.items():
 
-        def visit(model, teacher, inputs, blocks=blocks):
-            if len(blocks) >= 36:  # an epoch is all it takes
+        def visit(model, teacher, inputs, rows=rows):
+            if len(rows) >= 36:  # an epoch is all it takes
                 raise KeyboardInterrupt
-            blocks += [tuple(row) for row in inputs["input_ids"].tolist()]
+            rows += [tuple(row) for row in inputs["input_ids"].tolist()]
 
         recipe = replace(recipe_of(material, transfer=30, end_to_end=0), seed=seed)
         (tmp_path / str(seed)).mkdir()
@@ -195,12 +200,10 @@ def test_the_seed_sets_the_order_and_what_is_held_out_is_not_learned(material, t
             watched(patch, visit)
             with pytest.raises(KeyboardInterrupt):
                 run(material, tmp_path / str(seed), recipe=recipe)
-    assert seen[3] != seen[4]
-    tokenizer = AutoTokenizer.from_pretrained(material / "gpt2")
-    data = joined_blocks(tokenizer, read_documents(material / "text.txt"), 16)
-    blocks = [tuple(row) for row in data["input_ids"][:].tolist()]
-    assert set(seen[3]) == set(seen[4]) == set(blocks[:-HELD_OUT])
-    assert set(seen[3]).isdisjoint(blocks[-HELD_OUT:])
+    assert rows_by_seed[3] != rows_by_seed[4]
+    blocks = [tuple(row) for row in blocks_of(material, 16).tolist()]
+    assert set(rows_by_seed[3]) == set(rows_by_seed[4]) == set(blocks[:-HELD_OUT])
+    assert set(rows_by_seed[3]).isdisjoint(blocks[-HELD_OUT:])
 
 
 @pytest.mark.parametrize("lengths", [(32, 16), (16, 17), (16, 32)])
@@ -216,9 +219,7 @@ def test_no_stage_learns_what_is_held_out_when_its_blocks_have_another_length(le
     stages = zip(recipe.stages().items(), lengths, strict=True)
     recipe = replace(recipe, **{name: replace(stage, block_length=length) for (name, stage), length in stages})
     run(material, tmp_path, recipe=recipe)
-    tokenizer = AutoTokenizer.from_pretrained(material / "gpt2")
-    whole = joined_blocks(tokenizer, read_documents(material / "text.txt"), lengths[0])["input_ids"][:]
-    before = whole[:-HELD_OUT].flatten().tolist()
+    before = blocks_of(material, lengths[0])[:-HELD_OUT].flatten().tolist()
     for tokens, length in zip(learned, lengths, strict=True):
         assert tokens == before[: len(before) // length * length], "all whole blocks before what is held out"
 
@@ -260,31 +261,19 @@ def test_mixed_precision_trains(material, tmp_path):
     assert weights(tmp_path / "out")["transformer.wte.weight"].dtype == torch.float32
 
 
-def test_end_to_end_trains_everything(material, tmp_path):
-    report = run(material, tmp_path, transfer_steps=0, end_to_end_steps=12)
-    assert report.after == {}
-    old, new = weights(material / "gpt2-rfa"), weights(tmp_path / "out")
-    assert not torch.equal(old["transformer.h.0.attn.c_attn.weight"], new["transformer.h.0.attn.c_attn.weight"])
-    losses = [entry["loss"] for entry in report.stages[0].log if "loss" in entry]
-    assert len(losses) == 12
-    (tmp_path / "more").mkdir()
-    with pytest.raises(InputError, match=r"no longer has the weights of .*--transfer-steps 0"):
-        run(material, tmp_path / "more", checkpoint=tmp_path / "out")
-
-
-@pytest.mark.parametrize(("trainer", "step"), [(AttentionTransferTrainer, 17), (LogitDistillationTrainer, 3)])
-def test_an_interrupted_run_resumes_to_the_same_weights(trainer, step, material, tmp_path, monkeypatch):
+def test_a_run_interrupted_in_each_stage_resumes_to_the_same_weights(material, tmp_path, monkeypatch):
     steps = {"transfer_steps": 25, "end_to_end_steps": 5}
     (tmp_path / "whole").mkdir()
     run(material, tmp_path / "whole", **steps)
-    with interrupted(monkeypatch, trainer, "compute_loss", after=step):
+    with interrupted(monkeypatch, AttentionTransferTrainer, "compute_loss", after=17):
         run(material, tmp_path, **steps)
-    assert not (tmp_path / "out").exists()
-    assert (tmp_path / ".out.training").is_dir()
+    assert leftovers(tmp_path) == [".out.training", "whole"]
     with pytest.raises(InputError, match=r"holds an interrupted run. Pass --resume"):
         run(material, tmp_path, **steps)
     with pytest.raises(InputError, match="had other settings: recipe"):
         run(material, tmp_path, transfer_steps=25, end_to_end_steps=6, resume=True)
+    with interrupted(monkeypatch, LogitDistillationTrainer, "compute_loss", after=3):
+        run(material, tmp_path, **steps, resume=True)
     run(material, tmp_path, **steps, resume=True)
     assert_same(weights(tmp_path / "out"), weights(tmp_path / "whole" / "out"), atol=1e-6, rtol=1e-5)
     assert leftovers(tmp_path) == ["out", "whole"]
@@ -318,12 +307,10 @@ def test_a_model_with_an_encoder_learns_every_kind_of_attention(material, tmp_pa
     [
         ({"teacher": "gpt2-rfa"}, "the teacher .* is an RFA checkpoint"),
         ({"checkpoint": "gpt2"}, "is a gpt2 model, not an RFA checkpoint. Convert it first"),
+        ({"checkpoint": "elu"}, "nothing that attention transfer could train: feature_map='elu'"),
         ({"teacher": "bart"}, "is a bart model, an encoder and a decoder, but this needs a decoder that stands alone"),
         ({"data": "short.txt"}, "the data gives 2 items for transfer; more than 8 are needed"),
-        (
-            {"recipe": Recipe(Stage(steps=1, block_length=75), Stage(steps=1, block_length=96))},
-            "no block of 96 tokens for end_to_end before the 8 that are held out: more text",
-        ),
+        ({"recipe": UNLIKE_BLOCKS}, "no block of 96 tokens for end_to_end before the 8 that are held out: more text"),
         ({"data": "missing.txt"}, "there is no text file"),
         ({"references": "targets.txt"}, "references belong to a model with an encoder"),
         ({"transfer_steps": 0, "end_to_end_steps": 0}, "no stage of the recipe has any steps"),
@@ -333,18 +320,11 @@ def test_a_model_with_an_encoder_learns_every_kind_of_attention(material, tmp_pa
     ],
 )
 def test_bad_input(options, match, material, tmp_path):
-    paths = {
-        name: material / options[name] for name in ("teacher", "checkpoint", "data", "references") if name in options
-    }
+    files = ("teacher", "checkpoint", "data", "references")
+    options = {name: material / value if name in files else value for name, value in options.items()}
     with pytest.raises(InputError, match=match):
-        run(material, tmp_path, **{**options, **paths})
+        run(material, tmp_path, **options)
     assert leftovers(tmp_path) == []
-
-
-def test_a_map_that_learns_nothing_is_refused_for_transfer(material, tmp_path):
-    convert(material / "gpt2", tmp_path / "elu", preset="rfa", feature_map="elu")
-    with pytest.raises(InputError, match="nothing that attention transfer could train: feature_map='elu'"):
-        run(material, tmp_path, checkpoint=tmp_path / "elu")
 
 
 def test_several_processes_are_refused(material, tmp_path, monkeypatch):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,16 +23,7 @@ from hf_rfa.finetune.trainers import (
 from hf_rfa.inference import load_model
 from hf_rfa.models.feature_maps import FEATURE_MAPS
 from tests.families import has_encoder, make, softmax_model
-from tests.training import assert_same, save_checkpoints
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory) -> Path:
-    """Softmax models with tokenizers, and converted checkpoints."""
-    folder = tmp_path_factory.mktemp("losses")
-    options = {"preset": "rfa", "feature_map": "exponential", "num_features": 16}
-    save_checkpoints(folder, "gpt2", config={"initializer_range": 0.5}, gate=True, **options)
-    return save_checkpoints(folder, "bart", encoder_layers="all", **options)
+from tests.training import assert_same
 
 
 @pytest.fixture
@@ -47,8 +36,7 @@ def test_before_training_the_exponential_map_is_the_positive_one():
     options = {"num_heads": 2, "head_dim": 5, "num_features": 11, "seed": 4, "layer_idx": 1, "scaling": 0.4}
     positive, exponential = (FEATURE_MAPS[name](**options) for name in ("positive", "exponential"))
     query, key = torch.randn(2, 2, 7, 5), torch.randn(2, 2, 7, 5)
-    for found, expected in zip(exponential(query, key), positive(query, key), strict=True):
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(exponential(query, key), positive(query, key))
     exponential(query, key)[1].sum().backward()
     grads = {name for name, parameter in exponential.named_parameters() if parameter.grad is not None}
     assert grads == {"key_projection", "key_bias", "norm_weight", "sigma"}, "queries and keys have their own matrices"
@@ -63,7 +51,7 @@ def test_divergence_is_the_kl_of_the_weights(gated, monkeypatch):
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, 6:] = False
     query, key, value = layer.project(hidden)
-    found = layer_divergence(layer, LayerActivations(query, key, value, mask, mask), hidden)
+    divergence = layer_divergence(layer, LayerActivations(query, key, value, mask, mask), hidden)
     features = layer.feature_map(query, key)
     total, counted = torch.zeros(3, dtype=torch.float64), 0
     for row, length in enumerate((9, 6)):
@@ -77,7 +65,7 @@ def test_divergence_is_the_kl_of_the_weights(gated, monkeypatch):
                     decay = log_gate[row, head, : t + 1].flip(0).cumsum(0).flip(0) - log_gate[row, head, : t + 1]
                     mass = mass * weight[row, head, : t + 1] * decay.exp()
                 total[head] += (softmax * (softmax.log() - (mass / mass.sum()).log())).sum()
-    torch.testing.assert_close(found, total / counted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(divergence, total / counted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bart"])
@@ -116,10 +104,10 @@ def test_the_divergence_of_logits_and_its_gradient_are_the_plain_ones(dtype, mon
     logits.requires_grad_()
     truth = logits.detach().double().requires_grad_()
     wanted = F.kl_div(truth.log_softmax(-1), expected.double().log_softmax(-1), log_target=True, reduction="batchmean")
-    found = losses.logit_divergence(logits, expected)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
-    assert found.dtype == torch.float32
-    (0.3 * found).backward()
+    divergence = losses.logit_divergence(logits, expected)
+    torch.testing.assert_close(divergence.double(), wanted, rtol=1e-5, atol=0)
+    assert divergence.dtype == torch.float32
+    (0.3 * divergence).backward()
     (0.3 * wanted).backward()
     assert logits.grad.dtype == dtype
     torch.testing.assert_close(
@@ -141,41 +129,40 @@ def test_transfer_holds_the_graph_of_one_layer_at_a_time(pair, tmp_path):
     model, teacher = pair
     inputs = {"input_ids": torch.randint(4, 61, (2, 12))}
     stage = Stage(steps=1, batch_size=2)
-    trainer = AttentionTransferTrainer(
-        stage=stage, teacher=teacher, model=model, args=training_arguments(stage, tmp_path, seed=0)
-    )
-    held = []  # sizes of what is saved for backward passes, while it is
+    arguments = training_arguments(stage, tmp_path, seed=0)
+    trainer = AttentionTransferTrainer(stage=stage, teacher=teacher, model=model, args=arguments)
+    alive: list[int] = []  # sizes of what is saved for backward passes, while it is
     most = 0
 
     class Saved:
         def __init__(self, tensor):
             nonlocal most
             self.tensor = tensor
-            held.append(tensor.nbytes)
-            most = max(most, sum(held))
+            alive.append(tensor.nbytes)
+            most = max(most, sum(alive))
 
         def __del__(self):
-            held.remove(self.tensor.nbytes)
+            alive.remove(self.tensor.nbytes)
 
     def gradients(loss):
         loss.backward()
-        found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
         model.zero_grad()
-        return found
+        return grads
 
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
         losses = dict(transfer_losses(model, teacher, inputs))
         expected = torch.stack([loss.mean() for loss in losses.values()]).mean()
-        all_layers, wanted = most, gradients(expected)
+        all_layers, expected_gradients = most, gradients(expected)
         del losses
-        assert not held
+        assert not alive
         most = 0
         loss = trainer.compute_loss(model, inputs)
         assert most < 0.6 * all_layers, "of two layers"
-        found = gradients(loss)
+        trainer_gradients = gradients(loss)
     torch.testing.assert_close(loss, expected)
-    assert any("feature_map" in name for name in found)
-    assert_same(found, wanted)
+    assert any("feature_map" in name for name in trainer_gradients)
+    assert_same(trainer_gradients, expected_gradients)
 
 
 def test_padding_does_not_enter_the_losses(material):

@@ -27,32 +27,42 @@ from hf_rfa_cli import main as cli
 from hf_rfa_cli.options import UsageError
 from tests.conftest import ROOT, leftovers, words
 from tests.families import is_own, make
-from tests.training import assert_same, interrupted, logged, run, save_checkpoints, weights, write_rows
+from tests.training import assert_same, interrupted, logged, run, weights, write_rows
 
+ATTENTION = {"attn", "crossattention", "self_attn", "encoder_attn"}
+PROJECTIONS = {"c_attn", "q_attn", "c_proj", "q_proj", "k_proj", "v_proj", "out_proj"}
+ANSWERS = {"task": "seq2seq", "model": "bart-rfa", "predict_with_generate": True}
 LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
 
 
-@pytest.fixture(scope="module")
-def material(tmp_path_factory) -> Path:
-    """Checkpoints, and the same data in every form."""
-    folder = save_checkpoints(tmp_path_factory.mktemp("finetune"), "gpt2", "bart", preset="rfa", num_features=8)
-    rows = [
-        {"text": words(5 + n % 9, n), "label": "ab"[n % 2], "source": words(4, n), "target": words(3, n)}
-        for n in range(60)
-    ]
-    write_rows(folder / "rows.jsonl", rows)
-    (folder / "rows.jsonl.gz").write_bytes(gzip.compress((folder / "rows.jsonl").read_bytes()))
-    with (folder / "rows.csv").open("w", newline="") as file:
+@pytest.fixture(scope="module", autouse=True)
+def _files(material) -> None:
+    """Write the rows in every form, and files that are refused."""
+    lines = (material / "rows.jsonl").read_text()
+    rows = [json.loads(line) for line in lines.splitlines()]
+    (material / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    with (material / "rows.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    load_data(str(folder / "rows.jsonl")).to_parquet(folder / "rows.parquet")
-    (folder / "text.txt").write_text(words(400))
-    return folder
+    load_data(str(material / "rows.jsonl")).to_parquet(material / "rows.parquet")
+    (material / "empty.jsonl").write_text("")
+    (material / "broken.jsonl").write_text('{"text": "w5"}\n{"text": \n')
+    (material / "other.csv").write_text("text,label\nw5 w6,c\n")
+    (material / "short.txt").write_text("w5 w6")
+    row = {"text": "w5", "label": "a", "source": "w6", "target": None}
+    write_rows(material / "null.jsonl", [row, {**row, "text": None, "label": None}])
+    write_rows(material / "prompts.jsonl", [{"prompt": words(40), "text": "w5"}])
+    write_rows(material / "prompted.jsonl", [{**row, "prompt": "w7"}] * 20)
 
 
-@pytest.mark.parametrize("file", ["rows.jsonl", "rows.jsonl.gz", "rows.csv", "rows.parquet", "text.txt"])
-def test_every_kind_of_file_trains(file, material, tmp_path):
+@pytest.mark.parametrize("file", ["rows.jsonl.gz", "rows.csv", "rows.parquet"])
+def test_every_kind_of_file_holds_the_same_rows(file, material):
+    assert load_data(str(material / file)).to_list() == load_data(str(material / "rows.jsonl")).to_list()
+
+
+@pytest.mark.parametrize("file", ["rows.jsonl.gz", "text.txt"])
+def test_files_train(file, material, tmp_path):
     metrics = run(material, tmp_path, train=file, evaluate=file, steps=3)
     assert metrics["eval_perplexity"] == pytest.approx(torch.tensor(metrics["eval_loss"]).exp().item(), rel=1e-4)
     assert leftovers(tmp_path) == ["out"]
@@ -69,13 +79,10 @@ def test_the_accuracy_of_a_language_model_is_that_of_the_next_tokens(material, t
     right = counted = 0
     for row in packed_blocks(load_data(str(material / "rows.jsonl")), tokenizer, text_column="text", length=16):
         positions = torch.tensor([row["position_ids"]])
-        likeliest = (
-            model(torch.tensor([row["input_ids"]]), position_ids=positions, use_cache=False).logits[0].argmax(-1)
-        )
-        for place, label in enumerate(row["labels"]):
-            if label != -100:
-                counted += 1
-                right += int(likeliest[place - 1]) == label
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"][1:])
+        likeliest = model(ids, position_ids=positions, use_cache=False).logits[0, :-1].argmax(-1)
+        counted += int((labels != -100).sum())
+        right += int((likeliest == labels).sum())
     assert metrics["eval_accuracy"] == pytest.approx(right / counted)
     assert 0.05 < right / counted < 1
 
@@ -85,21 +92,18 @@ def test_packing_leaks_nothing_across_documents(name, material):
     """The loss of packed blocks is that of every piece alone."""
     model, tokenizer = load_model(str(material / name))
     data = packed_blocks(load_data(str(material / "rows.jsonl")), tokenizer, text_column="text", length=16)
-    total, counted, losses = 0.0, 0, []
     for row in data:
         ids, positions, labels = (torch.tensor([row[name]]) for name in ("input_ids", "position_ids", "labels"))
         assert ids.shape == (1, 16)
-        losses.append(model(ids, position_ids=positions, labels=labels, use_cache=False).loss.detach())
-        starts = [*(positions[0] == 0).nonzero()[:, 0].tolist(), 16]
-        row_total, row_counted = 0.0, 0
-        for start, stop in pairwise(starts):
+        loss = model(ids, position_ids=positions, labels=labels, use_cache=False).loss
+        total, counted = 0.0, 0
+        for start, stop in pairwise([*(positions[0] == 0).nonzero()[:, 0].tolist(), 16]):
             piece = ids[:, start:stop]
             if piece.shape[1] > 1:
                 logits = model(piece, use_cache=False).logits[0, :-1].detach()
-                row_total += float(torch.nn.functional.cross_entropy(logits, piece[0, 1:], reduction="sum"))
-                row_counted += piece.shape[1] - 1
-        assert float(losses[-1]) == pytest.approx(row_total / row_counted, rel=1e-4)
-        total, counted = total + row_total, counted + row_counted
+                total += float(torch.nn.functional.cross_entropy(logits, piece[0, 1:], reduction="sum"))
+                counted += piece.shape[1] - 1
+        assert float(loss.detach()) == pytest.approx(total / counted, rel=1e-4)
     tokens = [token for row in data for token in row["input_ids"]]
     texts = [json.loads(line)["text"] for line in (material / "rows.jsonl").read_text().splitlines()]
     expected = [token for text in texts for token in tokenizer(text)["input_ids"]]  # which ends with end-of-text
@@ -137,16 +141,6 @@ def test_sequences_and_labels_train(material, tmp_path):
     assert metrics["eval_accuracy"] == pytest.approx(right / len(data))
 
 
-def test_bytes_from_scratch(material, tmp_path):
-    folder = tmp_path / "config"
-    AutoModelForCausalLM.from_pretrained(material / "gpt2-rfa").config.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 259, "eos_token_id": 1}))
-    run(material, tmp_path, task="classify", model=str(folder), byte_tokenizer=True, from_scratch=True, steps=2)
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    assert model.config.model_type == "rfa_gpt2"
-
-
 @pytest.mark.parametrize(("given", "expected"), [({}, 7), ({"feature_seed": 3}, 3)])
 def test_the_seed_of_a_new_model_draws_its_random_vectors(given, expected, material, tmp_path):
     overrides = {"n_layer": 1, "n_embd": 8, "n_head": 2, "num_features": 4, **given}
@@ -155,23 +149,20 @@ def test_the_seed_of_a_new_model_draws_its_random_vectors(given, expected, mater
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.feature_seed == expected
 
 
-@pytest.mark.parametrize("name", ["gpt2-rfa", "bart-rfa", "gated"])
+@pytest.mark.parametrize("name", ["gpt2-rfa", "bart-rfa", "without gates"])
 def test_kinds_have_their_own_rates(name, material):
     rates = {kind: 10.0**-n for n, kind in enumerate(PARAMETER_KINDS)}
-    if name == "gated":
-        model = make("gpt2", {"gate": True})
-    else:
-        model, _ = load_model(str(material / name))
+    model = make("gpt2") if name == "without gates" else load_model(str(material / name))[0]
     kinds = parameter_kinds(model)
     groups = parameter_groups(model, rates, weight_decay=0.1)
-    given = {id(parameter): group for group in groups for parameter in group["params"]}
+    group_of = {id(parameter): group for group in groups for parameter in group["params"]}
     for each, parameter in model.named_parameters():
-        group, of_rfa = given.pop(id(parameter)), kinds[each] in ("feature_maps", "sigma", "gates")
+        group, of_rfa = group_of.pop(id(parameter)), kinds[each] in ("feature_maps", "sigma", "gates")
         assert group["lr"] == rates[kinds[each]], each
         assert group["weight_decay"] == (0.0 if of_rfa else 0.1), each
         assert of_rfa == is_own(each)
-    assert not given
-    assert ("gates" in kinds.values()) == (name == "gated")
+    assert not group_of
+    assert ("gates" in kinds.values()) == (name != "without gates")
     only = parameter_groups(model, {**rates, "projections": 0.0, "rest": 0.0})
     assert {group["lr"] for group in only} <= {rates[kind] for kind in ("feature_maps", "sigma", "gates")}
 
@@ -179,17 +170,17 @@ def test_kinds_have_their_own_rates(name, material):
 @pytest.mark.parametrize("name", ["gpt2-rfa", "bart-rfa", "gpt2", "bart"])
 def test_projections_are_the_linear_layers_of_attention(name, material):
     """In all families by these names, in RFA and in softmax layers."""
-    attention = {"attn", "crossattention", "self_attn", "encoder_attn"}
-    projections = {"c_attn", "q_attn", "c_proj", "q_proj", "k_proj", "v_proj", "out_proj"}
-    found = parameter_kinds(load_model(str(material / name))[0])
-    for parameter, kind in found.items():
+    kinds = parameter_kinds(load_model(str(material / name))[0])
+    assert "projections" in kinds.values()
+    for parameter, kind in kinds.items():
         parts = {*parameter.split(".")}
-        assert (kind == "projections") == bool(parts & attention and parts & projections), parameter
-    assert "projections" in found.values()
+        expected = bool(parts & ATTENTION and parts & PROJECTIONS)
+        assert (kind == "projections") == expected, parameter
 
 
 def test_a_rate_of_0_freezes_a_kind(material, tmp_path):
-    run(material, tmp_path, projection_rate=0.0, sigma_rate=0.0, steps=2)
+    frozen = {f"{kind}_rate": 0.0 for kind in ("projection", "feature_map", "sigma", "gate")}
+    run(material, tmp_path, steps=2, **frozen)
     before, after = weights(material / "gpt2-rfa"), weights(tmp_path / "out")
     changed = {name for name in after if not torch.equal(before[name], after[name])}
     kinds = parameter_kinds(load_model(str(material / "gpt2-rfa"))[0])
@@ -198,12 +189,11 @@ def test_a_rate_of_0_freezes_a_kind(material, tmp_path):
     assert {f"transformer.h.0.mlp.{name}.weight" for name in ("c_fc", "c_proj")} <= changed
 
 
-@pytest.mark.parametrize("stop_at", [2, 5])
-def test_an_interrupted_run_goes_on_to_the_same_weights(stop_at, material, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on_to_the_same_weights(material, tmp_path, monkeypatch):
     options = {"steps": 8, "save_steps": 2, "gradient_accumulation_steps": 2}
     (tmp_path / "whole").mkdir()
     run(material, tmp_path / "whole", **options)
-    with interrupted(monkeypatch, GroupedTrainer, "training_step", after=2 * stop_at):
+    with interrupted(monkeypatch, GroupedTrainer, "training_step", after=2 * 5):
         run(material, tmp_path, **options)
     assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="holds an interrupted run"):
@@ -245,41 +235,40 @@ def endless(folder: Path, material: Path, **generation) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("model", "training", "expected"),
+    ("generation", "training", "expected"),
     [
         ({}, {}, 40),  # as many as a target may have, though transformers would stop at 20
         ({}, {"block_length": 96}, 95),  # the positions, one of them the start token's
         ({"max_length": 31}, {}, 30),  # of the checkpoint, which counts the start token
-        ({"max_new_tokens": 30}, {}, 30),
         ({"max_new_tokens": 30}, {"generation_max_length": 26}, 25),
         ({}, {"generation_max_length": 51}, 50),
     ],
 )
 def test_answers_that_are_scored_are_as_long_as_they_need_to_be(
-    model, training, expected, material, tmp_path, monkeypatch
+    generation, training, expected, material, tmp_path, monkeypatch
 ):
-    answers, score = [], finetune_module._bleu
+    answers, bleu = [], finetune_module._bleu
 
     def watched(prediction, *, tokenizer):
         answers.extend(prediction.predictions)
-        return score(prediction, tokenizer=tokenizer)
+        return bleu(prediction, tokenizer=tokenizer)
 
     monkeypatch.setattr(finetune_module, "_bleu", watched)
-    options = {"steps": 1, "learning_rate": 1e-9, "block_length": 40, **training}
-    few = (material / "rows.jsonl").read_text().splitlines()[:4]
-    (tmp_path / "few.jsonl").write_text("\n".join(few))
-    folder = endless(tmp_path / "model", material, **model)
-    run(material, tmp_path, folder, "seq2seq", evaluate=tmp_path / "few.jsonl", predict_with_generate=True, **options)
+    rows = [{"source": words(4, n), "target": words(3, n)} for n in range(4)]
+    write_rows(tmp_path / "few.jsonl", rows)
+    options = {"steps": 1, "learning_rate": 1e-9, "block_length": 40, "predict_with_generate": True, **training}
+    folder = endless(tmp_path / "model", material, **generation)
+    run(material, tmp_path, folder, "seq2seq", evaluate=tmp_path / "few.jsonl", **options)
     assert [answer.tolist().count(5) for answer in answers] == [expected] * 4
 
 
-def test_evaluation_takes_the_length_of_an_answer_from_the_checkpoint(material, tmp_path):
+@pytest.mark.parametrize(("generation", "expected"), [({}, 95), ({"max_length": 31}, 30), ({"max_new_tokens": 30}, 30)])
+def test_evaluation_takes_the_length_of_an_answer_from_the_checkpoint(generation, expected, material, tmp_path):
     """What its generation configuration sets, or else the positions."""
-    for number, (generation, expected) in enumerate((({}, 95), ({"max_length": 31}, 30), ({"max_new_tokens": 30}, 30))):
-        model, tokenizer = load_model(str(endless(tmp_path / str(number), material, **generation)))
-        found = evaluate_generation(model, tokenizer, ["w6"], ["w7"], task="translation")
-        assert found.predictions == [" ".join(["w5"] * expected)]
-        assert f"at most {expected} new tokens" in found.protocol
+    model, tokenizer = load_model(str(endless(tmp_path / "model", material, **generation)))
+    report = evaluate_generation(model, tokenizer, ["w6"], ["w7"], task="translation")
+    assert report.predictions == [" ".join(["w5"] * expected)]
+    assert f"at most {expected} new tokens" in report.protocol
 
 
 def test_the_command_trains_in_bfloat16_as_documented(material, tmp_path, monkeypatch):
@@ -346,23 +335,13 @@ def test_the_command_reads_settings_and_training_arguments(material, tmp_path, r
             {"evaluate": "prompts.jsonl", "unpacked": True, "prompt_column": "prompt"},
             "prompts.jsonl has nothing to learn",
         ),
-        (
-            {"task": "seq2seq", "model": "bart-rfa", "predict_with_generate": True, "generation_max_length": 97},
-            "--generation-max-length is 97, but this model has 96 positions",
-        ),
+        ({**ANSWERS, "generation_max_length": 97}, "--generation-max-length is 97, but this model has 96 positions"),
         ({"resume": True}, "there is no interrupted run to resume"),
     ],
 )
 def test_bad_input(options, match, material, tmp_path):
-    (material / "empty.jsonl").write_text("")
-    (material / "broken.jsonl").write_text('{"text": "w5"}\n{"text": \n')
-    (material / "other.csv").write_text("text,label\nw5 w6,c\n")
-    (material / "short.txt").write_text("w5 w6")
-    row = {"text": "w5", "label": "a", "source": "w6", "target": None}
-    write_rows(material / "null.jsonl", [row, {**row, "text": None, "label": None}])
-    write_rows(material / "prompts.jsonl", [{"prompt": words(40), "text": "w5"}])
-    options = {"train": "prompted.jsonl", **options} if "prompt_column" in options else options
-    write_rows(material / "prompted.jsonl", [{**row, "prompt": "w7"}] * 20)
+    if "prompt_column" in options:
+        options = {"train": "prompted.jsonl", **options}
     with pytest.raises(InputError, match=match):
         run(material, tmp_path, **options)
     assert leftovers(tmp_path) == []

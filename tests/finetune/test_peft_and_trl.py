@@ -114,15 +114,12 @@ def test_adapters_of_all_linear_layers_of_a_gated_model(name, how, gated, tmp_pa
     assert not any(same) if "modules_to_save" in how else all(same)
 
 
-def test_adapters_of_an_rfa_model_generate_with_a_constant_cache(checkpoints):
+def test_adapters_of_an_rfa_model_generate_with_a_cache(checkpoints):
     model, tokenizer = load_model(str(checkpoints / "gpt2-rfa"))
     adapted = get_peft_model(model, LoraConfig(r=2, fan_in_fan_out=True, init_lora_weights=False)).eval()
-    inputs = tokenizer("w5 w6 w7", return_tensors="pt")
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
-    cached = adapted.generate(**inputs, **options)
-    without = adapted.generate(**inputs, **options, use_cache=False)
-    assert torch.equal(cached, without)
-    assert cached.shape[1] == inputs["input_ids"].shape[1] + 20
+    inputs = tokenizer("w5 w6 w7", return_tensors="pt")
+    assert torch.equal(adapted.generate(**inputs, **options), adapted.generate(**inputs, **options, use_cache=False))
 
 
 def test_feature_maps_train_beside_an_adapter(checkpoints, tmp_path):

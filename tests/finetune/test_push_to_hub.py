@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_rfa.convert import convert
 from hf_rfa.convert.checkpoint import open_checkpoint
 from hf_rfa.convert.report import UNTRAINED, model_card
+from tests.conftest import copy_of
 from tests.training import save_checkpoints
 
 PARENTS_CARD = """---
@@ -65,11 +65,6 @@ def hub(monkeypatch) -> dict[str, bytes]:
     return files
 
 
-def upload_folder(folder: Path) -> None:
-    """Upload as `hf upload` does."""
-    HfApi().upload_folder(repo_id="me/rfa", folder_path=folder)
-
-
 def assert_is_the_model(folder: Path, files: dict[str, bytes], destination: Path) -> None:
     """The repository loads where this package is not, and is the model in ``folder``."""
     code = {name for name in files if name.endswith(".py")}
@@ -95,27 +90,18 @@ def assert_is_the_model(folder: Path, files: dict[str, bytes], destination: Path
 
 def test_a_model_and_its_tokenizer_are_pushed_whole(converted, hub, tmp_path):
     AutoModelForCausalLM.from_pretrained(converted).push_to_hub("me/rfa")
-    assert {"config.json", "generation_config.json", "model.safetensors"} <= hub.keys()
     AutoTokenizer.from_pretrained(converted).push_to_hub("me/rfa")
-    assert {"tokenizer.json", "tokenizer_config.json"} <= hub.keys()
-    assert_is_the_model(converted, hub, tmp_path / "there")
-
-
-def test_the_folder_is_uploaded_with_its_card(converted, hub, tmp_path):
-    upload_folder(converted)
-    assert hub.keys() == {path.name for path in converted.iterdir()}
-    assert {"README.md", "conversion.json", "attention.png", "tokenizer.json"} <= hub.keys()
-    assert_is_the_model(converted, hub, tmp_path / "there")
-
-
-def test_push_to_hub_writes_a_card_of_transformers_own_unless_there_is_one(converted, hub):
-    """As docs/conversion.md has it: upload the folder first."""
-    model = AutoModelForCausalLM.from_pretrained(converted)
-    model.push_to_hub("me/rfa")
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= hub.keys()
     assert b"automatically generated" in hub["README.md"]
-    hub.clear()
-    upload_folder(converted)
-    model.push_to_hub("me/rfa", tags=["more"])
+    assert_is_the_model(converted, hub, tmp_path / "there")
+
+
+def test_the_folder_is_uploaded_with_its_card_which_a_push_leaves(converted, hub):
+    """As docs/conversion.md has it: upload the folder first."""
+    HfApi().upload_folder(repo_id="me/rfa", folder_path=converted)  # as `hf upload` does
+    assert hub == {path.name: path.read_bytes() for path in converted.iterdir()}
+    assert {"README.md", "conversion.json", "attention.png", "tokenizer.json"} <= hub.keys()
+    AutoModelForCausalLM.from_pretrained(converted).push_to_hub("me/rfa", tags=["more"])
     card = ModelCard(hub["README.md"].decode())
     assert UNTRAINED in card.content
     assert "more" in card.data.tags
@@ -134,12 +120,12 @@ def test_the_card_has_what_the_hub_shows(converted):
 def test_the_card_of_a_parent_from_the_hub_names_it(converted, tmp_path):
     folder = converted.parent / "gpt2"
     report = convert(folder, tmp_path / "again", num_features=8)
+    source = copy_of(folder, tmp_path / "parent")
     for card in (None, "---\nlicense: mit\n---\n"):
-        shutil.copytree(folder, tmp_path / "parent", dirs_exist_ok=True)
-        (tmp_path / "parent" / "README.md").unlink()
+        (source / "README.md").unlink(missing_ok=True)
         if card is not None:
-            (tmp_path / "parent" / "README.md").write_text(card)
-        found = model_card(report, replace(open_checkpoint(tmp_path / "parent"), name="someone/gpt2"))
-        assert found.data.base_model == "someone/gpt2"
-        assert found.data.license == (None if card is None else "mit")
-        assert "https://huggingface.co/someone/gpt2" in found.content
+            (source / "README.md").write_text(card)
+        made = model_card(report, replace(open_checkpoint(source), name="someone/gpt2"))
+        assert made.data.base_model == "someone/gpt2"
+        assert made.data.license == (None if card is None else "mit")
+        assert "https://huggingface.co/someone/gpt2" in made.content

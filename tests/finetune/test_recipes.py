@@ -55,7 +55,7 @@ def parse(words: list[str]):
     return finetune_parser().parse_dict(finetune_values(words), allow_extra_keys=True)
 
 
-@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("small", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_trains(name, small, material, tmp_path):
     """With the data and the size of its model replaced, and two steps."""
@@ -157,21 +157,19 @@ def test_prompts_are_read_and_not_learned(material):
     tokenizer = ByT5Tokenizer(extra_ids=0)
     data = load_data(str(material / "rows.jsonl"))
     columns = {"text_column": "text", "prompt_column": "prompt"}
+    ids, labels = [], []
     for row, source in zip(single_documents(data, tokenizer, length=500, **columns), data, strict=True):
         prompt, text = (list(source[name].encode()) for name in ("prompt", "text"))
         expected = [byte + 3 for byte in prompt + text] + [tokenizer.eos_token_id]
         assert row["input_ids"] == expected
         assert row["labels"] == [-100] * len(prompt) + expected[len(prompt) :]
-    documents = [row["input_ids"] for row in single_documents(data, tokenizer, length=500, **columns)]
-    labels = [row["labels"] for row in single_documents(data, tokenizer, length=500, **columns)]
-    flat_ids, flat_labels = ([token for row in rows for token in row] for rows in (documents, labels))
-    at = 0
-    for row in packed_blocks(data, tokenizer, length=64, **columns):
-        assert row["input_ids"] == flat_ids[at : at + 64]
-        for place, label in enumerate(row["labels"]):
-            assert label == (-100 if row["position_ids"][place] == 0 else flat_labels[at + place])
-        at += 64
-    assert at > 64
+        ids, labels = ids + row["input_ids"], labels + row["labels"]
+    for start, row in enumerate(packed_blocks(data, tokenizer, length=64, **columns)):
+        stretch = slice(64 * start, 64 * start + 64)
+        assert row["input_ids"] == ids[stretch]
+        learned = zip(row["position_ids"], labels[stretch], strict=True)
+        assert row["labels"] == [-100 if position == 0 else label for position, label in learned]
+    assert start > 0
 
 
 def test_pairs_come_from_lines_and_from_columns_in_columns(material):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +15,6 @@ from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
 from hf_rfa.finetune.report import HELD_OUT
 from tests.conftest import words
-from tests.training import save_checkpoints
 
 
 def made(rows: int, length: int, share: float, seed: int = 0):
@@ -63,46 +64,34 @@ def test_the_seed_says_which_and_where():
     assert (made(9, 300, 0.5, 1)[1] != made(9, 300, 0.5, 2)[1]).any()
 
 
-def test_a_training_sees_them_and_is_not_measured_on_them(tmp_path, monkeypatch):
-    save_checkpoints(tmp_path, "gpt2", preset="rfa", feature_map="exponential", num_features=8)
+def test_a_training_sees_them_and_is_not_measured_on_them(material, tmp_path, monkeypatch):
     drawn = np.random.default_rng(0).integers(4, 61, 1600)
-    (tmp_path / "text.txt").write_text(" ".join(f"w{each}" for each in drawn))
+    (tmp_path / "text.txt").write_text(" ".join(f"w{number}" for number in drawn))
     stage = Stage(steps=6, batch_size=8, block_length=64, kl_weight=1.0)
-    seen: dict[float, set] = {}
-    held_out = []
-    real = trainers.LogitDistillationTrainer.compute_loss
+    rows_by_share: dict[float, set] = {}
+    perplexities = []
+    compute_loss = trainers.LogitDistillationTrainer.compute_loss
     for share in (0.0, 1.0):
-        rows = seen.setdefault(share, set())
+        rows = rows_by_share.setdefault(share, set())
 
         def watched(self, model, inputs, *args, rows=rows, **options):
             rows |= {tuple(row) for row in inputs["input_ids"].tolist()}
             assert (inputs["labels"] == inputs["input_ids"]).all()
-            return real(self, model, inputs, *args, **options)
+            return compute_loss(self, model, inputs, *args, **options)
 
         monkeypatch.setattr(trainers.LogitDistillationTrainer, "compute_loss", watched)
-        report = distill(
-            tmp_path / "gpt2-rfa",
-            tmp_path / f"out-{share:g}",
-            teacher=tmp_path / "gpt2",
-            data=tmp_path / "text.txt",
-            recipe=Recipe(end_to_end=Stage(**{**vars(stage), "repeating_share": share})),
-        )
-        held_out.append(report.perplexities["converted"])
-    assert len(seen[0.0]) == len(seen[1.0]) == 1600 // 64 - HELD_OUT
-    assert seen[0.0].isdisjoint(seen[1.0])
-    assert held_out[0] == held_out[1]
+        texts = {"teacher": material / "gpt2", "data": tmp_path / "text.txt"}
+        recipe = Recipe(end_to_end=replace(stage, repeating_share=share))
+        report = distill(material / "gpt2-rfa", tmp_path / f"out-{share:g}", **texts, recipe=recipe)
+        perplexities.append(report.perplexities["converted"])
+    assert len(rows_by_share[0.0]) == len(rows_by_share[1.0]) == 1600 // 64 - HELD_OUT
+    assert rows_by_share[0.0].isdisjoint(rows_by_share[1.0])
+    assert perplexities[0] == perplexities[1]
 
 
-def test_pairs_do_not_repeat_themselves(tmp_path):
-    save_checkpoints(tmp_path, "bart")
-    rows = [words(5, n) for n in range(40)]
-    (tmp_path / "sources.txt").write_text("".join(f"{row}\n" for row in rows))
-    report = distill(
-        tmp_path / "bart-rfa",
-        tmp_path / "out",
-        teacher=tmp_path / "bart",
-        data=tmp_path / "sources.txt",
-        references=tmp_path / "sources.txt",
-        recipe=Recipe(end_to_end=Stage(steps=2, repeating_share=0.5)),
-    )
+def test_pairs_do_not_repeat_themselves(material, tmp_path):
+    (tmp_path / "lines.txt").write_text("".join(f"{words(5, n)}\n" for n in range(40)))
+    texts = {"teacher": material / "bart", "data": tmp_path / "lines.txt", "references": tmp_path / "lines.txt"}
+    recipe = Recipe(end_to_end=Stage(steps=2, repeating_share=0.5))
+    report = distill(material / "bart-rfa", tmp_path / "out", **texts, recipe=recipe)
     assert report.recipe.end_to_end.repeating_share == 0.0

@@ -126,41 +126,41 @@ class Words:
         return {"input_ids": ids[0] if isinstance(text, str) else ids}
 
 
+PROMPTS = {"text_column": "t", "prompt_column": "p"}
+LABELS = {"text_column": "t", "label_column": "l", "labels": ["0"]}
+
+
 @pytest.mark.parametrize(
-    ("encode", "columns", "rows", "left"),
+    ("encode", "columns", "rows"),
     [
-        (token_pairs, {}, {"source": ["a", "a", ""], "target": ["b", "", "b"]}, 1),
-        (labelled_texts, {"text_column": "t", "label_column": "l", "labels": ["0"]}, {"t": ["a", " "], "l": [0, 0]}, 1),
-        (
-            single_documents,
-            {"text_column": "t", "prompt_column": "p"},
-            {"t": ["a", "a", "a", ""], "p": ["b", "b b b b", "b b b b b", "b"]},
-            1,
-        ),
+        (token_pairs, {}, {"source": ["a", "a", ""], "target": ["b", "", "b"]}),
+        (labelled_texts, LABELS, {"t": ["a", " "], "l": [0, 0]}),
+        (single_documents, PROMPTS, {"t": ["a", "a", "a", ""], "p": ["b", "b b b b", "b b b b b", "b"]}),
     ],
 )
-def test_rows_without_a_label_are_left_out_and_counted(encode, columns, rows, left, caplog):
+def test_rows_without_a_label_are_left_out_and_counted(encode, columns, rows, caplog):
+    """All but the first."""
     data = encode(Dataset.from_dict(rows), Words(), length=4, **columns)
-    found = rows_to_learn(data, "rows.jsonl", ahead=encode is single_documents)
-    assert len(found) == left < len(data)
-    assert caplog.messages == [message for message in caplog.messages if "rows.jsonl: " in message]
-    assert f"rows.jsonl: {len(data) - left} of {len(data)} rows are left out" in caplog.text
+    ahead = encode is single_documents
+    assert len(rows_to_learn(data, "rows.jsonl", ahead=ahead)) == 1
+    assert all("rows.jsonl: " in message for message in caplog.messages)
+    assert f"rows.jsonl: {len(data) - 1} of {len(data)} rows are left out" in caplog.text
     with pytest.raises(InputError, match=r"rows.jsonl has nothing to learn in any row"):
-        rows_to_learn(data.select(range(left, len(data))), "rows.jsonl", ahead=encode is single_documents)
+        rows_to_learn(data.select(range(1, len(data))), "rows.jsonl", ahead=ahead)
 
 
 def test_blocks_of_prompts_alone_are_left_out():
     data = Dataset.from_dict({"t": ["a", "a"], "p": ["b b b b b b b", ""]})
-    blocks = packed_blocks(data, Words(), text_column="t", prompt_column="p", length=3)
+    blocks = packed_blocks(data, Words(), **PROMPTS, length=3)
     assert blocks["labels"][:] == [[-100, -100, -100], [-100, -100, -100], [-100, 3, 2]]
     assert rows_to_learn(blocks, "rows.jsonl", ahead=True)["labels"][:] == [[-100, 3, 2]]
 
 
 def test_streamed_rows_without_a_label_are_left_out_as_they_come(caplog):
-    columns = {"text_column": "t", "prompt_column": "p", "length": 3}
+    columns = {**PROMPTS, "length": 3}
     rows = Dataset.from_dict({"t": ["a", "a"], "p": ["b b b b", ""]}).to_iterable_dataset()
-    found = rows_to_learn(single_documents(rows, Words(), **columns), "streamed.jsonl", ahead=True)
-    assert [row["labels"] for row in found] == [[3, 2]]
+    learned = rows_to_learn(single_documents(rows, Words(), **columns), "streamed.jsonl", ahead=True)
+    assert [row["labels"] for row in learned] == [[3, 2]]
     assert caplog.text.count("streamed.jsonl: rows are left out") == 1
     with pytest.raises(InputError, match=r"streamed.jsonl has nothing to learn in any row"):
         rows_to_learn(single_documents(rows.take(1), Words(), **columns), "streamed.jsonl", ahead=True)
@@ -168,6 +168,6 @@ def test_streamed_rows_without_a_label_are_left_out_as_they_come(caplog):
 
 def test_documents_in_pieces_lose_nothing():
     data = Dataset.from_dict({"t": ["a bb ccc dddd eeeee", "a"], "p": ["b b", ""]})
-    rows = single_documents(data, Words(), text_column="t", prompt_column="p", length=3, in_pieces=True)
+    rows = single_documents(data, Words(), **PROMPTS, length=3, in_pieces=True)
     assert rows["input_ids"][:] == [[3, 3, 3], [4, 5, 6], [7, 2], [3, 2]]
     assert rows["labels"][:] == [[-100, -100, 3], [4, 5, 6], [7, 2], [3, 2]]

@@ -24,11 +24,11 @@ def test_two_threads_generate_on_one_model():
     model, prompts = make("gpt2", "positive-gate"), [tokens(1, 5 + n) for n in range(6)]
     expected = [model.generate(each, max_new_tokens=20, **OPTIONS) for each in prompts]
     model.train().eval()  # so that the threads compute anew, at once, what is computed once
-    found: dict[int, torch.Tensor] = {}
+    answers: dict[int, torch.Tensor] = {}
 
     def work(numbers):
         for number in numbers:
-            found[number] = model.generate(prompts[number], max_new_tokens=20, **OPTIONS)
+            answers[number] = model.generate(prompts[number], max_new_tokens=20, **OPTIONS)
 
     threads = [threading.Thread(target=work, args=(range(first, 6, 2),)) for first in range(2)]
     for thread in threads:
@@ -36,15 +36,15 @@ def test_two_threads_generate_on_one_model():
     for thread in threads:
         thread.join()
     for number, written in enumerate(expected):
-        assert torch.equal(found[number], written)
+        assert torch.equal(answers[number], written)
 
 
 def test_pipelines(tmp_path):
     save_softmax_model("gpt2", tmp_path / "gpt2", eos_token_id=2)
     convert(tmp_path / "gpt2", tmp_path / "rfa", num_features=8)
     texts = pipeline("text-generation", str(tmp_path / "rfa"), device="cpu")
-    found = texts(["w5 w6", "w7 w8 w9"], max_new_tokens=5, do_sample=False)
-    for (each,), text in zip(found, ["w5 w6", "w7 w8 w9"], strict=True):
+    answers = texts(["w5 w6", "w7 w8 w9"], max_new_tokens=5, do_sample=False)
+    for (each,), text in zip(answers, ["w5 w6", "w7 w8 w9"], strict=True):
         assert each["generated_text"].startswith(text)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rfa", num_labels=3, pad_token_id=1)
     model.save_pretrained(tmp_path / "classifier")
@@ -85,9 +85,10 @@ def offloaded(model, folder, how):
 
 
 HYBRID, BART_HYBRID = {"softmax_layers": [0], "feature_map": "exponential"}, VARIANTS["bart"]["per-layer"]
-WAYS = ["device_map", "auto", "disk_offload", "cpu_offload"]
-OFFLOADED = [*product(["gpt2", "bart"], [{"gate": True}, {"window_size": 3}, HYBRID], WAYS)]
-OFFLOADED += [("gpt2", HYBRID, "blocks"), ("gpt2", {"gate": True}, "blocks"), ("bart", BART_HYBRID, "blocks")]
+FAMILIES = ["gpt2", "bart"]
+OFFLOADED = [*product(FAMILIES, [{"gate": True}, {"window_size": 3}, HYBRID], ["device_map"])]
+OFFLOADED += [*product(FAMILIES, [HYBRID], ["auto", "disk_offload", "cpu_offload"])]
+OFFLOADED += [("gpt2", {"gate": True}, "blocks"), ("bart", BART_HYBRID, "blocks")]
 
 
 @pytest.mark.parametrize(("family", "options", "how"), OFFLOADED, ids=str)

@@ -136,17 +136,17 @@ def test_the_cache_has_one_size_however_long_the_text(features):
     fields = {"num_features": features, "feature_map": "positive"} if features else {"feature_map": "none"}
     model = make("gpt2", {"window_size": 5, "num_sinks": 3, "num_slots": 4, **fields})
     caches = [model(torch.randint(1, 61, (1, length))).past_key_values for length in (1, 2, 7, 8, 9, 90)]
-    assert {cache_num_bytes(cache) for cache in caches} == {2 * (3 * (12 * 18 + features * 9) + 1) * 4}
+    assert {cache_num_bytes(cache) for cache in caches} == {2 * 3 * (12 * 18 + features * 9) * 4}
     memory = cache_memory(model)
     window, sinks, slots = (2 * 3 * count * 18 * 4 for count in (5, 3, 4))
-    assert (memory.window, memory.sinks, memory.slots) == (window + 2 * 4, sinks, slots)  # and the number of tokens
+    assert (memory.window, memory.sinks, memory.slots) == (window, sinks, slots)
 
 
 @torch.no_grad()
 def test_retrieval_heads_take_the_same_bytes_however_long_the_text():
     model = make("llama", {"feature_map": "none", **SIZES, "retrieval_heads": [[1, 1]], "retrieval_window": 9})
-    row, retrieval = (2 * 6 + 2) * 4, (9 + 2) * (2 * 6 + 2) * 4 + 4
-    expected = (3 * 2 - 1) * (4 + 2) * row + 3 * 4 + retrieval
+    row, retrieval = (2 * 6 + 2) * 4, (9 + 2) * (2 * 6 + 2) * 4
+    expected = (3 * 2 - 1) * (4 + 2) * row + retrieval
     for length in (1, 5, 11, 90):
         assert cache_num_bytes(model(torch.randint(3, 61, (1, length))).past_key_values) == expected
     memory = cache_memory(model)

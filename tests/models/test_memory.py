@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -26,6 +26,7 @@ from hf_rfa.models.memory import (
     empty_memory,
     ends_of,
     in_order,
+    targets_of,
 )
 from tests.memory_by_loop import memory_by_loop
 
@@ -84,7 +85,8 @@ class Case:
         memory, outputs, reading = self.empty(), [], Reading(scaling=SCALING, joined=True)
         for query, keys_values, score, padding, _ in self.pieces(range(1, self.length)):
             is_token = None if padding is None else padding != 0
-            outputs.append(attend_in_place(query, keys_values, score, memory, self.layout, reading, is_token))
+            target = targets_of([memory], replace(self.layout, state_rows=1))[0]  # what is forgotten is told to a state
+            outputs.append(attend_in_place(query, keys_values, score, memory, target, reading, is_token))
         return Exact(*(torch.cat(each, dim=2) for each in zip(*outputs, strict=True))), memory
 
     def assert_found(self, found: Exact) -> None:
@@ -226,7 +228,7 @@ def test_a_memory_stays_where_it_lies():
         query, keys_values = torch.randn(2, 2, length, WIDTH), torch.randn(2, 2, length, 2 * WIDTH)
         score = torch.randn(2, 2, length)
         if length == 1:
-            attend_in_place(query, keys_values, score, memory, layout, reading)
+            attend_in_place(query, keys_values, score, memory, targets_of([memory], layout)[0], reading)
         else:
             arrivals = arrivals_of(memory.count, length, layout.sinks, None, None)
             new = attend_in_chunks(query, keys_values, score, arrivals, in_order(memory), layout, reading)[1]
