@@ -35,10 +35,10 @@ def options_of(row: str) -> dict[str, Any]:
             f"their window such as 31+4+28r4x500, got {row!r}."
         )
     if row.isdigit():
-        return {"memory": int(row)}
+        return {"memory": int(row), "search": True}
     names = ("window_size", "num_sinks", "num_slots", "retrieval_heads", "retrieval_window")
     sizes = {name: int(each) for name, each in zip(names, found.groups(), strict=True) if each is not None}
-    return {"feature_map": "none", **sizes}
+    return {"preset": "exact", "num_slots": 0, **sizes}
 
 
 def make_checkpoints(
@@ -71,7 +71,7 @@ def make_checkpoints(
     for row in rows:
         converted = folder / row
         if not converted.exists():
-            report_of(convert, model, converted, calibrate_on=train, seed=seed, **options[row])
+            report_of(convert, model, converted, calibrate_on=train, seed=seed, force=True, **options[row])
         yield converted
         trained = folder / f"{row} trained"
         if steps == 0:

@@ -96,6 +96,13 @@ class Setting:
         options = {"feature_map": self.kind, "gate": self.gate, "window_size": window, **MAPS[self.kind]}
         return options if self.features is None else {**options, "num_features": self.features}
 
+    def conversion(self) -> dict[str, Any]:
+        """Return the options of the conversion to `options`."""
+        config, preset = self.options(), "exact" if self.kind == "none" else "rfa"
+        named = ("feature_map", "num_features", "gate", "window_size", "num_sinks")
+        options = {name: config.pop(name) for name in named if name in config}
+        return {"preset": preset, "num_slots": 0, "config": config or None, **options}
+
 
 def train(model: Any, plan: Plan, seed: int, on_step: Callable[[], None]) -> None:
     """Train a model in place, with AdamW and a cosine."""
@@ -150,7 +157,7 @@ def run(setting: Setting, plan: Plan, folder: Path, seed: int, on_step: Callable
     started, stages = perf_counter(), {}
     if setting.origin == "converted":
         with tempfile.TemporaryDirectory() as place:
-            convert(folder / "softmax", Path(place) / "rfa", seed=seed, **setting.options())
+            convert(folder / "softmax", Path(place) / "rfa", seed=seed, **setting.conversion())
             model, _ = load_model(str(Path(place) / "rfa"), need_tokenizer=False)
         teacher, _ = load_model(str(folder / "softmax"), need_tokenizer=False)
         length, pairs, _ = plan.transfer

@@ -42,12 +42,12 @@ SOFTMAX = "softmax"
 STAGES = ("start", "transfer", "end to end")
 #: Options of the conversion, by row of the table.
 ROWS: dict[str, dict[str, Any]] = {
-    "gaussian (paper)": {"feature_map": "gaussian", "unit_norm": True, "trainable_projection": True},
-    "arccos": {"feature_map": "arccos", "unit_norm": True, "trainable_projection": True},
+    "gaussian (paper)": {"feature_map": "gaussian", "config": {"unit_norm": True, "trainable_projection": True}},
+    "arccos": {"feature_map": "arccos", "config": {"unit_norm": True, "trainable_projection": True}},
     "elu": {"feature_map": "elu"},
     "t2r": {"feature_map": "t2r"},
     "hedgehog": {"feature_map": "hedgehog"},
-    "positive": {"feature_map": "positive", "trainable_projection": True},
+    "positive": {"feature_map": "positive", "config": {"trainable_projection": True}},
     "exponential": {"feature_map": "exponential"},
     "exponential, F = 32": {"feature_map": "exponential", "num_features": 32},
     "exponential, F = 64": {"feature_map": "exponential", "num_features": 64},
@@ -92,7 +92,7 @@ def make_stages(settings: Namespace, row: str, seed: int) -> Iterator[tuple[str,
             yield "end to end", folder
         return
     if not base.exists():
-        convert(settings.model, base, calibrate_on=settings.train, seed=seed, **ROWS[row])
+        convert(settings.model, base, preset="rfa", calibrate_on=settings.train, seed=seed, force=True, **ROWS[row])
     yield "start", base
     folder = base
     for stage, other in (("transfer", "end_to_end_steps"), ("end to end", "transfer_steps")):

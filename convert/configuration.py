@@ -6,19 +6,20 @@ import os
 import sys
 from dataclasses import replace
 from importlib.machinery import PathFinder
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from hf_rfa.errors import InputError
-from hf_rfa.families import Family, has_rotary_positions, position_count, scale_rotations
-from hf_rfa.io.text_io import BLOCK_LENGTH
-from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
+from hf_rfa.families import has_rotary_positions, position_count, scale_rotations
+from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind, RFAConfigMixin
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
+from hf_rfa.models.projected_feature_maps import RandomFeatureMap
 
 from .checkpoint import Checkpoint
-from .options import ConversionOptions
+from .options import ConversionOptions, Layers
+from .presets import RETRIEVAL_WINDOW
 
 #: The options that choose the layers and the number of features, by kind of attention.
 OPTIONS_BY_KIND: dict[AttentionKind, tuple[str, str]] = {
@@ -26,111 +27,95 @@ OPTIONS_BY_KIND: dict[AttentionKind, tuple[str, str]] = {
     "cross": ("cross_layers", "num_cross_features"),
     "encoder": ("encoder_layers", "num_encoder_features"),
 }
+NOTHING_TO_CONVERT = "no layer is left to convert. Name at least one in layers, cross_layers or encoder_layers."
 #: The options that are named as the configuration's fields.
-SAME_NAMES = (
-    "feature_map",
-    "unit_norm",
-    "orthogonal",
-    "trainable_projection",
-    "redraw_pool",
-    "gate",
-    "window_size",
-    "num_sinks",
-    "num_slots",
-)
-#: First tokens that causal attention keeps exactly by default.
-SINKS = 4
-#: Last tokens that retrieval heads see by default: as many as the texts have that they are chosen on.
-RETRIEVAL_WINDOW = BLOCK_LENGTH
-#: What it keeps by default, in as many bytes as 128 features of `positive` take: features in half of them where these were
-#: found to pay (`Family.features_by_default`), and exact tokens alone elsewhere.
-WITH_FEATURES = {"num_features": 64, "window_size": 14, "num_sinks": SINKS, "num_slots": 14}
-WITHOUT_FEATURES = {"window_size": 31, "num_sinks": SINKS, "num_slots": 28}
-#: What is trained after a conversion: features by attention transfer, or the whole model end to end.
-Trained = Literal["features", "model"]
-
-
-def with_defaults(
-    family: Family, options: ConversionOptions, trained: Trained | None = None, *, positions: int | None = None
-) -> ConversionOptions:
-    """Return options with a value for each that was left to the family and to what is ``trained``.
-
-    Without an option of features, window, sinks or slots, and where features are not trained, the default is taken as a
-    whole, as far as the model has ``positions``. Otherwise what is not named is left out, but for features where the family
-    has them by default, for sinks beside a window where it has none, and for the window of retrieval heads.
-    """
-    names = ("feature_map", "num_features", "unit_norm", "trainable_projection", "redraw_pool", "gate", "memory")
-    asked = trained == "features" or not options.orthogonal or any(getattr(options, name) for name in names)
-    features = asked or family.features_by_default
-    sizes = ("window_size", "num_sinks", "num_slots")
-    defaults = dict.fromkeys(sizes, 0)
-    if not asked and options.layers != [] and all(getattr(options, name) is None for name in sizes):
-        defaults = dict(WITH_FEATURES if features else WITHOUT_FEATURES)
-    elif not features and options.window_size:
-        defaults["num_sinks"] = SINKS
-    if positions is not None:
-        defaults |= {name: min(defaults[name], positions) for name in sizes}
-    chosen: dict[str, Any] = {name: value for name, value in defaults.items() if getattr(options, name) is None}
-    trains = trained is not None and options.memory is None
-    if options.feature_map is None:
-        chosen["feature_map"] = ("exponential" if trains else "positive") if features else "none"
-    options = replace(options, **chosen)
-    if options.retrieval_heads and options.retrieval_window is None:
-        window = RETRIEVAL_WINDOW if positions is None else min(RETRIEVAL_WINDOW, positions)
-        options = replace(options, retrieval_window=window)
-    if options.gate is None:
-        gate = trains and options.feature_map != "none" and not options.window_size and options.layers != []
-        options = replace(options, gate=gate)
-    return options
+SAME_NAMES = ("feature_map", "gate", "window_size", "num_sinks", "num_slots")
+#: Fields of the configuration that options set under other names, or that are found while converting.
+OTHER_NAMES = ("num_features", "retrieval_heads", "retrieval_window", "feature_seed", "softmax_layers")
 
 
 def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
-    """Return the RFA configuration, with the checkpoint's number of positions; an `InputError` if an option does not fit."""
-    options = with_defaults(checkpoint.family, options, positions=position_count(checkpoint.config))
-    _check_options(checkpoint, options)
+    """Return the RFA configuration, with the checkpoint's number of positions.
+
+    Args:
+        checkpoint: the softmax checkpoint.
+        options: those of `hf_rfa.convert.presets.with_preset`, which leaves nothing open.
+
+    Raises:
+        InputError: if an option does not fit the model, or has no effect in it.
+    """
     config_class = checkpoint.family.rfa_config
+    _check_options(checkpoint, options)
     values: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAMES}
-    values["feature_seed"] = options.seed
+    values |= _other_fields(options) | {"feature_seed": options.seed}
     if isinstance(options.retrieval_heads, list) and options.retrieval_heads:  # a number of them is chosen later
         values |= {name: getattr(options, name) for name in ("retrieval_heads", "retrieval_window")}
     values |= {field: getattr(options, OPTIONS_BY_KIND[kind][1]) for field, kind in config_class.FEATURE_COUNTS.items()}
     try:
         plain = config_class.from_base(checkpoint.config, **{name: [] for name in config_class.SOFTMAX_LAYERS})
-        for field, kind in config_class.SOFTMAX_LAYERS.items():
-            name, count = OPTIONS_BY_KIND[kind][0], plain.num_layers_for(kind)
-            wanted = getattr(options, name)
-            if wanted is None:
-                continue
-            types = plain.base_layer_types() if kind == "causal" else FULL_ATTENTION[:1] * count
-            possible = [index for index in range(count) if types[index] in FULL_ATTENTION]
-            if count and not possible:
-                raise InputError(
-                    f"no layer of {checkpoint.name} attends to all tokens before it (its layers are "
-                    f"{', '.join(sorted(set(types)))}): its cache does not grow, and there is nothing to convert."
-                )
-            converted = possible if wanted == "all" else wanted
-            if any(index not in possible for index in converted):
-                allowed = (
-                    f"from 0 to {count - 1}" if len(possible) == count else "among " + ", ".join(map(str, possible))
-                )
-                raise InputError(f"{name} to convert must be indices {allowed}, got {wanted}.")
-            values[field] = [index for index in possible if index not in converted]
+        values |= {
+            field: _softmax_layers(checkpoint, plain, kind, getattr(options, OPTIONS_BY_KIND[kind][0]))
+            for field, kind in config_class.SOFTMAX_LAYERS.items()
+            if getattr(options, OPTIONS_BY_KIND[kind][0]) is not None
+        }
         config = config_class.from_base(checkpoint.config, **values)
         with torch.device("meta"):  # some attention is found out to be unfit as its modules are made
             checkpoint.family.architectures[checkpoint.architecture][1](config)
     except (ValueError, StrictDataclassError) as error:
         raise InputError(str(error.__cause__ or error)) from error
     if not any(map(config.any_rfa, config_class.SOFTMAX_LAYERS.values())):
-        raise InputError("no layer is left to convert. Name at least one in layers, cross_layers or encoder_layers.")
-    for name in ("gate", "window_size", "num_sinks", "num_slots", "retrieval_heads"):
-        value = getattr(options, name)
-        if value and not config.any_rfa("causal"):
-            raise InputError(
-                f"{name}={value} is of causal attention, and none is converted. Leave it out, or name layers."
-            )
+        raise InputError(NOTHING_TO_CONVERT)
+    _check_kinds(config, options)
     if isinstance(options.retrieval_heads, int) and options.retrieval_heads:
         _check_number_of_heads(checkpoint, config, options.retrieval_heads)
     return config
+
+
+def _other_fields(options: ConversionOptions) -> dict[str, Any]:
+    """Return the fields of the configuration that have no option of their own; an `InputError` for others."""
+    fields = [name for name in RFAConfigMixin.__dataclass_fields__ if name not in (*SAME_NAMES, *OTHER_NAMES)]
+    values = options.config or {}
+    for name, value in values.items():
+        if name not in fields:
+            raise InputError(f"config names {name!r}, which is none of the fields {', '.join(fields)}.")
+        random = issubclass(FEATURE_MAPS.get(str(options.feature_map), RandomFeatureMap), RandomFeatureMap)
+        if name == "orthogonal" and not value and not random:
+            raise InputError(
+                f"orthogonal={value} has no effect with feature_map={options.feature_map!r}, which has no random matrix. "
+                "Leave it out."
+            )
+    return values
+
+
+def _softmax_layers(checkpoint: Checkpoint, config: Any, kind: AttentionKind, layers: Layers) -> list[int]:
+    """Return the layers whose attention of a kind stays softmax where some are converted."""
+    count = config.num_layers_for(kind)
+    types = config.base_layer_types() if kind == "causal" else FULL_ATTENTION[:1] * count
+    possible = [index for index in range(count) if types[index] in FULL_ATTENTION]
+    if count and not possible:
+        raise InputError(
+            f"no layer of {checkpoint.name} attends to all tokens before it (its layers are "
+            f"{', '.join(sorted(set(types)))}): its cache does not grow, and there is nothing to convert."
+        )
+    converted = possible if layers == "all" else layers
+    if any(index not in possible for index in converted):
+        allowed = f"from 0 to {count - 1}" if len(possible) == count else "among " + ", ".join(map(str, possible))
+        raise InputError(f"{OPTIONS_BY_KIND[kind][0]} to convert must be indices {allowed}, got {layers}.")
+    return [index for index in possible if index not in converted]
+
+
+def _check_kinds(config: Any, options: ConversionOptions) -> None:
+    """Raise an `InputError` for an option of attention of which no layer is converted."""
+    names = {kind: [count] for kind, (_, count) in OPTIONS_BY_KIND.items()}
+    names["causal"] += ["gate", "window_size", "num_sinks", "num_slots", "retrieval_heads"]
+    for kind, named in names.items():
+        for name in named:
+            value = getattr(options, name)
+            if value and not config.any_rfa(kind):
+                layers = OPTIONS_BY_KIND[kind][0]
+                raise InputError(
+                    f"{name}={value} is of {kind} attention, and none is converted. Leave it out, or name {layers}."
+                )
 
 
 def _check_number_of_heads(checkpoint: Checkpoint, config: Any, number: int) -> None:
@@ -160,7 +145,15 @@ def predicts_tokens(checkpoint: Checkpoint) -> bool:
 
 
 def _check_options(checkpoint: Checkpoint, options: ConversionOptions) -> None:
-    """Raise an `InputError` for attention that a checkpoint does not have, and for a window of no heads or too long."""
+    """Raise an `InputError` for options that do not fit the kinds of attention or the positions of a checkpoint."""
+    seq2seq = "cross" in checkpoint.family.rfa_config.SOFTMAX_LAYERS.values()
+    if options.layers == [] and not seq2seq:
+        raise InputError(NOTHING_TO_CONVERT)
+    if seq2seq and options.preset == "exact" and options.cross_layers != []:
+        raise InputError(
+            "preset=exact keeps no features, and cross attention needs them. Leave it softmax (--cross-layers none), or pass "
+            "another preset."
+        )
     window, positions = options.retrieval_window or 0, position_count(checkpoint.config)
     if window and not options.retrieval_heads:
         raise InputError(

@@ -4,11 +4,16 @@ Imports nothing but the standard library: the command line reads this file by it
 """
 
 import inspect
+import json
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args
 
+#: What causal attention keeps: exact tokens alone, these and features in half of the memory, or features alone.
+Preset = Literal["exact", "mixed", "rfa"]
+#: Precisions of the weights.
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 #: Indices of the layers to convert, or all of them.
 Layers = list[int] | Literal["all"]
 #: A number of retrieval heads, or [layer, key-value head] of each.
@@ -20,39 +25,35 @@ class ConversionOptions:
     """The options of a conversion.
 
     Attributes:
-        feature_map: name of the feature map. Default: positive (exponential where it is trained) for GPT-2 and models with an
-            encoder; none for other decoders, unless another option is of features.
-        num_features: D, rows of W per head of causal attention. Default: the map's own; see window_size.
+        preset: what causal attention keeps: exact (first, last and most important tokens), mixed (the same, and random
+            features in half of the memory) or rfa (random features alone, with a gate where they are trained). Default: the
+            family's.
+        memory: cache of every layer's causal attention in tokens of the base model's, which the preset divides by rule.
+            Default: the preset's own sizes, about 64.
+        search: try ways to spend the memory and take the one that predicts the calibration text best, instead of a preset.
+        window_size: number of last tokens seen exactly; 0 for features alone.
+        num_sinks: number of first tokens seen exactly.
+        num_slots: number of most important tokens before the window seen exactly.
+        retrieval_heads: number of key-value heads that see more tokens exactly, those that recall the most; or the heads, as
+            layer.head (18.2,7.2).
+        retrieval_window: number of last tokens that these heads see. Default: 1,024, or a smaller model's positions.
+        feature_map: name of the feature map. Default: positive; exponential where it is trained.
+        num_features: D, rows of W per head of causal attention.
         num_cross_features: D of cross attention. Default: the map's own.
         num_encoder_features: D of an encoder's attention. Default: the map's own.
-        unit_norm: ℓ2-normalize queries and keys (Peng et al. 2021).
-        orthogonal: draw W in orthogonal blocks, not independently.
-        trainable_projection: make W a parameter, for training.
-        redraw_pool: redraw W from a pool of this size at every step of training; 0 keeps it fixed.
-        seed: seed of W and of random tokens.
+        gate: add a recency gate per head. Default: where preset rfa is trained.
+        config: other fields of the RFA configuration, as key=value: --config unit_norm=true.
         layers: layers whose causal attention to convert: all, none, or indices (0,2,4-7). The others stay softmax, and
             their cache grows.
         cross_layers: decoder layers whose cross attention to convert. Default: all.
         encoder_layers: encoder layers to convert. Default: none.
-        keep_softmax: keep this number of those layers softmax: the most sensitive ones, each measured as the only one
-            converted, after calibration.
-        window_size: number of last tokens that causal attention sees exactly, and the others through features; 0 for none.
-            Default, where no option of features, sinks or slots is given and no attention transfer follows: 14, with 4 sinks,
-            14 slots and 64 features; 31, with 4 sinks and 28 slots, for decoders other than GPT-2. Else 0.
-        num_sinks: number of first tokens that it sees exactly as well, for good; with a window. Default: 0; 4 beside a
-            window where there are no features by default; or see window_size.
-        num_slots: number of most important tokens before the window that it sees exactly as well; with a window. Default: 0,
-            or see window_size.
-        retrieval_heads: number of key-value heads that see more, and exactly: those that tell the model most of what stood
-            far back, found on texts that repeat themselves; or the heads, as layer.head (18.2,7.2).
-        retrieval_window: number of last tokens that these heads see. Default: 1,024, or a smaller model's positions.
-        gate: add a recency gate per head. Default: where features are trained, without a window.
-        memory: the cache of causal attention in tokens of the softmax model's, on average per layer: window, sinks, slots and
-            features that predict the text best in that memory are found and used.
+        keep_softmax: keep this number of those layers softmax: the most sensitive ones, as measured after calibration.
         calibrate_on: text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder one source a line). Default: random
             tokens.
+        seed: seed of W and of random tokens.
         max_positions: extend the positions to this number. Default: keep them.
-        dtype: precision of the weights; auto for the checkpoint's. Feature maps and gates are float32.
+        dtype: precision of the weights; auto for the checkpoint's.
+        force: write the model even if its perplexity on the text says that the conversion has ruined it.
         device: what to compute on: cpu, cuda, cuda:1, …; auto for an accelerator where there is one.
         revision: branch, tag or commit of a checkpoint on the hub. Default: main.
         allow_pickle: load weights that exist only as a pickle. Only if you trust them.
@@ -61,71 +62,78 @@ class ConversionOptions:
         ValueError: for a number out of range, or a value that is not one of a field's choices.
     """
 
-    feature_map: str | None = None
-    num_features: int | None = None
-    num_cross_features: int | None = None
-    num_encoder_features: int | None = None
-    unit_norm: bool = False
-    orthogonal: bool = True
-    trainable_projection: bool = False
-    redraw_pool: int = 0
-    seed: int = 0
-    layers: Layers = "all"
-    cross_layers: Layers | None = None
-    encoder_layers: Layers | None = None
-    keep_softmax: int = 0
+    preset: Preset | None = None
+    memory: int | None = None
+    search: bool = False
     window_size: int | None = None
     num_sinks: int | None = None
     num_slots: int | None = None
     retrieval_heads: RetrievalHeads = 0
     retrieval_window: int | None = None
+    feature_map: str | None = None
+    num_features: int | None = None
+    num_cross_features: int | None = None
+    num_encoder_features: int | None = None
     gate: bool | None = None
-    memory: int | None = None
+    config: dict[str, Any] | None = None
+    layers: Layers = "all"
+    cross_layers: Layers | None = None
+    encoder_layers: Layers | None = None
+    keep_softmax: int = 0
     calibrate_on: str | Path | None = None
+    seed: int = 0
     max_positions: int | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Dtype = "auto"
+    force: bool = False
     device: str = "auto"
     revision: str | None = None
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name in MINIMUM and isinstance(value, int) and value < MINIMUM[each.name]:
-                raise ValueError(f"{each.name} must be at least {MINIMUM[each.name]}, got {value}.")
-            if get_origin(each.type) is Literal and value not in get_args(each.type):
-                raise ValueError(f"{each.name} must be one of {', '.join(get_args(each.type))}, got {value!r}.")
+        for name, least in MINIMUM.items():
+            value = getattr(self, name)
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}.")
+        for name, choices in (("preset", (None, *get_args(Preset))), ("dtype", get_args(Dtype))):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(filter(None, choices))}, got {value!r}.")
 
     def words(self) -> list[str]:
         """Return the words of a command line that set the options other than their defaults."""
         words = []
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value == each.default:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value == option.default:
                 continue
-            on, _, off = flag_of(each.name).partition("/")
-            words.append(off if value is False else on)
-            if each.name == "retrieval_heads" and not isinstance(value, int):
-                value = [f"{layer}.{head}" for layer, head in value]
-            if not isinstance(value, bool):
-                words.append((",".join(map(str, value)) or "none") if isinstance(value, list | tuple) else str(value))
+            on, _, off = flag_of(option.name).partition("/")
+            if isinstance(value, bool):
+                words.append(on if value else off)
+            elif isinstance(value, dict):
+                for key, item in value.items():
+                    words += [on, f"{key}={item if isinstance(item, str) else json.dumps(item)}"]
+            elif isinstance(value, list | tuple):
+                pairs = option.name == "retrieval_heads"
+                items = [f"{item[0]}.{item[1]}" if pairs else str(item) for item in value]
+                words += [on, ",".join(items) or "none"]
+            else:
+                words += [on, str(value)]
         return words
 
 
 #: Least values of numbers.
-MINIMUM = dict.fromkeys(("num_features", "num_cross_features", "num_encoder_features", "max_positions"), 1)
-MINIMUM["retrieval_window"] = 1
-MINIMUM["memory"] = 8
-MINIMUM |= dict.fromkeys(("redraw_pool", "seed", "keep_softmax", "window_size", "num_sinks", "num_slots"), 0)
-MINIMUM["retrieval_heads"] = 0
+MINIMUM = {"memory": 8}
+MINIMUM |= dict.fromkeys(("window_size", "num_sinks", "num_slots", "retrieval_heads", "keep_softmax", "seed"), 0)
+MINIMUM |= dict.fromkeys(("num_features", "num_cross_features", "num_encoder_features"), 1)
+MINIMUM |= dict.fromkeys(("retrieval_window", "max_positions"), 1)
 #: Flags that are not named as their fields, and switches that can be turned off.
-FLAGS = {"orthogonal": "--orthogonal/--iid", "gate": "--gate/--no-gate"}
-FLAGS |= {"calibrate_on": "--calibrate", "num_sinks": "--sinks", "num_slots": "--slots"}
+FLAGS = {"gate": "--gate/--no-gate", "calibrate_on": "--calibrate", "num_sinks": "--sinks", "num_slots": "--slots"}
 #: Groups of the command line's help, each from its first option on.
 PANELS = {
-    "feature_map": "Feature map",
+    "preset": "What is kept",
+    "window_size": "Exact tokens, in place of the preset's",
+    "feature_map": "Features, in place of the preset's",
     "layers": "Which layers",
-    "window_size": "Window and gate",
     "calibrate_on": "Calibration",
     "max_positions": "Output",
     "device": "Computation",

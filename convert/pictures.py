@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from .activations import capture_inputs, compare_weights, layer_activations, layer_divergence, padding_masks
 from .base_model import rfa_layers
 from .calibration_data import Inputs, cut, trim
-from .memory_budget import Trial
+from .memory_search import Trial
 
 #: Queries and keys in a map.
 SHOWN = 64

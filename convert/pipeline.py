@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import score_labels
-from hf_rfa.families import position_count, reads_audio
+from hf_rfa.families import reads_audio
 from hf_rfa.inference.devices import find_device
 from hf_rfa.inference.loading import check_tokens, check_vocabulary
 from hf_rfa.io.atomic_io import check_destination, check_space, new_folder, remove_leftovers
@@ -38,12 +38,13 @@ from .calibration_data import (
     random_inputs,
 )
 from .checkpoint import Checkpoint, load_base_model, load_converted, load_rfa_model, open_checkpoint, quiet
-from .configuration import Trained, import_words, rfa_config, with_defaults, with_more_positions
+from .configuration import import_words, rfa_config, with_more_positions
 from .kept_weights import check_kept, digests
-from .memory_budget import Trial, check_memory, spend_memory
+from .memory_search import Trial, check_search, search_memory, ways_to_spend
 from .options import ConversionOptions
 from .pictures import HeadMap, compare_attention, draw_attention, draw_trials
-from .report import ConversionReport, Perplexities, model_card, model_figures, notes
+from .presets import Trained, with_preset
+from .report import ConversionReport, Perplexities, check_perplexity, model_card, model_figures, notes
 from .retrieval_heads import RetrievalHead, choose_retrieval_heads
 from .sensitivity import LayerSensitivity, keep_softmax, measure_sensitivity
 
@@ -107,24 +108,28 @@ def convert(
     command = command or shlex.join(words + import_words(options.feature_map))
 
     report_progress("checking the checkpoint", 1)
-    found = with_more_positions(_check(checkpoint, destination, options, overwrite=overwrite), options)
-    if options.memory is not None:
-        check_memory(found, options)
-    options = with_defaults(found.family, options, trained, positions=position_count(found.config))
-    config = rfa_config(found, options)
-    tokenizer, no_tokenizer, inputs = _prepare_inputs(found, options)
+    base = with_more_positions(_check(checkpoint, destination, options, overwrite=overwrite), options)
+    _check_force(options, trained)
+    asked = options
+    if asked.search:
+        check_search(base, asked, trained)
+        options = ways_to_spend(base, asked)[0].options
+    else:
+        options = with_preset(base, asked, trained)
+    config = rfa_config(base, options)
+    tokenizer, no_tokenizer, inputs = _prepare_inputs(base, options, search=asked.search)
 
     trials: list[Trial] = []
     heads: list[RetrievalHead] = []
-    if options.memory is not None:
-        options, trials, heads = spend_memory(found, options, inputs, report_progress)
-        config = rfa_config(found, options)
+    if asked.search:
+        options, trials, heads = search_memory(base, asked, inputs, report_progress)
+        config = rfa_config(base, options)
     elif isinstance(options.retrieval_heads, int) and options.retrieval_heads:
-        options, heads = _choose_heads(found, config, options, inputs, report_progress)
-        config = rfa_config(found, options)
+        options, heads = _choose_heads(base, config, options, inputs, report_progress)
+        config = rfa_config(base, options)
 
     report_progress("loading the weights", 1)
-    model, base_model = _load(found, config, options)
+    model, base_model = _load(base, config, options)
     if options.calibrate_on is not None:
         inputs = _add_labels(base_model, inputs, report_progress)
 
@@ -154,6 +159,8 @@ def convert(
             tokens=softmax.tokens,
             own_outputs=config.is_encoder_decoder,
         )
+        if trained is None and not options.force:
+            check_perplexity(perplexities)
     maps = []
     if gains:
         report_progress("comparing attention weights", 1)
@@ -162,20 +169,20 @@ def convert(
     gc.collect()
     give_back_memory()
     if options.max_positions is not None:
-        extend_positions(found.family, model, options.max_positions)
+        extend_positions(base.family, model, options.max_positions)
 
     report_progress("writing", 1)
     probe = random_inputs(model.config, seed=options.seed, tokens=1)
     with new_folder(destination) as folder:
         config, model_class, expected = model.config, type(model), _logits(model, probe)
-        figures = model_figures(model, found)
-        _write(model, tokenizer, found, folder)
+        figures = model_figures(model, base)
+        _write(model, tokenizer, base, folder)
         del model
         gc.collect()
         report_progress("checking the result", 1)
         report = ConversionReport(
             source=str(checkpoint),
-            source_revision=found.revision,
+            source_revision=base.revision,
             destination=str(destination),
             command=command,
             gains=tuple(gains),
@@ -183,11 +190,11 @@ def convert(
             trials=tuple(trials),
             retrieval_heads=tuple(heads),
             perplexities=perplexities,
-            max_logit_difference=_verify(found, options, model_class, folder, device, probe, expected),
-            notes=notes(found, config, options, no_tokenizer),
+            max_logit_difference=_verify(base, options, model_class, folder, device, probe, expected),
+            notes=notes(base, config, options, no_tokenizer, perplexities),
             **figures,
         )
-        _write_report(report, found, maps, folder)
+        _write_report(report, base, maps, folder)
     return report
 
 
@@ -197,6 +204,13 @@ def _resolve_options(options: ConversionOptions | None, fields: dict[str, Any]) 
         return replace(options or ConversionOptions(), **fields)
     except ValueError as error:
         raise InputError(str(error)) from error
+
+
+def _check_force(options: ConversionOptions, trained: Trained | None) -> None:
+    """Raise an `InputError` where there is nothing to force."""
+    if options.force and (options.calibrate_on is None or trained is not None):
+        why = "nothing is measured without a text (--calibrate)" if trained is None else "training follows"
+        raise InputError(f"force=True has no effect: {why}, and then no model is refused. Leave it out.")
 
 
 def _check(name: str | Path, destination: Path, options: ConversionOptions, *, overwrite: bool) -> Checkpoint:
@@ -213,7 +227,9 @@ def _check(name: str | Path, destination: Path, options: ConversionOptions, *, o
     return checkpoint
 
 
-def _prepare_inputs(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[Any, str | None, Inputs]:
+def _prepare_inputs(
+    checkpoint: Checkpoint, options: ConversionOptions, *, search: bool
+) -> tuple[Any, str | None, Inputs]:
     """Return the tokenizer or None, the reason why there is none, and the inputs to calibrate on."""
     documents = None if options.calibrate_on is None else list(read_documents(options.calibrate_on))
     if documents is not None and reads_audio(checkpoint.config):
@@ -229,7 +245,7 @@ def _prepare_inputs(checkpoint: Checkpoint, options: ConversionOptions) -> tuple
     if tokenizer is not None:
         check_vocabulary(tokenizer, checkpoint.config, checkpoint.name)
     tokens = SLOT_TEXT_TOKENS if options.num_slots else TEXT_TOKENS
-    if options.memory is not None:
+    if search:
         tokens = MEMORY_TEXT_TOKENS
     inputs = calibration_inputs(checkpoint.config, tokenizer, documents, seed=options.seed, tokens=tokens)
     if documents is not None:

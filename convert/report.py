@@ -13,24 +13,29 @@ from huggingface_hub import ModelCard, ModelCardData
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import shown
 from hf_rfa.families import position_count, reads_audio
 from hf_rfa.inference.cache_files import recurrent_num_bytes
 from hf_rfa.models.cache_names import returned_cache
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
+from hf_rfa.models.feature_maps import FEATURE_MAPS
+from hf_rfa.models.projected_feature_maps import RandomFeatureMap
 from hf_rfa.version import __version__
 
 from .base_model import rfa_layers
 from .calibration import LayerGain
 from .checkpoint import Checkpoint, new_keys
 from .configuration import outside_module
-from .memory_budget import Trial
+from .memory_search import Trial
 from .options import ConversionOptions
 from .retrieval_heads import RetrievalHead
 from .sensitivity import LayerSensitivity
 
 #: Lengths at which caches are compared with a softmax model's, with the model's own number of positions.
 CACHE_LENGTHS = (1024, 2048, 8192)
+#: A conversion whose perplexity is more than so many times the base model's has ruined the model.
+MAX_PERPLEXITY_RATIO = 2.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,28 @@ class Perplexities:
     tokens: int
     own_outputs: bool = False
 
+    @property
+    def ratio(self) -> float:
+        """The result's perplexity relative to the base model's."""
+        return self.calibrated / self.softmax
+
+    @property
+    def ruined(self) -> bool:
+        """Whether the conversion has ruined the model; so it has where a perplexity is not a number."""
+        return not self.ratio <= MAX_PERPLEXITY_RATIO
+
+
+def check_perplexity(perplexities: Perplexities) -> None:
+    """Raise an `InputError` where a conversion has ruined the model."""
+    if perplexities.ruined:
+        cross = " or cross attention (--cross-layers none)" if perplexities.own_outputs else ""
+        raise InputError(
+            "the conversion has ruined the model, and nothing was written: on the text its perplexity is "
+            f"{shown(perplexities.calibrated)}, more than {MAX_PERPLEXITY_RATIO:g} times the base model's "
+            f"{shown(perplexities.softmax)}. Calibrate on other text, give it more memory (--memory), keep layers "
+            f"(--keep-softmax){cross} softmax, or train it at once (--data). To write it all the same, pass --force."
+        )
+
 
 @dataclass(frozen=True)
 class ConversionReport:
@@ -57,6 +84,7 @@ class ConversionReport:
         destination: the folder written.
         command: the command line that repeats the conversion.
         layers: number of RFA layers and of all layers, by kind of attention.
+        keeps: what every converted layer keeps of a text.
         feature_map: name of the feature map.
         feature_dims: F, features per head, by kind of attention.
         num_parameters: parameters of the result.
@@ -83,6 +111,7 @@ class ConversionReport:
     destination: str
     command: str
     layers: dict[str, tuple[int, int]]
+    keeps: str
     feature_map: str
     feature_dims: dict[str, int]
     num_parameters: int
@@ -114,10 +143,9 @@ class ConversionReport:
         share = self.added_parameters / self.num_parameters
         growth = "and the softmax layers' growing cache" if self.grows else "at any length"
         converted = {kind: f"{rfa} of {count}" for kind, (rfa, count) in self.layers.items()}
-        features = {kind: str(count) for kind, count in self.feature_dims.items()}
         rows = [
             ("attention layers converted", _by_kind(converted)),
-            ("feature map", f"{self.feature_map}, features per head: {_by_kind(features)}"),
+            ("every layer keeps, per head", self.keeps),
             ("parameters added", f"{self.added_parameters:,} ({share:.3%} of {self.num_parameters:,})"),
             ("numbers in buffers added", f"{self.added_buffers:,}"),
             ("state per sequence", f"{_size(self.state_bytes)} ({self.state_tokens:,.0f} tokens' worth), {growth}"),
@@ -177,6 +205,35 @@ def _by_kind(values: dict[str, str]) -> str:
     if len(values) == 1:
         return next(iter(values.values()))
     return ", ".join(f"{kind} {value}" for kind, value in values.items())
+
+
+def _tokens(sinks: int, recent: int, important: int = 0) -> str:
+    """Return tokens that are kept exactly in words: "4 sinks, 31 recent and 28 important tokens"."""
+    counts = {"sinks": sinks, "recent": recent, "important": important}
+    words = [f"{number:,} {what}" for what, number in counts.items() if number]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words) + " tokens"
+
+
+def what_layers_keep(config: Any, feature_dims: dict[str, int]) -> str:
+    """Return in one line what a head of a converted layer keeps, by kind of attention.
+
+    Args:
+        config: the RFA model's configuration.
+        feature_dims: F, features per head, of every kind that is converted.
+    """
+    random = "random " if issubclass(FEATURE_MAPS[config.feature_map], RandomFeatureMap) else ""
+    lines = {f"{kind}:": f"{count} {random}features ({config.feature_map})" for kind, count in feature_dims.items()}
+    if "causal" in feature_dims:
+        features = lines["causal:"].replace(")", ", gated)") if config.gate else lines["causal:"]
+        line = f"{features}, no exact tokens"
+        if config.window_size:
+            exact = _tokens(config.num_sinks, config.window_size, config.num_slots)
+            line = f"{exact}; {features if feature_dims['causal'] else 'no random features'}"
+        if config.retrieval_heads:
+            far = _tokens(config.num_sinks, config.retrieval_window)
+            line += f"; in retrieval heads, {len(config.retrieval_heads)} in all, {far}"
+        lines["causal:"] = line
+    return "; ".join(line if lines.keys() == {"causal:"} else f"{kind} {line}" for kind, line in lines.items())
 
 
 def _size(num_bytes: int) -> str:
@@ -261,11 +318,11 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
     layers: dict[str, tuple[int, int]] = {}
     feature_dims: dict[str, int] = {}
     for kind in get_args(AttentionKind):
-        found = [layer for layer in rfa_layers(model).values() if layer.rfa_kind == kind]
-        if found or kind == "causal" or config.is_encoder_decoder:
-            layers[kind] = (len(found), config.num_layers_for(kind))
-        if found:
-            feature_dims[kind] = found[0].feature_map.feature_dim
+        converted = [layer for layer in rfa_layers(model).values() if layer.rfa_kind == kind]
+        if converted or kind == "causal" or config.is_encoder_decoder:
+            layers[kind] = (len(converted), config.num_layers_for(kind))
+        if converted:
+            feature_dims[kind] = converted[0].feature_map.feature_dim
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
     state, new = model.state_dict(), new_keys(model)
     positions = config.max_position_embeddings
@@ -277,6 +334,7 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
     lengths = [*(length for length in CACHE_LENGTHS if length < positions), positions]
     return {
         "layers": layers,
+        "keeps": what_layers_keep(config, feature_dims),
         "feature_map": config.feature_map,
         "feature_dims": feature_dims,
         "num_parameters": sum(parameters.values()),
@@ -294,31 +352,42 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
     }
 
 
-def notes(checkpoint: Checkpoint, config: Any, options: ConversionOptions, no_tokenizer: str | None) -> tuple[str, ...]:
-    """Return hints for the user: the code that a feature map needs, growing caches, and what would be better."""
-    found = []
+def notes(
+    checkpoint: Checkpoint,
+    config: Any,
+    options: ConversionOptions,
+    no_tokenizer: str | None,
+    perplexities: Perplexities | None,
+) -> tuple[str, ...]:
+    """Return hints for the user: a ruined model, the code that a feature map needs, growing caches, what would be better."""
+    hints = []
+    if perplexities is not None and perplexities.ruined:
+        hints.append(
+            f"The conversion has ruined the model: on the text its perplexity is {perplexities.ratio:.1f} times the base "
+            "model's. Train it before you use it."
+        )
     module = outside_module(config.feature_map)
     if module is not None:
         advice = f"Import its module {module} before the checkpoint is loaded, in Python or with --import."
         if module == "__main__":
             advice = "Put its class into a module, and import that before the checkpoint is loaded."
-        found.append(
+        hints.append(
             f"The feature map {config.feature_map} is not hf-rfa's own, and the checkpoint does not hold its code. {advice}"
         )
     if no_tokenizer is not None:
-        found.append(f"The result has no tokenizer (of the checkpoint: {no_tokenizer}).")
+        hints.append(f"The result has no tokenizer (of the checkpoint: {no_tokenizer}).")
     for name, kind in config.SOFTMAX_LAYERS.items():
         indices = getattr(config, name)
         if kind != "encoder" and indices:
             kept = ("layer " if len(indices) == 1 else "layers ") + ", ".join(map(str, indices))
             length = "sequence" if kind == "causal" else "source"
-            found.append(f"The {kind} attention of {kept} is softmax: its cache grows with the {length}.")
+            hints.append(f"The {kind} attention of {kept} is softmax: its cache grows with the {length}.")
     if options.max_positions is not None:
-        found.append(checkpoint.family.note_on_positions(config, options.max_positions))
+        hints.append(checkpoint.family.note_on_positions(config, options.max_positions))
     if options.calibrate_on is None and (config.feature_map != "none" or config.num_slots):
         better = "; text like the model's inputs (--calibrate) does better."
-        found.append("Calibrated on random tokens" + (" and noise for audio." if reads_audio(config) else better))
-    return tuple(found)
+        hints.append("Calibrated on random tokens" + (" and noise for audio." if reads_audio(config) else better))
+    return tuple(hints)
 
 
 #: Beginning of the card's paragraph on training, which trainings replace.
@@ -386,7 +455,8 @@ def model_card(report: ConversionReport, checkpoint: Checkpoint) -> ModelCard:
     fields = ("license", "license_name", "license_link", "language", "pipeline_tag")
     data: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task, "base_model": checkpoint.hub_name}
     data |= {field: theirs.get(field) for field in fields if theirs.get(field) is not None}
-    tags = ["hf-rfa", "random-feature-attention", "linear-attention"]
+    has_features = any(report.feature_dims.values())
+    tags = ["hf-rfa", *(["random-feature-attention", "linear-attention"] if has_features else [])]
     title = report.destination.rstrip("/").rsplit("/", 1)[-1]
     hub_name, revision = checkpoint.hub_name, report.source_revision
     tree = f"/tree/{revision}" if revision else ""
@@ -399,5 +469,6 @@ def model_card(report: ConversionReport, checkpoint: Checkpoint) -> ModelCard:
         version=__version__,
         untrained=UNTRAINED,
         use=use_section(auto_class, title, report.feature_map),
+        has_features=has_features,
         report=report,
     )

@@ -44,7 +44,7 @@ def main() -> None:
         parser.error(f"{args.model} has an encoder. Pass a decoder, a GPT-2 or a Llama say.")
     converted, distilled, tuned = (args.output / name for name in ("converted", "distilled", "tuned"))
 
-    convert(args.model, converted, feature_map="exponential", calibrate_on=args.train, overwrite=True)
+    convert(args.model, converted, preset="rfa", feature_map="exponential", calibrate_on=args.train, overwrite=True)
     recipe = Recipe(transfer=Stage(steps=args.steps, block_length=args.block_length), end_to_end=Stage(steps=0))
     distill(converted, distilled, teacher=args.model, data=args.train, recipe=recipe, overwrite=True)
 

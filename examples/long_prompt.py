@@ -40,7 +40,8 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     if args.model is None:
         args.model = args.output / "model"
-        convert(DEMO / "model", args.model, calibrate_on=DEMO / "calibration.txt.gz", window_size=64, overwrite=True)
+        text = DEMO / "calibration.txt.gz"
+        convert(DEMO / "model", args.model, preset="rfa", window_size=64, calibrate_on=text, overwrite=True)
     model = AutoModelForCausalLM.from_pretrained(args.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     prompt = tokenize(tokenizer, read_documents(args.text), most=args.tokens)[None]

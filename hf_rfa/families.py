@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -115,9 +115,8 @@ class Family:
         position_embedding: attribute name of the modules that hold position embeddings, or the end of their path.
         more_positions: makes a longer table of positions from such a module and a count.
         more_positions_note: note for the user on what that changes; ``{}`` stands for the count.
-        features_by_default: whether a conversion without further options gives causal attention random features, beside a
-            window, sinks and slots. They were measured to be worth their bytes on small GPT-2 models, and not on a pretrained
-            decoder; cross attention needs them.
+        preset: what conversion lets causal attention keep by default (`hf_rfa.convert.presets`). Features were measured to be
+            worth their bytes on small GPT-2 models, and not on a pretrained decoder; cross attention needs them.
     """
 
     rfa_config: Any
@@ -126,7 +125,7 @@ class Family:
     position_embedding: str = "embed_positions"
     more_positions: Callable[[Any, int], Tensor] = interpolate_positions
     more_positions_note: str = "The learned positions were stretched to {} by interpolation, which short texts see too."
-    features_by_default: bool = True
+    preset: Literal["exact", "mixed", "rfa"] = "mixed"
 
     @property
     def base_config(self) -> Any:
@@ -254,7 +253,7 @@ DECODERS = (
 )
 #: What deviates in the declarations of decoders, by ``model_type``.
 DECODER_DEVIATIONS: dict[str, dict[str, Any]] = {
-    "gpt2": {"position_embedding": "wpe", "features_by_default": True, "more_models": ("GPT2DoubleHeadsModel",)},
+    "gpt2": {"position_embedding": "wpe", "preset": "mixed", "more_models": ("GPT2DoubleHeadsModel",)},
     "gpt_bigcode": {"position_embedding": "wpe"},
 }
 
@@ -295,13 +294,13 @@ def decoder_family(model_type: str, **deviations: Any) -> Family:
 
     Args:
         model_type: of its softmax models.
-        **deviations: fields of `Family` with another value than their default; ``features_by_default`` is False here.
+        **deviations: fields of `Family` with another value than their default; ``preset`` is exact here.
 
     Raises:
         ValueError: if transformers knows no such ``model_type``, or one with an encoder.
     """
     config_class = decoder_config_class(_config_of(model_type, encoder=False))
-    return Family(rfa_config=config_class, **{"features_by_default": False, **deviations})
+    return Family(rfa_config=config_class, **{"preset": "exact", **deviations})
 
 
 def seq2seq_family(model_type: str, **deviations: Any) -> Family:

@@ -48,10 +48,24 @@ def _heads(option: str, text: str) -> Any:
     return [[int(layer), int(head)] for layer, _, head in pairs]
 
 
+def _config(option: str, words: list[str] | None) -> dict[str, Any] | None:
+    """Read fields of the configuration, "unit_norm=true", with values as YAML reads them; None if none was given."""
+    import yaml
+
+    values: dict[str, Any] = {}
+    for word in words or []:
+        name, equals, value = word.partition("=")
+        if not name or not equals or not value:
+            raise UsageError(f"{option} takes a field and its value such as unit_norm=true, got {word!r}.")
+        values[name] = yaml.safe_load(value)
+    return values or None
+
+
 def _parameter(field: Field, panel: str, text: str) -> inspect.Parameter:
     """Return the parameter of a typer command for a field of `hf_rfa.convert.ConversionOptions`."""
     name, default, flag = field.name, field.default, OPTIONS.flag_of(field.name)
-    kind: Any = {"calibrate_on": Path | None, HEADS: str, **dict.fromkeys(LAYERS, str | None)}.get(name, field.type)
+    read_as_text = {"config": list[str] | None, "calibrate_on": Path | None, HEADS: str}
+    kind: Any = {**read_as_text, **dict.fromkeys(LAYERS, str | None)}.get(name, field.type)
     default = str(default) if name == HEADS else default
     text = text[0].upper() + text[1:]
     if name in OPTIONS.MINIMUM and name != HEADS:
@@ -113,16 +127,12 @@ def convert_command(
             "--data is the text of a training, which --transfer-steps or --end-to-end-steps asks for: pass one of these and "
             "--data, or neither."
         )
-    if transfer_steps is not None and options["memory"] is not None:
-        raise UsageError(
-            "--transfer-steps trains features, and --memory may find that there should be none. Train the whole model: "
-            "--end-to-end-steps."
-        )
     for flag, given in (("--references", references is not None), ("--resume", resume)):
         if given and data is None:
             raise UsageError(f"{flag} has no effect without --data. Leave it out.")
     options |= {name: _layers(OPTIONS.flag_of(name), options[name]) for name in LAYERS}
     options[HEADS] = _heads(OPTIONS.flag_of(HEADS), options[HEADS])
+    options["config"] = _config(OPTIONS.flag_of("config"), options["config"])
     options["calibrate_on"] = options["calibrate_on"] or data
     starting(f"converting {checkpoint} to {destination}")
     if not trains:

@@ -146,7 +146,7 @@ def material(tmp_path_factory) -> Path:
     from .training import save_checkpoints, write_rows
 
     card = "---\nlicense: mit\npipeline_tag: translation\n---\n# The parent\n"
-    options = {"feature_map": "exponential", "num_features": 8, "gate": True}
+    options = {"preset": "rfa", "feature_map": "exponential", "num_features": 8, "gate": True}
     folder = save_checkpoints(tmp_path_factory.mktemp("material"), "gpt2", card=card, **options)
     save_checkpoints(folder, "bart", card=card, encoder_layers="all", **options)
     rows = [

@@ -39,9 +39,9 @@ SLOTS, WINDOW = "window, sinks and slots", "window and sinks"
 COLORS = {SOFTMAX: "#555555", CONVERTED: "#7ba7d4", TRANSFERRED: "#174a80", SLOTS: "#8fbf6b", WINDOW: "#dd9464"}
 #: What is converted without any training before the fine-tuning, by the options of the conversion.
 CONVERSIONS: dict[str, dict[str, Any]] = {
-    CONVERTED: {"feature_map": "positive"},
-    SLOTS: {"feature_map": "none", "window_size": 31, "num_sinks": 4, "num_slots": 28},
-    WINDOW: {"feature_map": "none", "window_size": 60, "num_sinks": 4},
+    CONVERTED: {"preset": "rfa"},
+    SLOTS: {"preset": "exact"},
+    WINDOW: {"preset": "exact", "window_size": 60, "num_slots": 0},
 }
 ROWS = tuple(f"{kind}, {context}" for context in CONTEXTS for kind in COLORS)
 #: Steps of attention transfer, of 2,048 tokens each, and the reviews that are classified at once.
@@ -83,7 +83,7 @@ def _start(kind: str, context: int, recipe: dict[str, Any], work: Path, seed: in
         return folder
     base, text = _start(SOFTMAX, context, recipe, work, seed), recipe["train"]
     if kind in CONVERSIONS:
-        convert(base, folder, calibrate_on=text, seed=seed, **CONVERSIONS[kind])
+        convert(base, folder, calibrate_on=text, seed=seed, force=True, **CONVERSIONS[kind])
         return folder
     converted = folder.with_name(f"{folder.name}, untrained")
     if not converted.is_dir():

@@ -20,7 +20,9 @@ def folder(tmp_path_factory):
     save_softmax_model("gpt2", folder / "model", config={"initializer_range": 0.5})
     (folder / "text.txt").write_text(" ".join(f"w{4 + (7 * n * n + n) % 53}" for n in range(200)))
     for window in (6, 9):
-        convert(folder / "model", folder / f"window-{window}", feature_map="none", window_size=window, num_sinks=1)
+        convert(
+            folder / "model", folder / f"window-{window}", preset="exact", window_size=window, num_sinks=1, num_slots=0
+        )
     return folder
 
 

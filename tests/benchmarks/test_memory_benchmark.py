@@ -24,7 +24,7 @@ def test_rows_are_perplexities_and_are_not_measured_twice(tmp_path, monkeypatch,
     save_softmax_model("gpt2", tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text(words(480))
-    convert(tmp_path / "model", tmp_path / "rfa", memory=12, calibrate_on=text)
+    convert(tmp_path / "model", tmp_path / "rfa", search=True, memory=12, calibrate_on=text)
     options = [tmp_path / "model", text, "--checkpoints", tmp_path / "rfa", "--tokens", 200, "--contexts", 40, 50]
     monkeypatch.setattr(sys, "argv", ["memory", *map(str, options), "--output", str(tmp_path / "out")])
     monkeypatch.setenv("COLUMNS", "20")  # lines of a Markdown table are not broken
@@ -82,9 +82,9 @@ def test_rows_are_made_trained_and_measured(tmp_path, monkeypatch):
 def test_rows_of_models_have_a_kind_and_one_control_of_each_size(tmp_path):
     save_softmax_model("gpt2", tmp_path / "model")
     parent = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    heads = {"retrieval_heads": [[0, 1], [1, 0]], "retrieval_window": 9}
+    heads = {"num_slots": 0, "retrieval_heads": [[0, 1], [1, 0]], "retrieval_window": 9}
     for name, options in {"a": {"num_slots": 6}, "b": {"num_slots": 7}, "c": {"num_slots": 6}, "heads": heads}.items():
-        convert(tmp_path / "model", tmp_path / name, feature_map="none", window_size=5, num_sinks=1, **options)
+        convert(tmp_path / "model", tmp_path / name, preset="exact", window_size=5, num_sinks=1, **options)
 
     def kinds(*names: str, controls: tuple[int, ...] = ()) -> list[tuple[str, str]]:
         rows = memory.models(parent, [tmp_path / name for name in names], 96, set(controls))
@@ -109,14 +109,14 @@ def test_the_best_row_of_a_kind_and_size_is_drawn():
     assert memory.best_rows(rows, 8) == {"a": {64: rows[1], 256: rows[2]}, "b": {64: rows[3]}}
 
 
-WINDOW = {"feature_map": "none", "window_size": 60, "num_sinks": 4}
+WINDOW = {"preset": "exact", "window_size": 60, "num_sinks": 4, "num_slots": 0}
 RETRIEVAL = {"retrieval_heads": 3, "retrieval_window": 50}
 
 
 @pytest.mark.parametrize(
     ("row", "options"),
     [
-        ("64", {"memory": 64}),
+        ("64", {"memory": 64, "search": True}),
         ("60+4", WINDOW),
         ("60+4+9", WINDOW | {"num_slots": 9}),
         ("60+4r3x50", WINDOW | RETRIEVAL),

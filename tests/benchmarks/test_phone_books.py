@@ -30,8 +30,9 @@ def test_an_answer_is_right_if_all_of_its_tokens_are():
 
 
 def test_a_model_that_sees_as_much_answers_as_its_parent(tmp_path, monkeypatch, capsys):
-    convert(DEMO_MODEL, tmp_path / "wide", feature_map="none", window_size=128, num_sinks=1)
-    convert(DEMO_MODEL, tmp_path / "narrow", feature_map="none", window_size=2, num_sinks=1)
+    options = {"preset": "exact", "num_sinks": 1, "num_slots": 0}
+    convert(DEMO_MODEL, tmp_path / "wide", **options, window_size=128)
+    convert(DEMO_MODEL, tmp_path / "narrow", **options, window_size=2)
     words = ["phone_books", DEMO_MODEL, tmp_path / "wide", tmp_path / "narrow", "--window", "128+1", "--books", "6"]
     monkeypatch.setattr(sys, "argv", [*map(str, words), "--entries", "3"])
     phone_books.main()

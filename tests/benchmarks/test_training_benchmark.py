@@ -22,7 +22,7 @@ def test_settings_are_compared_from_one_checkpoint(tmp_path, monkeypatch, capsys
     save_softmax_model("gpt2", tmp_path / "model", config={"initializer_range": 0.5})
     text = tmp_path / "text.txt"
     text.write_text(words(720))
-    convert(tmp_path / "model", tmp_path / "rfa", window_size=3, num_sinks=2, feature_map="none")
+    convert(tmp_path / "model", tmp_path / "rfa", preset="exact", window_size=3, num_sinks=2, num_slots=0)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("end_to_end: {steps: 4, batch_size: 4, block_length: 16, learning_rate: 0.001, kl_weight: 1.0}")
     options = [tmp_path / "rfa", text, "--teacher", tmp_path / "model", "--train", text, "--recipe", recipe]

@@ -7,16 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 import torch
 
-from hf_rfa import FAMILIES, __version__
-from hf_rfa.convert.configuration import with_defaults
-from hf_rfa.convert.options import ConversionOptions
+from hf_rfa import __version__
+from hf_rfa.convert.options import ConversionOptions, help_texts
 from hf_rfa_cli import convert as cli_convert
 from hf_rfa_cli import train
 from tests.conftest import DEMO_MODEL, DEMO_TEXT
@@ -222,55 +220,31 @@ def test_layers_are_read_as_indices_and_ranges():
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "feature_map", "gate", "sizes"),
-    [
-        ("gpt2", [], "positive", False, (14, 4, 14)),
-        ("gpt2", ["--no-gate"], "positive", False, (14, 4, 14)),
-        ("gpt2", ["--feature-map", "positive"], "positive", False, (0, 0, 0)),
-        ("gpt2", ["--num-features", "64"], "positive", False, (0, 0, 0)),
-        ("gpt2", ["--window-size", "0"], "positive", False, (0, 0, 0)),
-        ("gpt2", ["--window-size", "9"], "positive", False, (9, 0, 0)),
-        ("bart", [], "positive", False, (14, 4, 14)),
-        ("bart", ["--num-cross-features", "32"], "positive", False, (14, 4, 14)),
-        ("bart", ["--layers", "none"], "positive", False, (0, 0, 0)),
-        ("gpt2", ["--gate"], "positive", True, (0, 0, 0)),
-        ("bart", ["--window-size", "4"], "positive", False, (4, 0, 0)),
-        ("gpt2", ["--transfer-steps", "3"], "exponential", True, (0, 0, 0)),
-        ("gpt2", ["--transfer-steps", "3", "--no-gate"], "exponential", False, (0, 0, 0)),
-        ("bart", ["--transfer-steps", "3", "--layers", "none"], "exponential", False, (0, 0, 0)),
-        ("gpt2", ["--transfer-steps", "3", "--window-size", "4"], "exponential", False, (4, 0, 0)),
-        ("gpt2", ["--transfer-steps", "3", "--window-size", "4", "--gate"], "exponential", True, (4, 0, 0)),
-        ("gpt2", ["--transfer-steps", "3", "--feature-map", "elu"], "elu", True, (0, 0, 0)),
-        ("gpt2", ["--end-to-end-steps", "3"], "exponential", False, (14, 4, 14)),
-        ("gpt2", ["--end-to-end-steps", "3", "--num-features", "64"], "exponential", True, (0, 0, 0)),
-        ("llama", [], "none", False, (31, 4, 28)),
-        ("llama", ["--window-size", "9"], "none", False, (9, 4, 0)),
-        ("llama", ["--window-size", "9", "--sinks", "0"], "none", False, (9, 0, 0)),
-        ("llama", ["--window-size", "9", "--slots", "5"], "none", False, (9, 4, 5)),
-        ("llama", ["--window-size", "0"], "none", False, (0, 0, 0)),  # which the configuration refuses
-        ("llama", ["--feature-map", "none", "--window-size", "9"], "none", False, (9, 0, 0)),
-        ("llama", ["--feature-map", "positive"], "positive", False, (0, 0, 0)),
-        ("llama", ["--num-features", "64", "--window-size", "9"], "positive", False, (9, 0, 0)),
-        ("llama", ["--gate"], "positive", True, (0, 0, 0)),
-        ("llama", ["--iid"], "positive", False, (0, 0, 0)),
-        ("llama", ["--end-to-end-steps", "3"], "none", False, (31, 4, 28)),
-        ("llama", ["--transfer-steps", "3"], "exponential", True, (0, 0, 0)),
-    ],
+    ("words", "trained"),
+    [([], None), (["--transfer-steps", "3"], "features"), (["--end-to-end-steps", "3"], "model")],
 )
-def test_defaults_depend_on_the_family_and_on_training(
-    family, options, feature_map, gate, sizes, run_cli, tmp_path, monkeypatch
-):
-    """Those that docs/quality.md and benchmarks/results/memory.md found best without training, and with it."""
-    chosen = {}
+def test_options_reach_the_conversion(words, trained, run_cli, tmp_path, monkeypatch):
+    given = {}
+    monkeypatch.setattr(cli_convert, "_convert", lambda *paths, **options: given.update(options) or sys.exit(0))
+    words = [*words, *(["--data", DEMO_TEXT] if trained else ["--calibrate", DEMO_TEXT])]
+    words += ["--preset", "mixed", "--memory", 80, "--sinks", 2, "--no-gate", "--retrieval-heads", "1.2,0.1"]
+    words += ["--config", "unit_norm=true", "--config", "chunk_size=9"]
+    assert run_cli("convert", "parent", tmp_path / "out", *words) == 0
+    for name in ("overwrite", "command"):
+        given.pop(name, None)
+    assert given.pop("trained", None) == trained
+    assert ConversionOptions(**given) == ConversionOptions(
+        preset="mixed",
+        memory=80,
+        num_sinks=2,
+        gate=False,
+        retrieval_heads=[[1, 2], [0, 1]],
+        config={"unit_norm": True, "chunk_size": 9},
+        calibrate_on=DEMO_TEXT,
+    )
 
-    def stop(source, destination, *, trained=None, command=None, overwrite=False, **given):
-        found = with_defaults(FAMILIES[family], ConversionOptions(**given), trained)
-        assert with_defaults(FAMILIES[family], found) == found
-        chosen.update(asdict(found))
-        raise SystemExit(0)
 
-    monkeypatch.setattr(cli_convert, "_convert", stop)
-    data = ["--data", str(DEMO_TEXT)] if {"--transfer-steps", "--end-to-end-steps"} & {*options} else []
-    assert run_cli("convert", "parent", tmp_path / "out", *options, *data) == 0
-    assert (chosen["feature_map"], chosen["gate"]) == (feature_map, gate)
-    assert tuple(chosen[name] for name in ("window_size", "num_sinks", "num_slots")) == sizes
+def test_help_says_a_thing_in_two_sentences_at_most():
+    for name, text in help_texts().items():
+        assert len(text) < 240, name
+        assert len(re.findall(r"\.(?: |$)", text)) <= 2, name

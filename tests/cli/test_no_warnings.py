@@ -86,9 +86,8 @@ def test_warnings_are_collected(said):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ordinary_use_warns_of_nothing(family, parents, tmp_path, said):
     auto, task = (AutoModelForCausalLM, "clm") if not has_encoder(family) else (AutoModelForSeq2SeqLM, "seq2seq")
-    convert(
-        parents / family, tmp_path / "rfa", num_features=8, gate=True, window_size=3, calibrate_on=parents / "text.txt"
-    )
+    options = {"preset": "rfa", "num_features": 8, "gate": True, "window_size": 3}
+    convert(parents / family, tmp_path / "rfa", calibrate_on=parents / "text.txt", **options)
     assert said == []
 
     model = auto.from_pretrained(tmp_path / "rfa").eval()

@@ -30,7 +30,7 @@ from tests.families import make, softmax_model
 def test_a_window_is_calibrated_to_the_features(tiny_parent, tmp_path):
     """Maps whose φ has another scale than the softmax kernel get a shift; it lowers the divergence."""
     for feature_map in ("hedgehog", "elu", "positive"):
-        report = convert(tiny_parent, tmp_path / feature_map, feature_map=feature_map, window_size=3)
+        report = convert(tiny_parent, tmp_path / feature_map, preset="rfa", feature_map=feature_map, window_size=3)
         assert all(sum(gain.after) < sum(gain.before) for gain in report.gains)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / feature_map)
         assert float(model.transformer.h[0].attn.feature_map.window_shift.detach().abs().max()) > 0
@@ -123,8 +123,8 @@ def test_the_gates_find_the_spans_of_softmax_attention(window, left):
 
 
 def test_a_gate_does_not_make_the_start_worse(tiny_parent, tmp_path):
-    plain = convert(tiny_parent, tmp_path / "plain", window_size=0)
-    gated = convert(tiny_parent, tmp_path / "gated", gate=True)
+    plain = convert(tiny_parent, tmp_path / "plain", preset="rfa")
+    gated = convert(tiny_parent, tmp_path / "gated", preset="rfa", gate=True)
     for without, with_gate in zip(plain.gains, gated.gains, strict=True):
         for old, new in zip(without.after, with_gate.after, strict=True):
             assert new < old + 2e-3  # the longest span is 16 times the positions, not infinite

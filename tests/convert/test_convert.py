@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from hf_rfa import FEATURE_MAPS
-from hf_rfa.convert import ConversionOptions, InputError, convert
+from hf_rfa.convert import ConversionOptions, convert
 from hf_rfa.convert import checkpoint as checkpoint_module
 from hf_rfa.convert.calibration_data import random_inputs
 from hf_rfa.inference import cache_num_bytes
@@ -65,7 +65,7 @@ CONVERTED += [(family, name) for family in ("bart", "marian") for name in ("posi
 @pytest.mark.parametrize(("family", "name"), CONVERTED)
 def test_every_feature_map_converts_and_keeps_every_weight(family, name, parents, tmp_path):
     options = {} if not has_encoder(family) else {"encoder_layers": "all"}
-    options |= {"window_size": 4, "num_sinks": 1} if name == "none" else {"gate": True}
+    options |= {"preset": "exact", "num_slots": 0} if name == "none" else {"preset": "rfa", "gate": True}
     report = convert(parents[family], tmp_path / "out", feature_map=name, **options)
     parent, result = (load_file(folder / "model.safetensors") for folder in (parents[family], tmp_path / "out"))
     for key, tensor in parent.items():
@@ -116,7 +116,9 @@ def test_the_parents_dropout_does_not_act(tiny_parent, tmp_path):
 def test_paper_map_has_few_extra_parameters(tmp_path):
     """σ: one number per head and dimension (Peng et al. 2021 report less than 0.1 %)."""
     GPT2LMHeadModel(tiny_parent_config(vocab_size=5000, n_embd=192)).save_pretrained(tmp_path / "parent")
-    report = convert(tmp_path / "parent", tmp_path / "out", feature_map="gaussian", unit_norm=True)
+    report = convert(
+        tmp_path / "parent", tmp_path / "out", preset="rfa", feature_map="gaussian", config={"unit_norm": True}
+    )
     assert report.added_parameters == 2 * 192
     assert report.added_parameters < 0.001 * report.num_parameters
 
@@ -187,7 +189,7 @@ def test_other_heads(name, auto_class, tmp_path):
         assert head.out_features == 4
     if has_encoder(family) and name != "BartForCausalLM":  # for a decoder alone the text is no block of 96 tokens
         (tmp_path / "text").write_text(SOURCES)
-        options = {"calibrate_on": tmp_path / "text", "window_size": 0}  # a window would hold all of its short lines
+        options = {"calibrate_on": tmp_path / "text", "preset": "rfa"}  # a window would hold all of its short lines
         report = convert(tmp_path / "parent", tmp_path / "b", **options)
         assert report.perplexities is None
         assert all(gain.after < gain.before for gain in report.gains)
@@ -195,14 +197,14 @@ def test_other_heads(name, auto_class, tmp_path):
 
 def test_the_most_sensitive_layers_can_stay_softmax(tiny_parent, tmp_path):
     """Against models that are converted in one layer only."""
-    report = convert(tiny_parent, tmp_path / "out", keep_softmax=1, num_features=4)
+    report = convert(tiny_parent, tmp_path / "out", keep_softmax=1, preset="rfa", num_features=4)
     expected = {}
     parent = GPT2LMHeadModel.from_pretrained(tiny_parent).eval()
     ids = random_inputs(parent.config, seed=0)["input_ids"]
     with torch.no_grad():
         theirs = parent(ids).logits.log_softmax(-1)
         for layer in (0, 1):
-            convert(tiny_parent, tmp_path / f"only{layer}", layers=[layer], num_features=4)
+            convert(tiny_parent, tmp_path / f"only{layer}", layers=[layer], preset="rfa", num_features=4)
             alone = AutoModelForCausalLM.from_pretrained(tmp_path / f"only{layer}")
             expected[layer] = float((theirs.exp() * (theirs - alone(ids).logits.log_softmax(-1))).sum(-1).mean())
     assert [each.layer for each in report.sensitivities] == sorted(expected, key=lambda layer: -expected[layer])
@@ -210,7 +212,7 @@ def test_the_most_sensitive_layers_can_stay_softmax(tiny_parent, tmp_path):
         assert each.divergence == pytest.approx(expected[each.layer], rel=1e-4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.softmax_layers == [report.sensitivities[0].layer]
-    assert report.command.endswith("--keep-softmax 1")
+    assert report.command.endswith("--preset rfa --num-features 4 --keep-softmax 1")
     assert report.layers == {"causal": (1, 2)}
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(tmp_path / f"only{report.sensitivities[1].layer}")(ids).logits
@@ -234,9 +236,10 @@ def test_report_and_model_card_state_command_figures_and_every_head(tmp_path):
     assert tokenizer("Call me")["input_ids"] == AutoTokenizer.from_pretrained(DEMO_MODEL)("Call me")["input_ids"]
 
 
-MANY = {"feature_map": "gaussian", "num_features": 9, "orthogonal": False, "gate": True, "layers": [0], "seed": 5}
-MANY |= {"max_positions": 128, "redraw_pool": 4}
-EACH_KIND = {"layers": [1], "cross_layers": [0, 2], "encoder_layers": [1], "window_size": 2, "unit_norm": True}
+MANY = {"preset": "rfa", "feature_map": "gaussian", "num_features": 9, "gate": True, "layers": [0], "seed": 5}
+MANY |= {"max_positions": 128, "config": {"orthogonal": False, "redraw_pool": 4}}
+EACH_KIND = {"layers": [1], "cross_layers": [0, 2], "encoder_layers": [1], "window_size": 2}
+EACH_KIND |= {"config": {"unit_norm": True}}
 
 
 @pytest.mark.parametrize(
@@ -286,13 +289,6 @@ def test_the_command_line_has_every_option():
         assert shown.default == read.get(field.name, field.default)
 
 
-def test_switches_of_the_command_line_turn_options_off(tmp_path, monkeypatch, run_cli):
-    given = {}
-    monkeypatch.setattr("hf_rfa_cli.convert._convert", lambda *paths, **options: given.update(options))
-    assert run_cli("convert", DEMO_MODEL, tmp_path / "out", "--iid") == 0
-    assert given["orthogonal"] is False
-
-
 # Shared checkpoints
 
 
@@ -308,7 +304,7 @@ def test_shared_checkpoints_convert_reload_and_generate(path, tmp_path):
 
 def test_the_sorting_model_still_sorts_often(tmp_path):
     """gpt2-sort needs attention to every input; the swap alone keeps part of that, many features nearly all of it."""
-    convert(shared("data/checkpoints/gpt2-sort"), tmp_path / "out", num_features=2048)
+    convert(shared("data/checkpoints/gpt2-sort"), tmp_path / "out", preset="rfa", num_features=2048)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     inputs = torch.cartesian_prod(*[torch.arange(3)] * 6)
     output = model.generate(
@@ -383,10 +379,6 @@ def test_a_decoder_keeps_a_window_sinks_and_slots_by_default(tmp_path):
         found, expected = (each(ids).logits for each in (model, base))
     torch.testing.assert_close(found[:, :31], expected[:, :31], atol=1e-4, rtol=1e-4)  # the window holds all
     assert (found - expected)[:, 70:].abs().max() > 1e-3
-    with pytest.raises(InputError, match="window"):
-        convert(tmp_path / "llama", tmp_path / "none", window_size=0)
-    convert(tmp_path / "llama", tmp_path / "features", feature_map="positive")
-    assert AutoConfig.from_pretrained(tmp_path / "features").num_features
 
 
 def test_gpt2_keeps_exact_tokens_and_features_in_the_bytes_of_128_features(tiny_parent, tmp_path):
@@ -394,7 +386,7 @@ def test_gpt2_keeps_exact_tokens_and_features_in_the_bytes_of_128_features(tiny_
     config = AutoConfig.from_pretrained(tmp_path / "out")
     assert (config.feature_map, config.num_features) == ("positive", 64)
     assert (config.window_size, config.num_sinks, config.num_slots) == (14, 4, 14)
-    features = convert(tiny_parent, tmp_path / "features", window_size=0)
+    features = convert(tiny_parent, tmp_path / "features", preset="rfa")
     assert features.feature_dims == {"causal": 128}
     assert report.state_bytes == features.state_bytes + 2 * 4  # every layer counts tokens
 

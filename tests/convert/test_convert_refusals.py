@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import GPT2LMHeadModel
 
-from hf_rfa.convert import convert, pipeline
+from hf_rfa.convert import InputError, convert, pipeline
+from hf_rfa.convert.report import Perplexities, check_perplexity
 from hf_rfa.io import atomic_io
 from tests.conftest import DEMO_MODEL, DEMO_TEXT, copy_of, leftovers, refused
 
@@ -155,7 +158,7 @@ def test_destinations(tiny_parent, tmp_path):
         ("gpt2", {"keep_softmax": 2}, "keep_softmax=2 must leave at least one of the 2 layers"),
         ("gpt2", {"window_size": -1}, "window_size must be at least 0, got -1"),
         ("gpt2", {"seed": -1}, "seed must be at least 0, got -1"),
-        ("gpt2", {"redraw_pool": 3, "trainable_projection": True}, "exclude each other"),
+        ("gpt2", {"config": {"redraw_pool": 3, "trainable_projection": True}}, "exclude each other"),
         ("gpt2", {"cross_layers": "all"}, "cross_layers=all does not apply to gpt2, which has no such attention"),
         ("gpt2", {"num_cross_features": 8}, "does not apply to gpt2, which has no such attention"),
         ("gpt2", {"encoder_layers": [0]}, "does not apply to gpt2, which has no such attention"),
@@ -187,6 +190,37 @@ def test_full_disk(tiny_parent, tmp_path, monkeypatch):
 
     monkeypatch.setattr(ModelCard, "save", no_space)  # after the weights have been written
     refused("the disk of .* is full; nothing was written", tiny_parent, tmp_path)
+
+
+def test_a_ruined_model_is_refused_unless_forced_or_trained_at_once(tmp_path, monkeypatch, run_cli, refused_command):
+    """One feature a head costs the demo's model a quarter of its perplexity: its attention says little."""
+    monkeypatch.setattr("hf_rfa.convert.report.MAX_PERPLEXITY_RATIO", 1.2)
+    words = ("convert", DEMO_MODEL, tmp_path / "out", "--preset", "rfa", "--num-features", 1, "--calibrate", DEMO_TEXT)
+    said = refused_command(*words)
+    found = re.search(r"its perplexity is ([\d.]+), more than 1.2 times the base model's ([\d.]+)\. ", said)
+    assert float(found[1]) > 1.2 * float(found[2])
+    for advice in ("--memory", "--keep-softmax", "--data", "--force"):
+        assert advice in said
+    assert "nothing was written" in said
+    assert "--cross-layers" not in said
+    assert leftovers(tmp_path) == []
+    assert run_cli(*words, "--force") == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    ratio = float(found[1]) / float(found[2])
+    assert f"The conversion has ruined the model: on the text its perplexity is {ratio:.1f} times the base" in card
+    assert "--force" in card
+    options = {"preset": "rfa", "num_features": 1, "calibrate_on": DEMO_TEXT, "trained": "features"}
+    assert convert(DEMO_MODEL, tmp_path / "to train", **options).perplexities.ruined
+    refused("force=True has no effect: training follows", DEMO_MODEL, tmp_path, force=True, **options)
+
+
+def test_a_perplexity_that_is_no_number_is_of_a_ruined_model():
+    figures = Perplexities(softmax=10.0, swapped=30.0, calibrated=float("nan"), tokens=9, own_outputs=True)
+    with pytest.raises(InputError, match=r"or cross attention \(--cross-layers none\) softmax"):
+        check_perplexity(figures)
+    check_perplexity(replace(figures, calibrated=20.0))
+    with pytest.raises(InputError, match=r"is 20\.01, more than 2 times the base model's 10\.00"):
+        check_perplexity(replace(figures, calibrated=20.01))
 
 
 def test_a_result_that_does_not_reload_the_same_is_not_kept(tiny_parent, tmp_path, monkeypatch):

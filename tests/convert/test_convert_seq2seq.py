@@ -38,7 +38,7 @@ def text(tmp_path) -> Path:
 
 def test_features_are_counted_apart(tiny_seq2seq_parents, tmp_path):
     """Peng et al. 2021, section 4.2: D = 64 for causal and 128 for cross attention."""
-    options = {"feature_map": "gaussian", "unit_norm": True, "gate": True}
+    options = {"preset": "rfa", "feature_map": "gaussian", "config": {"unit_norm": True}, "gate": True}
     report = convert(tiny_seq2seq_parents["bart"], tmp_path / "a", **options)
     assert report.feature_dims == {"causal": 128, "cross": 256}
     counts = {"num_features": 5, "num_cross_features": 7, "num_encoder_features": 9, "encoder_layers": "all"}
@@ -334,7 +334,7 @@ def test_the_shared_model_converts_and_translates(count, test_set, tmp_path):
     with gzip.open(shared("data/multi30k/val.en.gz"), "rt", encoding="utf-8") as file:
         sentences.write_text("".join(line for _, line in zip(range(300), file, strict=False)), encoding="utf-8")
     found = {}
-    paper = {"feature_map": "gaussian", "unit_norm": True}
+    paper = {"preset": "rfa", "feature_map": "gaussian", "config": {"unit_norm": True}, "force": True}
     for name, options in {"both": {}, "causal": {"cross_layers": []}, "paper": paper}.items():
         report = convert(shared("models/bart-multi30k-mini"), tmp_path / name, calibrate_on=sentences, **options)
         assert report.max_logit_difference == 0

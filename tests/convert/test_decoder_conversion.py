@@ -31,7 +31,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("gemma2", {"attn_logit_softcapping": 50.0}, {}, "attn_logit_softcapping=50.0"),
     ("mistral", {"sliding_window": 8}, {}, "no layer of .* attends to all tokens.*sliding_attention.*nothing to conve"),
     ("gemma3_text", {}, {"layers": [0]}, r"layers to convert must be indices among .*, got \[0\]"),
-    ("gpt_oss", {}, {"feature_map": "positive"}, "learned sinks.*window_size"),
+    ("gpt_oss", {}, {"preset": "rfa"}, "learned sinks.*window_size"),
     ("llama", {}, {"layers": [3]}, r"layers to convert must be indices from 0 to 2, got \[3\]"),
     ("llama", {}, {"window_size": 129}, "window_size must be from 0 to 128"),
     ("llama", {}, {"max_positions": 128}, "max_positions=128 does not extend the 128 positions"),
@@ -53,7 +53,7 @@ def test_conversion(name, tmp_path):
     """On random tokens: every weight is kept, calibration helps, and the report counts what there is."""
     folder = saved(name, tmp_path / "parent")
     options = {"window_size": 4} if name in WITH_SINKS else {}
-    report = convert(folder, tmp_path / "out", num_features=16, gate=True, **options)
+    report = convert(folder, tmp_path / "out", preset="rfa", num_features=16, gate=True, **options)
     softmax, model = (AutoModelForCausalLM.from_pretrained(each).eval() for each in (folder, tmp_path / "out"))
     before, after = softmax.state_dict(), model.state_dict()
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
@@ -96,9 +96,9 @@ def test_the_most_sensitive_layer_stays_softmax(name, tmp_path):
     possible = [index for index in range(whole.num_hidden_layers) if whole.is_rfa("causal", index)]
     if len(possible) == 1:
         with pytest.raises(InputError, match="keep_softmax=1 must leave at least one"):
-            convert(folder, tmp_path / "out", keep_softmax=1, num_features=8, **options)
+            convert(folder, tmp_path / "out", keep_softmax=1, preset="rfa", num_features=8, **options)
         return
-    report = convert(folder, tmp_path / "out", keep_softmax=1, num_features=8, **options)
+    report = convert(folder, tmp_path / "out", keep_softmax=1, preset="rfa", num_features=8, **options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     (kept,) = model.config.softmax_layers
     assert kept in possible
@@ -125,7 +125,7 @@ def test_a_shift_of_all_positions_changes_no_more_than_the_features_error(name, 
     """
     options = {"window_size": 2} if name in WITH_SINKS else {}
     folder = saved(name, tmp_path / "parent", max_position_embeddings=2048)
-    convert(folder, tmp_path / "out", num_features=256, **options)
+    convert(folder, tmp_path / "out", preset="rfa", num_features=256, **options)
     softmax, model = (AutoModelForCausalLM.from_pretrained(each).eval() for each in (folder, tmp_path / "out"))
     ids, positions = tokens(2, LENGTH), torch.arange(LENGTH)[None]
     (exact, exact_moved), (found, moved) = (
@@ -153,9 +153,9 @@ def test_more_positions_scale_the_rotations(name, tmp_path):
     kinds = [softmax.rope_parameters] if "rope_type" in softmax.rope_parameters else softmax.rope_parameters.values()
     if name in ("phi3", "phimoe") or {each["rope_type"] for each in kinds if each} - {"default", "yarn"}:
         with pytest.raises(InputError, match=r"rotations are scaled already|do not take rotations"):
-            convert(folder, tmp_path / "out", num_features=8, max_positions=512, **options)
+            convert(folder, tmp_path / "out", preset="rfa", num_features=8, max_positions=512, **options)
         return
-    report = convert(folder, tmp_path / "out", num_features=8, max_positions=512, **options)
+    report = convert(folder, tmp_path / "out", preset="rfa", num_features=8, max_positions=512, **options)
     assert any("512 positions by YaRN" in note for note in report.notes)
     config = AutoConfig.from_pretrained(tmp_path / "out")
     assert config.max_position_embeddings == 512
@@ -189,7 +189,8 @@ def test_llama_is_distilled(tmp_path):
     """Two steps of each stage change the features, and the whole model, and the result generates."""
     folder = saved("llama", tmp_path / "parent")
     save_tiny_tokenizer(folder)
-    convert(folder, tmp_path / "rfa", feature_map="exponential", num_features=8, gate=True, window_size=4)
+    options = {"preset": "rfa", "feature_map": "exponential", "num_features": 8, "gate": True, "window_size": 4}
+    convert(folder, tmp_path / "rfa", **options)
     (tmp_path / "text.txt").write_text(words(700))
     recipe = Recipe(*(Stage(steps=2, batch_size=4, block_length=16) for _ in range(2)))
     distill(tmp_path / "rfa", tmp_path / "out", data=tmp_path / "text.txt", recipe=recipe, teacher=folder)

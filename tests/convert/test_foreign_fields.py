@@ -18,7 +18,7 @@ from tests.decoders import saved
 from tests.families import base_config
 
 #: A window over the whole text, so that the result computes what its source does.
-EXACT: dict[str, Any] = {"feature_map": "none", "window_size": 96, "num_sinks": 0, "num_slots": 0}
+EXACT: dict[str, Any] = {"preset": "exact", "window_size": 96, "num_sinks": 0, "num_slots": 0}
 
 
 @pytest.fixture

@@ -67,10 +67,10 @@ def test_padding_changes_no_importance():
 
 
 def test_the_command_line_calibrates_what_it_keeps(parent, tmp_path, run_cli):
-    words = ["--feature-map", "none", "--window-size", 5, "--sinks", 2, "--slots", 3]
+    words = ["--preset", "exact", "--window-size", 5, "--sinks", 2, "--slots", 3]
     assert run_cli("convert", parent, tmp_path / "out", *words) == 0
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "--feature-map none --window-size 5 --sinks 2 --slots 3" in card
+    assert "--preset exact --window-size 5 --sinks 2 --slots 3" in card
     assert "attention.png" not in card
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.num_slots == 3
@@ -79,7 +79,7 @@ def test_the_command_line_calibrates_what_it_keeps(parent, tmp_path, run_cli):
 
 def test_distillation_leaves_importance_as_it_is_in_float32(parent, tmp_path):
     (tmp_path / "text.txt").write_text(words(900))
-    options = {"feature_map": "none", "window_size": 4, "num_slots": 3, "dtype": "bfloat16"}
+    options = {"preset": "exact", "window_size": 4, "num_sinks": 0, "num_slots": 3, "dtype": "bfloat16"}
     convert(parent, tmp_path / "rfa", calibrate_on=tmp_path / "text.txt", **options)
     recipe = Recipe(end_to_end=Stage(steps=2, batch_size=2, block_length=32, kl_weight=1.0))
     distill(tmp_path / "rfa", tmp_path / "out", teacher=parent, data=tmp_path / "text.txt", recipe=recipe)

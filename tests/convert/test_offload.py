@@ -30,7 +30,7 @@ CASES = [
     ("untied", True, {"dtype": "bfloat16", "feature_map": "exponential"}),
     ("body", False, {"keep_softmax": 1}),
     ("llama", False, {}),  # a window, sinks and slots
-    ("llama", True, {"memory": 12}),
+    ("llama", True, {"search": True, "memory": 12}),
     ("gpt2", True, {"retrieval_heads": 1, "retrieval_window": 8, "window_size": 4, "feature_map": "hedgehog"}),
     ("bart", False, {"encoder_layers": "all", "max_positions": 150}),
     ("bart", True, {"gate": True, "keep_softmax": 2}),

@@ -12,13 +12,14 @@ from hf_rfa.convert import ConversionOptions, convert
 from hf_rfa.convert.base_model import rfa_layers, softmax_base_model
 from hf_rfa.convert.checkpoint import load_rfa_model, open_checkpoint
 from hf_rfa.convert.configuration import rfa_config
+from hf_rfa.convert.presets import with_preset
 from hf_rfa.convert.retrieval_heads import choose_retrieval_heads, exact_shares, repeated_passages
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.recall.memory import cache_memory
 from tests.conftest import refused
 from tests.families import save_softmax_model
 
-WINDOW = {"feature_map": "none", "window_size": 4, "num_sinks": 2}
+WINDOW = {"preset": "exact", "window_size": 4, "num_sinks": 2, "num_slots": 0}
 TEXT = "the cat sat on the mat and the dog ate the cat . " * 60
 
 
@@ -38,9 +39,8 @@ def text(tmp_path_factory):
 
 def models(parent, **options):
     checkpoint = open_checkpoint(parent)
-    model = load_rfa_model(
-        checkpoint, rfa_config(checkpoint, ConversionOptions(**WINDOW | options)), "auto", torch.device("cpu")
-    )
+    config = rfa_config(checkpoint, with_preset(checkpoint, ConversionOptions(**WINDOW | options)))
+    model = load_rfa_model(checkpoint, config, "auto", torch.device("cpu"))
     return model, softmax_base_model(model, checkpoint.architecture, checkpoint.config)
 
 
@@ -153,7 +153,7 @@ def test_a_number_is_chosen_reported_and_repeatable(parent, text, tmp_path):
 def test_without_a_window_of_their_own_they_see_the_length_of_calibration_texts(
     length, material, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("hf_rfa.convert.configuration.RETRIEVAL_WINDOW", length)
+    monkeypatch.setattr("hf_rfa.convert.presets.RETRIEVAL_WINDOW", length)
     report = convert(material / "gpt2", tmp_path / "out", **WINDOW, retrieval_heads=[[1, 0]])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.retrieval_window == min(length, 96)
@@ -169,25 +169,28 @@ def test_without_a_window_of_their_own_they_see_the_length_of_calibration_texts(
         ({"retrieval_heads": 5}, "at most 4"),
         ({"retrieval_heads": [[7, 0]]}, "layers of"),
         ({"retrieval_heads": -1}, "must be at least 0"),
-        ({"retrieval_heads": 1, "memory": 12}, "decides on .*retrieval_heads"),
+        (
+            {"retrieval_heads": 1, "memory": 12},
+            "memory=12 is of heads that keep the same.*--window-size, --sinks, --slots",
+        ),
+        ({"retrieval_heads": 1, "search": True}, "decides on retrieval_heads"),
     ],
     ids=str,
 )
 def test_what_does_not_go_together_is_refused(options, message, material, text, tmp_path):
-    sizes = {} if "memory" in options else WINDOW
+    sizes = {} if {"memory", "search"} & {*options} else WINDOW
     refused(message, material / "gpt2", tmp_path, calibrate_on=text, **sizes, **options)
 
 
 def test_a_number_is_for_decoders_with_a_head(material, tmp_path):
-    sizes = {"window_size": 4, "num_sinks": 2}
     message = r"Name the heads \(layer.head\)"
-    refused(message, material / "bart", tmp_path, **sizes, feature_map="none", cross_layers=[], retrieval_heads=1)
-    report = convert(material / "bart", tmp_path / "out", **sizes, feature_map="positive", retrieval_heads=[[0, 1]])
+    refused(message, material / "bart", tmp_path, **WINDOW, cross_layers=[], retrieval_heads=1)
+    report = convert(material / "bart", tmp_path / "out", retrieval_heads=[[0, 1]])
     assert not report.grows  # the encoder is softmax, and keeps nothing
 
 
 def test_the_command_line_takes_a_number_or_heads(material, text, tmp_path, run_cli, capsys):
-    words = ["--feature-map", "none", "--window-size", 4, "--calibrate", text]
+    words = ["--preset", "exact", "--window-size", 4, "--slots", 0, "--calibrate", text]
     assert run_cli("convert", material / "gpt2", tmp_path / "one", *words, "--retrieval-heads", 1) == 0
     (head,) = json.loads((tmp_path / "one" / "conversion.json").read_text())["retrieval_heads"]
     assert f"{head['layer']}.{head['head']}; KL" in capsys.readouterr().out

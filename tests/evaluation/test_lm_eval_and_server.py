@@ -33,7 +33,7 @@ CHOICES = [("The captain of the", [" ship", " moon"]), ("He went to", [" sea for
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("served") / "gpt2-rfa"
-    convert(DEMO_MODEL, folder, feature_map="exponential")
+    convert(DEMO_MODEL, folder, preset="rfa", feature_map="exponential")
     return folder
 
 

@@ -298,7 +298,7 @@ def test_memory_is_that_of_the_cache():
 def report(tmp_path_factory):
     """The suite on the demo's model, converted, with its teacher."""
     folder = tmp_path_factory.mktemp("recall") / "converted"
-    convert(DEMO_MODEL, folder, window_size=8)
+    convert(DEMO_MODEL, folder, preset="rfa", window_size=8)
     model, teacher = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (folder, DEMO_MODEL))
     text = torch.randint(0, 256, (2200,), generator=torch.Generator().manual_seed(0))
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
@@ -360,7 +360,7 @@ def test_without_a_text_its_probes_are_left_out(report, tokenizer):
 
 def test_without_a_teacher_no_memory_is_counted_in_its_tokens(tokenizer, tmp_path):
     """Of a model that grows too: its tokens are not those of the softmax model."""
-    convert(DEMO_MODEL, tmp_path / "grows", window_size=8, keep_softmax=1)
+    convert(DEMO_MODEL, tmp_path / "grows", preset="rfa", window_size=8, keep_softmax=1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "grows", dtype=torch.float32)
     (own,) = recall_suite(model, tokenizer, effort=SMALL, max_length=256).columns
     assert own.memory.per_token > 0
@@ -406,7 +406,7 @@ def test_a_command_that_cannot_be_run_says_so(words, message, run_cli, capsys):
 
 def test_the_command_line_writes_a_table_a_picture_and_a_section_of_the_card(tmp_path, run_cli, capsys):
     folder = tmp_path / "converted"
-    convert(DEMO_MODEL, folder, feature_map="none", window_size=12, num_sinks=2)
+    convert(DEMO_MODEL, folder, preset="exact", window_size=12, num_sinks=2, num_slots=0)
     words = [DEMO_TEXT, "--teacher", DEMO_MODEL, "--quick", "--max-length", 128]
     assert run_cli("recall", folder, *words, "--record", "--output", tmp_path / "out") == 0
     assert "teacher's" in capsys.readouterr().out

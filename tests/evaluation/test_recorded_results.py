@@ -10,7 +10,7 @@ from tests.training import save_checkpoints
 
 
 def test_results_are_recorded_beside_the_weights(tmp_path, run_cli, capsys):
-    model = save_checkpoints(tmp_path, "gpt2", num_features=8, window_size=4) / "gpt2-rfa"
+    model = save_checkpoints(tmp_path, "gpt2", preset="rfa", num_features=8, window_size=4) / "gpt2-rfa"
     before = ModelCard.load(model / "README.md").text
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(" ".join(f"w{4 + (n * n + len(name)) % 50}" for n in range(90)) + name)
@@ -38,7 +38,7 @@ def test_results_are_recorded_beside_the_weights(tmp_path, run_cli, capsys):
 
 
 def test_translations_are_recorded_too(tmp_path, run_cli):
-    save_checkpoints(tmp_path, "bart", num_features=8)
+    save_checkpoints(tmp_path, "bart", preset="rfa", num_features=8)
     (tmp_path / "a.en").write_text("w5 w6\nw7 w8\n")
     (tmp_path / "a.de").write_text("w9 w6\nw7\n")
     options = ["--references", tmp_path / "a.de", "--max-new-tokens", 4, "--record"]

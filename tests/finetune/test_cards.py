@@ -10,17 +10,27 @@ from huggingface_hub import ModelCard
 from transformers import GPT2ForSequenceClassification
 
 from hf_rfa import RFABartForConditionalGeneration, RFAGPT2ForSequenceClassification, RFAGPT2LMHeadModel
+from hf_rfa.convert import convert
 from hf_rfa.convert.report import UNTRAINED
 from hf_rfa.evaluation.cards import record_result
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
 from tests.conftest import copy_of
+from tests.families import save_softmax_model
 from tests.training import run
 
 RECIPE = Recipe(
     transfer=Stage(steps=2, block_length=16, batch_size=2, learning_rate=0.03),
     end_to_end=Stage(steps=3, block_length=16, batch_size=2, learning_rate=0.002, rfa_learning_rate=0.004),
 )
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    for family in ("gpt2", "llama", "bart"):
+        save_softmax_model(family, folder / family)
+    return {family: folder / family for family in ("gpt2", "llama", "bart")}
 
 
 def card_of(folder: Path, cls: type, monkeypatch) -> ModelCard:
@@ -44,6 +54,47 @@ def card_of(folder: Path, cls: type, monkeypatch) -> ModelCard:
 def test_the_card_of_a_conversion(material, monkeypatch):
     card = card_of(material / "gpt2-rfa", RFAGPT2LMHeadModel, monkeypatch)
     assert UNTRAINED in card.text
+
+
+SLOTS = "Every converted layer keeps, per head: 4 sinks, 31 recent and 28 important tokens; no random features."
+MIXED = "4 sinks, 14 recent and 14 important tokens; 64 random features (positive)"
+HEADS = {"retrieval_heads": [[0, 1], [1, 0]], "retrieval_window": 50}
+NO_CROSS = {"cross_layers": []}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "kept"),
+    [
+        ("llama", {}, SLOTS),
+        ("llama", {"preset": "mixed"}, f"{MIXED}. Features sum up"),
+        ("llama", {"preset": "rfa"}, "128 random features (positive), no exact tokens. Features"),
+        ("gpt2", {}, f"{MIXED}. Features"),
+        ("gpt2", {"preset": "exact"}, SLOTS),
+        ("gpt2", {"preset": "exact", "num_slots": 0, "num_sinks": 0}, ": 31 recent tokens; no random features."),
+        ("gpt2", {"preset": "exact", "num_slots": 0}, ": 4 sinks and 31 recent tokens; no random features."),
+        ("gpt2", {"preset": "rfa", "gate": True}, "128 random features (positive, gated), no exact tokens."),
+        ("gpt2", {"preset": "rfa", "feature_map": "elu", "window_size": 9}, ": 9 recent tokens; 8 features (elu)."),
+        ("gpt2", HEADS, f"{MIXED}; in retrieval heads, 2 in all, 4 sinks and 50 recent tokens."),
+        ("bart", {}, f"causal: {MIXED}; cross: 256 random features (positive). Features"),
+        ("bart", {"preset": "exact", **NO_CROSS}, SLOTS),
+        ("bart", {"layers": []}, ": cross: 256 random features (positive)."),
+        ("bart", {"preset": "rfa", "encoder_layers": "all"}, "; encoder: 128 random features (positive)."),
+    ],
+    ids=str,
+)
+def test_the_card_says_what_is_kept(family, options, kept, bases, tmp_path):
+    report = convert(bases[family], tmp_path / "out", **options)
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    text = " ".join(card.text.split())
+    assert kept in text
+    assert f"| every layer keeps, per head | {report.keeps} |" in card.text
+    features = "no random features" not in kept
+    assert ("random-feature-attention" in card.data.tags) == features
+    assert ("Hao Peng" in text) == ("Peng et al. 2021" in text) == features
+    assert ("Attention Sinks" in text) == ("sinks" in report.keeps)
+    grows = family == "bart" and ("cross_layers" in options or "layers" in options)
+    assert ("their cache grows" in text) == grows
+    assert ("the same time and memory at any length" in text) != grows
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,10 @@ UNLIKE_BLOCKS = Recipe(Stage(steps=1, block_length=75), Stage(steps=1, block_len
 def material(tmp_path_factory) -> Path:
     """Softmax models with tokenizers, converted checkpoints, texts and a recipe."""
     folder = tmp_path_factory.mktemp("distill")
-    options = {"feature_map": "exponential", "num_features": 16}
+    options = {"preset": "rfa", "feature_map": "exponential", "num_features": 16}
     save_checkpoints(folder, "gpt2", config={"initializer_range": 0.5}, gate=True, **options)
     save_checkpoints(folder, "bart", encoder_layers="all", **options)
-    convert(folder / "gpt2", folder / "elu", feature_map="elu")
+    convert(folder / "gpt2", folder / "elu", preset="rfa", feature_map="elu")
     (folder / "text.txt").write_text(words(700))
     (folder / "short.txt").write_text(words(40))
     (folder / "sources.txt").write_text("".join(words(3 + n % 7, n) + "\n" for n in range(40)))
@@ -160,15 +160,14 @@ def test_a_stage_leaves_the_models_settings_as_they_were(name, dropout, pair, tm
     "feature_map", sorted(name for name, cls in FEATURE_MAPS.items() if issubclass(cls, ProjectedFeatureMap))
 )
 def test_every_trainable_map_learns(feature_map, material, tmp_path):
-    options = {"feature_map": feature_map, "trainable_projection": feature_map in ("positive", "arccos", "gaussian")}
-    if feature_map in ("gaussian", "arccos"):
-        options["unit_norm"] = True
-    convert(material / "gpt2", tmp_path / "rfa", **options)
+    config = {"trainable_projection": feature_map in ("positive", "arccos", "gaussian")}
+    config |= {"unit_norm": True} if feature_map in ("gaussian", "arccos") else {}
+    convert(material / "gpt2", tmp_path / "rfa", preset="rfa", feature_map=feature_map, config=config)
     assert gained(run(material, tmp_path, checkpoint=tmp_path / "rfa", end_to_end_steps=0))
 
 
 def test_the_window_and_the_features_of_the_tokens_before_it_learn_together(material, tmp_path):
-    convert(material / "gpt2", tmp_path / "rfa", feature_map="exponential", window_size=3, gate=True)
+    convert(material / "gpt2", tmp_path / "rfa", preset="rfa", feature_map="exponential", window_size=3, gate=True)
     report = run(material, tmp_path, checkpoint=tmp_path / "rfa", end_to_end_steps=2)
     assert gained(report)
     assert list(report.perplexities) == ["teacher", "converted", "attention transfer", "end to end"]
@@ -281,7 +280,7 @@ def test_a_run_interrupted_in_each_stage_resumes_to_the_same_weights(material, t
 
 
 def test_sixteen_bit_checkpoints_keep_their_dtype(material, tmp_path):
-    convert(material / "gpt2", tmp_path / "rfa", feature_map="exponential", dtype="bfloat16")
+    convert(material / "gpt2", tmp_path / "rfa", preset="rfa", feature_map="exponential", dtype="bfloat16")
     run(material, tmp_path, checkpoint=tmp_path / "rfa", transfer_steps=3, end_to_end_steps=0)
     tensors = weights(tmp_path / "out")
     assert tensors["transformer.h.0.attn.c_attn.weight"].dtype == torch.bfloat16

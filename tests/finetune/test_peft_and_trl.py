@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureW
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:
-    options = {"feature_map": "exponential", "num_features": 8}
+    options = {"preset": "rfa", "feature_map": "exponential", "num_features": 8}
     return save_checkpoints(tmp_path_factory.mktemp("peers"), "gpt2", "bart", "marian", **options)
 
 
@@ -35,7 +35,8 @@ def gated(checkpoints):
 
     for name in ("gpt2", "bart"):
         folder = checkpoints / f"{name}-gated"
-        convert(checkpoints / name, folder, feature_map="exponential", num_features=8, gate=True)
+        options = {"preset": "rfa", "feature_map": "exponential", "num_features": 8, "gate": True}
+        convert(checkpoints / name, folder, **options)
         model = load(name)
         with torch.no_grad():
             for key, tensor in model.named_parameters():

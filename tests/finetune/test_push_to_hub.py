@@ -37,7 +37,7 @@ pipeline_tag: text-generation
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hub")
-    return save_checkpoints(folder, "gpt2", card=PARENTS_CARD, num_features=8, gate=True) / "gpt2-rfa"
+    return save_checkpoints(folder, "gpt2", card=PARENTS_CARD, preset="rfa", num_features=8, gate=True) / "gpt2-rfa"
 
 
 @pytest.fixture

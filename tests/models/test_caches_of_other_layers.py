@@ -18,7 +18,7 @@ from tests.conftest import words
 from tests.decoders import parent, saved
 
 #: A window over recent tokens alone, so that nothing is calibrated.
-EXACT: dict[str, Any] = {"feature_map": "none", "window_size": 4, "num_sinks": 1, "num_slots": 0}
+EXACT: dict[str, Any] = {"preset": "exact", "window_size": 4, "num_sinks": 1, "num_slots": 0}
 #: By family: what its other layers are called, and its configuration.
 OTHERS = {
     "gemma3_text": ("sliding layers", {"sliding_window": 8}),

@@ -70,7 +70,7 @@ def checkpoints(tmp_path_factory):
         save_softmax_model(
             family, folder / f"parent-{family}", **({"eos_token_id": 2} if not has_encoder(family) else {})
         )
-        convert(folder / f"parent-{family}", folder / family, num_features=8, window_size=3)
+        convert(folder / f"parent-{family}", folder / family, preset="rfa", num_features=8, window_size=3)
     return folder
 
 

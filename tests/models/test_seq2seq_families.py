@@ -195,7 +195,13 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reports(folders):
     bases, converted = folders
-    options = {"num_features": 8, "num_cross_features": 16, "encoder_layers": "all", "max_positions": 120}
+    options = {
+        "preset": "rfa",
+        "num_features": 8,
+        "num_cross_features": 16,
+        "encoder_layers": "all",
+        "max_positions": 120,
+    }
     return {each: convert(bases / each, converted / each, **options) for each in SEQ2SEQ}
 
 

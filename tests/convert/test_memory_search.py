@@ -1,4 +1,4 @@
-"""``memory``: the ways to spend it cost no more, the best by perplexity is taken, and what does not fit is refused."""
+"""``search``: the ways to spend a memory cost no more, the best by perplexity is taken, and what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rfa.convert import ConversionOptions, convert
 from hf_rfa.convert.checkpoint import open_checkpoint
-from hf_rfa.convert.memory_budget import number_of_heads, retrieval_counts, ways_to_spend
+from hf_rfa.convert.memory_search import number_of_heads, retrieval_counts, ways_to_spend
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.recall.memory import cache_memory
 from tests.conftest import leftovers
@@ -56,7 +56,7 @@ def test_several_numbers_of_retrieval_heads_are_tried(parent, memory, monkeypatc
     assert retrieval_counts(90) == {4: 1 / 3, 8: 1 / 3, 16: 2 / 3}
     assert retrieval_counts(6) == {1: 1 / 3}
     heads = [[1, 0], [0, 1], [2, 1]]
-    monkeypatch.setattr("hf_rfa.convert.memory_budget.RETRIEVAL_SHARES", {0.1: 1 / 3, 0.25: 2 / 3})
+    monkeypatch.setattr("hf_rfa.convert.memory_search.RETRIEVAL_SHARES", {0.1: 1 / 3, 0.25: 2 / 3})
     checkpoint = open_checkpoint(parent)
     ways = ways_to_spend(checkpoint, ConversionOptions(memory=memory), heads)
     found = [options.retrieval_heads or [] for *_, options in ways]
@@ -74,7 +74,7 @@ def test_several_numbers_of_retrieval_heads_are_tried(parent, memory, monkeypatc
 
 
 def test_the_best_way_is_converted_and_all_are_reported(parent, text, tmp_path):
-    report = convert(parent, tmp_path / "out", memory=12, calibrate_on=text)
+    report = convert(parent, tmp_path / "out", search=True, memory=12, calibrate_on=text)
     best = min(report.trials, key=lambda each: each.repeating)
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
     name = f"window {config.window_size}, sinks {config.num_sinks}"
@@ -84,24 +84,24 @@ def test_the_best_way_is_converted_and_all_are_reported(parent, text, tmp_path):
     name += f", {heads} retrieval head{'s' * (heads > 1)} of {config.retrieval_window}" if heads else ""
     assert name == best.name
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "--memory 12" in card
+    assert "--memory 12 --search" in card
     assert "--window-size" not in card
     assert best.name in card
     assert (tmp_path / "out" / "memory.png").stat().st_size > 5000
     written = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert [each["perplexity"] for each in written["trials"]] == [each.perplexity for each in report.trials]
-    again = convert(parent, tmp_path / "again", memory=12, calibrate_on=text)
+    again = convert(parent, tmp_path / "again", search=True, memory=12, calibrate_on=text)
     assert again.trials == report.trials
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"memory": 7}, "memory must be at least 8"),
-        ({"memory": 12}, "needs a text"),
-        ({"memory": 12, "window_size": 4}, "decides on window_size"),
-        ({"memory": 12, "feature_map": "elu", "gate": True}, "decides on feature_map, gate"),
-        ({"memory": 97, "calibrate_on": True}, "more than the positions"),
+        ({}, "search needs a text"),
+        ({"window_size": 4}, "search decides on window_size"),
+        ({"preset": "mixed", "feature_map": "elu", "gate": True}, "decides on preset, feature_map, gate"),
+        ({"calibrate_on": True, "memory": 97}, "more than the positions"),
+        ({"calibrate_on": True, "trained": "features"}, "Train the whole model: --end-to-end-steps"),
     ],
     ids=str,
 )
@@ -109,34 +109,33 @@ def test_what_does_not_go_together_is_refused(options, message, parent, text, tm
     if "calibrate_on" in options:
         options = options | {"calibrate_on": text}
     with pytest.raises(InputError, match=message):
-        convert(parent, tmp_path / "out", **options)
+        convert(parent, tmp_path / "out", search=True, **options)
     assert leftovers(tmp_path) == []
 
 
 def test_models_with_an_encoder_are_refused(text, tmp_path):
     save_softmax_model("bart", tmp_path / "bart")
     with pytest.raises(InputError, match="for decoders alone"):
-        convert(tmp_path / "bart", tmp_path / "out", memory=12, calibrate_on=text)
+        convert(tmp_path / "bart", tmp_path / "out", search=True, memory=12, calibrate_on=text)
 
 
 def test_the_command_line(parent, text, tmp_path, run_cli, capsys):
-    assert run_cli("convert", parent, tmp_path / "out", "--memory", 12, "--calibrate", text) == 0
+    assert run_cli("convert", parent, tmp_path / "out", "--search", "--memory", 12, "--calibrate", text) == 0
     assert "perplexity of ways" in capsys.readouterr().out
-    words = ["--memory", 12, "--data", text, "--transfer-steps", 1]
-    assert run_cli("convert", parent, tmp_path / "other", *words) == 1
-    assert "Train the whole model: --end-to-end-steps" in " ".join(capsys.readouterr().err.split())
     data = tmp_path.parent / f"{tmp_path.name}.txt"
     data.write_text(TEXT * 8)
-    words = ["--memory", 12, "--data", data, "--end-to-end-steps", 2]
+    words = ["--search", "--memory", 12, "--data", data, "--end-to-end-steps", 2]
     assert run_cli("convert", parent, tmp_path / "trained", *words) == 0
-    assert convert(parent, tmp_path / "alone", memory=12, calibrate_on=data).trials
+    assert convert(parent, tmp_path / "alone", search=True, memory=12, calibrate_on=data).trials
     configs = [AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("alone", "trained")]
     sizes = ("feature_map", "window_size", "num_sinks", "num_slots", "gate", "num_features")
     assert [configs[0][name] for name in sizes] == [configs[1][name] for name in sizes]
     distillation = json.loads((tmp_path / "trained" / "distillation.json").read_text())
     assert [stage["name"] for stage in distillation["stages"]] == ["end to end"]
     assert distillation["recipe"]["end_to_end"]["kl_weight"] == 1.0
-    assert f"--memory 12 --data {data} --end-to-end-steps 2" in (tmp_path / "trained" / "README.md").read_text()
+    assert (
+        f"--search --memory 12 --data {data} --end-to-end-steps 2" in (tmp_path / "trained" / "README.md").read_text()
+    )
     card = (tmp_path / "trained" / "README.md").read_text()
     pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", card)
     assert "memory.png" in pictures

@@ -1,0 +1,238 @@
+"""What causal attention keeps: the sizes of a preset, or those by which it spends a memory. Nothing is tried or measured.
+
+- exact: the first tokens (sinks), the last ones (window) and the most important of the others (slots);
+- mixed: the same, and random features in half of the bytes;
+- rfa: random features alone, as in Peng et al. 2021.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from hf_rfa.errors import InputError
+from hf_rfa.families import position_count
+from hf_rfa.io.text_io import BLOCK_LENGTH
+from hf_rfa.models.feature_maps import FEATURE_MAPS, compute_dtype
+from hf_rfa.models.memory import MemoryLayout
+
+from .checkpoint import Checkpoint
+from .options import ConversionOptions, Preset
+
+#: What is trained after a conversion: features by attention transfer, or the whole model end to end.
+Trained = Literal["features", "model"]
+#: First tokens that causal attention keeps exactly.
+SINKS = 4
+#: By what the number of features beside exact tokens is divisible.
+FEATURES_STEP = 8
+#: Last tokens that retrieval heads see by default: as many as the texts have that they are chosen on.
+RETRIEVAL_WINDOW = BLOCK_LENGTH
+
+
+class Sizes(NamedTuple):
+    """What causal attention keeps; None features are as many as the map has by itself."""
+
+    window_size: int
+    num_sinks: int
+    num_slots: int
+    num_features: int | None = None
+
+
+#: The sizes of a preset where no memory is given: with heads of 64 in float32 about 64 tokens' worth.
+SIZES: dict[Preset, Sizes] = {
+    "exact": Sizes(31, SINKS, 28),
+    "mixed": Sizes(14, SINKS, 14, 64),
+    "rfa": Sizes(0, 0, 0),
+}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A memory of a layer, in bytes.
+
+    Attributes:
+        total: the memory.
+        token: what a token takes in the base model's cache.
+        layout: that of a layer which keeps nothing yet.
+    """
+
+    total: int
+    token: int
+    layout: MemoryLayout
+
+    @property
+    def unshared(self) -> int:
+        """Bytes that a memory takes beside what each of its tokens does."""
+        return replace(self.layout, window=1).num_bytes() - self.layout.bytes_per_place()
+
+    def places(self, state_rows: int = 0) -> int:
+        """Return how many tokens every head can keep beside a state of some rows."""
+        left = self.total - replace(self.layout, state_rows=state_rows).num_bytes() - self.unshared
+        return left // self.layout.bytes_per_place()
+
+    def state_rows(self, feature_map: str, num_features: int | None) -> int:
+        """Return the rows of a map's state; 0 for the map without features."""
+        with torch.device("meta"):
+            width = self.layout.head_dim
+            features = FEATURE_MAPS[feature_map](num_heads=1, head_dim=width, num_features=num_features)
+        return features.feature_dim and features.feature_dim + features.signed
+
+    def features(self, feature_map: str, num_bytes: int, step: int) -> int:
+        """Return the largest number of features, a multiple of ``step``, whose state takes at most some bytes."""
+        least, next_one = (self.state_rows(feature_map, number * step) for number in (1, 2))
+        rows = num_bytes // replace(self.layout, state_rows=1).num_bytes()
+        return max(0, (rows - least) // (next_one - least) + 1) * step
+
+
+def budget_of(checkpoint: Checkpoint, options: ConversionOptions, memory: int) -> Budget:
+    """Return the budget of ``memory`` tokens of a checkpoint's cache.
+
+    Raises:
+        InputError: if the model has fewer positions, or cannot be converted.
+    """
+    if memory > position_count(checkpoint.config):
+        raise InputError(f"memory={memory} is more than the positions of {checkpoint.name}: its own cache takes less.")
+    stored = str(checkpoint.config.dtype or "float32").removeprefix("torch.")
+    dtype = getattr(torch, stored if options.dtype == "auto" else options.dtype)
+    chosen = {} if options.feature_map in (None, "none") else {"feature_map": options.feature_map}
+    try:
+        config = checkpoint.family.rfa_config.from_base(checkpoint.config, **chosen)
+    except (ValueError, StrictDataclassError) as error:
+        raise InputError(str(error.__cause__ or error)) from error
+    heads, width = config.num_heads_for("causal"), config.head_dim_for("causal")
+    layout = MemoryLayout(heads=heads, head_dim=width, dtype=dtype, state_dtype=compute_dtype(dtype))
+    token = heads * 2 * width * dtype.itemsize
+    return Budget(memory * token, token, layout)
+
+
+def with_preset(
+    checkpoint: Checkpoint, options: ConversionOptions, trained: Trained | None = None
+) -> ConversionOptions:
+    """Return options with a value for each that was left to the preset, and without a memory.
+
+    The preset itself is the family's by default, and rfa where features are trained.
+
+    Raises:
+        InputError: for options that exclude each other or have no effect, and for a memory that is too little or too much.
+    """
+    preset = options.preset or ("rfa" if trained == "features" else checkpoint.family.preset)
+    _check_preset(options, preset, trained)
+    untrained = "none" if preset == "exact" else "positive"
+    feature_map = options.feature_map or ("exponential" if trained and preset != "exact" else untrained)
+    options = replace(options, preset=preset, feature_map=feature_map)
+    sizes = _sizes(checkpoint, options)
+    window = _chosen(options.window_size, sizes.window_size)
+    retrieval_window = options.retrieval_window
+    if options.retrieval_heads and retrieval_window is None:
+        retrieval_window = min(RETRIEVAL_WINDOW, position_count(checkpoint.config))
+    gate = preset == "rfa" and trained is not None and not window and options.layers != []
+    return replace(
+        options,
+        memory=None,
+        window_size=window,
+        num_sinks=_chosen(options.num_sinks, sizes.num_sinks),
+        num_slots=_chosen(options.num_slots, sizes.num_slots),
+        num_features=sizes.num_features if options.num_features is None else options.num_features,
+        retrieval_window=retrieval_window,
+        gate=gate if options.gate is None else options.gate,
+    )
+
+
+def _chosen(named: int | None, default: int) -> int:
+    """Return a number that was named, or else its default."""
+    return default if named is None else named
+
+
+def _sizes(checkpoint: Checkpoint, options: ConversionOptions) -> Sizes:
+    """Return the sizes of a preset, for what is not named."""
+    if options.layers == []:
+        return Sizes(0, 0, 0)
+    if options.memory is not None:
+        return _by_rule(budget_of(checkpoint, options, options.memory), options)
+    sizes, most = SIZES[options.preset or "exact"], position_count(checkpoint.config)
+    if options.window_size == 0:
+        most = 0
+    return Sizes(
+        min(sizes.window_size, most),
+        min(sizes.num_sinks, most),
+        min(sizes.num_slots, most),
+        None if _has_fixed_size(str(options.feature_map)) else sizes.num_features,
+    )
+
+
+def _has_fixed_size(feature_map: str) -> bool:
+    """Return whether a map's number of features follows from the head's width; False for a map that is unknown."""
+    return feature_map in FEATURE_MAPS and FEATURE_MAPS[feature_map].default_num_features is None
+
+
+def _check_preset(options: ConversionOptions, preset: Preset, trained: Trained | None) -> None:
+    """Raise an `InputError` for options that a preset excludes, or that have no effect."""
+    if options.layers == []:
+        for name in ("preset", "memory", "num_features"):
+            if getattr(options, name) is not None:
+                raise InputError(
+                    f"{name}={getattr(options, name)} is of causal attention, and none is converted. Leave it out, or name "
+                    "layers."
+                )
+    if preset == "exact":
+        named = [name for name in ("num_features", "gate", "config") if getattr(options, name)]
+        named += ["feature_map"] if options.feature_map not in (None, "none") else []
+        if named:
+            raise InputError(
+                f"{named[0]}={getattr(options, named[0])!r} has no effect with preset=exact, which keeps no features. Pass "
+                "preset mixed, with features in half of the memory, or rfa, of features alone."
+            )
+        if trained == "features":
+            raise InputError(
+                "preset=exact has no features, which attention transfer trains. Pass preset mixed or rfa, or train the whole "
+                "model (--end-to-end-steps)."
+            )
+    elif options.feature_map == "none":
+        raise InputError(f"feature_map='none' leaves preset={preset} no features. Pass preset exact instead.")
+    if options.memory is not None and options.retrieval_heads:
+        raise InputError(
+            f"memory={options.memory} is of heads that keep the same, and retrieval_heads keep more. Name the sizes instead "
+            "(--window-size, --sinks, --slots), or pass search, which tries such heads."
+        )
+
+
+def _by_rule(budget: Budget, options: ConversionOptions) -> Sizes:
+    """Return the sizes by which a preset spends a memory, beside those that are named.
+
+    Of the exact tokens half are the last ones and half the first and the most important ones; beside features the last and
+    the most important ones are as many.
+    """
+    memory, feature_map, features = f"memory={options.memory}", str(options.feature_map), options.num_features
+    window, sinks, slots = options.window_size, options.num_sinks, options.num_slots
+    if options.preset == "rfa":
+        window, sinks, slots = window or 0, sinks or 0, slots or 0
+    if window == 0:
+        sinks, slots = sinks or 0, slots or 0
+    fits_features = options.preset != "exact" and features is None and not _has_fixed_size(feature_map)
+    fits_tokens = window is None or slots is None
+    if not fits_features and not fits_tokens:
+        raise InputError(
+            f"{memory} has no effect, since all that it would decide on is given already. Leave it out, or one of "
+            "window_size, num_slots and num_features."
+        )
+    sinks = _chosen(sinks, min(SINKS, budget.total // budget.token // 4))
+    if fits_features and fits_tokens:
+        features = budget.features(feature_map, budget.total // 2, FEATURES_STEP)
+    elif fits_features:
+        layout = replace(budget.layout, window=window or 0, sinks=sinks, slots=slots or 0)
+        features = budget.features(feature_map, budget.total - layout.num_bytes(), 1)
+    rows = budget.state_rows(feature_map, features) if features != 0 else 0
+    places = budget.places(rows)
+    if window is None:
+        half = places // 2 if options.preset == "exact" else -(-(places - sinks) // 2)
+        window = half if slots is None else places - sinks - slots
+    slots = _chosen(slots, places - sinks - window)
+    if min(window - fits_tokens, slots) < 0 or (fits_features and not features):
+        raise InputError(
+            f"{memory} has no room for what preset={options.preset} keeps, beside the sizes that are given. Ask for more, or "
+            "for another preset."
+        )
+    return Sizes(window, sinks, slots, features)
