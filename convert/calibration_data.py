@@ -149,7 +149,10 @@ def batches(inputs: Inputs) -> list[Inputs]:
     mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])))
     rows = max(1, SCORED_TOKENS // mask.shape[1])
     order = mask.ne(0).sum(1).argsort(stable=True)
-    return [trim({name: tensor[chosen.to(tensor.device)] for name, tensor in inputs.items()}) for chosen in order.split(rows)]
+    return [
+        trim({name: tensor[chosen.to(tensor.device)] for name, tensor in inputs.items()})
+        for chosen in order.split(rows)
+    ]
 
 
 def trim(inputs: Inputs) -> Inputs:

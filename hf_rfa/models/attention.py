@@ -350,14 +350,18 @@ class RFAAttentionMixin(nn.Module):
             key, value = (torch.cat(each, dim=-2) for each in zip(prefix, (key, value), strict=True))
             query = F.pad(query, (0, 0, key.shape[-2] - length, 0))
             hidden_states = F.pad(hidden_states, (0, 0, key.shape[-2] - length, 0))
-        targets: list[Target | None] | None = None
+        dropout = dropout if self.training else 0.0
         is_token = None if padding_mask is None else padding_mask != 0
-        if layer is not None and key.shape[2] == 1 and document_starts is None and not torch.is_grad_enabled():
-            targets = layer.targets or next_targets(cast(Cache, cache), layer, self.memory_layouts(key.dtype), key)
+        targets: list[Target | None] | None = None
+        one_token = key.shape[2] == 1 and document_starts is None
+        if cache is not None and layer is not None and one_token and not torch.is_grad_enabled():
+            targets = layer.targets or next_targets(cache, layer, self.memory_layouts(key.dtype), key)
             target = targets[0] if targets is not None and len(targets) == 1 else None
-            if target is not None and target.forgets is None and not (output_attentions or layer.record_past):
-                output = self._step(query, key, value, hidden_states, layer.memories[0], target, is_token, sink_logits)
-                layer.step_taken(cache)
+            plain = not (output_attentions or layer.record_past or dropout)
+            if plain and target is not None and target.forgets is None:
+                memory = layer.memories[0]
+                output = self._step(query, key, value, hidden_states, memory, target, is_token, sink_logits)
+                layer.step_taken(cache, key, value)
                 return output, None
         layouts = self.memory_layouts(key.dtype)
         if layer is None:
@@ -381,15 +385,14 @@ class RFAAttentionMixin(nn.Module):
             weights = join_heads([self._weights(group, is_first) for group in groups], self.retrieval_heads)
             attn_weights = ungroup(weights, query_heads)[..., -length:, :].to(value.dtype)
             attn_weights = attn_weights[..., -length:] if is_first else attn_weights
-        if dropout and self.training:
+        if dropout:
             groups = [group.with_dropout(dropout) for group in groups]
         recording = layer is not None and layer.record_past
         outputs, memories, recorded = map(list, zip(*(self._attend(each, recording) for each in groups), strict=True))
         if cache is not None:
-            stored: Any = cache  # transformers' names for what is stored are keys and values
-            stored.update(
-                None,
-                None,
+            cache.update(
+                key,
+                value,
                 self.rfa_layer_idx,
                 memories=memories,
                 num_tokens=key.shape[-2],
@@ -508,7 +511,7 @@ class RFAAttentionMixin(nn.Module):
         # Features of a long sequence are computed a segment at a time, and again for the gradients.
         most = MAX_LENGTH_WITHOUT_SEGMENTS if torch.is_grad_enabled() else SEGMENT_LENGTH
         whole = length <= most or feature_map is None or torch.compiler.is_compiling()
-        whole = whole or (self.training and feature_map.redraw_pool > 0)  # recomputed features would be others
+        whole = whole or (self.training and self.feature_map.redraw_pool > 0)  # recomputed features would be others
         outputs, absorbed, shift = [], [], None
         for segment in [group] if whole else group.split(SEGMENT_LENGTH):
             inputs = (segment if memory is segment.memory else replace(segment, memory=memory), shift)

@@ -173,17 +173,17 @@ class RFALayer(CacheLayerMixin):
         """Return whether this layer keeps what another one keeps, and may be changed in place where that one is."""
         if self is layer or self.record_past or len(self.layouts) != len(layer.layouts):
             return False
-        if any(ours is not theirs for ours, theirs in zip(self.layouts, layer.layouts, strict=True)):
+        if any(ours is not theirs and ours != theirs for ours, theirs in zip(self.layouts, layer.layouts, strict=True)):
             return False
         ours, theirs = (memory.arrival for memory in (self.memories[0], layer.memories[0]))
         if ours is None or theirs is None:  # a state alone
             return False
         return ours.shape[0] == theirs.shape[0] and _is_usable(ours, theirs.device)
 
-    def step_taken(self, cache: Cache) -> None:
-        """Count a token that was taken in place, as a layer of ``cache``."""
+    def step_taken(self, cache: Cache, key: Tensor, value: Tensor) -> None:
+        """Count a token that was taken in place, of whose key and value only the device matters, as a layer of ``cache``."""
         if cache.offloading:
-            cache.update(None, None, cache.layers.index(self), memories=self.memories, num_tokens=1)
+            cache.update(key, value, cache.layers.index(self), memories=self.memories, num_tokens=1)
         else:
             self.targets = None
             self.cumulative_length.add_(1)
@@ -201,8 +201,8 @@ class RFALayer(CacheLayerMixin):
         """Store the memories after some tokens.
 
         Args:
-            key_states: None; transformers' name for what other layers store.
-            value_states: None.
+            key_states: not read: transformers' name for what other layers store.
+            value_states: not read.
             *args: what transformers adds.
             memories: those of `read`, after the tokens.
             num_tokens: number of the tokens since `read`, padding included.

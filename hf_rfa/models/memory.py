@@ -432,7 +432,7 @@ def targets_of(memories: Sequence[Memory], layout: MemoryLayout) -> list[Target]
     number = ordinal[..., 0].float() if layout.slots else None
     tensors = (place, row, number, arrived, is_sink, forgets, visible)
     split = ([None] * len(memories) if tensor is None else tensor.unbind() for tensor in tensors)
-    return [Target(*parts) for parts in zip(*split, strict=True)]  # type: ignore[arg-type]
+    return [Target(*parts) for parts in zip(*split, strict=True)]
 
 
 def _is_known(condition: Tensor) -> bool:
