@@ -161,14 +161,12 @@ def _ways_with_retrieval(
     """
     number, layers, sinks = len(heads), all_heads // budget.layout.heads, int(options.num_sinks or 0)
     others, place = all_heads - number, replace(budget.layout, heads=1).bytes_per_place()
-    # Retrieval heads are a second memory of their layer.
-    unshared = budget.unshared * (layers + len({layer for layer, _ in heads}))
-    total = budget.total * layers - unshared
+    total = budget.total * layers
     far = min(longest, int(total * share) // (number * place))
     near = (total - number * far * place) // (others * place)
     if far <= sinks or near < 2 * sinks:
         return []
-    tokens = (unshared + (number * far + others * near) * place) / layers / budget.token
+    tokens = (number * far + others * near) * place / layers / budget.token
     options = replace(options, retrieval_heads=heads, retrieval_window=far - sinks)
     ways = []
     for parts in (2, 4):

@@ -63,14 +63,9 @@ class Budget:
     token: int
     layout: MemoryLayout
 
-    @property
-    def unshared(self) -> int:
-        """Bytes that a memory takes beside what each of its tokens does."""
-        return replace(self.layout, window=1).num_bytes() - self.layout.bytes_per_place()
-
     def places(self, state_rows: int = 0) -> int:
         """Return how many tokens every head can keep beside a state of some rows."""
-        left = self.total - replace(self.layout, state_rows=state_rows).num_bytes() - self.unshared
+        left = self.total - replace(self.layout, state_rows=state_rows).num_bytes()
         return left // self.layout.bytes_per_place()
 
     def state_rows(self, feature_map: str, num_features: int | None) -> int:

@@ -65,11 +65,10 @@ def test_several_numbers_of_retrieval_heads_are_tried(parent, memory, monkeypatc
     assert len({name for name, *_ in ways}) == len(ways)
     config = checkpoint.family.rfa_config.from_base(checkpoint.config)
     token, all_heads = 4 * 2 * config.head_dim_for("causal"), number_of_heads(checkpoint, ways[0][2])
-    layers = all_heads // config.num_heads_for("causal")
     for count, share in ((1, 1 / 3), (2, 2 / 3)):
         windows = {each.retrieval_window for *_, each in ways if len(each.retrieval_heads or []) == count}
-        # Beside key and value a token has a score and an arrival; beside its tokens a memory has their number.
-        most = (all_heads * memory * token - 4 * (layers + count)) * share
+        # Beside key and value a token has a score and an arrival.
+        most = all_heads * memory * token * share
         assert windows == {min(96, int(most / (token + 8) / count)) - 4}
 
 
