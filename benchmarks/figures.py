@@ -37,7 +37,7 @@ class RowFile:
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown."""
-    first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    first, *others = ("".join(f"| {cell} " if cell else "| " for cell in cells) + "|" for cells in (head, *rows))
     return "\n".join([first, "|" + "---|" * len(head), *others])
 
 

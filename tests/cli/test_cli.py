@@ -110,7 +110,7 @@ def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypat
             "'--context-length': it must be at least 2, got",
         ),
         (["evaluate", DEMO_MODEL, DEMO_TEXT, "--stride", "-1"], "'--stride': it must be at least 1, got -1"),
-        (["evaluate", DEMO_MODEL], "Missing argument 'TEXT'"),
+        (["evaluate", DEMO_MODEL], "Missing argument 'text'"),
         (["score", DEMO_MODEL, DEMO_TEXT, "--references", "."], "there is no text file ."),
         (["score", DEMO_MODEL, DEMO_TEXT, "--save-predictions", "a/b"], "cannot write to"),
         (["score", DEMO_MODEL, DEMO_TEXT, "--task", "summarization", "--bleu-tokenizer", "zh"], "has no effect with"),
