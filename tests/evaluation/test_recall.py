@@ -285,7 +285,7 @@ def test_memory_is_that_of_the_cache():
         row, layers = 18 * 4, 2 - keep  # with a token's score and arrival
         memory = cache_memory(model)
         assert memory.state == layers * 3 * model.config.num_features_for("causal") * 9 * 4
-        assert memory.window == layers * (3 * window * row + (4 if window else 0))  # and the number of tokens
+        assert memory.window == layers * 3 * window * row
         assert (memory.sinks, memory.slots) == (layers * 3 * sinks * row, layers * 3 * slots * row)
         assert memory.per_token == keep * 192
         assert memory.worth(parent, 100) == pytest.approx((memory.fixed + 100 * memory.per_token) / 384)
