@@ -4,6 +4,7 @@ This module has no ``from __future__ import annotations``: huggingface_hub's str
 where the annotation is a type, and not its name.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -313,6 +314,9 @@ class RFAConfigMixin:
         unread = {*cls.__dataclass_fields__} - {*type(config).__dataclass_fields__, *config.attribute_map}
         unread |= {"model_type", "architectures", "transformers_version", "auto_map"}
         values = {name: value for name, value in config.to_dict().items() if name not in unread} | options
+        for name in (name for name in values if name not in options):  # some parts refuse what their own `to_dict` says
+            if isinstance(part := getattr(config, name, None), PreTrainedConfig):
+                values[name] = copy.deepcopy(part)
         if (capped := values.get("attn_logit_softcapping")) is not None:
             raise ValueError(
                 f"attn_logit_softcapping={capped}: capped logits are no function of q·k that features stand for. Models with "

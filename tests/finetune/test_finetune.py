@@ -216,6 +216,9 @@ def test_the_checkpoint_keeps_its_cache_and_its_way_to_generate(configured, mate
     options = {"evaluate": "rows.jsonl", "predict_with_generate": True, "generation_num_beams": 1}
     run(material, tmp_path, tmp_path / "model", "seq2seq", steps=1, **options)
     before, after = (json.loads((tmp_path / name / "generation_config.json").read_text()) for name in ("kept", "out"))
+    for settings in (before, after):
+        if isinstance(settings["eos_token_id"], int):  # up to transformers 5.17 the Trainer makes a list of one
+            settings["eos_token_id"] = [settings["eos_token_id"]]
     assert after == before
     trained = load_model(str(tmp_path / "out"))[0]
     assert trained.config.use_cache is configured
