@@ -21,11 +21,10 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from .cache_rfa import RecordedStep, cross_layer_of, next_targets, rfa_layer_of
 from .configuration_rfa import AttentionKind
-from .feature_maps import FEATURE_MAPS, FeatureMap, Features, compute_dtype
+from .feature_maps import FEATURE_MAPS, FeatureMap, Features, compute_dtype, into
 from .linear_attention import (
     Tokens,
     attend_with_state,
-    differentiable,
     final_state,
     linear_attention,
     mask_padding,
@@ -54,6 +53,10 @@ DRAW_OFFSET: dict[AttentionKind, int] = {"causal": 0, "cross": 100_000, "encoder
 SEGMENT_LENGTH = 512
 #: With gradients sequences up to this length are one segment: that takes more memory, and a fifth less time.
 MAX_LENGTH_WITHOUT_SEGMENTS = 2048
+
+#: Least and largest logarithm of the normalizer of exact attention, in units of φ(q)·φ(k): float32 has room for no others. A
+#: query's largest feature is e^40, and most keys have features of about 1.
+NORMALIZER_EXPONENTS = (-60.0, 80.0)
 
 #: The components of attention with a sliding window (`hf_rfa.inference.use_attention_component`).
 AttentionComponent = Literal["both", "linear", "window"]
@@ -356,11 +359,10 @@ class RFAAttentionMixin(nn.Module):
         one_token = key.shape[2] == 1 and document_starts is None
         if cache is not None and layer is not None and one_token and not torch.is_grad_enabled():
             targets = layer.targets or next_targets(cache, layer, self.memory_layouts(key.dtype), key)
-            target = targets[0] if targets is not None and len(targets) == 1 else None
-            plain = not (output_attentions or layer.record_past or dropout)
-            if plain and target is not None and target.forgets is None:
-                memory = layer.memories[0]
-                output = self._step(query, key, value, hidden_states, memory, target, is_token, sink_logits)
+            plain = not (output_attentions or layer.record_past)
+            if plain and targets is not None and len(targets) == 1:
+                inputs = (query, key, value, hidden_states)
+                output = self._step(*inputs, layer.memories[0], layer.layouts[0], targets[0], is_token, sink_logits)
                 layer.step_taken(cache, key, value)
                 return output, None
         layouts = self.memory_layouts(key.dtype)
@@ -408,22 +410,34 @@ class RFAAttentionMixin(nn.Module):
         value: Tensor,
         hidden_states: Tensor,
         memory: Memory,
-        target: Target,
+        layout: MemoryLayout,
+        target: Target | None,
         is_token: Tensor | None,
         sink_logits: Tensor | None,
     ) -> Tensor:
-        """Take one token into a memory in place and attend: decoding without features and retrieval heads.
+        """Take one token into a memory in place and attend: decoding, where all heads keep tokens in one way.
 
         Most of what a step costs on a processor is to start small operations, and to run the code around them.
         """
-        score = (
-            None if target.ordinal is None else cast(Importance, self.importance).score(hidden_states, target.ordinal)
-        )
-        rows, heads = group_queries(query, key.shape[1]), query.shape[1]
+        rows, has_features = group_queries(query, key.shape[1]), layout.state_rows > 0 or target is None
         keys_values = torch.cat([key, value], dim=-1)
-        reading = Reading(self.scaling, False, sink_logits)
-        output = attend_in_place(rows, keys_values, score, memory, target, reading, is_token).output
-        return ungroup(output, heads).to(value.dtype)
+        exact = score = None
+        if has_features or sink_logits is not None:
+            rows = self._as_state(rows)
+        if target is not None:
+            if target.ordinal is not None:
+                score = cast(Importance, self.importance).score(hidden_states, target.ordinal)
+            reading = Reading(self.scaling, has_features, sink_logits)
+            exact = attend_in_place(rows, keys_values, score, memory, target, reading, is_token)
+        if has_features:
+            scales = (None, None) if self.gate is None else self.gate(hidden_states)
+            log_decay, input_scale = mask_padding(is_token, *scales)
+            output, memory.state, *_ = self._attend_to_state(
+                rows, keys_values, memory.state, exact, log_decay, input_scale
+            )
+        else:
+            output = cast(Exact, exact).output
+        return ungroup(output, query.shape[1]).to(value.dtype)
 
     def _head_groups(
         self,
@@ -565,50 +579,66 @@ class RFAAttentionMixin(nn.Module):
             The output [B, H, T G, M], the memory after the tokens, the shift of its state, and what joined the state:
             features of keys, values, decays and scales.
         """
-        feature_map, memory, exact = group.feature_map, group.memory, None
-        query = group.query if feature_map is None else self._as_state(group.query)
+        memory, exact = group.memory, None
+        query = group.query
+        if group.feature_map is not None or group.sink_logits is not None:
+            query = self._as_state(query)
         if group.layout.places:
-            reading = Reading(scaling=self.scaling, joined=feature_map is not None, sink_logits=group.sink_logits)
-            if group.sink_logits is not None:
-                query = self._as_state(query)
+            reading = Reading(self.scaling, group.feature_map is not None, group.sink_logits)
             inputs = (query, group.keys_values, group.score)
             if group.target is not None:
                 exact = attend_in_place(*inputs, memory, group.target, reading, group.is_token)
             else:
                 exact, memory = attend_in_chunks(*inputs, cast(Arrivals, group.arrivals), memory, group.layout, reading)
-        if feature_map is None:
+        if group.feature_map is None:
             return cast(Exact, exact).output, memory, None, None
-        keys_values, input_scale = group.keys_values, group.input_scale
+        output, state, shift, absorbed = self._attend_to_state(
+            query, group.keys_values, memory.state, exact, group.log_decay, group.input_scale, shift=shift
+        )
+        memory = memory if state is memory.state else replace(memory, state=state)
+        return output, memory, shift, absorbed
+
+    def _attend_to_state(
+        self,
+        query: Tensor,
+        keys_values: Tensor,
+        state: Tensor | None,
+        exact: Exact | None,
+        log_decay: Tensor | None,
+        input_scale: Tensor | None,
+        *,
+        shift: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tokens]:
+        """Attend to a state, which takes in what is forgotten, or all tokens where none is kept.
+
+        Its outputs and the exact ones are joined under one denominator. Arguments are those of `HeadGroup`, with queries in
+        the dtype of the state, and results those of `_attend_segment`, with the state in place of the memory.
+        """
         if exact is not None:
             keys_values = cast(Tensor, exact.leaving)
-            scale = cast(Tensor, exact.forgets).to(query.dtype)
-            input_scale = scale if input_scale is None else scale * input_scale
-        key, value = keys_values[..., : group.head_dim], keys_values[..., group.head_dim :]
-        least_shift = feature_map.least_shift(memory.state) if shift is None else shift
-        features = self._features(query, key, least_shift, offset=exact is not None)
-        tokens = Tokens(features.key, value, group.log_decay, input_scale)
-        far, state, divisor = linear_attention(
+            if exact.forgets is not None:
+                scale = exact.forgets.to(query.dtype)
+                input_scale = scale if input_scale is None else scale * input_scale
+        key, value = keys_values[..., : query.shape[-1]].to(query.dtype), keys_values[..., query.shape[-1] :]
+        feature_map = self.feature_map
+        least_shift = feature_map.least_shift(state) if shift is None else shift
+        features: Features = feature_map(query, key, least_shift=least_shift, offset=exact is not None)
+        beside = None
+        if exact is not None:
+            log_normalizer = cast(Tensor, exact.log_total) + cast(Tensor, features.offset)
+            beside = exact.output, into(into(log_normalizer, "clamp", *NORMALIZER_EXPONENTS), "exp")
+        tokens = Tokens(features.key, value, log_decay, input_scale)
+        output, state = linear_attention(
             features.query,
             tokens,
-            initial_state=rescale(memory.state, shift, features.shift),
+            initial_state=rescale(state, shift, features.shift),
             denominator_floor=feature_map.denominator_floor,
             chunk_size=self.chunk_size,
+            beside=beside,
         )
-        if exact is not None:
-            far = self._join(exact, features, far, divisor)
-        memory = memory if state is memory.state else replace(memory, state=state)
-        return far, memory, features.shift, tokens._replace(key=features.unshifted_key())
-
-    def _join(self, exact: Exact, features: Features, far: Tensor, divisor: Tensor) -> Tensor:
-        """Return the mean of exact outputs and those ``far`` of features, by their normalizers, [B, H, T G, M]."""
-        if self.attention_component == "window":
-            return exact.output
-        if torch.is_grad_enabled():
-            divisor = differentiable(divisor, divisor)
-        seen = divisor > 0
-        log_far = torch.where(seen, torch.where(seen, divisor, 1.0).log(), MASKED_LOGIT)
-        log_exact = cast(Tensor, exact.log_total) + cast(Tensor, features.offset)
-        return exact.output + torch.sigmoid(log_far - log_exact) * (far - exact.output)
+        if exact is not None and self.attention_component == "window":
+            output = exact.output
+        return output, state, features.shift, tokens._replace(key=features.unshifted_key())
 
     def _as_state(self, tensor: Tensor) -> Tensor:
         """Return a tensor in the dtype of the state."""

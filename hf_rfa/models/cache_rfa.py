@@ -171,11 +171,9 @@ class RFALayer(CacheLayerMixin):
 
     def is_like(self, layer: RFALayer) -> bool:
         """Return whether this layer keeps what another one keeps, and may be changed in place where that one is."""
-        if self is layer or self.record_past or len(self.layouts) != len(layer.layouts):
+        if self is layer or self.record_past or self.layouts != layer.layouts:
             return False
-        if any(ours is not theirs and ours != theirs for ours, theirs in zip(self.layouts, layer.layouts, strict=True)):
-            return False
-        ours, theirs = (memory.arrival for memory in (self.memories[0], layer.memories[0]))
+        ours, theirs = self.memories[0].arrival, layer.memories[0].arrival
         if ours is None or theirs is None:  # a state alone
             return False
         return ours.shape[0] == theirs.shape[0] and _is_usable(ours, theirs.device)

@@ -346,7 +346,8 @@ def linear_attention(
     initial_state: Tensor | None = None,
     denominator_floor: float | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> tuple[Tensor, Tensor, Tensor]:
+    beside: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attend causally with random features.
 
     Args:
@@ -355,22 +356,26 @@ def linear_attention(
         initial_state: the state so far, or None at the start; updated in place for one token without gradients.
         denominator_floor: see `denominator`; None for features without negative entries.
         chunk_size: tokens handled at once in the quadratic form.
+        beside: what is attended to beside the features, under one denominator: outputs [B, H, T G, d] and their normalizers
+            [B, H, T G, 1], in units of φ(q)·φ(k); or None.
 
     Returns:
-        The outputs [B, H, T G, d] in the dtype of the features, the new state, and what the outputs were divided by,
-        [B, H, T G, 1] (`denominator`).
+        The outputs [B, H, T G, d] in the dtype of the features, and the new state.
     """
     rows, norms = _split_norm_row(initial_state, denominator_floor)
     key, value, log_decay, input_scale = tokens
-    sums, rows = _recurrence(query, tokens._replace(value=with_ones(value, key.dtype)), rows, chunk_size)
-    if denominator_floor is None:
-        return divide(sums[..., :-1], sums[..., -1:]), rows, sums[..., -1:]
-    norms, last = key_norm_sums(key.norm(dim=-1, keepdim=True), log_decay, input_scale, norms, chunk_size)
-    norms = to_rows(norms, rows_per_token(query, key))
-    divisor = denominator(sums[..., -1:], query, norms, denominator_floor)
-    in_place = initial_state is not None and key.shape[-2] == 1 and updates_in_place()
-    state = cast(Tensor, initial_state) if in_place else with_norm_row(rows, last)
-    return divide(sums[..., :-1], divisor), state, divisor
+    sums, state = _recurrence(query, tokens._replace(value=with_ones(value, key.dtype)), rows, chunk_size)
+    numerator, divisor = sums[..., :-1], sums[..., -1:]
+    if denominator_floor is not None:
+        norms, last = key_norm_sums(key.norm(dim=-1, keepdim=True), log_decay, input_scale, norms, chunk_size)
+        norms = to_rows(norms, rows_per_token(query, key))
+        divisor = denominator(divisor, query, norms, denominator_floor)
+        in_place = initial_state is not None and key.shape[-2] == 1 and updates_in_place()
+        state = cast(Tensor, initial_state) if in_place else with_norm_row(state, last)
+    if beside is not None:
+        output, normalizer = beside
+        numerator, divisor = torch.addcmul(numerator, output, normalizer), divisor + normalizer
+    return divide(numerator, divisor), state
 
 
 def final_state(

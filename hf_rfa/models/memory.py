@@ -126,7 +126,7 @@ class Memory:
 
     def filled(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys and values, scores and arrivals of a memory that has places."""
-        return cast(Tensor, self.keys_values), cast(Tensor, self.score), cast(Tensor, self.arrival)
+        return self.keys_values, self.score, self.arrival  # type: ignore[return-value]
 
     @property
     def count(self) -> Tensor:
@@ -206,8 +206,8 @@ class Importance(nn.Module):
 
     def _importance(self, hidden_states: Tensor) -> Tensor:
         """Return the importance of tokens when they come, [B, T, H] in float32."""
-        hidden_states = hidden_states.detach() if hidden_states.requires_grad else hidden_states
-        return F.linear(hidden_states.to(self.weight.dtype), self.weight)
+        hidden_states, weight = hidden_states.detach() if hidden_states.requires_grad else hidden_states, self.weight
+        return F.linear(hidden_states.to(weight.dtype), weight)
 
 
 class Arrivals(NamedTuple):
@@ -400,7 +400,7 @@ class Target(NamedTuple):
         ordinal: number of tokens before the new one, [B, 1] in float32, or None without slots.
         arrival: the same in int32, [B, H, 1].
         is_sink: whether the new one is one of the first S, [B, H, 1], or None where it is known that it is not.
-        forgets: whether a token is forgotten with it, [B, H, 1], or None without a state.
+        forgets: whether a token is forgotten with it, [B, H, 1], or None where it is known that one is, or nobody asks.
         visible: which places hold a token then, [B, H, 1, P], or None where it is known that all of them do.
     """
 
@@ -415,8 +415,8 @@ class Target(NamedTuple):
 
 def targets_of(memories: Sequence[Memory], layout: MemoryLayout) -> list[Target]:
     """Return the targets of memories of one layout: many layers at once, since each operation costs as much for one."""
-    scores, arrival = zip(*(memory.filled()[1:] for memory in memories), strict=True)
-    score, arrival = torch.stack(scores), torch.stack(arrival)
+    score = torch.stack([cast(Tensor, memory.score) for memory in memories])
+    arrival = torch.stack([cast(Tensor, memory.arrival) for memory in memories])
     ordinal = (arrival.amax((2, 3), keepdim=True) + 1).clamp_min_(0)
     ranked = score.masked_fill(arrival > ordinal - layout.window, math.inf)  # the window's are not forgotten
     worse = ranked != ranked.amin(-1, keepdim=True)
@@ -426,8 +426,7 @@ def targets_of(memories: Sequence[Memory], layout: MemoryLayout) -> list[Target]
     if not _is_known(arrival >= 0):
         is_sink = (score == math.inf).sum(-1, keepdim=True) < layout.sinks
         visible = (arrival.scatter(-1, place, arrived) >= 0)[..., None, :]
-    if layout.state_rows:
-        forgets = arrival.gather(-1, place) >= 0
+        forgets = arrival.gather(-1, place) >= 0 if layout.state_rows else None
     row = place[..., None].expand(*place.shape, 2 * layout.head_dim)
     number = ordinal[..., 0].float() if layout.slots else None
     tensors = (place, row, number, arrived, is_sink, forgets, visible)
@@ -511,8 +510,7 @@ class Reading(NamedTuple):
         weights = logits.softmax(dim=-1)
         # Of one weight: on a processor logsumexp takes longer than all the rest.
         highest, place = logits.max(dim=-1, keepdim=True)
-        log_total = highest - weights.gather(-1, place).log()
-        output = (weights @ value) * (log_total > MASKED_LOGIT / 2)
+        output, log_total = weights @ value, highest - weights.gather(-1, place).log()
         if self.sink_logits is None:
             return output, log_total
         log_sink = self.sink_logits.to(log_total.dtype).view(query.shape[1], -1)
@@ -527,7 +525,7 @@ class Exact(NamedTuple):
         output: [B, H, T G, M].
         log_total: logarithms of the normalizers, [B, H, T G, 1], or None where nothing joins them.
         leaving: key and value of the token that is forgotten with each new one, [B, H, T, d + M], or None as well.
-        forgets: whether one is, [B, H, T], or None as well; elsewhere ``leaving`` holds some other token.
+        forgets: whether one is, [B, H or 1, T], or None where one always is; elsewhere ``leaving`` is some other token.
     """
 
     output: Tensor
@@ -551,7 +549,7 @@ def attend_in_place(
     if reading.joined:
         leaving, forgets = rows.gather(2, target.row), target.forgets
     if is_token is not None:  # padding sees something, so that nothing is divided by 0
-        forgets = None if forgets is None else forgets & is_token[:, None]
+        forgets = is_token[:, None] if forgets is None else forgets & is_token[:, None]
         visible = None if visible is None else visible | ~is_token[:, None, :, None]
     put(memory, target, keys_values, score, is_token)
     output, log_total = reading(query, rows, visible)

@@ -134,7 +134,9 @@ class RFADecoderAttention(RFAAttentionMixin):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Attend; arguments and results are those of the base model's module, and what `prepare_decoder` adds."""
         # Without a cache the base model's forward hands over the keys of this call alone. The state has those before them.
-        cache = take_cache(kwargs)
+        cache = kwargs.pop(CACHE_NAME, None)
+        if cache is None:
+            cache = take_cache(kwargs)
         if "output_rfa_attentions" not in kwargs:
             kwargs |= _inputs_from_mask(hidden_states.shape[1], cache, kwargs)
         return super().forward(hidden_states, *args, rfa_hidden_states=hidden_states, rfa_cache=cache, **kwargs)

@@ -23,7 +23,6 @@ from .feature_maps import (
     QUERY_EXPONENT,
     FeatureMap,
     Features,
-    InputScaling,
     compute_dtype,
     into,
     least_shift_above,
@@ -32,27 +31,46 @@ from .feature_maps import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeatureSpec(InputScaling):
-    """The linear part of a map, of which every nonlinearity makes its features: Wq̂ + b, and W'k̂ + b' − Σ e_i k̂_i².
+class FeatureSpec:
+    """The linear part of a map, of which every nonlinearity makes its features, as products with raw queries and keys.
 
-    Queries and keys are by heads, [H, N, d].
+    With Wq̂ + b and W'k̂ + b' of prepared queries and keys (`InputScaling`), the scales are in the weights. Queries and keys
+    are by heads, [H, N, d].
 
     Attributes:
-        query_weight: Wᵀ, [H, d, D]; or [H G, d, D], one for each query head of a group.
+        query_weight: αWᵀ, [H, d, D]; or [H G, d, D], one for each query head of a group.
         query_bias: b, [H, 1, D] or [H G, 1, D].
-        key_weight: W'ᵀ, [H, d, D]; the same tensor as ``query_weight`` where W' = W, so that it is read from memory once.
+        key_weight: α'W'ᵀ, [H, d, D]; the same tensor as ``query_weight`` where they are equal, so that it is read once.
         key_bias: b', [H, 1, D].
-        key_norm: e, [H, d, 1], or None for 0.
+        query_norm: α²/2, [H, d, 1], by which squares are ‖q̂‖²/2.
+        key_norm: e α'²/2, [H, d, 1], by which squares are Σ e_i k̂_i²/2; e is 1 unless it is trained.
+        key_mean: μ, [H, 1, d], or None for 0.
+        offset: what the offset of all queries has in common, [H, 1, 1], or None without one (`Features.offset`).
+        unit_norm: whether queries and keys are normalized first.
     """
 
     query_weight: Tensor
     query_bias: Tensor
     key_weight: Tensor
     key_bias: Tensor
-    key_norm: Tensor | None = None
+    query_norm: Tensor
+    key_norm: Tensor
+    key_mean: Tensor | None = None
+    offset: Tensor | None = None
+    unit_norm: bool = False
+
+    def query_input(self, query: Tensor) -> Tensor:
+        """Return what the products with queries [H, N, d] are of."""
+        return F.normalize(query, dim=-1) if self.unit_norm else query
+
+    def key_input(self, key: Tensor) -> Tensor:
+        """Return what the products with keys [H, N, d] are of."""
+        if self.unit_norm:
+            return F.normalize(key, dim=-1)
+        return key if self.key_mean is None else key - self.key_mean
 
     def query_linear(self, query_input: Tensor) -> Tensor:
-        """Return Wq̂ + b of prepared queries [H, N, d], [H, N, D]; where W is per query head, row t G + g is of head g."""
+        """Return Wq̂ + b, [H, N, D]; where W is per query head, row t G + g is of head g."""
         heads = query_input.shape[0]
         if self.query_weight.shape[0] == heads:
             return torch.baddbmm(self.query_bias, query_input, self.query_weight)
@@ -62,9 +80,8 @@ class FeatureSpec(InputScaling):
         return linear.unflatten(0, (heads, groups)).transpose(1, 2).flatten(1, 2)
 
     def key_linear(self, key_input: Tensor) -> Tensor:
-        """Return W'k̂ + b' − Σ e_i k̂_i², [H, N, D]."""
-        linear = torch.baddbmm(self.key_bias, key_input, self.key_weight)
-        return linear if self.key_norm is None else into(linear, "sub", torch.bmm(key_input.square(), self.key_norm))
+        """Return W'k̂ + b', [H, N, D]."""
+        return torch.baddbmm(self.key_bias, key_input, self.key_weight)
 
     def contiguous(self) -> FeatureSpec:
         """Return this specification with weights that lie in memory as matrix products read them."""
@@ -109,16 +126,32 @@ class ProjectedFeatureMap(FeatureMap):
         """The number of matrices W: H, or H G."""
         return self.num_heads * (self.groups if self.query_head_matrices else 1)
 
-    def matrix(self) -> Tensor:
-        """Return W."""
-        return self.projection
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Return W and W', which are one tensor unless a subclass has two."""
+        return self.projection, self.projection
 
     def spec(self, dtype: torch.dtype) -> FeatureSpec:
-        """Return the linear part of the map in ``dtype``: W for both sides and no biases, unless a subclass has others."""
-        weight = self.matrix().to(dtype).transpose(-1, -2)
-        bias = weight.new_zeros(self.num_heads, 1, weight.shape[-1])
+        """Return the linear part of the map in ``dtype``: without biases, unless a subclass has some."""
+        scaling, (matrix, key_matrix) = self.input_scaling(dtype), self.matrices()
+        ones = matrix.new_ones(self.num_heads, 1, self.head_dim, dtype=dtype)
+        query_scale, key_scale = ((ones * scale).mT for scale in (scaling.query_scale, scaling.key_scale))
+        by_matrix = query_scale.repeat_interleave(matrix.shape[0] // self.num_heads, dim=0)
+        weight = key_weight = matrix.to(dtype).mT * by_matrix
+        if key_matrix is not matrix or scaling.key_scale is not scaling.query_scale:
+            key_weight = key_matrix.to(dtype).mT * key_scale
+        bias, offset = weight.new_zeros(self.num_heads, 1, weight.shape[-1]), None
+        if self.windowed and self.softmax_kernel and not self.unit_norm:
+            offset = (self.window_shift - self.log_scale + math.log(self.num_features)).to(dtype)[:, None, None]
         return FeatureSpec(
-            **vars(self.input_scaling(dtype)), query_weight=weight, query_bias=bias, key_weight=weight, key_bias=bias
+            query_weight=weight,
+            query_bias=bias,
+            key_weight=key_weight,
+            key_bias=bias,
+            query_norm=query_scale.square() / 2,
+            key_norm=key_scale.square() / 2,
+            key_mean=scaling.key_mean,
+            offset=offset,
+            unit_norm=self.unit_norm,
         )
 
     def current_spec(self, dtype: torch.dtype) -> FeatureSpec:
@@ -268,12 +301,13 @@ class RandomFeatureMap(ProjectedFeatureMap):
         """Return the draw for evaluation."""
         return self.draw(0)
 
-    def matrix(self) -> Tensor:
+    def matrices(self) -> tuple[Tensor, Tensor]:
         """Return W: in training with a pool a fresh draw, chosen by torch's generator, otherwise the saved one."""
         if not (self.training and self.redraw_pool):
-            return self.projection
+            return super().matrices()
         number = 1 + int(torch.randint(self.redraw_pool, ()))
-        return self.draw(number).to(self.projection.device)
+        matrix = self.draw(number).to(self.projection.device)
+        return matrix, matrix
 
 
 @register_feature_map("gaussian")
@@ -303,14 +337,12 @@ class GaussianMap(RandomFeatureMap):
             key_input = spec.key_input(key)
             key_features = self._waves(spec.key_linear(key_input))
             if not self.unit_norm:
-                exponent = key_input.square().sum(-1, keepdim=True) / 2 - self.log_scale[:, None, None]
+                exponent = torch.bmm(key_input.square(), spec.key_norm) - self.log_scale[:, None, None]
                 factor, shift = exponentiate_keys(exponent, least_shift)
                 key_features = key_features * factor
         offset = None
-        if self.windowed and not self.unit_norm:
-            constant = self.log_scale[:, None, None] - math.log(self.num_features)
-            log_factor = query_input.square().sum(-1, keepdim=True) / 2 + constant
-            offset = self.window_shift[:, None, None] - log_factor
+        if spec.offset is not None:
+            offset = torch.baddbmm(spec.offset, query_input.square(), spec.query_norm, alpha=-1)
             offset = offset if shift is None else offset - shift
         return Features(query_features, key_features, offset, shift)
 
@@ -353,28 +385,26 @@ class PositiveMap(RandomFeatureMap):
         self.add("feature_bias", self.num_heads, self.num_features)
 
     def spec(self, dtype: torch.dtype) -> FeatureSpec:
-        """See `ProjectedFeatureMap.spec`: b on both sides, c, and e_i = ½ for keys."""
-        spec = super().spec(dtype)
-        bias = self.feature_bias.to(dtype)[:, None, :]
-        half = bias.new_full((self.num_heads, 1, self.head_dim), 0.5).transpose(-1, -2)
-        constant = self.log_scale.to(dtype)[:, None, None]
-        return replace(spec, query_bias=bias, key_bias=bias - constant, key_norm=half)
+        """See `ProjectedFeatureMap.spec`: b on both sides, and c."""
+        bias, constant = (tensor.to(dtype)[:, None] for tensor in (self.feature_bias, self.log_scale[:, None]))
+        return replace(super().spec(dtype), query_bias=bias, key_bias=bias - constant)
 
     def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
         """See `ProjectedFeatureMap.features`."""
-        query_input = spec.query_input(query)
-        key_exponent = None if key is None else spec.key_linear(spec.key_input(key))
+        query_input, key_exponent = spec.query_input(query), None
+        if key is not None:
+            key_input = spec.key_input(key)
+            key_exponent = into(spec.key_linear(key_input), "sub", torch.bmm(key_input.square(), spec.key_norm))
         window_shift = self.window_shift if self.windowed and self.unit_norm else None
         query_exponent = spec.query_linear(query_input)
         features, log_scale = exponential_features(query_exponent, key_exponent, least_shift, window_shift)
-        if not self.windowed or self.unit_norm:
+        if spec.offset is None:
             return features
-        # The offset is ‖q̂‖²/2 − q·μ s + window_shift − c + log D − l, summed in this order: calibration depends on it.
-        offset = query_input.square().sum(-1, keepdim=True) / 2
-        if self.reparametrizable:  # shifted keys change the kernel by exp(q·μ·s)
-            offset = offset - torch.bmm(query, self.scaling * self.key_shift.to(query.dtype)[:, :, None])
-        constant = self.window_shift - self.log_scale + math.log(self.num_features)
-        return features._replace(offset=offset + constant.to(query.dtype)[:, None, None] - log_scale)
+        # The offset is window_shift − c + log D + ‖q̂‖²/2 − q·μ s − l: shifted keys change the kernel by exp(q·μ·s).
+        offset = torch.baddbmm(spec.offset, query.square(), spec.query_norm)
+        if spec.key_mean is not None:
+            offset = torch.baddbmm(offset, query, spec.key_mean.mT, alpha=-self.scaling)
+        return features._replace(offset=offset - log_scale)
 
 
 @register_feature_map("exponential")
@@ -406,14 +436,18 @@ class ExponentialMap(PositiveMap):
         super().reset_parameters()
         init.copy_(self.key_projection, self.draw(0))
 
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Return W and W'."""
+        return self.projection, self.key_projection
+
     def spec(self, dtype: torch.dtype) -> FeatureSpec:
         """See `ProjectedFeatureMap.spec`."""
+        spec = ProjectedFeatureMap.spec(self, dtype)
         return replace(
-            ProjectedFeatureMap.spec(self, dtype),
+            spec,
             query_bias=self.query_bias.to(dtype)[:, None, :],
-            key_weight=self.key_projection.to(dtype).transpose(-1, -2),
             key_bias=(self.key_bias - self.log_scale[:, None]).to(dtype)[:, None, :],
-            key_norm=self.norm_weight.to(dtype)[:, :, None] / 2,
+            key_norm=spec.key_norm * self.norm_weight.to(dtype)[:, :, None],
         )
 
 

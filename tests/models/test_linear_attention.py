@@ -258,8 +258,8 @@ def attention_weights(case: Case, floor: float | None, *, causal: bool = True) -
 def test_attention_is_the_same_in_any_form_and_is_what_the_weights_say(signed, data):
     case = data.draw(cases(signed=signed))
     options = {"denominator_floor": 0.1 if signed else None}
-    whole, state, _ = linear_attention(*case.piece(), chunk_size=1000, **options)
-    pieces, other_state, _ = linear_attention(*case.piece(), chunk_size=7, **options)
+    whole, state = linear_attention(*case.piece(), chunk_size=1000, **options)
+    pieces, other_state = linear_attention(*case.piece(), chunk_size=7, **options)
     weights = attention_weights(case, options["denominator_floor"])
     assert relative_error(pieces, whole) <= 1e-9
     assert relative_error(other_state, state) <= 1e-10
@@ -270,7 +270,7 @@ def test_attention_is_the_same_in_any_form_and_is_what_the_weights_say(signed, d
             for t in range(case.key.shape[2]):
                 piece = slice(t, t + 1)
                 before = step_state
-                output, step_state, _ = linear_attention(*case.piece(piece), **options, initial_state=step_state)
+                output, step_state = linear_attention(*case.piece(piece), **options, initial_state=step_state)
                 assert not no_grad or before is None or step_state is before, "decoding must reuse the state"
                 outputs.append(output)
         assert relative_error(torch.cat(outputs, dim=2), whole) <= 1e-9

@@ -86,7 +86,9 @@ class Case:
         for query, keys_values, score, padding, _ in self.pieces(range(1, self.length)):
             is_token = None if padding is None else padding != 0
             target = targets_of([memory], replace(self.layout, state_rows=1))[0]  # what is forgotten is told to a state
-            outputs.append(attend_in_place(query, keys_values, score, memory, target, reading, is_token))
+            output = attend_in_place(query, keys_values, score, memory, target, reading, is_token)
+            forgets = torch.ones(score.shape, dtype=torch.bool) if output.forgets is None else output.forgets
+            outputs.append(output._replace(forgets=forgets.expand(score.shape)))
         return Exact(*(torch.cat(each, dim=2) for each in zip(*outputs, strict=True))), memory
 
     def assert_found(self, found: Exact) -> None:
