@@ -15,7 +15,7 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from hf_rfa.families import FAMILIES
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.cache_names import cache_argument
-from hf_rfa.models.configuration_rfa import RFASeq2SeqConfigMixin
+from hf_rfa.models.configuration_rfa_seq2seq import RFASeq2SeqConfigMixin
 from hf_rfa.models.linear_attention import Tokens, linear_attention
 from hf_rfa.models.memory import Importance
 from tests.conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config

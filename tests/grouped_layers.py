@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.attention_seq2seq import RFASeq2SeqAttentionMixin
 
 WIDTH, HIDDEN = 4, 5
 SCALING = 0.6
 
 
-class Layer(RFAAttentionMixin):
+class Layer(RFASeq2SeqAttentionMixin):
     """Attention without projections of its own."""
 
     scaling = SCALING
