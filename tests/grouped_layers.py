@@ -22,9 +22,8 @@ class Layer(RFASeq2SeqAttentionMixin):
         super().__init__()
         defaults = {
             "feature_map": "positive", "window_size": 0, "num_sinks": 0, "num_slots": 0, "gate": False, "unit_norm": False,
-            "orthogonal": True, "trainable_projection": False, "redraw_pool": 0, "feature_seed": 1, "chunk_size": 4,
-            "hidden_size": HIDDEN, "max_position_embeddings": 8, "state_dtype": "float32", "retrieval_window": 0,
-            "retrieval_heads": [],
+            "trainable_projection": False, "feature_seed": 1, "chunk_size": 4, "hidden_size": HIDDEN,
+            "max_position_embeddings": 8, "retrieval_window": 0, "retrieval_heads": [],
         }  # fmt: skip
         config = SimpleNamespace(**{**defaults, **fields})
         config.num_heads_for = lambda kind: heads

@@ -45,8 +45,6 @@ from .memory import (
     in_order,
 )
 
-#: Added to a layer's index where its random matrices are drawn, so that cross attention has others than causal attention.
-DRAW_OFFSET: dict[AttentionKind, int] = {"causal": 0, "cross": 100_000, "encoder": 200_000}
 #: Tokens of a segment, a multiple of the usual chunk size: their features fit into a CPU's caches. Features of a long
 #: sequence fill more memory than all else, and fresh memory costs more time than computing them.
 SEGMENT_LENGTH = 512
@@ -220,7 +218,6 @@ class RFAAttentionMixin(nn.Module):
             slots=self.num_slots if exact else 0,
             state_rows=self.feature_map.feature_dim and self.feature_map.feature_dim + self.feature_map.signed,
             dtype=dtype,
-            state_dtype=torch.promote_types(self.state_dtype, compute_dtype(dtype)),
         )
 
     def retrieval_layout(self, dtype: torch.dtype) -> MemoryLayout | None:
@@ -265,12 +262,10 @@ class RFAAttentionMixin(nn.Module):
             num_features=config.num_features_for(kind),
             scaling=scaling,
             unit_norm=config.unit_norm,
-            orthogonal=config.orthogonal,
             trainable=config.trainable_projection,
-            redraw_pool=config.redraw_pool,
             windowed=self.window_size > 0,
             seed=config.feature_seed,
-            layer_idx=layer_idx + DRAW_OFFSET[kind],
+            layer_idx=layer_idx,
         )
         self.rfa_heads, self.rfa_width = config.num_heads_for(kind), config.head_dim_for(kind)
         gated = config.gate and kind == "causal"
@@ -282,7 +277,6 @@ class RFAAttentionMixin(nn.Module):
         self.attention_component: AttentionComponent = "both"
         self.backend = "torch"
         self.chunk_size = config.chunk_size
-        self.state_dtype = getattr(torch, config.state_dtype)
 
     @without_autocast
     def attend(
@@ -493,7 +487,6 @@ class RFAAttentionMixin(nn.Module):
         # Features of a long sequence are computed a segment at a time, and again for the gradients.
         most = MAX_LENGTH_WITHOUT_SEGMENTS if torch.is_grad_enabled() else SEGMENT_LENGTH
         whole = length <= most or feature_map is None or torch.compiler.is_compiling()
-        whole = whole or (self.training and self.feature_map.redraw_pool > 0)  # recomputed features would be others
         outputs, absorbed, shift = [], [], None
         for segment in [group] if whole else group.split(SEGMENT_LENGTH):
             inputs = (segment if memory is segment.memory else replace(segment, memory=memory), shift)
@@ -567,7 +560,7 @@ class RFAAttentionMixin(nn.Module):
             input_scale = scale if input_scale is None else scale * input_scale
         key, value = keys_values[..., : group.head_dim], keys_values[..., group.head_dim :]
         least_shift = feature_map.least_shift(memory.state) if shift is None else shift
-        features = self._features(query, key, least_shift, offset=exact is not None)
+        features: Features = feature_map(query, key, least_shift=least_shift, offset=exact is not None)
         tokens = Tokens(features.key, value, group.log_decay, input_scale)
         far, state, divisor = linear_attention(
             features.query,
@@ -594,11 +587,4 @@ class RFAAttentionMixin(nn.Module):
 
     def _as_state(self, tensor: Tensor) -> Tensor:
         """Return a tensor in the dtype of the state."""
-        return tensor.to(torch.promote_types(self.state_dtype, tensor.dtype))
-
-    def _features(
-        self, query: Tensor, key: Tensor | None, least_shift: Tensor | None, *, offset: bool = False
-    ) -> Features:
-        """Return the features of queries and keys in the dtype of the state."""
-        found: Features = self.feature_map(query, key, least_shift=least_shift, offset=offset)
-        return Features._make(None if each is None else self._as_state(each) for each in found)
+        return tensor.to(compute_dtype(tensor.dtype))

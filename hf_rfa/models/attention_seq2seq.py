@@ -17,6 +17,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .attention import RFAAttentionMixin, without_autocast
 from .cache_rfa_seq2seq import cross_layer_of
+from .feature_maps import Features
 from .linear_attention import Tokens, denominator, divide, final_state, mask_padding, rescale, split_norm_row
 from .masking import group_queries, ungroup
 
@@ -91,7 +92,7 @@ class RFASeq2SeqAttentionMixin(RFAAttentionMixin):
         """
         query_heads = query.shape[1]
         query = group_queries(query, key.shape[1])
-        features = self._features(query, key, self.feature_map.least_shift(None))
+        features: Features = self.feature_map(query, key, least_shift=self.feature_map.least_shift(None))
         _, input_scale = mask_padding(padding_mask, None, None)
         floor: Any = {"denominator_floor": self.feature_map.denominator_floor}
         keys, attn_weights = Tokens(features.key, value, None, input_scale), None
@@ -107,7 +108,7 @@ class RFASeq2SeqAttentionMixin(RFAAttentionMixin):
         """Return what queries [B, H_q, T, d] read from a finished state."""
         state = state.to(query.device)
         rows = group_queries(query, state.shape[1])
-        features = self._features(rows, None, self.feature_map.least_shift(state))
+        features: Features = self.feature_map(rows, least_shift=self.feature_map.least_shift(state))
         state = cast(Tensor, rescale(state, None, features.shift))
         floor = self.feature_map.denominator_floor
         output = attend_with_state(features.query, state, denominator_floor=floor)

@@ -21,8 +21,6 @@ from .rfa_classes import base_class, make_class
 
 #: Seeds from 0 to this draw different matrices: torch's generator for the CPU reads 32 bits of a seed.
 MAX_SEED = 2**32 - 1
-#: The largest pool: the draws after it are those of the next layer (`hf_rfa.models.projected_feature_maps.draw_projection`).
-MAX_REDRAW_POOL = 1_000_000
 
 #: Types of a base model's layers with attention to all tokens, the only ones that conversion changes.
 FULL_ATTENTION = ("full_attention", "attention")
@@ -44,9 +42,7 @@ class RFAConfigMixin:
         feature_map: name of the feature map, one of `hf_rfa.models.feature_maps.FEATURE_MAPS`. Default ``"positive"``.
         num_features: D, rows of W per head (F is D, 2D for ``gaussian`` and ``hedgehog``); None takes the map's default.
         unit_norm: ℓ2-normalize queries and keys, as in Peng et al. 2021, instead of carrying their norm.
-        orthogonal: draw W in orthogonal blocks instead of independently.
         trainable_projection: make the random W a parameter instead of a fixed buffer.
-        redraw_pool: number of matrices from which training draws W anew at every forward pass; 0 keeps the saved W.
         feature_seed: seed of all random matrices, from 0 to 2³² − 1.
         gate: multiply the state by a learned gate per head and token (RFA-Gate).
         window_size: W, the number of last tokens (the query's own included) that causal attention sees exactly, by softmax
@@ -59,15 +55,12 @@ class RFAConfigMixin:
         retrieval_window: the number of last tokens that retrieval heads see.
         softmax_layers: indices of layers that stay softmax attention; their cache grows with the text.
         chunk_size: tokens that prefill and training handle at once in the quadratic form.
-        state_dtype: dtype of the recurrent state (at least the model's own precision is kept).
     """
 
     feature_map: str = "positive"
     num_features: int | None = None
     unit_norm: bool = False
-    orthogonal: bool = True
     trainable_projection: bool = False
-    redraw_pool: int = 0
     feature_seed: int = 0
     gate: bool = False
     window_size: int = 0
@@ -77,7 +70,6 @@ class RFAConfigMixin:
     retrieval_window: int = 0
     softmax_layers: list[Any] = field(default_factory=list)  # `validate_rfa` says more than a type would
     chunk_size: int = 64
-    state_dtype: Literal["float32", "float64"] = "float32"
 
     #: What is called when the first configuration of a class is made.
     ON_FIRST_USE: ClassVar[dict[type, Callable[[], None]]] = {}
@@ -232,7 +224,7 @@ class RFAConfigMixin:
         positions = self.max_position_embeddings  # type: ignore[attr-defined]
         exact = ("window_size", "num_sinks", "num_slots", "retrieval_window")
         ranges = {"chunk_size": (1, torch.iinfo(torch.int64).max), **dict.fromkeys(exact, (0, positions))}
-        ranges |= {"redraw_pool": (0, MAX_REDRAW_POOL), "feature_seed": (0, MAX_SEED)}
+        ranges["feature_seed"] = (0, MAX_SEED)
         for name, (least, most) in ranges.items():
             value = getattr(self, name)
             if not least <= value <= most:
@@ -254,17 +246,14 @@ class RFAConfigMixin:
         random = issubclass(feature_map, RandomFeatureMap) and not issubclass(feature_map, ExponentialMap)
         no_matrix = f"has no effect with feature_map={self.feature_map!r}, which has no random matrix that stays"
         raw = f"does not apply to feature_map={self.feature_map!r}, which learns from raw q and k"
-        for names, refused, problem in (
-            (["redraw_pool"], not random, no_matrix),
-            (["trainable_projection"], not random, no_matrix),
-            (["redraw_pool", "trainable_projection"], True, "exclude each other: a matrix is redrawn or trained"),
-            (["unit_norm"], issubclass(feature_map, LearnedFeatureMap), raw),
-            (["unit_norm"], feature_map is NoFeatures, "has no effect without features"),
-            (["gate"], feature_map is NoFeatures, "has no effect without features: there is no state to decay"),
+        for name, refused, problem in (
+            ("trainable_projection", not random, no_matrix),
+            ("unit_norm", issubclass(feature_map, LearnedFeatureMap), raw),
+            ("unit_norm", feature_map is NoFeatures, "has no effect without features"),
+            ("gate", feature_map is NoFeatures, "has no effect without features: there is no state to decay"),
         ):
-            if refused and all(getattr(self, name) for name in names):
-                values = " and ".join(f"{name}={getattr(self, name)}" for name in names)
-                raise ValueError(f"{values} {problem}. Leave {'one of them' if len(names) > 1 else 'it'} out.")
+            if refused and getattr(self, name):
+                raise ValueError(f"{name}=True {problem}. Leave it out.")
 
     def _check_retrieval_heads(self) -> None:
         """Check the retrieval heads and their window."""

@@ -173,7 +173,7 @@ def cases(draw, signed: bool = False, packed: bool = True, all_heads: bool = Fal
         retrieval = draw(st.sets(st.integers(0, heads - 1), min_size=1, max_size=heads - 1))
         fields |= {"retrieval_heads": sorted(retrieval), "retrieval_window": draw(st.integers(1, 9))}
     torch.manual_seed(seed)
-    layer = Layer(heads, groups, **fields, state_dtype="float64").double().eval()
+    layer = Layer(heads, groups, **fields).double().eval()
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
