@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.attention_seq2seq import RFASeq2SeqAttentionMixin
 from hf_rfa.models.feature_maps import compute_dtype
 from hf_rfa.models.linear_attention import mask_padding
 from hf_rfa.models.masking import MASKED_LOGIT, group_queries, rows_per_token, split_heads, to_rows
@@ -250,13 +251,13 @@ def layer_activations(
 
     ``inputs`` are the layer's, of `capture_inputs`, and ``masks`` those of the model's inputs (`padding_masks`).
     """
-    if layer.rfa_kind != "cross":
-        query, key, value = layer.project(inputs.hidden_states, **inputs.options)
-        query_mask = key_mask = masks[layer.rfa_kind]
-    else:
+    if isinstance(layer, RFASeq2SeqAttentionMixin) and layer.rfa_kind == "cross":
         query = layer.project_query(inputs.hidden_states)
         key, value = layer.project_source(cast(Tensor, inputs.encoder_hidden_states))
         query_mask, key_mask = masks["causal"], masks["encoder"]
+    else:
+        query, key, value = layer.project(inputs.hidden_states, **inputs.options)
+        query_mask = key_mask = masks[layer.rfa_kind]
     query = group_queries(query, key.shape[1])
     if layer.retrieval_heads:  # which need nothing that is fitted
         query, key, value = (split_heads(tensor, layer.retrieval_heads)[0] for tensor in (query, key, value))

@@ -197,7 +197,7 @@ def calibrate_layer(
     if feature_map.reparametrizable:
         _center_and_balance(feature_map, activations.queries(), keys)
     _set_log_scale(feature_map, keys)
-    if isinstance(feature_map, PositiveMap) and not feature_map.redraw_pool and feature_map.reparametrizable:
+    if isinstance(feature_map, PositiveMap) and feature_map.reparametrizable:
         _shape_projection(feature_map, activations.queries(), keys)
     if layer.gate is not None and hidden_states is not None:
         _set_time_scales(layer.gate, comparison)
@@ -231,7 +231,7 @@ def fit_projection(feature_map: PositiveMap, second_moment: Tensor) -> None:
     values, vectors = torch.linalg.eigh(second_moment.double())
     values = values.clamp_min(0.0)[:, None, :]
     entries = (1 - 2 * values - ((2 * values + 1).square() + 8 * values).sqrt()) / 16
-    drawn = feature_map.draw(0).to(vectors)
+    drawn = feature_map.initial_projection().to(vectors)
     projection = (drawn * (1 - 4 * entries).sqrt()) @ vectors.transpose(-1, -2)
     bias = (drawn.square() * entries).sum(-1) + (1 - 4 * entries).log().sum(-1) / 4
     tensors = feature_map.state_dict(keep_vars=True)

@@ -15,7 +15,6 @@ from hf_rfa.errors import InputError
 from hf_rfa.families import has_rotary_positions, position_count, scale_rotations
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind, RFAConfigMixin
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
-from hf_rfa.models.projected_feature_maps import RandomFeatureMap
 
 from .checkpoint import Checkpoint
 from .options import ConversionOptions, Layers
@@ -75,15 +74,9 @@ def _other_fields(options: ConversionOptions) -> dict[str, Any]:
     """Return the fields of the configuration that have no option of their own; an `InputError` for others."""
     fields = [name for name in RFAConfigMixin.__dataclass_fields__ if name not in (*SAME_NAMES, *OTHER_NAMES)]
     values = options.config or {}
-    for name, value in values.items():
+    for name in values:
         if name not in fields:
             raise InputError(f"config names {name!r}, which is none of the fields {', '.join(fields)}.")
-        random = issubclass(FEATURE_MAPS.get(str(options.feature_map), RandomFeatureMap), RandomFeatureMap)
-        if name == "orthogonal" and not value and not random:
-            raise InputError(
-                f"orthogonal={value} has no effect with feature_map={options.feature_map!r}, which has no random matrix. "
-                "Leave it out."
-            )
     return values
 
 

@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from hf_rfa.errors import InputError
 from hf_rfa.families import position_count
 from hf_rfa.io.text_io import BLOCK_LENGTH
-from hf_rfa.models.feature_maps import FEATURE_MAPS, compute_dtype
+from hf_rfa.models.feature_maps import FEATURE_MAPS
 from hf_rfa.models.memory import MemoryLayout
 
 from .checkpoint import Checkpoint
@@ -98,7 +98,7 @@ def budget_of(checkpoint: Checkpoint, options: ConversionOptions, memory: int) -
     except (ValueError, StrictDataclassError) as error:
         raise InputError(str(error.__cause__ or error)) from error
     heads, width = config.num_heads_for("causal"), config.head_dim_for("causal")
-    layout = MemoryLayout(heads=heads, head_dim=width, dtype=dtype, state_dtype=compute_dtype(dtype))
+    layout = MemoryLayout(heads=heads, head_dim=width, dtype=dtype)
     token = heads * 2 * width * dtype.itemsize
     return Budget(memory * token, token, layout)
 

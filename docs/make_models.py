@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, logging
 
 from hf_rfa.families import DECODERS, FAMILIES, Family, decoder_family
 from hf_rfa.models.attention import RFAAttentionMixin
-from hf_rfa.models.configuration_rfa import RFASeq2SeqConfigMixin
+from hf_rfa.models.configuration_rfa_seq2seq import RFASeq2SeqConfigMixin
 from hf_rfa.models.modeling_rfa_decoder import rfa_model_class
 from tests.tiny_models import UNBUILDABLE, model_class, model_types, tiny_config, tiny_model
 

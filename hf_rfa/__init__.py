@@ -12,8 +12,10 @@ from . import integrations  # noqa: F401  # registers with PEFT
 from .backends import use_backend
 from .errors import InputError
 from .families import FAMILIES, Family, register_family
-from .models.cache_rfa import RFALayer, RFASourceLayer
-from .models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
+from .models.cache_rfa import RFALayer
+from .models.cache_rfa_seq2seq import RFASourceLayer
+from .models.configuration_rfa import RFAConfigMixin
+from .models.configuration_rfa_seq2seq import RFASeq2SeqConfigMixin
 from .models.feature_maps import FEATURE_MAPS, FeatureMap, register_feature_map
 from .models.rfa_classes import base_class
 from .version import __version__, warn_of_untested_transformers

@@ -16,13 +16,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
 from .models import modeling_rfa_decoder, modeling_rfa_seq2seq
-from .models.configuration_rfa import (
-    RFAConfigMixin,
-    RFASeq2SeqConfigMixin,
-    base_config_class,
-    decoder_config_class,
-    seq2seq_config_class,
-)
+from .models.configuration_rfa import RFAConfigMixin, base_config_class, decoder_config_class
+from .models.configuration_rfa_seq2seq import RFASeq2SeqConfigMixin, seq2seq_config_class
 from .models.rfa_classes import register_name
 
 AUTO_CLASSES: tuple[Any, ...] = (

@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 from .families import FAMILIES
-from .models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
+from .models.configuration_rfa import RFAConfigMixin
+from .models.configuration_rfa_seq2seq import RFASeq2SeqConfigMixin
 
 _PREFIX = "TRANSFORMERS_MODELS_TO_"
 

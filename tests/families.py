@@ -15,7 +15,7 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from hf_rfa.families import FAMILIES
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.cache_names import cache_argument
-from hf_rfa.models.configuration_rfa import RFASeq2SeqConfigMixin
+from hf_rfa.models.configuration_rfa_seq2seq import RFASeq2SeqConfigMixin
 from hf_rfa.models.linear_attention import Tokens, linear_attention
 from hf_rfa.models.memory import Importance
 from tests.conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
@@ -31,7 +31,7 @@ RETRIEVAL = {"retrieval_heads": [[0, 1], [1, 0]], "retrieval_window": 6}
 DECODER_VARIANTS: dict[str, dict[str, Any]] = {
     "positive": {},
     "positive-gate": {"gate": True},
-    "positive-trainable": {"trainable_projection": True, "orthogonal": False},
+    "positive-trainable": {"trainable_projection": True},
     "gaussian-paper": {"feature_map": "gaussian", "unit_norm": True, "num_features": 16},
     "gaussian-gate": {"feature_map": "gaussian", "gate": True, "num_features": 16},
     "arccos": {"feature_map": "arccos", "unit_norm": True},
@@ -51,7 +51,6 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
     "retrieval": {"feature_map": "none", **RETRIEVAL, "window_size": 3, "num_sinks": 2, "num_slots": 2},
     "retrieval-gate": {**RETRIEVAL, "gate": True, "chunk_size": 7},
     "small-chunks": {"chunk_size": 3, "gate": True},
-    "float64-state": {"state_dtype": "float64"},
 }
 SEQ2SEQ_VARIANTS: dict[str, dict[str, Any]] = {
     "both": {},
@@ -76,7 +75,7 @@ VARIANTS |= dict.fromkeys(("bart", "marian"), SEQ2SEQ_VARIANTS)
 RUN = {
     "gpt2": """positive-gate positive-trainable gaussian-paper t2r hedgehog hybrid window-gate window-gaussian none
         slots-gate retrieval retrieval-gate | positive gaussian-gate arccos elu window window-elu window-sinks slots
-        slots-features small-chunks float64-state""",
+        slots-features small-chunks""",
     "llama": """positive-gate window-sinks window-gaussian slots-features retrieval-gate | positive hybrid window window-gate
         none slots slots-gate retrieval""",
     "bart": """both-gate paper everything-signed per-layer none slots retrieval decoder-alone | both cross-only causal-only

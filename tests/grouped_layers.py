@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.attention_seq2seq import RFASeq2SeqAttentionMixin
 
 WIDTH, HIDDEN = 4, 5
 SCALING = 0.6
 
 
-class Layer(RFAAttentionMixin):
+class Layer(RFASeq2SeqAttentionMixin):
     """Attention without projections of its own."""
 
     scaling = SCALING
@@ -22,9 +22,8 @@ class Layer(RFAAttentionMixin):
         super().__init__()
         defaults = {
             "feature_map": "positive", "window_size": 0, "num_sinks": 0, "num_slots": 0, "gate": False, "unit_norm": False,
-            "orthogonal": True, "trainable_projection": False, "redraw_pool": 0, "feature_seed": 1, "chunk_size": 4,
-            "hidden_size": HIDDEN, "max_position_embeddings": 8, "state_dtype": "float32", "retrieval_window": 0,
-            "retrieval_heads": [],
+            "trainable_projection": False, "feature_seed": 1, "chunk_size": 4, "hidden_size": HIDDEN,
+            "max_position_embeddings": 8, "retrieval_window": 0, "retrieval_heads": [],
         }  # fmt: skip
         config = SimpleNamespace(**{**defaults, **fields})
         config.num_heads_for = lambda kind: heads

@@ -21,7 +21,8 @@ from hf_rfa.finetune.recipe import merge, to_words
 from hf_rfa.finetune.run_folder import training_folder
 from hf_rfa.inference.devices import find_device
 from hf_rfa.io.atomic_io import new_file
-from hf_rfa.models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
+from hf_rfa.models.configuration_rfa import RFAConfigMixin
+from hf_rfa.models.configuration_rfa_seq2seq import RFASeq2SeqConfigMixin
 
 from .results import check_same, described
 

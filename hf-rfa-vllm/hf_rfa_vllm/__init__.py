@@ -9,7 +9,7 @@ from __future__ import annotations
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_rfa.families import FAMILIES
-from hf_rfa.models.configuration_rfa import RFASeq2SeqConfigMixin
+from hf_rfa.models.configuration_rfa_seq2seq import RFASeq2SeqConfigMixin
 
 
 def served_architectures() -> list[str]:

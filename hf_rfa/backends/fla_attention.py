@@ -67,7 +67,7 @@ def attend(
     """
     feature_map = layer.feature_map
     one = state is not None and query.shape[-2] == 1
-    dtype = torch.promote_types(layer.state_dtype, torch.promote_types(query.dtype, torch.float32))
+    dtype = torch.promote_types(query.dtype, torch.float32)
     if one or document_starts is not None or dtype != torch.float32:
         return None
     features = feature_map(query, key, least_shift=feature_map.least_shift(state))

@@ -143,7 +143,7 @@ def attend(
         compute: float64, and maps of other kinds.
     """
     feature_map = layer.feature_map
-    if layer.state_dtype != torch.float32 or compute_dtype(query.dtype) != torch.float32:
+    if compute_dtype(query.dtype) != torch.float32:
         return None
     inputs = kernel_inputs(feature_map, query, key)
     if inputs is None:

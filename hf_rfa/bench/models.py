@@ -25,7 +25,8 @@ from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, reads_audio
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.cache_rfa import RFALayer
-from hf_rfa.models.configuration_rfa import RFAConfigMixin, RFASeq2SeqConfigMixin
+from hf_rfa.models.configuration_rfa import RFAConfigMixin
+from hf_rfa.models.configuration_rfa_seq2seq import RFASeq2SeqConfigMixin
 
 #: The shapes of published models, which need no download.
 SHAPES: dict[str, Any] = {

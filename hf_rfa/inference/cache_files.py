@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from ..errors import InputError
-from ..models.cache_rfa import RFALayer, RFASourceLayer
+from ..models.cache_rfa import RFALayer
+from ..models.cache_rfa_seq2seq import RFASourceLayer
 from ..models.configuration_rfa import AttentionKind, RFAConfigMixin
 
 #: What a file says of itself, so that another kind of file, or a later one, is told apart.

@@ -17,20 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 
-from .cache_rfa import RecordedStep, cross_layer_of, next_targets, rfa_layer_of
+from .cache_rfa import RecordedStep, next_targets, rfa_layer_of
 from .configuration_rfa import AttentionKind
 from .feature_maps import FEATURE_MAPS, FeatureMap, Features, compute_dtype, into
 from .linear_attention import (
     Tokens,
-    attend_with_state,
-    final_state,
     linear_attention,
     mask_padding,
     rescale,
 )
-from .masking import MASKED_LOGIT, beams_per_source, group_queries, join_heads, split_heads, ungroup
+from .masking import MASKED_LOGIT, group_queries, join_heads, split_heads, ungroup
 from .memory import (
     Arrivals,
     Exact,
@@ -46,8 +44,6 @@ from .memory import (
     in_order,
 )
 
-#: Added to a layer's index where its random matrices are drawn, so that cross attention has others than causal attention.
-DRAW_OFFSET: dict[AttentionKind, int] = {"causal": 0, "cross": 100_000, "encoder": 200_000}
 #: Tokens of a segment, a multiple of the usual chunk size: their features fit into a CPU's caches. Features of a long
 #: sequence fill more memory than all else, and fresh memory costs more time than computing them.
 SEGMENT_LENGTH = 512
@@ -111,11 +107,6 @@ class Gate(nn.Module):
         dtype = compute_dtype(hidden_states.dtype)
         logits = F.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype)).transpose(1, 2)
         return F.logsigmoid(logits), torch.sigmoid(-logits)
-
-
-def one_hot_values(key: Tensor) -> Tensor:
-    """Return values [B, H, T, T] of keys [B, H, T, d] such that the outputs of attention are the attention weights."""
-    return torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
 
 
 @dataclass(kw_only=True)
@@ -230,7 +221,6 @@ class RFAAttentionMixin(nn.Module):
             slots=self.num_slots if exact else 0,
             state_rows=self.feature_map.feature_dim and self.feature_map.feature_dim + self.feature_map.signed,
             dtype=dtype,
-            state_dtype=torch.promote_types(self.state_dtype, compute_dtype(dtype)),
         )
 
     def retrieval_layout(self, dtype: torch.dtype) -> MemoryLayout | None:
@@ -253,17 +243,9 @@ class RFAAttentionMixin(nn.Module):
             self._layouts[key] = [LAYOUTS.setdefault(layout, layout) for layout in layouts if layout is not None]
         return self._layouts[key]
 
-    def project_query(self, hidden_states: Tensor) -> Tensor:
-        """Return the queries [B, H_q, T, d] of the layer's input [B, T, width]."""
-        raise NotImplementedError
-
-    def project_source(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [B, H, S, d] of what is attended to, [B, S, width]."""
-        raise NotImplementedError
-
     def project(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, H_q, T, d], and keys and values [B, H, T, d], of the layer's input [B, T, width]."""
-        return self.project_query(hidden_states), *self.project_source(hidden_states)
+        raise NotImplementedError
 
     def init_rfa(self, config: Any, *, kind: AttentionKind, scaling: float, layer_idx: int, groups: int = 1) -> None:
         """Add the feature map, and the gate where the configuration asks for one (causal attention only).
@@ -283,12 +265,10 @@ class RFAAttentionMixin(nn.Module):
             num_features=config.num_features_for(kind),
             scaling=scaling,
             unit_norm=config.unit_norm,
-            orthogonal=config.orthogonal,
             trainable=config.trainable_projection,
-            redraw_pool=config.redraw_pool,
             windowed=self.window_size > 0,
             seed=config.feature_seed,
-            layer_idx=layer_idx + DRAW_OFFSET[kind],
+            layer_idx=layer_idx,
         )
         self.rfa_heads, self.rfa_width = config.num_heads_for(kind), config.head_dim_for(kind)
         gated = config.gate and kind == "causal"
@@ -300,7 +280,6 @@ class RFAAttentionMixin(nn.Module):
         self.attention_component: AttentionComponent = "both"
         self.backend = "torch"
         self.chunk_size = config.chunk_size
-        self.state_dtype = getattr(torch, config.state_dtype)
 
     @without_autocast
     def attend(
@@ -317,7 +296,7 @@ class RFAAttentionMixin(nn.Module):
         output_attentions: bool = False,
         sink_logits: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Self-attention: attend to keys and values, and if causal to those that the cache has seen before.
+        """Attend causally to keys and values, and to those that the cache has seen before.
 
         Args:
             query: [B, H_q, T, d].
@@ -327,7 +306,7 @@ class RFAAttentionMixin(nn.Module):
             cache: the cache whose layer is read and updated, or None.
             padding_mask: [B, T], 0 for padding, or None; it includes tokens before these of which the cache holds keys and
                 values (`hf_rfa.models.cache_rfa.unread_length`).
-            document_starts: [B, T], True where a document starts that sees nothing before it, or None; causal attention only.
+            document_starts: [B, T], True where a document starts that sees nothing before it, or None.
             dropout: probability, in training, of dropping a token's value for all queries of a head: single attention weights
                 never exist. The token stays in the normalizer, as with dropout on softmax weights.
             output_attentions: whether to return the attention weights, at quadratic cost.
@@ -344,9 +323,6 @@ class RFAAttentionMixin(nn.Module):
             raise ValueError(
                 "sink_logits need a sliding window (window_size of at least 1), which this attention lacks."
             )
-        if self.rfa_kind != "causal":
-            output, _, attn_weights = self._attend_to_all(query, key, value, padding_mask, dropout, output_attentions)
-            return output, attn_weights
         query_heads, length = query.shape[1:3]
         layer, prefix = (None, None) if cache is None else rfa_layer_of(cache, self.rfa_layer_idx)
         if prefix is not None:  # tokens of which nothing but key and value is known: no output, and a gate of zeros
@@ -525,7 +501,6 @@ class RFAAttentionMixin(nn.Module):
         # Features of a long sequence are computed a segment at a time, and again for the gradients.
         most = MAX_LENGTH_WITHOUT_SEGMENTS if torch.is_grad_enabled() else SEGMENT_LENGTH
         whole = length <= most or feature_map is None or torch.compiler.is_compiling()
-        whole = whole or (self.training and self.feature_map.redraw_pool > 0)  # recomputed features would be others
         outputs, absorbed, shift = [], [], None
         for segment in [group] if whole else group.split(SEGMENT_LENGTH):
             inputs = (segment if memory is segment.memory else replace(segment, memory=memory), shift)
@@ -642,93 +617,4 @@ class RFAAttentionMixin(nn.Module):
 
     def _as_state(self, tensor: Tensor) -> Tensor:
         """Return a tensor in the dtype of the state."""
-        return tensor.to(torch.promote_types(self.state_dtype, tensor.dtype))
-
-    def _features(
-        self, query: Tensor, key: Tensor | None, least_shift: Tensor | None, *, offset: bool = False
-    ) -> Features:
-        """Return the features of queries and keys in the dtype of the state."""
-        found: Features = self.feature_map(query, key, least_shift=least_shift, offset=offset)
-        return Features._make(None if each is None else self._as_state(each) for each in found)
-
-    @without_autocast
-    def _attend_to_all(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        padding_mask: Tensor | None,
-        dropout: float,
-        output_attentions: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Let every query see every key: queries, keys and values in; output, state and attention weights out.
-
-        The shapes are those of `attend`. One row of keys may serve several rows of queries, as in `attend_with_state`.
-        """
-        query_heads = query.shape[1]
-        query = group_queries(query, key.shape[1])
-        features = self._features(query, key, self.feature_map.least_shift(None))
-        _, input_scale = mask_padding(padding_mask, None, None)
-        floor: Any = {"denominator_floor": self.feature_map.denominator_floor}
-        keys, attn_weights = Tokens(features.key, value, None, input_scale), None
-        if output_attentions:
-            sums = final_state(keys._replace(value=one_hot_values(key)), **floor)
-            attn_weights = ungroup(attend_with_state(features.query, sums, **floor), query_heads).to(value.dtype)
-        state = final_state(keys._replace(value=F.dropout(value, dropout, self.training)), **floor)
-        output = ungroup(attend_with_state(features.query, state, **floor), query_heads).to(value.dtype)
-        return output, cast(Tensor, rescale(state, features.shift, None)), attn_weights
-
-    @without_autocast
-    def _read(self, query: Tensor, state: Tensor) -> Tensor:
-        """Return what queries [B, H_q, T, d] read from a finished state."""
-        state = state.to(query.device)
-        rows = group_queries(query, state.shape[1])
-        features = self._features(rows, None, self.feature_map.least_shift(state))
-        state = cast(Tensor, rescale(state, None, features.shift))
-        floor = self.feature_map.denominator_floor
-        output = attend_with_state(features.query, state, denominator_floor=floor)
-        return ungroup(output, query.shape[1]).to(query.dtype)
-
-    def attend_to_source(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None,
-        *,
-        past_key_values: Cache | None = None,
-        padding_mask: Tensor | None = None,
-        dropout: float = 0.0,
-        output_attentions: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Cross attention: attend to an encoder's output, summed once per sequence and kept in the cache.
-
-        Args:
-            hidden_states: the layer's input, [B, T, width].
-            encoder_hidden_states: the encoder's output, [B, S, width]; not read again once the cache holds its sums.
-            past_key_values: the `EncoderDecoderCache`, or None.
-            padding_mask: [B, S], 0 for padding, or None.
-            dropout: as for `attend`.
-            output_attentions: whether to return the attention weights.
-
-        Returns:
-            The output [B, H_q, T, d] in the dtype of the queries, and the weights [B, H_q, T, S] or None.
-
-        Raises:
-            ValueError: if there is neither an encoder's output nor a state.
-        """
-        query = self.project_query(hidden_states)
-        layer: Any = None
-        if isinstance(past_key_values, EncoderDecoderCache):
-            layer = cross_layer_of(past_key_values.cross_attention_cache, self.rfa_layer_idx)
-        if layer is not None and layer.state is not None and not output_attentions:
-            return self._read(query, layer.state), None
-        if encoder_hidden_states is None:
-            raise ValueError("cross attention needs encoder_hidden_states, or a cache that has seen them.")
-        fills = layer is not None and layer.state is None
-        beams = beams_per_source(encoder_hidden_states, padding_mask) if fills else 1
-        mask = None if padding_mask is None else padding_mask[::beams]
-        key, value = self.project_source(encoder_hidden_states[::beams])
-        output, state, attn_weights = self._attend_to_all(query, key, value, mask, dropout, output_attentions)
-        if isinstance(past_key_values, EncoderDecoderCache) and fills:
-            layer.fill(state, length=encoder_hidden_states.shape[1], rows_per_state=beams)
-            past_key_values.is_updated[self.rfa_layer_idx] = True
-        return output, attn_weights
+        return tensor.to(compute_dtype(tensor.dtype))

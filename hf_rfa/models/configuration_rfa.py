@@ -21,8 +21,6 @@ from .rfa_classes import base_class, make_class
 
 #: Seeds from 0 to this draw different matrices: torch's generator for the CPU reads 32 bits of a seed.
 MAX_SEED = 2**32 - 1
-#: The largest pool: the draws after it are those of the next layer (`hf_rfa.models.projected_feature_maps.draw_projection`).
-MAX_REDRAW_POOL = 1_000_000
 
 #: Types of a base model's layers with attention to all tokens, the only ones that conversion changes.
 FULL_ATTENTION = ("full_attention", "attention")
@@ -44,9 +42,7 @@ class RFAConfigMixin:
         feature_map: name of the feature map, one of `hf_rfa.models.feature_maps.FEATURE_MAPS`. Default ``"positive"``.
         num_features: D, rows of W per head (F is D, 2D for ``gaussian`` and ``hedgehog``); None takes the map's default.
         unit_norm: ℓ2-normalize queries and keys, as in Peng et al. 2021, instead of carrying their norm.
-        orthogonal: draw W in orthogonal blocks instead of independently.
         trainable_projection: make the random W a parameter instead of a fixed buffer.
-        redraw_pool: number of matrices from which training draws W anew at every forward pass; 0 keeps the saved W.
         feature_seed: seed of all random matrices, from 0 to 2³² − 1.
         gate: multiply the state by a learned gate per head and token (RFA-Gate).
         window_size: W, the number of last tokens (the query's own included) that causal attention sees exactly, by softmax
@@ -59,15 +55,12 @@ class RFAConfigMixin:
         retrieval_window: the number of last tokens that retrieval heads see.
         softmax_layers: indices of layers that stay softmax attention; their cache grows with the text.
         chunk_size: tokens that prefill and training handle at once in the quadratic form.
-        state_dtype: dtype of the recurrent state (at least the model's own precision is kept).
     """
 
     feature_map: str = "positive"
     num_features: int | None = None
     unit_norm: bool = False
-    orthogonal: bool = True
     trainable_projection: bool = False
-    redraw_pool: int = 0
     feature_seed: int = 0
     gate: bool = False
     window_size: int = 0
@@ -77,7 +70,6 @@ class RFAConfigMixin:
     retrieval_window: int = 0
     softmax_layers: list[Any] = field(default_factory=list)  # `validate_rfa` says more than a type would
     chunk_size: int = 64
-    state_dtype: Literal["float32", "float64"] = "float32"
 
     #: What is called when the first configuration of a class is made.
     ON_FIRST_USE: ClassVar[dict[type, Callable[[], None]]] = {}
@@ -102,10 +94,7 @@ class RFAConfigMixin:
             return
         for name, kind in self.FEATURE_COUNTS.items():
             if getattr(self, name) is None:
-                count = feature_map.resolve_num_features(None, self.head_dim_for(kind))
-                # Cross attention is sharper: Peng et al. 2021 (section 4.2) give it twice the features, and so do we.
-                twice = kind == "cross" and feature_map.default_num_features is not None
-                setattr(self, name, 2 * count if twice else count)
+                setattr(self, name, feature_map.resolve_num_features(None, self.head_dim_for(kind)))
 
     def num_layers_for(self, kind: AttentionKind) -> int:
         """Return the number of layers that have attention of a kind."""
@@ -180,6 +169,12 @@ class RFAConfigMixin:
         cls: Any = type(self)
         return self if hasattr(cls, "model_config_class") else _under_class(self, _decoder_class(cls))
 
+    @classmethod
+    def decoder_names(cls) -> dict[str, str]:
+        """Return the other names of fields in the decoder's configuration, as ``attribute_map`` has them."""
+        names: dict[str, str] = cls.attribute_map  # type: ignore[attr-defined]
+        return {name: own for name, own in names.items() if name != "layer_types"}  # which Bamba has for another field
+
     def unusable_size(self) -> str | None:
         """Return what is wrong with the base model's sizes, by which attention is built, or None."""
         for name, least in self.SIZES.items():
@@ -229,7 +224,7 @@ class RFAConfigMixin:
         positions = self.max_position_embeddings  # type: ignore[attr-defined]
         exact = ("window_size", "num_sinks", "num_slots", "retrieval_window")
         ranges = {"chunk_size": (1, torch.iinfo(torch.int64).max), **dict.fromkeys(exact, (0, positions))}
-        ranges |= {"redraw_pool": (0, MAX_REDRAW_POOL), "feature_seed": (0, MAX_SEED)}
+        ranges["feature_seed"] = (0, MAX_SEED)
         for name, (least, most) in ranges.items():
             value = getattr(self, name)
             if not least <= value <= most:
@@ -248,26 +243,17 @@ class RFAConfigMixin:
         for name, value in needs_window.items():
             if value and not self.window_size:
                 raise ValueError(f"{name}={value!r} must come with a sliding window: set window_size to 1 or more.")
-        others = [kind for kind in self.FEATURE_COUNTS.values() if kind != "causal" and self.any_rfa(kind)]
-        if feature_map is NoFeatures and others:
-            raise ValueError(
-                f"feature_map='none' leaves {others[0]} attention nothing to see, for it has no window. Leave all of its "
-                "layers softmax, or take another feature map."
-            )
         random = issubclass(feature_map, RandomFeatureMap) and not issubclass(feature_map, ExponentialMap)
         no_matrix = f"has no effect with feature_map={self.feature_map!r}, which has no random matrix that stays"
         raw = f"does not apply to feature_map={self.feature_map!r}, which learns from raw q and k"
-        for names, refused, problem in (
-            (["redraw_pool"], not random, no_matrix),
-            (["trainable_projection"], not random, no_matrix),
-            (["redraw_pool", "trainable_projection"], True, "exclude each other: a matrix is redrawn or trained"),
-            (["unit_norm"], issubclass(feature_map, LearnedFeatureMap), raw),
-            (["unit_norm"], feature_map is NoFeatures, "has no effect without features"),
-            (["gate"], feature_map is NoFeatures, "has no effect without features: there is no state to decay"),
+        for name, refused, problem in (
+            ("trainable_projection", not random, no_matrix),
+            ("unit_norm", issubclass(feature_map, LearnedFeatureMap), raw),
+            ("unit_norm", feature_map is NoFeatures, "has no effect without features"),
+            ("gate", feature_map is NoFeatures, "has no effect without features: there is no state to decay"),
         ):
-            if refused and all(getattr(self, name) for name in names):
-                values = " and ".join(f"{name}={getattr(self, name)}" for name in names)
-                raise ValueError(f"{values} {problem}. Leave {'one of them' if len(names) > 1 else 'it'} out.")
+            if refused and getattr(self, name):
+                raise ValueError(f"{name}=True {problem}. Leave it out.")
 
     def _check_retrieval_heads(self) -> None:
         """Check the retrieval heads and their window."""
@@ -325,60 +311,6 @@ class RFAConfigMixin:
         return cls(**values)
 
 
-@dataclass(kw_only=True)
-class RFASeq2SeqConfigMixin(RFAConfigMixin):
-    """Fields of random feature attention for an encoder and a decoder, whose attention is of three kinds.
-
-    ``num_features`` and ``softmax_layers`` are about the decoder's causal attention. The decoder's cross attention is RFA
-    too by default (Peng et al. 2021, section 4.2), the encoder's attention is not.
-
-    Args:
-        num_cross_features: D of cross attention; None takes twice the map's default, where the map's D is free.
-        num_encoder_features: D of the encoder's attention; None takes the map's default.
-        softmax_cross_layers: indices of decoder layers whose cross attention stays softmax.
-        softmax_encoder_layers: indices of encoder layers that stay softmax attention; None means all.
-    """
-
-    num_cross_features: int | None = None
-    num_encoder_features: int | None = None
-    softmax_cross_layers: list[Any] = field(default_factory=list)
-    softmax_encoder_layers: list[Any] | None = None
-
-    FEATURE_COUNTS = {"num_features": "causal", "num_cross_features": "cross", "num_encoder_features": "encoder"}
-    SOFTMAX_LAYERS = {"softmax_layers": "causal", "softmax_cross_layers": "cross", "softmax_encoder_layers": "encoder"}
-    # A decoder that stands alone may come without any layers of an encoder.
-    SIZES = {"vocab_size": 1, "d_model": 1, "max_position_embeddings": 1, "decoder_layers": 1, "encoder_layers": 0}
-    SIZES |= {"encoder_attention_heads": 1, "decoder_attention_heads": 1}
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        """State every default, so that a checkpoint says which of its layers are RFA."""
-        super().__post_init__(**kwargs)
-        if self.softmax_encoder_layers is None and self.unusable_size() is None:
-            self.softmax_encoder_layers = list(range(self.num_layers_for("encoder")))
-
-    def num_layers_for(self, kind: AttentionKind) -> int:
-        """Return the number of layers that have attention of a kind."""
-        config: Any = self
-        layers = config.encoder_layers if kind == "encoder" else config.decoder_layers
-        return layers or 0  # None is refused, but transformers asks before that
-
-    def num_query_heads_for(self, kind: AttentionKind) -> int:
-        """Return the number of query heads that attention of a kind has."""
-        config: Any = self
-        return config.encoder_attention_heads if kind == "encoder" else config.decoder_attention_heads
-
-    def _key_value_heads(self) -> None:
-        """Return None: no queries share heads. Whisper has the field as another name of the encoder's heads."""
-
-    def head_dim_for(self, kind: AttentionKind) -> int:
-        """Return the width of a head, d."""
-        return self.d_model // self.num_query_heads_for(kind)  # type: ignore[attr-defined]
-
-    def base_layer_types(self) -> list[str]:
-        """Return the type that every layer's cache has in the base model."""
-        return ["full_attention"] * self.num_layers_for("causal")
-
-
 def base_config_class(config_class: type) -> Any:
     """Return the configuration class of the softmax models of a class with RFA fields."""
     return next(cls for cls in config_class.__mro__ if not issubclass(cls, RFAConfigMixin))
@@ -399,11 +331,7 @@ def _under_class(config: Any, cls: Any) -> Any:
 
 @cache
 def _decoder_class(base: type[RFAConfigMixin]) -> type:
-    """Return the class of what `RFAConfigMixin.get_text_config` returns for the decoder of a configuration.
-
-    Names without ``decoder_`` are the decoder's fields in it, as in the copy that transformers makes of a configuration with
-    an encoder. A decoder that stands alone has such fields too.
-    """
+    """Return the class of what `RFAConfigMixin.get_text_config` returns for the decoder of a configuration."""
 
     def layer_types(config: Any) -> list[str]:
         return _under_class(config, base).cache_layer_types()
@@ -413,13 +341,7 @@ def _decoder_class(base: type[RFAConfigMixin]) -> type:
 
     body = {"layer_types": property(layer_types, set_layer_types), "model_config_class": base}
     decoder: Any = type(base.__name__, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **body})
-    names = dict(base.attribute_map)  # type: ignore[attr-defined]
-    names.pop("layer_types", None)  # another name of a field in Jamba
-    if issubclass(base, RFASeq2SeqConfigMixin):
-        fields = [name for name in base.__dataclass_fields__ if name.startswith("decoder_")]
-        names |= {name.removeprefix("decoder_"): name for name in fields}
-        names |= {"num_hidden_layers": "decoder_layers", "num_attention_heads": "decoder_attention_heads"}
-    decoder.attribute_map = names  # set after the class is made, which joins those of its bases
+    decoder.attribute_map = base.decoder_names()  # set after the class is made, which joins those of its bases
     return decoder
 
 
@@ -429,32 +351,26 @@ def __getattr__(name: str) -> Any:
     Raises:
         AttributeError: if transformers has no such configuration.
     """
-    base = base_class(__name__, name, PreTrainedConfig)
-    return seq2seq_config_class(base) if base.is_encoder_decoder else decoder_config_class(base)
+    return decoder_config_class(base_class(__name__, name, PreTrainedConfig))
 
 
 def decoder_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """Return the configuration class of a decoder's RFA models: the fields of ``base`` and of `RFAConfigMixin`."""
-    return _config_class(base, RFAConfigMixin)
+    return make_config_class(globals(), base, RFAConfigMixin)
 
 
-def seq2seq_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """Return the configuration class of RFA models with an encoder: the fields of ``base`` and of `RFASeq2SeqConfigMixin`.
+def make_config_class(
+    namespace: dict[str, Any], base: type[PreTrainedConfig], mixin: type, **attributes: Any
+) -> type[PreTrainedConfig]:
+    """Return the RFA class of a configuration class.
 
-    Raises:
-        ValueError: if ``base`` lacks a field that BART's configuration has.
+    Args:
+        namespace: as for `hf_rfa.models.rfa_classes.make_class`.
+        base: the softmax models' class.
+        mixin: what holds the fields of random feature attention.
+        **attributes: class attributes.
     """
-    known = {*base.attribute_map, *(name for name in RFASeq2SeqConfigMixin.SIZES if hasattr(base, name))}
-    missing = [name for name in RFASeq2SeqConfigMixin.SIZES if name not in {*known, "max_position_embeddings"}]
-    if missing:
-        raise ValueError(f"{base.__name__} has no {missing[0]}: its models are not built as BART's are.")
-    # Positions are the decoder's: an encoder of audio has others.
-    names = {} if "max_position_embeddings" in known else {"max_position_embeddings": "max_target_positions"}
-    return _config_class(base, RFASeq2SeqConfigMixin, attribute_map={**base.attribute_map, **names})
-
-
-def _config_class(base: type[PreTrainedConfig], mixin: type, **attributes: Any) -> Any:
     text = f"Configuration of an RFA model: all fields of `{base.__name__}`, and those of `{mixin.__name__}`."
     # Another model_type than the base model's, so that nothing loads a converted checkpoint as softmax by accident.
     body = {"model_type": f"rfa_{base.model_type}", **attributes}
-    return make_class(globals(), base, (mixin,), text, finish=strict, **body)
+    return make_class(namespace, base, (mixin,), text, finish=strict, **body)

@@ -128,9 +128,7 @@ class FeatureMap(nn.Module, ABC):
         num_features: D, the number of rows of W; see ``feature_dim`` for F.
         scaling: s, the model's scaling of q·k.
         unit_norm: ℓ2-normalize queries and keys per head (Peng et al. 2021, section 3.1) instead of multiplying by √s.
-        orthogonal: draw W in orthogonal blocks (`hf_rfa.models.projected_feature_maps.draw_projection`).
         trainable: whether W is a parameter instead of a buffer.
-        redraw_pool: number of matrices to draw from, anew at every forward pass in training; 0 keeps W fixed.
         windowed: whether a sliding window comes with the features (`hf_rfa.models.memory`).
         seed: of the random matrices.
         layer_idx: the layer, so that layers draw different matrices.
@@ -170,9 +168,7 @@ class FeatureMap(nn.Module, ABC):
         num_features: int | None = None,
         scaling: float = 1.0,
         unit_norm: bool = False,
-        orthogonal: bool = True,
         trainable: bool = False,
-        redraw_pool: int = 0,
         windowed: bool = False,
         seed: int = 0,
         layer_idx: int = 0,
@@ -183,8 +179,7 @@ class FeatureMap(nn.Module, ABC):
         self.groups = groups
         self.scaling = scaling if self.uses_scaling else 1.0
         self.num_features = self.resolve_num_features(num_features, head_dim)
-        self.orthogonal, self.trainable, self.redraw_pool = orthogonal, trainable, redraw_pool
-        self.windowed, self.seed, self.layer_idx = windowed, seed, layer_idx
+        self.trainable, self.windowed, self.seed, self.layer_idx = trainable, windowed, seed, layer_idx
         self._initial_values: dict[str, float] = {}
         self.build()
         if not any(tensor.is_meta for tensor in self.state_dict().values()):

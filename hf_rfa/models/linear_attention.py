@@ -10,8 +10,7 @@ quadratic time, in linear time, and for one token. They take and return the stat
 Padding has w = 0 and log g = 0, so that it neither adds to the state nor decays it (`mask_padding`).
 
 `linear_attention` is the attention built on them: the values get a column of ones, whose output is the normalizer φ(q_t)·z_t,
-and one rule, `denominator`, says what the numerator is divided by. `final_state` and `attend_with_state` are its two halves
-where every query sees every key: cross and bidirectional attention.
+and one rule, `denominator`, says what the numerator is divided by. `final_state` gives the state alone.
 
 Shapes: B batch, H heads, T tokens, F features, d width of a head, M = d + 1 columns of values and ones. A state is
 [B, H, F, d + 1], S with z as its last column; features with negative entries add a row for n (`with_norm_row`). Everything
@@ -332,7 +331,7 @@ def key_norm_sums(
     return _recurrence(ones, Tokens(key_norm, ones, log_decay, input_scale), initial, chunk_size)
 
 
-def _split_norm_row(state: Tensor | None, floor: float | None) -> tuple[Tensor | None, Tensor | None]:
+def split_norm_row(state: Tensor | None, floor: float | None) -> tuple[Tensor | None, Tensor | None]:
     """Return a state's rows [B, H, F, d + 1] and its n [B, H, 1, 1], which that of signed features has (`with_norm_row`)."""
     if state is None or floor is None:
         return state, None
@@ -362,7 +361,7 @@ def linear_attention(
     Returns:
         The outputs [B, H, T G, d] in the dtype of the features, and the new state.
     """
-    rows, norms = _split_norm_row(initial_state, denominator_floor)
+    rows, norms = split_norm_row(initial_state, denominator_floor)
     key, value, log_decay, input_scale = tokens
     sums, state = _recurrence(query, tokens._replace(value=with_ones(value, key.dtype)), rows, chunk_size)
     numerator, divisor = sums[..., :-1], sums[..., -1:]
@@ -381,36 +380,13 @@ def linear_attention(
 def final_state(
     tokens: Tokens, *, initial_state: Tensor | None = None, denominator_floor: float | None = None
 ) -> Tensor:
-    """Return the state after some tokens, without their outputs. Arguments are those of `linear_attention`.
-
-    It is also the state of cross and bidirectional attention, whose queries all read it (`attend_with_state`).
-    """
+    """Return the state after some tokens, without their outputs. Arguments are those of `linear_attention`."""
     key, value, log_decay, input_scale = tokens
     value = scale_rows(with_ones(value, key.dtype), input_scale)
     log_decay = None if log_decay is None else log_decay.to(key.dtype)
-    rows, norms = _split_norm_row(initial_state, denominator_floor)
+    rows, norms = split_norm_row(initial_state, denominator_floor)
     rows = _advance(key, value, log_decay, rows)
     if denominator_floor is None:
         return rows
     key_norm = scale_rows(key.norm(dim=-1, keepdim=True), input_scale)
     return with_norm_row(rows, _advance(torch.ones_like(key_norm), key_norm, log_decay, norms))
-
-
-def attend_with_state(query: Tensor, state: Tensor, *, denominator_floor: float | None = None) -> Tensor:
-    """Return the outputs [B, H, T, d] of queries that read a finished state, unchanged: cross and bidirectional attention.
-
-    Args:
-        query: features of the queries, [B, H, T, F].
-        state: from `final_state`; each of its N rows serves B / N rows of ``query`` in succession, the beams of a sequence.
-        denominator_floor: see `denominator`.
-    """
-    (batch, heads, length, features), groups = query.shape, state.shape[0]
-    if batch != groups:  # the queries of one state row become one longer list of queries
-        query = query.view(groups, -1, heads, length, features).transpose(1, 2).reshape(groups, heads, -1, features)
-    rows, norms = _split_norm_row(state, denominator_floor)
-    output = query @ cast(Tensor, rows)
-    output = divide(output[..., :-1], denominator(output[..., -1:], query, norms, denominator_floor))
-    if batch != groups:
-        output = output.view(groups, heads, -1, length, output.shape[-1]).transpose(1, 2)
-        output = output.reshape(batch, heads, length, -1)
-    return output

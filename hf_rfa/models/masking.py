@@ -1,4 +1,4 @@
-"""Padding, packed documents, positions, beams of a source, and grouped queries, as masks, indices and rows.
+"""Padding, packed documents, positions, and grouped queries, as masks, indices and rows.
 
 Several query heads may share each key-value head. H counts key-value heads throughout, and H_q = G H query heads. States,
 gates and what is learned per head are per key-value head. The G query heads of a group are further rows of its queries,
@@ -9,9 +9,7 @@ Features, outputs and what else there is per query have the same rows. Between f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -103,17 +101,6 @@ def check_one_document(starts: Tensor | None, layers: str) -> None:
         torch_compilable_check(~starts, message)
 
 
-def padding_of_mask(mask: Tensor | None) -> Tensor | None:
-    """Return the padding mask [B, S] behind a mask that transformers prepared for cross attention.
-
-    That is None, [B, S], or [B, 1, 1 or T, S] as booleans (True for tokens) or as numbers to add (0 for tokens).
-    """
-    if mask is None or mask.ndim == 2:
-        return mask
-    row = mask[:, 0, 0]
-    return row if row.dtype == torch.bool else row == 0
-
-
 def check_positions(last: int, count: int) -> None:
     """Raise a ValueError if a token's position ``last`` is past the ``count`` that a model has."""
     if last >= count:
@@ -130,20 +117,6 @@ def check_direction(is_causal: bool | None, *, causal: bool) -> None:
             f"is_causal={is_causal} is not what this model's random feature attention does, which sees "
             f"{'the tokens up to each' if causal else 'all tokens of the source'}. Leave the argument out."
         )
-
-
-def beams_per_source(encoder_hidden_states: Tensor, padding_mask: Tensor | None) -> int:
-    """Return n such that every n rows of a batch in succession are equal, as `generate` repeats a source for its beams.
-
-    The batch is ``encoder_hidden_states`` [B, S, width] with a ``padding_mask`` [B, S] or None.
-    """
-    if encoder_hidden_states.shape[0] == 1 or is_tracing(encoder_hidden_states):
-        return 1
-    same = (encoder_hidden_states[1:] == encoder_hidden_states[:-1]).flatten(1).all(1)
-    if padding_mask is not None:
-        same &= (padding_mask[1:] == padding_mask[:-1]).all(1)
-    boundaries = [0, *((~same).nonzero()[:, 0] + 1).tolist(), encoder_hidden_states.shape[0]]
-    return math.gcd(*(stop - start for start, stop in pairwise(boundaries)))
 
 
 def group_queries(query: Tensor, num_heads: int) -> Tensor:

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.utils.import_utils import is_tracing
 
+from .feature_maps import compute_dtype
 from .masking import MASKED_LOGIT, to_rows
 
 #: New tokens that are attended to at once.
@@ -66,7 +67,6 @@ class MemoryLayout:
         slots: K, most important ones of the others.
         state_rows: rows of the state, F or F + 1 (`hf_rfa.models.linear_attention`); 0 for heads without features.
         dtype: that of keys and values, the model's.
-        state_dtype: that of the state.
     """
 
     heads: int
@@ -76,7 +76,6 @@ class MemoryLayout:
     slots: int = 0
     state_rows: int = 0
     dtype: torch.dtype = torch.float32
-    state_dtype: torch.dtype = torch.float32
 
     @property
     def places(self) -> int:
@@ -91,7 +90,7 @@ class MemoryLayout:
             shapes["score"] = (self.heads, self.places), torch.float32
             shapes["arrival"] = (self.heads, self.places), torch.int32
         if self.state_rows:
-            shapes["state"] = (self.heads, self.state_rows, self.head_dim + 1), self.state_dtype
+            shapes["state"] = (self.heads, self.state_rows, self.head_dim + 1), compute_dtype(self.dtype)
         return shapes
 
     def num_bytes(self) -> int:

@@ -25,7 +25,7 @@ from .attention import RFAAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, take_cache
 from .cache_rfa import RFA_LAYER_TYPE, self_attention_cache
 from .configuration_rfa import FULL_ATTENTION, base_config_class, decoder_config_class
-from .masking import check_one_document, check_positions, document_starts, padding_of_mask, read_mask
+from .masking import check_one_document, check_positions, document_starts, read_mask
 from .rfa_classes import (
     RFAPreTrainedMixin,
     StackCall,
@@ -168,9 +168,9 @@ def _inputs_from_mask(length: int, cache: Cache | None, kwargs: dict[str, Any]) 
     """
     mask, padding, starts = kwargs.get("attention_mask"), None, None
     if mask is not None and mask.numel() > 1:
-        padding = padding_of_mask(mask[:, :, -1:, -length:])
+        seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0  # [B, T or 1, S]
+        padding = seen[:, -1, -length:]
         if cache is None and mask.shape[-2] > 1:
-            seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0  # [B, T, T]
             padding = seen.any(-2)
             apart = padding[:, 1:] & padding[:, :-1] & ~seen.diagonal(-1, dim1=-2, dim2=-1)
             starts = F.pad(apart, (1, 0))
@@ -295,7 +295,7 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
         else:  # OPT and BioGPT make their mask without positions
             arguments["attention_mask"] = create_causal_mask(config, embeds, None, None, position_ids)
     if "encoder_hidden_states" in stack.reads_inputs and getattr(config, "add_cross_attention", False):
-        cache = call.cache_with_source(config, softmax_layers=range(config.num_hidden_layers))
+        cache = call.cache_with_source(config)
     if cache is not None:
         arguments[cache_name(stack.reads_inputs)] = cache
 

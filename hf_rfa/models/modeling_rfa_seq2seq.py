@@ -17,10 +17,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.utils.import_utils import is_tracing
 
-from .attention import RFAAttentionMixin
+from .attention_seq2seq import RFASeq2SeqAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, take_cache
 from .cache_rfa import self_attention_cache
-from .configuration_rfa import AttentionKind, seq2seq_config_class
+from .cache_rfa_seq2seq import cross_layer_of
+from .configuration_rfa import AttentionKind
+from .configuration_rfa_seq2seq import seq2seq_config_class
 from .masking import check_direction, check_one_document, check_positions, document_starts, local_padding, read_mask
 from .rfa_classes import (
     RFAPreTrainedMixin,
@@ -38,7 +40,7 @@ DECODER_KINDS: dict[str, AttentionKind] = {"self_attn": "causal", "encoder_attn"
 ENCODER_KINDS: dict[str, AttentionKind] = {"self_attn": "encoder"}
 
 
-class RFASeq2SeqAttention(RFAAttentionMixin):
+class RFASeq2SeqAttention(RFASeq2SeqAttentionMixin):
     """Random feature attention for an attention class with ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``."""
 
     num_heads: int
@@ -103,6 +105,13 @@ class RFASeq2SeqAttention(RFAAttentionMixin):
                 dropout=self.dropout,
                 output_attentions=output_rfa_attentions,
             )
+        elif self.rfa_kind == "encoder":
+            output, _, weights = self.attend_to_all(
+                *self.project(hidden_states),
+                padding_mask=padding_mask,
+                dropout=self.dropout,
+                output_attentions=output_rfa_attentions,
+            )
         else:
             output, weights = self.attend(
                 *self.project(hidden_states),
@@ -143,7 +152,7 @@ def _become_rfa(stack: Any) -> None:
     for index, layer in enumerate(stack.layers):
         for name, kind in (DECODER_KINDS if is_decoder else ENCODER_KINDS).items():
             module = getattr(layer, name)
-            if stack.config.is_rfa(kind, index) and not isinstance(module, RFAAttentionMixin):
+            if stack.config.is_rfa(kind, index) and not isinstance(module, RFASeq2SeqAttentionMixin):
                 _check_attention(module, kind, stack.config)
                 module.__class__ = rfa_attention_class(type(module))
                 module.become_rfa(stack.config, kind, index)
@@ -207,7 +216,10 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
         softmax_layers = config.softmax_layers_for("cross")
         if config.any_rfa("cross"):
             check_direction(arguments.get("is_causal"), causal=False)
-        cache = call.cache_with_source(config, softmax_layers)
+        cache = call.cache_with_source(config)
+        if isinstance(cache, EncoderDecoderCache):  # refused here, before self-attention changes it
+            for index in range(config.num_layers_for("causal")):
+                cross_layer_of(cache.cross_attention_cache, index, softmax=index in softmax_layers)
         finished = isinstance(cache, EncoderDecoderCache) and any(cache.is_updated.values())
         source_mask = arguments.get("encoder_attention_mask")
         if not finished or arguments["output_rfa_attentions"]:  # a finished state is read without any mask

@@ -93,8 +93,8 @@ class FeatureSpec:
 class ProjectedFeatureMap(FeatureMap):
     """A map with a matrix W per head, [H, D, d]; ``projection`` in the state dict, parameter or buffer.
 
-    A subclass says W's initial value in `initial_projection` and its linear part in `spec`, and makes features of it in
-    `features`: see `RandomFeatureMap` and `LearnedFeatureMap`.
+    A subclass says its linear part in `spec`, and makes features of it in `features`: see `RandomFeatureMap` and
+    `LearnedFeatureMap`.
     """
 
     #: Whether W is trained whatever the argument ``trainable`` says.
@@ -111,9 +111,10 @@ class ProjectedFeatureMap(FeatureMap):
         shape = self.num_matrices, self.num_features, self.head_dim
         self.add("projection", *shape, trainable=self.trainable or self.learned)
 
-    @abstractmethod
     def initial_projection(self) -> Tensor:
-        """Return the initial value of W, [H, D, d]."""
+        """Return the initial value of W, [H, D, d]: random, unless a subclass has another."""
+        shape = self.num_heads, self.num_features, self.head_dim
+        return draw_projection(shape, seed=self.seed, layer_idx=self.layer_idx)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -260,54 +261,33 @@ def exponentiate_keys(exponent: Tensor, least: Tensor | None) -> tuple[Tensor, T
     return exponent.exp(), shift
 
 
-def draw_projection(
-    shape: Sequence[int], *, seed: int, layer_idx: int, draw: int = 0, orthogonal: bool = True
-) -> Tensor:
+def draw_projection(shape: Sequence[int], *, seed: int, layer_idx: int) -> Tensor:
     """Return the random matrices of one layer, [H, D, d] in float32; every row is distributed as N(0, I).
+
+    Blocks of d rows are orthogonal, with the norms of Gaussian rows (Yu et al. 2016, Choromanski et al. 2021).
 
     Args:
         shape: [H, D, d]: heads, rows per head, columns.
         seed: the model's seed for random features.
         layer_idx: the layer, so that layers draw different matrices.
-        draw: number of the draw, 0 being the one for evaluation and the others the pool for training.
-        orthogonal: whether blocks of d rows are orthogonal, with the norms of Gaussian rows (Yu et al. 2016,
-            Choromanski et al. 2021), instead of independent.
     """
     num_heads, num_features, head_dim = shape
     # torch's generator for the CPU reads the lowest 32 bits of a seed, and refuses one of more than 64.
-    generator = torch.Generator().manual_seed(((seed * 1_000_003 + layer_idx) * 1_000_003 + draw) % 2**32)
-    rows = math.ceil(num_features / head_dim) * head_dim if orthogonal else num_features
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + layer_idx) * 1_000_003 % 2**32)
+    rows = math.ceil(num_features / head_dim) * head_dim
     gaussian = torch.randn(num_heads, rows, head_dim, generator=generator, dtype=torch.float64)
-    if orthogonal:
-        blocks, triangle = torch.linalg.qr(gaussian.view(num_heads, -1, head_dim, head_dim))
-        # Q is uniformly distributed only if R's diagonal is positive, which LAPACK does not promise.
-        blocks = blocks * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
-        norms = torch.randn(num_heads, rows, head_dim, generator=generator, dtype=torch.float64).norm(dim=-1)
-        gaussian = blocks.reshape(num_heads, rows, head_dim) * norms[..., None]
-    return gaussian[:, :num_features].float()
+    blocks, triangle = torch.linalg.qr(gaussian.view(num_heads, -1, head_dim, head_dim))
+    # Q is uniformly distributed only if R's diagonal is positive, which LAPACK does not promise.
+    blocks = blocks * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+    norms = torch.randn(num_heads, rows, head_dim, generator=generator, dtype=torch.float64).norm(dim=-1)
+    projection = blocks.reshape(num_heads, rows, head_dim) * norms[..., None]
+    return projection[:, :num_features].float()
 
 
 class RandomFeatureMap(ProjectedFeatureMap):
-    """A map with a random matrix, fixed, redrawn in training, or trained from its random initial value."""
+    """A map with a random matrix, fixed, or trained from its random initial value."""
 
     has_sigma = True
-
-    def draw(self, number: int) -> Tensor:
-        """Return draw ``number`` of this layer's matrices, [H, D, d]."""
-        shape, seed, layer_idx = (self.num_heads, self.num_features, self.head_dim), self.seed, self.layer_idx
-        return draw_projection(shape, seed=seed, layer_idx=layer_idx, draw=number, orthogonal=self.orthogonal)
-
-    def initial_projection(self) -> Tensor:
-        """Return the draw for evaluation."""
-        return self.draw(0)
-
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        """Return W: in training with a pool a fresh draw, chosen by torch's generator, otherwise the saved one."""
-        if not (self.training and self.redraw_pool):
-            return super().matrices()
-        number = 1 + int(torch.randint(self.redraw_pool, ()))
-        matrix = self.draw(number).to(self.projection.device)
-        return matrix, matrix
 
 
 @register_feature_map("gaussian")
@@ -434,7 +414,7 @@ class ExponentialMap(PositiveMap):
     def reset_parameters(self) -> None:
         """Draw W, copy it to W', and set the rest such that φ is that of `PositiveMap`."""
         super().reset_parameters()
-        init.copy_(self.key_projection, self.draw(0))
+        init.copy_(self.key_projection, self.initial_projection())
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """Return W and W'."""
@@ -471,10 +451,6 @@ class LearnedFeatureMap(ProjectedFeatureMap):
 @register_feature_map("t2r")
 class T2RMap(LearnedFeatureMap):
     """φ(x) = ReLU(Wx + b), F = D, W and b learned (Kasai et al. 2021, eq. 2); W is N(0, 1) at first, b 0."""
-
-    def initial_projection(self) -> Tensor:
-        """Return independent N(0, 1) entries from the map's seed."""
-        return draw_projection(self.projection.shape, seed=self.seed, layer_idx=self.layer_idx, orthogonal=False)
 
     def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
         """See `ProjectedFeatureMap.features`."""

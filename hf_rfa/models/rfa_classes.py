@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, cast
@@ -17,12 +17,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto import modeling_auto
 
 from .cache_names import cache_name, take_cache
-from .cache_rfa import cross_layer_of, past_length, unread_length
+from .cache_rfa import RFALayer, past_length, unread_length
 from .masking import check_direction, local_padding, padding_of_causal_mask
 
 #: The parts of RFA attention that softmax attention does not have.
@@ -76,20 +76,20 @@ class StackCall:
         self.arguments["padding_mask"] = local_padding(padding_mask, self.length + unread_length(self.cache, config))
         return padding_mask
 
-    def cache_with_source(self, config: Any, softmax_layers: Collection[int]) -> Cache | None:
-        """Return the cache with a part for cross attention, whose layers are of the kind that the model has there.
+    def cache_with_source(self, config: Any) -> EncoderDecoderCache | None:
+        """Return the cache with a part for cross attention, which holds keys and values; None for no cache.
 
-        None is for no cache, or for the one that the family's own forward makes where no layer of cross attention is softmax.
+        transformers builds that part from the layer types of self-attention.
         """
         cache, use_cache = self.cache, self.arguments.get("use_cache")
-        if cache is None:
-            if not (softmax_layers and (config.use_cache if use_cache is None else use_cache)):
-                return None
+        if cache is None and (config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache(config=config)
+        if cache is None:
+            return None
         if not isinstance(cache, EncoderDecoderCache):
-            cache = EncoderDecoderCache(cache, DynamicCache())
-        for index in range(config.num_layers_for("causal")):  # before self-attention changes a cache that is refused
-            cross_layer_of(cache.cross_attention_cache, index, softmax=index in softmax_layers)
+            return EncoderDecoderCache(cache, DynamicCache())
+        layers = cache.cross_attention_cache.layers
+        layers[:] = [DynamicLayer() if getattr(layer, "holds", None) == RFALayer.holds else layer for layer in layers]
         return cache
 
 

@@ -82,7 +82,7 @@ def test_every_step_brings_attention_closer_to_the_parent():
     constants = {name: tensor.clone() for name, tensor in feature_map.state_dict().items()}
     mean_query, mean_key = sample.queries().mean(1), sample.keys().mean(1)
     undone = {
-        "shape": {"projection": feature_map.draw(0), "feature_bias": torch.zeros(6, 32)},
+        "shape": {"projection": feature_map.initial_projection(), "feature_bias": torch.zeros(6, 32)},
         "mean of the queries": {"key_shift": mean_key},
         "mean of the keys": {"key_shift": constants["balance"].square() * mean_query},
         "balance": {"balance": torch.ones(6, 8), "key_shift": mean_key + mean_query},

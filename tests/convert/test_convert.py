@@ -237,7 +237,7 @@ def test_report_and_model_card_state_command_figures_and_every_head(tmp_path):
 
 
 MANY = {"preset": "rfa", "feature_map": "gaussian", "num_features": 9, "gate": True, "layers": [0], "seed": 5}
-MANY |= {"max_positions": 128, "config": {"orthogonal": False, "redraw_pool": 4}}
+MANY |= {"max_positions": 128, "config": {"unit_norm": True}}
 EACH_KIND = {"layers": [1], "cross_layers": [0, 2], "encoder_layers": [1], "window_size": 2}
 EACH_KIND |= {"config": {"unit_norm": True}}
 

@@ -158,7 +158,6 @@ def test_destinations(tiny_parent, tmp_path):
         ("gpt2", {"keep_softmax": 2}, "keep_softmax=2 must leave at least one of the 2 layers"),
         ("gpt2", {"window_size": -1}, "window_size must be at least 0, got -1"),
         ("gpt2", {"seed": -1}, "seed must be at least 0, got -1"),
-        ("gpt2", {"config": {"redraw_pool": 3, "trainable_projection": True}}, "exclude each other"),
         ("gpt2", {"cross_layers": "all"}, "cross_layers=all does not apply to gpt2, which has no such attention"),
         ("gpt2", {"num_cross_features": 8}, "does not apply to gpt2, which has no such attention"),
         ("gpt2", {"encoder_layers": [0]}, "does not apply to gpt2, which has no such attention"),

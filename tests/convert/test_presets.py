@@ -177,15 +177,10 @@ EXCLUDED = [
     (
         "gpt2",
         {"config": {"unitnorm": True}},
-        "config names 'unitnorm', which is none of the fields unit_norm, orthogonal",
+        "config names 'unitnorm', which is none of the fields unit_norm, trainable_projection",
     ),
     ("gpt2", {"config": {"window_size": 3}}, "config names 'window_size', which is none of"),
     ("gpt2", {"config": {"unit_norm": 3}}, "unit_norm.*bool.*int"),
-    (
-        "gpt2",
-        {"config": {"orthogonal": False}, "feature_map": "elu"},
-        "orthogonal=False has no effect with feature_map='elu'",
-    ),
     ("gpt2", {"force": True}, r"force=True has no effect: nothing is measured without a text \(--calibrate\)"),
 ]
 
@@ -196,17 +191,15 @@ def test_what_has_no_effect_is_refused(family, options, message, folders, tmp_pa
 
 
 def test_fields_of_the_configuration(folders, tmp_path, run_cli, capsys):
-    options = ConversionOptions(preset="rfa", config={"orthogonal": False, "redraw_pool": 3, "chunk_size": 9})
+    options = ConversionOptions(preset="rfa", config={"trainable_projection": True, "chunk_size": 9})
     report = convert(folders["gpt2"], tmp_path / "a", options)
     config = AutoConfig.from_pretrained(tmp_path / "a")
-    assert (config.orthogonal, config.redraw_pool, config.chunk_size) == (False, 3, 9)
+    assert (config.trainable_projection, config.chunk_size) == (True, 9)
     words = [
         "--preset",
         "rfa",
         "--config",
-        "orthogonal=false",
-        "--config",
-        "redraw_pool=3",
+        "trainable_projection=true",
         "--config",
         "chunk_size=9",
     ]

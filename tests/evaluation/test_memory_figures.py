@@ -32,7 +32,7 @@ def taken(model, length: int) -> int:
 GPT2 = [{}, {"feature_map": "gaussian", "gate": True}, {"window_size": 4}, {"softmax_layers": [1]}]
 HYBRIDS = [
     *(("gpt2", each) for each in GPT2),
-    ("gpt2", {"softmax_layers": [0], "window_size": 5, "state_dtype": "float64"}),
+    ("gpt2", {"softmax_layers": [0], "window_size": 5}),
     ("gpt2", {"window_size": 4, "num_slots": 3, "retrieval_heads": [[0, 1]], "retrieval_window": 6}),
     ("gpt2", {"retrieval_heads": [[0, 1]], "retrieval_window": 8}),
     ("gpt2", {"window_size": 4, "retrieval_heads": [[0, 1], [1, 0]], "retrieval_window": 6}),

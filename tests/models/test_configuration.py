@@ -29,10 +29,7 @@ from tests.tiny_models import tiny_config
     [
         ({"feature_map": "cosine"}, ["feature_map", "cosine", "gaussian", "positive"]),
         ({"num_features": 0}, ["num_features", "0", "at least 1"]),
-        ({"state_dtype": "bfloat16"}, ["state_dtype", "bfloat16", "float32"]),
-        ({"redraw_pool": 5, "feature_map": "elu"}, ["redraw_pool", "elu"]),
         ({"trainable_projection": True, "feature_map": "hedgehog"}, ["trainable_projection", "hedgehog"]),
-        ({"redraw_pool": 5, "trainable_projection": True}, ["redraw_pool", "trainable_projection"]),
         ({"unit_norm": True, "feature_map": "t2r"}, ["unit_norm", "t2r"]),
         ({"softmax_layers": [2]}, ["softmax_layers", "[2]", "0 to 1"]),
         ({"num_features": 9, "feature_map": "hedgehog"}, ["num_features", "9", "hedgehog", "8"]),
@@ -179,9 +176,7 @@ RFA_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "feature_map": (sorted(FEATURE_MAPS), [None, 3, "cosine", "", ["positive"]]),
     "num_features": COUNT,
     "unit_norm": FLAG,
-    "orthogonal": FLAG,
     "trainable_projection": FLAG,
-    "redraw_pool": ([0, 1, 7, 1_000_000], [-1, 2.0, None, HUGE, True]),
     "feature_seed": ([0, 1, 20261121, 2**32 - 1], [-1, 2**32, 1.5, None, "0"]),
     "gate": FLAG,
     "window_size": ([0, 1, 2, 5, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
@@ -191,7 +186,6 @@ RFA_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "retrieval_window": ([0, 1, 4, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "softmax_layers": LAYERS,
     "chunk_size": ([1, 2, 3, 64, 2**63 - 1], [0, -1, None, 2.5, HUGE]),
-    "state_dtype": (["float32", "float64"], ["bfloat16", None, 32, ""]),
 }
 GPT2_FIELDS = RFA_FIELDS | {
     "n_head": HEADS,
@@ -267,7 +261,7 @@ def drawn(draw: st.DrawFn, family: str) -> dict[str, Any]:
     options = draw(st.fixed_dictionaries({}, optional=good))
     # Half of all combinations are at odds with the feature map: let most be told apart by something else.
     if draw(st.integers(0, 3)) and options.get("feature_map") not in (None, *RANDOM_MAPS):
-        for name in ("redraw_pool", "trainable_projection", "unit_norm", *counts):
+        for name in ("trainable_projection", "unit_norm", *counts):
             options.pop(name, None)
     if draw(st.integers(0, 3)) and bool(options.get("retrieval_heads")) != bool(options.get("retrieval_window")):
         options.pop("retrieval_heads", None), options.pop("retrieval_window", None)
@@ -293,10 +287,8 @@ def wrong_fields(family: str, options: dict[str, Any]) -> set[str]:
     for layers, (count, default) in stacks.items():
         if any(index >= options.get(count, default) for index in options.get(layers) or []):
             wrong.add(layers)
-    pool, trained = options.get("redraw_pool"), options.get("trainable_projection")
-    for field in ("redraw_pool", "trainable_projection"):
-        if options.get(field) and (name not in RANDOM_MAPS or (pool and trained)):
-            wrong.add(field)
+    if options.get("trainable_projection") and name not in RANDOM_MAPS:
+        wrong.add("trainable_projection")
     if options.get("unit_norm") and name in (*LEARNED_MAPS, "none"):
         wrong.add("unit_norm")
     wrong |= {name for name in ("num_sinks", "num_slots") if options.get(name) and not options.get("window_size")}

@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_rfa.models.attention_seq2seq import attend_with_state
 from hf_rfa.models.linear_attention import (
     Tokens,
     _chunked_at_once,
-    attend_with_state,
     chunked,
     denominator,
     divide,

@@ -202,7 +202,7 @@ def test_a_token_is_seen_up_to_its_end(data):
 LAYOUTS = [
     MemoryLayout(heads=2, head_dim=5, window=4, sinks=1, slots=3, state_rows=6),
     MemoryLayout(heads=1, head_dim=3, window=2, dtype=torch.bfloat16),
-    MemoryLayout(heads=3, head_dim=4, state_rows=8, dtype=torch.float16, state_dtype=torch.float64),
+    MemoryLayout(heads=3, head_dim=4, state_rows=8, dtype=torch.float16),
     MemoryLayout(heads=2, head_dim=4),
 ]
 

@@ -18,7 +18,7 @@ from hf_rfa.convert import convert
 from hf_rfa.families import SEQ2SEQ
 from hf_rfa.inference import cache_num_bytes, load_model
 from hf_rfa.models.cache_names import cache_argument
-from hf_rfa.models.configuration_rfa import seq2seq_config_class
+from hf_rfa.models.configuration_rfa_seq2seq import seq2seq_config_class
 from tests.conftest import tiny_seq2seq_config
 from tests.families import relative_error, rfa_modules, save_softmax_model
 from tests.without_package import assert_loads_without_package

@@ -173,7 +173,7 @@ def cases(draw, signed: bool = False, packed: bool = True, all_heads: bool = Fal
         retrieval = draw(st.sets(st.integers(0, heads - 1), min_size=1, max_size=heads - 1))
         fields |= {"retrieval_heads": sorted(retrieval), "retrieval_window": draw(st.integers(1, 9))}
     torch.manual_seed(seed)
-    layer = Layer(heads, groups, **fields, state_dtype="float64").double().eval()
+    layer = Layer(heads, groups, **fields).double().eval()
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -370,9 +370,7 @@ def test_attention_to_all_keys_is_what_the_features_say(feature_map):
         return ungroup(scores / torch.maximum(scores.sum(-1, keepdim=True), divisor), 6)
 
     expected = weights_of(encoder, key, padding)
-    output, weights = encoder.attend(
-        query, key, value, hidden_states=hidden, padding_mask=padding, output_attentions=True
-    )
+    output, _, weights = encoder.attend_to_all(query, key, value, padding_mask=padding, output_attentions=True)
     assert_close(weights, expected)
     assert_close(output, expected @ value.repeat_interleave(3, dim=1))
 
@@ -386,8 +384,7 @@ def test_attention_to_all_keys_is_what_the_features_say(feature_map):
         assert_close(found, expected[:, :, start:stop])
 
 
-@pytest.mark.parametrize("kind", ["causal", "encoder"])
-def test_learned_sinks_need_a_window(kind):
+def test_learned_sinks_need_a_window():
     tensors = torch.randn(3, 1, 2, 5, WIDTH)
     with pytest.raises(ValueError, match="sink_logits need a sliding window"):
-        Layer(2, 1, kind).attend(*tensors, hidden_states=torch.randn(1, 5, HIDDEN), sink_logits=torch.zeros(2))
+        Layer(2, 1).attend(*tensors, hidden_states=torch.randn(1, 5, HIDDEN), sink_logits=torch.zeros(2))
