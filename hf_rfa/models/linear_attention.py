@@ -209,9 +209,10 @@ def _chunked_at_once(query: Tensor, tokens: Tokens, state: Tensor | None, chunk_
         read = query * _decay_so_far(log_decay, groups)
     sums = sums.unflatten(-1, (key.shape[-1], value.shape[-1]))
     output = (output + read @ sums[:, :, :-1]).flatten(2, 3)
+    last = sums[:, :, -1].clone()  # a cache that keeps it is not to keep all others
     if is_open:
-        return output.index_select(2, torch.arange(length * groups, device=output.device)), sums[:, :, -1]
-    return output[:, :, : length * groups], sums[:, :, -1]
+        return output.index_select(2, torch.arange(length * groups, device=output.device)), last
+    return output[:, :, : length * groups], last
 
 
 def _chunked_in_place(query: Tensor, tokens: Tokens, state: Tensor | None, chunk_size: int) -> tuple[Tensor, Tensor]:

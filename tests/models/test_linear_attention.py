@@ -198,6 +198,7 @@ def test_a_thousand_chunks_at_once_round_as_one_after_another(strength):
     found, one_by_one = (form(case.to(torch.float32), chunk_size=2) for form in (chunks_at_once, all_at_once))
     for a, b, expected in zip(found, one_by_one, loop(case), strict=True):
         assert relative_error(a, expected) <= max(1e-6, 2 * relative_error(b, expected))
+    assert found[1].untyped_storage().nbytes() == found[1].nbytes, "the states between are let go"
 
 
 @given(case=cases(), data=st.data())
