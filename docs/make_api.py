@@ -70,7 +70,6 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
     },
     "Attention": {
         "hf_rfa.inference.use_attention_component": None,
-        "hf_rfa.backends.use_backend": None,
     },
     "Feature maps": {
         "hf_rfa.register_feature_map": None,

@@ -9,7 +9,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from . import integrations  # noqa: F401  # registers with PEFT
-from .backends import use_backend
 from .errors import InputError
 from .families import FAMILIES, Family, register_family
 from .models.cache_rfa import RFALayer
@@ -33,7 +32,6 @@ __all__ = [
     "__version__",
     "register_family",
     "register_feature_map",
-    "use_backend",
 ]
 
 warn_of_untested_transformers()

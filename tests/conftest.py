@@ -9,12 +9,8 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network, and none may use it
 
-import torch
-
-if not torch.cuda.is_available():  # Triton reads it as it is imported, by whoever imports it first
-    os.environ["TRITON_INTERPRET"] = "1"
-
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel

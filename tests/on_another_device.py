@@ -1,4 +1,4 @@
-"""Conversion, generation and measurement on a second device: all results are those of the CPU.
+"""Conversion, generation, gradients and measurement on a second device: all results are those of the CPU.
 
 `tests/inference/test_devices.py` runs these tests, in a process of its own.
 """
@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,8 +26,9 @@ from hf_rfa.evaluation.generation_scores import evaluate_generation
 from hf_rfa.evaluation.recall import Effort, recall_suite
 from hf_rfa.inference import generate_text, load_model
 from hf_rfa.inference.devices import find_device
+from hf_rfa.models import linear_attention
 from tests.conftest import save_tiny_tokenizer, words
-from tests.families import has_encoder, make, save_softmax_model
+from tests.families import has_encoder, make, save_softmax_model, tokens
 from tests.other_device import DEVICE, NAME, ElsewhereTensor, SecondDevice
 
 
@@ -117,6 +119,34 @@ def test_generation(family, variant, options, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("family", "variant", "packed"),
+    [
+        ("gpt2", "gaussian-gate", True),
+        ("gpt2", "positive", True),
+        ("llama", "positive", False),
+        ("llama", "slots-gate", True),
+        ("bart", "both-gate", False),
+    ],
+)
+def test_losses_and_gradients_of_long_texts(family, variant, packed, monkeypatch):
+    """In segments of several chunks, which an accelerator takes at once; packed rows hold two documents."""
+    monkeypatch.setattr("hf_rfa.models.attention.ACCELERATOR_SEGMENT_LENGTH", 24)
+    at_once = Mock(wraps=linear_attention._chunked_at_once)
+    monkeypatch.setattr(linear_attention, "_chunked_at_once", at_once)
+    model, ids = make(family, variant, chunk_size=5).train(), tokens(2, 60)
+    positions = torch.cat([torch.arange(33), torch.arange(27)]).expand(2, -1)
+    inputs = {"input_ids": ids, "labels": ids} | ({"position_ids": positions} if packed else {})
+    found = []
+    for each, is_there in ((copy.deepcopy(model), False), (model.to(NAME), True)):
+        loss = each(**{name: tensor.to(each.device) for name, tensor in inputs.items()}, use_cache=False).loss
+        loss.backward()
+        assert at_once.called == is_there
+        gradients = {name: None if x.grad is None else x.grad.cpu() for name, x in each.named_parameters()}
+        found.append((loss.detach().cpu(), gradients))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
     ("family", "on_disk", "options"),
     [
         ("gpt2", False, {"feature_map": "gaussian", "keep_softmax": 1, "max_positions": 300}),
@@ -168,8 +198,11 @@ def test_measurement(family, variant, tmp_path):
     else:
         ids = torch.randint(3, 61, (500,))
         for options in ({"context_length": 50, "stride": 20}, {"context_length": 200, "carry_state": True}):
-            found = [perplexity(each, ids, **options) for each in models]
-            assert found[0] == found[1]
+            figures, others = zip(
+                *(figures_of(asdict(perplexity(each, ids, **options))) for each in models), strict=True
+            )
+            assert others[0] == others[1]
+            assert figures[0] == pytest.approx(figures[1], rel=1e-5)
 
 
 def test_the_recall_suite(tmp_path):

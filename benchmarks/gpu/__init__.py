@@ -1,1 +1,1 @@
-"""What only a GPU can tell, in parts: kernels against torch, times of attention and of decoding, conversion and training."""
+"""What only a GPU can tell, in parts: rounding and times of attention, times of decoding, conversion and training."""

@@ -1,10 +1,10 @@
 """All that waits for a GPU, in one command of less than 25 minutes.
 
-    python -m benchmarks.gpu --output FOLDER                              # a CUDA device
-    TRITON_INTERPRET=1 python -m benchmarks.gpu --dry --output FOLDER     # tiny shapes on a CPU, to see that all parts run
+    python -m benchmarks.gpu --output FOLDER          # a CUDA device
+    python -m benchmarks.gpu --dry --output FOLDER    # tiny shapes on a CPU, to see that all parts run
 
 ``FOLDER/gpu.json`` is written after each part, with a chart of attention's times, and parts that are in it are not run again.
-What fails, a kernel that does not compile or a length that does not fit, is recorded with its reason, shown in the tables and
+What fails, a result that is wrong or a length that does not fit, is recorded with its reason, shown in the tables and
 counted at the end; the rest goes on. The status is 1 if anything failed.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -48,13 +47,8 @@ def about(setting: Setting) -> dict[str, Any]:
     """Return what the figures are of: device and versions."""
     cuda = setting.device.type == "cuda"
     found = {"device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu", "dry": setting.dry}
-    found |= {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
-    for name in ("triton", "fla"):
-        try:
-            found[name] = __import__(name).__version__
-        except ImportError:
-            found[name] = "not installed"
-    return found
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return found | versions | {"python": platform.python_version()}
 
 
 def main() -> None:
@@ -62,14 +56,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for gpu.json")
     parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
-    parser.add_argument("--dry", action="store_true", help="tiny shapes on a CPU, kernels under Triton's interpreter")
+    parser.add_argument("--dry", action="store_true", help="tiny shapes on a CPU")
     parser.add_argument(
         "--model", type=Path, help="checkpoint to convert and time; default: random weights, SmolLM2's shape"
     )
     parser.add_argument("--data", type=Path, help="text to calibrate and train on; default: the demo's")
     arguments = parser.parse_args()
-    if arguments.dry and os.environ.get("TRITON_INTERPRET") != "1":
-        parser.error("--dry runs kernels under Triton's interpreter: set TRITON_INTERPRET=1.")
     if not arguments.dry and not torch.cuda.is_available():
         parser.error("there is no CUDA device here. --dry runs tiny shapes on a CPU.")
     setting = Setting(

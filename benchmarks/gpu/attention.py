@@ -1,18 +1,15 @@
-"""The fused kernels beside attention in torch, flash-linear-attention and softmax, forward and backward.
+"""Attention to features beside softmax, forward and backward, by the length of a text.
 
-Contestants: (fused) queries, keys and values to outputs in our kernels; (torch) features and recurrence in torch; (fla)
-features in torch and `chunk_simple_gla` of flash-linear-attention, where that is installed; (softmax)
-`scaled_dot_product_attention`.
-All see the same random queries, keys and values, and medians are reported.
+Contestants: (features) features and recurrence; (softmax) `scaled_dot_product_attention`. All see the same random queries,
+keys and values, and medians are reported.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,51 +18,30 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hf_rfa.backends.triton_attention import KernelInputs, fused_attention, fused_step, kernel_inputs
 from hf_rfa.bench.measure import interleaved
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
-from hf_rfa.models.linear_attention import Tokens, divide, linear_attention
+from hf_rfa.models.linear_attention import Tokens, linear_attention
 
 from .trial import FAILED, Setting, attempt
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-#: Feature maps whose kernels are timed: without signs and with.
+#: Feature maps that are timed: without signs and with.
 MAPS = ("exponential", "gaussian")
-COLORS = {"fused": "#174a80", "torch": "#7ba7d4", "fla": "#3f6f1d", "softmax": "#555555"}
+COLORS = {"features": "#174a80", "softmax": "#555555"}
 
 
-def plain(feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Attend in torch."""
+def attend(feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend to features."""
     query, key, *_ = feature_map(query, key, least_shift=feature_map.least_shift(None))
-    return linear_attention(query, Tokens(key, value), **options)[0]
-
-
-def fused(feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend in the kernels."""
-    inputs = cast(KernelInputs, kernel_inputs(feature_map, query, key))  # of a map of this package
-    least, floor = feature_map.least_shift(None), feature_map.denominator_floor
-    return fused_attention(inputs, value, denominator_floor=floor, least_shift=least)[0]
+    return linear_attention(query, Tokens(key, value), denominator_floor=feature_map.denominator_floor)[0]
 
 
 def contestants(feature_map: FeatureMap) -> dict[str, Attention]:
     """Return what is compared, by name: queries, keys and values [B, H, T, d] in, outputs out."""
-    found: dict[str, Attention] = {
-        "fused": lambda q, k, v: fused(feature_map, q, k, v),
-        "torch": lambda q, k, v: plain(feature_map, q, k, v, denominator_floor=feature_map.denominator_floor),
-        "softmax": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    return {
+        "features": partial(attend, feature_map),
+        "softmax": partial(F.scaled_dot_product_attention, is_causal=True),
     }
-    if importlib.util.find_spec("fla") is not None and not feature_map.signed:
-        from fla.ops.simple_gla import chunk_simple_gla
-
-        def fla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            query, key = (features.to(q.dtype).transpose(1, 2) for features in feature_map(q, k)[:2])
-            value = F.pad(v, (0, 1), value=1.0).transpose(1, 2)
-            sums, _ = chunk_simple_gla(query, key, value, scale=1.0)
-            sums = sums.transpose(1, 2)
-            return divide(sums[..., :-1], sums[..., -1:])
-
-        found["fla"] = fla
-    return found
 
 
 def backward(attention: Attention, inputs: list[Tensor]) -> None:
@@ -75,7 +51,7 @@ def backward(attention: Attention, inputs: list[Tensor]) -> None:
 
 
 def run(setting: Setting) -> dict[str, Any]:
-    """Time all contestants, forward and with gradients, by length; and one decoding step."""
+    """Time all contestants, forward and with gradients, by length."""
     lengths = (64,) if setting.dry else (1024, 2048, 4096, 8192, 16384, 32768, 65536)
     heads, width, dtype = (2, 16, "float32") if setting.dry else (12, 64, "bfloat16")
     steps, tokens = (1, 64) if setting.dry else (7, 65536)
@@ -94,7 +70,7 @@ def run(setting: Setting) -> dict[str, Any]:
                 contestant: attempt(partial(_times, attention, inputs, steps, setting.device))
                 for contestant, attention in contestants(feature_map).items()
             }
-        found[name] = {"lengths": rows, "step": attempt(partial(_step, feature_map, setting, dtype, steps))}
+        found[name] = rows
     return found
 
 
@@ -114,7 +90,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(1.8 + 4.2 * len(names), 3.6), layout="constrained")
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     for axes, name in zip(panels, names, strict=True):
-        rows = results[name]["lengths"]
+        rows = results[name]
         for contestant, color in COLORS.items():
             for what, style in (("forward", "o-"), ("with gradients", "o--")):
                 points = [
@@ -140,7 +116,7 @@ def show(results: dict[str, Any], console: Console) -> None:
     for name in MAPS:
         if name not in results:
             continue
-        rows, step = results[name]["lengths"], results[name]["step"]
+        rows = results[name]
         names = list(next(iter(rows.values())))
         table = Table("tokens", "what", *names, title=f"attention, {name}, {results['dtype']}: ms")
         for length, found in rows.items():
@@ -148,22 +124,3 @@ def show(results: dict[str, Any], console: Console) -> None:
                 cells = (FAILED if FAILED in found[each] else f"{found[each][what]:.2f}" for each in names)
                 table.add_row(f"{int(length):,}", what, *cells)
         console.print(table)
-        if FAILED not in step:
-            console.print(
-                "one decoding step of one layer, batch 32: " + ", ".join(f"{k} {v:.3f} ms" for k, v in step.items())
-            )
-
-
-@torch.no_grad()
-def _step(feature_map: FeatureMap, setting: Setting, dtype: str, steps: int) -> dict[str, float]:
-    """Return the milliseconds of one decoding step of one layer in a fused kernel and in torch."""
-    shape = (32, feature_map.num_heads, 1, feature_map.head_dim)
-    query, key, value = (torch.randn(shape, device=setting.device, dtype=getattr(torch, dtype)) for _ in range(3))
-    state = torch.rand(*shape[:2], feature_map.feature_dim, feature_map.head_dim + 1, device=setting.device)
-    feature_map.eval()
-    runs: dict[str, Callable[[], object]] = {
-        "torch": lambda: plain(feature_map, query, key, value, initial_state=state),
-    }
-    if not feature_map.signed:
-        runs["fused"] = lambda: fused_step(cast(KernelInputs, kernel_inputs(feature_map, query, key)), value, state)
-    return interleaved(runs, steps, setting.device)

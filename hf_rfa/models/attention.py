@@ -49,6 +49,8 @@ from .memory import (
 SEGMENT_LENGTH = 512
 #: With gradients sequences up to this length are one segment: that takes more memory, and a fifth less time.
 MAX_LENGTH_WITHOUT_SEGMENTS = 2048
+#: Tokens of a segment on an accelerator, with gradients and without: every segment costs dozens of launches of kernels.
+ACCELERATOR_SEGMENT_LENGTH = 8192
 
 #: Least and largest logarithm of the normalizer of exact attention, in units of φ(q)·φ(k): float32 has room for no others. A
 #: query's largest feature is e^40, and most keys have features of about 1.
@@ -56,8 +58,6 @@ NORMALIZER_EXPONENTS = (-60.0, 80.0)
 
 #: The components of attention with a sliding window (`hf_rfa.inference.use_attention_component`).
 AttentionComponent = Literal["both", "linear", "window"]
-#: Modules that compute causal attention without a window in place of torch, by name; `hf_rfa.backends` registers its own.
-BACKENDS: dict[str, Any] = {}
 #: Every layout once, so that layers with the same one have the same object.
 LAYOUTS: dict[MemoryLayout, MemoryLayout] = {}
 
@@ -278,7 +278,6 @@ class RFAAttentionMixin(nn.Module):
         self.rfa_kind = kind
         self.rfa_layer_idx = layer_idx
         self.attention_component: AttentionComponent = "both"
-        self.backend = "torch"
         self.chunk_size = config.chunk_size
 
     @without_autocast
@@ -488,10 +487,6 @@ class RFAAttentionMixin(nn.Module):
     def _attend(self, group: HeadGroup, recording: bool) -> tuple[Tensor, Memory, RecordedStep | None]:
         """Attend causally: the output [B, H, T G, M], the memory after the new tokens, and what `RFALayer.crop` needs."""
         feature_map, layout, length = group.feature_map, group.layout, group.length
-        if feature_map is not None and self.backend != "torch" and not (layout.places or recording):
-            found = None if torch.compiler.is_compiling() else self._attend_by_backend(group)
-            if found is not None:
-                return *found, None
         memory = group.memory if group.target is not None else in_order(group.memory)
         if group.document_starts is not None:
             log_decay = group.log_decay
@@ -499,10 +494,11 @@ class RFAAttentionMixin(nn.Module):
                 log_decay = self._as_state(group.keys_values[..., 0]).new_zeros(group.keys_values.shape[:3])
             group = replace(group, log_decay=log_decay.masked_fill(group.document_starts[:, None], MASKED_LOGIT))
         # Features of a long sequence are computed a segment at a time, and again for the gradients.
-        most = MAX_LENGTH_WITHOUT_SEGMENTS if torch.is_grad_enabled() else SEGMENT_LENGTH
+        size = SEGMENT_LENGTH if group.query.device.type == "cpu" else ACCELERATOR_SEGMENT_LENGTH
+        most = max(size, MAX_LENGTH_WITHOUT_SEGMENTS) if torch.is_grad_enabled() else size
         whole = length <= most or feature_map is None or torch.compiler.is_compiling()
         outputs, absorbed, shift = [], [], None
-        for segment in [group] if whole else group.split(SEGMENT_LENGTH):
+        for segment in [group] if whole else group.split(size):
             inputs = (segment if memory is segment.memory else replace(segment, memory=memory), shift)
             if whole or not torch.is_grad_enabled():
                 output, memory, shift, tokens = self._attend_segment(*inputs)
@@ -525,23 +521,6 @@ class RFAAttentionMixin(nn.Module):
                 denominator_floor=None if feature_map is None else feature_map.denominator_floor,
             )
         return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0], memory, recorded
-
-    def _attend_by_backend(self, group: HeadGroup) -> tuple[Tensor, Memory] | None:
-        """Return `_attend`'s output and memory by what `use_backend` named, or None where it does not serve the layer."""
-        key, value = group.keys_values[..., : group.head_dim], group.keys_values[..., group.head_dim :]
-        if group.query.shape != key.shape or value.shape != key.shape:  # grouped queries, which no backend knows
-            return None
-        found = BACKENDS[self.backend].attend(
-            self,
-            group.query,
-            key,
-            value,
-            group.log_decay,
-            group.input_scale,
-            group.document_starts,
-            group.memory.state,
-        )
-        return None if found is None else (found[0], replace(group.memory, state=found[1]))
 
     def _attend_segment(
         self, group: HeadGroup, shift: Tensor | None

@@ -145,14 +145,15 @@ def _advance(key: Tensor, value: Tensor, log_decay: Tensor | None, initial_state
 def chunked(
     query: Tensor, tokens: Tokens, initial_state: Tensor | None = None, chunk_size: int = DEFAULT_CHUNK_SIZE
 ) -> tuple[Tensor, Tensor]:
-    """Compute the recurrence chunk by chunk: quadratic within a chunk, a state from chunk to chunk.
+    """Compute the recurrence in chunks: quadratic within a chunk, a state from chunk to chunk.
 
     Time and memory are linear in T. Arguments and results are those of `parallel`; ``chunk_size`` changes the speed and the
-    rounding, not the result.
+    rounding, not the result. On a CPU chunk follows chunk, so that what is computed stays in its caches. An accelerator takes
+    all at once, since each of its kernels costs a launch.
     """
     if query.shape[-2] == 0:
         raise ValueError(f"the recurrence got no tokens: query has shape {tuple(query.shape)}")
-    if isinstance(query.shape[-2], torch.SymInt):
+    if query.device.type != "cpu" or isinstance(query.shape[-2], torch.SymInt):
         return _chunked_at_once(query, tokens, initial_state, chunk_size)
     if tokens.log_decay is None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _chunked_in_place(query, tokens, initial_state, chunk_size)
@@ -176,16 +177,24 @@ def split_tokens(size: int, query: Tensor, tokens: Tokens) -> Iterator[tuple[Ten
 
 
 def _chunked_at_once(query: Tensor, tokens: Tokens, state: Tensor | None, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """Compute `chunked` for a length that an exporter leaves open: all chunks at once, so that one graph serves any number.
+    """Compute `chunked` for all chunks at once, in batched products.
 
-    The last chunks are filled with tokens that add nothing. There are two at least, since a graph for one chunk differs.
+    The last chunk is filled with tokens that add nothing. A length that an exporter leaves open gives two chunks at least, so
+    that one graph serves any number: a graph for one chunk differs.
     """
     groups, length = rows_per_token(query, tokens.key), tokens.key.shape[-2]
-    count = length // chunk_size + 2
+    is_open = isinstance(length, torch.SymInt)
+    if not is_open and length <= chunk_size:
+        return parallel(query, tokens, state)
+    count = (length - 1) // chunk_size + (2 if is_open else 1)
+    missing = count * chunk_size - length
 
     def split(x: Tensor, rows: int = 1) -> Tensor:
-        short, size = (count * chunk_size - length) * rows, chunk_size * rows
-        return F.pad(x, (0, 0, 0, short)).unfold(2, size, size).transpose(-1, -2)
+        size = chunk_size * rows
+        if is_open:  # a tracer can prove neither that chunks divide the rows, nor that a slice has the length
+            return F.pad(x, (0, 0, 0, missing * rows)).unfold(2, size, size).transpose(-1, -2)
+        x = F.pad(x, (0, 0, 0, missing * rows)) if missing else x
+        return x.unflatten(2, (count, size))
 
     query, key, value = split(query, groups), split(tokens.key), split(tokens.scaled_value())
     log_decay = None if tokens.log_decay is None else split(tokens.log_decay.to(key.dtype)[..., None])[..., 0]
@@ -198,9 +207,11 @@ def _chunked_at_once(query: Tensor, tokens: Tokens, state: Tensor | None, chunk_
         sums = segment_sums(F.pad(log_decay.sum(-1), (1, 0))).exp() @ sums
         read = query * _decay_so_far(log_decay, groups)
     sums = sums.unflatten(-1, (key.shape[-1], value.shape[-1]))
-    output = output + read @ sums[:, :, :-1]
-    # An index instead of a slice: a tracer cannot prove that the slice has this length.
-    return output.flatten(2, 3).index_select(2, torch.arange(length * groups, device=output.device)), sums[:, :, -1]
+    output = (output + read @ sums[:, :, :-1]).flatten(2, 3)
+    last = sums[:, :, -1].clone()  # a cache that keeps it is not to keep all others
+    if is_open:
+        return output.index_select(2, torch.arange(length * groups, device=output.device)), last
+    return output[:, :, : length * groups], last
 
 
 def _chunked_in_place(query: Tensor, tokens: Tokens, state: Tensor | None, chunk_size: int) -> tuple[Tensor, Tensor]:

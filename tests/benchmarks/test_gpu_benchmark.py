@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import subprocess
 import sys
 from functools import partial
@@ -12,8 +11,6 @@ from functools import partial
 import pytest
 import torch
 from transformers import DynamicCache
-
-pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks.gpu.decoding import difference
 from benchmarks.gpu.parity import judged
@@ -33,12 +30,11 @@ def test_what_fails_is_recorded_with_its_reason_and_found_wherever_it_is():
     assert failures(results) == [("part case", reason), ("part rows 0", reason)]
 
 
-def test_a_kernel_fails_if_its_error_is_much_more_than_that_of_torch():
-    assert FAILED not in judged({"output": (3e-7, 1e-7)}, 1e-7)
-    assert FAILED not in judged({"output": (1e-6, 1e-9)}, 1e-5)
-    verdict = judged({"output": (1e-7, 1e-7), "gradient": (0.5, 1e-7)}, 1e-5)
-    assert verdict[FAILED] == "error of gradient 5.0e-01, torch 1.0e-07"
-    assert FAILED in judged({"output": (float("inf"), 1e-7)}, 1e-5)  # not a number
+def test_a_case_fails_if_an_error_is_over_the_limit():
+    assert FAILED not in judged({"output": 3e-7}, 1e-6)
+    verdict = judged({"output": 1e-7, "gradient": 0.5}, 1e-5)
+    assert verdict[FAILED] == "over 1e-05: gradient 5.0e-01"
+    assert FAILED in judged({"output": float("inf")}, 1e-5)  # not a number
 
 
 @torch.no_grad()
@@ -58,16 +54,11 @@ def test_a_step_on_a_state_that_another_writes_to_is_found():
 @pytest.mark.slow
 def test_all_parts_run_dry_and_are_not_run_again(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu", "--dry", "--output", str(tmp_path)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     first = json.loads((tmp_path / "gpu.json").read_text())
     assert (tmp_path / "attention.png").is_file()
     assert set(first) == {"about", "parity", "attention", "graphs", "decoding", "conversion"}
     assert len(first["parity"]) > 20
-    again = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+    again = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     assert json.loads((tmp_path / "gpu.json").read_text()) == first
     assert "conversion: " in again.stdout  # shown, not run
-    del environment["TRITON_INTERPRET"]
-    refused = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert "set TRITON_INTERPRET=1" in refused.stderr

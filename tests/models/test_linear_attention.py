@@ -25,6 +25,7 @@ from hf_rfa.models.linear_attention import (
     parallel,
     recurrent,
 )
+from hf_rfa.models.masking import MASKED_LOGIT
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
@@ -81,6 +82,11 @@ def all_at_once(case: Case, chunk_size: int | None = None) -> tuple[Tensor, Tens
     return chunked(*case.piece(), initial_state=case.state, chunk_size=chunk_size)
 
 
+def chunks_at_once(case: Case, chunk_size: int) -> tuple[Tensor, Tensor]:
+    """`chunked` as an accelerator computes it."""
+    return _chunked_at_once(*case.piece(), case.state, chunk_size)
+
+
 def token_by_token(case: Case) -> tuple[Tensor, Tensor]:
     """`recurrent`, once per token."""
     state = case.state
@@ -99,7 +105,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 @st.composite
-def cases(draw, signed: bool | None = None) -> Case:
+def cases(draw, signed: bool | None = None, packed: bool = False) -> Case:
+    """Recurrences with gates of any strength and padding; if packed, several documents may follow one another."""
     batch, heads, features, columns = (draw(st.integers(1, n)) for n in (3, 2, 7, 5))
     groups, length = draw(st.integers(1, 3)), draw(st.one_of(st.integers(1, 9), st.sampled_from([63, 64, 65, 100])))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
@@ -128,12 +135,16 @@ def cases(draw, signed: bool | None = None) -> Case:
     log_gate, weights = mask_padding(padding, log_gate, weights)
     if weights is not None:
         weights = weights.double()
+    if packed and draw(st.booleans()):
+        starts = torch.rand(batch, 1, length, generator=generator) < draw(st.sampled_from([0.02, 0.3, 1.0]))
+        log_gate = query.new_zeros(batch, heads, length) if log_gate is None else log_gate
+        log_gate = log_gate.masked_fill(starts, MASKED_LOGIT)
     state = normal(batch, heads, features, columns).abs() if draw(st.booleans()) else None
     return Case(query, key, normal(batch, heads, length, columns), log_gate, weights, state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@given(case=cases(), chunk_size=st.integers(1, 110))
+@given(case=cases(packed=True), chunk_size=st.integers(1, 110))
 @settings(max_examples=60)
 def test_forms_agree(dtype, case, chunk_size):
     expected = loop(case)
@@ -141,12 +152,13 @@ def test_forms_agree(dtype, case, chunk_size):
     forms = {
         "parallel": all_at_once(given_case),
         "chunked": all_at_once(given_case, chunk_size),
-        "all chunks at once": _chunked_at_once(*given_case.piece(), given_case.state, chunk_size),
+        "all chunks at once": chunks_at_once(given_case, chunk_size),
         "recurrent": token_by_token(given_case),
     }
     with torch.no_grad():
         forms["recurrent in place"] = token_by_token(given_case.to(dtype))
         forms["chunked without gradients"] = all_at_once(given_case, chunk_size)
+        forms["all chunks at once without gradients"] = chunks_at_once(given_case, chunk_size)
     for name, found in forms.items():
         for what, a, b in zip(("output", "state"), found, expected, strict=True):
             assert relative_error(a, b) <= TOLERANCE[dtype], (name, what)
@@ -155,7 +167,7 @@ def test_forms_agree(dtype, case, chunk_size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@given(case=cases(), chunk_size=st.integers(1, 110))
+@given(case=cases(packed=True), chunk_size=st.integers(1, 110))
 @settings(max_examples=40)
 def test_gradients_agree(dtype, case, chunk_size):
     def gradients(case: Case, run) -> list[Tensor]:
@@ -167,11 +179,26 @@ def test_gradients_agree(dtype, case, chunk_size):
 
     expected = gradients(case.to(torch.float64, grad=True), loop)
 
-    for run in (all_at_once, partial(all_at_once, chunk_size=chunk_size), token_by_token):
+    in_chunks = (partial(form, chunk_size=chunk_size) for form in (all_at_once, chunks_at_once))
+    for run in (all_at_once, *in_chunks, token_by_token):
         for found, wanted in zip(gradients(case.to(dtype, grad=True), run), expected, strict=True):
             scale = max(float(x.abs().max()) for x in expected)
             error = float((found.double() - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-3 * scale)
             assert error <= TOLERANCE[dtype], run
+
+
+@pytest.mark.parametrize("strength", [0.0, 1e-6, 1e-4, 1e-2, 1.0])
+def test_a_thousand_chunks_at_once_round_as_one_after_another(strength):
+    """With documents, which start in every fiftieth chunk on average."""
+    shapes = ((1, 2, 2048, 5), (1, 2, 2048, 5), (1, 2, 2048, 3))
+    query, key, value = (torch.rand(shape, dtype=torch.float64) for shape in shapes)
+    log_gate = -strength * torch.rand(1, 2, 2048, dtype=torch.float64)
+    log_gate.masked_fill_(torch.rand(1, 1, 2048) < 0.01, MASKED_LOGIT)
+    case = Case(query, key, value, log_gate, None, torch.rand(1, 2, 5, 3, dtype=torch.float64))
+    found, one_by_one = (form(case.to(torch.float32), chunk_size=2) for form in (chunks_at_once, all_at_once))
+    for a, b, expected in zip(found, one_by_one, loop(case), strict=True):
+        assert relative_error(a, expected) <= max(1e-6, 2 * relative_error(b, expected))
+    assert found[1].untyped_storage().nbytes() == found[1].nbytes, "the states between are let go"
 
 
 @given(case=cases(), data=st.data())
