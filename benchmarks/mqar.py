@@ -36,6 +36,7 @@ from transformers.utils import logging
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.convert import convert
 from hf_rfa.convert.calibration import calibrate
+from hf_rfa.evaluation.cards import markdown_table
 from hf_rfa.evaluation.recall.memory import cache_memory
 from hf_rfa.finetune.recipe import Stage
 from hf_rfa.finetune.trainers import train_stage
@@ -43,7 +44,6 @@ from hf_rfa.inference import load_model
 from hf_rfa.io.atomic_io import new_file
 from hf_rfa.models.memory import MemoryLayout
 
-from .figures import markdown_table
 from .mqar_rows import QUICK, QUICK_SCRATCH, SCRATCH, TOKENS, Plan, answers, batches, measure, mqar_rows
 
 #: Width of the model, and its standard deviation at first: with GPT-2's 0.02 it does not learn the task in this time.
