@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -74,14 +74,7 @@ def main() -> None:
     file = RowFile(arguments.output / "generation.json")
     console = Console()
     names = ("new_tokens", "rows", "seed", "stretch", "prompt_tokens")
-    with Progress(
-        "[progress.description]{task.description}",
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    ) as progress:
+    with Progress(console=console) as progress:
         for checkpoint in arguments.checkpoints:
             key = {"name": checkpoint.name, **{name: getattr(arguments, name) for name in names}}
             if file.has(key):

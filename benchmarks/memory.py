@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.progress import Progress
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -109,8 +109,7 @@ def main() -> None:
     settings = {"train": arguments.train, "recipe": arguments.recipe, "steps": arguments.steps, "seed": arguments.seed}
     made = make_checkpoints(arguments.model, arguments.rows, folder=arguments.output / "checkpoints", **settings)
     checkpoints = [*arguments.checkpoints, *made]
-    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(console=console) as progress:
         task = progress.add_task("", total=(1 + 2 * len(checkpoints)) * len(arguments.contexts))
         whole = {
             "kind": CONTROL,

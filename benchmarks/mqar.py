@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
@@ -291,8 +291,7 @@ def main() -> None:
     if todo and todo[0].origin == "converted" and SOFTMAX not in done:
         parser.error("nothing to convert: train the softmax model first (--part softmax)")
     console = Console()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    with Progress(console=console) as progress:
         total = progress.add_task("", total=sum(each.steps(plans[each.origin]) for each in todo))
         for setting in todo:
             progress.update(total, description=setting.name)

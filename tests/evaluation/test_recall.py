@@ -313,7 +313,7 @@ def test_the_suite_compares_with_the_teacher_and_a_window_of_the_same_bytes(repo
     assert control.num_bytes == pytest.approx(own.num_bytes, abs=cache_memory(teacher).per_token / 2)
     assert own.memory == cache_memory(model)
     assert own.worth == pytest.approx(cache_memory(model).worth(cache_memory(teacher), 0))
-    assert softmax.written.agreement == SMALL.new_tokens
+    assert softmax.agreement == SMALL.new_tokens
     assert all(math.isfinite(figure.nats) for column in results.columns for figure in column.figures)
     assert len({len(column.figures) for column in results.columns}) == 1
 

@@ -5,7 +5,6 @@ A converted model can be near its teacher by likelihood and far from it when it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,21 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 
 from .scoring import Rows, score_tokens
-
-
-@dataclass(frozen=True)
-class WrittenText:
-    """Figures of the continuations of some prompts.
-
-    Attributes:
-        agreement: mean number of greedily decoded tokens until the first that differs from the teacher's; None without one.
-        teacher_nats: mean negative log-likelihood that the teacher gives to sampled tokens; None without a teacher.
-        repeated: share of the 4-grams of sampled continuations that occurred before in the same continuation.
-    """
-
-    agreement: float | None
-    teacher_nats: float | None
-    repeated: float
 
 
 def continuations(

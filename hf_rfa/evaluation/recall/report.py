@@ -38,45 +38,35 @@ PANELS = {
 
 def report_rows(report: RecallReport) -> list[list[str]]:
     """Return what was measured and a text per column: memory, then a row per setting, needles averaged over their depths."""
-    memories = [column.memory for column in report.columns]
-    parts = [(memory.state, memory.window, memory.sinks, memory.slots, memory.retrieval) for memory in memories]
-    others = [sum(size * most for size, most in memory.sliding) + memory.recurrent for memory in memories]
-    rows = [
-        ["cache, bytes", *(f"{column.num_bytes:,}" for column in report.columns)],
-        [
-            "of it state + window + sinks + slots + retrieval heads",
-            *(" + ".join(f"{size:,}" for size in sizes) for sizes in parts),
-        ],
-        ["of it sliding and recurrent layers, at most", *(f"{size:,}" if size else "" for size in others)],
-        ["cache, tokens of the teacher's", *(_number(column.worth, ",.0f") for column in report.columns)],
-    ]
-    settings = [_figures_by_setting(column) for column in report.columns]
-    for name, (first, *_) in settings[0].items():
-        label = name if first.chance is None else f"{name} (chance {100 * first.chance:.2g} %)"
-        rows.append([label, *(_cell(figures[name]) for figures in settings)])
-    written = [column.written for column in report.columns if column.written is not None]
-    nats = [text.teacher_nats for text in written]
-    rows += [
-        ["greedy tokens like the teacher's", *(_number(text.agreement, ".1f") for text in written)],
-        [
-            "teacher's perplexity of what it writes",
-            *("" if mean is None else shown(perplexity_of(mean), 1) for mean in nats),
-        ],
-        ["4-grams written again, %", *(f"{100 * text.repeated:.1f}" for text in written)],
-    ]
+    columns = [_cells(column) for column in report.columns]
+    rows = [[name, *(cells[name] for cells in columns)] for name in columns[0]]
     return [row for row in rows if any(row[1:])]
+
+
+def _cells(column: Column) -> dict[str, str]:
+    """Return the texts of a column by the names of the table's rows; one that says nothing is empty."""
+    memory, nats = column.memory, column.teacher_nats
+    sizes = (memory.state, memory.window, memory.sinks, memory.slots, memory.retrieval)
+    others = sum(size * most for size, most in memory.sliding) + memory.recurrent
+    by_setting: dict[str, list[Figure]] = {}
+    for figure in column.figures:
+        chance = "" if figure.chance is None else f" (chance {100 * figure.chance:.2g} %)"
+        name = f"{figure.probe}, {figure.setting.split(', depth')[0]}{chance}"
+        by_setting.setdefault(name, []).append(figure)
+    return {
+        "cache, bytes": f"{column.num_bytes:,}",
+        "of it state + window + sinks + slots + retrieval heads": " + ".join(f"{size:,}" for size in sizes),
+        "of it sliding and recurrent layers, at most": f"{others:,}" if others else "",
+        "cache, tokens of the teacher's": _number(column.worth, ",.0f"),
+        **{name: _cell(figures) for name, figures in by_setting.items()},
+        "greedy tokens like the teacher's": _number(column.agreement, ".1f"),
+        "teacher's perplexity of what it writes": "" if nats is None else shown(perplexity_of(nats), 1),
+        "4-grams written again": _number(column.repeated, ".1%"),
+    }
 
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
-
-
-def _figures_by_setting(column: Column) -> dict[str, list[Figure]]:
-    """Return the figures of a column by the names of the table's rows."""
-    by_setting: dict[str, list[Figure]] = {}
-    for figure in column.figures:
-        by_setting.setdefault(f"{figure.probe}, {figure.setting.split(', depth')[0]}", []).append(figure)
-    return by_setting
 
 
 def _cell(figures: list[Figure]) -> str:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_rfa.errors import InputError
 from hf_rfa.inference.loading import check_tokens
 
-from .generation import WrittenText, agreement, continuations, nats_of, repeated_ngrams
+from .generation import agreement, continuations, nats_of, repeated_ngrams
 from .memory import CacheMemory, cache_memory
 from .probes import DEPTHS, Texts, blocks, needle, noise, phone_book, random_tokens, repeated, seen_bigrams
 from .scoring import Rows, score_tokens
@@ -119,7 +119,10 @@ class Column:
         num_bytes: bytes after the longest row.
         worth: the same in tokens of the teacher's cache; None without a softmax teacher, and where that does not grow.
         figures: by probe and setting.
-        written: figures of generation; None where it was left out.
+        agreement: mean number of greedily decoded tokens until the first that differs from the teacher's. This and the next
+            are None without a teacher, and all three where generation was left out.
+        teacher_nats: mean negative log-likelihood that the teacher gives to sampled tokens.
+        repeated: share of the 4-grams of sampled continuations that occurred before in the same continuation.
     """
 
     name: str
@@ -127,7 +130,9 @@ class Column:
     num_bytes: int
     worth: float | None
     figures: list[Figure] = field(default_factory=list)
-    written: WrittenText | None = None
+    agreement: float | None = None
+    teacher_nats: float | None = None
+    repeated: float | None = None
 
 
 @dataclass
@@ -291,9 +296,9 @@ def recall_suite(
                 likely = continuations(measured, prompts, effort.new_tokens)
                 drawn = continuations(measured, prompts, effort.new_tokens, seed=seed)
         if prompts is not None:
-            same = None if expected is None else agreement(likely, expected)
-            nats = None if judge is None else nats_of(judge, prompts, drawn)
-            column.written = WrittenText(same, nats, repeated_ngrams(drawn))
+            column.repeated = repeated_ngrams(drawn)
+            if judge is not None and expected is not None:
+                column.agreement, column.teacher_nats = agreement(likely, expected), nats_of(judge, prompts, drawn)
             progress(next(done), total)
     protocol = (
         f"rows of at most {length} tokens; {effort.text_tokens:,} tokens of text per context length, the first of a row not "
