@@ -1,9 +1,9 @@
-"""Figures that are written row by row, so that a run goes on where it was stopped, and their tables in Markdown."""
+"""Figures that are written row by row, so that a run goes on where it was stopped."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,6 @@ class RowFile:
         self.rows.append(row)
         with new_file(self.path) as file:
             file.write(json.dumps(self.rows, indent=1) + "\n")
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    first, *others = ("".join(f"| {cell} " if cell else "| " for cell in cells) + "|" for cells in (head, *rows))
-    return "\n".join([first, "|" + "---|" * len(head), *others])
 
 
 def print_as_is(text: str, console: Console | None = None) -> None:

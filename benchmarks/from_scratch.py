@@ -23,6 +23,7 @@ from rich.table import Table
 from hf_rfa.finetune.recipe import load_settings, merge
 from hf_rfa.io.atomic_io import new_file
 
+from .experiments.charts import draw_losses
 from .experiments.results import described
 from .experiments.rows import ROWS, settings_of, train
 from .synthetic import listops
@@ -85,12 +86,7 @@ def print_table(results: dict[str, Any]) -> None:
 def plot(results: dict[str, Any], path: Path) -> None:
     """Draw the training losses."""
     figure = Figure(figsize=(6, 4), layout="tight")
-    axes = figure.subplots()
-    for row, found in results.items():
-        axes.plot(*zip(*found["losses"], strict=True), label=row, linewidth=1)
-    axes.set(xlabel="step", ylabel="training loss, nats")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    draw_losses(figure.subplots(), {"rows": {row: [result] for row, result in results.items()}})
     figure.savefig(path, dpi=150)
 
 

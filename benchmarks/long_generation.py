@@ -19,18 +19,19 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import hf_rfa  # noqa: F401  # registers the RFA models
-from hf_rfa.evaluation.recall.generation import nats_of, repeated_ngrams, sampled
+from hf_rfa.evaluation.cards import markdown_table
+from hf_rfa.evaluation.recall.generation import continuations, nats_of, repeated_ngrams
 from hf_rfa.evaluation.recall.memory import cache_memory
 from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.cache_names import cache_argument, returned_cache
 
-from .figures import RowFile, markdown_table, print_as_is
+from .figures import RowFile, print_as_is
 
 
 class Steps(BaseStreamer):
@@ -73,14 +74,7 @@ def main() -> None:
     file = RowFile(arguments.output / "generation.json")
     console = Console()
     names = ("new_tokens", "rows", "seed", "stretch", "prompt_tokens")
-    with Progress(
-        "[progress.description]{task.description}",
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    ) as progress:
+    with Progress(console=console) as progress:
         for checkpoint in arguments.checkpoints:
             key = {"name": checkpoint.name, **{name: getattr(arguments, name) for name in names}}
             if file.has(key):
@@ -106,7 +100,8 @@ def measured(
     """Return the figures of one model on prompts [N, P] and texts [N, S]."""
     start = time.perf_counter()
     cache = DynamicCache(config=model.config)
-    written = sampled(model, prompts, arguments.new_tokens, arguments.seed, **cache_argument(cache), streamer=steps)
+    options = {"seed": arguments.seed, "streamer": steps, **cache_argument(cache)}
+    written = continuations(model, prompts, arguments.new_tokens, **options)
     seconds = time.perf_counter() - start
     fresh = returned_cache(model(prompts, use_cache=True))
     return {

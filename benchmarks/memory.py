@@ -24,18 +24,19 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.progress import Progress
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_rfa  # noqa: F401  # registers the RFA models
+from hf_rfa.evaluation.cards import markdown_table
 from hf_rfa.evaluation.recall import window_and_sinks
 from hf_rfa.evaluation.recall.memory import cache_memory
 from hf_rfa.evaluation.recall.scoring import Rows, score_tokens
 from hf_rfa.inference.devices import find_device
 from hf_rfa.io.text_io import read_documents, tokenize
 
-from .figures import RowFile, markdown_table, print_as_is
+from .figures import RowFile, print_as_is
 from .memory_checkpoints import make_checkpoints
 
 SINKS = 4
@@ -108,8 +109,7 @@ def main() -> None:
     settings = {"train": arguments.train, "recipe": arguments.recipe, "steps": arguments.steps, "seed": arguments.seed}
     made = make_checkpoints(arguments.model, arguments.rows, folder=arguments.output / "checkpoints", **settings)
     checkpoints = [*arguments.checkpoints, *made]
-    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(console=console) as progress:
         task = progress.add_task("", total=(1 + 2 * len(checkpoints)) * len(arguments.contexts))
         whole = {
             "kind": CONTROL,

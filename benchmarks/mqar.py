@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
@@ -36,6 +36,7 @@ from transformers.utils import logging
 from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.convert import convert
 from hf_rfa.convert.calibration import calibrate
+from hf_rfa.evaluation.cards import markdown_table
 from hf_rfa.evaluation.recall.memory import cache_memory
 from hf_rfa.finetune.recipe import Stage
 from hf_rfa.finetune.trainers import train_stage
@@ -43,7 +44,6 @@ from hf_rfa.inference import load_model
 from hf_rfa.io.atomic_io import new_file
 from hf_rfa.models.memory import MemoryLayout
 
-from .figures import markdown_table
 from .mqar_rows import QUICK, QUICK_SCRATCH, SCRATCH, TOKENS, Plan, answers, batches, measure, mqar_rows
 
 #: Width of the model, and its standard deviation at first: with GPT-2's 0.02 it does not learn the task in this time.
@@ -291,8 +291,7 @@ def main() -> None:
     if todo and todo[0].origin == "converted" and SOFTMAX not in done:
         parser.error("nothing to convert: train the softmax model first (--part softmax)")
     console = Console()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    with Progress(console=console) as progress:
         total = progress.add_task("", total=sum(each.steps(plans[each.origin]) for each in todo))
         for setting in todo:
             progress.update(total, description=setting.name)

@@ -11,41 +11,35 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from random import Random
-from typing import Any
 
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_rfa  # noqa: F401  # registers the RFA models
+from hf_rfa.evaluation.cards import markdown_table
 from hf_rfa.evaluation.recall.probes import Texts, phone_book
-from hf_rfa.evaluation.recall.scoring import Rows, score_tokens
+from hf_rfa.evaluation.recall.scoring import Rows, TokenScores, score_tokens
 from hf_rfa.evaluation.recall.window_control import window_and_sinks
 
-from .figures import markdown_table, print_as_is
-
-
-def answers(model: Any, rows: Rows) -> tuple[Tensor, float]:
-    """Return which rows are answered, [N], and the mean negative log-likelihood of an answer in nats."""
-    scores = score_tokens(model, rows)
-    return scores.answered, scores.row_nats
+from .figures import print_as_is
 
 
 def compare(parent: str, checkpoints: list[str], window: tuple[int, int], rows: Rows) -> Iterator[list[str]]:
     """Yield a row for the parent, for the parent under a window with sinks, and for each checkpoint."""
     softmax = AutoModelForCausalLM.from_pretrained(parent).eval()
-    expected, nats = answers(softmax, rows)
-    yield ["softmax", f"{100 * expected.double().mean():.1f}", f"{nats:.2f}", "", ""]
+    expected = score_tokens(softmax, rows).answers()
 
-    def line(name: str, model: Any) -> list[str]:
-        answered, nats = answers(model, rows)
-        won, lost = int((answered & ~expected).sum()), int((expected & ~answered).sum())
-        return [name, f"{100 * answered.double().mean():.1f}", f"{nats:.2f}", str(won), str(lost)]
+    def line(name: str, scores: TokenScores) -> list[str]:
+        won, lost = int((scores.correct & ~expected.correct).sum()), int((expected.correct & ~scores.correct).sum())
+        counts = [""] * 2 if scores is expected else [str(won), str(lost)]
+        return [name, f"{100 * scores.accuracy:.1f}", f"{scores.mean_nats:.2f}", *counts]
 
+    yield line("softmax", expected)
     with window_and_sinks(softmax, *window):
-        yield line(f"window {window[0]} + {window[1]} sinks", softmax)
+        yield line(f"window {window[0]} + {window[1]} sinks", score_tokens(softmax, rows).answers())
     del softmax
     for checkpoint in checkpoints:
-        yield line(checkpoint, AutoModelForCausalLM.from_pretrained(checkpoint).eval())
+        model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+        yield line(checkpoint, score_tokens(model, rows).answers())
 
 
 def _window(word: str) -> tuple[int, int]:

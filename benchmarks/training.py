@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.convert.retrieval_heads import repeated_passages
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.cards import markdown_table
 from hf_rfa.evaluation.recall.scoring import Rows, score_tokens
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import ALLOWED, Recipe
@@ -35,7 +36,7 @@ from hf_rfa.inference.devices import find_device
 from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa_cli.console import report_of
 
-from .figures import RowFile, markdown_table, print_as_is
+from .figures import RowFile, print_as_is
 from .memory import score
 
 SOFTMAX, UNTRAINED, AS_IT_IS = "softmax", "untrained", "the recipe as it is"

@@ -51,7 +51,7 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
         "hf_rfa.evaluation.generation_scores.evaluate_generation": None,
         "hf_rfa.evaluation.generation_scores.GenerationScores": [],
         "hf_rfa.evaluation.recall.recall_suite": None,
-        "hf_rfa.evaluation.recall.RecallReport": ["as_dict"],
+        "hf_rfa.evaluation.recall.RecallReport": [],
         "hf_rfa.evaluation.recall.window_and_sinks": None,
     },
     "Training": {

@@ -80,9 +80,9 @@ def evaluate_command(
             on_batch=on_batch,
         )
     console.print(f"perplexity {shown(result.perplexity)} ({result.nats:.4f} nats per token)")
-    if result.tokens_counted < FEW_TOKENS:
+    if result.tokens < FEW_TOKENS:
         warn(
-            f"{result.tokens_counted} tokens were scored; below {FEW_TOKENS:,} a perplexity is a matter of chance, by a "
+            f"{result.tokens} tokens were scored; below {FEW_TOKENS:,} a perplexity is a matter of chance, by a "
             "seventh and more. Pass a longer text."
         )
     protocol = result.protocol + _alone(attention_component)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -49,12 +50,15 @@ def recall_command(
     starting(f"measuring the recall of {model}")
     from hf_rfa.evaluation.cards import check_recordable
     from hf_rfa.evaluation.recall import FULL, QUICK, recall_suite, report_table, write_report
-    from hf_rfa.evaluation.recall.report import check_output
+    from hf_rfa.evaluation.recall.report import FILES
     from hf_rfa.inference import load_model
+    from hf_rfa.io.atomic_io import check_file
     from hf_rfa.io.text_io import read_documents, tokenize
 
     folder = check_recordable(model) if record else None
-    check_output(output)
+    for place, name in product((output, folder), FILES):
+        if place is not None and place.exists():
+            check_file(place / name)
     documents = None if text is None else list(read_documents(text))
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     softmax = None

@@ -14,9 +14,10 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.cards import markdown_table
 from hf_rfa.finetune.recipe import load_settings, merge
 
-from ..figures import markdown_table, print_as_is
+from ..figures import print_as_is
 from .results import described, load, save, values_of
 from .rows import PROCESSOR, ROWS, settings_of, train
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-import time
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_rfa  # noqa: F401  # registers the RFA models
+from hf_rfa.bench.measure import interleaved
 
 from .charts import draw_values
 from .experiment import Column, Experiment, Options
@@ -112,12 +112,9 @@ def finish(folders: dict[str, Path], options: Options, output: Path) -> dict[str
         row: (AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder))
         for row, folder in folders.items()
     }
-    seconds: dict[str, list[float]] = {row: [] for row in loaded}
-    for _ in range(TIMES):
-        for row, (model, tokenizer) in loaded.items():
-            start = time.perf_counter()
-            draw_images(model, tokenizer, above=torch.zeros(DRAWN, 0, dtype=torch.long), seed=0)
-            seconds[row].append(time.perf_counter() - start)
+    nothing = torch.zeros(DRAWN, 0, dtype=torch.long)
+    calls = {row: partial(draw_images, *pair, above=nothing, seed=0) for row, pair in loaded.items()}
+    milliseconds = interleaved(calls, TIMES, torch.device("cpu"), warmup=0)
     whole = torch.from_numpy(digits()[1][:10])
     empty, half = whole[:, :0], whole[:, : PIXELS // 2]
     figure = Figure(figsize=(11, 0.62 * (2 * len(loaded) + 1)), layout="tight")
@@ -132,7 +129,7 @@ def finish(folders: dict[str, Path], options: Options, output: Path) -> dict[str
         axes.set_ylabel(title, rotation=0, ha="right", va="center", fontsize=8)
         axes.set(xticks=[], yticks=[])
     figure.savefig(output / "images-drawn.png", dpi=110)
-    return {row: {"images_per_second": DRAWN / median(each)} for row, each in seconds.items()}
+    return {row: {"images_per_second": 1000 * DRAWN / time} for row, time in milliseconds.items()}
 
 
 def draw(whole: dict[str, Any], path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import signal
 import subprocess
@@ -110,14 +111,8 @@ def train(settings: dict[str, Any], folder: Path, *, processes: int = 1) -> dict
     launch = [sys.executable]
     if processes > 1:
         together = Path(finetune.__file__).parent / "launch" / "ddp.yaml"
-        launch += [
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(together),
-            "--num_processes",
-            str(processes),
-        ]
+        launch += ["-m", "accelerate.commands.launch", "--config_file", str(together)]
+        launch += ["--num_processes", str(processes)]
     start = time.perf_counter()
     with folder.with_name(f"{folder.name}.log").open("a") as log:
         command = [*launch, "-m", "hf_rfa_cli", "finetune", *words]
@@ -161,8 +156,5 @@ def count_parameters(folder: Path) -> int:
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # not a dictionary
-                size = 1
-                for length in tensors.get_slice(name).get_shape():
-                    size *= length
-                total += size
+                total += math.prod(tensors.get_slice(name).get_shape())
     return total

@@ -22,10 +22,11 @@ from transformers import AutoConfig, AutoModelForSpeechSeq2Seq
 import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.bench import Load
 from hf_rfa.bench.measure import interleaved, peak_bytes
+from hf_rfa.evaluation.cards import markdown_table
 from hf_rfa.io.atomic_io import new_file
 from hf_rfa.models.cache_names import cache_argument, returned_cache
 
-from ..figures import markdown_table, print_as_is
+from ..figures import print_as_is
 from .rows import COLORS, ROWS, SOFTMAX
 
 SHAPE = {"d_model": 384, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 6}

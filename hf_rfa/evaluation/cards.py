@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,9 @@ def record_result(folder: Path, *, task: str, data: str, scores: dict[str, float
         for result, name, value in scored
     ]
     rows = [
-        f"| {result['data']} | {name} | {value:.2f} | {result['protocol'].replace('|', ', ')} |"
-        for result, name, value in scored
+        [result["data"], name, f"{value:.2f}", result["protocol"].replace("|", ", ")] for result, name, value in scored
     ]
-    replace_section(card, EVALUATION_HEADING, "\n".join(["| data | metric | | protocol |", "|---|---|---|---|", *rows]))
+    replace_section(card, EVALUATION_HEADING, markdown_table(["data", "metric", "", "protocol"], rows))
     with new_file(path) as file:
         json.dump(results, file, indent=2)
     with new_file(card_path) as file:
@@ -78,3 +78,9 @@ def replace_section(card: ModelCard, heading: str, body: str) -> None:
     text = re.sub(rf"(?ms)^{heading}$.*?(?=^## |\Z)", "", card.text).rstrip()
     section = f"{heading}\n\n{body}\n"
     card.text = f"{text}\n\n{section}" if text else section
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    first, *others = ("".join(f"| {cell} " if cell else "| " for cell in cells) + "|" for cells in (head, *rows))
+    return "\n".join([first, "|" + "---|" * len(head), *others])

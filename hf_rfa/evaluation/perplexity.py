@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,11 +32,18 @@ LARGE = 1e6
 
 
 @dataclass(frozen=True)
-class LabelScore:
-    """Mean negative log-likelihood of the labels that count; not finite where the model's logits are not."""
+class Perplexity:
+    """How well a model predicts tokens.
+
+    Attributes:
+        nats: mean negative log-likelihood per token; not finite where the model's logits are not.
+        tokens: tokens whose likelihood was counted.
+        protocol: how it was measured on a text, in words.
+    """
 
     nats: float
     tokens: int
+    protocol: str = ""
 
     @property
     def perplexity(self) -> float:
@@ -57,7 +64,7 @@ def shown(figure: float, digits: int = 2) -> str:
 @torch.no_grad()
 def score_labels(
     model: PreTrainedModel, batches: Iterable[dict[str, Tensor]], *, piece_length: int | None = None
-) -> LabelScore:
+) -> Perplexity:
     """Return the mean negative log-likelihood of the labels of some batches, over labels and not over batches.
 
     Args:
@@ -87,7 +94,7 @@ def score_labels(
         tokens += int(labels.ne(IGNORED_LABEL).sum())
         del logits, row, few
         give_back_memory()
-    return LabelScore(total / tokens, tokens)
+    return Perplexity(total / tokens, tokens)
 
 
 @torch.no_grad()
@@ -108,46 +115,6 @@ def logits_of_pieces(model: PreTrainedModel, ids: Tensor, length: int) -> Tensor
         cache = returned_cache(outputs)
         logits.append(outputs.logits)
     return torch.cat(logits, dim=1)
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """A perplexity and how it was measured.
-
-    Attributes:
-        perplexity: exp of the mean negative log-likelihood per token counted.
-        nats: that mean.
-        context_length: most tokens of a window.
-        stride: tokens from the start of a window to the start of the next.
-        tokens_counted: tokens whose likelihood was counted.
-        tokens_total: tokens of the text.
-        piece_length: tokens of a window that were read at a time, the state carried from piece to piece; None for all.
-    """
-
-    perplexity: float
-    nats: float
-    context_length: int
-    stride: int
-    tokens_counted: int
-    tokens_total: int
-    piece_length: int | None = None
-
-    @property
-    def protocol(self) -> str:
-        """The protocol in words."""
-        if self.stride == self.context_length:
-            windows = f"disjoint windows of {self.context_length} tokens, the first token of each not counted"
-        else:
-            windows = (
-                f"windows of {self.context_length} tokens every {self.stride}; of each window only the tokens that no "
-                "window before it held are counted"
-            )
-        if self.piece_length is not None:
-            windows += f", read {self.piece_length} tokens at a time with the state carried from piece to piece"
-        return (
-            f"documents joined, each followed by the end-of-text token; {windows}; {self.tokens_counted:,} of "
-            f"{self.tokens_total:,} tokens counted"
-        )
 
 
 def perplexity(
@@ -213,7 +180,20 @@ def perplexity(
     score = score_labels(model, batches(), piece_length=piece_length)
     if not math.isfinite(score.nats):
         raise InputError("the model's likelihoods are not finite: its weights or its dtype are at fault.")
-    return Perplexity(score.perplexity, score.nats, length, stride, score.tokens, len(ids), piece_length)
+    if stride == length:
+        windows = f"disjoint windows of {length} tokens, the first token of each not counted"
+    else:
+        windows = (
+            f"windows of {length} tokens every {stride}; of each window only the tokens that no window before it held are "
+            "counted"
+        )
+    if piece_length is not None:
+        windows += f", read {piece_length} tokens at a time with the state carried from piece to piece"
+    protocol = (
+        f"documents joined, each followed by the end-of-text token; {windows}; {score.tokens:,} of {len(ids):,} tokens "
+        "counted"
+    )
+    return replace(score, protocol=protocol)
 
 
 def _check_carries_state(model: PreTrainedModel) -> None:

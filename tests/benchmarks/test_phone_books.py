@@ -4,29 +4,9 @@ from __future__ import annotations
 
 import sys
 
-import torch
-from transformers import AutoModelForCausalLM
-
 from benchmarks import phone_books
 from hf_rfa.convert import convert
-from hf_rfa.evaluation.recall.scoring import Rows
 from tests.conftest import DEMO_MODEL
-
-
-def test_an_answer_is_right_if_all_of_its_tokens_are():
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval()
-    torch.manual_seed(0)
-    ids = torch.randint(5, 60, (3, 6))
-    with torch.no_grad():
-        for place in (4, 5):  # what the model would write
-            ids[:, place] = model(ids[:, :place]).logits[:, -1].argmax(-1)
-    ids[1, 5] = (ids[1, 5] + 1) % model.config.vocab_size
-    ids[2, 3] = (ids[2, 3] + 1) % model.config.vocab_size  # not scored, but both answers follow from it
-    with torch.no_grad():
-        ids[2, 4] = (model(ids[2:, :4]).logits[0, -1].argmax() + 1) % model.config.vocab_size
-    scored = (torch.arange(6) > 3).expand(3, -1)
-    right, _ = phone_books.answers(model, Rows(ids, scored))
-    assert right.tolist() == [True, False, False]
 
 
 def test_a_model_that_sees_as_much_answers_as_its_parent(tmp_path, monkeypatch, capsys):

@@ -8,10 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -108,44 +105,25 @@ def test_lm_eval_scores_a_language_model(checkpoint, tmp_path):
 
 
 @contextmanager
-def server(checkpoint: Path, log: Path) -> Iterator[Callable[..., str]]:
-    """Run `examples/serve.py` on a checkpoint; yield a function that asks it."""
+def server(checkpoint: Path, log: Path) -> Iterator[Any]:
+    """Run `examples/serve.py` on a checkpoint; yield a client of it, which asks again until it answers."""
+    openai = pytest.importorskip("openai")
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        address = f"http://localhost:{free.getsockname()[1]}"
-    words = [checkpoint, "--device", "cpu", "--dtype", "float32", "--port", address.rpartition(":")[2]]
+        port = free.getsockname()[1]
+    words = [checkpoint, "--device", "cpu", "--dtype", "float32", "--port", port]
     command = [sys.executable, str(ROOT / "examples" / "serve.py"), *map(str, words)]
-
-    def ask(path: str, **fields: Any) -> str:
-        body = json.dumps({"model": str(checkpoint), "max_tokens": 12, "temperature": 0, **fields}).encode()
-        request = urllib.request.Request(f"{address}/v1/{path}", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return answer.read().decode()
-
     with log.open("w") as file:
         process = subprocess.Popen(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdout=file, stderr=file)
     try:
-        end = time.monotonic() + 120
-        while not is_healthy(address):
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < end, log.read_text()[-3000:]
-            time.sleep(0.2)
-        yield ask
+        yield openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=120, max_retries=25)
     finally:
         process.terminate()
         process.wait()
 
 
-def is_healthy(address: str) -> bool:
-    try:
-        urllib.request.urlopen(f"{address}/health", timeout=5).close()
-    except urllib.error.URLError:
-        return False
-    return True
-
-
 def test_transformers_serves_a_converted_model(checkpoint, tmp_path):
-    for name in ("fastapi", "openai", "pydantic", "uvicorn"):
+    for name in ("fastapi", "pydantic", "uvicorn"):
         pytest.importorskip(name)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -157,13 +135,11 @@ def test_transformers_serves_a_converted_model(checkpoint, tmp_path):
         tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         return tokenizer.decode(tokens, skip_special_tokens=True)
 
-    with server(tmp_path / "chat", tmp_path / "server.log") as ask:
-        answer = json.loads(ask("completions", prompt="Call me"))
-        assert answer["choices"][0]["text"] == greedy("Call me")
-        messages = [{"role": "user", "content": "The captain"}]
-        answer = json.loads(ask("chat/completions", messages=messages))
-        assert answer["choices"][0]["message"]["content"].strip() == greedy("The captain\n").strip()
-        lines = ask("chat/completions", messages=messages, stream=True).splitlines()
-        parts = [json.loads(line.removeprefix("data:")) for line in lines if line.startswith("data: {")]
-        text = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts if part["choices"])
-        assert text.strip() == greedy("The captain\n").strip()
+    options = {"model": str(tmp_path / "chat"), "max_tokens": 12, "temperature": 0}
+    chat = {"messages": [{"role": "user", "content": "The captain"}], **options}
+    with server(tmp_path / "chat", tmp_path / "server.log") as client:
+        assert client.completions.create(prompt="Call me", **options).choices[0].text == greedy("Call me")
+        texts = [client.chat.completions.create(**chat).choices[0].message.content]
+        parts = client.chat.completions.create(**chat, stream=True)
+        texts.append("".join(part.choices[0].delta.content or "" for part in parts if part.choices))
+    assert [text.strip() for text in texts] == [greedy("The captain\n").strip()] * 2

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from hf_rfa.convert import convert
 from hf_rfa.convert.report import cache_bytes
 from hf_rfa.inference import cache_num_bytes
 from tests.conftest import tiny_parent_config
-from tests.families import base_config, has_encoder
+from tests.families import base_config, has_encoder, save_softmax_model
 
 
 @torch.no_grad()
@@ -58,14 +56,6 @@ def test_the_bytes_of_a_cache_are_those_that_it_takes_and_that_a_benchmark_times
             assert cache_bytes(rfa, length, softmax=True) == taken(softmax, length)
 
 
-def parent_of(family: str, positions: int, tiny_seq2seq_parents, folder: Path) -> Path:
-    """Return the folder of a tiny checkpoint."""
-    if not has_encoder(family):
-        GPT2LMHeadModel(tiny_parent_config(n_positions=positions)).save_pretrained(folder)
-        return folder
-    return Path(shutil.copytree(tiny_seq2seq_parents[family], folder))
-
-
 @pytest.mark.parametrize(
     ("family", "positions", "options", "lengths"),
     [
@@ -79,11 +69,10 @@ def parent_of(family: str, positions: int, tiny_seq2seq_parents, folder: Path) -
         ("marian", 96, {"layers": [], "cross_layers": [], "encoder_layers": "all"}, [96]),
     ],
 )
-def test_reports_and_cards_say_how_much_less_or_more(
-    family, positions, options, lengths, tiny_seq2seq_parents, tmp_path
-):
+def test_reports_and_cards_say_how_much_less_or_more(family, positions, options, lengths, tmp_path):
     """At texts that the model can read, against a softmax model with as many positions."""
-    parent = parent_of(family, positions, tiny_seq2seq_parents, tmp_path / "parent")
+    parent = tmp_path / "parent"
+    save_softmax_model(family, parent, **({"n_positions": positions} if family == "gpt2" else {}))
     report = convert(parent, tmp_path / "out", **options)
     auto_class = AutoModelForCausalLM if not has_encoder(family) else AutoModelForSeq2SeqLM
     model = auto_class.from_pretrained(tmp_path / "out")

@@ -66,7 +66,7 @@ def test_perplexity_is_the_likelihood_of_a_loop():
             counted += len(window) - 1
     for batch_size in (1, 4, 100):
         result = perplexity(model, ids, context_length=20, batch_size=batch_size)
-        assert result.tokens_counted == counted
+        assert result.tokens == counted
         assert result.perplexity == pytest.approx(math.exp(total / counted), rel=1e-5)
         assert "disjoint windows of 20 tokens" in result.protocol
         assert f"{counted} of 103 tokens counted" in result.protocol
@@ -84,7 +84,7 @@ def test_overlapping_windows_count_every_token_once():
     for length in (24, 25, 100, 101):
         ids = torch.randint(0, 61, (length,))
         result = perplexity(model, ids, context_length=24, stride=7)
-        assert result.tokens_counted == length - 1
+        assert result.tokens == length - 1
         with torch.no_grad():
             total = 0.0
             for position in range(1, length):
@@ -125,10 +125,6 @@ def test_generation_reports_what_it_did():
     assert result.seconds > 0
     tokens = result.prompt_tokens + 8  # the last new token is not fed back
     assert result.cache_bytes == 2 * 4 * 128 * 4 * tokens
-    with pytest.raises(InputError, match="prompt is empty"):
-        generate_text(model, tokenizer, "", max_new_tokens=3)
-    with pytest.raises(InputError, match=r"1024 positions.*--max-positions"):
-        generate_text(model, tokenizer, "The whale", max_new_tokens=1024)
 
 
 @pytest.mark.parametrize("beams", [1, 2])

@@ -4,7 +4,7 @@
 same bytes.
 """
 
-from .report import draw_report, markdown_table, report_table, write_report
+from .report import report_table, write_report
 from .suite import FULL, QUICK, Effort, RecallReport, recall_suite
 from .window_control import window_and_sinks
 
@@ -13,8 +13,6 @@ __all__ = [
     "QUICK",
     "Effort",
     "RecallReport",
-    "draw_report",
-    "markdown_table",
     "recall_suite",
     "report_table",
     "window_and_sinks",

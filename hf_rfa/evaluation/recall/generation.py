@@ -5,7 +5,6 @@ A converted model can be near its teacher by likelihood and far from it when it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,23 +14,16 @@ from transformers import PreTrainedModel, set_seed
 from .scoring import Rows, score_tokens
 
 
-@dataclass(frozen=True)
-class WrittenText:
-    """Figures of the continuations of some prompts.
+def continuations(
+    model: PreTrainedModel, prompts: Tensor, new_tokens: int, *, seed: int | None = None, **options: Any
+) -> Tensor:
+    """Return ``new_tokens`` new tokens of every prompt [N, T], [N, new_tokens], whatever the model says of an end.
 
-    Attributes:
-        agreement: mean number of greedily decoded tokens until the first that differs from the teacher's; None without one.
-        teacher_nats: mean negative log-likelihood that the teacher gives to sampled tokens; None without a teacher.
-        repeated: share of the 4-grams of sampled continuations that occurred before in the same continuation.
+    They are the most likely ones, or with a seed drawn from the model's own distribution; options are those of `generate`.
     """
-
-    agreement: float | None
-    teacher_nats: float | None
-    repeated: float
-
-
-def continuations(model: PreTrainedModel, prompts: Tensor, new_tokens: int, **options: Any) -> Tensor:
-    """Return ``new_tokens`` new tokens of every prompt [N, T], [N, new_tokens], whatever the model says of an end."""
+    if seed is not None:
+        set_seed(seed)
+        options |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     pad = model.generation_config.pad_token_id
     output = model.generate(  # type: ignore[operator]
         prompts.to(model.device),
@@ -39,21 +31,12 @@ def continuations(model: PreTrainedModel, prompts: Tensor, new_tokens: int, **op
         min_new_tokens=new_tokens,
         max_new_tokens=new_tokens,
         pad_token_id=0 if pad is None else pad,
+        do_sample=seed is not None,
+        num_beams=1,
+        repetition_penalty=1.0,
         **options,
     )
     return output[:, prompts.shape[1] :].cpu()
-
-
-def greedy(model: PreTrainedModel, prompts: Tensor, new_tokens: int) -> Tensor:
-    """Return the most likely continuation, token by token, [N, new_tokens]."""
-    return continuations(model, prompts, new_tokens, do_sample=False, num_beams=1, repetition_penalty=1.0)
-
-
-def sampled(model: PreTrainedModel, prompts: Tensor, new_tokens: int, seed: int, **options: Any) -> Tensor:
-    """Return continuations drawn from the model's own distribution, [N, new_tokens]; options are those of `generate`."""
-    set_seed(seed)
-    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-    return continuations(model, prompts, new_tokens, do_sample=True, num_beams=1, **plain, **options)
 
 
 def agreement(one: Tensor, other: Tensor) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .scoring import Rows
 
@@ -80,13 +81,9 @@ def rows_of(sequences: Sequence[tuple[list[int], int]]) -> Rows:
     Args:
         sequences: (ids, place of the first scored token) each.
     """
-    length = max(len(ids) for ids, _ in sequences)
-    ids = torch.zeros(len(sequences), length, dtype=torch.long)
-    scored = torch.zeros(len(sequences), length, dtype=torch.bool)
-    for row, (sequence, start) in enumerate(sequences):
-        ids[row, : len(sequence)] = torch.tensor(sequence)
-        scored[row, start : len(sequence)] = True
-    return Rows(ids, scored)
+    ids = [torch.tensor(sequence) for sequence, _ in sequences]
+    scored = [torch.arange(len(sequence)) >= start for sequence, start in sequences]
+    return Rows(pad_sequence(ids, batch_first=True), pad_sequence(scored, batch_first=True))
 
 
 def blocks(ids: Tensor, length: int, most: int) -> Rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,24 +53,14 @@ class TokenScores:
         return float(self.correct.sum() / self.scored.sum())
 
     @property
-    def answered(self) -> Tensor:
-        """Whether every scored token of a row is predicted, [N]."""
-        return (self.correct | ~self.scored).all(1)
-
-    @property
-    def exact(self) -> float:
-        """Share of the rows of which every scored token is predicted: those that greedy decoding would complete."""
-        return float(self.answered.double().mean())
-
-    @property
     def mean_nats(self) -> float:
         """Mean negative log-likelihood per token."""
         return float(self.nats.sum() / self.scored.sum())
 
-    @property
-    def row_nats(self) -> float:
-        """Mean negative log-likelihood of all scored tokens of a row together."""
-        return float(self.nats.sum(1).mean())
+    def answers(self) -> TokenScores:
+        """Return the scores of rows as wholes, [N, 1]: correct are those that greedy decoding would complete."""
+        parts = self.nats.sum(1), (self.correct | ~self.scored).all(1), self.scored.any(1)
+        return TokenScores(*(part[:, None] for part in parts))
 
     def among(self, chosen: Tensor) -> TokenScores:
         """Return the scores of the scored tokens that are chosen as well, [N, T]."""
@@ -105,10 +94,7 @@ def _score_batch(model: PreTrainedModel, ids: Tensor, scored: Tensor) -> tuple[T
     """Return (nats, correct) of a batch, [N, T] each."""
     columns = scored.any(0).nonzero()[:, 0]  # [C]
     before = (columns - 1).to(model.device)
-    can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-    options = {"logits_to_keep": before} if can_keep else {}
-    logits = model(input_ids=ids.to(model.device), use_cache=False, **options).logits
-    logits = logits if can_keep else logits[:, before]  # [N, C, V]
+    logits = model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=before).logits  # [N, C, V]
     targets = ids[:, columns].to(logits.device)
     step = max(1, SOFTMAX_LOGITS // (logits.shape[0] * logits.shape[2]))
     pairs = list(zip(logits.split(step, 1), targets.split(step, 1), strict=True))

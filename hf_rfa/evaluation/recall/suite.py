@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, product
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_rfa.errors import InputError
 from hf_rfa.inference.loading import check_tokens
 
-from .generation import WrittenText, agreement, greedy, nats_of, repeated_ngrams, sampled
+from .generation import agreement, continuations, nats_of, repeated_ngrams
 from .memory import CacheMemory, cache_memory
 from .probes import DEPTHS, Texts, blocks, needle, noise, phone_book, random_tokens, repeated, seen_bigrams
 from .scoring import Rows, score_tokens
@@ -68,43 +67,45 @@ QUICK = Effort(text_tokens=4096, repeated_tokens=2048, books=16, needles=2, prom
 
 
 @dataclass(frozen=True)
-class Probe:
-    """One setting of a probe: rows of tokens, and what is reported of them.
-
-    Attributes:
-        name: of the probe.
-        setting: in words, such as "20 entries".
-        rows: the tokens.
-        chance: accuracy of a guess.
-        kind: whether scored tokens count one by one, or those of a row together as one answer, as the digits of a number do;
-            or as a text, whose seen bigrams and other tokens are told apart.
-    """
-
-    name: str
-    setting: str
-    rows: Rows
-    chance: float
-    kind: Literal["tokens", "answer", "text"] = "tokens"
-
-
-@dataclass(frozen=True)
-class Figure:
-    """The result of one setting of a probe for one model.
+class Setting:
+    """One setting of a probe.
 
     Attributes:
         probe: name of the probe.
-        setting: in words.
-        accuracy: share of the tokens, or of the whole answers, that the model gives the highest probability; None for text.
-        nats: mean negative log-likelihood per token, or of the whole answer.
-        chance: accuracy of a guess.
-        count: tokens or answers scored.
+        setting: in words, such as "20 entries".
+        chance: accuracy of a guess; None for text, of which seen bigrams and other tokens are told apart instead.
     """
 
     probe: str
     setting: str
+    chance: float | None
+
+
+@dataclass(frozen=True)
+class Probe(Setting):
+    """The rows of a setting.
+
+    Attributes:
+        rows: the tokens.
+        is_answer: whether the scored tokens of a row count together, as the digits of a number do, and not one by one.
+    """
+
+    rows: Rows
+    is_answer: bool = False
+
+
+@dataclass(frozen=True)
+class Figure(Setting):
+    """The result of a setting for one model.
+
+    Attributes:
+        accuracy: share of the tokens, or of the answers, that the model gives the highest probability; None for text.
+        nats: mean negative log-likelihood per token, or per answer.
+        count: tokens or answers scored.
+    """
+
     accuracy: float | None
     nats: float
-    chance: float | None
     count: int
 
 
@@ -118,7 +119,10 @@ class Column:
         num_bytes: bytes after the longest row.
         worth: the same in tokens of the teacher's cache; None without a softmax teacher, and where that does not grow.
         figures: by probe and setting.
-        written: figures of generation; None where it was left out.
+        agreement: mean number of greedily decoded tokens until the first that differs from the teacher's. This and the next
+            are None without a teacher, and all three where generation was left out.
+        teacher_nats: mean negative log-likelihood that the teacher gives to sampled tokens.
+        repeated: share of the 4-grams of sampled continuations that occurred before in the same continuation.
     """
 
     name: str
@@ -126,7 +130,9 @@ class Column:
     num_bytes: int
     worth: float | None
     figures: list[Figure] = field(default_factory=list)
-    written: WrittenText | None = None
+    agreement: float | None = None
+    teacher_nats: float | None = None
+    repeated: float | None = None
 
 
 @dataclass
@@ -145,15 +151,6 @@ class RecallReport:
     protocol: str
     skipped: dict[str, str]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as numbers and texts for JSON."""
-        return asdict(self)
-
-
-def powers_of_two(first: int, last: int) -> list[int]:
-    """Return the powers of two from ``first`` to ``last``."""
-    return [2**k for k in range(math.ceil(math.log2(first)), int(math.log2(max(1, last))) + 1)]
-
 
 def make_probes(
     tokenizer: Any, positions: int, text: Tensor | None, effort: Effort, seed: int
@@ -167,67 +164,65 @@ def make_probes(
         effort: how much is read.
         seed: of all that is drawn.
     """
-    texts, probes, skipped = Texts(tokenizer), [], {}
+    probes, skipped = [], {}
+    for probe in _drawn_probes(tokenizer, positions, text, effort, seed):
+        count, length = probe.rows.ids.shape
+        if not count:
+            skipped[f"{probe.probe}, {probe.setting}"] = f"the text has {0 if text is None else len(text)} tokens"
+        elif length > positions:
+            skipped[f"{probe.probe}, {probe.setting}"] = f"{length} tokens, but only {positions} positions"
+        else:
+            probes.append(probe)
+    if text is None:
+        skipped |= dict.fromkeys(("text again", "needle in text", "text", "generation"), "no text was given")
+    return probes, skipped
+
+
+def _drawn_probes(tokenizer: Any, positions: int, text: Tensor | None, effort: Effort, seed: int) -> Iterator[Probe]:
+    """Yield all probes, also those of more tokens than there are positions, or without rows where the text is too short."""
+    texts = Texts(tokenizer)
     words = sorted(set(range(tokenizer.vocab_size)) - set(tokenizer.all_special_ids))
 
-    def lengths(first: int, last: int) -> list[int]:
-        return sorted(powers_of_two(first, last)[:: -effort.every])
+    def lengths(first: int, last: int) -> list[int]:  # powers of two
+        return sorted([2**k for k in range(first.bit_length() - 1, last.bit_length())][:: -effort.every])
 
     def repetitions(length: int) -> int:
         return max(2, effort.repeated_tokens // (2 * length))
 
     for length in lengths(16, positions // 2):
-        first = random_tokens(words, length, repetitions(length), Random(f"{seed} random {length}"))
-        probes.append(Probe("random tokens again", f"{length} tokens", repeated(first), 1 / len(words)))
+        rows = repeated(random_tokens(words, length, repetitions(length), Random(f"{seed} random {length}")))
+        yield Probe("random tokens again", f"{length} tokens", 1 / len(words), rows)
     for entries in ENTRIES:
         rows = phone_book(texts, entries, effort.books, Random(f"{seed} book {entries}"))
-        if rows.ids.shape[1] > positions:
-            skipped[f"phone book, {entries} entries"] = f"{rows.ids.shape[1]} tokens, but only {positions} positions"
-        else:
-            probes.append(Probe("phone book", f"{entries} entries", rows, 1 / 900, kind="answer"))
+        yield Probe("phone book", f"{entries} entries", 1 / 900, rows, is_answer=True)
     hays = {"noise": noise(texts, positions, Random(f"{seed} noise"))}
     if text is not None:
         hays["text"] = text.tolist()
     for (kind, hay), length, depth in product(hays.items(), lengths(SHORTEST, positions), DEPTHS):
         random = Random(f"{seed} {kind} {length} {depth}")
         rows = needle(texts, hay, length, depth, effort.needles_of(length), random)
-        setting = f"{length} tokens, depth {depth:g}"
-        probes.append(Probe(f"needle in {kind}", setting, rows, 1 / 900, kind="answer"))
+        yield Probe(f"needle in {kind}", f"{length} tokens, depth {depth:g}", 1 / 900, rows, is_answer=True)
     if text is None:
-        skipped |= dict.fromkeys(("text again", "needle in text", "text", "generation"), "no text was given")
-        return probes, skipped
-    too_short = f"the text has {len(text)} tokens"
+        return
     for length in lengths(64, positions // 2):
         rows = blocks(text, max(length, SPACING), repetitions(length))
-        if len(rows.ids):
-            again = repeated(rows.ids[:, :length])
-            probes.append(Probe("text again", f"{length} tokens", again, 1 / len(words)))
-        else:
-            skipped[f"text again, {length} tokens"] = too_short
+        yield Probe("text again", f"{length} tokens", 1 / len(words), repeated(rows.ids[:, :length]))
     for length in lengths(SHORTEST, positions):
         rows = blocks(text, length, max(1, effort.text_tokens // length))
-        if len(rows.ids):
-            probes.append(Probe("text", f"context {length}", rows, 0.0, kind="text"))
-        else:
-            skipped[f"text, context {length}"] = too_short
-    return probes, skipped
+        yield Probe("text", f"context {length}", None, rows)
 
 
 def run_probe(model: PreTrainedModel, probe: Probe) -> Iterator[Figure]:
     """Yield the results of one probe: one, or for text that of all tokens, of seen bigrams and of the others."""
     scores = score_tokens(model, probe.rows)
-    if probe.kind == "answer":
-        answers = len(probe.rows.ids)
-        yield Figure(probe.name, probe.setting, scores.exact, scores.row_nats, probe.chance, answers)
-    elif probe.kind == "tokens":
-        tokens = int(scores.scored.sum())
-        yield Figure(probe.name, probe.setting, scores.accuracy, scores.mean_nats, probe.chance, tokens)
-    else:
+    parts = {"": scores.answers() if probe.is_answer else scores}
+    if probe.chance is None:
         seen = seen_bigrams(probe.rows.ids)
-        for suffix, part in (("", scores), (", seen bigrams", scores.among(seen)), (", others", scores.among(~seen))):
-            if part.scored.any():
-                setting = probe.setting + suffix
-                yield Figure(probe.name, setting, None, part.mean_nats, None, int(part.scored.sum()))
+        parts |= {", seen bigrams": scores.among(seen), ", others": scores.among(~seen)}
+    for suffix, part in parts.items():
+        if count := int(part.scored.sum()):
+            accuracy = None if probe.chance is None else part.accuracy
+            yield Figure(probe.probe, probe.setting + suffix, probe.chance, accuracy, part.mean_nats, count)
 
 
 def recall_suite(
@@ -240,7 +235,7 @@ def recall_suite(
     max_length: int | None = None,
     effort: Effort = FULL,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> RecallReport:
     """Measure what a causal model recalls of its context, beside its teacher and a window of the same bytes.
 
@@ -273,60 +268,44 @@ def recall_suite(
         if not len(prompts) or PROMPT_TOKENS + effort.new_tokens > length:
             skipped["generation"] = f"it needs {PROMPT_TOKENS + effort.new_tokens} tokens of text and positions"
             prompts = None
-    models = _models_to_compare(model, teacher, controls, length)
-    judge = teacher if teacher is not None else model if cache_memory(model).fixed == 0 else None
-    expected = None if prompts is None or judge is None else greedy(judge, prompts, effort.new_tokens)
-    total, done = len(models) * (len(probes) + (prompts is not None)), count(1)
 
-    def part_done() -> None:
-        if progress is not None:
-            progress(next(done), total)
+    memory = cache_memory(model)
+    judge = teacher if teacher is not None else None if memory.fixed else model
+    base = memory if teacher is None else cache_memory(teacher)
+    if controls is None:
+        controls = [] if teacher is None else [(max(1, round(memory.worth(base, length)) - SINKS), SINKS)]
+    models: list[tuple[str, CacheMemory, PreTrainedModel, tuple[int, int] | None]] = []
+    if teacher is not None:
+        models.append(("softmax", base, teacher, None))
+    for window, sinks in controls:
+        limited = replace(base, window=base.per_token * window, sinks=base.per_token * sinks, per_token=0)
+        models.append((f"window {window} + {sinks} sinks", limited, teacher or model, (window, sinks)))
+    models.append(("this model", memory, model, None))
 
-    for column, measured, view in models:
+    columns, total, done = [], len(models) * (len(probes) + (prompts is not None)), count(1)
+    expected = None if prompts is None or judge is None else continuations(judge, prompts, effort.new_tokens)
+    for name, memory, measured, view in models:
+        worth = memory.worth(base, length) if base.per_token and not base.fixed else None
+        column = Column(name, memory, memory.after(length), worth)
+        columns.append(column)
         with nullcontext() if view is None else window_and_sinks(measured, *view):
             for probe in probes:
                 column.figures += run_probe(measured, probe)
-                part_done()
+                progress(next(done), total)
             if prompts is not None:
-                is_judge = measured is judge and view is None
-                likely = expected if is_judge else greedy(measured, prompts, effort.new_tokens)
-                drawn = sampled(measured, prompts, effort.new_tokens, seed)
+                likely = continuations(measured, prompts, effort.new_tokens)
+                drawn = continuations(measured, prompts, effort.new_tokens, seed=seed)
         if prompts is not None:
-            same = None if expected is None or likely is None else agreement(likely, expected)
-            nats = None if judge is None else nats_of(judge, prompts, drawn)
-            column.written = WrittenText(same, nats, repeated_ngrams(drawn))
-            part_done()
+            column.repeated = repeated_ngrams(drawn)
+            if judge is not None and expected is not None:
+                column.agreement, column.teacher_nats = agreement(likely, expected), nats_of(judge, prompts, drawn)
+            progress(next(done), total)
     protocol = (
         f"rows of at most {length} tokens; {effort.text_tokens:,} tokens of text per context length, the first of a row not "
         f"counted; {effort.books} phone books of each size; up to {effort.needles} needles of each length at {len(DEPTHS)} "
         f"depths; {effort.prompts} prompts of {PROMPT_TOKENS} tokens continued by {effort.new_tokens}; seed {seed}"
     )
-    return RecallReport([column for column, _, _ in models], seed, protocol, skipped)
-
-
-def _models_to_compare(
-    model: PreTrainedModel,
-    teacher: PreTrainedModel | None,
-    controls: Sequence[tuple[int, int]] | None,
-    length: int,
-) -> list[tuple[Column, PreTrainedModel, tuple[int, int] | None]]:
-    """Return a column, a model, and the window and sinks that it is limited to, of all that `recall_suite` measures."""
-    memory = cache_memory(model)
-    base = memory if teacher is None else cache_memory(teacher)
-
-    def column(name: str, memory: CacheMemory) -> Column:
-        is_softmax = base.per_token and not base.fixed
-        return Column(name, memory, memory.after(length), memory.worth(base, length) if is_softmax else None)
-
-    if controls is None:
-        controls = [] if teacher is None else [(max(1, round(memory.worth(base, length)) - SINKS), SINKS)]
-    models: list[tuple[Column, PreTrainedModel, tuple[int, int] | None]] = []
-    if teacher is not None:
-        models.append((column("softmax", base), teacher, None))
-    for window, sinks in controls:
-        limited = replace(base, window=base.per_token * window, sinks=base.per_token * sinks, per_token=0)
-        models.append((column(f"window {window} + {sinks} sinks", limited), teacher or model, (window, sinks)))
-    return [*models, (column("this model", memory), model, None)]
+    return RecallReport(columns, seed, protocol, skipped)
 
 
 def check_model(model: Any, tokenizer: Any, teacher: Any, max_length: int | None) -> int:
