@@ -52,9 +52,9 @@ MAX_LENGTH_WITHOUT_SEGMENTS = 2048
 #: Tokens of a segment on an accelerator, with gradients and without: every segment costs dozens of launches of kernels.
 ACCELERATOR_SEGMENT_LENGTH = 8192
 
-#: Least and largest logarithm of the normalizer of exact attention, in units of φ(q)·φ(k): float32 has room for no others. A
-#: query's largest feature is e^40, and most keys have features of about 1.
-NORMALIZER_EXPONENTS = (-60.0, 80.0)
+#: Least and largest logarithm of the normalizer of exact attention, in units of φ(q)·φ(k), by the dtype that it has to fit
+#: into, its reciprocal's gradient too. A query's largest feature is e^40, and most keys have features of about 1.
+NORMALIZER_EXPONENTS = {torch.float32: (-60.0, 80.0), torch.float64: (-680.0, 700.0)}
 
 #: The components of attention with a sliding window (`hf_rfa.inference.use_attention_component`).
 AttentionComponent = Literal["both", "linear", "window"]
@@ -580,7 +580,8 @@ class RFAAttentionMixin(nn.Module):
         beside = None
         if exact is not None:
             log_normalizer = cast(Tensor, exact.log_total) + cast(Tensor, features.offset)
-            beside = exact.output, into(into(log_normalizer, "clamp", *NORMALIZER_EXPONENTS), "exp")
+            limits = NORMALIZER_EXPONENTS[log_normalizer.dtype]
+            beside = exact.output, into(into(log_normalizer, "clamp", *limits), "exp")
         tokens = Tokens(features.key, value, log_decay, input_scale)
         output, state = linear_attention(
             features.query,
