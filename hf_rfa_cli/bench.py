@@ -39,9 +39,6 @@ def bench_command(
     gate: Annotated[bool, typer.Option("--gate", help="With gates.")] = False,
     static: Annotated[bool, typer.Option("--static", help="Softmax on a StaticCache as well.")] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="Both under torch.compile as well.")] = False,
-    packed: Annotated[
-        bool, typer.Option("--packed", help="Weights of both packed for this CPU, as hf-rfa generate packs them.")
-    ] = False,
     steps: Annotated[int, number("Steps timed per point; medians are reported.", 1)] = 11,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     dtype: Annotated[
@@ -55,10 +52,6 @@ def bench_command(
 ) -> None:
     """Time RFA against its softmax parent (SDPA), same weights, in one process, in turn: medians and ratios."""
     tasks = task or [Task.decoding]
-    if packed and (dtype != "float32" or device != "cpu" or Task.training in tasks):
-        raise UsageError(
-            "--packed is for inference in float32 on a CPU: leave --dtype, --device and --task training out."
-        )
     sizes = {"batches": _numbers("--batches", batches), "sources": _numbers("--sources", sources)}
     default = {each: "128,512,2048,8192" if each == "decoding" else "1024,4096" for each in tasks}
     chosen = {each: _numbers("--lengths", default[each] if lengths is None else lengths) for each in tasks}
@@ -74,7 +67,6 @@ def bench_command(
     from hf_rfa.errors import InputError
     from hf_rfa.inference.loading import read_config
     from hf_rfa.io.atomic_io import check_file, new_file
-    from hf_rfa.packed_weights import pack_weights
 
     files = {end: Path(f"{output}{end}") for end in (".json", *(f"-{each}.png" for each in tasks)) if output}
     for path in files.values():
@@ -93,12 +85,9 @@ def bench_command(
         softmax, rfa = bench.pair(config, longest + steps + 16, **options)
         computed = getattr(torch, dtype)
         softmax, rfa = (each.to(device, computed) for each in (softmax, rfa))
-        for each in (softmax, rfa):
-            if packed:
-                pack_weights(each)
     except (ValueError, RuntimeError, AssertionError, StrictDataclassError) as error:
         raise InputError(f"cannot make the models: {error}") from error
-    caption = f"{model}, {dtype}{', packed' if packed else ''}, {device}, {load}"
+    caption = f"{model}, {dtype}, {device}, {load}"
     results: dict[str, list[bench.Point]] = {}
     for each in tasks:
         with shown_count(each) as progress:
@@ -114,7 +103,7 @@ def bench_command(
         if output is not None:
             bench.plot(results[each], files[f"-{each}.png"], f"{each}, {caption}")
     if output is not None:
-        about: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "packed": packed, **asdict(load)}
+        about: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, **asdict(load)}
         about |= {"torch": torch.__version__, "options": {name: getattr(rfa.config, name) for name in given}}
         about |= {"points": {each: [asdict(point) for point in found] for each, found in results.items()}}
         with new_file(files[".json"]) as file:

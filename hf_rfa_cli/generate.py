@@ -82,7 +82,7 @@ def generate_command(
 
     from hf_rfa.inference import generate_text, load_model
 
-    loaded, tokenizer = load_model(model, dtype=dtype, device=device, packed=True)
+    loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if sample else {}
     streamer = None
     if num_beams == 1 and len(prompts) == 1:

@@ -65,7 +65,6 @@ def test_generate_streams_and_reports(converted, run_cli, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of the inductor's imports
 def test_generate_compiles(converted, run_cli, capsys):
     """The same text, from both models."""
     options = ("--prompt", "Call me", "--prompt", "The", "--max-new-tokens", "12")

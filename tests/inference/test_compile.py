@@ -17,8 +17,6 @@ from tests.inference.test_generation import generate, long, prompt_for
 
 STEPS = 25
 SLOW = pytest.mark.slow
-#: torch.compile imports what torch itself has deprecated.
-INDUCTOR = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 CASES = [
     ("llama", "slots"),
     ("gpt2", "window-gate"),
@@ -63,7 +61,6 @@ def test_a_step_of_generate_is_one_graph(family, variant, padded):
 
 @torch.no_grad()
 @pytest.mark.slow
-@INDUCTOR
 def test_a_cache_that_is_reset_compiles_no_second_time():
     """Nor does a thousand tokens."""
     model = long("llama", "slots", torch.float32, 1100)
@@ -94,7 +91,6 @@ LOOPS += [("bart", variant) for variant in ("both-gate", "per-layer")]
 
 @torch.no_grad()
 @pytest.mark.slow
-@INDUCTOR
 @pytest.mark.parametrize(("family", "variant"), INDUCTED)
 def test_a_compiled_decoding_step_is_one_graph(family, variant):
     """`torch.compile(fullgraph=True)` of a decoding step equals the eager one, and settles after a few graphs."""
@@ -117,7 +113,6 @@ def test_a_compiled_decoding_step_is_one_graph(family, variant):
 
 
 @pytest.mark.slow
-@INDUCTOR
 @pytest.mark.parametrize(("family", "variant"), LOOPS)
 def test_generate_compiles_by_itself_with_a_static_cache(family, variant):
     """As it does on a GPU; here it is asked to."""
