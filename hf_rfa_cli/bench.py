@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from .console import console, shown_count, starting, warn
-from .options import UsageError, in_a_folder, number
+from .options import UsageError, in_a_folder
 
 
 class Task(StrEnum):
@@ -34,12 +34,12 @@ def bench_command(
     batches: Annotated[str, typer.Option(help="Sequences at once: 1,8,32.")] = "8",
     sources: Annotated[str, typer.Option(help="Tokens of the encoder's input, for models with an encoder.")] = "512",
     feature_map: Annotated[str | None, typer.Option(help="The RFA model's feature map. Default: positive.")] = None,
-    num_features: Annotated[int | None, number("D. Default: the map's.", 1)] = None,
-    window_size: Annotated[int, number("W, size of the sliding window of softmax attention.", 0)] = 0,
+    num_features: Annotated[int | None, typer.Option(min=1, help="D. Default: the map's.")] = None,
+    window_size: Annotated[int, typer.Option(min=0, help="W, size of the sliding window of softmax attention.")] = 0,
     gate: Annotated[bool, typer.Option("--gate", help="With gates.")] = False,
     static: Annotated[bool, typer.Option("--static", help="Softmax on a StaticCache as well.")] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="Both under torch.compile as well.")] = False,
-    steps: Annotated[int, number("Steps timed per point; medians are reported.", 1)] = 11,
+    steps: Annotated[int, typer.Option(min=1, help="Steps timed per point; medians are reported.")] = 11,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"],

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from .console import console, errors, starting
-from .options import BatchSize, Beams, Device, Model, ModelDtype, Seed, UsageError, number, text_file
+from .options import BatchSize, Beams, Device, Model, ModelDtype, Seed, UsageError, positive, text_file
 
 STDIN = Path("-")
 
@@ -35,13 +35,14 @@ def generate_command(
         ),
     ] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: a system message, before the prompt.")] = None,
-    max_new_tokens: Annotated[int, number("Most tokens to generate for each.", 1)] = 100,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for each.")] = 100,
     num_beams: Beams = 1,
     sample: Annotated[bool, typer.Option("--sample/--greedy", help="Sample, or take the likeliest token.")] = False,
-    temperature: Annotated[float, number("Of the sampling.", above=0)] = 1.0,
-    top_k: Annotated[int, number("Sample from the likeliest tokens, this many; 0 for all.", 0)] = 50,
+    temperature: Annotated[float, typer.Option(callback=positive, help="Of the sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the likeliest tokens, this many; 0 for all.")] = 50,
     top_p: Annotated[
-        float, number("Sample from the likeliest tokens of this total probability.", most=1, above=0)
+        float,
+        typer.Option(max=1, callback=positive, help="Sample from the likeliest tokens of this total probability."),
     ] = 1.0,
     seed: Seed = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .console import console, shown_count, starting
-from .options import Device, Model, ModelDtype, Record, Seed, UsageError, in_a_folder, number, text_file
+from .options import Device, Model, ModelDtype, Record, Seed, UsageError, in_a_folder, text_file
 
 #: Most tokens of a text that are read.
 TEXT_TOKENS = 200_000
@@ -30,7 +30,7 @@ def recall_command(
         ),
     ] = None,
     max_length: Annotated[
-        int | None, number("Most tokens of a row. Default: the positions, at most 2048.", 128)
+        int | None, typer.Option(min=128, help="Most tokens of a row. Default: the positions, at most 2048.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rows and lengths: about a fifth of the time.")] = False,
     seed: Seed = 0,
