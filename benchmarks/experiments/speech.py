@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("docs/experiments"))
     arguments = parser.parse_args()
-    console, load = Console(), Load.now()
+    console, load = Console(), Load()
     if warning := load.warning():
         console.print(warning, soft_wrap=True)
     found: list[dict[str, Any]] = []

@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class Load:
-    """Load of the machine when figures were measured.
+    """Load of the machine, of the present one by default: made before a measurement, which is a load itself.
 
     Attributes:
         threads: torch's threads on a CPU.
@@ -30,14 +30,9 @@ class Load:
         load: threads of all processes that ran or waited for a core, mean of the last minute.
     """
 
-    threads: int
-    cores: int
-    load: float
-
-    @classmethod
-    def now(cls) -> Load:
-        """Return the current load. Call it before the measurement, which is a load itself."""
-        return cls(torch.get_num_threads(), os.cpu_count() or 1, os.getloadavg()[0])
+    threads: int = field(default_factory=lambda: torch.get_num_threads())
+    cores: int = field(default_factory=lambda: os.cpu_count() or 1)
+    load: float = field(default_factory=lambda: os.getloadavg()[0])
 
     def __str__(self) -> str:
         """Return a line for a caption."""
