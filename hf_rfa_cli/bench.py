@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.progress import track
 
-from .console import console, shown_count, starting, warn
+from .console import console, errors, starting, warn
 from .options import Device, UsageError, in_a_folder
 
 
@@ -36,9 +38,8 @@ class Task(StrEnum):
 
 def bench_command(
     model: Annotated[
-        str,
-        typer.Option(help="gpt2, bart-base or smollm2-135m for their shapes, or a checkpoint, softmax or RFA."),
-    ] = "gpt2",
+        str | None, typer.Option(help="A checkpoint, softmax or RFA, for its shape. Default: GPT-2's shape.")
+    ] = None,
     task: Annotated[list[Task] | None, typer.Option(help="What to time; may be repeated. Default: decoding.")] = None,
     lengths: Annotated[Any, _sizes_option("Positions, or tokens at once: 128,2048,16384. Default: by task.")] = None,
     batches: Annotated[Any, _sizes_option("Sequences at once: 1,8,32.")] = "8",
@@ -61,55 +62,49 @@ def bench_command(
     if (static or compiled) and "decoding" not in tasks:
         raise UsageError("--static and --compile are about decoding: pass --task decoding with them.")
 
-    starting(f"timing {model} ({', '.join(tasks)})")
+    name = model or "gpt2"
+    starting(f"timing {name} ({', '.join(tasks)})")
     import torch
     from huggingface_hub.errors import StrictDataclassError
+    from transformers import GPT2Config
 
     from hf_rfa import bench
-    from hf_rfa.bench.models import SHAPES
     from hf_rfa.errors import InputError
     from hf_rfa.inference.devices import find_device
     from hf_rfa.inference.loading import read_config
     from hf_rfa.io.atomic_io import check_file, new_file
 
-    files = {end: Path(f"{output}{end}") for end in (".json", *(f"-{name}.png" for name in tasks)) if output}
+    files = {end: Path(f"{output}{end}") for end in (".json", *(f"-{each}.png" for each in tasks)) if output}
     for path in files.values():
         check_file(path)
-    config: Any = SHAPES[model] if model in SHAPES else read_config(model)
+    config: Any = GPT2Config() if model is None else read_config(model)
     if config.is_encoder_decoder and set(tasks) != {"decoding"}:
         raise InputError("models with an encoder are timed at decoding: pass --task decoding.")
     torch_device, load = find_device(device), bench.Load()
     if torch_device.type == "cpu" and (warning := load.warning()):
         warn(warning)
     sources = sources if config.is_encoder_decoder else [0]
-    sizes = {name: lengths or ([128, 512, 2048, 8192] if name == "decoding" else [1024, 4096]) for name in tasks}
+    sizes = {each: lengths or ([128, 512, 2048, 8192] if each == "decoding" else [1024, 4096]) for each in tasks}
     try:
         pair = bench.pair(config, max(*sources, *map(max, sizes.values())) + steps + 16)
     except (ValueError, StrictDataclassError) as error:
         raise InputError(f"cannot make the models: {error}") from error
     softmax, rfa = (each.to(torch_device, getattr(torch, dtype)) for each in pair)
-    caption = f"{model}, {dtype}, {torch_device}, {load}"
-    results: dict[str, list[bench.Point]] = {}
-    for name in tasks:
-        with shown_count(name) as progress:
-            options: dict[str, Any] = {"lengths": sizes[name], "batches": batches, "steps": steps, "progress": progress}
-            if name == "decoding":
-                options |= {"sources": sources, "static": static, "compiled": compiled}
-                results[name] = bench.decoding(softmax, rfa, **options)
+    caption = f"{name}, {dtype}, {torch_device}, {load}"
+    points: dict[str, list[bench.Point]] = {each: [] for each in tasks}
+    for each in tasks:
+        for source, batch, length in track(list(product(sources, batches, sizes[each])), each, console=errors):
+            case = {"length": length, "batch": batch, "steps": steps}
+            if each == "decoding":
+                point = bench.decoding(softmax, rfa, source=source, static=static, compiled=compiled, **case)
             else:
-                results[name] = bench.whole_sequences(name, softmax, rfa, **options)
-        console.print(bench.table(results[name], caption))
+                point = bench.whole_sequences(each, softmax, rfa, **case)
+            points[each].append(point)
+        console.print(bench.table(points[each], caption))
         if output is not None:
-            bench.plot(results[name], files[f"-{name}.png"], f"{name}, {caption}")
+            bench.plot(points[each], files[f"-{each}.png"], f"{each}, {caption}")
     if output is not None:
-        about = {
-            "model": model,
-            "dtype": dtype,
-            "device": str(torch_device),
-            **asdict(load),
-            "torch": torch.__version__,
-        }
-        about |= {"config": rfa.config.to_diff_dict(), "points": {}}
-        about["points"] |= {name: [asdict(point) for point in points] for name, points in results.items()}
+        about = {"model": name, "dtype": dtype, "device": str(torch_device), **asdict(load), "torch": torch.__version__}
+        about |= {"config": rfa.config.to_diff_dict(), "points": points}
         with new_file(files[".json"]) as file:
-            json.dump(about, file, indent=1)
+            json.dump(about, file, indent=1, default=asdict)

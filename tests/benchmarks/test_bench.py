@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import DynamicCache, Gemma2Config, StaticCache
+from transformers import BartConfig, DynamicCache, Gemma2Config, StaticCache
 
 from hf_rfa import InputError, RFAGPT2Config, bench
 from hf_rfa.bench.measure import interleaved, peak_bytes
@@ -143,10 +143,11 @@ def test_compiled_steps_stay_compiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     counts = []
     for steps in (1, 12):
-        points = bench.decoding(softmax, rfa, lengths=[8, 40], batches=[2], steps=steps, compiled=True)
+        for length in (8, 40):
+            point = bench.decoding(softmax, rfa, length=length, batch=2, steps=steps, compiled=True)
         counts.append(len(made))
         made.clear()
-    assert set(points[0].milliseconds) == {"softmax", "softmax, compiled", "RFA", "RFA, compiled"}
+    assert set(point.milliseconds) == {"softmax", "softmax, compiled", "RFA", "RFA, compiled"}
     assert counts[0] == counts[1]
     assert 0 < counts[0] <= 2 * 2 * 3, "more than three graphs a model and point"
 
@@ -166,7 +167,7 @@ def test_the_peak_of_a_call_is_its_own():
         (["--batches", "0"], "'--batches': it must be whole numbers"),
         (["--dtype", "int4"], "Invalid value for '--dtype'"),
         (["--task", "prefill", "--static"], "are about decoding"),
-        (["--model", "bart-base", "--task", "training"], "timed at decoding"),
+        (["--model", "bart", "--task", "training"], "timed at decoding"),
         (["--model", "./nowhere"], "cannot read the configuration"),
         (["--model", "."], "cannot make the models: attn_logit_softcapping"),
         (["--device", "nonsense"], "cannot compute on the device"),
@@ -175,5 +176,6 @@ def test_the_peak_of_a_call_is_its_own():
 def test_what_cannot_be_timed_is_refused(options, match, run_cli, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Gemma2Config().save_pretrained(tmp_path)
+    BartConfig().save_pretrained(tmp_path / "bart")
     assert run_cli("bench", *options) == 1
     assert match in capsys.readouterr().err
