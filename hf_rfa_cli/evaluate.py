@@ -88,8 +88,7 @@ def evaluate_command(
             f"{result.tokens_counted} tokens were scored; below {FEW_TOKENS:,} a perplexity is a matter of chance, by a "
             "seventh and more. Pass a longer text."
         )
-    protocol = result.protocol + _alone(attention_component)
-    console.print(f"protocol: {protocol}", markup=False, highlight=False, soft_wrap=True)
+    protocol = _print_protocol(result.protocol, attention_component)
     if folder is not None:
         scores = {"perplexity": result.perplexity}
         record_result(folder, task="perplexity", data=text.name, scores=scores, protocol=protocol)
@@ -168,12 +167,13 @@ def score_command(
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
     for name, value in result.scores.items():
         console.print(f"{name} {value:.2f}")
-    protocol = result.protocol + _alone(attention_component)
-    console.print(f"protocol: {protocol}", markup=False, highlight=False, soft_wrap=True)
+    protocol = _print_protocol(result.protocol, attention_component)
     if folder is not None:
         record_result(folder, task=task, data=sources.name, scores=result.scores, protocol=protocol)
 
 
-def _alone(component: str) -> str:
-    """Return what a protocol says of the component of attention that was used alone, if one was."""
-    return "" if component == "both" else f"; {component} component alone"
+def _print_protocol(protocol: str, component: str) -> str:
+    """Print a protocol, with the component of attention that was used alone, if one was; return this."""
+    protocol += "" if component == "both" else f"; {component} component alone"
+    console.print(f"protocol: {protocol}", soft_wrap=True)
+    return protocol

@@ -107,7 +107,7 @@ def generate_command(
         )
         generations.append(generation)
         for text in () if streamer else generation.texts if chat else generation.whole_texts:
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            console.print(text, soft_wrap=True)
     tokens, seconds = sum(each.new_tokens for each in generations), sum(each.seconds for each in generations)
     cached = f"after {tokens + generations[0].prompt_tokens} tokens"
     if len(prompts) > 1:

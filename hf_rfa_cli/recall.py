@@ -75,12 +75,12 @@ def recall_command(
         )
     console.print(report_table(report))
     for probe, reason in report.skipped.items():
-        console.print(f"left out: {probe} ({reason})", markup=False, highlight=False)
-    console.print(f"protocol: {report.protocol}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"left out: {probe} ({reason})")
+    console.print(f"protocol: {report.protocol}", soft_wrap=True)
     data = None if text is None else text.name
     if output is not None:
         write_report(report, output, data=data)
-        console.print(f"written: recall.json, recall.md and recall.png in {output}", markup=False, highlight=False)
+        console.print(f"written: recall.json, recall.md and recall.png in {output}")
     if folder is not None:
         write_report(report, folder, data=data, card=True)
 
