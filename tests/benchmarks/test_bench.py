@@ -170,7 +170,6 @@ def test_the_peak_of_a_call_is_its_own():
         (["--model", "bart", "--task", "training"], "timed at decoding"),
         (["--model", "./nowhere"], "cannot read the configuration"),
         (["--model", "."], "cannot make the models: attn_logit_softcapping"),
-        (["--device", "nonsense"], "cannot compute on the device"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(options, match, run_cli, tmp_path, monkeypatch, capsys):

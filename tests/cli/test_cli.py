@@ -130,7 +130,6 @@ def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypat
         (["generate", DEMO_MODEL, "--prompt", "x", "--seed", 2**32], "'--seed'"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--dtype", "int4"], "'--dtype'"),
         (["generate", DEMO_MODEL], "pass --prompt or --prompt-file"),
-        (["generate", DEMO_MODEL, "--chat"], "pass --prompt or --prompt-file"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--compile", "--num-beams", "2"], "--compile is not for beams"),
         (["generate", DEMO_MODEL, "--prompt", ""], "prompt 1 of 1 is empty"),
         (["generate", DEMO_MODEL, "--prompt-file", "missing.txt"], "there is no text file missing.txt"),
