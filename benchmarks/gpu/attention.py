@@ -91,20 +91,20 @@ def run(setting: Setting) -> dict[str, Any]:
                 for _ in range(3)
             ]
             rows[f"{length}"] = {
-                contestant: attempt(partial(_times, attention, inputs, steps, setting.device))
+                contestant: attempt(partial(_times, attention, inputs, steps))
                 for contestant, attention in contestants(feature_map).items()
             }
         found[name] = {"lengths": rows, "step": attempt(partial(_step, feature_map, setting, dtype, steps))}
     return found
 
 
-def _times(attention: Attention, inputs: list[Tensor], steps: int, device: torch.device) -> dict[str, Any]:
+def _times(attention: Attention, inputs: list[Tensor], steps: int) -> dict[str, Any]:
     """Return the milliseconds of an attention, without gradients and with."""
     with torch.no_grad():
-        forward = interleaved({"": lambda: attention(*inputs)}, steps, device)[""]
+        forward = interleaved({"": lambda: attention(*inputs)}, steps)[""]
     return {
         "forward": forward,
-        "with gradients": interleaved({"": lambda: backward(attention, inputs)}, steps, device)[""],
+        "with gradients": interleaved({"": lambda: backward(attention, inputs)}, steps)[""],
     }
 
 
@@ -166,4 +166,4 @@ def _step(feature_map: FeatureMap, setting: Setting, dtype: str, steps: int) -> 
     }
     if not feature_map.signed:
         runs["fused"] = lambda: fused_step(cast(KernelInputs, kernel_inputs(feature_map, query, key)), value, state)
-    return interleaved(runs, steps, setting.device)
+    return interleaved(runs, steps)

@@ -89,7 +89,7 @@ def _graph(setting: Setting, options: dict[str, Any], batch: int) -> dict[str, A
             calls[f"{name}, graph"] = step
     if setting.device.type != "cuda":
         result["left out"] = "graphs need a CUDA device"
-    return result | {"milliseconds": interleaved(calls, steps, setting.device)}
+    return result | {"milliseconds": interleaved(calls, steps)}
 
 
 @dataclass

@@ -80,7 +80,7 @@ def decoding(
         cache = cache_at(model, inputs, length, room=STATIC_CACHE_MARGIN + steps if fixed else 0)
         sizes[name] = cache_num_bytes(cache)
         calls[name] = partial(torch.compile(model) if compile_it else model, **inputs, **cache_argument(cache))
-    times = interleaved(calls, steps, rfa.device, WARMUP_CALLS_COMPILED if compiled else WARMUP_CALLS)
+    times = interleaved(calls, steps, WARMUP_CALLS_COMPILED if compiled else WARMUP_CALLS)
     return Point("decoding", length, batch, times, sizes, source)
 
 
@@ -103,4 +103,4 @@ def whole_sequences(task: str, softmax: Any, rfa: Any, *, length: int, batch: in
     calls = {"softmax": partial(run, softmax), "RFA": partial(run, rfa)}
     peaks = {name: peak_bytes(call, rfa.device) for name, call in calls.items()}  # the first calls, which warm up
     counted = {name: peak for name, peak in peaks.items() if peak is not None}
-    return Point(task, length, batch, interleaved(calls, steps, rfa.device, warmup=0), counted)
+    return Point(task, length, batch, interleaved(calls, steps, warmup=0), counted)

@@ -81,7 +81,7 @@ def test_a_static_cache_is_as_long_as_it_says():
 
 def test_contestants_run_in_turn():
     order = []
-    times = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, 3, torch.device("cpu"), warmup=1)
+    times = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, 3, warmup=1)
     assert order == ["a", "b"] * 4
     assert set(times) == {"a", "b"}
 
