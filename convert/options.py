@@ -6,7 +6,7 @@ Imports nothing but the standard library: the command line reads this file by it
 import inspect
 import json
 import re
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -62,38 +62,42 @@ class ConversionOptions:
         ValueError: for a number out of range, or a value that is not one of a field's choices.
     """
 
-    preset: Preset | None = None
-    memory: int | None = None
+    # In the metadata: the least value of a number, a flag that is not the field's name, and the group of the command line's
+    # help that begins with the field.
+    preset: Preset | None = field(default=None, metadata={"panel": "What is kept"})
+    memory: int | None = field(default=None, metadata={"minimum": 8})
     search: bool = False
-    window_size: int | None = None
-    num_sinks: int | None = None
-    num_slots: int | None = None
-    retrieval_heads: RetrievalHeads = 0
-    retrieval_window: int | None = None
-    feature_map: str | None = None
-    num_features: int | None = None
-    num_cross_features: int | None = None
-    num_encoder_features: int | None = None
-    gate: bool | None = None
+    window_size: int | None = field(
+        default=None, metadata={"minimum": 0, "panel": "Exact tokens, in place of the preset's"}
+    )
+    num_sinks: int | None = field(default=None, metadata={"minimum": 0, "flag": "--sinks"})
+    num_slots: int | None = field(default=None, metadata={"minimum": 0, "flag": "--slots"})
+    retrieval_heads: RetrievalHeads = field(default=0, metadata={"minimum": 0})
+    retrieval_window: int | None = field(default=None, metadata={"minimum": 1})
+    feature_map: str | None = field(default=None, metadata={"panel": "Features, in place of the preset's"})
+    num_features: int | None = field(default=None, metadata={"minimum": 1})
+    num_cross_features: int | None = field(default=None, metadata={"minimum": 1})
+    num_encoder_features: int | None = field(default=None, metadata={"minimum": 1})
+    gate: bool | None = field(default=None, metadata={"flag": "--gate/--no-gate"})
     config: dict[str, Any] | None = None
-    layers: Layers = "all"
+    layers: Layers = field(default="all", metadata={"panel": "Which layers"})
     cross_layers: Layers | None = None
     encoder_layers: Layers | None = None
-    keep_softmax: int = 0
-    calibrate_on: str | Path | None = None
-    seed: int = 0
-    max_positions: int | None = None
+    keep_softmax: int = field(default=0, metadata={"minimum": 0})
+    calibrate_on: str | Path | None = field(default=None, metadata={"flag": "--calibrate", "panel": "Calibration"})
+    seed: int = field(default=0, metadata={"minimum": 0})
+    max_positions: int | None = field(default=None, metadata={"minimum": 1, "panel": "Output"})
     dtype: Dtype = "auto"
     force: bool = False
-    device: str = "auto"
-    revision: str | None = None
+    device: str = field(default="auto", metadata={"panel": "Computation"})
+    revision: str | None = field(default=None, metadata={"panel": "Checkpoint"})
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in MINIMUM.items():
-            value = getattr(self, name)
-            if isinstance(value, int) and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}.")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, int) and value < option.metadata.get("minimum", value):
+                raise ValueError(f"{option.name} must be at least {option.metadata['minimum']}, got {value}.")
         for name, choices in (("preset", (None, *get_args(Preset))), ("dtype", get_args(Dtype))):
             value = getattr(self, name)
             if value not in choices:
@@ -106,7 +110,7 @@ class ConversionOptions:
             value = getattr(self, option.name)
             if value == option.default:
                 continue
-            on, _, off = flag_of(option.name).partition("/")
+            on, _, off = flag_of(option).partition("/")
             if isinstance(value, bool):
                 words.append(on if value else off)
             elif isinstance(value, dict):
@@ -121,29 +125,9 @@ class ConversionOptions:
         return words
 
 
-#: Least values of numbers.
-MINIMUM = {"memory": 8}
-MINIMUM |= dict.fromkeys(("window_size", "num_sinks", "num_slots", "retrieval_heads", "keep_softmax", "seed"), 0)
-MINIMUM |= dict.fromkeys(("num_features", "num_cross_features", "num_encoder_features"), 1)
-MINIMUM |= dict.fromkeys(("retrieval_window", "max_positions"), 1)
-#: Flags that are not named as their fields, and switches that can be turned off.
-FLAGS = {"gate": "--gate/--no-gate", "calibrate_on": "--calibrate", "num_sinks": "--sinks", "num_slots": "--slots"}
-#: Groups of the command line's help, each from its first option on.
-PANELS = {
-    "preset": "What is kept",
-    "window_size": "Exact tokens, in place of the preset's",
-    "feature_map": "Features, in place of the preset's",
-    "layers": "Which layers",
-    "calibrate_on": "Calibration",
-    "max_positions": "Output",
-    "device": "Computation",
-    "revision": "Checkpoint",
-}
-
-
-def flag_of(name: str) -> str:
+def flag_of(option: Field) -> str:
     """Return the flag of an option, and of some switches the one that turns it off: ``--on/--off``."""
-    return FLAGS.get(name, "--" + name.replace("_", "-"))
+    return option.metadata.get("flag", "--" + option.name.replace("_", "-"))
 
 
 def help_texts() -> dict[str, str]:

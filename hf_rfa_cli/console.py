@@ -11,19 +11,19 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-console = Console()
-errors = Console(stderr=True)
+console = Console(markup=False, highlight=False)
+errors = Console(stderr=True, markup=False, highlight=False)
 
 
 def starting(what: str) -> None:
     """Say on stderr what a command does, before it imports torch, which takes seconds; of several processes one says it."""
     if os.environ.get("RANK", "0") == "0":
-        errors.print(f"{what} …", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"{what} …", soft_wrap=True)
 
 
 def warn(message: str) -> None:
     """Print a warning on stderr."""
-    errors.print(f"warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    errors.print(f"warning: {message}", style="yellow", soft_wrap=True)
 
 
 class _Warnings(logging.Handler):

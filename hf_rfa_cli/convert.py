@@ -6,93 +6,90 @@ import inspect
 import runpy
 import shlex
 import sys
-from copy import copy
-from dataclasses import Field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 
 from .console import console, report_of, starting
-from .options import Overwrite, References, Resume, UsageError, number, text_file
+from .options import Overwrite, References, Resume, UsageError, text_file
 
 #: What convert/options.py defines, read by its path: importing it as a module of `hf_rfa` would load torch.
 _PACKAGE: Any = find_spec("hf_rfa")
 OPTIONS = SimpleNamespace(**runpy.run_path(f"{_PACKAGE.submodule_search_locations[0]}/convert/options.py"))
-LAYERS = ("layers", "cross_layers", "encoder_layers")
-HEADS = "retrieval_heads"
 
 
-def _layers(option: str, text: str | None) -> Any:
-    """Read the layers that an option names: "0,2,4-7", "all", "none", or None if it was not given."""
-    if text is None or text == "all":
+def _layers(text: str) -> Any:
+    """Read the layers that an option names: "0,2,4-7", "all" or "none"."""
+    if text == "all":
         return text
     indices: list[int] = []
     for part in [] if text == "none" else text.split(","):
         first, _, last = part.strip().partition("-")
         if not first.isdigit() or (last and not last.isdigit()):
-            raise UsageError(f"{option} takes all, none, or indices and ranges such as 0,2,4-7, got {text!r}.")
+            raise typer.BadParameter(f"it takes all, none, or indices and ranges such as 0,2,4-7, got {text!r}.")
         indices += range(int(first), int(last or first) + 1)
     return indices
 
 
-def _heads(option: str, text: str) -> Any:
+def _heads(text: str) -> Any:
     """Read the heads that an option names: their number, or "18.2,7.2"."""
     if text.isdigit():
         return int(text)
     pairs = [part.strip().partition(".") for part in text.split(",")]
     if not all(layer.isdigit() and head.isdigit() for layer, _, head in pairs):
-        raise UsageError(f"{option} takes a number of heads, or layer.head of each such as 18.2,7.2, got {text!r}.")
+        raise typer.BadParameter(f"it takes a number of heads, or layer.head of each such as 18.2,7.2, got {text!r}.")
     return [[int(layer), int(head)] for layer, _, head in pairs]
 
 
-def _config(option: str, words: list[str] | None) -> dict[str, Any] | None:
-    """Read fields of the configuration, "unit_norm=true", with values as YAML reads them; None if none was given."""
+def _config_field(text: str) -> tuple[str, Any]:
+    """Read a field of the configuration, "unit_norm=true", with a value as YAML reads it."""
     import yaml
 
-    values: dict[str, Any] = {}
-    for word in words or []:
-        name, equals, value = word.partition("=")
-        if not name or not equals or not value:
-            raise UsageError(f"{option} takes a field and its value such as unit_norm=true, got {word!r}.")
-        values[name] = yaml.safe_load(value)
-    return values or None
+    name, _, value = text.partition("=")
+    if not name or not value:
+        raise typer.BadParameter(f"it takes a field and its value such as unit_norm=true, got {text!r}.")
+    return name, yaml.safe_load(value)
 
 
-def _parameter(field: Field, panel: str, text: str) -> inspect.Parameter:
-    """Return the parameter of a typer command for a field of `hf_rfa.convert.ConversionOptions`."""
-    name, default, flag = field.name, field.default, OPTIONS.flag_of(field.name)
-    read_as_text = {"config": list[str] | None, "calibrate_on": Path | None, HEADS: str}
-    kind: Any = {**read_as_text, **dict.fromkeys(LAYERS, str | None)}.get(name, field.type)
-    default = str(default) if name == HEADS else default
-    text = text[0].upper() + text[1:]
-    if name in OPTIONS.MINIMUM and name != HEADS:
-        option = number(text, OPTIONS.MINIMUM[name], names=(flag,))
-    else:
-        option = typer.Option(flag, help=text, callback=text_file if name == "calibrate_on" else None)
-    option.rich_help_panel = panel
-    annotation = Annotated[kind, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+#: How options are read that are no numbers, names or switches, with what stands for their values in the help.
+PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    **dict.fromkeys(("layers", "cross_layers", "encoder_layers"), (_layers, "LAYERS")),
+    "retrieval_heads": (_heads, "HEADS"),
+    "config": (_config_field, "FIELD=VALUE"),
+    "calibrate_on": (lambda text: text_file(Path(text)), "PATH"),
+}
+
+
+def _conversion_options() -> Iterator[inspect.Parameter]:
+    """Yield the fields of `hf_rfa.convert.ConversionOptions` as parameters of a typer command."""
+    texts, panel = OPTIONS.help_texts(), None
+    for field in fields(OPTIONS.ConversionOptions):
+        name, panel = field.name, field.metadata.get("panel", panel)
+        parser, metavar = PARSERS.get(name, (None, None))
+        option = typer.Option(
+            OPTIONS.flag_of(field),
+            parser=parser,
+            metavar=metavar,
+            min=field.metadata.get("minimum"),
+            help=texts[name][0].upper() + texts[name][1:],
+            rich_help_panel=panel,
+        )
+        kind: Any = field.type if parser is None else list[Any] | None if name == "config" else Any
+        default = field.default if parser is None or field.default is None else str(field.default)
+        yield inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+        )
 
 
 def _with_conversion_options(command: Any) -> Any:
-    """Give a command whose last parameter is ``**options`` the options of a conversion, and its own a group of the help."""
-    arguments, own = [], []
-    for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            arguments.append(parameter)
-        elif parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            kind, option = get_args(parameter.annotation)
-            option = copy(option)
-            option.rich_help_panel = "Output" if parameter.name == "overwrite" else "Distillation"
-            own.append(parameter.replace(annotation=Annotated[kind, option]))
-    texts, panel, added = OPTIONS.help_texts(), "", []
-    for field in fields(OPTIONS.ConversionOptions):
-        panel = OPTIONS.PANELS.get(field.name, panel)
-        added.append(_parameter(field, panel, texts[field.name]))
-    command.__signature__ = inspect.Signature([*arguments, *added, *own])
+    """Give a command the options of a conversion in place of its last parameter, ``**options``."""
+    checkpoint, destination, *others, _ = inspect.signature(command, eval_str=True).parameters.values()
+    command.__signature__ = inspect.Signature([checkpoint, destination, *_conversion_options(), *others])
     return command
 
 
@@ -103,11 +100,13 @@ def convert_command(
     *,
     overwrite: Overwrite = False,
     transfer_steps: Annotated[
-        int | None, number("Then learn the base model's attention from --data for this many steps.", 1)
+        int | None, typer.Option(min=1, help="Then learn the base model's attention from --data for this many steps.")
     ] = None,
     end_to_end_steps: Annotated[
         int | None,
-        number("Then train the whole model on the base model's predictions of --data for this many steps.", 1),
+        typer.Option(
+            min=1, help="Then train the whole model on the base model's predictions of --data for this many steps."
+        ),
     ] = None,
     data: Annotated[
         Path | None,
@@ -130,9 +129,7 @@ def convert_command(
     for flag, given in (("--references", references is not None), ("--resume", resume)):
         if given and data is None:
             raise UsageError(f"{flag} has no effect without --data. Leave it out.")
-    options |= {name: _layers(OPTIONS.flag_of(name), options[name]) for name in LAYERS}
-    options[HEADS] = _heads(OPTIONS.flag_of(HEADS), options[HEADS])
-    options["config"] = _config(OPTIONS.flag_of("config"), options["config"])
+    options["config"] = dict(options["config"] or ()) or None
     options["calibrate_on"] = options["calibrate_on"] or data
     starting(f"converting {checkpoint} to {destination}")
     if not trains:

@@ -19,7 +19,6 @@ from .options import (
     References,
     UsageError,
     in_a_folder,
-    number,
     text_file,
 )
 
@@ -38,8 +37,12 @@ def evaluate_command(
         Path,
         typer.Argument(callback=text_file, help="Text: .txt, or .jsonl with a 'text' field; plain or .gz."),
     ],
-    context_length: Annotated[int | None, number("Tokens per window. Default: the positions, at most 1024.", 2)] = None,
-    stride: Annotated[int | None, number("Tokens from window to window. Default: disjoint windows.", 1)] = None,
+    context_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens per window. Default: the positions, at most 1024.")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Tokens from window to window. Default: disjoint windows.")
+    ] = None,
     carry_state: Annotated[
         bool,
         typer.Option(
@@ -47,7 +50,7 @@ def evaluate_command(
             help="Windows may be longer than the positions: they are read piece by piece, and the state goes on.",
         ),
     ] = False,
-    max_tokens: Annotated[int | None, number("Most tokens of the text that are read.", 2)] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Most tokens of the text that are read.")] = None,
     attention_component: AttentionComponent = "both",
     record: Record = False,
     batch_size: BatchSize = 8,
@@ -85,8 +88,7 @@ def evaluate_command(
             f"{result.tokens} tokens were scored; below {FEW_TOKENS:,} a perplexity is a matter of chance, by a "
             "seventh and more. Pass a longer text."
         )
-    protocol = result.protocol + _alone(attention_component)
-    console.print(f"protocol: {protocol}", markup=False, highlight=False, soft_wrap=True)
+    protocol = _print_protocol(result.protocol, attention_component)
     if folder is not None:
         scores = {"perplexity": result.perplexity}
         record_result(folder, task="perplexity", data=text.name, scores=scores, protocol=protocol)
@@ -107,9 +109,9 @@ def score_command(
     target_field: Annotated[str, typer.Option(help="The references' name in it.")] = "target",
     num_beams: Beams = 1,
     max_new_tokens: Annotated[
-        int | None, number("Most tokens of an answer. Default: the checkpoint's, or the positions.", 1)
+        int | None, typer.Option(min=1, help="Most tokens of an answer. Default: the checkpoint's, or the positions.")
     ] = None,
-    limit: Annotated[int | None, number("Most sources that are read.", 1)] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most sources that are read.")] = None,
     truncate: Annotated[
         bool, typer.Option("--truncate", help="Cut sources longer than the encoder's positions.")
     ] = False,
@@ -165,12 +167,13 @@ def score_command(
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
     for name, value in result.scores.items():
         console.print(f"{name} {value:.2f}")
-    protocol = result.protocol + _alone(attention_component)
-    console.print(f"protocol: {protocol}", markup=False, highlight=False, soft_wrap=True)
+    protocol = _print_protocol(result.protocol, attention_component)
     if folder is not None:
         record_result(folder, task=task, data=sources.name, scores=result.scores, protocol=protocol)
 
 
-def _alone(component: str) -> str:
-    """Return what a protocol says of the component of attention that was used alone, if one was."""
-    return "" if component == "both" else f"; {component} component alone"
+def _print_protocol(protocol: str, component: str) -> str:
+    """Print a protocol, with the component of attention that was used alone, if one was; return this."""
+    protocol += "" if component == "both" else f"; {component} component alone"
+    console.print(f"protocol: {protocol}", soft_wrap=True)
+    return protocol

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from .console import console, errors, starting
-from .options import BatchSize, Beams, Device, Model, ModelDtype, Seed, UsageError, number, text_file
+from .options import BatchSize, Beams, Device, Model, ModelDtype, Seed, UsageError, positive, text_file
 
 STDIN = Path("-")
 
@@ -35,13 +35,14 @@ def generate_command(
         ),
     ] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: a system message, before the prompt.")] = None,
-    max_new_tokens: Annotated[int, number("Most tokens to generate for each.", 1)] = 100,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for each.")] = 100,
     num_beams: Beams = 1,
     sample: Annotated[bool, typer.Option("--sample/--greedy", help="Sample, or take the likeliest token.")] = False,
-    temperature: Annotated[float, number("Of the sampling.", above=0)] = 1.0,
-    top_k: Annotated[int, number("Sample from the likeliest tokens, this many; 0 for all.", 0)] = 50,
+    temperature: Annotated[float, typer.Option(callback=positive, help="Of the sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the likeliest tokens, this many; 0 for all.")] = 50,
     top_p: Annotated[
-        float, number("Sample from the likeliest tokens of this total probability.", most=1, above=0)
+        float,
+        typer.Option(max=1, callback=positive, help="Sample from the likeliest tokens of this total probability."),
     ] = 1.0,
     seed: Seed = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
@@ -82,7 +83,7 @@ def generate_command(
 
     from hf_rfa.inference import generate_text, load_model
 
-    loaded, tokenizer = load_model(model, dtype=dtype, device=device, packed=True)
+    loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if sample else {}
     streamer = None
     if num_beams == 1 and len(prompts) == 1:
@@ -106,7 +107,7 @@ def generate_command(
         )
         generations.append(generation)
         for text in () if streamer else generation.texts if chat else generation.whole_texts:
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            console.print(text, soft_wrap=True)
     tokens, seconds = sum(each.new_tokens for each in generations), sum(each.seconds for each in generations)
     cached = f"after {tokens + generations[0].prompt_tokens} tokens"
     if len(prompts) > 1:

@@ -94,7 +94,7 @@ def main() -> None:
             raise
         short = ". ".join(str(error).split(". ")[:2])  # torch goes on about its allocator
         message = f"{short}. Take smaller batches or shorter rows, or compute on the CPU."
-    errors.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    errors.print(f"error: {message}", style="red", soft_wrap=True)
     sys.exit(1)
 
 

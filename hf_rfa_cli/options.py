@@ -13,27 +13,11 @@ import typer
 UsageError: Any = typer.BadParameter.__base__
 
 
-def number(
-    text: str,
-    least: float = -math.inf,
-    most: float = math.inf,
-    *,
-    above: float = -math.inf,
-    names: tuple[str, ...] = (),
-) -> Any:
-    """Return an option with the help ``text`` and a number from ``least`` to ``most``, which is also larger than ``above``.
-
-    ``names`` are the option's, where it is not named as its parameter.
-    """
-    limits = (("above", above), ("at least", least), ("at most", most))
-    bounds = " and ".join(f"{words} {limit}" for words, limit in limits if math.isfinite(limit))
-
-    def check(value: float | None) -> float | None:
-        if value is not None and not (least <= value <= most and above < value < math.inf):
-            raise typer.BadParameter(f"it must be {bounds}, got {value}.")
-        return value
-
-    return typer.Option(*names, callback=check, help=text)
+def positive(value: float) -> float:
+    """Check that an option is a finite number above 0, which `typer.Option` cannot say."""
+    if not 0 < value < math.inf:
+        raise typer.BadParameter(f"it must be a number above 0, got {value}.")
+    return value
 
 
 def text_file(path: Path | None) -> Path | None:
@@ -59,9 +43,9 @@ Device = Annotated[
     str, typer.Option(help="What to compute on: cpu, cuda, cuda:1, …; auto for an accelerator where there is one.")
 ]
 #: numpy and torch both take these.
-Seed = Annotated[int, number("Seed of what is drawn at random.", 0, 2**32 - 1)]
-Beams = Annotated[int, number("Beams of generation; 1 for none.", 1)]
-BatchSize = Annotated[int, number("Texts, or windows of one, at a time.", 1)]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of what is drawn at random.")]
+Beams = Annotated[int, typer.Option(min=1, help="Beams of generation; 1 for none.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Texts, or windows of one, at a time.")]
 References = Annotated[
     Path | None, typer.Option(callback=text_file, help="Outputs that belong to the sources of an encoder, one a line.")
 ]

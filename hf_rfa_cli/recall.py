@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from .console import console, shown_count, starting
-from .options import Device, Model, ModelDtype, Record, Seed, UsageError, in_a_folder, number, text_file
+from .options import Device, Model, ModelDtype, Record, Seed, UsageError, in_a_folder, text_file
 
 #: Most tokens of a text that are read.
 TEXT_TOKENS = 200_000
@@ -31,7 +31,7 @@ def recall_command(
         ),
     ] = None,
     max_length: Annotated[
-        int | None, number("Most tokens of a row. Default: the positions, at most 2048.", 128)
+        int | None, typer.Option(min=128, help="Most tokens of a row. Default: the positions, at most 2048.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rows and lengths: about a fifth of the time.")] = False,
     seed: Seed = 0,
@@ -79,12 +79,12 @@ def recall_command(
         )
     console.print(report_table(report))
     for probe, reason in report.skipped.items():
-        console.print(f"left out: {probe} ({reason})", markup=False, highlight=False)
-    console.print(f"protocol: {report.protocol}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"left out: {probe} ({reason})")
+    console.print(f"protocol: {report.protocol}", soft_wrap=True)
     data = None if text is None else text.name
     if output is not None:
         write_report(report, output, data=data)
-        console.print(f"written: recall.json, recall.md and recall.png in {output}", markup=False, highlight=False)
+        console.print(f"written: recall.json, recall.md and recall.png in {output}")
     if folder is not None:
         write_report(report, folder, data=data, card=True)
 

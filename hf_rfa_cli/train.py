@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from .console import console, report_of, starting
-from .options import Overwrite, References, Resume, UsageError, number, text_file
+from .options import Overwrite, References, Resume, UsageError, text_file
 
 
 def distill_command(
@@ -29,8 +29,12 @@ def distill_command(
     output: Annotated[Path | None, typer.Option(help="Folder to write. Default: CHECKPOINT-distilled.")] = None,
     references: References = None,
     recipe: Annotated[str, typer.Option(help="A recipe that comes with hf-rfa, or a YAML file.")] = "default",
-    transfer_steps: Annotated[int | None, number("Steps of attention transfer, instead of the recipe's.", 0)] = None,
-    end_to_end_steps: Annotated[int | None, number("Steps of training end to end, instead of the recipe's.", 0)] = None,
+    transfer_steps: Annotated[
+        int | None, typer.Option(min=0, help="Steps of attention transfer, instead of the recipe's.")
+    ] = None,
+    end_to_end_steps: Annotated[
+        int | None, typer.Option(min=0, help="Steps of training end to end, instead of the recipe's.")
+    ] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
 ) -> None:

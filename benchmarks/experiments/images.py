@@ -114,7 +114,7 @@ def finish(folders: dict[str, Path], options: Options, output: Path) -> dict[str
     }
     nothing = torch.zeros(DRAWN, 0, dtype=torch.long)
     calls = {row: partial(draw_images, *pair, above=nothing, seed=0) for row, pair in loaded.items()}
-    milliseconds = interleaved(calls, TIMES, torch.device("cpu"), warmup=0)
+    milliseconds = interleaved(calls, TIMES, warmup=0)
     whole = torch.from_numpy(digits()[1][:10])
     empty, half = whole[:, :0], whole[:, : PIXELS // 2]
     figure = Figure(figsize=(11, 0.62 * (2 * len(loaded) + 1)), layout="tight")

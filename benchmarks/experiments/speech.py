@@ -58,7 +58,7 @@ def measure(seconds: int, steps: int, rows: tuple[str, ...] = COMPARED, **shape:
     audio = torch.randn(1, config.num_mel_bins, seconds * POSITIONS_PER_SECOND * FRAMES)
     start = torch.full((1, 1), config.decoder_start_token_id)
     calls = {row: lambda model=model: model.model.encoder(audio) for row, model in models.items()}
-    reading = interleaved(calls, steps, audio.device)
+    reading = interleaved(calls, steps)
     memory = {row: peak_bytes(call, audio.device) for row, call in calls.items()}
     after = {}
     for row, model in models.items():
@@ -66,7 +66,7 @@ def measure(seconds: int, steps: int, rows: tuple[str, ...] = COMPARED, **shape:
         cache = returned_cache(model(encoder_outputs=read, decoder_input_ids=start, use_cache=True))
         options = {"encoder_outputs": read, "decoder_input_ids": start, "use_cache": True, **cache_argument(cache)}
         after[row] = lambda model=model, options=options: model(**options)
-    step = interleaved(after, 4 * steps, audio.device)
+    step = interleaved(after, 4 * steps)
     return [
         {"row": row, "seconds": seconds, "reading_ms": reading[row], "step_ms": step[row], "peak_bytes": memory[row]}
         for row in rows
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("docs/experiments"))
     arguments = parser.parse_args()
-    console, load = Console(), Load.now()
+    console, load = Console(), Load()
     if warning := load.warning():
         console.print(warning, soft_wrap=True)
     found: list[dict[str, Any]] = []

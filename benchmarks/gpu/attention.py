@@ -67,20 +67,20 @@ def run(setting: Setting) -> dict[str, Any]:
                 for _ in range(3)
             ]
             rows[f"{length}"] = {
-                contestant: attempt(partial(_times, attention, inputs, steps, setting.device))
+                contestant: attempt(partial(_times, attention, inputs, steps))
                 for contestant, attention in contestants(feature_map).items()
             }
         found[name] = rows
     return found
 
 
-def _times(attention: Attention, inputs: list[Tensor], steps: int, device: torch.device) -> dict[str, Any]:
+def _times(attention: Attention, inputs: list[Tensor], steps: int) -> dict[str, Any]:
     """Return the milliseconds of an attention, without gradients and with."""
     with torch.no_grad():
-        forward = interleaved({"": lambda: attention(*inputs)}, steps, device)[""]
+        forward = interleaved({"": lambda: attention(*inputs)}, steps)[""]
     return {
         "forward": forward,
-        "with gradients": interleaved({"": lambda: backward(attention, inputs)}, steps, device)[""],
+        "with gradients": interleaved({"": lambda: backward(attention, inputs)}, steps)[""],
     }
 
 

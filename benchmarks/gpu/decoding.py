@@ -6,15 +6,17 @@ import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import LlamaConfig
 
 from hf_rfa import bench
 from hf_rfa.bench.measure import interleaved
-from hf_rfa.bench.models import SHAPES, cache_at, step_inputs
+from hf_rfa.bench.models import cache_at, step_inputs
 from hf_rfa.inference.loading import read_config
 from hf_rfa.models.cache_names import cache_argument
 
@@ -26,13 +28,25 @@ MODELS: dict[str, dict[str, Any]] = {
     "128 features": {"feature_map": "positive", "num_features": 128},
 }
 POSITION = 2048
+#: SmolLM2-135M's shape.
+SHAPE = LlamaConfig(
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+    rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+)
 
 
 def shape(setting: Setting) -> Any:
     """Return the configuration of the model that is timed: tiny in a dry run, by default SmolLM2's."""
     if setting.model is not None:
         return read_config(setting.model)
-    config = copy.deepcopy(SHAPES["smollm2-135m"])
+    config = copy.deepcopy(SHAPE)
     if setting.dry:
         config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.vocab_size = 2, 36, 48, 64
         config.num_attention_heads, config.num_key_value_heads, config.head_dim = 6, 3, 6
@@ -75,7 +89,7 @@ def _graph(setting: Setting, options: dict[str, Any], batch: int) -> dict[str, A
             calls[f"{name}, graph"] = step
     if setting.device.type != "cuda":
         result["left out"] = "graphs need a CUDA device"
-    return result | {"milliseconds": interleaved(calls, steps, setting.device)}
+    return result | {"milliseconds": interleaved(calls, steps)}
 
 
 @dataclass
@@ -165,9 +179,11 @@ def _positions(
 ) -> dict[str, Any]:
     softmax, rfa = models(setting, max(lengths) + 64, options)
     steps = 1 if setting.dry else 9
-    return {
-        "points": [asdict(each) for each in bench.decoding(softmax, rfa, lengths=lengths, batches=batches, steps=steps)]
-    }
+    points = [
+        bench.decoding(softmax, rfa, length=length, batch=batch, steps=steps)
+        for batch, length in product(batches, lengths)
+    ]
+    return {"points": [asdict(point) for point in points]}
 
 
 def show_positions(results: dict[str, Any], console: Console) -> None:

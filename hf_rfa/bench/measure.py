@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch.utils.benchmark import timer
 
 from hf_rfa.process_memory import give_back_memory
 
@@ -22,7 +22,7 @@ STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class Load:
-    """Load of the machine when figures were measured.
+    """Load of the machine, of the present one by default: made before a measurement, which is a load itself.
 
     Attributes:
         threads: torch's threads on a CPU.
@@ -30,14 +30,9 @@ class Load:
         load: threads of all processes that ran or waited for a core, mean of the last minute.
     """
 
-    threads: int
-    cores: int
-    load: float
-
-    @classmethod
-    def now(cls) -> Load:
-        """Return the current load. Call it before the measurement, which is a load itself."""
-        return cls(torch.get_num_threads(), os.cpu_count() or 1, os.getloadavg()[0])
+    threads: int = field(default_factory=lambda: torch.get_num_threads())
+    cores: int = field(default_factory=lambda: os.cpu_count() or 1)
+    load: float = field(default_factory=lambda: os.getloadavg()[0])
 
     def __str__(self) -> str:
         """Return a line for a caption."""
@@ -54,25 +49,16 @@ class Load:
         )
 
 
-def interleaved(
-    calls: Mapping[str, Callable[[], object]], steps: int, device: torch.device, warmup: int = WARMUP_CALLS
-) -> dict[str, float]:
+def interleaved(calls: Mapping[str, Callable[[], object]], steps: int, warmup: int = WARMUP_CALLS) -> dict[str, float]:
     """Return the median milliseconds of some calls, made in turn ``steps`` times after ``warmup`` times not counted."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for step in range(-warmup, steps):
         for name, call in calls.items():
-            _synchronize(device)
-            start = time.perf_counter()
+            start = timer()  # when the accelerator has done what it was given
             call()
-            _synchronize(device)
             if step >= 0:
-                times[name].append(1000 * (time.perf_counter() - start))
+                times[name].append(1000 * (timer() - start))
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:

@@ -12,11 +12,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
-    BartConfig,
     DynamicCache,
     EncoderDecoderCache,
-    GPT2Config,
-    LlamaConfig,
     StaticCache,
 )
 from transformers.modeling_outputs import BaseModelOutput
@@ -27,31 +24,6 @@ from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.cache_rfa import RFALayer
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 from hf_rfa.models.configuration_rfa_seq2seq import RFASeq2SeqConfigMixin
-
-#: The shapes of published models, which need no download.
-SHAPES: dict[str, Any] = {
-    "gpt2": GPT2Config(),
-    "bart-base": BartConfig(
-        d_model=768,
-        encoder_layers=6,
-        decoder_layers=6,
-        encoder_ffn_dim=3072,
-        decoder_ffn_dim=3072,
-        encoder_attention_heads=12,
-        decoder_attention_heads=12,
-    ),
-    "smollm2-135m": LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-    ),
-}
 
 
 def pair(config: Any, positions: int, **options: Any) -> tuple[Any, Any]:

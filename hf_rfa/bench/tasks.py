@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -20,9 +19,6 @@ from .models import cache_at, step_inputs
 STATIC_CACHE_MARGIN = 64
 #: A compiled model makes a graph at the first step, and another, for any number of tokens, at the second or third.
 WARMUP_CALLS_COMPILED = 6
-
-#: Receives the number of points done and their total.
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -42,13 +38,8 @@ class Point:
     length: int
     batch: int
     milliseconds: dict[str, float]
-    cache_bytes: dict[str, int] = field(default_factory=dict)
+    cache_bytes: dict[str, int]
     source: int = 0
-
-    @property
-    def softmax_milliseconds(self) -> float:
-        """Time of the fastest softmax contestant."""
-        return min(taken for name, taken in self.milliseconds.items() if name.startswith("softmax"))
 
 
 @torch.no_grad()
@@ -56,27 +47,24 @@ def decoding(
     softmax: Any,
     rfa: Any,
     *,
-    lengths: Sequence[int],
-    batches: Sequence[int],
-    sources: Sequence[int] = (0,),
-    steps: int = 11,
+    length: int,
+    batch: int,
+    source: int = 0,
+    steps: int,
     static: bool = False,
     compiled: bool = False,
-    progress: Progress | None = None,
-) -> list[Point]:
-    """Time decoding steps at some positions.
+) -> Point:
+    """Time decoding steps at a position.
 
     Args:
         softmax: the softmax model, with enough positions.
         rfa: the RFA model, with enough positions.
-        lengths: positions to time at.
-        batches: sequences decoded at once.
-        sources: tokens of the encoder's input, for models with an encoder. Its output is computed before.
-        steps: steps timed per point and contestant.
+        length: the position.
+        batch: sequences decoded at once.
+        source: tokens of the encoder's input, for models with an encoder. Its output is computed before.
+        steps: steps timed per contestant.
         static: time the softmax model on a `StaticCache` too.
-        compiled: time both under ``torch.compile`` too, compiled anew for every point, the softmax model on a
-            `StaticCache`.
-        progress: receives (points done, points in all).
+        compiled: time both under ``torch.compile`` too, compiled anew, the softmax model on a `StaticCache`.
     """
     contestants = [("softmax", softmax, False, False), ("RFA", rfa, False, False)]  # name, model, compile, StaticCache
     if static:
@@ -84,41 +72,26 @@ def decoding(
     if compiled:
         contestants.insert(-1, ("softmax, compiled", softmax, True, True))
         contestants.append(("RFA, compiled", rfa, True, False))
-    cases, points = list(product(sources, batches, lengths)), []
-    for source, batch, length in cases:
-        calls: dict[str, Callable[[], object]] = {}
-        sizes: dict[str, int] = {}
-        if compiled:
-            torch.compiler.reset()  # graphs of other points count towards torch's limit on recompilation
-        for name, model, compile_it, fixed in contestants:
-            inputs = step_inputs(model, batch, source)
-            cache = cache_at(model, inputs, length, room=STATIC_CACHE_MARGIN + steps if fixed else 0)
-            sizes[name] = cache_num_bytes(cache)
-            calls[name] = partial(torch.compile(model) if compile_it else model, **inputs, **cache_argument(cache))
-        times = interleaved(calls, steps, rfa.device, WARMUP_CALLS_COMPILED if compiled else WARMUP_CALLS)
-        points.append(Point("decoding", length, batch, times, sizes, source))
-        if progress is not None:
-            progress(len(points), len(cases))
-    return points
+        torch.compiler.reset()  # graphs of other points count towards torch's limit on recompilation
+    calls: dict[str, Callable[[], object]] = {}
+    sizes: dict[str, int] = {}
+    for name, model, compile_it, fixed in contestants:
+        inputs = step_inputs(model, batch, source)
+        cache = cache_at(model, inputs, length, room=STATIC_CACHE_MARGIN + steps if fixed else 0)
+        sizes[name] = cache_num_bytes(cache)
+        calls[name] = partial(torch.compile(model) if compile_it else model, **inputs, **cache_argument(cache))
+    times = interleaved(calls, steps, WARMUP_CALLS_COMPILED if compiled else WARMUP_CALLS)
+    return Point("decoding", length, batch, times, sizes, source)
 
 
-def whole_sequences(
-    task: str,
-    softmax: Any,
-    rfa: Any,
-    *,
-    lengths: Sequence[int],
-    batches: Sequence[int],
-    steps: int = 3,
-    progress: Progress | None = None,
-) -> list[Point]:
+def whole_sequences(task: str, softmax: Any, rfa: Any, *, length: int, batch: int, steps: int) -> Point:
     """Time the processing of whole sequences, with arguments like those of `decoding`.
 
     The task is "prefill" to read prompts into a cache, up to the last token's logits, or "training" for a loss and its
     gradients.
     """
 
-    def run(model: Any, ids: torch.Tensor) -> None:
+    def run(model: Any) -> None:
         if task == "prefill":
             with torch.no_grad():
                 model(ids, use_cache=True, logits_to_keep=1)
@@ -126,13 +99,8 @@ def whole_sequences(
             model(ids, labels=ids, use_cache=False).loss.backward()
             model.zero_grad(set_to_none=True)
 
-    cases, points = list(product(batches, lengths)), []
-    for batch, length in cases:
-        ids = torch.randint(0, rfa.config.vocab_size, (batch, length), device=rfa.device)
-        calls = {"softmax": partial(run, softmax, ids), "RFA": partial(run, rfa, ids)}
-        peaks = {name: peak_bytes(call, rfa.device) for name, call in calls.items()}  # the first calls, which warm up
-        counted = {name: peak for name, peak in peaks.items() if peak is not None}
-        points.append(Point(task, length, batch, interleaved(calls, steps, rfa.device, warmup=0), counted))
-        if progress is not None:
-            progress(len(points), len(cases))
-    return points
+    ids = torch.randint(0, rfa.config.vocab_size, (batch, length), device=rfa.device)
+    calls = {"softmax": partial(run, softmax), "RFA": partial(run, rfa)}
+    peaks = {name: peak_bytes(call, rfa.device) for name, call in calls.items()}  # the first calls, which warm up
+    counted = {name: peak for name, peak in peaks.items() if peak is not None}
+    return Point(task, length, batch, interleaved(calls, steps, warmup=0), counted)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from ..errors import InputError
+from ..io.atomic_io import check_file, folder_beside
 from ..models.cache_rfa import RFALayer
 from ..models.cache_rfa_seq2seq import RFASourceLayer
 from ..models.configuration_rfa import AttentionKind, RFAConfigMixin
@@ -30,28 +31,22 @@ def save_cache(cache: Cache, path: str | Path) -> None:
 
     Raises:
         InputError: if the cache has a layer of another kind, or holds nothing yet; if something that is no file is at the
-            path, such as a folder or a device.
+            path, such as a folder or a device, or its folder cannot be written to.
     """
-    path = Path(path)
-    if path.exists() and not path.is_file():
-        raise InputError(f"{path} exists and is not a file; it is kept. Choose another name.")
-    path = path.resolve()
+    check_file(Path(path))
+    path = Path(path).resolve()
     tensors: dict[str, Tensor] = {}
     about: dict[str, Any] = {}
     for part, layers in _parts(cache).items():
         for index, layer in enumerate(layers):
-            kind, facts = _describe(layer)
-            about[f"{part}.{index}"] = {"kind": kind, **facts}
+            about[f"{part}.{index}"] = _facts(layer)
             for name, tensor in _tensors(layer).items():
                 tensors[f"{part}.{index}.{name}"] = tensor.detach().cpu().contiguous()
     if not tensors:
         raise InputError("this cache holds nothing yet.")
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        save_file(tensors, partial, {"format": FORMAT, "layers": json.dumps(about)})
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with folder_beside(path) as folder:
+        save_file(tensors, folder / path.name, {"format": FORMAT, "layers": json.dumps(about)})
+        (folder / path.name).replace(path)
 
 
 def load_cache(path: str | Path, model: Any) -> Cache:
@@ -95,7 +90,7 @@ def load_cache(path: str | Path, model: Any) -> Cache:
                         f"{path}, layer {index} of {part} attention: the file has {facts['kind']}, and the model {kind}: it "
                         "is another model's."
                     )
-                cache.layers[index] = _restore(kind, facts, of_layer, cache.layers[index])
+                cache.layers[index] = _restore(facts, of_layer)
     # Only now: it looks at what its caches hold.
     return EncoderDecoderCache(*caches.values()) if "cross" in caches else caches["self"]
 
@@ -114,15 +109,13 @@ def _parts(cache: Cache) -> dict[str, list[Any]]:
     return {"self": cache.layers}
 
 
-def _describe(layer: Any) -> tuple[str, dict[str, Any]]:
-    """Return the kind of a layer, and its facts other than tensors."""
-    holds = getattr(layer, "holds", None)
-    if holds == RFASourceLayer.holds:
-        return "source state", {"length": int(layer.cumulative_length), "rows": layer.rows_per_state}
-    if holds == RFALayer.holds:
-        return "state", {"length": int(layer.cumulative_length)}
+def _facts(layer: Any) -> dict[str, Any]:
+    """Return what a file says of a layer in addition to its tensors."""
+    if hasattr(layer, "holds"):
+        length, rows = int(layer.cumulative_length), getattr(layer, "rows_per_state", 1)
+        return {"kind": layer.holds.removeprefix("RFA "), "length": length, "rows": rows}
     if type(layer) is DynamicLayer:
-        return "keys and values", {}
+        return {"kind": "keys and values"}
     raise InputError(f"a cache with a {type(layer).__name__} cannot be saved; one with a DynamicCache can.")
 
 
@@ -134,19 +127,16 @@ def _tensors(layer: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def _restore(kind: str, facts: dict[str, Any], tensors: dict[str, Tensor], empty: Any) -> Any:
-    """Return a layer with what a file holds of it; ``empty`` is the one that the model's configuration makes."""
-    if kind == "source state":
-        source = RFASourceLayer()
-        source.restore(tensors, facts["length"])
-        source.rows_per_state = facts["rows"]
-        return source
-    if kind == "state":
-        empty.restore(tensors, facts["length"])
-        return empty
-    layer = DynamicLayer()
-    layer.lazy_initialization(tensors["keys"], tensors["values"])
-    layer.keys, layer.values = tensors["keys"], tensors["values"]
+def _restore(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """Return a layer with what a file holds of it."""
+    if facts["kind"] == "keys and values":
+        dynamic = DynamicLayer()
+        dynamic.update(tensors["keys"], tensors["values"])
+        return dynamic
+    layer = RFASourceLayer() if facts["kind"] == "source state" else RFALayer()
+    layer.restore(tensors, facts["length"])
+    if isinstance(layer, RFASourceLayer):
+        layer.rows_per_state = facts["rows"]
     return layer
 
 

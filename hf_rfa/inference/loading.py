@@ -27,7 +27,6 @@ from ..errors import InputError
 from ..families import reads_audio
 from ..models.attention import AttentionComponent, RFAAttentionMixin
 from ..models.feature_maps import NoFeatures
-from ..packed_weights import pack_weights, why_not_packed
 from .devices import find_device
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -134,7 +133,6 @@ def load_model(
     dtype: str = "auto",
     device: str = "cpu",
     need_tokenizer: bool = True,
-    packed: bool = False,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a model that generates text, RFA or softmax, and its tokenizer.
 
@@ -144,7 +142,6 @@ def load_model(
         dtype: "auto" for the checkpoint's own, or one of `DTYPES`. States are in float32 in any case.
         device: what it computes on: cpu, cuda, …, or "auto" for an accelerator where there is one.
         need_tokenizer: whether a missing tokenizer is an error; otherwise it is returned as None.
-        packed: pack weights of float32 for inference on this CPU, where it is one for which `pack_weights` can.
 
     Returns:
         The model, in evaluation mode, and its tokenizer.
@@ -183,8 +180,6 @@ def load_model(
         check_vocabulary(tokenizer, config, name)
     if model.device != torch_device:
         model.to(torch_device)
-    if packed and why_not_packed(model) is None:
-        pack_weights(model)
     return model.eval(), tokenizer
 
 

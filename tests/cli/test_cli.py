@@ -65,7 +65,6 @@ def test_generate_streams_and_reports(converted, run_cli, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of the inductor's imports
 def test_generate_compiles(converted, run_cli, capsys):
     """The same text, from both models."""
     options = ("--prompt", "Call me", "--prompt", "The", "--max-new-tokens", "12")
@@ -100,43 +99,37 @@ def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypat
     ("arguments", "words"),
     [
         (["convert", "./nothing", "out"], "there is no folder ./nothing"),
-        (["convert", DEMO_MODEL, "out", "--layers", "a"], "--layers takes all, none, or indices and ranges"),
+        (["convert", DEMO_MODEL, "out", "--layers", "a"], "'--layers': it takes all, none, or indices and ranges"),
         (["convert", DEMO_MODEL, "out", "--layers", "9"], "indices from 0 to 3"),
         (["convert", DEMO_MODEL, "out", "--feature-map", "nope"], "feature_map='nope' is unknown"),
         (["evaluate", DEMO_MODEL, "missing.txt"], "there is no text file missing.txt"),
         (["evaluate", DEMO_MODEL, "."], "there is no text file ."),
-        (
-            ["evaluate", DEMO_MODEL, DEMO_TEXT, "--context-length", "0"],
-            "'--context-length': it must be at least 2, got",
-        ),
-        (["evaluate", DEMO_MODEL, DEMO_TEXT, "--stride", "-1"], "'--stride': it must be at least 1, got -1"),
+        (["evaluate", DEMO_MODEL, DEMO_TEXT, "--context-length", "1"], "'--context-length'"),
+        (["evaluate", DEMO_MODEL, DEMO_TEXT, "--stride", "0"], "'--stride'"),
         (["evaluate", DEMO_MODEL], "Missing argument 'text'"),
         (["score", DEMO_MODEL, DEMO_TEXT, "--references", "."], "there is no text file ."),
         (["score", DEMO_MODEL, DEMO_TEXT, "--save-predictions", "a/b"], "cannot write to"),
         (["score", DEMO_MODEL, DEMO_TEXT, "--task", "summarization", "--bleu-tokenizer", "zh"], "has no effect with"),
         (["distill", "a", "--teacher", "b", "--data", "."], "there is no text file ."),
-        (["distill", "a", "--teacher", "b", "--data", DEMO_TEXT, "--transfer-steps", "-1"], "it must be at least 0"),
-        (["convert", DEMO_MODEL, "out", "--seed", "-1"], "'--seed': it must be at least 0"),
-        (["convert", DEMO_MODEL, "out", "--window-size", "-1"], "'--window-size': it must be at least 0"),
+        (["distill", "a", "--teacher", "b", "--data", DEMO_TEXT, "--transfer-steps", "-1"], "'--transfer-steps'"),
+        (["convert", DEMO_MODEL, "out", "--memory", "7"], "'--memory'"),
+        (["convert", DEMO_MODEL, "out", "--config", "gate"], "'--config': it takes a field and its value"),
+        (["convert", DEMO_MODEL, "out", "--retrieval-heads", "1."], "'--retrieval-heads': it takes a number of heads"),
         (["convert", DEMO_MODEL, "out", "--calibrate", "."], "there is no text file ."),
-        (["bench", "--window-size=-1"], "'--window-size': it must be at least 0, got -1"),
-        (["bench", "--steps", "0"], "'--steps': it must be at least 1, got 0"),
+        (["bench", "--steps", "0"], "'--steps'"),
         (["bench", "--output", "no/where"], "cannot write to"),
         (["convrt"], "No such command 'convrt'. Did you mean 'convert'? See hf-rfa --help."),
         (["convert", DEMO_MODEL, "out", "--nothing"], "No such option: --nothing See hf-rfa convert --help."),
         (["convert", DEMO_MODEL], "Missing"),
-        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "0"], "it must be above 0, got 0.0"),
-        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "-1"], "it must be above 0, got -1.0"),
-        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "nan"], "it must be above 0, got nan"),
-        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "inf"], "it must be above 0, got inf"),
-        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--top-k", "-1"], "it must be at least 0, got -1"),
-        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--top-p", "2"], "above 0 and at most 1, got 2.0"),
-        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--top-p", "nan"], "above 0 and at most 1, got nan"),
-        (["generate", DEMO_MODEL, "--prompt", "x", "--seed", "-1"], "at least 0 and at most 4294967295, got -1"),
-        (["generate", DEMO_MODEL, "--prompt", "x", "--seed", 2**32], "at least 0 and at most 4294967295"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "0"], "a number above 0, got 0.0"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "nan"], "a number above 0, got nan"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "inf"], "a number above 0, got inf"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--top-p", "0"], "a number above 0, got 0.0"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--top-p", "2"], "'--top-p'"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--top-p", "nan"], "'--top-p'"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--seed", 2**32], "'--seed'"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--dtype", "int4"], "'--dtype'"),
         (["generate", DEMO_MODEL], "pass --prompt or --prompt-file"),
-        (["generate", DEMO_MODEL, "--chat"], "pass --prompt or --prompt-file"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--compile", "--num-beams", "2"], "--compile is not for beams"),
         (["generate", DEMO_MODEL, "--prompt", ""], "prompt 1 of 1 is empty"),
         (["generate", DEMO_MODEL, "--prompt-file", "missing.txt"], "there is no text file missing.txt"),
@@ -215,8 +208,8 @@ def test_a_few_tokens_are_scored_with_a_warning(run_cli, tmp_path, capsys):
 
 
 def test_layers_are_read_as_indices_and_ranges():
-    assert cli_convert._layers("--layers", "0,2,4-7") == [0, 2, 4, 5, 6, 7]
-    assert [cli_convert._layers("--layers", text) for text in (None, "all", "none")] == [None, "all", []]
+    assert cli_convert._layers("0,2,4-7") == [0, 2, 4, 5, 6, 7]
+    assert [cli_convert._layers(text) for text in ("all", "none")] == ["all", []]
 
 
 @pytest.mark.parametrize(

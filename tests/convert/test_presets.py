@@ -209,5 +209,7 @@ def test_fields_of_the_configuration(folders, tmp_path, run_cli, capsys):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     capsys.readouterr()
     assert run_cli("convert", folders["gpt2"], tmp_path / "c", "--config", "unit_norm") == 1
-    assert "--config takes a field and its value such as unit_norm=true, got 'unit_norm'" in capsys.readouterr().err
+    assert (
+        "'--config': it takes a field and its value such as unit_norm=true, got 'unit_norm'" in capsys.readouterr().err
+    )
     assert leftovers(tmp_path) == ["a", "b"]

@@ -161,7 +161,7 @@ READERS = {
     "load_model": lambda path: load_model(path),
     "open_checkpoint": lambda path: open_checkpoint(Path(path)),
     "finetune": lambda path: load_config_and_tokenizer(FinetuneArguments(task="clm", train="a.txt", model=path)),
-    "bench": lambda path: bench_command(model=path, batches="1", sources="1"),
+    "bench": lambda path: bench_command(model=path, batches=[1], sources=[1]),
 }
 BROKEN_CONFIGS = {
     "feature_map": ({"model_type": "rfa_gpt2", "feature_map": "nope"}, "feature_map='nope' is unknown"),

@@ -17,8 +17,6 @@ from tests.inference.test_generation import generate, long, prompt_for
 
 STEPS = 25
 SLOW = pytest.mark.slow
-#: torch.compile imports what torch itself has deprecated.
-INDUCTOR = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 CASES = [
     ("llama", "slots"),
     ("gpt2", "window-gate"),
@@ -63,7 +61,6 @@ def test_a_step_of_generate_is_one_graph(family, variant, padded):
 
 @torch.no_grad()
 @pytest.mark.slow
-@INDUCTOR
 def test_a_cache_that_is_reset_compiles_no_second_time():
     """Nor does a thousand tokens."""
     model = long("llama", "slots", torch.float32, 1100)
@@ -88,13 +85,12 @@ def test_a_cache_that_is_reset_compiles_no_second_time():
 INDUCTED = [("gpt2", variant) for variant in ("positive", "positive-gate", "window-gate")]
 INDUCTED += [("llama", variant) for variant in ("slots", "retrieval")]
 INDUCTED += [(family, "both-gate") for family in ("bart", "marian")]
-LOOPS = [("gpt2", variant) for variant in ("positive-gate", "hybrid", "window-gate")]
-LOOPS += [("bart", variant) for variant in ("both-gate", "per-layer")]
+LOOPS = [("gpt2", variant, False) for variant in ("positive-gate", "hybrid", "window-gate")]
+LOOPS += [("bart", variant, False) for variant in ("both-gate", "per-layer")] + [("gpt2", "window-gate", True)]
 
 
 @torch.no_grad()
 @pytest.mark.slow
-@INDUCTOR
 @pytest.mark.parametrize(("family", "variant"), INDUCTED)
 def test_a_compiled_decoding_step_is_one_graph(family, variant):
     """`torch.compile(fullgraph=True)` of a decoding step equals the eager one, and settles after a few graphs."""
@@ -117,13 +113,16 @@ def test_a_compiled_decoding_step_is_one_graph(family, variant):
 
 
 @pytest.mark.slow
-@INDUCTOR
-@pytest.mark.parametrize(("family", "variant"), LOOPS)
-def test_generate_compiles_by_itself_with_a_static_cache(family, variant):
-    """As it does on a GPU; here it is asked to."""
+@pytest.mark.parametrize(("family", "variant", "packed"), LOOPS)
+def test_generate_compiles_by_itself_with_a_static_cache(family, variant, packed):
+    """As it does on a GPU; here it is asked to, and the inductor may pack the weights."""
     model, ids = long(family, variant, torch.float32), prompt_for(family)
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     expected = generate(model, ids, max_new_tokens=25)
-    found = generate(model, ids, max_new_tokens=25, **compiled_steps())
+    with torch._inductor.config.patch(freezing=packed):
+        found = generate(model, ids, max_new_tokens=25, **compiled_steps())
     assert graphs() > 0
+    if torch.backends.mkl.is_available():
+        assert bool(torch._dynamo.utils.counters["inductor"]["mkldnn_linear_weight_pack_matcher_count"]) == packed
     assert torch.equal(found, expected)

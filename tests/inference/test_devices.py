@@ -46,7 +46,8 @@ def test_a_full_accelerator_is_said_in_short(refused_command, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("words", [("convert", "none", "out"), ("generate", "none"), ("evaluate", "none", __file__)])
+@pytest.mark.parametrize(
+    "words", ["convert none out", "generate none --prompt w", f"evaluate none {__file__}", "bench --task prefill"]
+)
 def test_a_device_that_is_not_there_is_refused_first(words, refused_command):
-    more = ["--prompt", "w"] if words[0] == "generate" else []
-    assert "cannot compute on the device 'nowhere'" in refused_command(*words, *more, "--device", "nowhere")
+    assert "cannot compute on the device 'nowhere'" in refused_command(*words.split(), "--device", "nowhere")
