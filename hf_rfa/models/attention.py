@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -268,7 +268,7 @@ class RFAAttentionMixin(nn.Module):
             trainable=config.trainable_projection,
             windowed=self.window_size > 0,
             seed=config.feature_seed,
-            layer_idx=layer_idx,
+            layer_idx=layer_idx + 100_000 * get_args(AttentionKind).index(kind),  # a layer's kinds draw apart
         )
         self.rfa_heads, self.rfa_width = config.num_heads_for(kind), config.head_dim_for(kind)
         gated = config.gate and kind == "causal"
