@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.families import reads_audio
 from hf_rfa.inference.devices import find_device
@@ -165,6 +166,7 @@ def convert(
     if gains:
         report_progress("comparing attention weights", 1)
         maps = compare_attention(model, base_model, inputs)
+    base_memory = cache_memory(base_model)
     del base_model
     gc.collect()
     give_back_memory()
@@ -175,7 +177,7 @@ def convert(
     probe = random_inputs(model.config, seed=options.seed, tokens=1)
     with new_folder(destination) as folder:
         config, model_class, expected = model.config, type(model), _logits(model, probe)
-        figures = model_figures(model, base)
+        figures = model_figures(model, base_memory, base)
         _write(model, tokenizer, base, folder)
         del model
         gc.collect()

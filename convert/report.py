@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
 
-import torch
 from huggingface_hub import ModelCard, ModelCardData
 from rich.table import Table
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.memory import CacheMemory, cache_memory
 from hf_rfa.evaluation.perplexity import shown
 from hf_rfa.families import position_count, reads_audio
-from hf_rfa.inference.cache_files import recurrent_num_bytes
-from hf_rfa.models.cache_names import returned_cache
-from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
+from hf_rfa.models.configuration_rfa import AttentionKind
 from hf_rfa.models.feature_maps import FEATURE_MAPS
 from hf_rfa.models.projected_feature_maps import RandomFeatureMap
 from hf_rfa.version import __version__
@@ -246,75 +243,9 @@ def _size(num_bytes: int) -> str:
     return f"{size:.1f} GiB"
 
 
-#: Types of a base model's layers that keep the last tokens alone, and the configuration's field with their number.
-LIMITED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-
-
-def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -> int:
-    """Return the bytes that an RFA model's cache holds for one sequence; an encoder's attention keeps none.
-
-    Args:
-        model: the RFA model; its softmax layers keep keys and values.
-        length: tokens of the sequence, and of its source where there is one of text; 0 counts the states alone.
-        softmax: count the cache of the softmax base model instead.
-    """
-    config: Any = model.config
-    states = {
-        (each.rfa_kind, each.rfa_layer_idx): sum(layout.num_bytes() for layout in each.memory_layouts(model.dtype))
-        for each in rfa_layers(model).values()
-    }
-    total = 0
-    for kind, index, layer_type in _cached_layers(config):
-        tokens = 0
-        if layer_type in FULL_ATTENTION:
-            tokens = config.max_source_positions if kind == "cross" and length and reads_audio(config) else length
-        elif layer_type in LIMITED:
-            tokens = min(
-                length, getattr(config, LIMITED[layer_type]) - 1
-            )  # the next token is the last one of its window
-        kept = _token_bytes(model, kind) * tokens
-        total += kept if softmax else states.get((kind, index), kept)
-    return total + (_recurrent_bytes(model) if length else 0)
-
-
-def _cached_layers(config: Any) -> Iterator[tuple[AttentionKind, int, str]]:
-    """Yield (kind of attention, index, type in the base model) of every layer that has a cache."""
-    kinds: tuple[AttentionKind, ...] = ("causal", "cross") if config.is_encoder_decoder else ("causal",)
-    for kind in kinds:
-        types = config.base_layer_types() if kind == "causal" else FULL_ATTENTION[:1] * config.num_layers_for(kind)
-        for index, layer_type in enumerate(types):
-            yield kind, index, layer_type
-
-
-def _token_bytes(model: PreTrainedModel, kind: AttentionKind) -> int:
-    """Return the bytes of a token's key and value in a softmax layer."""
-    config: Any = model.config
-    return 2 * config.num_heads_for(kind) * config.head_dim_for(kind) * model.dtype.itemsize
-
-
-def _other_bytes(model: PreTrainedModel) -> dict[str, int]:
-    """Return `ConversionReport.other_bytes` of an RFA model."""
-    config: Any = model.config
-    types = [layer_type for _, _, layer_type in _cached_layers(config)]
-    kept = [
-        min(config.max_position_embeddings, getattr(config, LIMITED[each]) - 1) for each in types if each in LIMITED
-    ]
-    sizes = {"sliding layers": _token_bytes(model, "causal") * sum(kept), "recurrent layers": _recurrent_bytes(model)}
-    return {what: size for what, size in sizes.items() if size}
-
-
-@torch.no_grad()
-def _recurrent_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of recurrent layers' states, of which the configuration does not tell: one token is read."""
-    if all(layer_type in (*FULL_ATTENTION, *LIMITED) for _, _, layer_type in _cached_layers(model.config)):
-        return 0
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    return recurrent_num_bytes(returned_cache(model(token, use_cache=True)))
-
-
-def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the fields of a `ConversionReport` that can be read off the model."""
-    config: Any = model.config
+def model_figures(model: PreTrainedModel, base_memory: CacheMemory, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the fields of a `ConversionReport` that can be read off the model and the memory of its base model."""
+    config, memory = model.config, cache_memory(model)
     layers: dict[str, tuple[int, int]] = {}
     feature_dims: dict[str, int] = {}
     for kind in get_args(AttentionKind):
@@ -332,6 +263,7 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
         if embedding.weight.requires_grad
     )
     lengths = [*(length for length in CACHE_LENGTHS if length < positions), positions]
+    others = {"sliding layers": memory.sliding_after(positions), "recurrent layers": memory.recurrent}
     return {
         "layers": layers,
         "keeps": what_layers_keep(config, feature_dims),
@@ -340,15 +272,12 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
         "num_parameters": sum(parameters.values()),
         "added_parameters": extended + sum(parameters.get(key, 0) for key in new),
         "added_buffers": sum(state[key].numel() for key in new if key not in parameters),
-        "state_bytes": cache_bytes(model, 0),
-        "grows": any(
-            layer_type in FULL_ATTENTION and not config.is_rfa(kind, index)
-            for kind, index, layer_type in _cached_layers(config)
-        ),
-        "other_bytes": _other_bytes(model),
+        "state_bytes": memory.fixed,
+        "grows": memory.per_token + memory.audio > 0,
+        "other_bytes": {what: size for what, size in others.items() if size},
         "audio_positions": config.max_source_positions if reads_audio(config) else None,
-        "own_cache_bytes": {length: cache_bytes(model, length) for length in lengths},
-        "cache_bytes": {length: cache_bytes(model, length, softmax=True) for length in lengths},
+        "own_cache_bytes": {length: memory.after(length) for length in lengths},
+        "cache_bytes": {length: base_memory.after(length) for length in lengths},
     }
 
 

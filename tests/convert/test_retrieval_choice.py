@@ -15,7 +15,7 @@ from hf_rfa.convert.configuration import rfa_config
 from hf_rfa.convert.presets import with_preset
 from hf_rfa.convert.retrieval_heads import choose_retrieval_heads, exact_shares, repeated_passages
 from hf_rfa.errors import InputError
-from hf_rfa.evaluation.recall.memory import cache_memory
+from hf_rfa.evaluation.memory import cache_memory
 from tests.conftest import refused
 from tests.families import save_softmax_model
 
