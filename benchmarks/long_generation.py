@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from transformers.generation.streamers import BaseStreamer
 
 import hf_rfa  # noqa: F401  # registers the RFA models
-from hf_rfa.evaluation.recall.generation import nats_of, repeated_ngrams, sampled
 from hf_rfa.evaluation.memory import cache_memory
+from hf_rfa.evaluation.recall.generation import nats_of, repeated_ngrams, sampled
 from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.cache_names import cache_argument, returned_cache
 

@@ -28,10 +28,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, Family
+from hf_rfa.inference.devices import find_device
 from hf_rfa.inference.loading import check_is_checkpoint, load_tokenizer, read_config, warn_once
 
-from .base_model import rfa_layers
+from .base_model import rfa_layers, softmax_base_model
+from .calibration_data import cut, random_inputs
 from .offload import blocks_on_disk, give_back_after_blocks, offloaded_shapes
+from .options import ConversionOptions
 
 #: Files of a hub checkpoint that are downloaded: weights, configurations, tokenizers and the model card.
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.spm", "*.jinja", "README.md")
@@ -39,6 +42,8 @@ HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.spm", "*.jinja", 
 GGUF_ADVICE = "transformers makes a folder of a GGUF file: docs/conversion.md has the lines."
 #: Bytes of the largest checkpoint that is loaded whole: blocks that stay on disk are read for every token generated.
 MAX_BYTES_IN_MEMORY = 1_000_000_000
+#: Tokens that a model is tried on.
+PROBE_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -307,6 +312,29 @@ def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str, device: torc
             _check_finite(key, tensor, checkpoint.weight_files[0])
     give_back_after_blocks(model)
     return model
+
+
+def load_models(
+    checkpoint: Checkpoint, config: Any, options: ConversionOptions
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return the RFA model of a configuration, not yet calibrated, and the base model, which share their weights.
+
+    Raises:
+        InputError: see `load_rfa_model`; also if the model cannot read a text.
+    """
+    model = load_rfa_model(checkpoint, config, options.dtype, find_device(options.device))
+    try:
+        probe_logits(model, options.seed)
+    except ValueError as error:  # a family of one's own, or a field that its attention does not go by
+        raise InputError(f"{checkpoint.name} cannot be converted: {error}") from error
+    return model, softmax_base_model(model, checkpoint.architecture, checkpoint.config)
+
+
+@torch.no_grad()
+def probe_logits(model: PreTrainedModel, seed: int) -> torch.Tensor:
+    """Return the model's first output on `PROBE_TOKENS` random tokens: logits, or hidden states of one without a head."""
+    inputs = {name: tensor[:1].to(model.device) for name, tensor in random_inputs(model.config, seed=seed).items()}
+    return model(**cut(inputs, slice(-PROBE_TOKENS, None)), use_cache=False)[0].float().cpu()
 
 
 def load_base_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:

@@ -27,6 +27,8 @@ OPTIONS_BY_KIND: dict[AttentionKind, tuple[str, str]] = {
     "cross": ("cross_layers", "num_cross_features"),
     "encoder": ("encoder_layers", "num_encoder_features"),
 }
+#: The other options of causal attention.
+CAUSAL = ("gate", "window_size", "num_sinks", "num_slots", "retrieval_heads")
 NOTHING_TO_CONVERT = "no layer is left to convert. Name at least one in layers, cross_layers or encoder_layers."
 #: The options that are named as the configuration's fields.
 SAME_NAMES = ("feature_map", "gate", "window_size", "num_sinks", "num_slots")
@@ -48,8 +50,8 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
     _check_options(checkpoint, options)
     values: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAMES}
     values |= _other_fields(options) | {"feature_seed": options.seed}
-    if isinstance(options.retrieval_heads, list) and options.retrieval_heads:  # a number of them is chosen later
-        values |= {name: getattr(options, name) for name in ("retrieval_heads", "retrieval_window")}
+    if not options.retrieval_heads or isinstance(options.retrieval_heads, list):  # a number of them is chosen later
+        values |= {"retrieval_heads": options.retrieval_heads or [], "retrieval_window": options.retrieval_window or 0}
     values |= {field: getattr(options, OPTIONS_BY_KIND[kind][1]) for field, kind in config_class.FEATURE_COUNTS.items()}
     try:
         plain = config_class.from_base(checkpoint.config, **{name: [] for name in config_class.SOFTMAX_LAYERS})
@@ -63,9 +65,7 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
             checkpoint.family.architectures[checkpoint.architecture][1](config)
     except (ValueError, StrictDataclassError) as error:
         raise InputError(str(error.__cause__ or error)) from error
-    if not any(map(config.any_rfa, config_class.SOFTMAX_LAYERS.values())):
-        raise InputError(NOTHING_TO_CONVERT)
-    _check_kinds(config, options)
+    _check_layers(checkpoint, config, options)
     if isinstance(options.retrieval_heads, int) and options.retrieval_heads:
         _check_number_of_heads(checkpoint, config, options.retrieval_heads)
     return config
@@ -104,18 +104,27 @@ def _softmax_layers(checkpoint: Checkpoint, config: Any, kind: AttentionKind, la
     return [index for index in possible if index not in converted]
 
 
-def _check_kinds(config: Any, options: ConversionOptions) -> None:
-    """Raise an `InputError` for an option of attention of which no layer is converted."""
-    names = {kind: [count] for kind, (_, count) in OPTIONS_BY_KIND.items()}
-    names["causal"] += ["gate", "window_size", "num_sinks", "num_slots", "retrieval_heads"]
-    for kind, named in names.items():
-        for name in named:
-            value = getattr(options, name)
-            if value and not config.any_rfa(kind):
-                layers = OPTIONS_BY_KIND[kind][0]
+def _check_layers(checkpoint: Checkpoint, config: Any, options: ConversionOptions) -> None:
+    """Raise an `InputError` for options of attention that the model does not have, or of which no layer is converted."""
+    converted = {kind: converted_layers(config, kind) for kind in config.SOFTMAX_LAYERS.values()}
+    for kind, names in OPTIONS_BY_KIND.items():
+        for name in (*names, *(CAUSAL if kind == "causal" else ())):
+            value, layers = getattr(options, name), names[0]
+            if kind not in converted and value is not None:
+                raise InputError(
+                    f"{name}={value} does not apply to {checkpoint.config.model_type}, which has no such attention."
+                )
+            if value and name != layers and not converted.get(kind):
                 raise InputError(
                     f"{name}={value} is of {kind} attention, and none is converted. Leave it out, or name {layers}."
                 )
+    total = sum(converted.values())
+    if not total:
+        raise InputError(NOTHING_TO_CONVERT)
+    if options.keep_softmax >= total:
+        raise InputError(
+            f"keep_softmax={options.keep_softmax} must leave at least one of the {total} layers to convert."
+        )
 
 
 def _check_number_of_heads(checkpoint: Checkpoint, config: Any, number: int) -> None:
@@ -134,9 +143,9 @@ def _check_number_of_heads(checkpoint: Checkpoint, config: Any, number: int) -> 
         )
 
 
-def converted_layers(config: Any) -> int:
-    """Return the number of layers whose causal attention an RFA configuration converts."""
-    return sum(config.is_rfa("causal", index) for index in range(config.num_layers_for("causal")))
+def converted_layers(config: Any, kind: AttentionKind = "causal") -> int:
+    """Return the number of layers whose attention of a kind an RFA configuration converts."""
+    return sum(config.is_rfa(kind, index) for index in range(config.num_layers_for(kind)))
 
 
 def predicts_tokens(checkpoint: Checkpoint) -> bool:
@@ -155,22 +164,11 @@ def _check_options(checkpoint: Checkpoint, options: ConversionOptions) -> None:
             "another preset."
         )
     window, positions = options.retrieval_window or 0, position_count(checkpoint.config)
-    if window and not options.retrieval_heads:
-        raise InputError(
-            f"retrieval_window={window} has no effect without retrieval_heads. Leave it out, or name heads."
-        )
     if window > positions:
         raise InputError(
             f"retrieval_window={window} is more than the {positions} positions of {checkpoint.name}. Leave it out for "
             f"{min(RETRIEVAL_WINDOW, positions)}."
         )
-    present = checkpoint.family.rfa_config.SOFTMAX_LAYERS.values()
-    for name in (name for kind, names in OPTIONS_BY_KIND.items() if kind not in present for name in names):
-        value = getattr(options, name)
-        if value is not None:
-            raise InputError(
-                f"{name}={value} does not apply to {checkpoint.config.model_type}, which has no such attention."
-            )
 
 
 def with_more_positions(checkpoint: Checkpoint, options: ConversionOptions) -> Checkpoint:

@@ -72,7 +72,7 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
     inputs: dict[str, Any] = {"input_ids": token}
     if config.is_encoder_decoder:
         source = torch.zeros(1, config.max_source_positions if reads_audio(config) else 1, config.d_model)
-        encoder_outputs = BaseModelOutput(source.to(model.device, model.dtype))  # type: ignore[arg-type]
+        encoder_outputs = BaseModelOutput(source.to(model.device, model.dtype))
         inputs = {"encoder_outputs": encoder_outputs, "decoder_input_ids": token}
     cache = returned_cache(model.base_model(**inputs, use_cache=True))
     caches = [cache]
@@ -82,7 +82,9 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
     sliding = []
     for layer in (layer for part in caches for layer in part.layers):
         if hasattr(layer, "holds"):  # an RFA layer
-            layout, *retrieval = layer.layouts or [MemoryLayout(heads=0, head_dim=0)]  # cross attention has a state alone
+            layout, *retrieval = layer.layouts or [
+                MemoryLayout(heads=0, head_dim=0)
+            ]  # cross attention has a state alone
             exact = {name: getattr(layout, name) * layout.bytes_per_place() for name in ("window", "sinks", "slots")}
             exact["retrieval"] = sum(memory.num_bytes() for memory in retrieval)
             sizes.update(exact)

@@ -27,9 +27,9 @@ from transformers.cache_utils import DynamicCache
 
 from hf_rfa.convert import convert
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.evaluation.recall import Effort, draw_report, markdown_table, recall_suite, report_table, window_and_sinks
 from hf_rfa.evaluation.recall.generation import agreement, greedy, repeated_ngrams, sampled
-from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.evaluation.recall.probes import (
     DEPTHS,
     Texts,
