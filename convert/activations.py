@@ -109,8 +109,8 @@ def compare_weights(
     activations: LayerActivations,
     hidden_states: Tensor | None = None,
     targets: Iterable[SoftmaxWeights] | None = None,
-) -> Iterator[tuple[SoftmaxWeights, Tensor]]:
-    """Yield the softmax weights of a layer, and the logarithms of the attention weights that its features give.
+) -> Iterator[tuple[SoftmaxWeights, Tensor, ExactTokens | None]]:
+    """Yield the softmax weights of a layer, the logarithms of its own attention weights, and what it sees exactly.
 
     The arguments are those of `layer_divergence`.
     """
@@ -133,7 +133,7 @@ def compare_weights(
             denominator_floor=layer.feature_map.denominator_floor,
             window=window,
         )
-        yield target, log_weights
+        yield target, log_weights, window
 
 
 def exact_tokens(
@@ -183,7 +183,9 @@ def layer_divergence(
         targets: the softmax weights of ``activations``; None computes them.
     """
     comparisons = compare_weights(layer, activations, hidden_states, targets)
-    return activations.mean(torch.cat([target.divergence(log_weights) for target, log_weights in comparisons], dim=-1))
+    return activations.mean(
+        torch.cat([target.divergence(log_weights) for target, log_weights, _ in comparisons], dim=-1)
+    )
 
 
 class LayerInputs(NamedTuple):

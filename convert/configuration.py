@@ -47,7 +47,8 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
         InputError: if an option does not fit the model, or has no effect in it.
     """
     config_class = checkpoint.family.rfa_config
-    _check_options(checkpoint, options)
+    if options.layers == [] and "cross" not in config_class.SOFTMAX_LAYERS.values():
+        raise InputError(NOTHING_TO_CONVERT)
     values: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAMES}
     values |= _other_fields(options) | {"feature_seed": options.seed}
     if not options.retrieval_heads or isinstance(options.retrieval_heads, list):  # a number of them is chosen later
@@ -66,8 +67,7 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
     except (ValueError, StrictDataclassError) as error:
         raise InputError(str(error.__cause__ or error)) from error
     _check_layers(checkpoint, config, options)
-    if isinstance(options.retrieval_heads, int) and options.retrieval_heads:
-        _check_number_of_heads(checkpoint, config, options.retrieval_heads)
+    _check_retrieval_heads(checkpoint, config, options)
     return config
 
 
@@ -127,8 +127,16 @@ def _check_layers(checkpoint: Checkpoint, config: Any, options: ConversionOption
         )
 
 
-def _check_number_of_heads(checkpoint: Checkpoint, config: Any, number: int) -> None:
-    """Raise an `InputError` where a number of retrieval heads cannot be chosen."""
+def _check_retrieval_heads(checkpoint: Checkpoint, config: Any, options: ConversionOptions) -> None:
+    """Raise an `InputError` where a number of retrieval heads cannot be chosen, or cannot have the window that is named."""
+    number, window, positions = options.retrieval_heads, options.retrieval_window, position_count(checkpoint.config)
+    if window is not None and window > positions:
+        raise InputError(
+            f"retrieval_window={window} is more than the {positions} positions of {checkpoint.name}. Leave it out for "
+            f"{min(RETRIEVAL_WINDOW, positions)}."
+        )
+    if isinstance(number, list) or not number:
+        return
     if config.is_encoder_decoder or not predicts_tokens(checkpoint):
         raise InputError(
             f"retrieval_heads={number} are chosen by what a decoder with a language-model head predicts, and "
@@ -151,24 +159,6 @@ def converted_layers(config: Any, kind: AttentionKind = "causal") -> int:
 def predicts_tokens(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint's model has a language-model head."""
     return checkpoint.architecture.endswith(("LMHeadModel", "ForCausalLM"))
-
-
-def _check_options(checkpoint: Checkpoint, options: ConversionOptions) -> None:
-    """Raise an `InputError` for options that do not fit the kinds of attention or the positions of a checkpoint."""
-    seq2seq = "cross" in checkpoint.family.rfa_config.SOFTMAX_LAYERS.values()
-    if options.layers == [] and not seq2seq:
-        raise InputError(NOTHING_TO_CONVERT)
-    if seq2seq and options.preset == "exact" and options.cross_layers != []:
-        raise InputError(
-            "preset=exact keeps no features, and cross attention needs them. Leave it softmax (--cross-layers none), or pass "
-            "another preset."
-        )
-    window, positions = options.retrieval_window or 0, position_count(checkpoint.config)
-    if window > positions:
-        raise InputError(
-            f"retrieval_window={window} is more than the {positions} positions of {checkpoint.name}. Leave it out for "
-            f"{min(RETRIEVAL_WINDOW, positions)}."
-        )
 
 
 def with_more_positions(checkpoint: Checkpoint, options: ConversionOptions) -> Checkpoint:

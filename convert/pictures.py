@@ -60,7 +60,7 @@ def compare_attention(model: nn.Module, base_model: PreTrainedModel, inputs: Inp
         groups, width = layer.feature_map.groups, activation.key.shape[2]
         softmax: list[Tensor] = []
         rfa: list[Tensor] = []
-        for target, log_weights in compare_weights(layer, activation, captured[name].hidden_states):
+        for target, log_weights, _ in compare_weights(layer, activation, captured[name].hidden_states):
             # Of query heads that share a key-value head the first one is shown.
             for blocks, weights in ((softmax, target.softmax), (rfa, log_weights.exp())):
                 block = weights[0, head, ::groups]

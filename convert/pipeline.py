@@ -20,7 +20,7 @@ from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.families import reads_audio
 from hf_rfa.inference.devices import find_device
-from hf_rfa.inference.loading import check_tokens, check_vocabulary
+from hf_rfa.inference.loading import check_tokens, check_vocabulary, load_tokenizer
 from hf_rfa.io.atomic_io import check_destination, check_space, new_folder, remove_leftovers
 from hf_rfa.io.text_io import read_documents
 from hf_rfa.process_memory import give_back_memory
@@ -100,7 +100,6 @@ def convert(
     destination = Path(destination)
     report_progress = progress or (lambda step, total: None)
     options = _resolve_options(options, fields)
-    device = find_device(options.device)
     words = ["hf-rfa", "convert", str(checkpoint), str(destination), *options.words()]
     command = command or shlex.join(words + import_words(options.feature_map))
 
@@ -192,7 +191,7 @@ def convert(
             trials=tuple(trials),
             retrieval_heads=tuple(heads),
             perplexities=perplexities,
-            max_logit_difference=_verify(base, options, model_class, folder, device, expected),
+            max_logit_difference=_verify(base, options, model_class, folder, expected),
             notes=notes(base, config, options, no_tokenizer, perplexities),
             **figures,
         )
@@ -239,7 +238,7 @@ def _prepare_inputs(
             f"{checkpoint.name} reads audio, and {options.calibrate_on} is a text. Leave the text out: such models are "
             "calibrated on noise."
         )
-    tokenizer, no_tokenizer = checkpoint.load_tokenizer()
+    tokenizer, no_tokenizer = load_tokenizer(checkpoint.folder)
     if documents is not None and tokenizer is None:
         raise InputError(
             f"cannot calibrate on {options.calibrate_on} with {checkpoint.name}: {no_tokenizer}. Leave the text out."
@@ -295,14 +294,13 @@ def _verify(
     options: ConversionOptions,
     model_class: Any,
     folder: Path,
-    device: torch.device,
     expected: Tensor,
 ) -> float:
     """Load the written checkpoint; return the largest difference of its logits from those before it was written.
 
     Its weights are compared with those that transformers loads from the source.
     """
-    base_model = load_base_model(checkpoint, options.dtype, device)
+    base_model = load_base_model(checkpoint, options)
     source = digests(base_model)
     if options.max_positions is not None:
         positions = checkpoint.family.position_embeddings(base_model)
@@ -310,7 +308,7 @@ def _verify(
             del source[f"{name}.weight"]
     del base_model
     give_back_memory()
-    model = load_converted(model_class, folder, device)
+    model = load_converted(checkpoint, model_class, folder, find_device(options.device))
     check_kept(digests(model), source, checkpoint.name)
     logits = probe_logits(model, options.seed)
     difference = float((logits - expected).abs().max())

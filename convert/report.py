@@ -139,9 +139,9 @@ class ConversionReport:
         """Return the figures as (name, value) pairs, for the table and the model card."""
         share = self.added_parameters / self.num_parameters
         growth = "and the softmax layers' growing cache" if self.grows else "at any length"
-        converted = {kind: f"{rfa} of {count}" for kind, (rfa, count) in self.layers.items()}
+        converted = ", ".join(f"{kind} {rfa} of {count}" for kind, (rfa, count) in self.layers.items())
         rows = [
-            ("attention layers converted", _by_kind(converted)),
+            ("attention layers converted", converted),
             ("every layer keeps, per head", self.keeps),
             ("parameters added", f"{self.added_parameters:,} ({share:.3%} of {self.num_parameters:,})"),
             ("numbers in buffers added", f"{self.added_buffers:,}"),
@@ -160,28 +160,23 @@ class ConversionReport:
             after = fmean(value for gain in self.gains for value in gain.after)
             rows.append(("KL to the softmax weights", f"{before:.3f} nats, {after:.3f} after calibration"))
         if self.sensitivities:
-            each_layer = ", ".join(f"{each.kind} {each.layer}: {each.divergence:.4f}" for each in self.sensitivities)
-            rows.append(("layer sensitivity, nats per token", each_layer))
+            layers = (f"{layer.kind} {layer.layer}: {layer.divergence:.4f}" for layer in self.sensitivities)
+            rows.append(("layer sensitivity, nats per token", ", ".join(layers)))
         if self.retrieval_heads:
             heads = self.retrieval_heads
-            named = ", ".join(f"{each.layer}.{each.head}" for each in heads)
+            names = ", ".join(f"{head.layer}.{head.head}" for head in heads)
             gained = f"{heads[0].before:.3f} nats without them, {heads[-1].after:.3f} with them"
-            rows.append(("retrieval heads (layer.head)", f"{named}; KL to softmax on repeated passages {gained}"))
+            rows.append(("retrieval heads (layer.head)", f"{names}; KL to softmax on repeated passages {gained}"))
         if self.trials:
-            first = self.trials[0]
-            each_trial = ", ".join(
-                f"{each.name} {shown(each.perplexity)} ({shown(each.repeating)})" for each in self.trials
-            )
-            softmax = f"softmax {shown(first.softmax)} ({shown(first.softmax_repeating)})"
-            rows.append(
-                ("perplexity of ways to spend the memory (where text repeats itself)", f"{softmax}, {each_trial}")
-            )
+            figures = [("softmax", self.trials[0].softmax, self.trials[0].softmax_repeating)]
+            figures += [(trial.name, trial.perplexity, trial.repeating) for trial in self.trials]
+            ways = ", ".join(f"{name} {shown(plain)} ({shown(repeating)})" for name, plain, repeating in figures)
+            rows.append(("perplexity of ways to spend the memory (where text repeats itself)", ways))
         if self.perplexities is not None:
-            found = self.perplexities
-            text = "the base model's own outputs" if found.own_outputs else "the calibration text"
-            names = ("softmax", "swapped", "calibrated")
-            values = ", ".join(f"{name} {shown(getattr(found, name))}" for name in names)
-            rows.append((f"perplexity on {text} ({found.tokens:,} tokens)", values))
+            text = "the base model's own outputs" if self.perplexities.own_outputs else "the calibration text"
+            stages = ("softmax", "swapped", "calibrated")
+            values = ", ".join(f"{stage} {shown(getattr(self.perplexities, stage))}" for stage in stages)
+            rows.append((f"perplexity on {text} ({self.perplexities.tokens:,} tokens)", values))
         rows.append(("largest logit difference after reloading", f"{self.max_logit_difference:.1e}"))
         return rows
 
@@ -195,13 +190,6 @@ class ConversionReport:
         for name, value in self.rows():
             table.add_row(name, value)
         return table
-
-
-def _by_kind(values: dict[str, str]) -> str:
-    """Return one value as it is, and several with their kinds of attention."""
-    if len(values) == 1:
-        return next(iter(values.values()))
-    return ", ".join(f"{kind} {value}" for kind, value in values.items())
 
 
 def _tokens(sinks: int, recent: int, important: int = 0) -> str:

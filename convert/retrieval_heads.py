@@ -168,8 +168,10 @@ def choose_retrieval_heads(
     ids, scored = repeated_passages(inputs["input_ids"], seed=seed)
     passages = {"input_ids": ids, "scored": scored}
     passages |= {name: inputs[name] for name in ("position_ids",) if name in inputs}
-    parts = {name: tensor.to(model.device).split(BLOCKS) for name, tensor in passages.items()}
-    batches = [dict(zip(parts, tensors, strict=True)) for tensors in zip(*parts.values(), strict=True)]
+    batches = [
+        {name: tensor[first : first + BLOCKS].to(model.device) for name, tensor in passages.items()}
+        for first in range(0, len(ids), BLOCKS)
+    ]
     were_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     model.requires_grad_(False)
     heads: list[RetrievalHead] = []
