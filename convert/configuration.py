@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import has_rotary_positions, position_count, scale_rotations
-from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind, RFAConfigMixin
+from hf_rfa.models.configuration_rfa import AttentionKind, RFAConfigMixin
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
 from hf_rfa.models.projected_feature_maps import RandomFeatureMap
 
@@ -88,14 +88,16 @@ def _other_fields(options: ConversionOptions) -> dict[str, Any]:
 
 
 def _softmax_layers(checkpoint: Checkpoint, config: Any, kind: AttentionKind, layers: Layers) -> list[int]:
-    """Return the layers whose attention of a kind stays softmax where some are converted."""
+    """Return the layers whose attention of a kind stays softmax where some are converted.
+
+    ``config`` is of a model of which all layers are converted that can be.
+    """
     count = config.num_layers_for(kind)
-    types = config.base_layer_types() if kind == "causal" else FULL_ATTENTION[:1] * count
-    possible = [index for index in range(count) if types[index] in FULL_ATTENTION]
+    possible = [index for index in range(count) if config.is_rfa(kind, index)]
     if count and not possible:
         raise InputError(
             f"no layer of {checkpoint.name} attends to all tokens before it (its layers are "
-            f"{', '.join(sorted(set(types)))}): its cache does not grow, and there is nothing to convert."
+            f"{', '.join(sorted(set(config.base_layer_types())))}): its cache does not grow, and there is nothing to convert."
         )
     converted = possible if layers == "all" else layers
     if any(index not in possible for index in converted):

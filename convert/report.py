@@ -207,9 +207,9 @@ def what_layers_keep(config: Any, feature_dims: dict[str, int]) -> str:
         feature_dims: F, features per head, of every kind that is converted.
     """
     random = "random " if issubclass(FEATURE_MAPS[config.feature_map], RandomFeatureMap) else ""
-    lines = {f"{kind}:": f"{count} {random}features ({config.feature_map})" for kind, count in feature_dims.items()}
+    lines = {kind: f"{count} {random}features ({config.feature_map})" for kind, count in feature_dims.items()}
     if "causal" in feature_dims:
-        features = lines["causal:"].replace(")", ", gated)") if config.gate else lines["causal:"]
+        features = lines["causal"].replace(")", ", gated)") if config.gate else lines["causal"]
         line = f"{features}, no exact tokens"
         if config.window_size:
             exact = _tokens(config.num_sinks, config.window_size, config.num_slots)
@@ -217,8 +217,8 @@ def what_layers_keep(config: Any, feature_dims: dict[str, int]) -> str:
         if config.retrieval_heads:
             far = _tokens(config.num_sinks, config.retrieval_window)
             line += f"; in retrieval heads, {len(config.retrieval_heads)} in all, {far}"
-        lines["causal:"] = line
-    return "; ".join(line if lines.keys() == {"causal:"} else f"{kind} {line}" for kind, line in lines.items())
+        lines["causal"] = line
+    return "; ".join(line if lines.keys() == {"causal"} else f"{kind}: {line}" for kind, line in lines.items())
 
 
 def _size(num_bytes: int) -> str:
@@ -359,16 +359,11 @@ def use_section(auto_class: str, name: str, feature_map: str | None) -> str:
     return (USE + USE_WITHOUT_PACKAGE).format(auto_class=auto_class, name=name, imports=imports)
 
 
-def _stated(checkpoint: Checkpoint) -> ModelCardData:
-    """Return what a checkpoint's own card states of its license and languages."""
-    path = checkpoint.folder / "README.md"
-    return ModelCard.load(path).data if path.is_file() else ModelCardData()
-
-
 def model_card(report: ConversionReport, checkpoint: Checkpoint) -> ModelCard:
     """Return the model card of a conversion, with the license, the languages and the task that the checkpoint's states."""
     auto_class, task = head_of(checkpoint.architecture)
-    theirs = _stated(checkpoint)
+    path = checkpoint.folder / "README.md"
+    theirs = ModelCard.load(path).data if path.is_file() else ModelCardData()
     fields = ("license", "license_name", "license_link", "language", "pipeline_tag")
     data: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task, "base_model": checkpoint.hub_name}
     data |= {field: theirs.get(field) for field in fields if theirs.get(field) is not None}
