@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_rfa.families import reads_audio
 from hf_rfa.inference.cache_files import recurrent_num_bytes
-from hf_rfa.models.cache_names import returned_cache
+from hf_rfa.models.cache_names import cache_argument, returned_cache
 from hf_rfa.models.memory import MemoryLayout
 
 
@@ -69,7 +69,9 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
     """Return the memory of a model's cache, by reading one token with it; an encoder's attention keeps none."""
     config: Any = model.config
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    inputs: dict[str, Any] = {"input_ids": token}
+    cache = DynamicCache(config=config)
+    cache.layer_class_to_replicate = DynamicLayer  # of BART's decoder alone transformers counts the encoder's layers
+    inputs: dict[str, Any] = {"input_ids": token, **cache_argument(cache)}
     if config.is_encoder_decoder:
         source = torch.zeros(1, config.max_source_positions if reads_audio(config) else 1, config.d_model)
         encoder_outputs = BaseModelOutput(source.to(model.device, model.dtype))
