@@ -26,8 +26,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.evaluation.cards import markdown_table
+from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.evaluation.recall.generation import continuations, nats_of, repeated_ngrams
-from hf_rfa.evaluation.recall.memory import cache_memory
 from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.cache_names import cache_argument, returned_cache
 

@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.evaluation.cards import markdown_table
+from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.evaluation.recall import window_and_sinks
-from hf_rfa.evaluation.recall.memory import cache_memory
 from hf_rfa.evaluation.recall.scoring import Rows, score_tokens
 from hf_rfa.inference.devices import find_device
 from hf_rfa.io.text_io import read_documents, tokenize

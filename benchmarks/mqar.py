@@ -37,7 +37,7 @@ from hf_rfa import RFAGPT2Config, RFAGPT2LMHeadModel
 from hf_rfa.convert import convert
 from hf_rfa.convert.calibration import calibrate
 from hf_rfa.evaluation.cards import markdown_table
-from hf_rfa.evaluation.recall.memory import cache_memory
+from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.finetune.recipe import Stage
 from hf_rfa.finetune.trainers import train_stage
 from hf_rfa.inference import load_model

@@ -21,7 +21,7 @@ from hf_rfa.models.linear_attention import mask_padding
 from hf_rfa.models.masking import MASKED_LOGIT, group_queries, rows_per_token, split_heads, to_rows
 from hf_rfa.models.memory import EMPTY, FOREVER, arrivals_of, ends_of
 
-from .attention_weights import ExactTokens, log_attention_weights, seen_by, tokens_of
+from .attention_weights import ExactTokens, log_attention_weights, seen_by
 
 #: Queries whose attention weights are held at once.
 QUERY_BLOCK = 128
@@ -86,33 +86,21 @@ class SoftmaxWeights(NamedTuple):
 
 
 @torch.no_grad()
-def log_softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> Iterator[tuple[slice, Tensor]]:
-    """Yield rows of queries, about `QUERY_BLOCK`, and the logarithms of their softmax attention weights, [N, H, rows, keys].
-
-    The rows are those of whole tokens and the keys all that they can see, if the layer is causal.
-    """
+def softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> Iterator[SoftmaxWeights]:
+    """Yield the softmax attention weights of a layer, about `QUERY_BLOCK` queries at a time."""
     length, causal = activations.query.shape[2], layer.rfa_kind == "causal"
     groups = rows_per_token(activations.query, activations.key) if causal else 1
     block = max(1, QUERY_BLOCK // groups) * groups
     for start in range(0, length, block):
         rows = slice(start, min(length, start + block))
-        keys = slice(0, tokens_of(rows, groups).stop if causal else activations.key.shape[2])
+        seen = seen_by(rows, activations.query, activations.key, causal=causal)
+        keys = slice(0, seen.shape[-1])
         query, key = activations.query[:, :, rows].float(), activations.key[:, :, keys].float()
         scores = (query * layer.scaling) @ key.transpose(-1, -2)
-        if causal:
-            seen = seen_by(rows, groups, key.device)
-        else:
-            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=key.device)
         if activations.key_mask is not None:
             seen = seen & activations.key_mask[:, None, None, keys]
         # A padded query may see no key: finite logits give it weights instead of NaN, and no mean counts them.
-        yield rows, scores.masked_fill_(~seen, MASKED_LOGIT).log_softmax(-1)
-
-
-@torch.no_grad()
-def softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> Iterator[SoftmaxWeights]:
-    """Yield the softmax attention weights of a layer, `QUERY_BLOCK` queries at a time."""
-    for rows, log_softmax in log_softmax_weights(layer, activations):
+        log_softmax = scores.masked_fill_(~seen, MASKED_LOGIT).log_softmax(-1)
         softmax = log_softmax.exp()
         yield SoftmaxWeights(rows, softmax, (softmax * log_softmax).sum(-1))
 
@@ -122,8 +110,8 @@ def compare_weights(
     activations: LayerActivations,
     hidden_states: Tensor | None = None,
     targets: Iterable[SoftmaxWeights] | None = None,
-) -> Iterator[tuple[SoftmaxWeights, Tensor]]:
-    """Yield the softmax weights of a layer, and the logarithms of the attention weights that its features give.
+) -> Iterator[tuple[SoftmaxWeights, Tensor, ExactTokens | None]]:
+    """Yield the softmax weights of a layer, the logarithms of its own attention weights, and what it sees exactly.
 
     The arguments are those of `layer_divergence`.
     """
@@ -146,7 +134,7 @@ def compare_weights(
             denominator_floor=layer.feature_map.denominator_floor,
             window=window,
         )
-        yield target, log_weights
+        yield target, log_weights, window
 
 
 def exact_tokens(
@@ -196,7 +184,9 @@ def layer_divergence(
         targets: the softmax weights of ``activations``; None computes them.
     """
     comparisons = compare_weights(layer, activations, hidden_states, targets)
-    return activations.mean(torch.cat([target.divergence(log_weights) for target, log_weights in comparisons], dim=-1))
+    return activations.mean(
+        torch.cat([target.divergence(log_weights) for target, log_weights, _ in comparisons], dim=-1)
+    )
 
 
 class LayerInputs(NamedTuple):

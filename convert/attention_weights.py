@@ -30,16 +30,17 @@ def tokens_of(rows: slice, groups: int) -> slice:
     return slice(rows.start // groups, rows.stop // groups)
 
 
-def seen_by(rows: slice, groups: int, device: torch.device, window: int | None = None) -> Tensor:
-    """Return which tokens causal queries see, [rows, tokens], all up to their own or the last ``window``; see `tokens_of`."""
-    return _seen_by(rows.start, rows.stop, groups, device, window)
+def seen_by(rows: slice, query: Tensor, key: Tensor, *, causal: bool = True) -> Tensor:
+    """Return which of their keys some of the queries of a layer see, [rows, keys]: up to the last row's token if causal."""
+    groups = rows_per_token(query, key) if causal else 1
+    return _seen_by(rows.start, rows.stop, groups, None if causal else key.shape[-2], key.device)
 
 
 @lru_cache(maxsize=64)  # calibration asks for the same blocks again and again
-def _seen_by(start: int, stop: int, groups: int, device: torch.device, window: int | None) -> Tensor:
+def _seen_by(start: int, stop: int, groups: int, keys: int | None, device: torch.device) -> Tensor:
     tokens = tokens_of(slice(start, stop), groups)
-    seen = torch.ones(tokens.stop - tokens.start, tokens.stop, dtype=torch.bool, device=device).tril(tokens.start)
-    return to_rows(seen if window is None else seen.triu(tokens.start - window + 1), groups)
+    seen = torch.ones(tokens.stop - tokens.start, keys or tokens.stop, dtype=torch.bool, device=device)
+    return to_rows(seen.tril(tokens.start) if keys is None else seen, groups)
 
 
 class ExactTokens(NamedTuple):
@@ -63,7 +64,7 @@ class ExactTokens(NamedTuple):
         tokens = tokens_of(rows, groups)
         now = torch.arange(tokens.start, tokens.stop, device=self.until.device)[:, None]
         near = now < self.until[:, :, None, : tokens.stop]
-        return to_rows(near, groups) & seen_by(rows, groups, near.device)
+        return to_rows(near, groups) & seen_by(rows, self.query, self.key)
 
 
 def log_attention_weights(
@@ -94,16 +95,11 @@ def log_attention_weights(
         window: the tokens that are seen exactly, or None; padding must not stand between tokens then. All others are scaled
             and decayed from the place on where they are forgotten.
     """
-    groups = rows_per_token(query, key) if causal else 1
-    tokens = tokens_of(rows, groups)
-    columns = slice(0, tokens.stop) if causal else slice(0, key.shape[-2])
+    seen, groups = seen_by(rows, query, key, causal=causal), rows_per_token(query, key)
+    columns = slice(0, seen.shape[-1])
     query, key = query[..., rows, :], key[..., columns, :]
     scores = query @ key.transpose(-1, -2)
     tiny = torch.finfo(scores.dtype).tiny
-    if causal:
-        seen = seen_by(rows, groups, scores.device)
-    else:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
     near = torch.zeros_like(seen) if window is None else window.near(rows)
     log_factor: Tensor | float = 0.0  # of decay and input scale
     if input_scale is not None:
@@ -111,7 +107,7 @@ def log_attention_weights(
         log_factor = absorbed(input_scale, window)[..., None, columns].to(scores.dtype).clamp_min(tiny).log()
     if log_decay is not None:
         total = log_decay.double().cumsum(-1)
-        at_query = to_rows(total[..., tokens, None], groups)
+        at_query = to_rows(total[..., tokens_of(rows, groups), None], groups)
         log_factor = log_factor + (at_query - absorbed(total, window)[..., None, columns]).to(scores.dtype)
 
     log_total = None

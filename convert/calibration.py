@@ -41,7 +41,6 @@ from .activations import (
     LayerActivations,
     LayerInputs,
     compare_weights,
-    exact_tokens,
     layer_activations,
     layer_divergence,
     padding_masks,
@@ -157,12 +156,11 @@ class _Comparison:
         With p and m the shares of the softmax and of the RFA weights that fall in the window, a shift by δ changes the
         divergence by E[log(1 + m (e^δ − 1))] − E[p] δ. That is convex, so a golden-section search finds its minimum.
         """
-        query, key, mask = self.activations.query, self.activations.key, self.activations.key_mask
-        window = cast(ExactTokens, exact_tokens(self.layer, query, key, None, mask, self.hidden_states))
         softmax_shares, rfa_shares, divergences = [], [], []
-        for target, log_weights in compare_weights(self.layer, self.activations, self.hidden_states, self.targets):
+        comparisons = compare_weights(self.layer, self.activations, self.hidden_states, self.targets)
+        for target, log_weights, window in comparisons:
             divergences.append(target.divergence(log_weights))
-            near = window.near(target.rows)
+            near = cast(ExactTokens, window).near(target.rows)
             softmax_shares.append((target.softmax * near).sum(-1))
             rfa_shares.append((log_weights.exp() * near).sum(-1))
         rfa_share = torch.cat(rfa_shares, dim=-1).clamp(0.0, 1.0)  # [N, H, T G]

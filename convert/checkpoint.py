@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, Family
-from hf_rfa.inference.loading import check_is_checkpoint, load_tokenizer, read_config, warn_once
+from hf_rfa.inference.devices import find_device
+from hf_rfa.inference.loading import check_is_checkpoint, read_config, warn_once
 
-from .base_model import rfa_layers
+from .base_model import rfa_layers, softmax_base_model
+from .calibration_data import cut, random_inputs
 from .offload import blocks_on_disk, give_back_after_blocks, offloaded_shapes
+from .options import ConversionOptions
 
 #: Files of a hub checkpoint that are downloaded: weights, configurations, tokenizers and the model card.
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.spm", "*.jinja", "README.md")
@@ -39,6 +42,8 @@ HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.spm", "*.jinja", 
 GGUF_ADVICE = "transformers makes a folder of a GGUF file: docs/conversion.md has the lines."
 #: Bytes of the largest checkpoint that is loaded whole: blocks that stay on disk are read for every token generated.
 MAX_BYTES_IN_MEMORY = 1_000_000_000
+#: Tokens that a model is tried on.
+PROBE_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -67,10 +72,6 @@ class Checkpoint:
     def num_bytes(self) -> int:
         """Bytes of the weight files."""
         return sum(path.stat().st_size for path in self.weight_files)
-
-    def load_tokenizer(self) -> tuple[Any, str | None]:
-        """Return (its tokenizer, None), or (None, why there is none)."""
-        return load_tokenizer(self.folder)
 
 
 def open_checkpoint(
@@ -167,13 +168,9 @@ def locate(name: str, *, revision: str | None, allow_pickle: bool) -> Path:
 
 def _check_config(folder: Path, name: str) -> None:
     """Raise an `InputError` if the configuration is missing, or is of a model that cannot be converted."""
-    path = folder / "config.json"
     check_is_checkpoint(folder, name)
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        model_type, quantization = fields.get("model_type"), fields.get("quantization_config")
-    except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
+    fields = _read_json(folder / "config.json")
+    model_type, quantization = fields.get("model_type"), fields.get("quantization_config")
     if model_type in [family.rfa_config.model_type for family in FAMILIES.values()]:
         raise InputError(f"{name} is an RFA checkpoint already (model_type {model_type!r}). Convert its base model.")
     if model_type not in list(FAMILIES):
@@ -188,31 +185,37 @@ def _check_config(folder: Path, name: str) -> None:
         )
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the fields of a JSON file; raise an `InputError` if there are none."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+
+
 def _quantization_name(quantization: Any) -> str:
     """Return what a configuration's ``quantization_config`` says of the method and its bits."""
     if not isinstance(quantization, dict):
         return str(quantization)
-    bits = quantization.get("bits")
-    if quantization.get("load_in_4bit"):
-        bits = 4
-    elif quantization.get("load_in_8bit"):
-        bits = 8
+    bits = (
+        4 if quantization.get("load_in_4bit") else 8 if quantization.get("load_in_8bit") else quantization.get("bits")
+    )
     method = str(quantization.get("quant_method") or "bitsandbytes")
     return f"{method} {bits} bits" if bits else method
 
 
 def _weight_files(folder: Path, name: str, *, allow_pickle: bool) -> tuple[Path, ...]:
+    """Return a checkpoint's weight files, safetensors if there are any; an `InputError` if one is missing or a pickle."""
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         if (folder / single).is_file():
-            files: tuple[Path, ...] = (folder / single,)
+            shards = {single}
         elif (folder / index).is_file():
-            try:
-                shards = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()
-            except (OSError, json.JSONDecodeError, KeyError, AttributeError) as error:
-                raise InputError(f"cannot read {folder / index}: {error}") from error
-            files = tuple(folder / shard for shard in sorted(set(shards)))
+            shards = set(dict(_read_json(folder / index).get("weight_map") or {}).values())
         else:
             continue
+        if not shards:
+            raise InputError(f"cannot read {folder / index}: it names no weights.")
+        files = tuple(folder / shard for shard in sorted(shards))
         if single == WEIGHTS_NAME and not allow_pickle:
             raise InputError(
                 f"{name} has its weights only as a pickle ({files[0].name}), which can run code when it is loaded. Pass "
@@ -268,24 +271,18 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device) -> PreTrainedModel:
-    """Load softmax weights, in ``dtype`` or "auto", into an RFA model on ``device`` that is configured by ``config``.
+def load_models(
+    checkpoint: Checkpoint, config: Any, options: ConversionOptions
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return the RFA model of a configuration, not yet calibrated, and the base model, which share their weights.
 
     The blocks of a checkpoint over `MAX_BYTES_IN_MEMORY` stay in its files, unless those are pickles.
 
     Raises:
-        InputError: if a tensor of the softmax model is missing, or has the wrong shape.
+        InputError: if a tensor of the softmax model is missing, or has the wrong shape; if the RFA model cannot read a text.
     """
     model_class = checkpoint.family.architectures[checkpoint.architecture][1]
-    model, info = _from_pretrained(
-        model_class,
-        checkpoint.folder,
-        checkpoint.weight_files,
-        config,
-        device,
-        dtype=dtype,
-        ignore_mismatched_sizes=True,
-    )
+    model, info = _from_pretrained(model_class, checkpoint, config, options.dtype, find_device(options.device))
     mismatched = sorted(info["mismatched_keys"])
     missing = sorted(set(info["missing_keys"]) - set(new_keys(model)) - {key for key, *_ in mismatched})
     if missing:
@@ -293,7 +290,6 @@ def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str, device: torc
             f"{checkpoint.name}: the weights lack {len(missing)} tensors that the configuration asks for: "
             f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}."
         )
-    mismatched += [shapes for shapes in offloaded_shapes(model) if shapes[1] != shapes[2]]
     if mismatched:
         key, stored, expected = mismatched[0]
         raise InputError(
@@ -306,57 +302,63 @@ def load_rfa_model(checkpoint: Checkpoint, config: Any, dtype: str, device: torc
         for key, tensor in model.state_dict().items():
             _check_finite(key, tensor, checkpoint.weight_files[0])
     give_back_after_blocks(model)
-    return model
+    try:
+        probe_logits(model, options.seed)
+    except ValueError as error:  # a family of one's own, or a field that its attention does not go by
+        raise InputError(f"{checkpoint.name} cannot be converted: {error}") from error
+    return model, softmax_base_model(model, checkpoint.architecture, checkpoint.config)
 
 
-def load_base_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
-    """Return the softmax model of a checkpoint as transformers loads it; arguments are those of `load_rfa_model`."""
+@torch.no_grad()
+def probe_logits(model: PreTrainedModel, seed: int) -> torch.Tensor:
+    """Return the model's first output on `PROBE_TOKENS` random tokens: logits, or hidden states of one without a head."""
+    inputs = random_inputs(model.config, seed=seed, tokens=1)
+    inputs = {name: tensor[:1].to(model.device) for name, tensor in inputs.items()}
+    return model(**cut(inputs, slice(-PROBE_TOKENS, None)), use_cache=False)[0].float().cpu()
+
+
+def load_base_model(checkpoint: Checkpoint, options: ConversionOptions) -> PreTrainedModel:
+    """Return the softmax model of a checkpoint as transformers loads it."""
     base_class = checkpoint.family.architectures[checkpoint.architecture][0]
     config = copy.deepcopy(checkpoint.config)  # transformers writes into it
-    return _from_pretrained(base_class, checkpoint.folder, checkpoint.weight_files, config, device, dtype=dtype)[0]
+    return _from_pretrained(base_class, checkpoint, config, options.dtype, find_device(options.device))[0]
 
 
-def load_converted(model_class: Any, folder: Path, device: torch.device) -> PreTrainedModel:
-    """Load a converted checkpoint that has just been written; raise an `InputError` if its tensors are not the model's."""
+def load_converted(checkpoint: Checkpoint, model_class: Any, folder: Path, device: torch.device) -> PreTrainedModel:
+    """Return the model that a checkpoint has become, from the folder that has just been written.
+
+    Raises:
+        InputError: if the tensors there are not the model's.
+    """
+    written = replace(checkpoint, folder=folder, weight_files=tuple(folder.glob("*.safetensors")))
     config = model_class.config_class.from_pretrained(folder)
-    files = tuple(folder.glob("*.safetensors"))
-    model, info = _from_pretrained(model_class, folder, files, config, device, dtype="auto")
+    model, info = _from_pretrained(model_class, written, config, "auto", device)
     problems = [f"{kind} {key}" for kind in ("missing", "unexpected", "mismatched") for key in info[f"{kind}_keys"]]
-    problems += [f"mismatched {key}" for key, stored, expected in offloaded_shapes(model) if stored != expected]
     if problems:
         raise InputError(f"the written checkpoint does not load as it should: {', '.join(problems)}")
     return model
 
 
 def _from_pretrained(
-    model_class: Any,
-    folder: Path,
-    files: tuple[Path, ...],
-    config: Any,
-    device: torch.device,
-    *,
-    dtype: str,
-    ignore_mismatched_sizes: bool = False,
+    model_class: Any, checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the model of a folder's weight files, in evaluation mode, and the names of unfit tensors.
-
-    The blocks of more than `MAX_BYTES_IN_MEMORY` stay in the files, unless those are pickles.
-    """
-    is_pickle = files[0].suffix == ".bin"
+    """Return the model of a checkpoint's weight files, in evaluation mode, and the names of unfit tensors."""
     device_map = None
-    if not is_pickle and sum(path.stat().st_size for path in files) > MAX_BYTES_IN_MEMORY:
+    if not checkpoint.uses_pickle and checkpoint.num_bytes > MAX_BYTES_IN_MEMORY:
         device_map = blocks_on_disk(model_class, config, device)
     with quiet():
         model, info = model_class.from_pretrained(
-            folder,
+            checkpoint.folder,
             config=config,
             dtype=dtype,
             device_map=device_map,
-            use_safetensors=not is_pickle,
+            use_safetensors=not checkpoint.uses_pickle,
             weights_only=True,
-            ignore_mismatched_sizes=ignore_mismatched_sizes,
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
+    on_disk = [shapes for shapes in offloaded_shapes(model) if shapes[1] != shapes[2]]
+    info["mismatched_keys"] = [*info["mismatched_keys"], *on_disk]
     return (model.eval() if device_map else model.eval().to(device)), info
 
 

@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import has_rotary_positions, position_count, scale_rotations
-from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind, RFAConfigMixin
+from hf_rfa.models.configuration_rfa import AttentionKind, RFAConfigMixin
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
 
 from .checkpoint import Checkpoint
@@ -26,6 +26,8 @@ OPTIONS_BY_KIND: dict[AttentionKind, tuple[str, str]] = {
     "cross": ("cross_layers", "num_cross_features"),
     "encoder": ("encoder_layers", "num_encoder_features"),
 }
+#: The other options of causal attention.
+CAUSAL = ("gate", "window_size", "num_sinks", "num_slots", "retrieval_heads")
 NOTHING_TO_CONVERT = "no layer is left to convert. Name at least one in layers, cross_layers or encoder_layers."
 #: The options that are named as the configuration's fields.
 SAME_NAMES = ("feature_map", "gate", "window_size", "num_sinks", "num_slots")
@@ -44,11 +46,12 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
         InputError: if an option does not fit the model, or has no effect in it.
     """
     config_class = checkpoint.family.rfa_config
-    _check_options(checkpoint, options)
+    if options.layers == [] and "cross" not in config_class.SOFTMAX_LAYERS.values():
+        raise InputError(NOTHING_TO_CONVERT)
     values: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAMES}
     values |= _other_fields(options) | {"feature_seed": options.seed}
-    if isinstance(options.retrieval_heads, list) and options.retrieval_heads:  # a number of them is chosen later
-        values |= {name: getattr(options, name) for name in ("retrieval_heads", "retrieval_window")}
+    if not options.retrieval_heads or isinstance(options.retrieval_heads, list):  # a number of them is chosen later
+        values |= {"retrieval_heads": options.retrieval_heads or [], "retrieval_window": options.retrieval_window or 0}
     values |= {field: getattr(options, OPTIONS_BY_KIND[kind][1]) for field, kind in config_class.FEATURE_COUNTS.items()}
     try:
         plain = config_class.from_base(checkpoint.config, **{name: [] for name in config_class.SOFTMAX_LAYERS})
@@ -62,11 +65,8 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
             checkpoint.family.architectures[checkpoint.architecture][1](config)
     except (ValueError, StrictDataclassError) as error:
         raise InputError(str(error.__cause__ or error)) from error
-    if not any(map(config.any_rfa, config_class.SOFTMAX_LAYERS.values())):
-        raise InputError(NOTHING_TO_CONVERT)
-    _check_kinds(config, options)
-    if isinstance(options.retrieval_heads, int) and options.retrieval_heads:
-        _check_number_of_heads(checkpoint, config, options.retrieval_heads)
+    _check_layers(checkpoint, config, options)
+    _check_retrieval_heads(checkpoint, config, options)
     return config
 
 
@@ -81,14 +81,16 @@ def _other_fields(options: ConversionOptions) -> dict[str, Any]:
 
 
 def _softmax_layers(checkpoint: Checkpoint, config: Any, kind: AttentionKind, layers: Layers) -> list[int]:
-    """Return the layers whose attention of a kind stays softmax where some are converted."""
+    """Return the layers whose attention of a kind stays softmax where some are converted.
+
+    ``config`` is of a model of which all layers are converted that can be.
+    """
     count = config.num_layers_for(kind)
-    types = config.base_layer_types() if kind == "causal" else FULL_ATTENTION[:1] * count
-    possible = [index for index in range(count) if types[index] in FULL_ATTENTION]
+    possible = [index for index in range(count) if config.is_rfa(kind, index)]
     if count and not possible:
         raise InputError(
             f"no layer of {checkpoint.name} attends to all tokens before it (its layers are "
-            f"{', '.join(sorted(set(types)))}): its cache does not grow, and there is nothing to convert."
+            f"{', '.join(sorted(set(config.base_layer_types())))}): its cache does not grow, and there is nothing to convert."
         )
     converted = possible if layers == "all" else layers
     if any(index not in possible for index in converted):
@@ -97,22 +99,39 @@ def _softmax_layers(checkpoint: Checkpoint, config: Any, kind: AttentionKind, la
     return [index for index in possible if index not in converted]
 
 
-def _check_kinds(config: Any, options: ConversionOptions) -> None:
-    """Raise an `InputError` for an option of attention of which no layer is converted."""
-    names = {kind: [count] for kind, (_, count) in OPTIONS_BY_KIND.items()}
-    names["causal"] += ["gate", "window_size", "num_sinks", "num_slots", "retrieval_heads"]
-    for kind, named in names.items():
-        for name in named:
-            value = getattr(options, name)
-            if value and not config.any_rfa(kind):
-                layers = OPTIONS_BY_KIND[kind][0]
+def _check_layers(checkpoint: Checkpoint, config: Any, options: ConversionOptions) -> None:
+    """Raise an `InputError` for options of attention that the model does not have, or of which no layer is converted."""
+    converted = {kind: converted_layers(config, kind) for kind in config.SOFTMAX_LAYERS.values()}
+    for kind, names in OPTIONS_BY_KIND.items():
+        for name in (*names, *(CAUSAL if kind == "causal" else ())):
+            value, layers = getattr(options, name), names[0]
+            if kind not in converted and value is not None:
+                raise InputError(
+                    f"{name}={value} does not apply to {checkpoint.config.model_type}, which has no such attention."
+                )
+            if value and name != layers and not converted.get(kind):
                 raise InputError(
                     f"{name}={value} is of {kind} attention, and none is converted. Leave it out, or name {layers}."
                 )
+    total = sum(converted.values())
+    if not total:
+        raise InputError(NOTHING_TO_CONVERT)
+    if options.keep_softmax >= total:
+        raise InputError(
+            f"keep_softmax={options.keep_softmax} must leave at least one of the {total} layers to convert."
+        )
 
 
-def _check_number_of_heads(checkpoint: Checkpoint, config: Any, number: int) -> None:
-    """Raise an `InputError` where a number of retrieval heads cannot be chosen."""
+def _check_retrieval_heads(checkpoint: Checkpoint, config: Any, options: ConversionOptions) -> None:
+    """Raise an `InputError` where a number of retrieval heads cannot be chosen, or cannot have the window that is named."""
+    number, window, positions = options.retrieval_heads, options.retrieval_window, position_count(checkpoint.config)
+    if window is not None and window > positions:
+        raise InputError(
+            f"retrieval_window={window} is more than the {positions} positions of {checkpoint.name}. Leave it out for "
+            f"{min(RETRIEVAL_WINDOW, positions)}."
+        )
+    if isinstance(number, list) or not number:
+        return
     if config.is_encoder_decoder or not predicts_tokens(checkpoint):
         raise InputError(
             f"retrieval_heads={number} are chosen by what a decoder with a language-model head predicts, and "
@@ -127,43 +146,14 @@ def _check_number_of_heads(checkpoint: Checkpoint, config: Any, number: int) -> 
         )
 
 
-def converted_layers(config: Any) -> int:
-    """Return the number of layers whose causal attention an RFA configuration converts."""
-    return sum(config.is_rfa("causal", index) for index in range(config.num_layers_for("causal")))
+def converted_layers(config: Any, kind: AttentionKind = "causal") -> int:
+    """Return the number of layers whose attention of a kind an RFA configuration converts."""
+    return sum(config.is_rfa(kind, index) for index in range(config.num_layers_for(kind)))
 
 
 def predicts_tokens(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint's model has a language-model head."""
     return checkpoint.architecture.endswith(("LMHeadModel", "ForCausalLM"))
-
-
-def _check_options(checkpoint: Checkpoint, options: ConversionOptions) -> None:
-    """Raise an `InputError` for options that do not fit the kinds of attention or the positions of a checkpoint."""
-    seq2seq = "cross" in checkpoint.family.rfa_config.SOFTMAX_LAYERS.values()
-    if options.layers == [] and not seq2seq:
-        raise InputError(NOTHING_TO_CONVERT)
-    if seq2seq and options.preset == "exact" and options.cross_layers != []:
-        raise InputError(
-            "preset=exact keeps no features, and cross attention needs them. Leave it softmax (--cross-layers none), or pass "
-            "another preset."
-        )
-    window, positions = options.retrieval_window or 0, position_count(checkpoint.config)
-    if window and not options.retrieval_heads:
-        raise InputError(
-            f"retrieval_window={window} has no effect without retrieval_heads. Leave it out, or name heads."
-        )
-    if window > positions:
-        raise InputError(
-            f"retrieval_window={window} is more than the {positions} positions of {checkpoint.name}. Leave it out for "
-            f"{min(RETRIEVAL_WINDOW, positions)}."
-        )
-    present = checkpoint.family.rfa_config.SOFTMAX_LAYERS.values()
-    for name in (name for kind, names in OPTIONS_BY_KIND.items() if kind not in present for name in names):
-        value = getattr(options, name)
-        if value is not None:
-            raise InputError(
-                f"{name}={value} does not apply to {checkpoint.config.model_type}, which has no such attention."
-            )
 
 
 def with_more_positions(checkpoint: Checkpoint, options: ConversionOptions) -> Checkpoint:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_rfa.models.attention import RFAAttentionMixin
 
-from .activations import LayerActivations, log_softmax_weights
+from .activations import LayerActivations, softmax_weights
 from .attention_weights import tokens_of
 
 #: Ridge penalty, relative to the weight of all tokens and the variance of each input.
@@ -68,11 +68,11 @@ def far_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> tupl
     mask = torch.ones(rows, length, dtype=torch.bool, device=activations.key.device) if mask is None else mask
     count = mask.cumsum(1)
     total = torch.zeros(rows, heads, length, device=count.device)
-    for query_rows, log_softmax in log_softmax_weights(layer, activations):
-        tokens, keys = tokens_of(query_rows, groups), log_softmax.shape[-1]
+    for target in softmax_weights(layer, activations):
+        tokens, keys = tokens_of(target.rows, groups), target.softmax.shape[-1]
         far = count[:, tokens, None] - count[:, None, :keys] >= layer.window_size
         far = far & mask[:, tokens, None]
-        squares = log_softmax.exp_().square_().unflatten(2, (-1, groups)).sum(3)
+        squares = target.softmax.square().unflatten(2, (-1, groups)).sum(3)
         total[..., :keys] += squares.mul_(far[:, None]).sum(2)
     queries = (count[:, -1:] - count - layer.window_size + 1).clamp_min(0)
     weight = queries.clamp_max(ENOUGH_QUERIES) * (mask & (count > layer.num_sinks))

@@ -15,21 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
-from transformers import PreTrainedModel
-
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.families import position_count
-from hf_rfa.inference.devices import find_device
 
-from .base_model import softmax_base_model
 from .calibration import calibrate
 from .calibration_data import Inputs, batches
-from .checkpoint import Checkpoint, load_rfa_model
+from .checkpoint import Checkpoint, load_models
 from .configuration import converted_layers, predicts_tokens, rfa_config
 from .options import ConversionOptions
 from .presets import FEATURES_STEP, RETRIEVAL_WINDOW, SINKS, Budget, Trained, budget_of
-from .retrieval_heads import RetrievalHead, choose_retrieval_heads, repeated_passages
+from .retrieval_heads import RetrievalHead, find_retrieval_heads, repeated_passages
 
 #: Tokens of the base model's cache that are spent by default: about what the presets take.
 DEFAULT_MEMORY = 64
@@ -105,78 +101,58 @@ def ways_to_spend(
 
     ``heads`` are [layer, head] of the retrieval heads of those ways that have some; None leaves these ways out.
     """
-    memory = options.memory or DEFAULT_MEMORY
-    budget = budget_of(checkpoint, options, memory)
-    options = replace(options, search=False, memory=None, gate=False, num_sinks=min(SINKS, memory // 4))
-    options = replace(options, preset="exact", feature_map="none")
-
-    def plain_way(window: int, slots: int, features: int = 0) -> Way:
-        """Return the way without retrieval heads."""
-        sinks = int(options.num_sinks or 0)
-        name = f"window {window}, sinks {sinks}"
-        name += f", slots {slots}" if slots else ""
-        name += f", {features} features" if features else ""
-        rows = budget.state_rows(FEATURE_MAP, features) if features else 0
-        layout = replace(budget.layout, window=window, sinks=sinks, slots=slots, state_rows=rows)
-        chosen = replace(options, window_size=window, num_slots=slots)
-        if features:
-            chosen = replace(chosen, preset="mixed", feature_map=FEATURE_MAP, num_features=features)
-        return Way(name, layout.num_bytes() / budget.token, chosen)
-
-    sinks = int(options.num_sinks or 0)
-    places = budget.places()
-    ways = [plain_way(places - sinks, 0)]
-    for parts in (2, 4):
-        window = max(1, places // parts)
-        ways.append(plain_way(window, places - sinks - window))
-    if heads:
-        all_heads = number_of_heads(checkpoint, ways[0].options)
-        shares: dict[int, float] = {}
-        for number, share in retrieval_counts(all_heads).items():
-            shares.setdefault(min(len(heads), number), share)
-        longest = min(RETRIEVAL_WINDOW, position_count(checkpoint.config))
-        for number, share in shares.items():
-            ways += _ways_with_retrieval(budget, options, heads[:number], share, all_heads, longest)
+    memory, heads = options.memory or DEFAULT_MEMORY, heads or []
+    budget, sinks = budget_of(checkpoint, options, memory), min(SINKS, memory // 4)
+    exact = replace(options, search=False, memory=None, gate=False, num_sinks=sinks, num_slots=0, preset="exact")
+    exact = replace(exact, feature_map="none", window_size=budget.places() - sinks)
+    all_heads = number_of_heads(checkpoint, exact)
+    with_retrieval = []
+    shares: dict[int, float] = {}
+    for number, share in retrieval_counts(all_heads).items():
+        shares.setdefault(min(len(heads), number), share)
+    place = replace(budget.layout, heads=1).bytes_per_place()
+    for number, share in shares.items() if heads else ():
+        total = budget.total * all_heads // budget.layout.heads
+        far = min(RETRIEVAL_WINDOW, position_count(checkpoint.config), int(total * share) // (number * place))
+        near = (total - number * far * place) // ((all_heads - number) * place)
+        if far > sinks and near >= 2 * sinks:
+            chosen = replace(exact, retrieval_heads=heads[:number], retrieval_window=far - sinks)
+            with_retrieval += [way for way in _with_slots(chosen, near) if way.num_slots]
+    mixed = []
     features = budget.features(FEATURE_MAP, budget.total // 2, FEATURES_STEP)
     places = budget.places(budget.state_rows(FEATURE_MAP, features)) - sinks if features else 0
     for parts in (1, 2):
         if places >= parts:
             window = -(-places // parts)
-            ways.append(plain_way(window, places - window, features))
-    return ways
+            chosen = replace(exact, preset="mixed", feature_map=FEATURE_MAP, num_features=features)
+            mixed.append(replace(chosen, window_size=window, num_slots=places - window))
+    ways = [exact, *_with_slots(exact, budget.places()), *with_retrieval, *mixed]
+    return [_named(way, budget, all_heads) for way in ways]
 
 
-def _ways_with_retrieval(
-    budget: Budget, options: ConversionOptions, heads: list[list[int]], share: float, all_heads: int, longest: int
-) -> list[Way]:
-    """Return the ways with slots and retrieval heads.
+def _with_slots(options: ConversionOptions, places: int) -> list[ConversionOptions]:
+    """Return the options with slots in place of a half and of three quarters of the places of a head."""
+    windows = [max(1, places // parts) for parts in (2, 4)]
+    sinks = int(options.num_sinks or 0)
+    return [replace(options, window_size=window, num_slots=places - sinks - window) for window in windows]
 
-    Args:
-        budget: the memory of a layer.
-        options: those that all ways have in common.
-        heads: the retrieval heads.
-        share: the most of the memory of all layers that these take.
-        all_heads: number of heads in all layers that are converted.
-        longest: most tokens that a retrieval head keeps.
-    """
-    number, layers, sinks = len(heads), all_heads // budget.layout.heads, int(options.num_sinks or 0)
-    others, place = all_heads - number, replace(budget.layout, heads=1).bytes_per_place()
-    total = budget.total * layers
-    far = min(longest, int(total * share) // (number * place))
-    near = (total - number * far * place) // (others * place)
-    if far <= sinks or near < 2 * sinks:
-        return []
-    tokens = (number * far + others * near) * place / layers / budget.token
-    options = replace(options, retrieval_heads=heads, retrieval_window=far - sinks)
-    ways = []
-    for parts in (2, 4):
-        window = max(1, near // parts)
-        slots = near - sinks - window
-        if slots > 0:
-            of_them = f"{number} retrieval head{'s' * (number > 1)} of {far - sinks}"
-            name = f"window {window}, sinks {sinks}, slots {slots}, {of_them}"
-            ways.append(Way(name, tokens, replace(options, window_size=window, num_slots=slots)))
-    return ways
+
+def _named(options: ConversionOptions, budget: Budget, all_heads: int) -> Way:
+    """Return a way with its name and its bytes; ``all_heads`` is the number of heads of all layers that are converted."""
+    window, sinks, slots = (int(size or 0) for size in (options.window_size, options.num_sinks, options.num_slots))
+    features, number, num_bytes = options.num_features, 0, 0
+    name = f"window {window}, sinks {sinks}"
+    name += f", slots {slots}" if slots else ""
+    name += f", {features} features" if features else ""
+    head = replace(budget.layout, heads=1)
+    if isinstance(options.retrieval_heads, list):
+        number, far = len(options.retrieval_heads), int(options.retrieval_window or 0)
+        name += f", {number} retrieval head{'s' * (number > 1)} of {far}"
+        num_bytes = number * replace(head, window=far, sinks=sinks).num_bytes()
+    rows = budget.state_rows(FEATURE_MAP, features) if features else 0
+    others = replace(head, window=window, sinks=sinks, slots=slots, state_rows=rows)
+    num_bytes += (all_heads - number) * others.num_bytes()
+    return Way(name, num_bytes / (all_heads // budget.layout.heads) / budget.token, options)
 
 
 def retrieval_counts(all_heads: int) -> dict[int, float]:
@@ -217,27 +193,15 @@ def search_memory(
     texts = [held_out, held_out | {"input_ids": repeated_passages(held_out["input_ids"], seed=options.seed)[0]}]
     batched = [batches(text | {"labels": text["input_ids"]}) for text in texts]
     plain = ways_to_spend(checkpoint, options)[0].options
-    report_progress("loading the weights", 1)
-    model, base_model = _load(checkpoint, plain)
-    report_progress("scoring the base model", 1)
-    softmax = [score_labels(base_model, text).perplexity for text in batched]
     count = max(retrieval_counts(number_of_heads(checkpoint, plain)))
-    heads: list[RetrievalHead] = []
-    if model.config.num_heads_for("causal") > 1:
-        report_progress("choosing retrieval heads", count)
-        heads = choose_retrieval_heads(
-            model,
-            base_model,
-            fit,
-            count,
-            seed=options.seed,
-            on_head=lambda: report_progress(None, 1),
-        )
+    heads = find_retrieval_heads(checkpoint, rfa_config(checkpoint, plain), plain, fit, count, report_progress)
     ways = ways_to_spend(checkpoint, options, [[head.layer, head.head] for head in heads])
     report_progress("trying ways to spend the memory", len(ways))
+    softmax: list[float] = []
     trials: list[Trial] = []
     for name, tokens, chosen in ways:
-        model, base_model = _load(checkpoint, chosen)
+        model, base_model = load_models(checkpoint, rfa_config(checkpoint, chosen), chosen)
+        softmax = softmax or [score_labels(base_model, text).perplexity for text in batched]
         calibrate(model, base_model, fit, on_layer=lambda: None)
         perplexity, repeating = (score_labels(model, text).perplexity for text in batched)
         trials.append(Trial(name, tokens, perplexity, softmax[0], repeating, softmax[1]))
@@ -246,10 +210,3 @@ def search_memory(
     finite = [math.inf if math.isnan(trial.repeating) else trial.repeating for trial in trials]
     best = ways[finite.index(min(finite))].options
     return best, trials, heads if best.retrieval_heads else []
-
-
-def _load(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return the RFA model of some options, not yet calibrated, and the base model."""
-    config, device = rfa_config(checkpoint, options), find_device(options.device)
-    model = load_rfa_model(checkpoint, config, options.dtype, device)
-    return model, softmax_base_model(model, checkpoint.architecture, checkpoint.config)

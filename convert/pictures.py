@@ -58,16 +58,14 @@ def compare_attention(model: nn.Module, base_model: PreTrainedModel, inputs: Inp
     for divergence, name, head in (heads[index] for index in sorted({0, len(heads) // 2, len(heads) - 1}) if heads):
         layer, activation = layers[name], activations[name]
         groups, width = layer.feature_map.groups, activation.key.shape[2]
-        softmax: list[Tensor] = []
-        rfa: list[Tensor] = []
-        for target, log_weights in compare_weights(layer, activation, captured[name].hidden_states):
-            # Of query heads that share a key-value head the first one is shown.
-            for blocks, weights in ((softmax, target.softmax), (rfa, log_weights.exp())):
-                block = weights[0, head, ::groups]
-                blocks.append(F.pad(block, (0, width - block.shape[-1])))
+        comparisons = compare_weights(layer, activation, captured[name].hidden_states)
+        both = [torch.stack([target.softmax, log_weights.exp()]) for target, log_weights, _ in comparisons]
+        # Of query heads that share a key-value head the first one is shown.
+        blocks = [F.pad(block[:, 0, head, ::groups], (0, width - block.shape[-1])) for block in both]
+        softmax, rfa = torch.cat(blocks, dim=1).cpu()
         count = layer.feature_map.num_heads + len(layer.retrieval_heads)
         with_features = [index for index in range(count) if index not in layer.retrieval_heads]
-        maps.append(HeadMap(name, with_features[head], divergence, torch.cat(softmax).cpu(), torch.cat(rfa).cpu()))
+        maps.append(HeadMap(name, with_features[head], divergence, softmax, rfa))
     return maps
 
 

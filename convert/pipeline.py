@@ -16,15 +16,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.families import reads_audio
 from hf_rfa.inference.devices import find_device
-from hf_rfa.inference.loading import check_tokens, check_vocabulary
+from hf_rfa.inference.loading import check_tokens, check_vocabulary, load_tokenizer
 from hf_rfa.io.atomic_io import check_destination, check_space, new_folder, remove_leftovers
 from hf_rfa.io.text_io import read_documents
 from hf_rfa.process_memory import give_back_memory
 
-from .base_model import extend_positions, rfa_layers, softmax_base_model
+from .base_model import extend_positions, rfa_layers
 from .calibration import calibrate, output_at_hand
 from .calibration_data import (
     MEMORY_TEXT_TOKENS,
@@ -34,10 +35,8 @@ from .calibration_data import (
     add_outputs,
     batches,
     calibration_inputs,
-    cut,
-    random_inputs,
 )
-from .checkpoint import Checkpoint, load_base_model, load_converted, load_rfa_model, open_checkpoint, quiet
+from .checkpoint import Checkpoint, load_base_model, load_converted, load_models, open_checkpoint, probe_logits, quiet
 from .configuration import import_words, rfa_config, with_more_positions
 from .kept_weights import check_kept, digests
 from .memory_search import Trial, check_search, search_memory, ways_to_spend
@@ -45,15 +44,13 @@ from .options import ConversionOptions
 from .pictures import HeadMap, compare_attention, draw_attention, draw_trials
 from .presets import Trained, with_preset
 from .report import ConversionReport, Perplexities, check_perplexity, model_card, model_figures, notes
-from .retrieval_heads import RetrievalHead, choose_retrieval_heads
+from .retrieval_heads import RetrievalHead, find_retrieval_heads
 from .sensitivity import LayerSensitivity, keep_softmax, measure_sensitivity
 
 #: Most bytes of a shard of the result, which is held in memory while it is written.
 MAX_SHARD_SIZE = 2_000_000_000
 #: Largest difference between the logits of the model in memory and of the reloaded one, relative to the largest logit.
 MAX_RELOAD_ERROR = 1e-5
-#: Tokens that the two are compared on.
-PROBE_TOKENS = 64
 
 #: Files that say how audio becomes features, and what else a processor holds beside a tokenizer.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -103,7 +100,6 @@ def convert(
     destination = Path(destination)
     report_progress = progress or (lambda step, total: None)
     options = _resolve_options(options, fields)
-    device = find_device(options.device)
     words = ["hf-rfa", "convert", str(checkpoint), str(destination), *options.words()]
     command = command or shlex.join(words + import_words(options.feature_map))
 
@@ -125,11 +121,16 @@ def convert(
         options, trials, heads = search_memory(base, asked, inputs, report_progress)
         config = rfa_config(base, options)
     elif isinstance(options.retrieval_heads, int) and options.retrieval_heads:
-        options, heads = _choose_heads(base, config, options, inputs, report_progress)
+        heads = find_retrieval_heads(base, config, options, inputs, options.retrieval_heads, report_progress)
+        if not heads:
+            raise InputError(
+                "no head tells more of the text when it sees all of it. Leave retrieval_heads out, or take a longer text."
+            )
+        options = replace(options, retrieval_heads=[[head.layer, head.head] for head in heads])
         config = rfa_config(base, options)
 
     report_progress("loading the weights", 1)
-    model, base_model = _load(base, config, options)
+    model, base_model = load_models(base, config, options)
     if options.calibrate_on is not None:
         inputs = _add_labels(base_model, inputs, report_progress)
 
@@ -165,6 +166,7 @@ def convert(
     if gains:
         report_progress("comparing attention weights", 1)
         maps = compare_attention(model, base_model, inputs)
+    base_memory = cache_memory(base_model)
     del base_model
     gc.collect()
     give_back_memory()
@@ -172,10 +174,9 @@ def convert(
         extend_positions(base.family, model, options.max_positions)
 
     report_progress("writing", 1)
-    probe = random_inputs(model.config, seed=options.seed, tokens=1)
     with new_folder(destination) as folder:
-        config, model_class, expected = model.config, type(model), _logits(model, probe)
-        figures = model_figures(model, base)
+        config, model_class, expected = model.config, type(model), probe_logits(model, options.seed)
+        figures = model_figures(model, base_memory, base)
         _write(model, tokenizer, base, folder)
         del model
         gc.collect()
@@ -190,7 +191,7 @@ def convert(
             trials=tuple(trials),
             retrieval_heads=tuple(heads),
             perplexities=perplexities,
-            max_logit_difference=_verify(base, options, model_class, folder, device, probe, expected),
+            max_logit_difference=_verify(base, options, model_class, folder, expected),
             notes=notes(base, config, options, no_tokenizer, perplexities),
             **figures,
         )
@@ -237,7 +238,7 @@ def _prepare_inputs(
             f"{checkpoint.name} reads audio, and {options.calibrate_on} is a text. Leave the text out: such models are "
             "calibrated on noise."
         )
-    tokenizer, no_tokenizer = checkpoint.load_tokenizer()
+    tokenizer, no_tokenizer = load_tokenizer(checkpoint.folder)
     if documents is not None and tokenizer is None:
         raise InputError(
             f"cannot calibrate on {options.calibrate_on} with {checkpoint.name}: {no_tokenizer}. Leave the text out."
@@ -253,48 +254,6 @@ def _prepare_inputs(
     return tokenizer, no_tokenizer, inputs
 
 
-def _load(checkpoint: Checkpoint, config: Any, options: ConversionOptions) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return the RFA model, not yet calibrated, and the base model, which share their weights."""
-    model = load_rfa_model(checkpoint, config, options.dtype, find_device(options.device))
-    count = len(rfa_layers(model))
-    if options.keep_softmax >= count:
-        raise InputError(
-            f"keep_softmax={options.keep_softmax} must leave at least one of the {count} layers to convert."
-        )
-    try:
-        _logits(model, random_inputs(config, seed=options.seed, tokens=1))
-    except ValueError as error:  # a family of one's own, or a field that its attention does not go by
-        raise InputError(f"{checkpoint.name} cannot be converted: {error}") from error
-    return model, softmax_base_model(model, checkpoint.architecture, checkpoint.config)
-
-
-def _choose_heads(
-    checkpoint: Checkpoint, config: Any, options: ConversionOptions, inputs: Inputs, report_progress: Progress
-) -> tuple[ConversionOptions, list[RetrievalHead]]:
-    """Return the options with the retrieval heads that their number asks for, and how these were chosen."""
-    count = int(options.retrieval_heads)  # type: ignore[arg-type]
-    report_progress("loading the weights", 1)
-    model, base_model = _load(checkpoint, config, options)
-    report_progress("calibrating, to choose heads", len(rfa_layers(model)))
-    calibrate(model, base_model, inputs, on_layer=lambda: report_progress(None, 1))
-    report_progress("choosing retrieval heads", count)
-    found = choose_retrieval_heads(
-        model,
-        base_model,
-        inputs,
-        count,
-        seed=options.seed,
-        on_head=lambda: report_progress(None, 1),
-    )
-    del model, base_model
-    give_back_memory()
-    if not found:
-        raise InputError(
-            "no head tells more of the text when it sees all of it. Leave retrieval_heads out, or take a longer text."
-        )
-    return replace(options, retrieval_heads=[[each.layer, each.head] for each in found]), found
-
-
 def _add_labels(base_model: PreTrainedModel, inputs: Inputs, report_progress: Progress) -> Inputs:
     """Return the inputs of a text with its labels, where the model has a head that predicts tokens."""
     config: Any = base_model.config
@@ -302,13 +261,6 @@ def _add_labels(base_model: PreTrainedModel, inputs: Inputs, report_progress: Pr
         report_progress("answering the text", 1)
         return add_outputs(base_model, inputs)
     return inputs | {"labels": inputs["input_ids"]} if hasattr(base_model, "lm_head") else inputs
-
-
-@torch.no_grad()
-def _logits(model: PreTrainedModel, probe: Inputs) -> Tensor:
-    """Return the model's first output on some tokens: logits, or hidden states for a model without a head."""
-    inputs = cut({name: tensor[:1].to(model.device) for name, tensor in probe.items()}, slice(-PROBE_TOKENS, None))
-    return model(**inputs, use_cache=False)[0].float().cpu()
 
 
 def _write(model: PreTrainedModel, tokenizer: Any, checkpoint: Checkpoint, folder: Path) -> None:
@@ -342,15 +294,13 @@ def _verify(
     options: ConversionOptions,
     model_class: Any,
     folder: Path,
-    device: torch.device,
-    probe: Inputs,
     expected: Tensor,
 ) -> float:
     """Load the written checkpoint; return the largest difference of its logits from those before it was written.
 
     Its weights are compared with those that transformers loads from the source.
     """
-    base_model = load_base_model(checkpoint, options.dtype, device)
+    base_model = load_base_model(checkpoint, options)
     source = digests(base_model)
     if options.max_positions is not None:
         positions = checkpoint.family.position_embeddings(base_model)
@@ -358,11 +308,11 @@ def _verify(
             del source[f"{name}.weight"]
     del base_model
     give_back_memory()
-    model = load_converted(model_class, folder, device)
+    model = load_converted(checkpoint, model_class, folder, find_device(options.device))
     check_kept(digests(model), source, checkpoint.name)
-    found = _logits(model, probe)
-    difference = float((found - expected).abs().max())
-    if not torch.isfinite(found).all() or difference > MAX_RELOAD_ERROR * float(expected.abs().max()):
+    logits = probe_logits(model, options.seed)
+    difference = float((logits - expected).abs().max())
+    if not torch.isfinite(logits).all() or difference > MAX_RELOAD_ERROR * float(expected.abs().max()):
         raise InputError(
             f"the written checkpoint gives other logits than the model it was written from (largest difference "
             f"{difference:.2e}); it is not kept."

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -114,31 +114,19 @@ def with_preset(
         InputError: for options that exclude each other or have no effect, and for a memory that is too little or too much.
     """
     preset = options.preset or ("rfa" if trained == "features" else checkpoint.family.preset)
-    _check_preset(options, preset, trained)
+    _check_preset(checkpoint, options, preset, trained)
     untrained = "none" if preset == "exact" else "positive"
     feature_map = options.feature_map or ("exponential" if trained and preset != "exact" else untrained)
     options = replace(options, preset=preset, feature_map=feature_map)
-    sizes = _sizes(checkpoint, options)
-    window = _chosen(options.window_size, sizes.window_size)
-    retrieval_window = options.retrieval_window
-    if options.retrieval_heads and retrieval_window is None:
-        retrieval_window = min(RETRIEVAL_WINDOW, position_count(checkpoint.config))
-    gate = preset == "rfa" and trained is not None and not window and options.layers != []
-    return replace(
-        options,
-        memory=None,
-        window_size=window,
-        num_sinks=_chosen(options.num_sinks, sizes.num_sinks),
-        num_slots=_chosen(options.num_slots, sizes.num_slots),
-        num_features=sizes.num_features if options.num_features is None else options.num_features,
-        retrieval_window=retrieval_window,
-        gate=gate if options.gate is None else options.gate,
-    )
-
-
-def _chosen(named: int | None, default: int) -> int:
-    """Return a number that was named, or else its default."""
-    return default if named is None else named
+    sizes: dict[str, Any] = _sizes(checkpoint, options)._asdict()
+    left_open = {name: size for name, size in sizes.items() if getattr(options, name) is None}
+    options = replace(options, memory=None, **left_open)
+    if options.retrieval_heads and options.retrieval_window is None:
+        options = replace(options, retrieval_window=min(RETRIEVAL_WINDOW, position_count(checkpoint.config)))
+    if options.gate is None:
+        gate = preset == "rfa" and trained is not None and not options.window_size and options.layers != []
+        options = replace(options, gate=gate)
+    return options
 
 
 def _sizes(checkpoint: Checkpoint, options: ConversionOptions) -> Sizes:
@@ -147,15 +135,10 @@ def _sizes(checkpoint: Checkpoint, options: ConversionOptions) -> Sizes:
         return Sizes(0, 0, 0)
     if options.memory is not None:
         return _by_rule(budget_of(checkpoint, options, options.memory), options)
-    sizes, most = SIZES[options.preset or "exact"], position_count(checkpoint.config)
-    if options.window_size == 0:
-        most = 0
-    return Sizes(
-        min(sizes.window_size, most),
-        min(sizes.num_sinks, most),
-        min(sizes.num_slots, most),
-        None if _has_fixed_size(str(options.feature_map)) else sizes.num_features,
-    )
+    *tokens, features = SIZES[options.preset or "exact"]
+    most = 0 if options.window_size == 0 else position_count(checkpoint.config)
+    sizes = [min(int(size or 0), most) for size in tokens]
+    return Sizes._make([*sizes, None if _has_fixed_size(str(options.feature_map)) else features])
 
 
 def _has_fixed_size(feature_map: str) -> bool:
@@ -163,35 +146,42 @@ def _has_fixed_size(feature_map: str) -> bool:
     return feature_map in FEATURE_MAPS and FEATURE_MAPS[feature_map].default_num_features is None
 
 
-def _check_preset(options: ConversionOptions, preset: Preset, trained: Trained | None) -> None:
+def _check_preset(checkpoint: Checkpoint, options: ConversionOptions, preset: Preset, trained: Trained | None) -> None:
     """Raise an `InputError` for options that a preset excludes, or that have no effect."""
-    if options.layers == []:
-        for name in ("preset", "memory", "num_features"):
-            if getattr(options, name) is not None:
-                raise InputError(
-                    f"{name}={getattr(options, name)} is of causal attention, and none is converted. Leave it out, or name "
-                    "layers."
-                )
-    if preset == "exact":
-        named = [name for name in ("num_features", "gate", "config") if getattr(options, name)]
-        named += ["feature_map"] if options.feature_map not in (None, "none") else []
-        if named:
-            raise InputError(
-                f"{named[0]}={getattr(options, named[0])!r} has no effect with preset=exact, which keeps no features. Pass "
-                "preset mixed, with features in half of the memory, or rfa, of features alone."
-            )
-        if trained == "features":
-            raise InputError(
-                "preset=exact has no features, which attention transfer trains. Pass preset mixed or rfa, or train the whole "
-                "model (--end-to-end-steps)."
-            )
-    elif options.feature_map == "none":
-        raise InputError(f"feature_map='none' leaves preset={preset} no features. Pass preset exact instead.")
-    if options.memory is not None and options.retrieval_heads:
-        raise InputError(
+    unused = [name for name in ("num_features", "gate", "config") if getattr(options, name)]
+    unused += ["feature_map"] if options.feature_map not in (None, "none") else []
+    kinds = checkpoint.family.rfa_config.SOFTMAX_LAYERS.values()
+    causal = [name for name in ("preset", "memory") if getattr(options, name) is not None]
+    if options.layers == [] and causal:
+        problem = (
+            f"{causal[0]}={getattr(options, causal[0])} is of causal attention, and none is converted. Leave it out, or name "
+            "layers."
+        )
+    elif preset == "exact" and unused:
+        problem = (
+            f"{unused[0]}={getattr(options, unused[0])!r} has no effect with preset=exact, which keeps no features. Pass "
+            "preset mixed, with features in half of the memory, or rfa, of features alone."
+        )
+    elif preset == "exact" and trained == "features":
+        problem = (
+            "preset=exact has no features, which attention transfer trains. Pass preset mixed or rfa, or train the whole "
+            "model (--end-to-end-steps)."
+        )
+    elif preset == "exact" and "cross" in kinds and options.cross_layers != []:
+        problem = (
+            "preset=exact keeps no features, and cross attention needs them. Leave it softmax (--cross-layers none), or pass "
+            "another preset."
+        )
+    elif preset != "exact" and options.feature_map == "none":
+        problem = f"feature_map='none' leaves preset={preset} no features. Pass preset exact instead."
+    elif options.memory is not None and options.retrieval_heads:
+        problem = (
             f"memory={options.memory} is of heads that keep the same, and retrieval_heads keep more. Name the sizes instead "
             "(--window-size, --sinks, --slots), or pass search, which tries such heads."
         )
+    else:
+        return
+    raise InputError(problem)
 
 
 def _by_rule(budget: Budget, options: ConversionOptions) -> Sizes:
@@ -213,7 +203,7 @@ def _by_rule(budget: Budget, options: ConversionOptions) -> Sizes:
             f"{memory} has no effect, since all that it would decide on is given already. Leave it out, or one of "
             "window_size, num_slots and num_features."
         )
-    sinks = _chosen(sinks, min(SINKS, budget.total // budget.token // 4))
+    sinks = min(SINKS, budget.total // budget.token // 4) if sinks is None else sinks
     if fits_features and fits_tokens:
         features = budget.features(feature_map, budget.total // 2, FEATURES_STEP)
     elif fits_features:
@@ -224,7 +214,7 @@ def _by_rule(budget: Budget, options: ConversionOptions) -> Sizes:
     if window is None:
         half = places // 2 if options.preset == "exact" else -(-(places - sinks) // 2)
         window = half if slots is None else places - sinks - slots
-    slots = _chosen(slots, places - sinks - window)
+    slots = places - sinks - window if slots is None else slots
     if min(window - fits_tokens, slots) < 0 or (fits_features and not features):
         raise InputError(
             f"{memory} has no room for what preset={options.preset} keeps, beside the sizes that are given. Ask for more, or "

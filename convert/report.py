@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
 
-import torch
 from huggingface_hub import ModelCard, ModelCardData
 from rich.table import Table
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.memory import CacheMemory, cache_memory
 from hf_rfa.evaluation.perplexity import shown
 from hf_rfa.families import position_count, reads_audio
-from hf_rfa.inference.cache_files import recurrent_num_bytes
-from hf_rfa.models.cache_names import returned_cache
-from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
+from hf_rfa.models.configuration_rfa import AttentionKind
 from hf_rfa.models.feature_maps import FEATURE_MAPS
 from hf_rfa.models.projected_feature_maps import RandomFeatureMap
 from hf_rfa.version import __version__
@@ -142,9 +139,9 @@ class ConversionReport:
         """Return the figures as (name, value) pairs, for the table and the model card."""
         share = self.added_parameters / self.num_parameters
         growth = "and the softmax layers' growing cache" if self.grows else "at any length"
-        converted = {kind: f"{rfa} of {count}" for kind, (rfa, count) in self.layers.items()}
+        converted = ", ".join(f"{kind} {rfa} of {count}" for kind, (rfa, count) in self.layers.items())
         rows = [
-            ("attention layers converted", _by_kind(converted)),
+            ("attention layers converted", converted),
             ("every layer keeps, per head", self.keeps),
             ("parameters added", f"{self.added_parameters:,} ({share:.3%} of {self.num_parameters:,})"),
             ("numbers in buffers added", f"{self.added_buffers:,}"),
@@ -163,28 +160,23 @@ class ConversionReport:
             after = fmean(value for gain in self.gains for value in gain.after)
             rows.append(("KL to the softmax weights", f"{before:.3f} nats, {after:.3f} after calibration"))
         if self.sensitivities:
-            each_layer = ", ".join(f"{each.kind} {each.layer}: {each.divergence:.4f}" for each in self.sensitivities)
-            rows.append(("layer sensitivity, nats per token", each_layer))
+            layers = (f"{layer.kind} {layer.layer}: {layer.divergence:.4f}" for layer in self.sensitivities)
+            rows.append(("layer sensitivity, nats per token", ", ".join(layers)))
         if self.retrieval_heads:
             heads = self.retrieval_heads
-            named = ", ".join(f"{each.layer}.{each.head}" for each in heads)
+            names = ", ".join(f"{head.layer}.{head.head}" for head in heads)
             gained = f"{heads[0].before:.3f} nats without them, {heads[-1].after:.3f} with them"
-            rows.append(("retrieval heads (layer.head)", f"{named}; KL to softmax on repeated passages {gained}"))
+            rows.append(("retrieval heads (layer.head)", f"{names}; KL to softmax on repeated passages {gained}"))
         if self.trials:
-            first = self.trials[0]
-            each_trial = ", ".join(
-                f"{each.name} {shown(each.perplexity)} ({shown(each.repeating)})" for each in self.trials
-            )
-            softmax = f"softmax {shown(first.softmax)} ({shown(first.softmax_repeating)})"
-            rows.append(
-                ("perplexity of ways to spend the memory (where text repeats itself)", f"{softmax}, {each_trial}")
-            )
+            figures = [("softmax", self.trials[0].softmax, self.trials[0].softmax_repeating)]
+            figures += [(trial.name, trial.perplexity, trial.repeating) for trial in self.trials]
+            ways = ", ".join(f"{name} {shown(plain)} ({shown(repeating)})" for name, plain, repeating in figures)
+            rows.append(("perplexity of ways to spend the memory (where text repeats itself)", ways))
         if self.perplexities is not None:
-            found = self.perplexities
-            text = "the base model's own outputs" if found.own_outputs else "the calibration text"
-            names = ("softmax", "swapped", "calibrated")
-            values = ", ".join(f"{name} {shown(getattr(found, name))}" for name in names)
-            rows.append((f"perplexity on {text} ({found.tokens:,} tokens)", values))
+            text = "the base model's own outputs" if self.perplexities.own_outputs else "the calibration text"
+            stages = ("softmax", "swapped", "calibrated")
+            values = ", ".join(f"{stage} {shown(getattr(self.perplexities, stage))}" for stage in stages)
+            rows.append((f"perplexity on {text} ({self.perplexities.tokens:,} tokens)", values))
         rows.append(("largest logit difference after reloading", f"{self.max_logit_difference:.1e}"))
         return rows
 
@@ -198,13 +190,6 @@ class ConversionReport:
         for name, value in self.rows():
             table.add_row(name, value)
         return table
-
-
-def _by_kind(values: dict[str, str]) -> str:
-    """Return one value as it is, and several with their kinds of attention."""
-    if len(values) == 1:
-        return next(iter(values.values()))
-    return ", ".join(f"{kind} {value}" for kind, value in values.items())
 
 
 def _tokens(sinks: int, recent: int, important: int = 0) -> str:
@@ -222,9 +207,9 @@ def what_layers_keep(config: Any, feature_dims: dict[str, int]) -> str:
         feature_dims: F, features per head, of every kind that is converted.
     """
     random = "random " if issubclass(FEATURE_MAPS[config.feature_map], RandomFeatureMap) else ""
-    lines = {f"{kind}:": f"{count} {random}features ({config.feature_map})" for kind, count in feature_dims.items()}
+    lines = {kind: f"{count} {random}features ({config.feature_map})" for kind, count in feature_dims.items()}
     if "causal" in feature_dims:
-        features = lines["causal:"].replace(")", ", gated)") if config.gate else lines["causal:"]
+        features = lines["causal"].replace(")", ", gated)") if config.gate else lines["causal"]
         line = f"{features}, no exact tokens"
         if config.window_size:
             exact = _tokens(config.num_sinks, config.window_size, config.num_slots)
@@ -232,8 +217,8 @@ def what_layers_keep(config: Any, feature_dims: dict[str, int]) -> str:
         if config.retrieval_heads:
             far = _tokens(config.num_sinks, config.retrieval_window)
             line += f"; in retrieval heads, {len(config.retrieval_heads)} in all, {far}"
-        lines["causal:"] = line
-    return "; ".join(line if lines.keys() == {"causal:"} else f"{kind} {line}" for kind, line in lines.items())
+        lines["causal"] = line
+    return "; ".join(line if lines.keys() == {"causal"} else f"{kind}: {line}" for kind, line in lines.items())
 
 
 def _size(num_bytes: int) -> str:
@@ -246,75 +231,9 @@ def _size(num_bytes: int) -> str:
     return f"{size:.1f} GiB"
 
 
-#: Types of a base model's layers that keep the last tokens alone, and the configuration's field with their number.
-LIMITED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-
-
-def cache_bytes(model: PreTrainedModel, length: int, *, softmax: bool = False) -> int:
-    """Return the bytes that an RFA model's cache holds for one sequence; an encoder's attention keeps none.
-
-    Args:
-        model: the RFA model; its softmax layers keep keys and values.
-        length: tokens of the sequence, and of its source where there is one of text; 0 counts the states alone.
-        softmax: count the cache of the softmax base model instead.
-    """
-    config: Any = model.config
-    states = {
-        (each.rfa_kind, each.rfa_layer_idx): sum(layout.num_bytes() for layout in each.memory_layouts(model.dtype))
-        for each in rfa_layers(model).values()
-    }
-    total = 0
-    for kind, index, layer_type in _cached_layers(config):
-        tokens = 0
-        if layer_type in FULL_ATTENTION:
-            tokens = config.max_source_positions if kind == "cross" and length and reads_audio(config) else length
-        elif layer_type in LIMITED:
-            tokens = min(
-                length, getattr(config, LIMITED[layer_type]) - 1
-            )  # the next token is the last one of its window
-        kept = _token_bytes(model, kind) * tokens
-        total += kept if softmax else states.get((kind, index), kept)
-    return total + (_recurrent_bytes(model) if length else 0)
-
-
-def _cached_layers(config: Any) -> Iterator[tuple[AttentionKind, int, str]]:
-    """Yield (kind of attention, index, type in the base model) of every layer that has a cache."""
-    kinds: tuple[AttentionKind, ...] = ("causal", "cross") if config.is_encoder_decoder else ("causal",)
-    for kind in kinds:
-        types = config.base_layer_types() if kind == "causal" else FULL_ATTENTION[:1] * config.num_layers_for(kind)
-        for index, layer_type in enumerate(types):
-            yield kind, index, layer_type
-
-
-def _token_bytes(model: PreTrainedModel, kind: AttentionKind) -> int:
-    """Return the bytes of a token's key and value in a softmax layer."""
-    config: Any = model.config
-    return 2 * config.num_heads_for(kind) * config.head_dim_for(kind) * model.dtype.itemsize
-
-
-def _other_bytes(model: PreTrainedModel) -> dict[str, int]:
-    """Return `ConversionReport.other_bytes` of an RFA model."""
-    config: Any = model.config
-    types = [layer_type for _, _, layer_type in _cached_layers(config)]
-    kept = [
-        min(config.max_position_embeddings, getattr(config, LIMITED[each]) - 1) for each in types if each in LIMITED
-    ]
-    sizes = {"sliding layers": _token_bytes(model, "causal") * sum(kept), "recurrent layers": _recurrent_bytes(model)}
-    return {what: size for what, size in sizes.items() if size}
-
-
-@torch.no_grad()
-def _recurrent_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of recurrent layers' states, of which the configuration does not tell: one token is read."""
-    if all(layer_type in (*FULL_ATTENTION, *LIMITED) for _, _, layer_type in _cached_layers(model.config)):
-        return 0
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    return recurrent_num_bytes(returned_cache(model(token, use_cache=True)))
-
-
-def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the fields of a `ConversionReport` that can be read off the model."""
-    config: Any = model.config
+def model_figures(model: PreTrainedModel, base_memory: CacheMemory, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the fields of a `ConversionReport` that can be read off the model and the memory of its base model."""
+    config, memory = model.config, cache_memory(model)
     layers: dict[str, tuple[int, int]] = {}
     feature_dims: dict[str, int] = {}
     for kind in get_args(AttentionKind):
@@ -332,6 +251,7 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
         if embedding.weight.requires_grad
     )
     lengths = [*(length for length in CACHE_LENGTHS if length < positions), positions]
+    others = {"sliding layers": memory.sliding_after(positions), "recurrent layers": memory.recurrent}
     return {
         "layers": layers,
         "keeps": what_layers_keep(config, feature_dims),
@@ -340,15 +260,12 @@ def model_figures(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, A
         "num_parameters": sum(parameters.values()),
         "added_parameters": extended + sum(parameters.get(key, 0) for key in new),
         "added_buffers": sum(state[key].numel() for key in new if key not in parameters),
-        "state_bytes": cache_bytes(model, 0),
-        "grows": any(
-            layer_type in FULL_ATTENTION and not config.is_rfa(kind, index)
-            for kind, index, layer_type in _cached_layers(config)
-        ),
-        "other_bytes": _other_bytes(model),
+        "state_bytes": memory.fixed,
+        "grows": memory.per_token + memory.audio > 0,
+        "other_bytes": {what: size for what, size in others.items() if size},
         "audio_positions": config.max_source_positions if reads_audio(config) else None,
-        "own_cache_bytes": {length: cache_bytes(model, length) for length in lengths},
-        "cache_bytes": {length: cache_bytes(model, length, softmax=True) for length in lengths},
+        "own_cache_bytes": {length: memory.after(length) for length in lengths},
+        "cache_bytes": {length: base_memory.after(length) for length in lengths},
     }
 
 
@@ -442,16 +359,11 @@ def use_section(auto_class: str, name: str, feature_map: str | None) -> str:
     return (USE + USE_WITHOUT_PACKAGE).format(auto_class=auto_class, name=name, imports=imports)
 
 
-def _stated(checkpoint: Checkpoint) -> ModelCardData:
-    """Return what a checkpoint's own card states of its license and languages."""
-    path = checkpoint.folder / "README.md"
-    return ModelCard.load(path).data if path.is_file() else ModelCardData()
-
-
 def model_card(report: ConversionReport, checkpoint: Checkpoint) -> ModelCard:
     """Return the model card of a conversion, with the license, the languages and the task that the checkpoint's states."""
     auto_class, task = head_of(checkpoint.architecture)
-    theirs = _stated(checkpoint)
+    path = checkpoint.folder / "README.md"
+    theirs = ModelCard.load(path).data if path.is_file() else ModelCardData()
     fields = ("license", "license_name", "license_link", "language", "pipeline_tag")
     data: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task, "base_model": checkpoint.hub_name}
     data |= {field: theirs.get(field) for field in fields if theirs.get(field) is not None}

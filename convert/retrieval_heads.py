@@ -31,7 +31,10 @@ from hf_rfa.models.memory import Reading
 from hf_rfa.process_memory import give_back_memory
 
 from .base_model import rfa_layers
+from .calibration import calibrate
 from .calibration_data import Inputs
+from .checkpoint import Checkpoint, load_models
+from .options import ConversionOptions
 
 #: Passages at the end of a block, and their length as a share of it.
 PASSAGES, PASSAGE_SHARE = 3, 3 / 32
@@ -120,6 +123,28 @@ def _attend_in_part(
     return output + share * (exact - output), weights
 
 
+def find_retrieval_heads(
+    checkpoint: Checkpoint,
+    config: Any,
+    options: ConversionOptions,
+    inputs: Inputs,
+    count: int,
+    progress: Callable[[str | None, int], None],
+) -> list[RetrievalHead]:
+    """Return at most ``count`` retrieval heads of the model that a checkpoint becomes, calibrated on blocks of text."""
+    progress("loading the weights", 1)
+    model, base_model = load_models(checkpoint, config, options)
+    progress("calibrating, to choose heads", len(rfa_layers(model)))
+    calibrate(model, base_model, inputs, on_layer=lambda: progress(None, 1))
+    progress("choosing retrieval heads", count)
+    heads = choose_retrieval_heads(
+        model, base_model, inputs, count, seed=options.seed, on_head=lambda: progress(None, 1)
+    )
+    del model, base_model
+    give_back_memory()
+    return heads
+
+
 def choose_retrieval_heads(
     model: PreTrainedModel,
     base_model: PreTrainedModel,
@@ -143,8 +168,10 @@ def choose_retrieval_heads(
     ids, scored = repeated_passages(inputs["input_ids"], seed=seed)
     passages = {"input_ids": ids, "scored": scored}
     passages |= {name: inputs[name] for name in ("position_ids",) if name in inputs}
-    parts = {name: tensor.to(model.device).split(BLOCKS) for name, tensor in passages.items()}
-    batches = [dict(zip(parts, tensors, strict=True)) for tensors in zip(*parts.values(), strict=True)]
+    batches = [
+        {name: tensor[first : first + BLOCKS].to(model.device) for name, tensor in passages.items()}
+        for first in range(0, len(ids), BLOCKS)
+    ]
     were_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     model.requires_grad_(False)
     heads: list[RetrievalHead] = []

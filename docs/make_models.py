@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, logging
 
-from hf_rfa.families import DECODERS, FAMILIES, Family, decoder_family
+from hf_rfa.families import DECODERS, FAMILIES, Family, family_of
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.configuration_rfa_seq2seq import RFASeq2SeqConfigMixin
 from hf_rfa.models.modeling_rfa_decoder import rfa_model_class
@@ -107,7 +107,7 @@ def check(model_type: str) -> None:
         {"attn_logit_softcapping": None} if hasattr(tiny_config(model_type), "attn_logit_softcapping") else {}
     )
     base: Any = tiny_model(model_type, **capped)
-    config: Any = decoder_family(model_type).rfa_config.from_base(base.config, window_size=WINDOW, num_features=16)
+    config: Any = family_of(model_type).rfa_config.from_base(base.config, window_size=WINDOW, num_features=16)
     model: Any = rfa_model_class(type(base))(config).eval()
     model.load_state_dict(base.state_dict(), strict=False)
     layers = sum(isinstance(module, RFAAttentionMixin) for module in model.modules())

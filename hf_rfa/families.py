@@ -246,73 +246,43 @@ DECODERS = (
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm"),
     *("starcoder2", "vaultgemma"),
 )
-#: What deviates in the declarations of decoders, by ``model_type``.
-DECODER_DEVIATIONS: dict[str, dict[str, Any]] = {
-    "gpt2": {"position_embedding": "wpe", "preset": "mixed", "more_models": ("GPT2DoubleHeadsModel",)},
-    "gpt_bigcode": {"position_embedding": "wpe"},
-}
-
-
+#: Models with an encoder and a decoder that are built as BART's are, by ``model_type``. `modeling_rfa_seq2seq` makes the
+#: classes.
+SEQ2SEQ = ("bart", "mbart", "blenderbot", "blenderbot-small", "plbart", "marian", "pegasus", "m2m_100", "whisper")
 #: What deviates in models with sinusoidal positions.
 SINUSOIDS: dict[str, Any] = {
     "more_positions": continue_sinusoids,
     "more_positions_note": "The sinusoidal positions were continued to {}; short texts see no change.",
 }
-#: Models with an encoder and a decoder that are built as BART's are, by ``model_type``, and what deviates from learned
-#: positions. `modeling_rfa_seq2seq` makes the classes.
-SEQ2SEQ: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("bart", "mbart", "blenderbot", "blenderbot-small", "plbart")},
+#: What deviates in the declarations of families, by ``model_type``.
+DEVIATIONS: dict[str, dict[str, Any]] = {
+    "gpt2": {"position_embedding": "wpe", "preset": "mixed", "more_models": ("GPT2DoubleHeadsModel",)},
+    "gpt_bigcode": {"position_embedding": "wpe"},
     **dict.fromkeys(("marian", "pegasus", "m2m_100"), SINUSOIDS),
     "whisper": {"position_embedding": "decoder.embed_positions"},
 }
 
 
-def _config_of(model_type: str, *, encoder: bool) -> Any:
-    """Return the configuration class of softmax models, which have an encoder or not.
+def family_of(model_type: str, **deviations: Any) -> Family:
+    """Return the family of a decoder, or of a model with an encoder that is built as BART's are, with classes made by name.
+
+    Args:
+        model_type: of its softmax models.
+        **deviations: fields of `Family` with another value than their default; ``preset`` is exact for a decoder.
 
     Raises:
-        ValueError: if transformers has no such models, or if they are declared by the other function.
+        ValueError: if transformers knows no such ``model_type``, or one with an encoder that is built otherwise.
     """
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
             f"transformers knows no model_type {model_type!r}. Pass that of a softmax model's config.json."
         )
-    config_class = CONFIG_MAPPING[model_type]
-    if config_class.is_encoder_decoder != encoder:
-        has, other = ("no encoder", "decoder_family") if encoder else ("an encoder", "seq2seq_family")
-        raise ValueError(f"{model_type!r} models have {has}. Declare them with {other}({model_type!r}).")
-    return config_class
+    base: Any = CONFIG_MAPPING[model_type]
+    if base.is_encoder_decoder:
+        return Family(rfa_config=seq2seq_config_class(base), **deviations)
+    return Family(rfa_config=decoder_config_class(base), **{"preset": "exact", **deviations})
 
 
-def decoder_family(model_type: str, **deviations: Any) -> Family:
-    """Return the family of a decoder whose attention goes through transformers' attention interface.
-
-    Args:
-        model_type: of its softmax models.
-        **deviations: fields of `Family` with another value than their default; ``preset`` is exact here.
-
-    Raises:
-        ValueError: if transformers knows no such ``model_type``, or one with an encoder.
-    """
-    config_class = decoder_config_class(_config_of(model_type, encoder=False))
-    return Family(rfa_config=config_class, **{"preset": "exact", **deviations})
-
-
-def seq2seq_family(model_type: str, **deviations: Any) -> Family:
-    """Return the family of a model whose encoder, decoder and attention are built as BART's are.
-
-    Args:
-        model_type: of its softmax models.
-        **deviations: fields of `Family` with another value than their default.
-
-    Raises:
-        ValueError: if transformers knows no such ``model_type``, one without an encoder, or one that is built otherwise.
-    """
-    return Family(rfa_config=seq2seq_config_class(_config_of(model_type, encoder=True)), **deviations)
-
-
-for _model_type, _deviations in SEQ2SEQ.items():
-    register_family(seq2seq_family(_model_type, **_deviations))
-for _model_type in DECODERS:
+for _model_type in (*SEQ2SEQ, *DECODERS):
     if _model_type in CONFIG_MAPPING:  # which an older transformers may not know
-        register_family(decoder_family(_model_type, **DECODER_DEVIATIONS.get(_model_type, {})))
+        register_family(family_of(_model_type, **DEVIATIONS.get(_model_type, {})))

@@ -1,5 +1,5 @@
 """A family added from outside the package: BigBird-Pegasus, whose decoder is built as BART's is."""
 
-from hf_rfa.families import register_family, seq2seq_family
+from hf_rfa.families import family_of, register_family
 
-register_family(seq2seq_family("bigbird_pegasus"))
+register_family(family_of("bigbird_pegasus"))

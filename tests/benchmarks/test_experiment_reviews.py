@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.experiments import language, reviews
-from hf_rfa.evaluation.recall.memory import cache_memory
+from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.finetune.recipe import load_settings
 from tests.conftest import words
 from tests.families import save_softmax_model

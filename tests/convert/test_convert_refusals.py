@@ -223,9 +223,9 @@ def test_a_perplexity_that_is_no_number_is_of_a_ruined_model():
 
 
 def test_a_result_that_does_not_reload_the_same_is_not_kept(tiny_parent, tmp_path, monkeypatch):
-    true_logits = pipeline._logits
-    shifts = iter([0.0, 0.0, 1.0])  # as it is loaded, before it is written, and reloaded
-    monkeypatch.setattr(pipeline, "_logits", lambda *args: true_logits(*args) + next(shifts))
+    true_logits = pipeline.probe_logits
+    shifts = iter([0.0, 1.0])  # before it is written, and reloaded
+    monkeypatch.setattr(pipeline, "probe_logits", lambda *args: true_logits(*args) + next(shifts))
     refused("gives other logits", tiny_parent, tmp_path)
 
 

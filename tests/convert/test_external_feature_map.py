@@ -136,7 +136,7 @@ def test_a_map_of_a_script_belongs_into_a_module(folder):
 def test_what_cannot_be_imported_is_refused_before_anything_starts(word, said, folder, hf_rfa, capsys):
     (folder / "torch.py").write_text(MODULE)
     (folder / "broken.py").write_text("import no_such_module")
-    (folder / "no_family.py").write_text("from hf_rfa.families import decoder_family\ndecoder_family('nosuch')")
+    (folder / "no_family.py").write_text("from hf_rfa.families import family_of\nfamily_of('nosuch')")
     before = sorted(folder.iterdir())
     torch_itself = sys.modules["torch"]
     assert hf_rfa("convert", DEMO_MODEL, "out", "--import", word) == 1

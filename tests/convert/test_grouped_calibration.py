@@ -94,7 +94,7 @@ def test_weights_of_the_features_are_those_of_attention(fields):
     query, key, value, hidden = sample()
     _, expected = layer.attend(query, key, value, hidden_states=hidden, output_attentions=True)
     folded = LayerActivations(group_queries(query, HEADS), key, value)
-    (_, log_weights), *others = compare_weights(layer, folded, hidden)
+    (_, log_weights, _), *others = compare_weights(layer, folded, hidden)
     assert not others
     assert_close(ungroup(log_weights.exp(), HEADS * GROUPS), expected, rtol=1e-4, atol=1e-7)
 

@@ -104,14 +104,14 @@ def test_a_head_that_is_the_embedding_stays_one(tmp_path):
 def test_a_result_with_other_weights_than_its_source_is_not_kept(key, tmp_path, monkeypatch):
     """It is compared with the source, and not with the model in memory, which has lost the same."""
     source = save_with_head("gpt2", tmp_path / "source")
-    load_rfa_model = pipeline.load_rfa_model
+    load_models = pipeline.load_models
 
     def load_wrongly(*args: Any) -> Any:
-        model = load_rfa_model(*args)
-        model.get_parameter(key).data[0, 0] += 1e-3
-        return model
+        models = load_models(*args)
+        models[0].get_parameter(key).data[0, 0] += 1e-3
+        return models
 
-    monkeypatch.setattr(pipeline, "load_rfa_model", load_wrongly)
+    monkeypatch.setattr(pipeline, "load_models", load_wrongly)
     refused(f"tensor {key} of the result is not that of {source}", source, tmp_path)
 
 

@@ -13,7 +13,7 @@ from hf_rfa.convert import ConversionOptions, convert
 from hf_rfa.convert.checkpoint import open_checkpoint
 from hf_rfa.convert.memory_search import number_of_heads, retrieval_counts, ways_to_spend
 from hf_rfa.errors import InputError
-from hf_rfa.evaluation.recall.memory import cache_memory
+from hf_rfa.evaluation.memory import cache_memory
 from tests.conftest import leftovers
 from tests.families import save_softmax_model
 

@@ -9,13 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_rfa.convert import ConversionOptions, convert
-from hf_rfa.convert.base_model import rfa_layers, softmax_base_model
-from hf_rfa.convert.checkpoint import load_rfa_model, open_checkpoint
+from hf_rfa.convert.base_model import rfa_layers
+from hf_rfa.convert.checkpoint import load_models, open_checkpoint
 from hf_rfa.convert.configuration import rfa_config
 from hf_rfa.convert.presets import with_preset
 from hf_rfa.convert.retrieval_heads import choose_retrieval_heads, exact_shares, repeated_passages
 from hf_rfa.errors import InputError
-from hf_rfa.evaluation.recall.memory import cache_memory
+from hf_rfa.evaluation.memory import cache_memory
 from tests.conftest import refused
 from tests.families import save_softmax_model
 
@@ -40,8 +40,7 @@ def text(tmp_path_factory):
 def models(parent, **options):
     checkpoint = open_checkpoint(parent)
     config = rfa_config(checkpoint, with_preset(checkpoint, ConversionOptions(**WINDOW | options)))
-    model = load_rfa_model(checkpoint, config, "auto", torch.device("cpu"))
-    return model, softmax_base_model(model, checkpoint.architecture, checkpoint.config)
+    return load_models(checkpoint, config, ConversionOptions(device="cpu"))
 
 
 @pytest.mark.parametrize("length", [22, 96, 1000])

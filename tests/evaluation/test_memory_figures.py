@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHead
 from hf_rfa import bench
 from hf_rfa.bench.models import cache_at, step_inputs
 from hf_rfa.convert import convert
-from hf_rfa.convert.report import cache_bytes
+from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.inference import cache_num_bytes
 from tests.conftest import tiny_parent_config
 from tests.families import base_config, has_encoder, save_softmax_model
@@ -52,8 +52,8 @@ def test_the_bytes_of_a_cache_are_those_that_it_takes_and_that_a_benchmark_times
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         softmax, rfa = softmax.to(dtype), rfa.to(dtype)
         for length in (1, 7, 40):
-            assert cache_bytes(rfa, length) == taken(rfa, length)
-            assert cache_bytes(rfa, length, softmax=True) == taken(softmax, length)
+            for model in (softmax, rfa):
+                assert cache_memory(model).after(length) == taken(model, length)
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from transformers.cache_utils import DynamicCache
 
 from hf_rfa.convert import convert
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.evaluation.recall import Effort, recall_suite, window_and_sinks
 from hf_rfa.evaluation.recall.generation import agreement, continuations, repeated_ngrams
-from hf_rfa.evaluation.recall.memory import cache_memory
 from hf_rfa.evaluation.recall.probes import (
     DEPTHS,
     Texts,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_rfa.bench.models import cache_at, step_inputs
 from hf_rfa.convert import convert
-from hf_rfa.evaluation.recall.memory import cache_memory
+from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.inference import cache_num_bytes
 from tests.conftest import words
 from tests.decoders import parent, saved

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 
 from hf_rfa import FAMILIES, Family, InputError, RFABartConfig, RFABartModel, bench, register_family
 from hf_rfa.convert import convert
-from hf_rfa.families import decoder_family, seq2seq_family
+from hf_rfa.families import family_of
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa_cli import main as cli
 from tests.conftest import ROOT, save_tiny_tokenizer, tiny_seq2seq_config
@@ -96,7 +96,7 @@ def save_tiny(model_type: str, folder: Path) -> Path:
 
 def test_layers_that_keep_padding_from_their_attention_are_refused(families, tmp_path):
     """Those of MVP take keyword arguments and hand none on: padded sources would give other outputs."""
-    register_family(seq2seq_family("mvp"))
+    register_family(family_of("mvp"))
     base = save_tiny("mvp", tmp_path / "base")
     with pytest.raises(InputError, match="hands no keyword arguments on to its MvpAttention"):
         convert(base, tmp_path / "out")
@@ -105,25 +105,22 @@ def test_layers_that_keep_padding_from_their_attention_are_refused(families, tmp
 
 def test_an_encoder_whose_attention_has_another_call_is_refused(families, tmp_path):
     """PEGASUS-X's has the four projections, and hidden states of two kinds."""
-    register_family(seq2seq_family("pegasus_x"))
+    register_family(family_of("pegasus_x"))
     base = save_tiny("pegasus_x", tmp_path / "base")
     with pytest.raises(InputError, match=r"not supported: leave these layers softmax \(softmax_encoder_layers\)"):
         convert(base, tmp_path / "out", encoder_layers="all")
 
 
 @pytest.mark.parametrize(
-    ("declare", "model_type", "message"),
+    ("model_type", "message"),
     [
-        (decoder_family, "nosuch", "transformers knows no model_type 'nosuch'"),
-        (seq2seq_family, "nosuch", "transformers knows no model_type 'nosuch'"),
-        (decoder_family, "mvp", "'mvp' models have an encoder. Declare them with seq2seq_family"),
-        (seq2seq_family, "llama", "'llama' models have no encoder. Declare them with decoder_family"),
-        (seq2seq_family, "t5", "T5Config has no decoder_layers: its models are not built as BART's are"),
+        ("nosuch", "transformers knows no model_type 'nosuch'"),
+        ("t5", "T5Config has no decoder_layers: its models are not built as BART's are"),
     ],
 )
-def test_what_is_no_such_family_is_refused(declare, model_type, message):
+def test_what_is_no_such_family_is_refused(model_type, message):
     with pytest.raises(ValueError, match=message):
-        declare(model_type)
+        family_of(model_type)
 
 
 class Misnamed(RFABartModel):

@@ -14,8 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.evaluation.recall import window_and_sinks
-from hf_rfa.evaluation.recall.memory import cache_memory
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.memory import in_order

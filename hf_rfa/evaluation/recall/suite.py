@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.memory import CacheMemory, cache_memory
 from hf_rfa.inference.loading import check_tokens
 
 from .generation import agreement, continuations, nats_of, repeated_ngrams
-from .memory import CacheMemory, cache_memory
 from .probes import DEPTHS, Texts, blocks, needle, noise, phone_book, random_tokens, repeated, seen_bigrams
 from .scoring import Rows, score_tokens
 from .window_control import window_and_sinks

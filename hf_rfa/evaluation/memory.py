@@ -1,0 +1,100 @@
+"""What a model keeps of the tokens that it has read: bytes by kind, as its cache says them, and their worth in tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from hf_rfa.families import reads_audio
+from hf_rfa.inference.cache_files import recurrent_num_bytes
+from hf_rfa.models.cache_names import cache_argument, returned_cache
+from hf_rfa.models.memory import MemoryLayout
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """Bytes of a model's cache for one sequence, in the precision that it runs in.
+
+    Attributes:
+        state: recurrent states of all RFA layers.
+        window: keys, values and scores of the last tokens.
+        sinks: those of the sinks.
+        slots: those of the slots.
+        retrieval: those of retrieval heads.
+        per_token: keys and values that softmax layers add with every token, and cross attention with every token of a source.
+        audio: keys and values of cross attention to audio, which has all of its positions at any length.
+        sliding: (bytes a token, most tokens) of every layer of the base model that has a sliding window.
+        recurrent: states of its recurrent layers.
+    """
+
+    state: int = 0
+    window: int = 0
+    sinks: int = 0
+    slots: int = 0
+    retrieval: int = 0
+    per_token: int = 0
+    audio: int = 0
+    sliding: tuple[tuple[int, int], ...] = ()
+    recurrent: int = 0
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of RFA layers, which do not grow."""
+        return self.state + self.window + self.sinks + self.slots + self.retrieval
+
+    def sliding_after(self, tokens: int) -> int:
+        """Return the bytes of layers with a sliding window after some tokens."""
+        return sum(size * min(tokens, most) for size, most in self.sliding)
+
+    def after(self, tokens: int) -> int:
+        """Return the bytes after some tokens, and as many of a source where that is text."""
+        return self.fixed + self.per_token * tokens + self.audio + self.sliding_after(tokens) + self.recurrent
+
+    def worth(self, other: CacheMemory, tokens: int) -> float:
+        """Return how many tokens of another model's growing cache the bytes after some tokens would hold.
+
+        Sliding and recurrent layers, which conversion leaves as they are, are not counted.
+        """
+        return (self.fixed + self.per_token * tokens) / other.per_token
+
+
+@torch.no_grad()
+def cache_memory(model: PreTrainedModel) -> CacheMemory:
+    """Return the memory of a model's cache, by reading one token with it; an encoder's attention keeps none."""
+    config: Any = model.config
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    cache = DynamicCache(config=config)
+    cache.layer_class_to_replicate = DynamicLayer  # of BART's decoder alone transformers counts the encoder's layers
+    inputs: dict[str, Any] = {"input_ids": token, **cache_argument(cache)}
+    if config.is_encoder_decoder:
+        source = torch.zeros(1, config.max_source_positions if reads_audio(config) else 1, config.d_model)
+        encoder_outputs = BaseModelOutput(source.to(model.device, model.dtype))
+        inputs = {"encoder_outputs": encoder_outputs, "decoder_input_ids": token}
+    cache = returned_cache(model.base_model(**inputs, use_cache=True))
+    caches = [cache]
+    if isinstance(cache, EncoderDecoderCache):
+        caches = [cache.self_attention_cache, cache.cross_attention_cache]
+    sizes = Counter(recurrent=sum(map(recurrent_num_bytes, caches)))
+    sliding = []
+    for layer in (layer for part in caches for layer in part.layers):
+        if hasattr(layer, "holds"):  # an RFA layer
+            layout, *retrieval = layer.layouts or [
+                MemoryLayout(heads=0, head_dim=0)
+            ]  # cross attention has a state alone
+            exact = {name: getattr(layout, name) * layout.bytes_per_place() for name in ("window", "sinks", "slots")}
+            exact["retrieval"] = sum(memory.num_bytes() for memory in retrieval)
+            sizes.update(exact)
+            sizes["state"] += sum(tensor.nbytes for tensor in layer.tensors().values()) - sum(exact.values())
+        elif getattr(layer, "keys", None) is not None:
+            size = layer.keys.nbytes + layer.values.nbytes
+            if layer.is_sliding:
+                sliding.append((size, layer.sliding_window - 1))
+            else:
+                sizes["per_token" if layer.keys.shape[-2] == 1 else "audio"] += size
+    return CacheMemory(**sizes, sliding=tuple(sliding))
