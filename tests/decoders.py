@@ -17,10 +17,12 @@ LENGTH = 29
 #: What makes a family's tiny shape one that can be converted.
 FIELDS: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": None, "final_logit_softcapping": None},  # which makes large logits equal
-    "ministral": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-    "mistral": {"sliding_window": None},  # else every layer has one
     "vaultgemma": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
 }
+#: Attention that rounds to float32, where masks of float64 are infinite: rows of padding are NaN, in softmax models too.
+IN_FLOAT32 = ("gemma2", "granite_swa", "granitemoe_swa", "vaultgemma")
+#: A text that is seen through features but for its last tokens.
+WINDOWED = {"num_features": 16, "window_size": 5, "gate": True, "chunk_size": 7}
 #: Attention with learned sinks needs a window.
 WITH_SINKS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa")
 #: The families that differ most; the others, and what compiles, are left to `pytest -m slow`.
@@ -51,6 +53,23 @@ def with_plain_experts(model: Any) -> Any:
     if getattr(model.config, "_experts_implementation", None) not in (None, "eager"):
         model.set_experts_implementation("eager")
     return model
+
+
+def converted(softmax: Any, **options: Any) -> Any:
+    """Return an RFA model with the weights of a softmax model."""
+    declared = FAMILIES[softmax.config.model_type]
+    cls = declared.architectures[type(softmax).__name__][1]
+    model = cls(declared.rfa_config.from_base(softmax.config, **options)).to(softmax.dtype).eval()
+    absent, unknown = model.load_state_dict(softmax.state_dict(), strict=False)
+    assert not unknown
+    assert all(".feature_map." in key or ".gate." in key for key in absent)
+    return with_plain_experts(model)
+
+
+def pair(name: str, options: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """Return a softmax model and an RFA model with its weights, by default with features and a small window."""
+    softmax = parent(name).to(torch.float32 if name in IN_FLOAT32 else dtype)
+    return softmax, converted(softmax, **(WINDOWED if options is None else options))
 
 
 def saved(name: str, folder: Path, **fields: Any) -> Path:

@@ -104,7 +104,6 @@ def has_encoder(family: str) -> bool:
 CASES = run_over(("gpt2", "llama", "bart", "marian"))
 HEADS = [(family, head) for family in COMMON for head in FAMILIES[family].architectures]
 GENERATING_HEADS = [each for each in HEADS if each[1].endswith(("LMHeadModel", "CausalLM", "MTModel", "Generation"))]
-CLASSIFIERS = [each for each in HEADS if each[1].endswith("ForSequenceClassification")]
 
 every_family = pytest.mark.parametrize("family", COMMON)
 every_case = pytest.mark.parametrize(("family", "variant"), CASES)
@@ -113,7 +112,6 @@ every_seq2seq_case = pytest.mark.parametrize(("family", "variant"), run_over(("b
 every_head = pytest.mark.parametrize(("family", "head"), HEADS)
 every_generating_head = pytest.mark.parametrize(("family", "head"), GENERATING_HEADS)
 every_model = pytest.mark.parametrize(("family", "name"), HEADS + CASES)
-every_classifier = pytest.mark.parametrize(("family", "head"), CLASSIFIERS)
 
 
 def base_config(family: str, **options: Any) -> Any:
@@ -157,7 +155,7 @@ def draw_importance(model: torch.nn.Module) -> None:
             module.recency.copy_(torch.rand(module.recency.shape, generator=generator) * 0.2)
 
 
-make_gpt2, make_bart = partial(make, "gpt2"), partial(make, "bart")
+make_gpt2 = partial(make, "gpt2")
 
 
 def make_head(family: str, head: str | None = None, **options: Any) -> PreTrainedModel:
@@ -253,11 +251,26 @@ def logits(model: PreTrainedModel, ids: Tensor, **options: Any) -> Tensor:
 
 
 @torch.no_grad()
-def logits_by_steps(model: PreTrainedModel, ids: Tensor, cuts: Any, **options: Any) -> tuple[Tensor, Cache]:
-    """Return the logits of tokens read in pieces that end at ``cuts``, and the cache."""
-    found, start, cache = [], 0, None
+def logits_by_steps(
+    model: PreTrainedModel,
+    ids: Tensor,
+    cuts: Iterable[int],
+    *,
+    cache: Cache | None = None,
+    mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Cache]:
+    """Return the logits of tokens read in pieces that end at ``cuts``, and the cache.
+
+    The mask is that of all tokens, those before ``ids`` that the cache holds included.
+    """
+    found, start, past = [], 0, 0 if mask is None else mask.shape[1] - ids.shape[1]
     for stop in (*cuts, ids.shape[1]):
-        output = read(model, ids[:, start:stop], **cache_argument(cache), use_cache=True, **options)
+        given = {**options, **cache_argument(cache), "mask": None if mask is None else mask[:, : past + stop]}
+        if position_ids is not None:
+            given["position_ids"] = position_ids[:, start:stop]
+        output = read(model, ids[:, start:stop], use_cache=True, **given)
         cache, start = output.past_key_values, stop
         found.append(output.logits)
     return torch.cat(found, dim=1), cache

@@ -1,9 +1,10 @@
-"""Caches: their operations, caches that were built for another model or filled by something else, and caches on disk."""
+"""Caches: operations, caches that were built for another model or filled by something else, caches on disk, names."""
 
 from __future__ import annotations
 
 import copy
 import errno
+import inspect
 from typing import Any
 
 import pytest
@@ -11,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import DynamicCache, EncoderDecoderCache, GPT2Config, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, GPT2Config, LlamaModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_rfa import InputError
 from hf_rfa.inference import cache_files, cache_num_bytes, load_cache, save_cache
-from hf_rfa.models.cache_names import CACHE_NAME, cache_argument
+from hf_rfa.models.cache_names import CACHE_NAME, cache_argument, returned_cache
 from tests.families import (
     base_config,
     every_generating_head,
@@ -68,23 +69,17 @@ def test_a_step_that_ends_early_leaves_the_other_layers_as_they_were(features):
 
 @torch.no_grad()
 def test_operations_on_the_state_of_a_decoder():
+    """`test_decoders.py` repeats, chooses and takes back."""
     model, ids = make("gpt2"), tokens(1, 7)
-    cache = model(ids.repeat(3, 1)).past_key_values
+    cache = model(ids).past_key_values
     layer = cache.layers[0]
     state = state_of(layer).clone()
-    cache.batch_repeat_interleave(2)
-    assert torch.equal(state_of(layer), state.repeat_interleave(2, dim=0))
-    cache.batch_select_indices(torch.tensor([4, 1]))
-    assert torch.equal(state_of(layer), state[[2, 0]])
     layer.offload()
     layer.prefetch()
-    assert torch.equal(state_of(layer), state[[2, 0]])
+    assert torch.equal(state_of(layer), state)
     with pytest.raises(ValueError, match="0 tokens were recorded"):
         cache.crop(-2)
     cache.crop(0)
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    assert_close(state_of(model(ids, **cache_argument(cache)).past_key_values.layers[0]), state[:1])
     assert cache.get_max_length() == -1
 
 
@@ -135,12 +130,37 @@ def test_operations_on_the_state_of_a_source():
 
 
 @torch.no_grad()
-def test_the_state_is_updated_in_place():
-    model, ids = make("gpt2", "positive-gate"), tokens(1, 7)
-    cache = model(ids).past_key_values
-    before = [state_of(layer).data_ptr() for layer in cache.layers]
-    model(ids[:, :1], **cache_argument(cache))
-    assert [state_of(layer).data_ptr() for layer in cache.layers] == before
+@pytest.mark.parametrize("variant", ["positive-gate", "slots-gate", "retrieval-gate"])
+def test_a_memory_stays_where_it_lies(variant):
+    model, ids = make("gpt2", variant), tokens(1, 19)
+    cache = model(ids[:, :9]).past_key_values
+
+    def places() -> list[int]:
+        return [tensor.data_ptr() for layer in cache.layers for tensor in layer.tensors().values()]
+
+    before, expected = places(), logits(model, ids)
+    for piece in (slice(9, 10), slice(10, 18), slice(18, 19)):
+        found = model(ids[:, piece], **cache_argument(cache)).logits
+        assert_close(found, expected[:, piece], atol=2e-4, rtol=1e-4)
+        assert places() == before
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert_close(model(ids, **cache_argument(cache)).logits, expected, atol=2e-4, rtol=1e-4)
+    assert places() == before
+
+
+@pytest.mark.parametrize("variant", ["none", "retrieval", "window-gate"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_cache_that_was_filled_in_inference_mode_can_be_continued(family, variant):
+    """Its tensors cannot be changed in place outside of that mode."""
+    model, ids = make(family, variant), tokens(2, 20)
+    with torch.inference_mode():
+        cache = model(ids[:, :19]).past_key_values
+    options = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, **GENERATE}
+    found = model.generate(ids, **cache_argument(cache), **options)
+    assert torch.equal(found, model.generate(ids, **options))
+    with torch.inference_mode():  # and back again
+        model(ids[:, :1], **cache_argument(cache))
 
 
 # Caches without a configuration
@@ -152,13 +172,11 @@ def test_a_cache_without_a_configuration_serves_a_decoder(options):
     model, ids = make("gpt2", options, eos_token_id=2), tokens(2, 9)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
-    expected = logits(model, ids, mask=mask)[mask == 1]
+    expected = logits(model, ids, mask=mask)
     for cache in (DynamicCache(), DynamicCache(config=GPT2Config(n_layer=2))):
-        first = model(ids[:, :5], attention_mask=mask[:, :5], **cache_argument(cache))
-        assert first.past_key_values is cache
-        second = model(ids[:, 5:], attention_mask=mask, **cache_argument(cache))
-        found = torch.cat([first.logits, second.logits], dim=1)[mask == 1]
-        assert_close(found, expected, atol=2e-4, rtol=1e-3)
+        found, filled = logits_by_steps(model, ids, [5], cache=cache, mask=mask)
+        assert filled is cache
+        assert_close(found[mask == 1], expected[mask == 1], atol=2e-4, rtol=1e-3)
     for beams in (1, 3):
         given = {"attention_mask": mask, "num_beams": beams, **GENERATE}
         assert torch.equal(model.generate(ids, **cache_argument(DynamicCache()), **given), model.generate(ids, **given))
@@ -171,9 +189,8 @@ def test_caches_without_a_configuration_serve_an_encoder_and_a_decoder(family, o
     model, ids, start = make(family, options), tokens(2, 9), tokens(2, 5)
     expected = model(ids, decoder_input_ids=start, use_cache=False).logits
     for cache in (EncoderDecoderCache(DynamicCache(), DynamicCache()), DynamicCache()):
-        first = model(ids, decoder_input_ids=start[:, :3], **cache_argument(cache))
-        second = model(ids, decoder_input_ids=start[:, 3:], **cache_argument(first.past_key_values))
-        assert_close(torch.cat([first.logits, second.logits], dim=1), expected, atol=2e-4, rtol=1e-3)
+        found, _ = logits_by_steps(model, start, [3], cache=cache, input_ids=ids, attention_mask=None)
+        assert_close(found, expected, atol=2e-4, rtol=1e-3)
     for beams in (1, 3):
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         found = model.generate(ids, **cache_argument(cache), num_beams=beams, **GENERATE)
@@ -222,10 +239,9 @@ def test_keys_and_values_in_a_cache_are_tokens_seen(family, head, options):
         expected = logits(model, ids, mask=padding)[:, count:]
         cache = DynamicCache(keys_and_values(model, ids, count, attention_mask=padding))
         assert cache.get_seq_length() == count
-        first = model(ids[:, count:-1], attention_mask=padding[:, :-1], **cache_argument(cache))
-        assert cache.get_seq_length() == ids.shape[1] - 1
-        second = model(ids[:, -1:], attention_mask=padding, **cache_argument(cache))
-        found, seen = torch.cat([first.logits, second.logits], dim=1), padding[:, count:] == 1
+        found, _ = logits_by_steps(model, ids[:, count:], [ids.shape[1] - count - 1], cache=cache, mask=padding)
+        assert cache.get_seq_length() == ids.shape[1]
+        seen = padding[:, count:] == 1
         assert_close(found[seen], expected[seen], atol=2e-4, rtol=1e-3)
 
 
@@ -358,3 +374,60 @@ def test_files_that_hold_no_cache_of_this_model_are_refused(tmp_path):
         with pytest.raises(InputError, match=message):
             load_cache(tmp_path / name, make("gpt2", options))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "own", "text"]
+
+
+# Names: transformers up to 5.23 calls a cache ``past_key_values``, and later ones ``cache``
+
+#: Families with an encoder and without, one of which hands its cache to attention under a third name.
+NAMED: dict[str, dict[str, Any]] = {
+    "gpt2": {"window_size": 5},
+    "llama": {"window_size": 5, "softmax_layers": [1]},
+    "gpt_neox": {"window_size": 5},
+    "gemma3_text": {"window_size": 5},
+    "bart": {"window_size": 5, "softmax_layers": [1], "softmax_cross_layers": [0]},
+    "marian": {"window_size": 5},
+}
+every_named = pytest.mark.parametrize("family", NAMED)
+
+
+def test_the_name_is_that_of_the_installed_transformers():
+    assert CACHE_NAME in inspect.signature(LlamaModel.forward).parameters
+    assert cache_argument(None) == {CACHE_NAME: None}
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@every_named
+@torch.no_grad()
+def test_a_cache_is_read_and_filled_under_either_name(family, name):
+    """And transformers, which has dropped one of them, or will, gets the other: it warns of nothing."""
+    model, ids = make(family, NAMED[family]), tokens(2, 19)
+    cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
+    parts = []
+    for piece in ids.split([9, 1, 1, 8], dim=1):
+        output = read(model, piece, use_cache=True, **{name: cache})
+        cache = returned_cache(output)
+        parts.append(output.logits)
+    assert cache.get_seq_length() == 19
+    assert_close(torch.cat(parts, dim=1), logits(model, ids), atol=2e-4, rtol=1e-4)
+
+
+@every_named
+def test_a_cache_under_another_name_is_refused(family):
+    """It would be dropped without a word, and every token would see itself alone."""
+    model, cache = make(family, NAMED[family]), DynamicCache()
+    with pytest.raises(TypeError, match=rf"DynamicCache came as kv_cache.*Pass it as {CACHE_NAME}"):
+        read(model, tokens(), kv_cache=cache)
+    assert cache.get_seq_length() == 0
+    (attention, *_) = (part for part in model.modules() if getattr(part, "rfa_kind", None) == "causal")
+    states = torch.zeros(1, 1, model.config.hidden_size)
+    with pytest.raises(TypeError, match="came as kv_cache"):
+        attention(states, kv_cache=cache, output_rfa_attentions=False)
+
+
+@every_named
+def test_two_caches_are_refused(family):
+    """transformers 5.24 leaves one of them out, and PEFT 0.21 has the prefix in that one."""
+    model, cache = make(family, NAMED[family]), DynamicCache()
+    with pytest.raises(TypeError, match="two caches"):
+        read(model, tokens(), cache=cache, past_key_values=DynamicCache())
+    assert read(model, tokens(), cache=cache, past_key_values=None).logits.isfinite().all()

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from hf_rfa.bench.models import cache_at, step_inputs
 from hf_rfa.convert import convert
 from hf_rfa.evaluation.memory import cache_memory
-from hf_rfa.inference import cache_num_bytes
-from tests.conftest import words
+from hf_rfa.inference import cache_num_bytes, generate_text, load_model
+from tests.conftest import save_tiny_tokenizer, words
 from tests.decoders import parent, saved
 
 #: A window over recent tokens alone, so that nothing is calibrated.
@@ -76,7 +76,7 @@ def test_a_softmax_layer_beside_sliding_ones_grows(tmp_path):
 
 
 @pytest.mark.parametrize("name", list(OTHERS))
-def test_the_memory_of_the_recall_suite(name):
+def test_the_recall_suite_and_a_benchmark_count_them(name):
     """Nothing grows without end in layers that keep a window, or a state."""
     model = parent(name, **OTHERS[name][1])
     memory = cache_memory(model)
@@ -85,18 +85,10 @@ def test_the_memory_of_the_recall_suite(name):
         assert memory.after(tokens) == bytes_after(model, tokens)
     full = [index for index, each in enumerate(model.config.layer_types) if each == "full_attention"]
     assert memory.per_token == bytes_after(model, 10, full) // 10
-
-
-@pytest.mark.parametrize("name", list(OTHERS))
-def test_a_benchmark_counts_them(name):
-    model = parent(name, **OTHERS[name][1]).eval()
     assert cache_num_bytes(cache_at(model, step_inputs(model, 1, 30), 30)) == bytes_after(model, 30)
 
 
 def test_generation_counts_them(tmp_path):
-    from hf_rfa.inference import generate_text, load_model
-    from tests.conftest import save_tiny_tokenizer
-
     folder: Path = saved("lfm2", tmp_path / "source", vocab_size=61)
     save_tiny_tokenizer(folder)
     model, tokenizer = load_model(str(folder))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import (
@@ -19,7 +17,7 @@ from hf_rfa.convert import convert
 from hf_rfa.families import family_of
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa_cli import main as cli
-from tests.conftest import ROOT, save_tiny_tokenizer, tiny_seq2seq_config
+from tests.conftest import ROOT, refused, save_tiny_tokenizer, tiny_seq2seq_config
 from tests.without_package import assert_loads_without_package
 
 FAMILY = ROOT / "tests" / "bigbird_pegasus.py"
@@ -86,29 +84,21 @@ def families():
     FAMILIES.update(before)
 
 
-def save_tiny(model_type: str, folder: Path) -> Path:
-    """Save a tiny softmax model of a family with an encoder."""
+@pytest.mark.parametrize(
+    ("model_type", "options", "message"),
+    [
+        # Its layers take keyword arguments and hand none on: padded sources would give other outputs.
+        ("mvp", {}, "hands no keyword arguments on to its MvpAttention"),
+        # Its encoder's attention has the four projections, and hidden states of two kinds.
+        ("pegasus_x", {"encoder_layers": "all"}, r"leave these layers softmax \(softmax_encoder_layers\)"),
+    ],
+)
+def test_layers_of_another_call_are_refused(model_type, options, message, families, tmp_path):
+    register_family(family_of(model_type))
     torch.manual_seed(1)
-    AutoModelForSeq2SeqLM.from_config(tiny_seq2seq_config(model_type)).save_pretrained(folder)
-    save_tiny_tokenizer(folder)
-    return folder
-
-
-def test_layers_that_keep_padding_from_their_attention_are_refused(families, tmp_path):
-    """Those of MVP take keyword arguments and hand none on: padded sources would give other outputs."""
-    register_family(family_of("mvp"))
-    base = save_tiny("mvp", tmp_path / "base")
-    with pytest.raises(InputError, match="hands no keyword arguments on to its MvpAttention"):
-        convert(base, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_encoder_whose_attention_has_another_call_is_refused(families, tmp_path):
-    """PEGASUS-X's has the four projections, and hidden states of two kinds."""
-    register_family(family_of("pegasus_x"))
-    base = save_tiny("pegasus_x", tmp_path / "base")
-    with pytest.raises(InputError, match=r"not supported: leave these layers softmax \(softmax_encoder_layers\)"):
-        convert(base, tmp_path / "out", encoder_layers="all")
+    AutoModelForSeq2SeqLM.from_config(tiny_seq2seq_config(model_type)).save_pretrained(tmp_path / "base")
+    save_tiny_tokenizer(tmp_path / "base")
+    refused(message, tmp_path / "base", tmp_path, **options)
 
 
 @pytest.mark.parametrize(

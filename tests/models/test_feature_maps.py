@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -49,6 +51,12 @@ def exact_kernel(feature_map, query, key):
     return (query @ key.transpose(-1, -2) * feature_map.scaling).exp()
 
 
+def assert_unbiased(draws: torch.Tensor, exact: torch.Tensor) -> None:
+    """Compare the mean over seeds with exp(q·k·s): they are no further apart than chance allows."""
+    standard_error = draws.std(0) / math.sqrt(len(draws))
+    assert float(((draws.mean(0) - exact).abs() / standard_error).max()) < 5.5
+
+
 @pytest.mark.parametrize(("name", "unit_norm"), KERNEL_MAPS)
 def test_kernel_is_unbiased_and_its_error_falls_as_one_over_root_d(name, unit_norm):
     query, key = moderate_queries_and_keys()
@@ -57,9 +65,7 @@ def test_kernel_is_unbiased_and_its_error_falls_as_one_over_root_d(name, unit_no
         options = {"num_features": num_features, "unit_norm": unit_norm}
         draws = torch.stack([kernel(build(name, **options, seed=seed), query, key) for seed in range(200)])
         exact = exact_kernel(build(name, **options), query, key)
-        standard_error = draws.std(0) / math.sqrt(len(draws))
-        deviations = (draws.mean(0) - exact).abs() / standard_error
-        assert float(deviations.max()) < 5.5, "the mean over seeds is further from exp(q·k·s) than chance allows"
+        assert_unbiased(draws, exact)
         errors[num_features] = float(((draws - exact) / exact).square().mean().sqrt())
     assert errors[32] / errors[128] == pytest.approx(2.0, rel=0.25)
     assert errors[128] / errors[512] == pytest.approx(2.0, rel=0.25)
@@ -76,9 +82,7 @@ def test_kernel_stays_unbiased_with_calibrated_constants(name, unit_norm):
             feature_map.key_shift.copy_(torch.linspace(-0.4, 0.4, H * D_HEAD).view(H, D_HEAD))
             feature_map.balance.copy_(torch.linspace(0.8, 1.2, H * D_HEAD).view(H, D_HEAD))
         draws.append(kernel(feature_map, query, key))
-    exact = exact_kernel(feature_map, query, key)
-    standard_error = torch.stack(draws).std(0) / math.sqrt(len(draws))
-    assert float(((torch.stack(draws).mean(0) - exact).abs() / standard_error).max()) < 5.5
+    assert_unbiased(torch.stack(draws), exact_kernel(feature_map, query, key))
 
 
 def test_a_shaped_projection_leaves_the_kernel_unbiased_and_lowers_its_variance():
@@ -98,8 +102,7 @@ def test_a_shaped_projection_leaves_the_kernel_unbiased_and_lowers_its_variance(
             draws[shaped].append(kernel(feature_map, query, key))
     exact = exact_kernel(feature_map, query, key)
     found = {shaped: torch.stack(kernels) for shaped, kernels in draws.items()}
-    standard_error = found[True].std(0) / math.sqrt(400)
-    assert float(((found[True].mean(0) - exact).abs() / standard_error).max()) < 5.5
+    assert_unbiased(found[True], exact)
     variances = {shaped: float((kernels / exact).log().var(0).mean()) for shaped, kernels in found.items()}
     assert variances[True] < 0.7 * variances[False]
 
@@ -117,14 +120,9 @@ def test_draws_differ_by_seed_layer_and_head_and_repeat():
     options = {"shape": (2, 8, 4)}
     first, again = (draw_projection(seed=0, layer_idx=0, **options) for _ in range(2))
     assert torch.equal(first, again)
-    others = [draw_projection(**{"seed": 0, "layer_idx": 0, **options, name: 1}) for name in ("seed", "layer_idx")]
+    settings = [("seed", 1), ("layer_idx", 1), ("layer_idx", 47)]  # GPT-2 XL has 48 layers
+    others = [draw_projection(**{"seed": 0, "layer_idx": 0, **options, name: value}) for name, value in settings]
     assert all(not torch.equal(first, other) for other in (*others, first.flip(0)))
-
-
-def test_xl_has_matrices_enough():
-    """48 layers × 25 heads: more than a pool of 500 holds."""
-    seen = {float(draw_projection((25, 2, 4), seed=0, layer_idx=index).sum()) for index in range(48)}
-    assert len(seen) == 48
 
 
 def test_trainable_projection_is_a_parameter_and_learns():
@@ -304,3 +302,88 @@ def test_exponential_learns_a_query_map_for_every_query_head():
     torch.testing.assert_close(found.query, expected.query, rtol=1e-4, atol=0.0)
     torch.testing.assert_close(found.key, expected.key, rtol=1e-4, atol=0.0)
     assert torch.equal(FEATURE_MAPS["exponential"](**sizes).projection, grouped.key_projection)
+
+
+# Without gradients: what features are computed from is kept
+
+
+PROJECTED = [name for name, cls in FEATURE_MAPS.items() if issubclass(cls, ProjectedFeatureMap)]
+
+
+def random_map(name: str, dtype: torch.dtype = torch.float64):
+    torch.manual_seed(0)
+    made = build(name, num_features=None if name == "hedgehog" else 7, windowed=True)
+    with torch.no_grad():
+        for key, tensor in made.state_dict().items():
+            near_one = tensor.numel() < 16 or key == "balance"
+            tensor.copy_(0.5 + torch.rand_like(tensor) if near_one else 0.7 * torch.randn_like(tensor))
+    return made.to(dtype).eval()
+
+
+@pytest.mark.parametrize("shape", [(1, H, 1, D_HEAD), (4, H, 1, D_HEAD), (2, H, 9, D_HEAD)])
+@pytest.mark.parametrize("name", PROJECTED)
+def test_features_of_a_kept_specification_are_the_features(name, shape):
+    feature_map = random_map(name)
+    query, key = torch.randn(2, *shape, dtype=torch.float64) * 2
+    expected = feature_map(query, key, offset=True)  # with gradients nothing is folded
+    assert feature_map._cached_spec is None
+    with torch.no_grad():
+        found = feature_map(query, key, offset=True)
+        assert feature_map._cached_spec is not None
+        alone = feature_map(query)
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        torch.testing.assert_close(one, other.detach(), rtol=1e-10, atol=0)
+    torch.testing.assert_close(alone[0], found[0])
+    assert alone[1].numel() == 0
+
+
+@pytest.mark.parametrize("name", PROJECTED)
+def test_a_kept_specification_follows_every_change(name):
+    feature_map = random_map(name, torch.float32)
+    query, key = torch.randn(2, 2, H, 4, D_HEAD)
+
+    def check():
+        expected = [each.detach() for each in feature_map(query, key)[:2]]
+        with torch.no_grad():
+            found = feature_map(query, key)
+        for one, other in zip(found[:2], expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=0 if feature_map.has_exponent else 1e-6)
+        return found[0]
+
+    seen = [check()]
+    with torch.no_grad():
+        feature_map.projection.mul_(1.5)
+    seen.append(check())
+    feature_map.load_state_dict({name: value + 0.25 for name, value in feature_map.state_dict().items()})
+    seen.append(check())
+    feature_map.load_state_dict({k: v * 0.5 for k, v in feature_map.state_dict().items()}, assign=True)
+    seen.append(check())
+    feature_map.train()
+    for tensor in feature_map.state_dict().values():
+        tensor.data.mul_(1.1)
+    feature_map.eval()
+    seen.append(check())
+    feature_map.double().float()
+    check()
+    copied = copy.deepcopy(feature_map)
+    if feature_map.has_exponent:
+        with torch.no_grad():
+            copied.log_scale.add_(1.0)
+            torch.testing.assert_close(copied(query, key)[1], feature_map(query, key)[1] * torch.tensor(-1.0).exp())
+    for before, after in pairwise(seen):
+        assert not torch.allclose(before, after)
+
+
+def test_nothing_is_folded_where_it_cannot_be_told_whether_it_changed():
+    feature_map = random_map("exponential", torch.float32)
+    query, key = torch.randn(2, 2, H, 4, D_HEAD)
+    with torch.inference_mode():
+        made_there = random_map("exponential", torch.float32)
+        found = made_there(query, key)
+        assert made_there._cached_spec is None
+        torch.testing.assert_close(found[0], feature_map(query, key)[0], rtol=1e-4, atol=0)
+        assert feature_map._cached_spec is not None
+    feature_map.train()
+    with torch.no_grad():
+        feature_map(query, key)
+    assert feature_map._cached_spec is None

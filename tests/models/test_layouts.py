@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,13 +12,10 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from hf_rfa.errors import InputError
 from hf_rfa.evaluation.memory import cache_memory
-from hf_rfa.evaluation.recall import window_and_sinks
 from hf_rfa.inference import cache_num_bytes
-from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.memory import in_order
-from tests.families import make, rfa_modules, softmax_model
+from tests.families import logits_by_steps, make, rfa_modules, softmax_model
 from tests.memory_by_loop import memory_by_loop
 
 SIZES = {"window_size": 4, "num_sinks": 2}
@@ -84,21 +80,15 @@ def test_logits_are_those_of_softmax_with_that_mask(pair):
     ids, tolerance = torch.randint(1, 61, (2, 50)), {"rtol": 1e-5, "atol": 1e-5}
     expected = teacher(ids, use_cache=False).logits
     assert_close(model(ids).logits, expected, **tolerance)
-    for lengths in ([2, 1, 1, 20, 1, 25], [1] * 50):
-        cache = DynamicCache(config=model.config)
-        pieces = [model(piece, **cache_argument(cache)).logits for piece in ids.split(lengths, dim=1)]
-        assert_close(torch.cat(pieces, dim=1), expected, **tolerance)
+    for cuts in ([2, 3, 4, 24, 25], range(1, 50)):
+        assert_close(logits_by_steps(model, ids, cuts)[0], expected, **tolerance)
     mask = torch.ones(2, 60, dtype=torch.long)
     mask[0, :10], mask[1, :3], mask[1, 53:] = 0, 0, 0
     padded = torch.zeros_like(mask).masked_scatter(mask.bool(), ids)
     positions = (mask.cumsum(1) - 1).clamp_min(0)
-    for cuts in ((0, 60), (0, 4, 5, 30, 60)):
-        cache, pieces = DynamicCache(config=model.config), []
-        for start, stop in pairwise(cuts):
-            options = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
-            pieces.append(model(padded[:, start:stop], **options, **cache_argument(cache)).logits)
-        found = torch.cat(pieces, dim=1)[mask.bool()].view(expected.shape)
-        assert_close(found, expected, **tolerance)
+    for cuts in ([], [4, 5, 30]):
+        found, _ = logits_by_steps(model, padded, cuts, mask=mask, position_ids=positions)
+        assert_close(found[mask.bool()].view(expected.shape), expected, **tolerance)
 
 
 def test_gradients_are_those_of_softmax_with_that_mask(pair):
@@ -180,8 +170,3 @@ def test_in_16_bits_keys_and_values_are_kept_as_they_came(features, dtype):
     assert torch.equal(retrieval[:, 0, -9:, :6], key[:, 1, -9:])
     is_held = (others[:, 0, :, None, :6] == key[:, 0, None]).all(-1).any(-1)
     assert is_held.all(), "sinks, slots and window are full, and hold keys that came"
-
-
-def test_a_model_with_retrieval_heads_cannot_be_a_control():
-    with pytest.raises(InputError), window_and_sinks(model_of("retrieval"), 4):
-        pass

@@ -13,9 +13,8 @@ from hf_rfa import FAMILIES
 from hf_rfa.finetune.packing import keeps_documents_apart
 from hf_rfa.models import modeling_rfa_seq2seq
 from tests.conftest import save_tiny_tokenizer, tiny_seq2seq_config, words
-from tests.decoders import LENGTH, NAMES, case, parent, rfa_indices
+from tests.decoders import LENGTH, NAMES, WINDOWED, case, converted, pair, parent, rfa_indices
 from tests.families import logits, make, relative_error, tokens
-from tests.models.test_decoders import WINDOWED, converted, pair
 from tests.tiny_models import tiny_model
 from tests.training import run, write_rows
 

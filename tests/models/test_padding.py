@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from hf_rfa import FAMILIES
 from hf_rfa.families import has_rotary_positions
 from hf_rfa.models.cache_names import cache_argument
-from tests.decoders import parent
+from tests.decoders import converted, parent
 from tests.families import (
     LENGTH,
     ROWS,
@@ -75,17 +74,6 @@ def test_padding_of_a_source_is_not_seen(family, variant, side):
         assert_close(found[row : row + 1], logits(model, ids[row : row + 1], **alone), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["both-gate", "per-layer"])
-def test_padding_of_the_decoder_neither_enters_nor_decays_the_state(variant):
-    model, ids = make("bart", variant), tokens()
-    mask = torch.ones_like(ids)
-    mask[1, 6:9] = 0
-    found, kept = logits(model, ids, mask=mask), mask.bool()
-    other = logits(model, torch.where(kept, ids, (ids + 3) % 61), mask=mask)
-    assert_close(other[kept], found[kept], atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(logits(model, ids)[1, 10:], found[1, 10:])
-
-
 @torch.no_grad()
 def test_padding_of_choices():
     model, ids = make("gpt2", "positive", head="GPT2DoubleHeadsModel"), tokens()
@@ -124,10 +112,7 @@ def test_what_is_not_zero_is_a_token(family, variant, kind):
 def test_positions_are_those_of_the_base_model_whatever_a_mask_is_made_of(name, kind):
     """Past 256 tokens too, where a count in 16 bits is rounded."""
     softmax = parent(name, max_position_embeddings=400)
-    declared = FAMILIES[name]
-    config = declared.rfa_config.from_base(softmax.config, feature_map="none", window_size=300)
-    model = declared.architectures[type(softmax).__name__][1](config).eval()
-    model.load_state_dict(softmax.state_dict())
+    model = converted(softmax, feature_map="none", window_size=300)
     ids = tokens(2, 300)
     mask = torch.ones_like(ids)
     mask[1, 290:] = 0

@@ -163,9 +163,9 @@ def cases(draw, signed: bool = False, packed: bool = True, all_heads: bool = Fal
     """Draw a layer of any sizes; ``all_heads`` leaves retrieval heads and learned sinks out."""
     seed = draw(st.integers(0, 10_000))
     generator = torch.Generator().manual_seed(seed)
-    batch, heads, groups, length = (draw(st.integers(1, most)) for most in (2, 3, 3, 17))
-    window = draw(st.integers(0, 5))
-    sinks, slots = (draw(st.integers(0, 4)) if window else 0 for _ in range(2))
+    batch, heads, groups, length = (draw(st.integers(1, most)) for most in (2, 3, 3, 40))
+    window = draw(st.integers(0, 9))
+    sinks, slots = (draw(st.integers(0, most)) if window else 0 for most in (5, 7))
     name = "gaussian" if signed else draw(st.sampled_from([*UNSIGNED, *(["none"] if window and not all_heads else [])]))
     fields = {"window_size": window, "num_sinks": sinks, "num_slots": slots, "feature_map": name}
     fields |= {"gate": name != "none" and draw(st.booleans()), "chunk_size": draw(st.integers(1, 20))}
@@ -187,9 +187,9 @@ def cases(draw, signed: bool = False, packed: bool = True, all_heads: bool = Fal
             layer.importance.recency.fill_(draw(st.sampled_from([0.0, 0.03125, 0.09375])))
     padding = starts = None
     if draw(st.booleans()):
-        padding = (torch.rand(batch, length, generator=generator) > 0.4).long()
+        padding = (torch.rand(batch, length, generator=generator) > draw(st.sampled_from([0.1, 0.5, 0.9]))).long()
     if packed and draw(st.booleans()):
-        starts = torch.rand(batch, length, generator=generator) < 0.2
+        starts = torch.rand(batch, length, generator=generator) < draw(st.sampled_from([0.05, 0.3]))
         starts = starts if padding is None else starts & (padding != 0)
     tensors = normal(batch, heads * groups, length, WIDTH), *(normal(batch, heads, length, WIDTH) for _ in range(2))
     sink_logits = normal(heads * groups) if window and not all_heads and draw(st.booleans()) else None
@@ -223,12 +223,13 @@ def test_attention_is_what_a_loop_over_tokens_gives_however_it_is_cut(signed, da
         case.assert_same(case.run(range(1, case.length)), expected)
 
 
+@pytest.mark.parametrize("signed", [False, True])
 @given(data=st.data())
 @settings(max_examples=40)
 @torch.no_grad()
-def test_tokens_that_are_taken_back_leave_nothing(data):
+def test_tokens_that_are_taken_back_leave_nothing(signed, data):
     """In steps of any size: what is cropped may end within one of them."""
-    case, cache = data.draw(cases(packed=False)), DynamicCache()
+    case, cache = data.draw(cases(signed=signed, packed=False)), DynamicCache()
     assume(case.length > 1)
     cuts = cuts_of(data, case) or [1]
     case.attend(0, cuts[0], cache)
@@ -308,8 +309,10 @@ def test_log_weights_for_training_are_the_weights(signed, data):
         logs = log_attention_weights(features.query, features.key, rows=here, window=window, **options)
         wanted = expected[:, :, here, :stop]
         wanted = wanted.clamp_min(0) if signed else wanted
-        is_token = slice(None) if mask is None else mask[:, start:stop].repeat_interleave(groups, dim=1)
-        assert_close(logs.exp().transpose(1, 2)[is_token], wanted.transpose(1, 2)[is_token], rtol=1e-6, atol=1e-8)
+        told = (wanted.amax(-1) > 0) | signed  # t2r may leave a query without features, and with nothing that it sees
+        if mask is not None:
+            told &= mask[:, None, start:stop].repeat_interleave(groups, dim=2)
+        assert_close(logs.exp()[told], wanted[told], rtol=1e-6, atol=1e-8)
 
 
 @torch.no_grad()
@@ -352,11 +355,12 @@ def test_large_scores_and_padding_alone_give_finite_outputs_and_gradients(scale,
     assert all(torch.isfinite(x.grad).all() for x in (query, key, value, *learned))
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("feature_map", ["positive", "gaussian", "exponential"])
 def test_attention_to_all_keys_is_what_the_features_say(feature_map):
     """Of grouped queries: bidirectional attention, and cross attention on what its cache holds, two beams to a source."""
-    query, key, value = (torch.randn(2, heads, 13, WIDTH, dtype=torch.float64) for heads in (6, 2, 2))
+    query, key, value = (
+        torch.randn(2, heads, 13, WIDTH, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2)
+    )
     hidden, padding = torch.randn(2, 13, HIDDEN, dtype=torch.float64), torch.ones(2, 13)
     padding[0, :3], padding[1, 5], padding[1, 11:] = 0, 0, 0
     encoder, cross = (Layer(2, 3, kind, feature_map=feature_map).double().eval() for kind in ("encoder", "cross"))
@@ -372,7 +376,11 @@ def test_attention_to_all_keys_is_what_the_features_say(feature_map):
     expected = weights_of(encoder, key, padding)
     output, _, weights = encoder.attend_to_all(query, key, value, padding_mask=padding, output_attentions=True)
     assert_close(weights, expected)
-    assert_close(output, expected @ value.repeat_interleave(3, dim=1))
+    expected = expected @ value.repeat_interleave(3, dim=1)
+    assert_close(output, expected)
+    direction = torch.randn_like(output)
+    losses = ((each * direction).sum() for each in (output, expected))
+    assert_close(*(torch.autograd.grad(loss, (query, key, value)) for loss in losses))
 
     expected = weights_of(cross, key[:1].expand(2, -1, -1, -1), padding[:1].expand(2, -1))
     expected = expected @ value[:1].repeat_interleave(3, dim=1)
