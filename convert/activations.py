@@ -16,10 +16,11 @@ from transformers.utils import ModelOutput
 
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.attention_seq2seq import RFASeq2SeqAttentionMixin
+from hf_rfa.models.exact_attention import FOREVER, arrivals_of, ends_of
 from hf_rfa.models.feature_maps import compute_dtype
 from hf_rfa.models.linear_attention import mask_padding
 from hf_rfa.models.masking import MASKED_LOGIT, group_queries, rows_per_token, split_heads, to_rows
-from hf_rfa.models.memory import EMPTY, FOREVER, arrivals_of, ends_of
+from hf_rfa.models.memory import EMPTY
 
 from .attention_weights import ExactTokens, log_attention_weights, seen_by
 

@@ -44,7 +44,7 @@ def _seen_by(start: int, stop: int, groups: int, keys: int | None, device: torch
 
 
 class ExactTokens(NamedTuple):
-    """Inputs of the weights of the tokens that queries see exactly (`hf_rfa.models.memory`).
+    """Inputs of the weights of the tokens that queries see exactly (`hf_rfa.models.exact_attention`).
 
     Attributes:
         query: scaled, [B, H, Tq G, d].

@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
 from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.exact_attention import Reading
 from hf_rfa.models.masking import group_queries, ungroup
-from hf_rfa.models.memory import Reading
 from hf_rfa.process_memory import give_back_memory
 
 from .base_model import rfa_layers

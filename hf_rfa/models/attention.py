@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 
 from .cache_rfa import RecordedStep, next_targets, rfa_layer_of
 from .configuration_rfa import AttentionKind
+from .exact_attention import Arrivals, Exact, Reading, arrivals_of, attend_in_chunks, attend_in_place
 from .feature_maps import FEATURE_MAPS, FeatureMap, Features, compute_dtype, into
 from .linear_attention import (
     Tokens,
@@ -29,20 +30,7 @@ from .linear_attention import (
     rescale,
 )
 from .masking import MASKED_LOGIT, group_queries, join_heads, split_heads, ungroup
-from .memory import (
-    Arrivals,
-    Exact,
-    Importance,
-    Memory,
-    MemoryLayout,
-    Reading,
-    Target,
-    arrivals_of,
-    attend_in_chunks,
-    attend_in_place,
-    empty_memory,
-    in_order,
-)
+from .memory import Importance, Memory, MemoryLayout, Target, empty_memory, in_order
 
 #: Tokens of a segment, a multiple of the usual chunk size: their features fit into a CPU's caches. Features of a long
 #: sequence fill more memory than all else, and fresh memory costs more time than computing them.

@@ -17,8 +17,9 @@ from transformers.cache_utils import (
 )
 
 from .cache_names import CACHE_NAME
+from .exact_attention import arrivals_of, take_in
 from .linear_attention import Tokens, final_state, updates_in_place
-from .memory import Memory, MemoryLayout, Target, arrivals_of, empty_memory, in_order, take_in, targets_of
+from .memory import Memory, MemoryLayout, Target, empty_memory, in_order, targets_of
 
 #: Name of the layer type in ``config.layer_types``; `DynamicCache` makes one `RFALayer` for each entry of that name.
 RFA_LAYER_TYPE = "rfa"

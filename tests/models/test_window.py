@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -13,6 +14,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
@@ -216,11 +218,28 @@ def test_attention_is_what_a_loop_over_tokens_gives_however_it_is_cut(signed, da
     case.assert_same(output, expected)
     case.assert_same(implied, weights)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_rfa.models.memory.CHUNK_LENGTH", length)
+        patch.setattr("hf_rfa.models.exact_attention.CHUNK_LENGTH", length)
         patch.setattr("hf_rfa.models.attention.SEGMENT_LENGTH", data.draw(st.integers(1, 20)))
         case.assert_same(case.run(cuts), expected)
     if case.starts is None:
         case.assert_same(case.run(range(1, case.length)), expected)
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+@torch.no_grad()
+def test_attention_by_flex_attention_is_what_a_loop_over_tokens_gives(data):
+    """What a GPU computes, by torch's own form of FlexAttention: all tokens at once, in blocks that somebody sees."""
+    case = data.draw(cases())
+    cuts = cuts_of(data, case)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        exact = "hf_rfa.models.exact_attention"
+        patch.setattr(f"{exact}.uses_flex_attention", lambda keys_values: True)
+        patch.setattr(f"{exact}._flex_attention", lambda: flex_attention)
+        patch.setattr(f"{exact}.COMPARED_AT_ONCE", 0)
+        patch.setattr(f"{exact}.BLOCK", data.draw(st.integers(1, 16)))
+        case.assert_same(case.run(cuts), case.loop()[0])
 
 
 @pytest.mark.parametrize("signed", [False, True])
