@@ -16,7 +16,7 @@ import math
 import shutil
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -199,7 +199,7 @@ def main() -> None:
         console.print(table_of(results, key))
     if settings.output is not None:
         with new_file(settings.output) as file:
-            described = {"recipe": settings.recipe.to_dict(), "max_tokens": settings.max_tokens, "results": results}
+            described = {"recipe": asdict(settings.recipe), "max_tokens": settings.max_tokens, "results": results}
             json.dump(described, file, indent=2)
         plot(results, keys[0], settings.output.with_suffix(".png"))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -108,7 +108,7 @@ def main() -> None:
         began = time.perf_counter()
         options = {"teacher": arguments.teacher, "data": arguments.train, "recipe": settings}
         report = report_of(distill, arguments.checkpoint, trained, **options)
-        add(key, trained, seconds=time.perf_counter() - began, recipe=report.recipe.to_dict()["end_to_end"])
+        add(key, trained, seconds=time.perf_counter() - began, recipe=asdict(report.recipe.end_to_end))
         shutil.rmtree(trained)
     print_as_is(table(file.rows, arguments.contexts))
 

@@ -56,7 +56,7 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
     },
     "Training": {
         "hf_rfa.finetune.distill.distill": None,
-        "hf_rfa.finetune.recipe.Recipe": ["load", "stages", "with_steps", "to_dict"],
+        "hf_rfa.finetune.recipe.Recipe": ["load", "stages", "with_steps"],
         "hf_rfa.finetune.recipe.Stage": [],
         "hf_rfa.finetune.report.DistillationReport": None,
         "hf_rfa.finetune.finetune.finetune": None,

@@ -93,13 +93,9 @@ class FinetuneArguments:
         return {kind: rate for kind, rate in zip(PARAMETER_KINDS, rates, strict=True) if rate is not None}
 
     def columns(self) -> dict[str, str]:
-        """Return the columns that the task reads, by the names of their options."""
-        fields: dict[str, tuple[str, ...]] = {
-            "clm": ("text_column", "prompt_column"),
-            "seq2seq": ("source_column", "target_column"),
-            "classify": ("text_column", "label_column"),
-        }
-        columns = {name: getattr(self, name) for name in fields[self.task]}
+        """Return the columns that the task reads, by what they hold."""
+        names = {"clm": ("text", "prompt"), "seq2seq": ("source", "target"), "classify": ("text", "label")}[self.task]
+        columns = {name: getattr(self, f"{name}_column") for name in names}
         return {name: column for name, column in columns.items() if column}
 
     def overrides(self) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from hf_rfa.convert.report import TRAINING, UNTRAINED, head_of, use_section
 from hf_rfa.evaluation.cards import EVALUATION_HEADING, RECALL_HEADING
+from hf_rfa.io.atomic_io import new_folder
+
+from .run_folder import training_folder
 
 #: Files beside a checkpoint that its card refers to. Figures of an evaluation are not among them: they hold for old weights.
 REFERRED = (
@@ -34,12 +38,16 @@ def table_of(figures: Iterable[tuple[str, str]]) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in figures)])
 
 
-def copy_referred(source: str | None, folder: Path) -> None:
-    """Copy the files that the card of a checkpoint refers to into a new folder."""
-    for name in REFERRED if source is not None else ():
-        path = Path(str(source)).expanduser() / name
-        if path.is_file():
-            shutil.copyfile(path, folder / name)
+@contextmanager
+def trained_folder(destination: Path, source: str | None) -> Iterator[Path]:
+    """Yield a `new_folder` for a trained checkpoint, with what its card refers to of its source; the training folder goes."""
+    with new_folder(destination) as folder:
+        for name in REFERRED if source is not None else ():
+            path = Path(str(source)).expanduser() / name
+            if path.is_file():
+                shutil.copyfile(path, folder / name)
+        yield folder
+    shutil.rmtree(training_folder(destination), ignore_errors=True)
 
 
 def trained_card(model: Any, *, name: str, source: str | None, summary: str, section: str) -> ModelCard:

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from numpy.typing import NDArray
-from transformers import DataCollatorForSeq2Seq
+from transformers import DataCollatorForSeq2Seq, PreTrainedModel
 from transformers.utils import logging
 
 from hf_rfa.convert.calibration_data import Inputs
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 from hf_rfa.io.text_io import open_text, read_pairs, tokenize
+from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 #: The `datasets` builder of a file, by its ending without ``.gz``.
 BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 #: Documents that are packed at a time; the tokens at their end that fill no block are dropped.
 DOCUMENTS_PER_PACKING = 1000
-#: Rows that are checked at a time.
-ROWS_PER_CHECK = 1000
 #: Least and most tokens of a passage in a block that repeats itself; the most is a quarter of a short block.
 PASSAGE_TOKENS = (16, 128)
+#: Tokens of each of the two documents that show whether a model keeps them apart.
+TRIED_TOKENS = 8
+#: Largest relative difference of logits that is rounding; what a document before it changes is a hundred times as much.
+ROUNDING = 1e-3
 
 logger = logging.get_logger(__name__)
 
@@ -75,12 +80,10 @@ def load_data(source: str, *, split: str = "train", config: str | None = None, s
     return data
 
 
-def load_pairs(
-    sources: str | Path, references: str | Path | None, *, source_column: str = "source", target_column: str = "target"
-) -> Dataset:
-    """Load pairs of texts as `read_pairs` does, as a data set with two columns."""
-    texts, targets = read_pairs(sources, references, source_field=source_column, target_field=target_column)
-    return Dataset.from_dict({source_column: texts, target_column: targets})
+def load_pairs(sources: str | Path, references: str | Path | None) -> Dataset:
+    """Load pairs of texts as `read_pairs` does, as a data set with the columns ``source`` and ``target``."""
+    texts, targets = read_pairs(sources, references)
+    return Dataset.from_dict({"source": texts, "target": targets})
 
 
 def _check_json_lines(path: Path) -> None:
@@ -95,56 +98,52 @@ def _check_json_lines(path: Path) -> None:
                 raise InputError(f"{path}, line {number}: a {type(row).__name__} instead of a JSON object.")
 
 
-def check_columns(data: Data, source: str, *names: str) -> None:
-    """Raise an `InputError` that lists the columns of a data set, if one is missing; ``a.b`` is the field b of a column a."""
-    columns = _columns(data)
-    for name in names:
-        outer, _, inner = name.partition(".")
-        fields = next(iter(data))[outer] if inner and outer in columns else ()
-        if name not in columns and not (fields is None or (isinstance(fields, dict) and inner in fields)):
+def select_columns(data: Data, source: str, columns: Mapping[str, str]) -> Data:
+    """Return columns of a data set by new names: texts, and under the name ``label`` labels. Every row has to have them.
+
+    Args:
+        data: the data set.
+        source: its name, for errors.
+        columns: names in the data set by the new ones; ``a.b`` is the field b of a column a.
+
+    Raises:
+        InputError: if there is no such column, or if a row has no text or label there. Streamed rows are checked as they are
+            read.
+    """
+    first = next(iter(data))
+    for column in columns.values():
+        outer, _, inner = column.partition(".")
+        fields = first.get(outer, ()) if inner else ()
+        if column not in first and not (fields is None or (isinstance(fields, dict) and inner in fields)):
             raise InputError(
-                f"{source} has no column {name!r}. It has: {', '.join(columns)}. Name yours with --text-column, "
+                f"{source} has no column {column!r}. It has: {', '.join(first)}. Name yours with --text-column, "
                 "--prompt-column, --label-column, --source-column or --target-column."
             )
 
-
-def _columns(data: Data) -> list[str]:
-    return data.column_names or list(next(iter(data)))
-
-
-def _column(batch: dict[str, list[Any]], name: str) -> list[Any]:
-    outer, _, inner = name.partition(".")
-    return batch[name] if name in batch else [None if row is None else row.get(inner) for row in batch[outer]]
-
-
-def check_rows(data: Data, source: str, *, texts: Sequence[str], label: str | None = None) -> Data:
-    """Return a data set whose rows have a text in some columns, and a label in another.
-
-    Streamed rows are checked as they are read.
-
-    Raises:
-        InputError: for a row that has none there, naming it by its number.
-    """
-
-    def check(batch: dict[str, list[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
-        for name in (*texts, *([label] if label is not None else [])):
-            expected, types = ("text", str) if name != label else ("a label", (str, int, float))
-            for index, value in zip(indices, _column(batch, name), strict=True):
+    def select(batch: dict[str, list[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
+        selected = {}
+        for name, column in columns.items():
+            outer, _, inner = column.partition(".")
+            values = batch[column] if column in batch else [row.get(inner) if row else None for row in batch[outer]]
+            expected, types = ("a label", (str, int, float)) if name == "label" else ("text", str)
+            for index, value in zip(indices, values, strict=True):
                 missing = value is None or (isinstance(value, float) and math.isnan(value))
                 if missing or not isinstance(value, types):
                     what = "null" if missing else f"of type {type(value).__name__}"
                     raise InputError(
-                        f"{source}, row {index + 1}: column {name!r} is {what}, not {expected}. Fill it in, or remove the "
-                        "row."
+                        f"{source}, row {index + 1}: column {column!r} is {what}, not {expected}. Fill it in, or remove "
+                        "the row."
                     )
-        return batch
+            selected[name] = values
+        return selected
 
-    if not hasattr(data, "__len__"):
-        return data.map(check, batched=True, with_indices=True)
-    for start in range(0, len(data), ROWS_PER_CHECK):
-        rows = range(start, min(start + ROWS_PER_CHECK, len(data)))
-        check(data[start : rows.stop], rows)
-    return data
+    return _map(data, select, with_indices=True)
+
+
+def _map(data: Data, function: Callable[..., dict[str, list[Any]]], **options: Any) -> Data:
+    """Return the rows that a function makes of batches of rows."""
+    columns = data.column_names or list(next(iter(data)))
+    return data.map(function, batched=True, remove_columns=columns, **options)
 
 
 def rows_to_learn(rows: Data, source: str, *, ahead: bool = False) -> Data:
@@ -221,25 +220,21 @@ def add_repeats(blocks: NDArray[np.int64], share: float, *, seed: int) -> None:
             start += size
 
 
-def _documents(
-    batch: dict[str, list[Any]], tokenizer: Any, text_column: str, prompt_column: str | None
-) -> Iterator[tuple[list[int], list[int]]]:
+def _documents(batch: dict[str, list[str]], tokenizer: Any) -> Iterator[tuple[list[int], list[int]]]:
     """Yield documents as (ids, labels): the prompt's labels are -100, and the end-of-text token closes each."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    texts = _column(batch, text_column)
-    prompts = _column(batch, prompt_column) if prompt_column is not None else [""] * len(texts)
-    for prompt, text in zip(prompts, texts, strict=True):
+    prompted = "prompt" in batch
+    prompts = batch["prompt"] if prompted else [""] * len(batch["text"])
+    for prompt, text in zip(prompts, batch["text"], strict=True):
         if text.strip():
-            options = {"verbose": False, "add_special_tokens": prompt_column is None}
+            options = {"verbose": False, "add_special_tokens": not prompted}
             before = tokenizer(prompt, **options)["input_ids"] if prompt else []
             after = tokenizer(text, **options)["input_ids"]
             after += end if after[-1:] != end else []
             yield before + after, [IGNORED_LABEL] * len(before) + after
 
 
-def packed_blocks(
-    data: Data, tokenizer: Any, *, text_column: str, prompt_column: str | None = None, length: int
-) -> Data:
+def packed_blocks(data: Data, tokenizer: Any, *, length: int) -> Data:
     """Return documents as blocks of ``length`` tokens for language modeling.
 
     Every document ends with the end-of-text token. A block may hold pieces of several documents: its ``position_ids`` restart
@@ -251,7 +246,7 @@ def packed_blocks(
         ids: list[int] = []
         positions: list[int] = []
         labels: list[int] = []
-        for document, document_labels in _documents(batch, tokenizer, text_column, prompt_column):
+        for document, document_labels in _documents(batch, tokenizer):
             begin = len(ids)
             ids += document
             positions += [index - max(begin, index - index % length) for index in range(begin, len(ids))]
@@ -261,18 +256,34 @@ def packed_blocks(
         columns = {"input_ids": ids, "position_ids": positions, "labels": labels}
         return {name: [column[start : start + length] for start in starts] for name, column in columns.items()}
 
-    return data.map(pack, batched=True, batch_size=DOCUMENTS_PER_PACKING, remove_columns=_columns(data))
+    return _map(data, pack, batch_size=DOCUMENTS_PER_PACKING)
 
 
-def single_documents(
-    data: Data,
-    tokenizer: Any,
-    *,
-    text_column: str,
-    prompt_column: str | None = None,
-    length: int,
-    in_pieces: bool = False,
-) -> Data:
+@torch.no_grad()
+def keeps_documents_apart(model: PreTrainedModel) -> bool:
+    """Return whether each document of a row, whose ``position_ids`` restart there, sees nothing of those before it.
+
+    RFA models say so by their layers. Softmax models are tried on two documents: some take no positions, some read them for
+    embeddings alone, and convolutions and recurrences do not read them.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return False
+    config = model.config
+    if isinstance(config, RFAConfigMixin):
+        return not config.types_that_read_on()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.get_text_config().vocab_size, (1, 2 * TRIED_TOKENS), generator=generator)
+    ids = ids.to(model.device)
+    positions = torch.arange(TRIED_TOKENS, device=model.device).repeat(1, 2)
+    was_training = model.training
+    model.eval()
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, TRIED_TOKENS:]
+    alone = model(input_ids=ids[:, TRIED_TOKENS:], use_cache=False).logits
+    model.train(was_training)
+    return bool((packed - alone).norm() < ROUNDING * alone.norm())
+
+
+def single_documents(data: Data, tokenizer: Any, *, length: int, in_pieces: bool = False) -> Data:
     """Return documents as rows of their own, each cut to ``length`` tokens; the tokens of a prompt have no loss.
 
     With ``in_pieces`` the rest of a longer document makes further rows.
@@ -280,7 +291,7 @@ def single_documents(
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
         rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
-        for ids, labels in _documents(batch, tokenizer, text_column, prompt_column):
+        for ids, labels in _documents(batch, tokenizer):
             for start in range(0, len(ids), length) if in_pieces else [0]:
                 piece = slice(start, start + length)
                 rows["input_ids"].append(ids[piece])
@@ -288,26 +299,18 @@ def single_documents(
                 rows["labels"].append(labels[piece])
         return rows
 
-    return data.map(encode, batched=True, remove_columns=_columns(data))
+    return _map(data, encode)
 
 
-def token_pairs(
-    data: Data, tokenizer: Any, *, source_column: str = "source", target_column: str = "target", length: int
-) -> Data:
+def token_pairs(data: Data, tokenizer: Any, *, length: int) -> Data:
     """Return sources and targets as token ids, each cut to ``length``."""
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         options: dict[str, Any] = {"truncation": True, "max_length": length}
-        labels = tokenizer(text_target=_column(batch, target_column), **options)["input_ids"]
-        return {"input_ids": tokenizer(_column(batch, source_column), **options)["input_ids"], "labels": labels}
+        labels = tokenizer(text_target=batch["target"], **options)["input_ids"]
+        return {"input_ids": tokenizer(batch["source"], **options)["input_ids"], "labels": labels}
 
-    return data.map(encode, batched=True, remove_columns=_columns(data))
-
-
-def label_names(data: Data, label_column: str) -> list[str]:
-    """Return the labels of a data set as texts, sorted."""
-    batches = (data[start : start + ROWS_PER_CHECK] for start in range(0, len(data), ROWS_PER_CHECK))
-    return sorted({str(label) for batch in batches for label in _column(batch, label_column)})
+    return _map(data, encode)
 
 
 class PairCollator(DataCollatorForSeq2Seq):
@@ -319,13 +322,11 @@ class PairCollator(DataCollatorForSeq2Seq):
         return {**batch, "decoder_attention_mask": (batch["labels"] != IGNORED_LABEL).long()}
 
 
-def labelled_texts(
-    data: Data, tokenizer: Any, *, text_column: str, label_column: str, labels: Sequence[str], length: int
-) -> Data:
+def labelled_texts(data: Data, tokenizer: Any, *, labels: Sequence[str], length: int) -> Data:
     """Return texts as token ids cut to ``length``, with the index of their label among ``labels``."""
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, Any]:
-        encoded = tokenizer(_column(batch, text_column), truncation=True, max_length=length)
-        return {**encoded, "labels": [labels.index(str(label)) for label in _column(batch, label_column)]}
+        encoded = tokenizer(batch["text"], truncation=True, max_length=length)
+        return {**encoded, "labels": [labels.index(str(label)) for label in batch["label"]]}
 
-    return data.map(encode, batched=True, remove_columns=_columns(data))
+    return _map(data, encode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,17 +20,16 @@ from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.families import FAMILIES, has_rotary_positions
 from hf_rfa.inference.loading import check_tokens, kind_of, load_model, read_config
-from hf_rfa.io.atomic_io import check_destination, new_folder
 from hf_rfa.io.text_io import read_documents
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 from hf_rfa.models.rfa_classes import own_prefixes
 
 from .arguments import processes_started
-from .card import copy_referred, data_name, table_of, trained_card
+from .card import data_name, table_of, trained_card, trained_folder
 from .data import PairCollator, joined_blocks, load_pairs, rows_to_learn, token_pairs
 from .recipe import Recipe, Stage
 from .report import HELD_OUT, DistillationReport, plot_losses
-from .run_folder import check_settings, check_training_folder, training_folder
+from .run_folder import check_run, check_settings
 from .trainers import train_stage, transfer_losses
 
 
@@ -82,9 +81,8 @@ def distill(
     settings = settings.with_steps(transfer=transfer_steps, end_to_end=end_to_end_steps)
     if not any(stage.steps for stage in settings.stages().values()):
         raise InputError("no stage of the recipe has any steps: there is nothing to train.")
-    check_destination(destination, overwrite=overwrite, sources=(Path(checkpoint), Path(teacher)))
-    work = training_folder(destination)
-    check_training_folder(work, resume=resume)
+    sources = (Path(checkpoint), Path(teacher))
+    work = check_run(destination, sources=sources, resume=resume, overwrite=overwrite)
 
     report_progress("loading the models", 1)
     model, tokenizer = load_model(str(checkpoint), dtype="float32")
@@ -93,22 +91,56 @@ def distill(
     configs: tuple[Any, ...] = (model.config, softmax_model.config)
     settings = settings.resolve(model.config, min(config.max_position_embeddings for config in configs))
     report_progress("reading the data", 1)
-    datasets = {}
-    for name, stage in settings.stages().items():
-        if stage.steps:
-            datasets[name] = _load(model, tokenizer, data, references, stage, settings.seed)
-    held_out, learned = _hold_out(datasets, settings, pairs=kind_of(model.config) == "seq2seq")
+    stages = settings.stages()
+    data_by_stage = {
+        name: _load(model, tokenizer, data, references, stage, settings.seed)
+        for name, stage in stages.items()
+        if stage.steps
+    }
+    held_out, learned = _hold_out(data_by_stage, settings, pairs=kind_of(model.config) == "seq2seq")
     paths = {"teacher": teacher, "data": data, "references": references}
     described = {name: None if path is None else str(Path(path).resolve()) for name, path in paths.items()}
-    check_settings(work, described | {"recipe": settings.to_dict()}, resume=resume)
+    check_settings(work, described | {"recipe": asdict(settings)}, resume=resume)
     options = {**paths, "recipe": recipe, "transfer_steps": transfer_steps, "end_to_end_steps": end_to_end_steps}
     command = command or _command(checkpoint, destination, model.config.feature_map, **options)
     report = DistillationReport(command, data_name(str(data)), settings)
-    _train(model, softmax_model, tokenizer, held_out, learned, report, work, resume, report_progress)
+
+    causal = kind_of(model.config) == "causal"
+    collate: Any = default_data_collator if causal else PairCollator(tokenizer, model=model)
+    batch: Inputs = collate([held_out[index] for index in range(HELD_OUT)])
+    rows = [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(HELD_OUT)]
+    for who, scored in (
+        ("teacher", softmax_model),
+        ("converted", model),
+    ):  # a row at a time: logits take the most memory
+        report_progress(f"scoring the {who} model", 1)
+        report.perplexities[who] = score_labels(scored, rows).perplexity
+    for name, dataset in learned.items():
+        if name == "transfer":
+            report_progress("comparing attention weights", 1)
+            report.before = _divergences(model, softmax_model, batch)
+        result = train_stage(
+            cast(Any, name),
+            model,
+            softmax_model,
+            dataset,
+            stages[name],
+            work / name,
+            seed=settings.seed,
+            collate=collate,
+            resume=resume,
+            progress=report_progress,
+        )
+        if name == "transfer":
+            report_progress("comparing attention weights", 1)
+            report.after = _divergences(model, softmax_model, batch)
+            report.maps = compare_attention(model, softmax_model, batch)
+        report.stages.append(result)
+        report_progress("scoring the trained model", 1)
+        report.perplexities[result.name] = score_labels(model, rows).perplexity
     report_progress("writing", 1)
-    with new_folder(destination) as folder:
+    with trained_folder(destination, str(checkpoint)) as folder:
         _write(model, tokenizer, report, str(checkpoint), folder, destination.resolve().name)
-    shutil.rmtree(work, ignore_errors=True)
     return report
 
 
@@ -209,49 +241,6 @@ def _command(checkpoint: str | Path, destination: Path, feature_map: str, **opti
     return shlex.join(words + import_words(feature_map))
 
 
-def _train(
-    model: PreTrainedModel,
-    teacher: PreTrainedModel,
-    tokenizer: Any,
-    held_out: Dataset,
-    learned: dict[str, Dataset],
-    report: DistillationReport,
-    work: Path,
-    resume: bool,
-    progress: Progress,
-) -> None:
-    """Run the stages that have data, and measure on the items that are held out."""
-    collate: Any = default_data_collator if kind_of(model.config) == "causal" else PairCollator(tokenizer, model=model)
-    batch: Inputs = collate([held_out[index] for index in range(HELD_OUT)])
-    rows = [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(HELD_OUT)]
-    for name, scored in (("teacher", teacher), ("converted", model)):  # a row at a time: logits take the most memory
-        progress(f"scoring the {name} model", 1)
-        report.perplexities[name] = score_labels(scored, rows).perplexity
-    for name, dataset in learned.items():
-        if name == "transfer":
-            progress("comparing attention weights", 1)
-            report.before = _divergences(model, teacher, batch)
-        result = train_stage(
-            cast(Any, name),
-            model,
-            teacher,
-            dataset,
-            report.recipe.stages()[name],
-            work / name,
-            seed=report.recipe.seed,
-            collate=collate,
-            resume=resume,
-            progress=progress,
-        )
-        if name == "transfer":
-            progress("comparing attention weights", 1)
-            report.after = _divergences(model, teacher, batch)
-            report.maps = compare_attention(model, teacher, batch)
-        report.stages.append(result)
-        progress("scoring the trained model", 1)
-        report.perplexities[result.name] = score_labels(model, rows).perplexity
-
-
 @torch.no_grad()
 def _divergences(model: PreTrainedModel, teacher: PreTrainedModel, batch: Inputs) -> dict[str, tuple[float, ...]]:
     """Return the divergence of every layer's heads on a batch."""
@@ -270,7 +259,6 @@ def _write(
             tensor.data = tensor.data.to(dtype)
     model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     tokenizer.save_pretrained(folder)
-    copy_referred(checkpoint, folder)
     (folder / "distillation.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     plot_losses(folder / "distillation.png", {stage.name: stage.log for stage in report.stages})
     section = f"## How it was distilled\n\n```bash\n{report.command}\n```\n\n{table_of(report.rows())}\n\n"

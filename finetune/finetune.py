@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from datasets import Dataset
-from huggingface_hub import ModelCard
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -44,28 +43,25 @@ from hf_rfa.inference.loading import (
     read_config,
     tokens_without_embedding,
 )
-from hf_rfa.io.atomic_io import check_destination, new_folder
 from hf_rfa.io.text_io import BLOCK_LENGTH
 
 from .arguments import FinetuneArguments
-from .card import copy_referred, data_name, table_of, trained_card
+from .card import data_name, table_of, trained_card, trained_folder
 from .data import (
     Data,
-    check_columns,
-    check_rows,
-    label_names,
+    keeps_documents_apart,
     labelled_texts,
     load_data,
     load_pairs,
     packed_blocks,
     rows_to_learn,
+    select_columns,
     single_documents,
     token_pairs,
 )
-from .packing import keeps_documents_apart
 from .param_groups import freeze
 from .report import plot_losses
-from .run_folder import check_settings, check_training_folder, last_checkpoint, training_folder
+from .run_folder import check_run, check_settings, last_checkpoint, training_folder
 from .trainers import GroupedSeq2SeqTrainer, GroupedTrainer, StopAtNaN
 
 logger = logging.get_logger(__name__)
@@ -80,13 +76,11 @@ SETTINGS_OF_A_RUN = (
     "weight_decay",
     "seed",
 )
-#: The tasks in words, for model cards.
-TASK_NAMES = {"clm": "language modeling", "seq2seq": "sequence to sequence", "classify": "classification"}
-#: The Auto classes of their models.
-TASK_CLASSES: dict[str, Any] = {
-    "clm": AutoModelForCausalLM,
-    "seq2seq": AutoModelForSeq2SeqLM,
-    "classify": AutoModelForSequenceClassification,
+#: The tasks in words, for model cards, and the Auto classes of their models.
+TASKS: dict[str, tuple[str, Any]] = {
+    "clm": ("language modeling", AutoModelForCausalLM),
+    "seq2seq": ("sequence to sequence", AutoModelForSeq2SeqLM),
+    "classify": ("classification", AutoModelForSequenceClassification),
 }
 #: Ids of special tokens that a new model takes from its tokenizer.
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -114,8 +108,7 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     first = arguments.process_index == 0
     if first:
         sources = () if options.model is None else (Path(options.model),)
-        check_destination(destination, overwrite=options.overwrite, sources=sources)
-        check_training_folder(work, resume=options.resume)
+        check_run(destination, sources=sources, resume=options.resume, overwrite=options.overwrite)
 
     config, tokenizer = load_config_and_tokenizer(options, seed=arguments.seed)
     positions = config.max_position_embeddings
@@ -168,7 +161,6 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     trainer.save_model(str(work / "final"))  # gathers what several processes hold
     if first:
         _write(destination, work, options, trainer, metrics)
-        shutil.rmtree(work, ignore_errors=True)
     return metrics
 
 
@@ -176,16 +168,36 @@ def _write(
     destination: Path, work: Path, options: FinetuneArguments, trainer: GroupedTrainer, metrics: dict[str, float]
 ) -> None:
     """Write the trained checkpoint, its figures and its card, whole or not at all."""
+    arguments: Any = trainer.args
+    steps, data, task = trainer.state.global_step, data_name(options.train), TASKS[options.task][0]
+    rates = [f"{arguments.learning_rate:g}"]
+    rates += [f"{kind.replace('_', ' ')} {f'{rate:g}' if rate else 'frozen'}" for kind, rate in options.rates().items()]
+    batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    rows = [
+        ("task", task),
+        ("trained on", data),
+        *([("evaluated on", data_name(options.evaluate))] if options.evaluate is not None else []),
+        ("steps", f"{steps:,}"),
+        ("rows per step", f"{batch:,}"),
+        ("learning rate", ", ".join(rates)),
+        *((name, shown(value, 4)) for name, value in metrics.items() if isinstance(value, float)),
+    ]
+    card = trained_card(
+        trainer.model,
+        name=destination.resolve().name,
+        source=options.source(),
+        summary=f"{'fine-tuned' if options.source() else 'trained from scratch'} on {data} ({task}, {steps:,} steps).",
+        section=f"## How it was fine-tuned\n\n{table_of(rows)}\n\n![loss](finetuning.png)\n",
+    )
     log = trainer.state.log_history
     figures = {"settings": vars(options), "metrics": metrics, "log": log}
-    with new_folder(destination) as folder:
+    with trained_folder(destination, options.source()) as folder:
         shutil.copytree(work / "final", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.bin"))
         if (work / "runs").is_dir():  # TensorBoard's
             shutil.copytree(work / "runs", folder / "runs")
-        copy_referred(options.source(), folder)
         (folder / "finetuning.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        plot_losses(folder / "finetuning.png", {TASK_NAMES[options.task]: log})
-        _card(destination.resolve().name, options, trainer, metrics).save(folder / "README.md")
+        plot_losses(folder / "finetuning.png", {task: log})
+        card.save(folder / "README.md")
 
 
 def load_config_and_tokenizer(options: FinetuneArguments, *, seed: int = 0) -> tuple[Any, Any]:
@@ -233,7 +245,7 @@ def _new_config(model_type: str, overrides: dict[str, Any], tokenizer: Any, seed
 
 def load_model_to_train(options: FinetuneArguments, config: Any) -> Any:
     """Return the model, with the checkpoint's weights or new ones; raise an `InputError` if there is none for the task."""
-    auto_class = TASK_CLASSES[options.task]
+    _, auto_class = TASKS[options.task]
     try:
         if options.source() is None:
             model = auto_class.from_config(config)
@@ -249,26 +261,21 @@ def load_model_to_train(options: FinetuneArguments, config: Any) -> Any:
 
 def _load(options: FinetuneArguments) -> dict[str, Data]:
     """Return the data to train and, if there are any, to evaluate on; their rows were checked to have what the task reads."""
-    columns = options.columns()
-    texts = [column for name, column in columns.items() if name != "label_column"]
     data = {}
     for name in ("train", "evaluate"):
         source, references = getattr(options, name), getattr(options, f"{name}_references")
-        if source is None:
-            continue
         if references is not None:
-            rows: Data = load_pairs(source, references, **columns)
-        else:
+            data[name] = load_pairs(source, references)
+        elif source is not None:
             split, streaming = getattr(options, f"{name}_split"), options.streaming and name == "train"
             rows = load_data(source, split=split, config=options.dataset_config, streaming=streaming)
-        check_columns(rows, source, *columns.values())
-        data[name] = check_rows(rows, source, texts=texts, label=columns.get("label_column"))
+            data[name] = select_columns(rows, source, options.columns())
     return data
 
 
 def _name_labels(options: FinetuneArguments, data: dict[str, Data], config: Any, tokenizer: Any) -> list[str]:
     """Return a classifier's labels, which enter its configuration."""
-    labels, *others = (label_names(rows, options.label_column) for rows in data.values())
+    labels, *others = (sorted(map(str, rows.unique("label"))) for rows in data.values())
     if len(labels) < 2:
         raise InputError(f"{options.train} has one label only ({labels[0]}): there is nothing to learn.")
     if new := [label for evaluated in others for label in evaluated if label not in labels]:
@@ -299,7 +306,7 @@ def _prepare(
     prepared = {}
     for name, texts in data.items():
         source = getattr(options, name)
-        rows = encoders[options.task](texts, tokenizer, length=length, **options.columns())
+        rows = encoders[options.task](texts, tokenizer, length=length)
         if packed and hasattr(rows, "__len__") and len(rows) == 0:
             raise InputError(f"{source} does not fill a single block of {length} tokens.")
         if isinstance(rows, Dataset) and tokens_without_embedding(tokenizer, config):  # a stream is read in training
@@ -356,23 +363,19 @@ def _trainer(
     options: FinetuneArguments, model: Any, arguments: Any, prepared: dict[str, Any], tokenizer: Any, *, packed: bool
 ) -> GroupedTrainer:
     """Return the Trainer of a task."""
-    special: dict[str, Any] = {}
-    collator: Any = DataCollatorForSeq2Seq(tokenizer, model=model if options.task == "seq2seq" else None)
+    seq2seq, shift = options.task == "seq2seq", int(options.task == "clm")
+    collator: Any = DataCollatorForSeq2Seq(tokenizer, model=model if seq2seq else None)
     if options.task == "classify":
         collator = DataCollatorWithPadding(tokenizer)
     elif packed:
         collator = default_data_collator
-    if options.task != "seq2seq":
-        special["compute_metrics"] = partial(_accuracy, shift=int(options.task == "clm"))
-        special["preprocess_logits_for_metrics"] = _likeliest
-    elif arguments.predict_with_generate:
-        special["compute_metrics"] = partial(_bleu, tokenizer=tokenizer)
+    metrics: Any = partial(_accuracy, shift=shift)
+    if seq2seq:
+        metrics = partial(_bleu, tokenizer=tokenizer) if arguments.predict_with_generate else None
     # A decoder of a model with an encoder may be trained alone: its configuration has both.
     own_loss = options.task != "clm" or hasattr(model.config, "encoder_layers")
-    if own_loss and not arguments.label_smoothing_factor:  # for which the Trainer has one
-        special["compute_loss_func"] = partial(_mean_loss, shift=int(options.task == "clm"))
-    cls = GroupedSeq2SeqTrainer if options.task == "seq2seq" else GroupedTrainer
-    return cls(
+    own_loss &= not arguments.label_smoothing_factor  # for which the Trainer has one
+    return (GroupedSeq2SeqTrainer if seq2seq else GroupedTrainer)(
         model=model,
         args=arguments,
         train_dataset=prepared["train"],
@@ -381,30 +384,7 @@ def _trainer(
         processing_class=tokenizer,
         callbacks=[StopAtNaN()],
         rates=options.rates(),
-        **special,
-    )
-
-
-def _card(name: str, options: FinetuneArguments, trainer: GroupedTrainer, metrics: dict[str, float]) -> ModelCard:
-    """Return the model card of a checkpoint in a folder ``name``."""
-    arguments: Any = trainer.args
-    steps, data, task = trainer.state.global_step, data_name(options.train), TASK_NAMES[options.task]
-    rates = [f"{arguments.learning_rate:g}"]
-    rates += [f"{kind.replace('_', ' ')} {f'{rate:g}' if rate else 'frozen'}" for kind, rate in options.rates().items()]
-    batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    rows = [
-        ("task", task),
-        ("trained on", data),
-        *([("evaluated on", data_name(options.evaluate))] if options.evaluate is not None else []),
-        ("steps", f"{steps:,}"),
-        ("rows per step", f"{batch:,}"),
-        ("learning rate", ", ".join(rates)),
-        *((name, shown(value, 4)) for name, value in metrics.items() if isinstance(value, float)),
-    ]
-    return trained_card(
-        trainer.model,
-        name=name,
-        source=options.source(),
-        summary=f"{'fine-tuned' if options.source() else 'trained from scratch'} on {data} ({task}, {steps:,} steps).",
-        section=f"## How it was fine-tuned\n\n{table_of(rows)}\n\n![loss](finetuning.png)\n",
+        compute_metrics=metrics,
+        preprocess_logits_for_metrics=None if seq2seq else _likeliest,
+        compute_loss_func=partial(_mean_loss, shift=shift) if own_loss else None,
     )

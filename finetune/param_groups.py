@@ -16,13 +16,6 @@ ParameterKind = Literal["feature_maps", "sigma", "gates", "projections", "rest"]
 PARAMETER_KINDS: tuple[ParameterKind, ...] = get_args(ParameterKind)
 #: Learning rates by kind of parameter; 0 freezes a kind.
 Rates = Mapping[ParameterKind, float]
-#: Linear layers without LoRA: heads, which are trained themselves, or are the vocabulary's.
-HEADS = ["lm_head", "score", "classifier"]
-
-
-def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers of a model by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, ParameterKind]:
@@ -31,9 +24,10 @@ def parameter_kinds(model: nn.Module) -> dict[str, ParameterKind]:
     Projections are the linear layers within an attention layer, RFA or softmax. transformers names the class of every
     attention layer ``…Attention``; a checkpoint may bring its own copy of a class, so the class itself does not tell.
     """
-    linear = linear_layers(model)
-    modules = model.named_modules()
-    attention_prefixes = tuple(f"{name}." for name, module in modules if type(module).__name__.endswith("Attention"))
+    modules = dict(model.named_modules())
+    linear = {name for name, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))}
+    attention = [name for name, module in modules.items() if type(module).__name__.endswith("Attention")]
+    attention_prefixes = tuple(f"{name}." for name in attention)
     rfa_prefixes = own_prefixes(model)
 
     def kind(name: str) -> ParameterKind:
@@ -87,14 +81,8 @@ def lora(model: nn.Module, rank: int) -> Iterator[None]:
         from peft import LoraConfig, LoraModel
     except ImportError as error:
         raise InputError("lora_rank needs peft: pip install 'hf-rfa[peft]', or set lora_rank to 0.") from error
-    linear = linear_layers(model)
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        target_modules=sorted({name.rpartition(".")[2] for name in linear if {*HEADS}.isdisjoint(name.split("."))}),
-        exclude_modules=HEADS,
-        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in linear.values()),
-    )
+    conv1d = any(isinstance(module, Conv1D) for module in model.modules())
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", fan_in_fan_out=conv1d)
     tuner: Any = LoraModel(model, config, "default")
     rfa_prefixes = own_prefixes(model)
     for name, parameter in model.named_parameters():

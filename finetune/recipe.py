@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -150,8 +150,10 @@ class Recipe:
     def with_steps(self, *, transfer: int | None = None, end_to_end: int | None = None) -> Recipe:
         """Return this recipe with other numbers of steps."""
         steps = {"transfer": transfer, "end_to_end": end_to_end}
-        stages = {name: replace(self.stages()[name], steps=count) for name, count in steps.items() if count is not None}
-        return Recipe(**self.stages() | stages, seed=self.seed)
+        stages: Any = {
+            name: replace(self.stages()[name], steps=count) for name, count in steps.items() if count is not None
+        }
+        return replace(self, **stages)
 
     def resolve(self, config: Any, positions: int) -> Recipe:
         """Return this recipe with the block length, the batch size, the precision and the repetitions of its stages.
@@ -163,7 +165,7 @@ class Recipe:
         Raises:
             InputError: if a stage's blocks are longer than that.
         """
-        stages = {}
+        stages: dict[str, Any] = {}
         for name, stage in self.stages().items():
             # One long block teaches more than two of half its length: benchmarks/results/memory.md.
             whole_step = name == "end_to_end" and not config.is_encoder_decoder
@@ -176,11 +178,7 @@ class Recipe:
             share = 0.0 if config.is_encoder_decoder else stage.repeating_share  # which pairs have none of
             size = stage.batch_size or size
             stages[name] = replace(stage, block_length=length, batch_size=size, bf16=bf16, repeating_share=share)
-        return Recipe(**stages, seed=self.seed)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain values."""
-        return asdict(self)
+        return replace(self, **stages)
 
 
 def has_bf16() -> bool:

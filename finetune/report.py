@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -89,7 +89,7 @@ class DistillationReport:
         return {
             "command": self.command,
             "data": self.data,
-            "recipe": self.recipe.to_dict(),
+            "recipe": asdict(self.recipe),
             "divergence_before": self.before,
             "divergence_after_transfer": self.after,
             "stages": stages,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_rfa.errors import InputError
-from hf_rfa.io.atomic_io import new_file
+from hf_rfa.io.atomic_io import check_destination, new_file
 
 
 def training_folder(destination: Path) -> Path:
@@ -15,12 +15,19 @@ def training_folder(destination: Path) -> Path:
     return destination.resolve().parent / f".{destination.name}.training"
 
 
-def check_training_folder(work: Path, *, resume: bool) -> None:
-    """Raise an `InputError` unless a training folder is there if, and only if, its run is to be resumed."""
+def check_run(destination: Path, *, sources: tuple[Path, ...], resume: bool, overwrite: bool) -> Path:
+    """Return the training folder of a run.
+
+    Raises:
+        InputError: as `check_destination`; if there is such a folder and the run is not to be resumed, or the reverse.
+    """
+    check_destination(destination, overwrite=overwrite, sources=sources)
+    work = training_folder(destination)
     if work.exists() and not resume:
         raise InputError(f"{work} holds an interrupted run. Pass --resume to continue it, or remove it.")
     if resume and not work.exists():
         raise InputError(f"there is no interrupted run to resume: {work} is not there.")
+    return work
 
 
 def last_checkpoint(work: Path) -> str | None:

@@ -138,12 +138,11 @@ def convert_command(
 
     from hf_rfa.convert.checkpoint import locate
     from hf_rfa.finetune.distill import check_one_process, distill
-    from hf_rfa.finetune.run_folder import check_training_folder, training_folder
-    from hf_rfa.io.atomic_io import check_destination, folder_beside
+    from hf_rfa.finetune.run_folder import check_run
+    from hf_rfa.io.atomic_io import folder_beside
 
     check_one_process()
-    check_destination(destination, overwrite=overwrite, sources=(Path(checkpoint),))
-    check_training_folder(training_folder(destination), resume=resume)
+    check_run(destination, sources=(Path(checkpoint),), resume=resume, overwrite=overwrite)
     with folder_beside(destination) as folder:
         converted = folder / destination.name
         command = shlex.join(["hf-rfa", *(word for word in sys.argv[1:] if word != "--resume")])

@@ -155,6 +155,14 @@ def material(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def pair(material):
+    """The converted GPT-2 of ``material``, and its teacher."""
+    from hf_rfa.inference import load_model
+
+    return load_model(str(material / "gpt2-rfa"))[0], load_model(str(material / "gpt2"))[0]
+
+
+@pytest.fixture
 def parents(tiny_parent, tiny_seq2seq_parents) -> dict[str, Path]:
     """Folders of tiny softmax checkpoints by family."""
     return {"gpt2": tiny_parent, **tiny_seq2seq_parents}

@@ -75,8 +75,7 @@ def measure_copies(folder: Path, options: Options) -> dict[str, float]:
     found = {}
     for length in LENGTHS:
         rows = Dataset.from_list(list(copy_task(BATCH, min_length=length, max_length=length, seed=2)))
-        columns: dict[str, Any] = {"text_column": "text", "prompt_column": "prompt"}
-        batch = single_documents(rows, tokenizer, length=10**6, **columns).with_format("torch")[:]
+        batch = single_documents(rows, tokenizer, length=10**6).with_format("torch")[:]
         logits = model(torch.stack(list(batch["input_ids"])), use_cache=False).logits[:, :-1]
         labels = torch.stack(list(batch["labels"]))[:, 1:]
         counted = labels != IGNORED_LABEL

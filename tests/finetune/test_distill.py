@@ -59,12 +59,6 @@ def material(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def pair(material):
-    """The converted GPT-2, and its teacher."""
-    return load_model(str(material / "gpt2-rfa"))[0], load_model(str(material / "gpt2"))[0]
-
-
 def run(material, tmp_path, model="gpt2", **options):
     options = {"data": material / "text.txt", "recipe": material / "recipe.yaml", "teacher": material / model} | options
     return distill(options.pop("checkpoint", material / f"{model}-rfa"), tmp_path / "out", **options)
@@ -314,7 +308,6 @@ def test_a_model_with_an_encoder_learns_every_kind_of_attention(material, tmp_pa
         ({"data": "missing.txt"}, "there is no text file"),
         ({"references": "targets.txt"}, "references belong to a model with an encoder"),
         ({"transfer_steps": 0, "end_to_end_steps": 0}, "no stage of the recipe has any steps"),
-        ({"recipe": "nope"}, "there is no recipe nope. Pass a YAML file, or one of: default"),
         ({"resume": True}, "there is no interrupted run to resume"),
         ({"recipe": Recipe(Stage(steps=3, block_length=97))}, "block_length is 97, but the models have 96 positions"),
     ],

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, TrainingArguments
 from hf_rfa.convert import activations
 from hf_rfa.convert.activations import LayerActivations
 from hf_rfa.convert.base_model import rfa_layers
-from hf_rfa.finetune import losses
+from hf_rfa.finetune import trainers
 from hf_rfa.finetune.data import PairCollator
 from hf_rfa.finetune.recipe import Stage
 from hf_rfa.finetune.trainers import (
@@ -24,12 +24,6 @@ from hf_rfa.inference import load_model
 from hf_rfa.models.feature_maps import FEATURE_MAPS
 from tests.families import has_encoder, make, softmax_model
 from tests.training import assert_same
-
-
-@pytest.fixture
-def pair(material):
-    """The converted GPT-2, and its teacher."""
-    return load_model(str(material / "gpt2-rfa"))[0], load_model(str(material / "gpt2"))[0]
 
 
 def test_before_training_the_exponential_map_is_the_positive_one():
@@ -98,13 +92,13 @@ def test_logit_loss_is_the_kl_and_the_loss_on_the_text(family, material, tmp_pat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_divergence_of_logits_and_its_gradient_are_the_plain_ones(dtype, monkeypatch):
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", 4 * 300)  # 37 rows: the last piece is short
+    monkeypatch.setattr(trainers, "CHUNK_LOGITS", 4 * 300)  # 37 rows: the last piece is short
     logits, expected = (4 * torch.randn(37, 300).to(dtype) for _ in range(2))
     logits[0, 0], expected[1, 0] = 500.0, -500.0
     logits.requires_grad_()
     truth = logits.detach().double().requires_grad_()
     wanted = F.kl_div(truth.log_softmax(-1), expected.double().log_softmax(-1), log_target=True, reduction="batchmean")
-    divergence = losses.logit_divergence(logits, expected)
+    divergence = trainers.logit_divergence(logits, expected)
     torch.testing.assert_close(divergence.double(), wanted, rtol=1e-5, atol=0)
     assert divergence.dtype == torch.float32
     (0.3 * divergence).backward()

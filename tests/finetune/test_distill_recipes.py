@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hf_rfa.convert import InputError
-from hf_rfa.finetune import recipe, trainers
+from hf_rfa.finetune import recipe as recipes
+from hf_rfa.finetune import trainers
 from hf_rfa.finetune.recipe import Recipe, Stage
 from tests.families import make
 
@@ -35,24 +36,27 @@ def test_recipes_are_checked(text, match, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("positions", "pairs", "lengths", "sizes"),
+    ("positions", "pairs", "lengths", "sizes", "shares"),
     [
-        (8192, False, (1024, 2048), (2, 1)),  # two blocks of 1,024 teach less end to end
-        (1500, False, (1024, 1500), (2, 1)),
-        (512, False, (512, 512), (4, 4)),
-        (8192, True, (1024, 1024), (8, 8)),
+        (8192, False, (1024, 2048), (2, 1), (0.0, 0.5)),  # two blocks of 1,024 teach less end to end
+        (1500, False, (1024, 1500), (2, 1), (0.0, 0.5)),
+        (512, False, (512, 512), (4, 4), (0.0, 0.5)),
+        (8192, True, (1024, 1024), (8, 8), (0.0, 0.0)),
     ],
 )
-def test_blocks_are_as_long_as_a_step_end_to_end(positions, pairs, lengths, sizes):
+def test_blocks_are_as_long_as_a_step_end_to_end(positions, pairs, lengths, sizes, shares):
+    """And repeat themselves, which pairs cannot."""
     config = SimpleNamespace(is_encoder_decoder=pairs)
-    stages = Recipe(Stage(steps=1), Stage(steps=1)).resolve(config, positions).stages().values()
+    recipe = Recipe(Stage(steps=1), Stage(steps=1, repeating_share=0.5))
+    stages = recipe.resolve(config, positions).stages().values()
     assert tuple(stage.block_length for stage in stages) == lengths
     assert tuple(stage.batch_size for stage in stages) == sizes
+    assert tuple(stage.repeating_share for stage in stages) == shares
 
 
 @pytest.mark.parametrize("has", [True, False])
 def test_a_recipe_may_leave_bf16_to_the_processor(has, monkeypatch, tmp_path):
-    monkeypatch.setattr(recipe, "has_bf16", lambda: has)
+    monkeypatch.setattr(recipes, "has_bf16", lambda: has)
     monkeypatch.setattr(trainers, "has_bf16", lambda: has)
     stage = Stage(bf16="auto", steps=1)
     resolved = Recipe(transfer=stage).resolve(make("gpt2").config, 16)
@@ -66,6 +70,6 @@ def test_bf16_is_for_processors_that_multiply_in_it(monkeypatch):
         monkeypatch.setattr(devices, "is_available", lambda: False)
     for found, expected in (({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_f": True}, False)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found, raising=False)
-        assert recipe.has_bf16() is expected
+        assert recipes.has_bf16() is expected
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert recipe.has_bf16() is False
+    assert recipes.has_bf16() is False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import (
 
 from hf_rfa.convert import InputError
 from hf_rfa.finetune.arguments import FinetuneArguments
-from hf_rfa.finetune.data import load_data, load_pairs, packed_blocks, single_documents, token_pairs
+from hf_rfa.finetune.data import load_data, load_pairs, packed_blocks, select_columns, single_documents, token_pairs
 from hf_rfa.finetune.finetune import finetune
 from hf_rfa.finetune.recipe import FOLDER, load_settings
 from hf_rfa_cli.options import UsageError
@@ -110,7 +111,6 @@ def test_options_of_the_command_line_win_over_the_recipe(tmp_path):
     [
         (["--recipe", "nothing"], "there is no recipe nothing. Pass a YAML file, or one of: copy, "),
         (["--recipe", "none.yaml", "--small"], "has no small variant"),
-        (["--recipe", "list.yaml"], "holds no settings"),
         (["--small"], "pass --recipe with it"),
         (["--recipe"], "argument --recipe: expected one argument"),
         (["--recipe", "wrong.yaml"], "argument --max-steps: invalid int value: 'many'"),
@@ -122,7 +122,6 @@ def test_options_of_the_command_line_win_over_the_recipe(tmp_path):
 def test_a_recipe_that_cannot_be_used_is_named(words, match, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "none.yaml").write_text("task: clm\n")
-    (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "wrong.yaml").write_text("{task: clm, train: x, max_steps: many}\n")
     (tmp_path / "unknown.yaml").write_text("{task: clm, train: x, steps: 3}\n")
     with pytest.raises((InputError, UsageError), match=match):
@@ -155,37 +154,40 @@ def test_options_that_do_not_fit_are_refused(options, match, tmp_path):
 
 def test_prompts_are_read_and_not_learned(material):
     tokenizer = ByT5Tokenizer(extra_ids=0)
-    data = load_data(str(material / "rows.jsonl"))
-    columns = {"text_column": "text", "prompt_column": "prompt"}
-    ids, labels = [], []
-    for row, source in zip(single_documents(data, tokenizer, length=500, **columns), data, strict=True):
+    data = select_columns(load_data(str(material / "rows.jsonl")), "rows", {"text": "text", "prompt": "prompt"})
+    ids, labels, starts = [], [], set()
+    for row, source in zip(single_documents(data, tokenizer, length=500), data, strict=True):
         prompt, text = (list(source[name].encode()) for name in ("prompt", "text"))
         expected = [byte + 3 for byte in prompt + text] + [tokenizer.eos_token_id]
         assert row["input_ids"] == expected
         assert row["labels"] == [-100] * len(prompt) + expected[len(prompt) :]
+        starts.add(len(ids))
         ids, labels = ids + row["input_ids"], labels + row["labels"]
-    for start, row in enumerate(packed_blocks(data, tokenizer, length=64, **columns)):
+    for start, row in enumerate(packed_blocks(data, tokenizer, length=64)):
         stretch = slice(64 * start, 64 * start + 64)
         assert row["input_ids"] == ids[stretch]
+        first = [index in starts or index == stretch.start for index in range(*stretch.indices(len(ids)))]
+        assert [position == 0 for position in row["position_ids"]] == first, "a document, or a piece of it, begins"
+        assert all(after in (0, before + 1) for before, after in pairwise(row["position_ids"]))
         learned = zip(row["position_ids"], labels[stretch], strict=True)
         assert row["labels"] == [-100 if position == 0 else label for position, label in learned]
-    assert start > 0
+    assert start == len(ids) // 64 - 1 > 0
 
 
 def test_pairs_come_from_lines_and_from_columns_in_columns(material):
     tokenizer = AutoTokenizer.from_pretrained(material / "tokenizer")
-    columns = {"source_column": "translation.en", "target_column": "translation.de"}
     rows = load_data(str(material / "rows.jsonl"))
-    for row, source in zip(token_pairs(rows, tokenizer, length=32, **columns), rows, strict=True):
+    pairs = select_columns(rows, "rows", {"source": "translation.en", "target": "translation.de"})
+    for row, source in zip(token_pairs(pairs, tokenizer, length=32), rows, strict=True):
         assert row["input_ids"] == tokenizer(source["translation"]["en"])["input_ids"]
         assert row["labels"] == tokenizer(source["translation"]["de"])["input_ids"]
-    lines = load_pairs(material / "a.en", material / "a.de", source_column="s", target_column="t")
-    assert list(lines["s"]) == list(reversed(lines["t"]))
+    lines = load_pairs(material / "a.en", material / "a.de")
+    assert list(lines["source"]) == list(reversed(lines["target"]))
 
 
-def new_model(material, model_type: str) -> dict:
+def new_model(material, model_type: str, **overrides) -> dict:
     """Return the options for a new model of a type."""
-    overrides = TINY["gpt2" if "gpt2" in model_type else "bart"]
+    overrides |= TINY["gpt2" if "gpt2" in model_type else "bart"]
     tokenizer = str(material / "tokenizer")
     return {"model_type": model_type, "tokenizer": tokenizer, "config_overrides": json.dumps(overrides), "model": None}
 
@@ -198,6 +200,7 @@ def test_a_new_model_takes_its_ids_from_the_tokenizer(model_type, material, tmp_
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = (AutoModelForCausalLM if task == "clm" else AutoModelForSeq2SeqLM).from_pretrained(tmp_path / "out")
     assert model.config.model_type == model_type
+    assert getattr(model.config, "feature_seed", 3) == 3, "the seed of the training draws the random vectors"
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.eos_token_id == tokenizer.eos_token_id
     if task == "seq2seq":
@@ -206,8 +209,10 @@ def test_a_new_model_takes_its_ids_from_the_tokenizer(model_type, material, tmp_
 
 
 def test_the_seed_sets_the_weights_of_a_new_model(material, tmp_path):
+    options = new_model(material, "rfa_gpt2", feature_seed=5)
     for number, name in enumerate("ab"):
         torch.manual_seed(number)
-        run(material, tmp_path / name, steps=1, seed=3, **new_model(material, "rfa_gpt2"))
+        run(material, tmp_path / name, steps=1, seed=3, **options)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "out").config.feature_seed == 5
     a, b = ((tmp_path / name / "out" / "model.safetensors").read_bytes() for name in "ab")
     assert a == b

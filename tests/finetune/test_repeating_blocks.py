@@ -14,7 +14,6 @@ from hf_rfa.finetune.data import PASSAGE_TOKENS, add_repeats
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
 from hf_rfa.finetune.report import HELD_OUT
-from tests.conftest import words
 
 
 def made(rows: int, length: int, share: float, seed: int = 0):
@@ -87,11 +86,3 @@ def test_a_training_sees_them_and_is_not_measured_on_them(material, tmp_path, mo
     assert len(rows_by_share[0.0]) == len(rows_by_share[1.0]) == 1600 // 64 - HELD_OUT
     assert rows_by_share[0.0].isdisjoint(rows_by_share[1.0])
     assert perplexities[0] == perplexities[1]
-
-
-def test_pairs_do_not_repeat_themselves(material, tmp_path):
-    (tmp_path / "lines.txt").write_text("".join(f"{words(5, n)}\n" for n in range(40)))
-    texts = {"teacher": material / "bart", "data": tmp_path / "lines.txt", "references": tmp_path / "lines.txt"}
-    recipe = Recipe(end_to_end=Stage(steps=2, repeating_share=0.5))
-    report = distill(material / "bart-rfa", tmp_path / "out", **texts, recipe=recipe)
-    assert report.recipe.end_to_end.repeating_share == 0.0

@@ -14,14 +14,12 @@ from transformers import AutoTokenizer
 from hf_rfa import InputError
 from hf_rfa.finetune.data import (
     PairCollator,
-    check_columns,
-    check_rows,
     joined_blocks,
-    label_names,
     labelled_texts,
     load_data,
     packed_blocks,
     rows_to_learn,
+    select_columns,
     single_documents,
     token_pairs,
 )
@@ -62,10 +60,8 @@ def test_blocks_join_documents(tmp_path):
     assert [block["input_ids"].tolist() for block in blocks] == [[5, 6], [2, 2], [7, 2]]
 
 
-def checked(path: Path, *texts: str, label: str | None = None, streaming: bool = False):
-    data = load_data(str(path), streaming=streaming)
-    check_columns(data, str(path), *texts, *([] if label is None else [label]))
-    return check_rows(data, str(path), texts=texts, label=label)
+def selected(path: Path, streaming: bool = False, **columns: str):
+    return select_columns(load_data(str(path), streaming=streaming), str(path), columns)
 
 
 @pytest.mark.parametrize(
@@ -98,21 +94,20 @@ def test_rows_that_miss_something_are_named(name, content, columns, match, strea
     path = tmp_path / name
     path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
     with pytest.raises(InputError, match=match):
-        list(checked(path, columns.get("text", "t"), label=columns.get("label"), streaming=streaming))
+        list(selected(path, streaming, **{"text": "t", **columns}))
 
 
 def test_a_label_that_is_no_number_is_missing(tmp_path):
     path = tmp_path / "rows.parquet"
     Dataset.from_dict({"t": ["x", "y"], "l": [1.0, math.nan]}).to_parquet(path)
     with pytest.raises(InputError, match=r"rows.parquet, row 2: column 'l' is null, not a label"):
-        checked(path, "t", label="l")
+        selected(path, text="t", label="l")
 
 
 def test_words_for_nothing_in_a_csv_file_are_texts_and_labels(tmp_path):
     (tmp_path / "rows.csv").write_text("t,l\nNA,None\nnull,NA\n")
-    data = checked(tmp_path / "rows.csv", "t", label="l")
-    assert data["t"][:] == ["NA", "null"]
-    assert label_names(data, "l") == ["NA", "None"]
+    data = selected(tmp_path / "rows.csv", text="t", label="l")
+    assert data.to_dict() == {"text": ["NA", "null"], "label": ["None", "NA"]}
 
 
 class Words:
@@ -126,21 +121,17 @@ class Words:
         return {"input_ids": ids[0] if isinstance(text, str) else ids}
 
 
-PROMPTS = {"text_column": "t", "prompt_column": "p"}
-LABELS = {"text_column": "t", "label_column": "l", "labels": ["0"]}
-
-
 @pytest.mark.parametrize(
-    ("encode", "columns", "rows"),
+    ("encode", "options", "rows"),
     [
         (token_pairs, {}, {"source": ["a", "a", ""], "target": ["b", "", "b"]}),
-        (labelled_texts, LABELS, {"t": ["a", " "], "l": [0, 0]}),
-        (single_documents, PROMPTS, {"t": ["a", "a", "a", ""], "p": ["b", "b b b b", "b b b b b", "b"]}),
+        (labelled_texts, {"labels": ["0"]}, {"text": ["a", " "], "label": [0, 0]}),
+        (single_documents, {}, {"text": ["a", "a", "a", ""], "prompt": ["b", "b b b b", "b b b b b", "b"]}),
     ],
 )
-def test_rows_without_a_label_are_left_out_and_counted(encode, columns, rows, caplog):
+def test_rows_without_a_label_are_left_out_and_counted(encode, options, rows, caplog):
     """All but the first."""
-    data = encode(Dataset.from_dict(rows), Words(), length=4, **columns)
+    data = encode(Dataset.from_dict(rows), Words(), length=4, **options)
     ahead = encode is single_documents
     assert len(rows_to_learn(data, "rows.jsonl", ahead=ahead)) == 1
     assert all("rows.jsonl: " in message for message in caplog.messages)
@@ -150,24 +141,23 @@ def test_rows_without_a_label_are_left_out_and_counted(encode, columns, rows, ca
 
 
 def test_blocks_of_prompts_alone_are_left_out():
-    data = Dataset.from_dict({"t": ["a", "a"], "p": ["b b b b b b b", ""]})
-    blocks = packed_blocks(data, Words(), **PROMPTS, length=3)
+    data = Dataset.from_dict({"text": ["a", "a"], "prompt": ["b b b b b b b", ""]})
+    blocks = packed_blocks(data, Words(), length=3)
     assert blocks["labels"][:] == [[-100, -100, -100], [-100, -100, -100], [-100, 3, 2]]
     assert rows_to_learn(blocks, "rows.jsonl", ahead=True)["labels"][:] == [[-100, 3, 2]]
 
 
 def test_streamed_rows_without_a_label_are_left_out_as_they_come(caplog):
-    columns = {**PROMPTS, "length": 3}
-    rows = Dataset.from_dict({"t": ["a", "a"], "p": ["b b b b", ""]}).to_iterable_dataset()
-    learned = rows_to_learn(single_documents(rows, Words(), **columns), "streamed.jsonl", ahead=True)
+    rows = Dataset.from_dict({"text": ["a", "a"], "prompt": ["b b b b", ""]}).to_iterable_dataset()
+    learned = rows_to_learn(single_documents(rows, Words(), length=3), "streamed.jsonl", ahead=True)
     assert [row["labels"] for row in learned] == [[3, 2]]
     assert caplog.text.count("streamed.jsonl: rows are left out") == 1
     with pytest.raises(InputError, match=r"streamed.jsonl has nothing to learn in any row"):
-        rows_to_learn(single_documents(rows.take(1), Words(), **columns), "streamed.jsonl", ahead=True)
+        rows_to_learn(single_documents(rows.take(1), Words(), length=3), "streamed.jsonl", ahead=True)
 
 
 def test_documents_in_pieces_lose_nothing():
-    data = Dataset.from_dict({"t": ["a bb ccc dddd eeeee", "a"], "p": ["b b", ""]})
-    rows = single_documents(data, Words(), **PROMPTS, length=3, in_pieces=True)
+    data = Dataset.from_dict({"text": ["a bb ccc dddd eeeee", "a"], "prompt": ["b b", ""]})
+    rows = single_documents(data, Words(), length=3, in_pieces=True)
     assert rows["input_ids"][:] == [[3, 3, 3], [4, 5, 6], [7, 2], [3, 2]]
     assert rows["labels"][:] == [[-100, -100, 3], [4, 5, 6], [7, 2], [3, 2]]

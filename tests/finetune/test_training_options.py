@@ -20,7 +20,7 @@ from hf_rfa.convert import InputError
 from hf_rfa.finetune.run_folder import last_checkpoint
 from hf_rfa_cli import train as cli_train
 from tests import training
-from tests.conftest import leftovers
+from tests.conftest import ROOT, leftovers
 from tests.training import assert_same, logged, run, weights
 
 LAUNCH = Path(hf_rfa.finetune.__file__).parent / "launch"
@@ -28,10 +28,10 @@ ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def command(material: Path, **options) -> list[str]:
-    """Return the words that start a fine-tuning in a process of its own."""
+    """Return the words of a fine-tuning for ``hf-rfa``."""
     options = {"model": material / "gpt2-rfa", "task": "clm", "train": material / "rows.jsonl", **options}
     options |= {"block-length": 16, "learning-rate": 0.01}
-    return ["-m", "hf_rfa_cli", "finetune", *(str(word) for name in options for word in (f"--{name}", options[name]))]
+    return ["finetune", *(str(word) for name in options for word in (f"--{name}", options[name]))]
 
 
 PIECES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
@@ -128,7 +128,7 @@ def test_a_run_killed_at_random_goes_on_to_the_same_weights(seed, material, tmp_
     def start(folder: Path) -> subprocess.Popen:
         options = {"max-steps": 60, "save-steps": 5, "disable-tqdm": "true", "use-cpu": "true"}
         resume = ["--resume"] if (folder / ".out.training").exists() else []
-        words = [sys.executable, *command(material, output=folder / "out", **options), *resume]
+        words = [sys.executable, "-m", "hf_rfa_cli", *command(material, output=folder / "out", **options), *resume]
         return subprocess.Popen(words, env=ONE_THREAD, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     (tmp_path / "whole").mkdir()
@@ -201,25 +201,33 @@ def test_the_command_trains_on_the_cpu_where_there_is_nothing_else(there, tmp_pa
     assert vars(cli_train.finetune_parser().parse_args([*words, "--use_cpu"]))["use_cpu"] is True
 
 
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / "ddp.yaml")]
+SHARDED = {"fsdp": "full_shard", "fsdp-config": LAUNCH / "fsdp.json", "ddp-backend": "gloo"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["clm", "classify"])
 @pytest.mark.parametrize(
-    "launcher",
+    ("launcher", "module", "task", "options"),
     [
-        ["torch.distributed.run", "--nproc_per_node", "2"],
-        ["accelerate.commands.launch", "--config_file", str(LAUNCH / "ddp.yaml")],
+        (TORCHRUN, "hf_rfa_cli", "clm", {}),
+        (TORCHRUN, "hf_rfa_cli", "classify", {}),
+        (ACCELERATE, "hf_rfa_cli", "clm", {}),
+        (ACCELERATE, "hf_rfa_cli", "classify", {}),
+        (TORCHRUN, "tests.fsdp_on_cpu", "clm", SHARDED),  # which accelerate does not do on CPUs
     ],
-    ids=["torchrun", "accelerate"],
+    ids=["torchrun-clm", "torchrun-classify", "accelerate-clm", "accelerate-classify", "sharded"],
 )
-def test_two_processes_on_a_cpu_train_one_model(launcher, task, material, tmp_path):
+def test_two_processes_on_a_cpu_train_one_model(launcher, module, task, options, material, tmp_path):
     """As the docs start them: losses and weights are those of one process with batches twice as large."""
     environment = {**ONE_THREAD, "CUDA_VISIBLE_DEVICES": ""}
-    for name, launch, batch in (("one", [], 4), ("two", ["-m", *launcher], 2), ("two", ["-m", *launcher], 2)):
+    shared = {"task": task, "max-steps": 6, "logging-steps": 1, "overwrite": "true", "use-cpu": "true"}
+    two = [*launcher, "-m", module], 2, options
+    for name, (start, batch, others) in (("one", (["-m", "hf_rfa_cli"], 4, {})), ("two", two), ("two", two)):
         output = tmp_path / name / "out"
-        options = {"task": task, "max-steps": 6, "overwrite": "true", "per-device-train-batch-size": batch}
-        options |= {"logging-steps": 1}
-        line = [sys.executable, *launch, *command(material, output=output, **options)]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)
+        words = command(material, output=output, **shared, **{"per-device-train-batch-size": batch}, **others)
+        line = [sys.executable, *start, *words]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count("written to") == 1
         assert (output / "config.json").is_file()

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_rfa import FAMILIES
-from hf_rfa.finetune.packing import keeps_documents_apart
+from hf_rfa.finetune.data import keeps_documents_apart
 from hf_rfa.models import modeling_rfa_seq2seq
 from tests.conftest import save_tiny_tokenizer, tiny_seq2seq_config, words
 from tests.decoders import LENGTH, NAMES, WINDOWED, case, converted, pair, parent, rfa_indices
