@@ -120,15 +120,6 @@ def test_calibration_of_grouped_queries(name):
                                         ((0, 5), (1, 0), (2, 9))], dim=1))  # fmt: skip
 
 
-def test_as_many_tokens_are_compared_as_without_groups(monkeypatch):
-    monkeypatch.setattr(calibration, "COMPARED_TOKENS", 26)
-    query, key, value, _ = (torch.cat([each, each]).float() for each in sample())
-    layers = Layer(HEADS, GROUPS), Layer(HEADS * GROUPS, 1)
-    inputs = (group_queries(query, HEADS), key, value), (query, repeat(key), repeat(value))
-    for layer, each in zip(layers, inputs, strict=True):
-        assert calibration._Comparison(layer, LayerActivations(*each), None).activations.key.shape[0] == 2
-
-
 def test_activations_of_a_layer_are_grouped():
     layer, _ = pair()
     query, key, value, hidden = sample()

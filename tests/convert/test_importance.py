@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
@@ -13,16 +12,8 @@ from hf_rfa.convert.importance import far_weights, fit_importance
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
 from tests.conftest import words
-from tests.families import save_softmax_model
 from tests.grouped_layers import Layer
 from tests.training import weights
-
-
-@pytest.fixture(scope="module")
-def parent(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parent")
-    save_softmax_model("gpt2", folder)
-    return folder
 
 
 @torch.no_grad()
@@ -66,9 +57,9 @@ def test_padding_changes_no_importance():
     assert (layer.importance.weight == 7.0).all(), "a text shorter than the window says nothing"
 
 
-def test_the_command_line_calibrates_what_it_keeps(parent, tmp_path, run_cli):
+def test_the_command_line_calibrates_what_it_keeps(checkpoints, tmp_path, run_cli):
     words = ["--preset", "exact", "--window-size", 5, "--sinks", 2, "--slots", 3]
-    assert run_cli("convert", parent, tmp_path / "out", *words) == 0
+    assert run_cli("convert", checkpoints["gpt2"], tmp_path / "out", *words) == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "--preset exact --window-size 5 --sinks 2 --slots 3" in card
     assert "attention.png" not in card
@@ -77,12 +68,12 @@ def test_the_command_line_calibrates_what_it_keeps(parent, tmp_path, run_cli):
     assert all(block.attn.importance.weight.std() > 0 for block in model.transformer.h)
 
 
-def test_distillation_leaves_importance_as_it_is_in_float32(parent, tmp_path):
+def test_distillation_leaves_importance_as_it_is_in_float32(checkpoints, tmp_path):
     (tmp_path / "text.txt").write_text(words(900))
     options = {"preset": "exact", "window_size": 4, "num_sinks": 0, "num_slots": 3, "dtype": "bfloat16"}
-    convert(parent, tmp_path / "rfa", calibrate_on=tmp_path / "text.txt", **options)
+    convert(checkpoints, tmp_path / "rfa", calibrate_on=tmp_path / "text.txt", **options)
     recipe = Recipe(end_to_end=Stage(steps=2, batch_size=2, block_length=32, kl_weight=1.0))
-    distill(tmp_path / "rfa", tmp_path / "out", teacher=parent, data=tmp_path / "text.txt", recipe=recipe)
+    distill(tmp_path / "rfa", tmp_path / "out", teacher=checkpoints["gpt2"], data=tmp_path / "text.txt", recipe=recipe)
     before, after = (weights(tmp_path / name) for name in ("rfa", "out"))
     found = {name for name in before if name.endswith("importance.weight")}
     assert len(found) == 2

@@ -39,9 +39,6 @@ def test_a_forward_pass_is_exported():
 WHOLE = [
     ("gpt2", {"gate": True, "feature_map": "gaussian"}),
     ("llama", {**RETRIEVAL, "num_slots": 5, "softmax_layers": [1]}),
-    pytest.param("gpt2", {}, marks=SLOW),
-    pytest.param("gpt2", {"window_size": 7, "gate": True}, marks=SLOW),
-    pytest.param("gpt2", {"window_size": 7, "num_slots": 5}, marks=SLOW),
 ]
 
 
@@ -62,8 +59,6 @@ STEPS = [
     {"gate": True, "feature_map": "gaussian", "unit_norm": True},
     {"window_size": 3, "num_slots": 4, "gate": True},
     RETRIEVAL,
-    pytest.param({}, marks=SLOW),
-    pytest.param({"window_size": 3, "gate": True}, marks=SLOW),
 ]
 
 
