@@ -14,15 +14,12 @@ from hf_rfa.convert import convert
 from hf_rfa.convert.activations import capture_inputs
 from hf_rfa.convert.calibration_data import calibration_inputs
 from hf_rfa.families import has_rotary_positions
-from hf_rfa.finetune.distill import distill
-from hf_rfa.finetune.recipe import Recipe, Stage
 from hf_rfa.inference import cache_num_bytes
-from tests.conftest import leftovers, refused, save_tiny_tokenizer, words
+from tests.conftest import leftovers, refused
 from tests.convert.conftest import load
 from tests.decoders import LENGTH, NAMES, WITH_SINKS, case, every_decoder, parent, rfa_indices, saved
 from tests.families import logits, relative_error, tokens
 from tests.tiny_models import tiny_config
-from tests.training import weights
 
 # What is refused
 
@@ -158,20 +155,3 @@ def test_calibration_sees_positions_from_anywhere():
         rotations = softmax.model.rotary_emb(seen.hidden_states, positions)
         assert_close(seen.options["position_embeddings"], rotations)
     assert len(starts) == 4
-
-
-def test_llama_is_distilled(tmp_path):
-    """Two steps of each stage change the features, and the whole model, and the result generates."""
-    folder = saved("llama", tmp_path / "parent")
-    save_tiny_tokenizer(folder)
-    options = {"preset": "rfa", "feature_map": "exponential", "num_features": 8, "gate": True, "window_size": 4}
-    convert(folder, tmp_path / "rfa", **options)
-    (tmp_path / "text.txt").write_text(words(700))
-    recipe = Recipe(*(Stage(steps=2, batch_size=4, block_length=16) for _ in range(2)))
-    distill(tmp_path / "rfa", tmp_path / "out", data=tmp_path / "text.txt", recipe=recipe, teacher=folder)
-    before, after = weights(tmp_path / "rfa"), weights(tmp_path / "out")
-    assert before.keys() == after.keys()
-    assert any(not torch.equal(after[key], each) for key, each in before.items() if ".feature_map." in key)
-    assert not torch.equal(after["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
-    model = load(tmp_path / "out")
-    assert model.generate(tokens(1, 5), max_new_tokens=5, eos_token_id=None).shape == (1, 10)

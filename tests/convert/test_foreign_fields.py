@@ -159,11 +159,7 @@ def test_padding_without_an_embedding(source, warned):
     "command",
     [
         ["convert", "{}", "out"],
-        ["evaluate", "{}", "text.txt"],
-        ["recall", "{}"],
         ["generate", "{}", "--prompt", "w5"],
-        ["bench", "--model", "{}"],
-        ["distill", "{}", "--teacher", "{}", "--data", "text.txt"],
         ["finetune", "--model", "{}", "--task", "clm", "--train", "text.txt"],
     ],
 )

@@ -22,20 +22,12 @@ def chosen(folder, trained=None, **options):
 
 EXACT = ("none", None, False, (31, 4, 28))
 MIXED = ("positive", 64, False, (14, 4, 14))
-RFA = ("positive", None, False, (0, 0, 0))
-TRAINED = ("exponential", None, True, (0, 0, 0))
 
 
 @pytest.mark.parametrize(
     ("family", "trained", "options", "expected"),
     [
-        ("gpt2", None, {}, MIXED),
-        ("bart", None, {}, MIXED),
-        ("llama", None, {}, EXACT),
-        ("gpt2", None, {"preset": "exact"}, EXACT),
-        ("llama", None, {"preset": "mixed"}, MIXED),
-        ("llama", None, {"preset": "rfa"}, RFA),
-        ("llama", "features", {}, TRAINED),
+        ("llama", "features", {}, ("exponential", None, True, (0, 0, 0))),
         ("gpt2", "features", {"gate": False}, ("exponential", None, False, (0, 0, 0))),
         ("gpt2", "features", {"window_size": 4}, ("exponential", None, False, (4, 0, 0))),
         ("gpt2", "features", {"window_size": 4, "gate": True}, ("exponential", None, True, (4, 0, 0))),
@@ -49,10 +41,10 @@ TRAINED = ("exponential", None, True, (0, 0, 0))
         ("gpt2", None, {"window_size": 9}, ("positive", 64, False, (9, 4, 14))),
         ("gpt2", None, {"window_size": 0}, ("positive", 64, False, (0, 0, 0))),
         ("llama", None, {"window_size": 9, "num_sinks": 0}, ("none", None, False, (9, 0, 28))),
-        ("bart", None, {"layers": []}, RFA),
     ],
 )
 def test_a_preset_gives_what_is_not_named(family, trained, options, expected, checkpoints):
+    """What the presets are without an option, cards say: `tests/finetune/test_cards.py`."""
     assert chosen(checkpoints[family], trained, **options) == expected
 
 
@@ -121,8 +113,3 @@ def test_the_sizes_without_a_memory_are_those_of_64_tokens_of_heads_of_64(tmp_pa
 )
 def test_a_memory_gives_the_sizes_that_are_not_named(family, options, expected, checkpoints):
     assert chosen(checkpoints[family], memory=64, **options) == expected
-
-
-def test_a_field_without_a_value_is_refused(checkpoints, tmp_path, refused_command):
-    said = refused_command("convert", checkpoints["gpt2"], tmp_path / "out", "--config", "unit_norm")
-    assert "--config takes a field and its value such as unit_norm=true, got 'unit_norm'" in said

@@ -13,13 +13,11 @@ from torch.testing import assert_close
 from transformers import StoppingCriteria, StoppingCriteriaList, set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from hf_rfa.families import has_rotary_positions
 from hf_rfa.models.cache_names import cache_argument
 from tests.conftest import ROOT
 from tests.families import (
     FAMILIES,
     caches,
-    every_family,
     every_generating_head,
     has_encoder,
     make,
@@ -123,19 +121,15 @@ def test_batches_of_mixed_lengths_equal_single_runs(family, variant, beams):
 @pytest.mark.parametrize("options", [{}, {"window_size": 3}, {"softmax_layers": [0]}], ids=str)
 def test_a_cache_changes_no_token(family, head, options):
     """From a prompt or from nothing, with options in a configuration or not."""
-    model = make_head(family, head, **options).double()
-    assert model.can_generate()
-    shared = {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "pad_token_id": 1}
-    ids = tokens(1, 9)
+    model, ids = make_head(family, head, **options).double(), tokens(1, 9)
+    shared = {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "pad_token_id": 1, "bos_token_id": 0}
     expected = model.generate(ids, **shared, use_cache=False)
-    assert torch.equal(model.generate(ids, **shared), expected)
     configured = copy.deepcopy(model.generation_config)
     configured.update(**shared)
-    assert torch.equal(model.generate(ids, generation_config=configured), expected)
+    for given in (shared, {"generation_config": configured}):
+        assert torch.equal(model.generate(ids, **given), expected)
     if not model.config.is_encoder_decoder:
-        alone = model.generate(**shared, bos_token_id=0)
-        assert alone[0, 0] == 0
-        assert torch.equal(alone, model.generate(torch.zeros(1, 1, dtype=torch.long), **shared))
+        assert torch.equal(model.generate(**shared), model.generate(torch.zeros(1, 1, dtype=torch.long), **shared))
 
 
 @torch.no_grad()
@@ -155,11 +149,16 @@ def test_a_cache_handed_back_continues_the_text_and_copies_of_it_fork(family, va
 
 
 @torch.no_grad()
-def test_encoder_outputs_are_taken_instead_of_a_source():
-    model, ids = long("bart", "both-gate"), tokens(2, 9)
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None, "max_new_tokens": 20}
-    found = model.generate(encoder_outputs=model.get_encoder()(ids), **options)
-    assert torch.equal(found, generate(model, ids, max_new_tokens=20))
+@pytest.mark.parametrize(("family", "variant"), [("gpt2", "positive"), ("bart", "both-gate")])
+def test_what_a_prompt_or_source_is_read_as_is_taken_in_its_place(family, variant):
+    model, ids = long(family, variant), prompt_for(family)
+    if has_encoder(family):
+        given: dict[str, Any] = {"encoder_outputs": model.get_encoder()(ids)}
+    else:
+        given = {"inputs_embeds": model.get_input_embeddings()(ids)}
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 1}
+    written = model.generate(**given, **options, do_sample=False)
+    assert torch.equal(written[:, -20:], generate(model, ids, max_new_tokens=20)[:, -20:])
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
@@ -169,41 +168,18 @@ def test_chunked_prefill(chunk):
     assert torch.equal(generate(model, ids, max_new_tokens=10, prefill_chunk_size=chunk), expected)
 
 
-def test_embeddings_are_taken_instead_of_a_prompt():
-    model, ids = long("gpt2", "positive"), tokens(1, 7)
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 1}
-    found = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **options)
-    assert torch.equal(found, generate(model, ids, max_new_tokens=8)[:, 7:])
-
-
 @pytest.mark.parametrize("variant", ["both", "paper"])
 def test_beams_share_one_state_of_the_source_and_no_step_copies_it(variant):
-    model, ids = long("bart", variant, torch.float32), tokens(2, 9)
-    held: dict[str, list[tuple[Tensor, ...]]] = {"causal": [], "cross": []}
+    model, ids, states = long("bart", variant, torch.float32), tokens(2, 9), []
 
     def keep(module: Any, args: Any, output: Any) -> None:
-        for kind, part in caches(output.past_key_values).items():
-            held[kind].append(tuple(state_of(layer) for layer in part.layers))
+        states.append([state_of(layer) for layer in caches(output.past_key_values)["cross"].layers])
 
     model.register_forward_hook(keep)
     generate(model, ids, num_beams=4, max_new_tokens=30)
-    assert len(held["cross"]) == 30
-    assert {state.shape[0] for states in held["cross"] for state in states} == {2}, "one row per source, not per beam"
-    places = {kind: {tuple(state.data_ptr() for state in states) for states in held[kind]} for kind in held}
-    assert len(places["cross"]) == 1, "the state is built once per layer"
-    assert len(set(*places["cross"])) == 3
-    assert len(places["causal"]) > 1, "self-attention states follow their beams"
-
-
-@every_family
-def test_generation_past_the_positions_is_refused(family):
-    """Rotary positions have no end."""
-    model = make(family, **{FAMILIES[family].positions_field: 20})
-    if has_rotary_positions(model.config):
-        assert generate(model, prompt_for(family), max_new_tokens=30).shape[1] == 37
-        return
-    with pytest.raises(ValueError, match="--max-positions"):
-        generate(model, prompt_for(family), max_new_tokens=30)
+    assert len(states) == 30
+    assert {state.shape[0] for of_step in states for state in of_step} == {2}, "one row per source, not per beam"
+    assert len({tuple(state.data_ptr() for state in of_step) for of_step in states}) == 1, "built once per layer"
 
 
 # The table in docs/generation.md
