@@ -25,6 +25,7 @@ from hf_rfa.finetune.finetune import finetune
 from hf_rfa.finetune.recipe import Recipe, Stage
 from tests.conftest import words
 from tests.families import has_encoder, save_softmax_model
+from tests.training import write_rows
 
 FAMILIES = ("gpt2", "llama", "bart")
 
@@ -56,8 +57,8 @@ def parents(tmp_path_factory) -> Path:
         special = {"eos_token_id": 2, "pad_token_id": 1} if not has_encoder(family) else {}
         save_softmax_model(family, folder / family, **special)
     (folder / "text.txt").write_text("".join(words(9 + n % 5, n) + "\n" for n in range(60)))
-    rows = [f'{{"text": "{words(9, n)}", "source": "{words(4, n)}", "target": "{words(3, n)}"}}\n' for n in range(40)]
-    (folder / "rows.jsonl").write_text("".join(rows))
+    rows = [{"text": words(9, n), "source": words(4, n), "target": words(3, n)} for n in range(40)]
+    write_rows(folder / "rows.jsonl", rows)
     return folder
 
 

@@ -31,17 +31,9 @@ from hf_rfa.convert import checkpoint as checkpoint_module
 from hf_rfa.convert.calibration_data import random_inputs
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa_cli.main import app
-from tests.conftest import (
-    DEMO_MODEL,
-    DEMO_TEXT,
-    copy_of,
-    leftovers,
-    refused,
-    save_tiny_tokenizer,
-    shared,
-)
+from tests.conftest import DEMO_MODEL, DEMO_TEXT, copy_of, leftovers, refused, save_tiny_tokenizer, shared
 from tests.convert.conftest import fields, load, tensors
-from tests.families import base_config, has_encoder
+from tests.families import base_config, has_encoder, is_own
 
 CONVERTED = [("gpt2", name) for name in sorted(FEATURE_MAPS)]
 CONVERTED += [(family, name) for family in ("bart", "marian") for name in ("positive", "gaussian", "elu")]
@@ -92,16 +84,6 @@ def test_the_parents_dropout_does_not_act(tiny_parent, tmp_path):
         weights = (tmp_path / f"out-{rate}" / "model.safetensors").read_bytes()
         found.append((report["gains"], report["sensitivities"], weights))
     assert found[1] == found[0]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_dtype(dtype, tiny_parent, tmp_path):
-    convert(tiny_parent, tmp_path / "out", dtype=dtype)
-    expected = getattr(torch, dtype)
-    weights = tensors(tmp_path / "out")
-    assert weights["transformer.wte.weight"].dtype == expected
-    assert weights["transformer.h.0.attn.feature_map.projection"].dtype == torch.float32
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == expected
 
 
 @pytest.mark.parametrize(
@@ -212,9 +194,9 @@ def test_report_and_model_card_state_command_figures_and_every_head(tmp_path):
 
 
 MANY = {"preset": "rfa", "feature_map": "gaussian", "num_features": 9, "gate": True, "layers": [0], "seed": 5}
-MANY |= {"max_positions": 128, "config": {"orthogonal": False, "redraw_pool": 4, "chunk_size": 9}}
+MANY |= {"max_positions": 128, "config": {"orthogonal": False, "redraw_pool": 4, "chunk_size": 9}, "dtype": "float16"}
 EACH_KIND = {"layers": [1], "cross_layers": [0, 2], "encoder_layers": [1], "window_size": 2}
-EACH_KIND |= {"config": {"unit_norm": True}}
+EACH_KIND |= {"config": {"unit_norm": True}, "dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -228,12 +210,16 @@ EACH_KIND |= {"config": {"unit_norm": True}}
     ],
 )
 def test_the_command_on_the_card_gives_the_same_checkpoint(family, options, converted, checkpoints, tmp_path, run_cli):
-    """And the checkpoint says which attention is converted."""
+    """And the checkpoint says which attention is converted, and has its own tensors in float32, all else as asked for."""
     report = convert(checkpoints[family], tmp_path / "a", **options)
     assert {kind: found for kind, (found, _) in report.layers.items()} == {k: len(v) for k, v in converted.items()}
     model = load(tmp_path / "a")
     config = fields(tmp_path / "a")
     assert options.get("config", {}).items() <= config.items()
+    dtype = getattr(torch, options.get("dtype", "float32"))
+    assert model.dtype == dtype
+    for key, tensor in tensors(tmp_path / "a").items():
+        assert tensor.dtype == (torch.float32 if is_own(key) else dtype), key
     for name, kind in model.config.SOFTMAX_LAYERS.items():
         count = model.config.num_layers_for(kind)
         kept = [index for index in range(count) if index not in converted[kind]]

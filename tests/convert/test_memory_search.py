@@ -1,4 +1,4 @@
-"""``search``: the ways to spend a memory cost no more, the best by perplexity is taken, and what does not fit is refused."""
+"""``search``: the ways to spend a memory cost no more, and the best by perplexity is taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Presets and memories: the sizes they give, their bytes, and the options that they exclude."""
+"""Presets and memories: the sizes they give, and their bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing retrieval heads: the gradient against differences, the head that copies, and the options of a conversion."""
+"""Choosing retrieval heads: the gradient against differences, and what a conversion makes of them."""
 
 from __future__ import annotations
 

@@ -7,18 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 from transformers import CompileConfig
 
 from hf_rfa.inference.generation import compiled_steps
-from hf_rfa.models.cache_names import cache_argument
 from tests.families import has_encoder, tokens
 from tests.inference.test_generation import generate, long, prompt_for
 
 STEPS = 25
 SLOW = pytest.mark.slow
-#: torch.compile imports what torch itself has deprecated.
-INDUCTOR = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 CASES = [
     ("llama", "slots"),
     ("gpt2", "window-gate"),
@@ -61,43 +57,14 @@ def test_a_step_of_generate_is_one_graph(family, variant, padded):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@torch.no_grad()
 @pytest.mark.slow
-@INDUCTOR
-def test_a_cache_that_is_reset_compiles_no_second_time():
-    """Nor does a thousand tokens."""
-    model = long("llama", "slots", torch.float32, 1100)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    step = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
-    ids = tokens(1, 1000)
-    cache = model(ids[:, :5]).past_key_values
-    addresses = [tensor.data_ptr() for layer in cache.layers for tensor in layer.tensors().values()]
-    for _ in range(2):
-        for t in range(5, 500):
-            logits = step(ids[:, t : t + 1], **cache_argument(cache)).logits
-        assert_close(logits, model(ids[:, :500]).logits[:, -1:], atol=1e-4, rtol=1e-4)
-        cache.reset()
-        model(ids[:, :5], **cache_argument(cache))
-    assert graphs() == 1
-    assert [tensor.data_ptr() for layer in cache.layers for tensor in layer.tensors().values()] == addresses
-
-
-# Compiled by the inductor
-
-LOOPS = [("gpt2", variant) for variant in ("positive-gate", "hybrid", "window-gate")]
-LOOPS += [("llama", variant) for variant in ("slots", "retrieval")]
-LOOPS += [("bart", variant) for variant in ("both-gate", "per-layer")]
-
-
-@pytest.mark.slow
-@INDUCTOR
-@pytest.mark.parametrize(("family", "variant"), LOOPS)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of the inductor's imports
+@pytest.mark.parametrize(("family", "variant"), CASES)
 def test_generate_compiles_by_itself_with_a_static_cache(family, variant):
-    """As it does on a GPU; here it is asked to."""
+    """As it does on a GPU; here it is asked to, and the inductor compiles."""
     model, ids = long(family, variant, torch.float32), prompt_for(family)
     torch._dynamo.reset()
-    expected = generate(model, ids, max_new_tokens=25)
-    found = generate(model, ids, max_new_tokens=25, **compiled_steps())
+    expected = generate(model, ids, max_new_tokens=STEPS)
+    found = generate(model, ids, max_new_tokens=STEPS, **compiled_steps())
     assert graphs() > 0
     assert torch.equal(found, expected)

@@ -17,7 +17,6 @@ from hf_rfa.export import DecodingStep
 from hf_rfa.models.cache_names import cache_argument
 from tests.families import logits, make, make_head, read, relative_error, softmax_model, source, tokens
 
-SLOW = pytest.mark.slow
 RETRIEVAL = {"window_size": 3, "retrieval_heads": [[0, 1]], "retrieval_window": 5}
 
 
@@ -64,7 +63,6 @@ STEPS = [
     ("torch", RETRIEVAL),
     ("ONNX by tracing", {"gate": True}),
     ("ONNX", {"window_size": 3, "gate": True}),
-    pytest.param("ONNX", {"gate": True}, marks=SLOW),
 ]
 
 

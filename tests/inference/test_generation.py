@@ -20,6 +20,7 @@ from tests.families import (
     caches,
     every_generating_head,
     has_encoder,
+    logits,
     make,
     make_head,
     softmax_model,
@@ -27,7 +28,6 @@ from tests.families import (
     tokens,
 )
 
-START = 2
 DECODERS = ["positive", "positive-gate", "gaussian-paper", "hybrid", "retrieval", "elu", "window", "window-gate"]
 TRANSLATORS = ["both", "both-gate", "paper", "cross-only", "causal-only", "everything", "per-layer"]
 DECODER_CASES = [("gpt2", variant) for variant in DECODERS]
@@ -37,8 +37,6 @@ CASES = [*DECODER_CASES, *BART_CASES, ("marian", "both-gate"), ("marian", "per-l
 ALONE = [("bart", "decoder-alone"), ("marian", "decoder-alone")]
 #: Lengths of the prompts of a decoder, or of the sources of an encoder.
 LENGTHS = (11, 3, 1, 7)
-
-every_case = pytest.mark.parametrize(("family", "variant"), CASES)
 
 
 def long(family: str, variant: Any, dtype: torch.dtype = torch.float64, positions: int = 300) -> Any:
@@ -58,31 +56,22 @@ def generate(model: Any, ids: Tensor, **options: Any) -> Any:
     return model.generate(ids, attention_mask=mask, **options)
 
 
-def first_tokens(model: Any, ids: Tensor) -> Tensor:
-    """Return the decoder's tokens before any is generated."""
-    return torch.full((len(ids), 1), START) if model.config.is_encoder_decoder else ids
-
-
-@torch.no_grad()
-def full_forward(model: Any, ids: Tensor, written: Tensor) -> Tensor:
-    """Return the logits of what follows each token, [B, T, 61], without a cache."""
-    if model.config.is_encoder_decoder:
-        return model(ids, decoder_input_ids=written, use_cache=False).logits
-    return model(written, use_cache=False).logits
-
-
 @pytest.mark.parametrize(("family", "variant"), CASES + ALONE)
 def test_greedy_is_the_argmax_of_a_full_forward(family, variant):
     """Every token is the one that the text before it makes most likely, without a cache; a static cache changes none."""
     model, ids, count = long(family, variant), prompt_for(family), 200 if not has_encoder(family) else 60
     written = generate(model, ids, max_new_tokens=count)
-    assert torch.equal(written[:, :-count], first_tokens(model, ids))
-    assert torch.equal(full_forward(model, ids, written[:, :-1])[:, -count:].argmax(-1), written[:, -count:])
+    first, given = ids, {}
+    if model.config.is_encoder_decoder:
+        first = torch.full((len(ids), 1), model.config.decoder_start_token_id)
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(written[:, :-count], first)
+    assert torch.equal(logits(model, written[:, :-1], **given)[:, -count:].argmax(-1), written[:, -count:])
     static = generate(model, ids, max_new_tokens=30, cache_implementation="static")
     assert torch.equal(static, written[:, : static.shape[1]])
 
 
-@every_case
+@pytest.mark.parametrize(("family", "variant"), CASES)
 def test_beams_find_what_they_find_without_a_cache(family, variant):
     """States are reordered with their beams, and the beams of each of several sources read its one state.
 
