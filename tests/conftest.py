@@ -158,12 +158,6 @@ def material(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def parents(tiny_parent, tiny_seq2seq_parents) -> dict[str, Path]:
-    """Folders of tiny softmax checkpoints by family."""
-    return {"gpt2": tiny_parent, **tiny_seq2seq_parents}
-
-
 @pytest.fixture(scope="session")
 def converted_demo(tmp_path_factory) -> Path:
     """Folder of the demo's model, converted; for reading alone."""
