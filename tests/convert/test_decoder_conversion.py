@@ -66,14 +66,15 @@ def test_conversion(name, tmp_path):
     assert report.feature_map == "positive"
     assert report.feature_dims == {"causal": 16}
     assert report.num_parameters == sum(parameter.numel() for parameter in model.parameters())
-    own = {key: parameter for key, parameter in model.named_parameters() if key not in before}
-    assert report.added_parameters == sum(parameter.numel() for parameter in own.values())
+    added = [parameter for key, parameter in model.named_parameters() if key not in before]
+    assert report.added_parameters == sum(parameter.numel() for parameter in added)
     assert report.max_logit_difference == 0
     assert len(report.gains) == len(converted_layers)
     assert all(gain.after < gain.before for gain in report.gains)
     for length, num_bytes in report.own_cache_bytes.items():
-        caches = [each(tokens(1, length), use_cache=True).past_key_values for each in (model, softmax)]
-        assert [num_bytes, report.cache_bytes[length]] == [cache_num_bytes(cache) for cache in caches]
+        ids = tokens(1, length)
+        assert num_bytes == cache_num_bytes(model(ids, use_cache=True).past_key_values)
+        assert report.cache_bytes[length] == cache_num_bytes(softmax(ids, use_cache=True).past_key_values)
     assert torch.isfinite(logits(model, tokens(2, LENGTH))).all()
     assert leftovers(tmp_path) == ["out", "parent"]
 

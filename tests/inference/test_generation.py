@@ -61,12 +61,12 @@ def test_greedy_is_the_argmax_of_a_full_forward(family, variant):
     """Every token is the one that the text before it makes most likely, without a cache; a static cache changes none."""
     model, ids, count = long(family, variant), prompt_for(family), 200 if not has_encoder(family) else 60
     written = generate(model, ids, max_new_tokens=count)
-    first, given = ids, {}
+    first, sources = ids, {}
     if model.config.is_encoder_decoder:
         first = torch.full((len(ids), 1), model.config.decoder_start_token_id)
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        sources = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     assert torch.equal(written[:, :-count], first)
-    assert torch.equal(logits(model, written[:, :-1], **given)[:, -count:].argmax(-1), written[:, -count:])
+    assert torch.equal(logits(model, written[:, :-1], **sources)[:, -count:].argmax(-1), written[:, -count:])
     static = generate(model, ids, max_new_tokens=30, cache_implementation="static")
     assert torch.equal(static, written[:, : static.shape[1]])
 
@@ -115,8 +115,8 @@ def test_a_cache_changes_no_token(family, head, options):
     expected = model.generate(ids, **shared, use_cache=False)
     configured = copy.deepcopy(model.generation_config)
     configured.update(**shared)
-    for given in (shared, {"generation_config": configured}):
-        assert torch.equal(model.generate(ids, **given), expected)
+    for settings in (shared, {"generation_config": configured}):
+        assert torch.equal(model.generate(ids, **settings), expected)
     if not model.config.is_encoder_decoder:
         assert torch.equal(model.generate(**shared), model.generate(torch.zeros(1, 1, dtype=torch.long), **shared))
 
@@ -126,13 +126,13 @@ def test_a_cache_changes_no_token(family, head, options):
 def test_a_cache_handed_back_continues_the_text_and_copies_of_it_fork(family, variant):
     """One prompt, or one source, and two continuations."""
     model, ids = long(family, variant), prompt_for(family)
-    name, given = ("input_ids", {}) if not has_encoder(family) else ("decoder_input_ids", {"input_ids": ids})
+    name, sources = ("input_ids", {}) if not has_encoder(family) else ("decoder_input_ids", {"input_ids": ids})
     first = generate(model, ids, max_new_tokens=15, return_dict_in_generate=True)
     cache = cache_argument(first.past_key_values)
     for token in (5, 8):
         longer = torch.cat([first.sequences, torch.full((len(ids), 1), token)], dim=1)
         # by this mask transformers sees that the tokens hold those that the cache has seen
-        options = {name: longer, name.replace("input_ids", "attention_mask"): torch.ones_like(longer), **given}
+        options = {name: longer, name.replace("input_ids", "attention_mask"): torch.ones_like(longer), **sources}
         options |= {"max_new_tokens": 25, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
         assert torch.equal(model.generate(**options, **copy.deepcopy(cache)), model.generate(**options))
 
@@ -142,11 +142,11 @@ def test_a_cache_handed_back_continues_the_text_and_copies_of_it_fork(family, va
 def test_what_a_prompt_or_source_is_read_as_is_taken_in_its_place(family, variant):
     model, ids = long(family, variant), prompt_for(family)
     if has_encoder(family):
-        given: dict[str, Any] = {"encoder_outputs": model.get_encoder()(ids)}
+        inputs: dict[str, Any] = {"encoder_outputs": model.get_encoder()(ids)}
     else:
-        given = {"inputs_embeds": model.get_input_embeddings()(ids)}
+        inputs = {"inputs_embeds": model.get_input_embeddings()(ids)}
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 1}
-    written = model.generate(**given, **options, do_sample=False)
+    written = model.generate(**inputs, **options, do_sample=False)
     assert torch.equal(written[:, -20:], generate(model, ids, max_new_tokens=20)[:, -20:])
 
 
