@@ -124,7 +124,7 @@ def test_a_cache_changes_no_token(family, head, options):
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "variant"), [*DECODER_CASES, ("bart", "both-gate")])
 def test_a_cache_handed_back_continues_the_text_and_copies_of_it_fork(family, variant):
-    """One prompt, or one source, and two continuations."""
+    """A prompt, or sources, and two continuations."""
     model, ids = long(family, variant), prompt_for(family)
     name, sources = ("input_ids", {}) if not has_encoder(family) else ("decoder_input_ids", {"input_ids": ids})
     first = generate(model, ids, max_new_tokens=15, return_dict_in_generate=True)
