@@ -20,7 +20,7 @@ from tests.convert.conftest import fields, load
     ("family", "memory", "dtype"), [("gpt2", 8, "auto"), ("llama", 13, "bfloat16"), ("llama", 40, "auto")]
 )
 def test_every_way_takes_what_it_says_and_no_more(family, memory, dtype, checkpoints, tmp_path, monkeypatch):
-    """Among the ways are those with one and with two retrieval heads, the first ones."""
+    """Among the ways are those with one retrieval head, and with two where there is room, the first ones."""
     monkeypatch.setattr("hf_rfa.convert.memory_search.RETRIEVAL_SHARES", {0.1: 1 / 3, 0.3: 2 / 3})
     folder, heads = checkpoints[family], [[1, 0], [0, 1], [0, 0]]
     wanted = ConversionOptions(memory=memory, dtype=dtype)
@@ -28,7 +28,7 @@ def test_every_way_takes_what_it_says_and_no_more(family, memory, dtype, checkpo
     ways = ways_to_spend(open_checkpoint(folder), wanted, heads)
     assert len({name for name, *_ in ways}) == len(ways) >= 5 + 2 * (memory == 40)
     chosen = [options.retrieval_heads or [] for *_, options in ways]
-    assert {len(pairs) for pairs in chosen} == {0, 1, 2}
+    assert {len(pairs) for pairs in chosen} == ({0, 1, 2} if memory == 40 else {0, 1})
     assert all(pairs == heads[: len(pairs)] for pairs in chosen)
     softmax = load(folder, dtype="auto" if dtype == "auto" else torch.bfloat16)
     for index, (_, tokens, options) in enumerate(ways):
