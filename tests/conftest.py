@@ -162,12 +162,6 @@ def pair(material):
     return load_model(str(material / "gpt2-rfa"))[0], load_model(str(material / "gpt2"))[0]
 
 
-@pytest.fixture
-def parents(tiny_parent, tiny_seq2seq_parents) -> dict[str, Path]:
-    """Folders of tiny softmax checkpoints by family."""
-    return {"gpt2": tiny_parent, **tiny_seq2seq_parents}
-
-
 @pytest.fixture(scope="session")
 def converted_demo(tmp_path_factory) -> Path:
     """Folder of the demo's model, converted; for reading alone."""

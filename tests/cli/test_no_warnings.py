@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,42 +25,28 @@ from hf_rfa.finetune.finetune import finetune
 from hf_rfa.finetune.recipe import Recipe, Stage
 from tests.conftest import words
 from tests.families import has_encoder, save_softmax_model
+from tests.training import write_rows
 
 FAMILIES = ("gpt2", "llama", "bart")
-#: What transformers' Trainer says of the machine: checkpoints a few milliseconds apart have the same time on some disks.
-OF_THE_MACHINE = "mtime may not be reliable on this filesystem"
 
 
-class Collected(logging.Handler):
-    """Keeps what is logged as a warning or worse."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not record.getMessage().startswith(OF_THE_MACHINE):
-            self.messages.append(record.getMessage())
+def of_the_machine(record: logging.LogRecord) -> bool:
+    """Return whether the Trainer says that checkpoints a few milliseconds apart have the same time, as on some disks."""
+    return record.getMessage().startswith("mtime may not be reliable on this filesystem")
 
 
 @pytest.fixture
-def said() -> Iterator[list[str]]:
-    """What transformers' and our loggers, and Python's warnings, have said so far."""
+def said(caplog, recwarn) -> Iterator[Callable[[], list[str]]]:
+    """What all loggers and Python's warnings have said so far."""
     transformers_logging.warning_once.cache_clear()  # what another test has heard
-    handler = Collected()
-    loggers = [logging.getLogger(name) for name in ("transformers", "hf_rfa", "accelerate")]
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_warning()
-    for logger in loggers:
-        logger.addHandler(handler)
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = lambda message, category, file, line, *rest: handler.messages.append(
-            f"{category.__name__}: {message} ({file}:{line})"
-        )
-        yield handler.messages
-    for logger in loggers:
-        logger.removeHandler(handler)
+    transformers_logging.enable_propagation()
+    yield lambda: [
+        *(it.getMessage() for it in caplog.records if it.levelno >= logging.WARNING and not of_the_machine(it)),
+        *(f"{it.category.__name__}: {it.message} ({it.filename}:{it.lineno})" for it in recwarn),
+    ]
+    transformers_logging.disable_propagation()
     transformers_logging.set_verbosity(level)
 
 
@@ -71,16 +57,17 @@ def parents(tmp_path_factory) -> Path:
         special = {"eos_token_id": 2, "pad_token_id": 1} if not has_encoder(family) else {}
         save_softmax_model(family, folder / family, **special)
     (folder / "text.txt").write_text("".join(words(9 + n % 5, n) + "\n" for n in range(60)))
-    rows = [f'{{"text": "{words(9, n)}", "source": "{words(4, n)}", "target": "{words(3, n)}"}}\n' for n in range(40)]
-    (folder / "rows.jsonl").write_text("".join(rows))
+    rows = [{"text": words(9, n), "source": words(4, n), "target": words(3, n)} for n in range(40)]
+    write_rows(folder / "rows.jsonl", rows)
     return folder
 
 
 def test_warnings_are_collected(said):
     transformers_logging.get_logger("transformers.any").warning("one")
     warnings.warn("two", UserWarning, stacklevel=1)
-    assert said[0] == "one"
-    assert "two" in said[1]
+    first, second = said()
+    assert first == "one"
+    assert "two" in second
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,37 +75,37 @@ def test_ordinary_use_warns_of_nothing(family, parents, tmp_path, said):
     auto, task = (AutoModelForCausalLM, "clm") if not has_encoder(family) else (AutoModelForSeq2SeqLM, "seq2seq")
     options = {"preset": "rfa", "num_features": 8, "gate": True, "window_size": 3}
     convert(parents / family, tmp_path / "rfa", calibrate_on=parents / "text.txt", **options)
-    assert said == []
+    assert said() == []
 
     model = auto.from_pretrained(tmp_path / "rfa").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "rfa")
     inputs = tokenizer([words(5), words(3)], return_tensors="pt", padding=True, padding_side="left")
     for options in ({"do_sample": False}, {"do_sample": True, "top_k": 5}, {"num_beams": 2}, {"use_cache": False}):
         model.generate(**inputs, max_new_tokens=5, **options)
-    assert said == []
+    assert said() == []
 
     model.save_pretrained(tmp_path / "again")
     type(model).from_pretrained(tmp_path / "again", dtype=torch.bfloat16)
-    assert said == []
+    assert said() == []
 
     options = {"max_steps": 3, "per_device_train_batch_size": 4, "report_to": "none", "disable_tqdm": True}
     arguments = Seq2SeqTrainingArguments(output_dir=str(tmp_path / "tuned"), **options)
     described = {"task": task, "block_length": 16, "train": str(parents / "rows.jsonl")}
     for trained in (tmp_path / "rfa", parents / family):
         finetune(FinetuneArguments(model=str(trained), **described), arguments)
-        assert said == [], trained
+        assert said() == [], trained
         arguments.output_dir += "-parent"
 
     data = parents / ("text.txt" if not has_encoder(family) else "rows.jsonl")
     recipe = Recipe(*(Stage(steps=3, batch_size=4, block_length=16) for _ in range(2)))
     distill(tmp_path / "rfa", tmp_path / "distilled", data=data, recipe=recipe, teacher=parents / family)
-    assert said == []
+    assert said() == []
 
 
 def test_a_new_head_is_warned_of(parents, tmp_path, said):
     """A head that no checkpoint holds was drawn at random: transformers says so, and nothing else."""
     convert(parents / "gpt2", tmp_path / "rfa", num_features=8)  # on random tokens, among them the one that pads
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "rfa")
-    assert len(said) == 1
-    assert "score.weight" in said[0]
-    assert "feature_map" not in said[0]
+    (warning,) = said()
+    assert "score.weight" in warning
+    assert "feature_map" not in warning

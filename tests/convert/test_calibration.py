@@ -1,4 +1,4 @@
-"""Calibration: each step finds what it looks for."""
+"""Calibration: each step finds what it looks for, of features, gates and the importance of tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -23,8 +24,13 @@ from hf_rfa.convert.calibration import (
     output_at_hand,
 )
 from hf_rfa.convert.calibration_data import batches
+from hf_rfa.convert.importance import far_weights, fit_importance
 from hf_rfa.evaluation.perplexity import score_labels
+from hf_rfa.finetune.distill import distill
+from hf_rfa.finetune.recipe import Recipe, Stage
 from tests.families import make, softmax_model
+from tests.grouped_layers import Layer
+from tests.training import weights
 
 
 def test_a_window_is_calibrated_to_the_features(tiny_parent, tmp_path):
@@ -36,19 +42,6 @@ def test_a_window_is_calibrated_to_the_features(tiny_parent, tmp_path):
         assert float(model.transformer.h[0].attn.feature_map.window_shift.detach().abs().max()) > 0
         layers = model(torch.ones(1, 5, dtype=torch.long)).past_key_values.layers
         assert report.state_bytes == sum(tensor.numel() * 4 for layer in layers for tensor in layer.tensors().values())
-
-
-def test_one_heavy_key_does_not_set_the_scale_of_all_others():
-    """The median key's features have mass 1; under a mean they would have next to none."""
-    torch.manual_seed(0)
-    keys = torch.randn(2, 101, 6)
-    keys[:, 7] *= 4
-    feature_map = FEATURE_MAPS["hedgehog"](num_heads=2, head_dim=6)
-    _set_log_scale(feature_map, keys)
-    with torch.no_grad():
-        masses = feature_map.key(keys[None])[0].sum(-1)
-    torch.testing.assert_close(masses.median(dim=1).values, torch.ones(2))
-    assert (masses.mean(1) > 5).all()
 
 
 def test_the_heaviest_keys_keep_their_proportions():
@@ -154,3 +147,61 @@ def test_what_the_base_model_made_of_the_text_is_scored_without_making_it_again(
     assert scored.tokens == expected.tokens
     assert scored.nats == pytest.approx(expected.nats, rel=1e-6)
     assert score_labels(base_model, batches(inputs)) == expected
+
+
+# The importance of tokens, by which slots choose
+
+
+@torch.no_grad()
+def test_tokens_that_are_asked_for_later_become_important():
+    """Queries look at the keys of some tokens, wherever these stand, and hidden states say which: the fit finds them."""
+    layer = Layer(2, 3, feature_map="none", window_size=4, num_sinks=1, num_slots=3, hidden_size=5)
+    query, hidden = torch.zeros(2, 6, 60, 4), torch.randn(2, 60, 5)
+    key, value = torch.zeros(2, 2, 60, 4), torch.randn(2, 2, 60, 4)
+    query[..., 0] = 6.0
+    marked = torch.rand(2, 60) < 0.1
+    key[:, 0, :, 0] = 3.0 * marked
+    hidden[..., 0] = marked.float()
+    activations = LayerActivations(query.unflatten(1, (2, 3)).transpose(2, 3).flatten(2, 3), key, value)
+    fit_importance(layer, activations, hidden)
+    importance = layer.importance(hidden)[:, 0]
+    assert float(importance[marked].min()) > float(importance[~marked].max())
+
+    target, weight = far_weights(layer, activations)
+    softmax = (query @ key.repeat_interleave(3, dim=1).mT * layer.scaling).tril()
+    softmax = softmax.masked_fill(~torch.ones(60, 60).tril().bool(), -1e30).softmax(-1).square()
+    far = torch.ones(60, 60).tril(-4)
+    expected = (softmax.unflatten(1, (2, 3)).sum(2) * far).sum(2) / far.sum(0).clamp_min(1)
+    torch.testing.assert_close(target, expected, rtol=1e-4, atol=1e-6)
+    assert torch.equal(weight[0, 0], F.pad(far.sum(0)[1:], (1, 0)))
+
+
+@torch.no_grad()
+def test_padding_changes_no_importance():
+    layer = Layer(2, 1, feature_map="none", window_size=3, num_sinks=1, num_slots=3, hidden_size=5)
+    query, key, value = (torch.randn(1, 2, 30, 4) for _ in range(3))
+    hidden = torch.randn(1, 30, 5)
+    fit_importance(layer, LayerActivations(query, key, value), hidden)
+    expected = layer.importance.weight.clone()
+    mask = torch.ones(1, 37, dtype=torch.bool)
+    mask[:, :7] = False
+    padded = LayerActivations(*(F.pad(each, (0, 0, 7, 0), value=9.0) for each in (query, key, value)), mask, mask)
+    fit_importance(layer, padded, F.pad(hidden, (0, 0, 7, 0), value=9.0))
+    torch.testing.assert_close(layer.importance.weight, expected, rtol=1e-4, atol=1e-6)
+    layer.importance.weight.fill_(7.0)
+    fit_importance(layer, LayerActivations(*(each[:, :, :3] for each in (query, key, value))), hidden[:, :3])
+    assert (layer.importance.weight == 7.0).all(), "a text shorter than the window says nothing"
+
+
+def test_distillation_leaves_importance_as_it_is_in_float32(checkpoints, text, tmp_path):
+    options = {"preset": "exact", "window_size": 4, "num_sinks": 0, "num_slots": 3, "dtype": "bfloat16"}
+    convert(checkpoints["gpt2"], tmp_path / "rfa", calibrate_on=text, **options)
+    recipe = Recipe(end_to_end=Stage(steps=2, batch_size=2, block_length=32, kl_weight=1.0))
+    distill(tmp_path / "rfa", tmp_path / "out", teacher=checkpoints["gpt2"], data=text, recipe=recipe)
+    before, after = (weights(tmp_path / name) for name in ("rfa", "out"))
+    found = {name for name in before if name.endswith("importance.weight")}
+    assert len(found) == 2
+    for name in found:
+        assert after[name].dtype == torch.float32
+        assert torch.equal(after[name], before[name])
+        assert not torch.equal(after[name].bfloat16().float(), after[name])

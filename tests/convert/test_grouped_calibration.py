@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hf_rfa.convert import activations as activations_module
-from hf_rfa.convert import calibration
 from hf_rfa.convert.activations import (
     LayerActivations,
     LayerInputs,
@@ -32,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "elu": {"feature_map": "elu", "gate": True, "window_size": 1},
     "hedgehog": {"feature_map": "hedgehog", "window_size": 4},
     "sinks": {"feature_map": "exponential", "window_size": 3, "num_sinks": 2, "gate": True},
+    "to all": {"kind": "encoder", "feature_map": "gaussian"},
     "slots and features": {"feature_map": "exponential", "window_size": 2, "num_slots": 2},
 }
 
@@ -61,11 +61,11 @@ def sample() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return tuple(tensor.double() for tensor in (*heads, torch.randn(2, 13, HIDDEN)))
 
 
-def divergences(fields: dict[str, Any], mask: Tensor | None, kind: str = "causal") -> tuple[Tensor, Tensor]:
+def divergences(fields: dict[str, Any], mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the divergence of grouped queries' layer, and the mean over a group's heads of the other layer."""
-    grouped, single = pair(kind, **fields)
+    grouped, single = pair(**fields)
     query, key, value, hidden = sample()
-    gated = hidden if kind == "causal" else None
+    gated = None if "kind" in fields else hidden
     found = layer_divergence(grouped, LayerActivations(group_queries(query, HEADS), key, value, mask, mask), gated)
     expected = layer_divergence(single, LayerActivations(query, repeat(key), repeat(value), mask, mask), gated)
     return found, expected.unflatten(0, (HEADS, GROUPS)).mean(1)
@@ -82,12 +82,6 @@ def test_the_divergence_is_the_mean_over_a_groups_queries(fields, padding, block
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mask", [None, PADDING.bool()], ids=["whole", "padded"])
-def test_the_divergence_of_attention_to_all(mask):
-    assert_close(*divergences({"feature_map": "gaussian"}, mask, "encoder"))
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("fields", [CASES["sinks"], CASES["elu"], CASES["plain"]], ids=str)
 def test_weights_of_the_features_are_those_of_attention(fields):
     layer, _ = pair(**fields)
@@ -97,36 +91,6 @@ def test_weights_of_the_features_are_those_of_attention(fields):
     (_, log_weights, _), *others = compare_weights(layer, folded, hidden)
     assert not others
     assert_close(ungroup(log_weights.exp(), HEADS * GROUPS), expected, rtol=1e-4, atol=1e-7)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["plain", "exponential", "sinks", "hedgehog"])
-def test_calibration_of_grouped_queries(name):
-    torch.manual_seed(0)
-    layer = Layer(HEADS, GROUPS, **CASES[name])
-    query, key = torch.randn(3, HEADS * GROUPS, 40, WIDTH), 1.5 * torch.randn(3, HEADS, 40, WIDTH) + 1
-    mask = torch.arange(40) >= torch.tensor([[5], [0], [9]])
-    sample = LayerActivations(group_queries(query, HEADS), key, torch.randn_like(key), mask, mask)
-    before, after = calibration.calibrate_layer(layer, sample, torch.randn(3, 40, HIDDEN))
-    assert before.shape == after.shape == (HEADS,)
-    assert (after < before).all()
-    if name == "exponential":
-        feature_map = layer.feature_map
-        assert torch.equal(feature_map.projection, repeat(feature_map.key_projection, dim=0))
-        assert torch.equal(feature_map.query_bias, repeat(feature_map.key_bias, dim=0))
-        assert feature_map.key_bias.any()
-    kept = sample.queries()
-    assert torch.equal(kept, torch.cat([group_queries(query, HEADS)[row, :, start * GROUPS :] for row, start in
-                                        ((0, 5), (1, 0), (2, 9))], dim=1))  # fmt: skip
-
-
-def test_as_many_tokens_are_compared_as_without_groups(monkeypatch):
-    monkeypatch.setattr(calibration, "COMPARED_TOKENS", 26)
-    query, key, value, _ = (torch.cat([each, each]).float() for each in sample())
-    layers = Layer(HEADS, GROUPS), Layer(HEADS * GROUPS, 1)
-    inputs = (group_queries(query, HEADS), key, value), (query, repeat(key), repeat(value))
-    for layer, each in zip(layers, inputs, strict=True):
-        assert calibration._Comparison(layer, LayerActivations(*each), None).activations.key.shape[0] == 2
 
 
 def test_activations_of_a_layer_are_grouped():

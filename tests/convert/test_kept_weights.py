@@ -1,83 +1,60 @@
-"""A conversion keeps the weights that transformers loads from its source, whatever the configuration says of them."""
+"""A conversion keeps the weights that transformers loads, whatever the configuration says of them.
+
+With the blocks left in their files the result is that of a conversion in memory.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    BartForConditionalGeneration,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-)
+from safetensors.torch import save_file
+from transformers import BartForConditionalGeneration, GPT2LMHeadModel, GPT2Model, LlamaForCausalLM
 
+from hf_rfa import RFABartConfig, RFABartForConditionalGeneration
 from hf_rfa.convert import calibration_data, checkpoint, convert, pipeline
-from hf_rfa.convert.base_model import share_weights
+from hf_rfa.convert.offload import blocks_on_disk
 from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.inference.loading import load_tokenizer
 from hf_rfa.io.text_io import read_documents
-from tests.conftest import refused, save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config, words
-from tests.families import base_config
+from tests.conftest import refused, save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
+from tests.convert.conftest import fields, load, tensors
+from tests.families import base_config, save_softmax_model
 
-#: By family: a softmax model whose configuration says that its head is the embedding, and the name of that.
-TIED = {
-    "gpt2": (lambda: GPT2LMHeadModel(tiny_parent_config(eos_token_id=2)), "transformer.wte.weight"),
-    "llama": (lambda: LlamaForCausalLM(base_config("llama", tie_word_embeddings=True)), "model.embed_tokens.weight"),
-    "bart": (lambda: BartForConditionalGeneration(tiny_seq2seq_config("bart")), "model.shared.weight"),
-}
+#: The embedding, which the configuration says is the head too, by family.
+TIED = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight", "bart": "model.shared.weight"}
 
 
 def save_with_head(name: str, folder: Path) -> Path:
     """Save a model whose file has a head of its own, which its configuration does not say."""
-    torch.manual_seed(1)
-    make, embedding = TIED[name]
-    make().save_pretrained(folder)
-    save_tiny_tokenizer(folder)
-    weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] = 0.5 * weights[embedding]
+    save_softmax_model(name, folder, tie_word_embeddings=True)
+    weights = tensors(folder)
+    weights["lm_head.weight"] = 0.5 * weights[TIED[name]]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def load(folder: Path) -> Any:
-    auto_class = AutoModelForSeq2SeqLM if "bart" in (folder / "config.json").read_text() else AutoModelForCausalLM
-    return auto_class.from_pretrained(folder).eval()
-
-
-def text_in(folder: Path) -> Path:
-    path = folder / "text.txt"
-    path.write_text("\n".join(words(9, start) for start in range(40)))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("name", "on_disk", "keep_softmax"),
-    [
-        ("gpt2", False, 1),
-        ("gpt2", True, 0),
-        ("llama", False, 0),
-        ("llama", True, 1),
-        ("bart", False, 1),
-        ("bart", True, 0),
-    ],
-)
-def test_a_head_that_the_configuration_does_not_tell_of_is_kept(name, on_disk, keep_softmax, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("on_disk", "keep_softmax"), [(False, 1), (True, 0)])
+@pytest.mark.parametrize("name", TIED)
+def test_a_head_that_the_configuration_does_not_tell_of_is_kept(
+    name, on_disk, keep_softmax, text, tmp_path, monkeypatch
+):
     if on_disk:
         monkeypatch.setattr(checkpoint, "MAX_BYTES_IN_MEMORY", 0)
     source = save_with_head(name, tmp_path / "source")
-    report = convert(source, tmp_path / "out", calibrate_on=text_in(tmp_path), keep_softmax=keep_softmax)
+    report = convert(source, tmp_path / "out", calibrate_on=text, keep_softmax=keep_softmax)
     parent, result = load(source), load(tmp_path / "out")
     assert not torch.equal(parent.lm_head.weight, parent.get_input_embeddings().weight)
     theirs = result.state_dict()
     for key, tensor in parent.state_dict().items():
         assert torch.equal(theirs[key], tensor), key
     assert result.config.tie_word_embeddings == (name == "bart")  # whose other embeddings are tied
-    assert report.perplexities.softmax == pytest.approx(perplexity_of(parent, source, tmp_path / "text.txt"), rel=1e-4)
+    assert report.perplexities.softmax == pytest.approx(perplexity_of(parent, source, text), rel=1e-4)
 
 
 def perplexity_of(parent: Any, source: Path, text: Path) -> float:
@@ -91,7 +68,7 @@ def perplexity_of(parent: Any, source: Path, text: Path) -> float:
 def test_a_head_that_is_the_embedding_stays_one(tmp_path):
     """In the file twice, as pickles have it."""
     source = save_with_head("gpt2", tmp_path / "source")
-    weights = load_file(source / "model.safetensors")
+    weights = tensors(source)
     weights["lm_head.weight"] = weights["transformer.wte.weight"].clone()
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     convert(source, tmp_path / "out", keep_softmax=1)
@@ -115,8 +92,76 @@ def test_a_result_with_other_weights_than_its_source_is_not_kept(key, tmp_path, 
     refused(f"tensor {key} of the result is not that of {source}", source, tmp_path)
 
 
-def test_weights_are_shared_as_they_are_tied(tmp_path):
-    parent = load(save_with_head("gpt2", tmp_path / "source"))
-    twin = share_weights(parent, GPT2LMHeadModel, parent.config)
-    assert twin.lm_head.weight.data_ptr() == parent.lm_head.weight.data_ptr()
-    assert twin.all_tied_weights_keys == parent.all_tied_weights_keys == {}
+# Blocks that stay in their files
+
+PARENTS = {
+    "gpt2": lambda: GPT2LMHeadModel(tiny_parent_config(eos_token_id=2)),
+    "untied": lambda: GPT2LMHeadModel(tiny_parent_config(eos_token_id=2, tie_word_embeddings=False)),
+    "body": lambda: GPT2Model(tiny_parent_config(eos_token_id=2)),
+    "llama": lambda: LlamaForCausalLM(base_config("llama")),
+    "bart": lambda: BartForConditionalGeneration(tiny_seq2seq_config("bart")),
+}
+CASES = [
+    ("gpt2", True, {"window_size": 3, "keep_softmax": 1, "max_positions": 150}),
+    ("untied", True, {"dtype": "bfloat16", "feature_map": "exponential"}),
+    ("body", False, {"keep_softmax": 1}),
+    ("llama", False, {}),  # a window, sinks and slots
+    ("llama", True, {"search": True, "memory": 12}),
+    ("gpt2", True, {"retrieval_heads": 1, "retrieval_window": 8, "window_size": 4, "feature_map": "hedgehog"}),
+    ("bart", False, {"encoder_layers": "all", "max_positions": 150}),
+    ("bart", True, {"gate": True, "keep_softmax": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "has_text", "options"), CASES)
+def test_the_result_is_that_of_a_conversion_in_memory(name, has_text, options, text, tmp_path, monkeypatch):
+    """Pickles are loaded into memory, and everything else of the two conversions is the same."""
+    monkeypatch.setattr(checkpoint, "MAX_BYTES_IN_MEMORY", 0)
+    offloaded = Mock(wraps=blocks_on_disk)
+    monkeypatch.setattr(checkpoint, "blocks_on_disk", offloaded)
+    torch.manual_seed(1)
+    parent = PARENTS[name]()
+    parent.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
+    save_tiny_tokenizer(tmp_path / "shards")
+    weights = shutil.ignore_patterns("*.safetensors", "*.index.json")
+    shutil.copytree(tmp_path / "shards", tmp_path / "pickle", ignore=weights)
+    torch.save(parent.state_dict(), tmp_path / "pickle" / "pytorch_model.bin")
+    if has_text:
+        options = {**options, "calibrate_on": text}
+    reports = {}
+    for folder in ("shards", "pickle"):
+        given = {"allow_pickle": folder == "pickle", "command": "the command"}
+        convert(tmp_path / folder, tmp_path / f"{folder}-rfa", **given, **options)
+        reports[folder] = json.loads((tmp_path / f"{folder}-rfa" / "conversion.json").read_text())
+        has_features = fields(tmp_path / f"{folder}-rfa")["feature_map"] != "none"
+        assert bool(reports[folder]["gains"]) == has_features
+        assert len(reports[folder]["retrieval_heads"]) >= options.get("retrieval_heads", 0)
+        for key in ("source", "destination"):
+            del reports[folder][key]
+    loaded = {"memory": 1 + len(reports["shards"]["trials"]), "retrieval_heads": 1}
+    more = sum(count for option, count in loaded.items() if option in options)
+    assert offloaded.call_count == 4 + more, "the shards twice, once more for every way that is tried, and both results"
+    assert reports["shards"] == reports["pickle"]
+    found, expected = tensors(tmp_path / "shards-rfa"), tensors(tmp_path / "pickle-rfa")
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
+    assert len(list((tmp_path / "shards-rfa").glob("model-*.safetensors"))) > 2
+    assert fields(tmp_path / "shards-rfa") == fields(tmp_path / "pickle-rfa")
+
+
+def test_small_checkpoints_are_loaded_whole(tiny_parent, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "blocks_on_disk", Mock(side_effect=AssertionError("left on disk")))
+    convert(tiny_parent, tmp_path / "out")
+
+
+def test_which_modules_stay_on_disk():
+    config = RFABartConfig.from_base(tiny_seq2seq_config("bart"), gate=True)
+    devices = blocks_on_disk(RFABartForConditionalGeneration, config, torch.device("cuda:1"))
+    for name in ("self_attn.q_proj", "encoder_attn.out_proj", "fc1", "final_layer_norm"):
+        assert devices[f"model.decoder.layers.2.{name}"] == "disk"
+    new = {f"model.decoder.layers.0.{name}" for name in ("self_attn.feature_map", "encoder_attn.feature_map")}
+    shared = {"model.shared", "model.encoder.embed_tokens", "lm_head", "final_logits_bias"}
+    for name in {*new, *shared, "model.decoder.layers.0.self_attn.gate", "model.decoder.embed_positions"}:
+        assert devices[name] == "cuda:1"

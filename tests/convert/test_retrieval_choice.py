@@ -1,4 +1,4 @@
-"""Choosing retrieval heads: the gradient against differences, the head that copies, and the options of a conversion."""
+"""Choosing retrieval heads: the gradient against differences, and what a conversion makes of them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,8 @@ from hf_rfa.convert.presets import with_preset
 from hf_rfa.convert.retrieval_heads import choose_retrieval_heads, exact_shares, repeated_passages
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.memory import cache_memory
-from tests.conftest import refused
-from tests.families import save_softmax_model
 
 WINDOW = {"preset": "exact", "window_size": 4, "num_sinks": 2, "num_slots": 0}
-TEXT = "the cat sat on the mat and the dog ate the cat . " * 60
-
-
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
-def parent(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    save_softmax_model(request.param, folder)
-    return folder
-
-
-@pytest.fixture
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(TEXT)
-    return path
 
 
 def models(parent, **options):
@@ -66,8 +49,8 @@ def test_too_short_blocks_are_refused():
 
 
 @torch.no_grad()
-def test_all_shares_of_exact_attention_are_the_softmax_model(parent):
-    model, base_model = models(parent)
+def test_all_shares_of_exact_attention_are_the_softmax_model(decoder):
+    model, base_model = models(decoder)
     layers = list(rfa_layers(model).values())
     ids = torch.randint(3, 61, (2, 60))
     plain = model(ids).logits
@@ -79,9 +62,9 @@ def test_all_shares_of_exact_attention_are_the_softmax_model(parent):
     torch.testing.assert_close(model(ids).logits, plain, rtol=0, atol=0)
 
 
-def test_the_first_head_is_that_of_the_steepest_descent(parent):
+def test_the_first_head_is_that_of_the_steepest_descent(decoder):
     """Against differences of the divergence, in float64, for every head of every layer."""
-    model, base_model = models(parent)
+    model, base_model = models(decoder)
     model.double(), base_model.double()
     layers = list(rfa_layers(model).values())
     ids, scored = repeated_passages(torch.randint(3, 61, (2, 64)), seed=0)
@@ -106,15 +89,15 @@ def test_the_first_head_is_that_of_the_steepest_descent(parent):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_that_of_the_model_made_of_them(parent):
-    model, base_model = models(parent)
+def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_that_of_the_model_made_of_them(decoder):
+    model, base_model = models(decoder)
     layers, heads = len(rfa_layers(model)), model.config.num_heads_for("causal")
     inputs = {"input_ids": torch.randint(3, 61, (2, 64))}
     chosen = choose_retrieval_heads(model, base_model, inputs, 100, seed=0, on_head=lambda: None)
     pairs = [[each.layer, each.head] for each in chosen]
     assert len({tuple(pair) for pair in pairs}) == len(pairs) <= layers * (heads - 1)
     assert [each.before for each in chosen[1:]] == pytest.approx([each.after for each in chosen[:-1]], rel=1e-4)
-    made, _ = models(parent, retrieval_heads=pairs)
+    made, _ = models(decoder, retrieval_heads=pairs)
     ids, scored = repeated_passages(inputs["input_ids"], seed=0)
     with torch.no_grad():
         one, other = (each(ids).logits[:, :-1].log_softmax(-1) for each in (base_model, made))
@@ -122,9 +105,9 @@ def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_that_of
     assert divergence == pytest.approx(chosen[-1].after, rel=1e-3, abs=1e-6)
 
 
-def test_a_number_is_chosen_reported_and_repeatable(parent, text, tmp_path):
+def test_a_number_is_chosen_and_reported(decoder, text, tmp_path):
     options = {**WINDOW, "num_slots": 3, "retrieval_heads": 2, "retrieval_window": 20, "calibrate_on": text}
-    report = convert(parent, tmp_path / "out", **options)
+    report = convert(decoder, tmp_path / "out", **options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     pairs = [[each.layer, each.head] for each in report.retrieval_heads]
     assert model.config.retrieval_heads == pairs
@@ -138,8 +121,7 @@ def test_a_number_is_chosen_reported_and_repeatable(parent, text, tmp_path):
     assert f"{pairs[0][0]}.{pairs[0][1]}" in card
     written = json.loads((tmp_path / "out" / "conversion.json").read_text())["retrieval_heads"]
     assert [[each["layer"], each["head"]] for each in written] == pairs
-    assert convert(parent, tmp_path / "again", **options).retrieval_heads == report.retrieval_heads
-    by_hand = convert(parent, tmp_path / "hand", **options | {"retrieval_heads": pairs})
+    by_hand = convert(decoder, tmp_path / "hand", **options | {"retrieval_heads": pairs})
     ids = torch.randint(3, 61, (1, 50))
     with torch.no_grad():
         other = AutoModelForCausalLM.from_pretrained(tmp_path / "hand")(ids).logits
@@ -150,51 +132,10 @@ def test_a_number_is_chosen_reported_and_repeatable(parent, text, tmp_path):
 
 @pytest.mark.parametrize("length", [30, 1024])
 def test_without_a_window_of_their_own_they_see_the_length_of_calibration_texts(
-    length, material, tmp_path, monkeypatch
+    length, checkpoints, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("hf_rfa.convert.presets.RETRIEVAL_WINDOW", length)
-    report = convert(material / "gpt2", tmp_path / "out", **WINDOW, retrieval_heads=[[1, 0]])
+    report = convert(checkpoints["gpt2"], tmp_path / "out", **WINDOW, retrieval_heads=[[1, 0]])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.retrieval_window == min(length, 96)
     assert (report.grows, report.state_bytes) == (False, cache_memory(model).fixed)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"retrieval_window": 5}, "has no effect without retrieval_heads"),
-        ({"retrieval_heads": 1, "retrieval_window": 97}, "more than the 96 positions of .* Leave it out for 96"),
-        ({"retrieval_heads": 1, "retrieval_window": 0}, "retrieval_window must be at least 1"),
-        ({"retrieval_heads": 5}, "at most 4"),
-        ({"retrieval_heads": [[7, 0]]}, "layers of"),
-        ({"retrieval_heads": -1}, "must be at least 0"),
-        (
-            {"retrieval_heads": 1, "memory": 12},
-            "memory=12 is of heads that keep the same.*--window-size, --sinks, --slots",
-        ),
-        ({"retrieval_heads": 1, "search": True}, "decides on retrieval_heads"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_together_is_refused(options, message, material, text, tmp_path):
-    sizes = {} if {"memory", "search"} & {*options} else WINDOW
-    refused(message, material / "gpt2", tmp_path, calibrate_on=text, **sizes, **options)
-
-
-def test_a_number_is_for_decoders_with_a_head(material, tmp_path):
-    message = r"Name the heads \(layer.head\)"
-    refused(message, material / "bart", tmp_path, **WINDOW, cross_layers=[], retrieval_heads=1)
-    report = convert(material / "bart", tmp_path / "out", retrieval_heads=[[0, 1]])
-    assert not report.grows  # the encoder is softmax, and keeps nothing
-
-
-def test_the_command_line_takes_a_number_or_heads(material, text, tmp_path, run_cli, capsys):
-    words = ["--preset", "exact", "--window-size", 4, "--slots", 0, "--calibrate", text]
-    assert run_cli("convert", material / "gpt2", tmp_path / "one", *words, "--retrieval-heads", 1) == 0
-    (head,) = json.loads((tmp_path / "one" / "conversion.json").read_text())["retrieval_heads"]
-    assert f"{head['layer']}.{head['head']}; KL" in capsys.readouterr().out
-    assert run_cli("convert", material / "gpt2", tmp_path / "two", *words, "--retrieval-heads", "0.1,1.0") == 0
-    config = json.loads((tmp_path / "two" / "config.json").read_text())
-    assert config["retrieval_heads"] == [[0, 1], [1, 0]]
-    assert run_cli("convert", material / "gpt2", tmp_path / "three", *words, "--retrieval-heads", "0-1") != 0
-    assert "layer.head of each such as 18.2,7.2" in " ".join(capsys.readouterr().err.split())

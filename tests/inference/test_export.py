@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from hf_rfa import InputError
@@ -14,7 +17,6 @@ from hf_rfa.export import DecodingStep
 from hf_rfa.models.cache_names import cache_argument
 from tests.families import logits, make, make_head, read, relative_error, softmax_model, source, tokens
 
-SLOW = pytest.mark.slow
 RETRIEVAL = {"window_size": 3, "retrieval_heads": [[0, 1]], "retrieval_window": 5}
 
 
@@ -39,9 +41,6 @@ def test_a_forward_pass_is_exported():
 WHOLE = [
     ("gpt2", {"gate": True, "feature_map": "gaussian"}),
     ("llama", {**RETRIEVAL, "num_slots": 5, "softmax_layers": [1]}),
-    pytest.param("gpt2", {}, marks=SLOW),
-    pytest.param("gpt2", {"window_size": 7, "gate": True}, marks=SLOW),
-    pytest.param("gpt2", {"window_size": 7, "num_slots": 5}, marks=SLOW),
 ]
 
 
@@ -59,67 +58,58 @@ def test_a_forward_pass_is_exported_once_for_all_lengths(family, options):
 
 
 STEPS = [
-    {"gate": True, "feature_map": "gaussian", "unit_norm": True},
-    {"window_size": 3, "num_slots": 4, "gate": True},
-    RETRIEVAL,
-    pytest.param({}, marks=SLOW),
-    pytest.param({"window_size": 3, "gate": True}, marks=SLOW),
+    ("torch", {"gate": True, "feature_map": "gaussian", "unit_norm": True}),
+    ("torch", {"window_size": 3, "num_slots": 4, "gate": True}),
+    ("torch", RETRIEVAL),
+    ("ONNX by tracing", {"gate": True}),
+    ("ONNX", {"window_size": 3, "gate": True}),
 ]
 
 
-@pytest.mark.parametrize("options", STEPS, ids=str)
+def exported_step(how: str, step: DecodingStep, arguments: tuple[Any, ...], file: Path) -> Callable[..., Any]:
+    """Return what runs an exported step."""
+    if how == "torch":
+        return torch.export.export(step, arguments).module()
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    torch.onnx.export(step, arguments, file, dynamo=how == "ONNX")
+    session = onnxruntime.InferenceSession(file)
+    names = [value.name for value in session.get_inputs()]
+
+    def run(token: Tensor, position: Tensor, states: Any) -> Any:
+        values = (value.numpy() for value in (token, position, *states))
+        logits, *states = map(torch.from_numpy, session.run(None, dict(zip(names, values, strict=True))))
+        return logits, states
+
+    return run
+
+
+@pytest.mark.parametrize(("how", "options"), STEPS, ids=str)
+@pytest.mark.filterwarnings("ignore")  # the exporters' own
 @torch.no_grad()
-def test_a_decoding_step_is_exported_once_for_all_positions(options):
+def test_a_decoding_step_is_exported_once_for_all_positions(how, options, tmp_path):
     model, ids = small(**options), tokens(2, 12)
+    for name, parameter in model.named_parameters():
+        if ".gate.weight" in name:  # its initial values read nothing
+            parameter.normal_(0.0, 0.5)
     cache = model(ids[:, :4]).past_key_values
     states = DecodingStep.states(cache)
     before = [state.clone() for state in states]
     step, arguments = DecodingStep(model), (ids[:, 4:5], torch.full((2, 1), 4), states)
-    exported = torch.export.export(step, arguments).module()
+    exported = exported_step(how, step, arguments, tmp_path / "step.onnx")
+    tolerance = {"atol": 1e-5, "rtol": 1e-4} if how == "torch" else {"atol": 2e-4, "rtol": 1e-3}
     step(*arguments)
     assert all(map(torch.equal, states, before))
     for at in range(4, 12):
         found, states = exported(ids[:, at : at + 1], torch.full((2, 1), at), states)
         expected = model(ids[:, at : at + 1], **cache_argument(cache)).logits
-        assert_close(found, expected, atol=1e-5, rtol=1e-4)
+        assert_close(found, expected, **tolerance)
 
 
 @pytest.mark.parametrize(("family", "variant"), [("gpt2", "hybrid"), ("bart", "both")])
 def test_a_step_whose_cache_grows_is_refused(family, variant):
     with pytest.raises(InputError, match="whose layers are all RFA"):
         DecodingStep(make(family, variant))
-
-
-@pytest.mark.parametrize(
-    ("options", "dynamo"),
-    [
-        pytest.param({"gate": True}, True, marks=SLOW),
-        ({"gate": True}, False),
-        ({"window_size": 3, "gate": True}, True),
-    ],
-    ids=["dynamo", "tracer", "window"],
-)
-@pytest.mark.filterwarnings("ignore")  # the exporters' own
-@torch.no_grad()
-def test_a_decoding_step_in_onnx(options, dynamo, tmp_path):
-    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
-    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
-    model, ids = small(**options), tokens(2, 8)
-    for name, parameter in model.named_parameters():
-        if ".gate.weight" in name:  # its initial values read nothing
-            parameter.normal_(0.0, 0.5)
-    cache = model(ids[:, :4]).past_key_values
-    states = DecodingStep.states(cache)
-    arguments = (ids[:, 4:5], torch.full((2, 1), 4), states)
-    torch.onnx.export(DecodingStep(model), arguments, tmp_path / "step.onnx", dynamo=dynamo)
-    session = onnxruntime.InferenceSession(tmp_path / "step.onnx")
-    names = [each.name for each in session.get_inputs()]
-    for at in range(4, 8):
-        values = [ids[:, at : at + 1], torch.full((2, 1), at), *states]
-        outputs = session.run(None, {name: value.numpy() for name, value in zip(names, values, strict=True)})
-        found, *states = map(torch.from_numpy, outputs)
-        expected = model(ids[:, at : at + 1], **cache_argument(cache)).logits
-        assert_close(found, expected, atol=2e-4, rtol=1e-3)
 
 
 @torch.no_grad()

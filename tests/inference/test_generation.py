@@ -13,17 +13,14 @@ from torch.testing import assert_close
 from transformers import StoppingCriteria, StoppingCriteriaList, set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from hf_rfa import RFALayer
-from hf_rfa.families import has_rotary_positions
-from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.cache_names import cache_argument
 from tests.conftest import ROOT
 from tests.families import (
     FAMILIES,
     caches,
-    every_family,
     every_generating_head,
     has_encoder,
+    logits,
     make,
     make_head,
     softmax_model,
@@ -31,7 +28,6 @@ from tests.families import (
     tokens,
 )
 
-START = 2
 DECODERS = ["positive", "positive-gate", "gaussian-paper", "hybrid", "retrieval", "elu", "window", "window-gate"]
 TRANSLATORS = ["both", "both-gate", "paper", "cross-only", "causal-only", "everything", "per-layer"]
 DECODER_CASES = [("gpt2", variant) for variant in DECODERS]
@@ -39,11 +35,8 @@ BART_CASES = [("bart", variant) for variant in TRANSLATORS]
 #: Marian differs from BART in embeddings and norms only.
 CASES = [*DECODER_CASES, *BART_CASES, ("marian", "both-gate"), ("marian", "per-layer")]
 ALONE = [("bart", "decoder-alone"), ("marian", "decoder-alone")]
-#: Prompts of a decoder, or sources of an encoder, of three lengths, and of many.
-FEW, MANY = (11, 3, 7), tuple(1 + n % 13 for n in range(16))
-
-every_decoder = pytest.mark.parametrize(("family", "variant"), DECODER_CASES)
-every_case = pytest.mark.parametrize(("family", "variant"), CASES)
+#: Lengths of the prompts of a decoder, or of the sources of an encoder.
+LENGTHS = (11, 3, 1, 7)
 
 
 def long(family: str, variant: Any, dtype: torch.dtype = torch.float64, positions: int = 300) -> Any:
@@ -63,167 +56,98 @@ def generate(model: Any, ids: Tensor, **options: Any) -> Any:
     return model.generate(ids, attention_mask=mask, **options)
 
 
-def first_tokens(model: Any, ids: Tensor) -> Tensor:
-    """Return the decoder's tokens before any is generated."""
-    return torch.full((len(ids), 1), START) if model.config.is_encoder_decoder else ids
-
-
-@torch.no_grad()
-def full_forward(model: Any, ids: Tensor, written: Tensor) -> Tensor:
-    """Return the logits of what follows each token, [B, T, 61], without a cache."""
-    if model.config.is_encoder_decoder:
-        return model(ids, decoder_input_ids=written, use_cache=False).logits
-    return model(written, use_cache=False).logits
-
-
 @pytest.mark.parametrize(("family", "variant"), CASES + ALONE)
 def test_greedy_is_the_argmax_of_a_full_forward(family, variant):
-    """Every token is the one that the text before it makes most likely, without a cache."""
+    """Every token is the one that the text before it makes most likely, without a cache; a static cache changes none."""
     model, ids, count = long(family, variant), prompt_for(family), 200 if not has_encoder(family) else 60
     written = generate(model, ids, max_new_tokens=count)
-    assert torch.equal(written[:, :-count], first_tokens(model, ids))
-    assert torch.equal(full_forward(model, ids, written[:, :-1])[:, -count:].argmax(-1), written[:, -count:])
+    first, sources = ids, {}
+    if model.config.is_encoder_decoder:
+        first = torch.full((len(ids), 1), model.config.decoder_start_token_id)
+        sources = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(written[:, :-count], first)
+    assert torch.equal(logits(model, written[:, :-1], **sources)[:, -count:].argmax(-1), written[:, -count:])
+    static = generate(model, ids, max_new_tokens=30, cache_implementation="static")
+    assert torch.equal(static, written[:, : static.shape[1]])
 
 
-def beam_search_by_full_forwards(
-    model: Any, ids: Tensor, *, beams: int, new_tokens: int, eos: int | None = None, length_penalty: float = 1.0
-) -> list[Tensor]:
-    """Beam search for one prompt or source: hypotheses end with ``eos`` and are scored by their mean log-probability."""
-    running: list[tuple[float, Tensor]] = [(0.0, first_tokens(model, ids))]
-    finished: list[tuple[float, Tensor]] = []
-    for step in range(1, new_tokens + 1):
-        candidates, texts = [], torch.cat([written for _, written in running])
-        scores = full_forward(model, ids.expand(len(texts), -1), texts)[:, -1].log_softmax(-1)
-        for (score, written), logprobs in zip(running, scores, strict=True):
-            for logprob, token in zip(*logprobs.topk(2 * beams), strict=True):
-                candidates.append((score + float(logprob), torch.cat([written, token.view(1, 1)], dim=1)))
-        running = []
-        for rank, (score, written) in enumerate(sorted(candidates, key=lambda item: -item[0])[: 2 * beams]):
-            if eos is not None and int(written[0, -1]) == eos:
-                if rank < beams:
-                    finished.append((score / step**length_penalty, written))
-            elif len(running) < beams:
-                running.append((score, written))
-        finished = sorted(finished, key=lambda item: -item[0])[:beams]
-        if len(finished) == beams and finished[-1][0] >= running[0][0] / step**length_penalty:
-            break
-    else:
-        finished += [(score / new_tokens**length_penalty, written) for score, written in running]
-    return [written for _, written in sorted(finished, key=lambda item: -item[0])[:beams]]
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_beams_find_what_they_find_without_a_cache(family, variant):
+    """States are reordered with their beams, and the beams of each of several sources read its one state.
 
-
-@every_case
-def test_beam_search_equals_a_hand_rolled_one(family, variant):
-    """States are reordered with their beams, and the beams of each of several sources read its one state."""
+    Without an end, and with ends that finish hypotheses at different lengths: tokens that beams do come to.
+    """
     model, ids, count = long(family, variant), prompt_for(family), 15 if not has_encoder(family) else 12
-    found = generate(model, ids, num_beams=4, num_return_sequences=4, max_new_tokens=count, length_penalty=0.0)
-    for row in range(len(ids)):
-        alone = {"beams": 4, "new_tokens": count, "length_penalty": 0.0}
-        expected = beam_search_by_full_forwards(model, ids[row : row + 1], **alone)
-        assert torch.equal(found[4 * row : 4 * row + 4], torch.cat(expected))
+    options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": count, "early_stopping": False}
+    free = generate(model, ids, **options)
+    for cache in ({"use_cache": False}, {"cache_implementation": "static"}):
+        assert torch.equal(free, generate(model, ids, **options, **cache))
+    for eos in free[0, -count + 1 : -1 : 4].tolist():
+        ended = generate(model, ids, **options, eos_token_id=eos)
+        assert not torch.equal(ended, free)
+        assert torch.equal(ended, generate(model, ids, **options, eos_token_id=eos, use_cache=False))
 
 
-@pytest.mark.parametrize("variant", ["both-gate", "per-layer"])
-def test_beam_search_with_ends_equals_a_hand_rolled_one(variant):
-    """With an end-of-text token that ends hypotheses at different lengths."""
-    ended, model, ids = 0, long("bart", variant), tokens(1, 9)
-    free = generate(model, ids, num_beams=4, max_new_tokens=12, eos_token_id=None)  # tokens that beams do come to
-    for eos in {*range(3, 9), *(token for token in free[0, 1:9].tolist() if token > 2)}:
-        found = generate(model, ids, num_beams=4, max_new_tokens=12, eos_token_id=eos, early_stopping=False)
-        expected = beam_search_by_full_forwards(model, ids, beams=4, new_tokens=12, eos=eos)[0]
-        assert torch.equal(found[:, : expected.shape[1]], expected), eos
-        assert (found[:, expected.shape[1] :] == 1).all()
-        ended += expected.shape[1] < 13
-    assert ended > 0
+BATCHES = [*((*case, 1) for case in (*DECODER_CASES, *BART_CASES)), *((*case, 4) for case in BART_CASES)]
 
 
-BATCHES = [(*case, FEW, 1) for case in (*DECODER_CASES, *BART_CASES)] + [(*case, FEW, 4) for case in BART_CASES]
-BATCHES += [("gpt2", variant, MANY, 1) for variant in ("positive-gate", "window", "hybrid")]
-
-
-@pytest.mark.parametrize(("family", "variant", "lengths", "beams"), BATCHES)
-def test_batches_of_mixed_lengths_equal_single_runs(family, variant, lengths, beams):
+@pytest.mark.parametrize(("family", "variant", "beams"), BATCHES)
+def test_batches_of_mixed_lengths_equal_single_runs(family, variant, beams):
     """Prompts are padded on the left, sources on the right."""
-    model = long(family, variant, torch.float64 if lengths is FEW else torch.float32)
-    texts = [tokens(1, length) for length in lengths]
-    batch, mask = torch.ones(len(texts), max(lengths), dtype=torch.long), torch.zeros(len(texts), max(lengths)).long()
+    model, texts = long(family, variant), [tokens(1, length) for length in LENGTHS]
+    batch, mask = torch.ones(len(texts), max(LENGTHS), dtype=torch.long), torch.zeros(len(texts), max(LENGTHS)).long()
     for row, ids in enumerate(texts):
-        place = slice(max(lengths) - ids.shape[1], None) if not has_encoder(family) else slice(ids.shape[1])
+        place = slice(max(LENGTHS) - ids.shape[1], None) if not has_encoder(family) else slice(ids.shape[1])
         batch[row, place], mask[row, place] = ids[0], 1
-    options = {"max_new_tokens": 20 if lengths is FEW else 10, "num_beams": beams}
+    options = {"max_new_tokens": 20, "num_beams": beams}
     found = generate(model, batch, attention_mask=mask, **options)
     for row, ids in enumerate(texts):
         alone = generate(model, ids, **options)[0]
-        read = ids.shape[1] if not has_encoder(family) else 0
-        assert torch.equal(found[row, max(lengths) if read else 0 :], alone[read:])
-
-
-STATIC = [(*case, 1) for case in DECODER_CASES if case[1] in ("positive-gate", "hybrid", "retrieval", "window-gate")]
-STATIC += [("bart", variant, beams) for variant in ("both-gate", "cross-only", "per-layer") for beams in (1, 3)]
-
-
-@pytest.mark.parametrize(("family", "variant", "beams"), STATIC)
-def test_a_static_cache_gives_the_same(family, variant, beams):
-    model, ids = long(family, variant), prompt_for(family)
-    options = {"max_new_tokens": 30 if not has_encoder(family) else 20, "num_beams": beams}
-    options |= {"output_scores": True, "return_dict_in_generate": True}
-    found = generate(model, ids, cache_implementation="static", **options)
-    expected = generate(model, ids, **options)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert_close(found.scores, expected.scores)
+        assert torch.equal(found[row, -20:], alone[-20:])
 
 
 @every_generating_head
 @pytest.mark.parametrize("options", [{}, {"window_size": 3}, {"softmax_layers": [0]}], ids=str)
 def test_a_cache_changes_no_token(family, head, options):
     """From a prompt or from nothing, with options in a configuration or not."""
-    model = make_head(family, head, **options).double()
-    assert model.can_generate()
-    shared = {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "pad_token_id": 1}
-    ids = tokens(1, 9)
+    model, ids = make_head(family, head, **options).double(), tokens(1, 9)
+    shared = {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "pad_token_id": 1, "bos_token_id": 0}
     expected = model.generate(ids, **shared, use_cache=False)
-    assert torch.equal(model.generate(ids, **shared), expected)
     configured = copy.deepcopy(model.generation_config)
     configured.update(**shared)
-    assert torch.equal(model.generate(ids, generation_config=configured), expected)
+    for settings in (shared, {"generation_config": configured}):
+        assert torch.equal(model.generate(ids, **settings), expected)
     if not model.config.is_encoder_decoder:
-        alone = model.generate(**shared, bos_token_id=0)
-        assert alone[0, 0] == 0
-        assert torch.equal(alone, model.generate(torch.zeros(1, 1, dtype=torch.long), **shared))
+        assert torch.equal(model.generate(**shared), model.generate(torch.zeros(1, 1, dtype=torch.long), **shared))
 
 
-@every_decoder
-def test_a_cache_handed_back_continues_the_text(family, variant):
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "variant"), [*DECODER_CASES, ("bart", "both-gate")])
+def test_a_cache_handed_back_continues_the_text_and_copies_of_it_fork(family, variant):
+    """A prompt, or sources, and two continuations."""
     model, ids = long(family, variant), prompt_for(family)
+    name, sources = ("input_ids", {}) if not has_encoder(family) else ("decoder_input_ids", {"input_ids": ids})
     first = generate(model, ids, max_new_tokens=15, return_dict_in_generate=True)
-    second = generate(model, first.sequences, max_new_tokens=25, **cache_argument(first.past_key_values))
-    assert torch.equal(second, generate(model, ids, max_new_tokens=40))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", ["gpt2", "bart"])
-def test_a_cache_copied_and_forked(family):
-    """One prompt, or one source, and two continuations."""
-    model, ids = long(family, {"gate": True}), prompt_for(family)
-    name = "input_ids" if not has_encoder(family) else "decoder_input_ids"
-    given = {} if not has_encoder(family) else {"input_ids": ids}
-    written = generate(model, ids, max_new_tokens=6)
-    cache = model(**given, **{name: written}).past_key_values
+    cache = cache_argument(first.past_key_values)
     for token in (5, 8):
-        longer = torch.cat([written, torch.full((len(ids), 2), token)], dim=1)
+        longer = torch.cat([first.sequences, torch.full((len(ids), 1), token)], dim=1)
         # by this mask transformers sees that the tokens hold those that the cache has seen
-        options = {name: longer, name.replace("input_ids", "attention_mask"): torch.ones_like(longer), **given}
-        shared = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-        forked = model.generate(**options, **shared, **cache_argument(copy.deepcopy(cache)))
-        assert torch.equal(forked, model.generate(**options, **shared))
+        options = {name: longer, name.replace("input_ids", "attention_mask"): torch.ones_like(longer), **sources}
+        options |= {"max_new_tokens": 25, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+        assert torch.equal(model.generate(**options, **copy.deepcopy(cache)), model.generate(**options))
 
 
 @torch.no_grad()
-def test_encoder_outputs_are_taken_instead_of_a_source():
-    model, ids = long("bart", "both-gate"), tokens(2, 9)
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None, "max_new_tokens": 20}
-    found = model.generate(encoder_outputs=model.get_encoder()(ids), **options)
-    assert torch.equal(found, generate(model, ids, max_new_tokens=20))
+@pytest.mark.parametrize(("family", "variant"), [("gpt2", "positive"), ("bart", "both-gate")])
+def test_what_a_prompt_or_source_is_read_as_is_taken_in_its_place(family, variant):
+    model, ids = long(family, variant), prompt_for(family)
+    if has_encoder(family):
+        inputs: dict[str, Any] = {"encoder_outputs": model.get_encoder()(ids)}
+    else:
+        inputs = {"inputs_embeds": model.get_input_embeddings()(ids)}
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 1}
+    written = model.generate(**inputs, **options, do_sample=False)
+    assert torch.equal(written[:, -20:], generate(model, ids, max_new_tokens=20)[:, -20:])
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
@@ -233,52 +157,18 @@ def test_chunked_prefill(chunk):
     assert torch.equal(generate(model, ids, max_new_tokens=10, prefill_chunk_size=chunk), expected)
 
 
-def test_embeddings_are_taken_instead_of_tokens():
-    model, ids = long("gpt2", "positive"), tokens(1, 7)
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 1}
-    found = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **options)
-    assert torch.equal(found, generate(model, ids, max_new_tokens=8)[:, 7:])
-
-
-@pytest.mark.parametrize("variant", ["positive", "gaussian-gate", "window-gate", "retrieval"])
-def test_the_cache_does_not_grow(variant):
-    model, ids, sizes = long("gpt2", variant, torch.float32), tokens(1, 7), set()
-    for new_tokens in (32, 280):
-        cache = generate(model, ids, max_new_tokens=new_tokens, return_dict_in_generate=True).past_key_values
-        assert all(isinstance(layer, RFALayer) for layer in cache.layers)
-        sizes.add(cache_num_bytes(cache))
-    (size,) = sizes
-    assert size > 0
-
-
 @pytest.mark.parametrize("variant", ["both", "paper"])
 def test_beams_share_one_state_of_the_source_and_no_step_copies_it(variant):
-    model, ids = long("bart", variant, torch.float32), tokens(2, 9)
-    held: dict[str, list[tuple[Tensor, ...]]] = {"causal": [], "cross": []}
+    model, ids, states = long("bart", variant, torch.float32), tokens(2, 9), []
 
     def keep(module: Any, args: Any, output: Any) -> None:
-        for kind, part in caches(output.past_key_values).items():
-            held[kind].append(tuple(state_of(layer) for layer in part.layers))
+        states.append([state_of(layer) for layer in caches(output.past_key_values)["cross"].layers])
 
     model.register_forward_hook(keep)
     generate(model, ids, num_beams=4, max_new_tokens=30)
-    assert len(held["cross"]) == 30
-    assert {state.shape[0] for states in held["cross"] for state in states} == {2}, "one row per source, not per beam"
-    places = {kind: {tuple(state.data_ptr() for state in states) for states in held[kind]} for kind in held}
-    assert len(places["cross"]) == 1, "the state is built once per layer"
-    assert len(set(*places["cross"])) == 3
-    assert len(places["causal"]) > 1, "self-attention states follow their beams"
-
-
-@every_family
-def test_generation_past_the_positions_is_refused(family):
-    """Rotary positions have no end."""
-    model = make(family, **{FAMILIES[family].positions_field: 20})
-    if has_rotary_positions(model.config):
-        assert generate(model, prompt_for(family), max_new_tokens=30).shape[1] == 37
-        return
-    with pytest.raises(ValueError, match="--max-positions"):
-        generate(model, prompt_for(family), max_new_tokens=30)
+    assert len(states) == 30
+    assert {state.shape[0] for of_step in states for state in of_step} == {2}, "one row per source, not per beam"
+    assert len({tuple(state.data_ptr() for state in of_step) for of_step in states}) == 1, "built once per layer"
 
 
 # The table in docs/generation.md

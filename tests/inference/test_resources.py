@@ -1,56 +1,32 @@
-"""Loading on devices, published shapes, and memory and accuracy over long texts."""
+"""Published shapes, and memory and accuracy over long texts."""
 
 from __future__ import annotations
 
 import gc
-import json
 import resource
 import subprocess
 import sys
 import textwrap
-from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-from safetensors import safe_open
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    BartConfig,
     BartForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
 )
 
-from hf_rfa import RFAGPT2LMHeadModel
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.cache_names import cache_argument
 from tests.conftest import shared
 from tests.families import make_gpt2 as make
 
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["positive-gate", "hybrid"])
-@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}, "meta"])
-def test_models_are_loaded_by_a_device_map_and_through_the_meta_device(name, device_map, tmp_path):
-    model = make(name)
-    model.save_pretrained(tmp_path)
-    if device_map != "meta":
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
-    else:
-        with init_empty_weights(include_buffers=True):
-            empty = RFAGPT2LMHeadModel(AutoConfig.from_pretrained(tmp_path))
-        assert all(tensor.is_meta for tensor in empty.state_dict().values())
-        empty.tie_weights()
-        loaded = load_checkpoint_and_dispatch(empty, tmp_path, device_map={"": "cpu"}).eval()
-    ids = torch.randint(1, 61, (2, 20))
-    assert torch.equal(loaded(ids).logits, model(ids).logits)
-
-
-SHAPES = ["distilgpt2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "bart-base", "bart-large", "bart-large-cnn"]
+PUBLISHED = ["distilgpt2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "bart-base", "bart-large", "bart-large-cnn"]
+#: The shape of fifteen layers of gpt2-xl, and sizes of shards: of 2 GB no more than a shard of 0.5 GB is held.
+FIFTEEN_LAYERS = {"n_embd": 1600, "n_layer": 15, "n_head": 25}
 
 
 def save_random_parent(cls, config, folder, max_shard_size):
@@ -91,15 +67,19 @@ def conversion_memory(source, destination):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHAPES)
-def test_published_shapes_convert_within_memory(name, tmp_path):
-    """Random weights of every published shape, in shards of up to 2 GB; the bound is that of the test below."""
+@pytest.mark.parametrize(("name", "shard"), [*((name, "2GB") for name in PUBLISHED), ("fifteen layers", "500MB")])
+def test_shapes_convert_within_memory(name, shard, tmp_path):
+    """Random weights of every published shape: no more than a shard, beside Python, torch and what calibration takes."""
     bart = name.startswith("bart")
-    config = (BartConfig if bart else GPT2Config).from_pretrained(shared(f"data/configs/{name}"))
     cls = BartForConditionalGeneration if bart else GPT2LMHeadModel
-    sizes = save_random_parent(cls, config, tmp_path / "parent", "2GB")
-    _, peak = conversion_memory(tmp_path / "parent", tmp_path / "out")
-    print(f"{name}: checkpoint {sum(sizes) / 1e9:.2f} GB, peak {peak / 1e9:.2f} GB")  # noqa: T201
+    if name in PUBLISHED:
+        config = cls.config_class.from_pretrained(shared(f"data/configs/{name}"))
+    else:
+        config = GPT2Config(**FIFTEEN_LAYERS)
+    sizes = save_random_parent(cls, config, tmp_path / "parent", shard)
+    assert len(sizes) >= sum(sizes) / {"2GB": 2e9, "500MB": 5e8}[shard]
+    before, peak = conversion_memory(tmp_path / "parent", tmp_path / "out")
+    print(f"{name}: checkpoint {sum(sizes) / 1e9:.2f} GB, before {before / 1e9:.2f} GB, peak {peak / 1e9:.2f} GB")  # noqa: T201
     assert peak <= 1.3 * max(sizes) + 1e9
     converted = (AutoModelForSeq2SeqLM if bart else AutoModelForCausalLM).from_pretrained(tmp_path / "out")
     ids = torch.full((1, 3), 5)
@@ -109,43 +89,7 @@ def test_published_shapes_convert_within_memory(name, tmp_path):
         assert output.shape[1] == 3 + (1 if bart else 3)
 
 
-@pytest.mark.slow
-def test_a_sharded_checkpoint_converts_shard_by_shard(tmp_path):
-    """Of 2 GB in shards of 0.5 GB no more than a shard is held, beside Python, torch and what calibration takes."""
-    config = GPT2Config(n_embd=1600, n_layer=15, n_head=25)
-    sizes = save_random_parent(GPT2LMHeadModel, config, tmp_path / "parent", "500MB")
-    assert len(sizes) >= 4
-    assert sum(sizes) > 2e9
-    before, peak = conversion_memory(tmp_path / "parent", tmp_path / "out")
-    print(f"{sum(sizes) / 1e9:.2f} GB: before {before / 1e9:.2f} GB, peak {peak / 1e9:.2f} GB")  # noqa: T201
-    assert peak <= 1.3 * max(sizes) + 1e9
-    parent, result = (load_sharded(tmp_path / name) for name in ("parent", "out"))
-    added = set(result) - set(parent)
-    assert set(parent) < set(result)
-    assert all(".feature_map." in key or ".importance." in key for key in added)
-    for key in ("transformer.wte.weight", *(key for key in parent if ".h.0." in key or ".h.14." in key)):
-        assert torch.equal(parent[key](), result[key]()), key
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.isfinite(model(torch.full((1, 3), 5)).logits).all()
-
-
-def load_sharded(folder):
-    """Return what reads each tensor of a sharded checkpoint."""
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-
-    def read(key):
-        with safe_open(folder / index["weight_map"][key], framework="pt") as file:
-            return file.get_tensor(key)
-
-    return {key: partial(read, key) for key in index["weight_map"]}
-
-
 LONG = 10_000
-
-
-@pytest.fixture(scope="module")
-def long_model() -> RFAGPT2LMHeadModel:
-    return make("positive-gate", n_positions=LONG + 100)
 
 
 @torch.no_grad()
@@ -160,29 +104,35 @@ def decode(model, ids):
     return torch.stack(last, dim=1), cache
 
 
-def test_cache_bytes_and_peak_memory_are_the_same_at_32_and_10_000_tokens(long_model):
-    ids = torch.randint(1, 61, (1, LONG))
-    decode(long_model, ids[:, :300])  # warm-up of allocator and libraries
-    _, cache = decode(long_model, ids[:, :32])
+def test_cache_bytes_and_peak_memory_are_the_same_at_32_and_10_000_tokens():
+    model, ids = make("positive-gate", n_positions=LONG + 100), torch.randint(1, 61, (1, LONG))
+    decode(model, ids[:, :300])  # warm-up of allocator and libraries
+    _, cache = decode(model, ids[:, :32])
     early, early_peak = cache_num_bytes(cache), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    _, cache = decode(long_model, ids)
+    _, cache = decode(model, ids)
     assert cache.get_seq_length() == LONG
     assert cache_num_bytes(cache) == early
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - early_peak
     assert grown <= 2048, f"peak memory grew by {grown} KiB over {LONG} tokens"
 
 
-#: Largest error of decoded logits after many tokens, relative to float64: docs/method.md states those after 100,000.
-DRIFT = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.004}
-SIXTEEN_BITS = [*product(["positive", "positive-gate", "gaussian-paper"], [torch.bfloat16, torch.float16], [LONG])]
-#: Without a gate nothing is forgotten: each token adds a hundred-thousandth to the sums, rounded to float32.
-FOR_GOOD = [*product(["positive", "gaussian-paper"], [torch.float32, torch.bfloat16], [10 * LONG])]
+#: Largest error of decoded logits, by how much 16 bits round; docs/method.md states that of 100,000 tokens in float32.
+LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.004}
+DRIFT = [
+    *product((torch.bfloat16, torch.float16), ("positive", "positive-gate", "gaussian-paper"), [LONG]),
+    *product((torch.float32, torch.bfloat16), ("positive", "gaussian-paper"), [10 * LONG]),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "dtype", "length"), SIXTEEN_BITS + FOR_GOOD)
-def test_many_tokens_do_not_drift(variant, dtype, length):
-    """Logits of the last 50 are as near to those of float64 in one pass as the same model's are over a short text."""
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "variant", "length"), DRIFT)
+def test_long_texts_do_not_drift(dtype, variant, length):
+    """Decoded logits against those of float64 in one pass, ‖error‖ / ‖logits‖ of the last 50.
+
+    Without a gate nothing is forgotten: each token adds a hundred-thousandth to the sums, rounded to float32. In 16 bits the
+    error is what it is over a short text: nothing is lost on the way.
+    """
     options = {"n_positions": length + 100, "initializer_range": 0.1}
     model, exact = make(variant, dtype=dtype, **options), make(variant, dtype=torch.float64, **options)
     exact.load_state_dict({key: value.double() for key, value in model.state_dict().items()})
@@ -190,11 +140,9 @@ def test_many_tokens_do_not_drift(variant, dtype, length):
     errors = []
     for count in (100, length):
         found, _ = decode(model, ids[:, :count])
-        with torch.no_grad():
-            expected = exact(ids[:, :count], use_cache=False, logits_to_keep=50).logits
+        expected = exact(ids[:, :count], use_cache=False, logits_to_keep=50).logits
         assert torch.isfinite(found).all()
         errors.append(float((found - expected).norm() / expected.norm()))
     print(f"{variant}, {dtype}: {errors}")  # noqa: T201
-    assert errors[1] < DRIFT[dtype]
-    if length == LONG:
-        assert errors[1] < 3 * errors[0], "something is lost on the way"
+    assert errors[1] < LARGEST_ERROR[dtype], errors
+    assert dtype == torch.float32 or errors[1] < 3 * errors[0], errors
