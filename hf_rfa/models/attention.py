@@ -291,8 +291,7 @@ class RFAAttentionMixin(nn.Module):
             value: [B, H, T, d].
             hidden_states: the layer's input, [B, T, width], which the gate reads.
             cache: the cache whose layer is read and updated, or None.
-            padding_mask: [B, T], 0 for padding, or None; it includes tokens before these of which the cache holds keys and
-                values (`hf_rfa.models.cache_rfa.unread_length`).
+            padding_mask: [B, T], 0 for padding, or None.
             document_starts: [B, T], True where a document starts that sees nothing before it, or None.
             dropout: probability, in training, of dropping a token's value for all queries of a head: single attention weights
                 never exist. The token stays in the normalizer, as with dropout on softmax weights.
@@ -310,12 +309,7 @@ class RFAAttentionMixin(nn.Module):
             raise ValueError(
                 "sink_logits need a sliding window (window_size of at least 1), which this attention lacks."
             )
-        query_heads, length = query.shape[1:3]
-        layer, prefix = (None, None) if cache is None else rfa_layer_of(cache, self.rfa_layer_idx)
-        if prefix is not None:  # tokens of which nothing but key and value is known: no output, and a gate of zeros
-            key, value = (torch.cat(each, dim=-2) for each in zip(prefix, (key, value), strict=True))
-            query = F.pad(query, (0, 0, key.shape[-2] - length, 0))
-            hidden_states = F.pad(hidden_states, (0, 0, key.shape[-2] - length, 0))
+        layer = None if cache is None else rfa_layer_of(cache, self.rfa_layer_idx)
         dropout = dropout if self.training else 0.0
         is_token = None if padding_mask is None else padding_mask != 0
         targets: list[Target | None] | None = None
@@ -348,8 +342,7 @@ class RFAAttentionMixin(nn.Module):
         if output_attentions:
             is_first = layer is None or int(layer.get_seq_length()) == 0
             weights = join_heads([self._weights(group, is_first) for group in groups], self.retrieval_heads)
-            attn_weights = ungroup(weights, query_heads)[..., -length:, :].to(value.dtype)
-            attn_weights = attn_weights[..., -length:] if is_first else attn_weights
+            attn_weights = ungroup(weights, query.shape[1]).to(value.dtype)
         if dropout:
             groups = [group.with_dropout(dropout) for group in groups]
         recording = layer is not None and layer.record_past
@@ -363,8 +356,8 @@ class RFAAttentionMixin(nn.Module):
                 num_tokens=key.shape[-2],
                 recorded=recorded if recording else None,
             )
-        output = ungroup(join_heads(outputs, self.retrieval_heads), query_heads)
-        return output[..., -length:, :].to(value.dtype), attn_weights
+        output = ungroup(join_heads(outputs, self.retrieval_heads), query.shape[1])
+        return output.to(value.dtype), attn_weights
 
     def _step(
         self,

@@ -52,6 +52,6 @@ def take_cache(arguments: dict[str, Any]) -> Any:
     if any(cache is not caches[0] for cache in caches):
         raise TypeError(
             f"two caches were passed, under different names: pass one, as {CACHE_NAME}. PEFT up to 0.21 passes a prefix "
-            "beside the cache of generate: it needs transformers before 5.24 to generate with prefix tuning."
+            "beside the cache of generate."
         )
     return caches[0] if caches else None

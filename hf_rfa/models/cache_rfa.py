@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -297,27 +297,28 @@ class RFALayer(CacheLayerMixin):
 STATIC_LAYER_TYPE_MAPPING[RFA_LAYER_TYPE] = RFALayer
 
 
-def rfa_layer_of(cache: Cache, layer_idx: int) -> tuple[RFALayer, tuple[Tensor, Tensor] | None]:
-    """Return layer ``layer_idx`` of a cache, made an `RFALayer` if need be, and the keys and values that it held until then.
+def rfa_layer_of(cache: Cache, layer_idx: int) -> RFALayer:
+    """Return layer ``layer_idx`` of a cache, made an `RFALayer` if it is an unused one for keys and values.
 
-    A cache built without a configuration, or with a softmax model's, has layers for keys and values; PEFT's prefix tuning
-    fills them with those of virtual tokens.
+    A cache built without a configuration, or with a softmax model's, has such layers.
 
     Raises:
-        TypeError: if the layer is of a kind that cannot be replaced.
+        TypeError: if the layer is of another kind, or in use.
     """
     layer = layer_at(cache, layer_idx)
     if cache.offloading:  # what was fetched may be on its way
         torch.accelerator.current_stream().wait_stream(cache.prefetch_stream)
     if getattr(layer, "holds", None) == RFALayer.holds:
-        return layer, None
-    if type(layer) is not DynamicLayer:
+        return layer
+    if type(layer) is not DynamicLayer or layer.get_seq_length():
         raise TypeError(
-            f"layer {layer_idx} of this {type(cache).__name__} is a {type(layer).__name__}, but the model's attention needs "
-            "an RFALayer there. Build the cache with DynamicCache(config=model.config), or let the model build it."
+            f"layer {layer_idx} of this {type(cache).__name__} is a {type(layer).__name__} with {layer.get_seq_length()} "
+            "tokens, but the model's attention needs an RFALayer there. Build the cache with "
+            "DynamicCache(config=model.config), or let the model build it. Keys and values of another model or of virtual "
+            "tokens (prefix tuning) have no place in a memory: pass the tokens themselves, or train another adapter."
         )
     cache.layers[layer_idx] = new = RFALayer()
-    return new, (cast(Tensor, layer.keys), cast(Tensor, layer.values)) if layer.get_seq_length() else None
+    return new
 
 
 def next_targets(cache: Cache, layer: RFALayer, layouts: list[MemoryLayout], key: Tensor) -> list[Target | None] | None:
@@ -350,14 +351,6 @@ def layer_at(cache: Cache, layer_idx: int) -> Any:
     while len(cache.layers) <= layer_idx:
         cache.layers.append(DynamicLayer())
     return cache.layers[layer_idx]
-
-
-def unread_length(cache: Cache | None, config: Any) -> int:
-    """Return the number of tokens of which RFA layers have yet to read the keys and values (`rfa_layer_of`)."""
-    own = self_attention_cache(cache)
-    layers = enumerate([] if own is None else own.layers)
-    unread = [layer for index, layer in layers if type(layer) is DynamicLayer and config.is_rfa("causal", index)]
-    return max([0, *[layer.get_seq_length() for layer in unread]])
 
 
 def _is_usable(tensor: Tensor, device: torch.device) -> bool:

@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.models.auto import modeling_auto
 
 from .cache_names import cache_name, take_cache
-from .cache_rfa import RFALayer, past_length, unread_length
+from .cache_rfa import RFALayer, past_length
 from .masking import check_direction, local_padding, padding_of_causal_mask
 
 #: The parts of RFA attention that softmax attention does not have.
@@ -73,7 +73,7 @@ class StackCall:
         config.check_causal()
         check_direction(self.arguments.get("is_causal"), causal=True)
         padding_mask = padding_of_causal_mask(attention_mask, self.length)
-        self.arguments["padding_mask"] = local_padding(padding_mask, self.length + unread_length(self.cache, config))
+        self.arguments["padding_mask"] = local_padding(padding_mask, self.length)
         return padding_mask
 
     def cache_with_source(self, config: Any) -> EncoderDecoderCache | None:

@@ -287,6 +287,17 @@ def test_a_cache_of_another_model_is_refused():
         assert kept == {DynamicLayer}, "refused before it is changed"
 
 
+@torch.no_grad()
+def test_keys_and_values_of_another_model_are_refused():
+    """Of prefix tuning too: a memory chooses among tokens by their hidden states."""
+    ours, ids = make("llama"), tokens()
+    cache = read(softmax_model(ours, "llama"), ids).past_key_values
+    with pytest.raises(
+        TypeError, match=r"layer 0 of this DynamicCache is a DynamicLayer with \d+ tokens.*prefix tuning"
+    ):
+        read(ours, ids, **cache_argument(cache))
+
+
 # Caches on disk
 
 

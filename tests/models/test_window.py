@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import EncoderDecoderCache
 
 from hf_rfa.convert.activations import exact_tokens
 from hf_rfa.convert.attention_weights import log_attention_weights
@@ -261,22 +261,6 @@ def test_tokens_that_are_taken_back_leave_nothing(signed, data):
     if stays < case.length:
         found = case.attend(stays, case.length, cache)[0]
         case.assert_same(found, case.loop()[0][:, :, stays:])
-
-
-@given(data=st.data())
-@settings(max_examples=30)
-@torch.no_grad()
-def test_tokens_of_which_only_keys_and_values_are_known(data):
-    """Their hidden states count as zeros; padding among them is told by the mask."""
-    case, cache = data.draw(cases(packed=False)), DynamicCache()
-    known = data.draw(st.integers(0, case.length - 1))
-    case.hidden[:, :known] = 0
-    cache.layers.append(DynamicLayer())
-    cache.layers[0].update(case.key[:, :, :known], case.value[:, :, :known])
-    expected, weights = case.loop()
-    output, implied = case.attend(known, case.length, cache, padding_mask=case.padding, output_attentions=True)
-    case.assert_same(output, expected[:, :, known:])
-    case.assert_same(implied, weights[:, :, known:, known:])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-8)])
