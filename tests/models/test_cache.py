@@ -32,8 +32,12 @@ from tests.families import (
     tokens,
 )
 
-FILLED_BY = [{"gate": True}, {"feature_map": "gaussian", "num_features": 8}, {"window_size": 3, "gate": True}]
-FILLED_BY += [{"softmax_layers": [0]}, {"softmax_layers": [1], "window_size": 3}]
+WITHOUT_CONFIGURATION = [
+    {"gate": True},
+    {"feature_map": "gaussian", "num_features": 8},
+    {"window_size": 3, "gate": True},
+]
+WITHOUT_CONFIGURATION += [{"softmax_layers": [0]}, {"softmax_layers": [1], "window_size": 3}]
 GENERATE = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 1}
 
 
@@ -166,7 +170,7 @@ def test_a_cache_that_was_filled_in_inference_mode_can_be_continued(family, vari
 # Caches without a configuration
 
 
-@pytest.mark.parametrize("options", FILLED_BY, ids=str)
+@pytest.mark.parametrize("options", WITHOUT_CONFIGURATION, ids=str)
 @torch.no_grad()
 def test_a_cache_without_a_configuration_serves_a_decoder(options):
     model, ids = make("gpt2", options, eos_token_id=2), tokens(2, 9)
@@ -206,43 +210,6 @@ def test_a_step_on_such_a_cache_is_one_graph():
     torch._dynamo.reset()
     found = torch.compile(model, fullgraph=True, backend="eager")(ids[:, :1], **cache_argument(cache)).logits
     assert_close(found, model(ids[:, :1], **cache_argument(expected_cache)).logits)
-
-
-def keys_and_values(model: Any, ids: Tensor, count: int, **inputs: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return the keys and values of the first tokens in every layer, RFA or softmax: outputs of its projections."""
-    decoder = model.get_decoder()
-    layers = [block.attn.c_attn for block in decoder.h] if hasattr(decoder, "h") else []
-    layers += [
-        each for layer in getattr(decoder, "layers", []) for each in (layer.self_attn.k_proj, layer.self_attn.v_proj)
-    ]
-    projected: list[Tensor] = []
-    hooks = [
-        each.register_forward_hook(lambda _, args, out: projected.extend(out.split(24, -1)[-2:])) for each in layers
-    ]
-    model(ids, **inputs)
-    for hook in hooks:
-        hook.remove()
-    heads = [each[:, :count].unflatten(-1, (3, 8)).transpose(1, 2) for each in projected]
-    return list(zip(heads[::2], heads[1::2], strict=True))
-
-
-@pytest.mark.parametrize("options", FILLED_BY, ids=str)
-@pytest.mark.parametrize(("family", "head"), [("gpt2", None), ("bart", "BartForCausalLM")])
-@torch.no_grad()
-def test_keys_and_values_in_a_cache_are_tokens_seen(family, head, options):
-    """Gates read nothing of such tokens, and are initialized so that they read nothing of any."""
-    model, ids, count = make(family, options, head=head), tokens(2, 9), 5
-    mask = torch.ones_like(ids)
-    mask[1, 1:3] = 0  # inside what the cache holds, and after it
-    mask[0, 6] = 0
-    for padding in (torch.ones_like(ids), mask):
-        expected = logits(model, ids, mask=padding)[:, count:]
-        cache = DynamicCache(keys_and_values(model, ids, count, attention_mask=padding))
-        assert cache.get_seq_length() == count
-        found, _ = logits_by_steps(model, ids[:, count:], [ids.shape[1] - count - 1], cache=cache, mask=padding)
-        assert cache.get_seq_length() == ids.shape[1]
-        seen = padding[:, count:] == 1
-        assert_close(found[seen], expected[seen], atol=2e-4, rtol=1e-3)
 
 
 # Caches that are refused
