@@ -153,7 +153,7 @@ class LogitDistillationTrainer(DistillationTrainer):
         outputs = model(**(unlabeled if teacher_alone else inputs), use_cache=False)
         if share == 0 or self.teacher is None:
             return outputs.loss
-        with torch.no_grad():
+        with torch.no_grad(), self.accelerator.autocast():  # which the Trainer sets for the model alone
             expected = self.teacher(**unlabeled, use_cache=False).logits
         logits = outputs.logits
         if not has_encoder:  # the logits of a token predict the label after it

@@ -94,9 +94,9 @@ class RFALayer(CacheLayerMixin):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.cumulative_length = torch.tensor(0)
         self.memories = []
         self.layouts: list[MemoryLayout] = []
-        self.cumulative_length = torch.tensor(0)
         self.record_past = False
         self._forget()
 
@@ -109,6 +109,10 @@ class RFALayer(CacheLayerMixin):
     def memories(self, memories: list[Memory]) -> None:
         self._memories = memories
         self.targets: list[Target | None] | None = None
+        if not torch.compiler.is_compiling():
+            for tensor in (*self.tensors().values(), self.cumulative_length):
+                if tensor.is_cuda:  # so that CUDA graphs take the addresses as they are, as for transformers' static caches
+                    torch._dynamo.mark_static_address(tensor)
 
     def _forget(self) -> None:
         """Drop what was recorded."""

@@ -250,6 +250,16 @@ def test_lora_is_trained_merged_and_resumed(family, material, tmp_path, monkeypa
     assert all(torch.equal(again[name], after[name]) for name in after)
 
 
+@pytest.mark.parametrize(("bf16", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_the_teacher_computes_in_the_precision_of_the_stage(bf16, dtype, pair, tmp_path):
+    model, teacher = pair
+    seen = []
+    teacher.transformer.h[0].mlp.c_fc.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4, 61, (4, 8))]
+    train_stage("end_to_end", model, teacher, data, Stage(steps=1, batch_size=2, bf16=bf16), tmp_path)
+    assert seen == [dtype]
+
+
 def test_mixed_precision_trains(material, tmp_path):
     assert gained(run(material, tmp_path, recipe=recipe_of(material, bf16=True)))
     assert weights(tmp_path / "out")["transformer.wte.weight"].dtype == torch.float32
