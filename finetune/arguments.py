@@ -30,6 +30,12 @@ def processes_started() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def check_minutes(minutes: float | None) -> None:
+    """Raise an `InputError` for a time that no training takes."""
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise InputError(f"max_minutes must be a number above 0, got {minutes}.")
+
+
 def _option(help: str, **default: Any) -> Any:
     """Return a field with a help text; one without a ``default`` has to be given."""
     return field(**default, metadata={"help": help})
@@ -80,6 +86,10 @@ class FinetuneArguments:
     gate_rate: float | None = _option("Learning rate of gates; 0 freezes.", default=None)
     projection_rate: float | None = _option("Learning rate of the projections of attention; 0 freezes.", default=None)
     rest_rate: float | None = _option("Learning rate of all else; 0 freezes.", default=None)
+    max_minutes: float | None = _option(
+        "End the training after so many minutes, if its steps are not over before; the learning rate falls by the time.",
+        default=None,
+    )
     resume: bool = _option("Continue an interrupted run.", default=False)
     overwrite: bool = _option("Replace a checkpoint at the output.", default=False)
 
@@ -121,6 +131,7 @@ class FinetuneArguments:
                 raise InputError(f"--{name.replace('_', '-')} is an option of the task {task}, not of {self.task}.")
         if self.evaluate_references is not None and self.evaluate is None:
             raise InputError("--evaluate-references needs --evaluate, the sources.")
+        check_minutes(self.max_minutes)
         for kind, rate in self.rates().items():
             if not 0 <= rate < math.inf:
                 raise InputError(f"the learning rate of {kind} must be a number of at least 0, got {rate}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +25,7 @@ from hf_rfa.io.text_io import read_documents
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 from hf_rfa.models.rfa_classes import own_prefixes
 
-from .arguments import processes_started
+from .arguments import check_minutes, processes_started
 from .card import data_name, table_of, trained_card, trained_folder
 from .data import PairCollator, joined_blocks, load_pairs, rows_to_learn, token_pairs
 from .recipe import Recipe, Stage
@@ -43,6 +44,7 @@ def distill(
     recipe: str | Path | Recipe = "default",
     transfer_steps: int | None = None,
     end_to_end_steps: int | None = None,
+    max_minutes: float | None = None,
     resume: bool = False,
     overwrite: bool = False,
     command: str | None = None,
@@ -62,6 +64,8 @@ def distill(
         recipe: name or file of a recipe, or a `Recipe`.
         transfer_steps: steps of attention transfer, instead of the recipe's.
         end_to_end_steps: steps of the end-to-end stage, instead of the recipe's.
+        max_minutes: end the training after so many minutes, all stages together, if its steps are not over before; learning
+            rates fall by the time then.
         resume: continue an interrupted run.
         overwrite: replace a checkpoint that is at ``destination``.
         command: the command that the model card states; None stands for these arguments.
@@ -76,6 +80,7 @@ def distill(
     """
     report_progress: Progress = progress or (lambda step, total: None)
     check_one_process()
+    check_minutes(max_minutes)
     destination = Path(destination)
     settings = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     settings = settings.with_steps(transfer=transfer_steps, end_to_end=end_to_end_steps)
@@ -101,7 +106,13 @@ def distill(
     paths = {"teacher": teacher, "data": data, "references": references}
     described = {name: None if path is None else str(Path(path).resolve()) for name, path in paths.items()}
     check_settings(work, described | {"recipe": asdict(settings)}, resume=resume)
-    options = {**paths, "recipe": recipe, "transfer_steps": transfer_steps, "end_to_end_steps": end_to_end_steps}
+    options: dict[str, Any] = {
+        **paths,
+        "recipe": recipe,
+        "transfer_steps": transfer_steps,
+        "end_to_end_steps": end_to_end_steps,
+    }
+    options["max_minutes"] = max_minutes
     command = command or _command(checkpoint, destination, model.config.feature_map, **options)
     report = DistillationReport(command, data_name(str(data)), settings)
 
@@ -115,6 +126,7 @@ def distill(
     ):  # a row at a time: logits take the most memory
         report_progress(f"scoring the {who} model", 1)
         report.perplexities[who] = score_labels(scored, rows).perplexity
+    end = None if max_minutes is None else time.monotonic() + 60 * max_minutes
     for name, dataset in learned.items():
         if name == "transfer":
             report_progress("comparing attention weights", 1)
@@ -128,6 +140,7 @@ def distill(
             work / name,
             seed=settings.seed,
             collate=collate,
+            max_seconds=None if end is None else max(1.0, end - time.monotonic()),
             resume=resume,
             progress=report_progress,
         )

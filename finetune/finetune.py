@@ -131,7 +131,9 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
         check_length(model, arguments.generation_max_length or 0, what="--generation-max-length is")
     freeze(model, options.rates())
 
-    settings = {name: value for name, value in vars(options).items() if name not in ("resume", "overwrite")}
+    settings = {
+        name: value for name, value in vars(options).items() if name not in ("resume", "overwrite", "max_minutes")
+    }
     settings |= {name: getattr(arguments, name) for name in SETTINGS_OF_A_RUN}
     if first:
         check_settings(work, settings, resume=options.resume)
@@ -384,6 +386,7 @@ def _trainer(
         processing_class=tokenizer,
         callbacks=[StopAtNaN()],
         rates=options.rates(),
+        max_seconds=None if options.max_minutes is None else 60 * options.max_minutes,
         compute_metrics=metrics,
         preprocess_logits_for_metrics=None if seq2seq else _likeliest,
         compute_loss_func=partial(_mean_loss, shift=shift) if own_loss else None,

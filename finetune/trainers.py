@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     PreTrainedModel,
@@ -47,16 +49,57 @@ from .run_folder import last_checkpoint
 CHUNK_LOGITS = 2**21
 
 
+class Clock(TrainerCallback):
+    """Ends a training after some time, at the end of a step.
+
+    Args:
+        seconds: counted from the beginning of the training, or of its resumed part.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.start = time.monotonic()
+
+    def share(self) -> float:
+        """Return the share of the time that is over, at most 1."""
+        return min(1.0, (time.monotonic() - self.start) / self.seconds)
+
+    def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """Start."""
+        self.start = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """End the training when the time is over."""
+        if self.share() == 1.0:
+            control.should_training_stop = control.should_log = True
+
+
 class GroupedTrainer(Trainer):
     """A `Trainer` whose optimizer, any that it knows, gets the groups of `parameter_groups`.
 
     Args:
         rates: learning rate by kind; a kind that is not named has ``args.learning_rate``, and 0 freezes it.
+        max_seconds: end the training after some time, if its steps are not over before. The learning rate then falls as a
+            cosine of what is further on, the steps or the time.
     """
 
-    def __init__(self, *args: Any, rates: Rates | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rates: Rates | None = None, max_seconds: float | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rates = rates or {}
+        self.clock = None if max_seconds is None else Clock(max_seconds)
+        if self.clock is not None:
+            self.add_callback(self.clock)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Make the schedule of the learning rate once."""
+        clock = self.clock
+        if clock is not None and self.lr_scheduler is None:
+
+            def factor(step: int) -> float:
+                return 0.5 + 0.5 * math.cos(math.pi * max(clock.share(), min(1.0, step / num_training_steps)))
+
+            self.lr_scheduler = LambdaLR(cast(Any, optimizer or self.optimizer), factor)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Make the optimizer once."""
@@ -235,9 +278,9 @@ def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArgu
         use_cpu=not torch.accelerator.is_available(),
         optim="adamw_torch",
         lr_scheduler_type="cosine",
-        logging_steps=max(1, stage.steps // 50),
+        logging_steps=max(1, min(20, stage.steps // 50)),
         save_strategy="steps",
-        save_steps=max(1, stage.steps // 5),
+        save_steps=max(1, min(500, stage.steps // 5)),
         save_total_limit=1,
         disable_tqdm=True,  # the caller shows progress, or nothing
         logging_nan_inf_filter=False,  # a loss that is not finite must not be replaced by the mean of those before
@@ -258,6 +301,7 @@ def train_stage(
     *,
     seed: int = 0,
     collate: Callable[[Any], Inputs] | None = None,
+    max_seconds: float | None = None,
     resume: bool = False,
     progress: Progress | None = None,
 ) -> StageResult:
@@ -272,6 +316,7 @@ def train_stage(
         folder: of the Trainer's checkpoints.
         seed: of the order of the data, dropout and LoRA's initial values.
         collate: makes a batch of items of ``data``; None stacks them.
+        max_seconds: see `GroupedTrainer`.
         resume: continue from the last whole checkpoint in ``folder``, if there is one.
         progress: called with the steps, as by `hf_rfa.convert.convert`.
 
@@ -305,6 +350,7 @@ def train_stage(
             stage=stage,
             teacher=teacher,
             rates=rates,
+            max_seconds=max_seconds,
             model=model,
             args=arguments,
             train_dataset=data,

@@ -35,6 +35,12 @@ def distill_command(
     end_to_end_steps: Annotated[
         int | None, typer.Option(min=0, help="Steps of training end to end, instead of the recipe's.")
     ] = None,
+    max_minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="End after so many minutes, if the steps are not over before; learning rates fall by the time."
+        ),
+    ] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
 ) -> None:
@@ -53,6 +59,7 @@ def distill_command(
         recipe=recipe,
         transfer_steps=transfer_steps,
         end_to_end_steps=end_to_end_steps,
+        max_minutes=max_minutes,
         resume=resume,
         overwrite=overwrite,
     )

@@ -111,7 +111,9 @@ class RFALayer(CacheLayerMixin):
         self.targets: list[Target | None] | None = None
         if not torch.compiler.is_compiling():
             for tensor in (*self.tensors().values(), self.cumulative_length):
-                if tensor.is_cuda:  # so that CUDA graphs take the addresses as they are, as for transformers' static caches
+                if (
+                    tensor.is_cuda
+                ):  # so that CUDA graphs take the addresses as they are, as for transformers' static caches
                     torch._dynamo.mark_static_address(tensor)
 
     def _forget(self) -> None:

@@ -6,7 +6,9 @@ import json
 import math
 import re
 import shutil
+import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 
@@ -248,6 +250,19 @@ def test_lora_is_trained_merged_and_resumed(family, material, tmp_path, monkeypa
     run(material, tmp_path, resume=True, **options)
     again = weights(tmp_path / "out")
     assert all(torch.equal(again[name], after[name]) for name in after)
+
+
+def test_a_distillation_ends_by_the_clock(material, tmp_path, monkeypatch):
+    """Both stages together, whatever steps are left; learning rates have fallen by then."""
+    clock = count(step=2.0)  # every look takes two seconds
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    report = run(material, tmp_path, transfer_steps=1000, end_to_end_steps=1000, max_minutes=1.0)
+    assert [1 <= stage.steps < 40 for stage in report.stages] == [True, True]
+    assert "--max-minutes 1.0" in report.command
+    rates = [entry["learning_rate"] for entry in report.stages[0].log if "learning_rate" in entry]
+    assert rates[-1] < 0.1 * report.recipe.transfer.learning_rate
+    with pytest.raises(InputError, match="max_minutes must be a number above 0, got 0"):
+        run(material, tmp_path, max_minutes=0, overwrite=True)
 
 
 @pytest.mark.parametrize(("bf16", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -234,3 +235,15 @@ def test_two_processes_on_a_cpu_train_one_model(launcher, module, task, options,
     losses = [logged(tmp_path / name / "out") for name in ("one", "two")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert_same(weights(tmp_path / "two" / "out"), weights(tmp_path / "one" / "out"), atol=2e-4, rtol=1e-3)
+
+
+def test_fine_tuning_ends_by_the_clock(material, tmp_path, monkeypatch):
+    clock = count(step=0.5)  # every look takes half a second
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    run(material, tmp_path, steps=1000, max_minutes=1.0)
+    log = json.loads((tmp_path / "out" / "finetuning.json").read_text())["log"]
+    rates = [entry["learning_rate"] for entry in log if "learning_rate" in entry]
+    assert 5 < log[-1]["step"] < 60
+    assert rates[0] > 0.9e-3 > 1e-4 > rates[-1]
+    with pytest.raises(InputError, match="max_minutes must be a number above 0, got -1"):
+        run(material, tmp_path, max_minutes=-1, overwrite=True)
