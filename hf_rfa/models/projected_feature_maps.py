@@ -135,11 +135,13 @@ class ProjectedFeatureMap(FeatureMap):
         """Return the linear part of the map in ``dtype``: without biases, unless a subclass has some."""
         scaling, (matrix, key_matrix) = self.input_scaling(dtype), self.matrices()
         ones = matrix.new_ones(self.num_heads, 1, self.head_dim, dtype=dtype)
-        query_scale, key_scale = ((ones * scale).mT for scale in (scaling.query_scale, scaling.key_scale))
+        query_scale, key_scale = (
+            (ones * scale).transpose(-1, -2) for scale in (scaling.query_scale, scaling.key_scale)
+        )
         by_matrix = query_scale.repeat_interleave(matrix.shape[0] // self.num_heads, dim=0)
-        weight = key_weight = matrix.to(dtype).mT * by_matrix
+        weight = key_weight = matrix.to(dtype).transpose(-1, -2) * by_matrix
         if key_matrix is not matrix or scaling.key_scale is not scaling.query_scale:
-            key_weight = key_matrix.to(dtype).mT * key_scale
+            key_weight = key_matrix.to(dtype).transpose(-1, -2) * key_scale
         bias, offset = weight.new_zeros(self.num_heads, 1, weight.shape[-1]), None
         if self.windowed and self.softmax_kernel and not self.unit_norm:
             offset = (self.window_shift - self.log_scale + math.log(self.num_features)).to(dtype)[:, None, None]
@@ -383,7 +385,7 @@ class PositiveMap(RandomFeatureMap):
         # The offset is window_shift − c + log D + ‖q̂‖²/2 − q·μ s − l: shifted keys change the kernel by exp(q·μ·s).
         offset = torch.baddbmm(spec.offset, query.square(), spec.query_norm)
         if spec.key_mean is not None:
-            offset = torch.baddbmm(offset, query, spec.key_mean.mT, alpha=-self.scaling)
+            offset = torch.baddbmm(offset, query, spec.key_mean.transpose(-1, -2), alpha=-self.scaling)
         return features._replace(offset=offset - log_scale)
 
 

@@ -150,7 +150,7 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     (
         "gpt2",
         {"config": {"unitnorm": True}},
-        "config names 'unitnorm', none of the fields unit_norm, trainable_projection",
+        "config names 'unitnorm', which is none of the fields unit_norm, train",
     ),
     ("gpt2", {"config": {"window_size": 3}}, "config names 'window_size', which is none of"),
     ("gpt2", {"config": {"unit_norm": 3}}, "unit_norm.*bool.*int"),
@@ -215,7 +215,7 @@ def test_options_that_cannot_be_are_refused(family, options, message, checkpoint
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--config", "unit_norm", "--config takes a field and its value such as unit_norm=true, got 'unit_norm'"),
+        ("--config", "unit_norm", "'--config': it takes a field and its value such as unit_norm=true, got 'unit_norm'"),
         ("--retrieval-heads", "0-1", "layer.head of each such as 18.2,7.2"),
     ],
 )
