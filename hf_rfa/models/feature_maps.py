@@ -33,6 +33,9 @@ from transformers import initialization as init
 MAX_EXPONENT = 25.0
 #: A query's largest feature is e^40, so that products with the features of light keys do not underflow.
 QUERY_EXPONENT = 40.0
+#: The same with gradients, which are divided by sums of products with keys of up to e^24: of a mean over many tokens they
+#: would underflow if these sums were larger.
+QUERY_EXPONENT_WITH_GRADIENTS = 20.0
 #: Least `Features.shift`: half of it can be exponentiated in float32.
 MIN_SHIFT = -150.0
 #: No gradient flows to key features below e^−60, whose gradients could overflow.

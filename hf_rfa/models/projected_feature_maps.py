@@ -21,6 +21,7 @@ from .feature_maps import (
     MAX_EXPONENT,
     MIN_DIFFERENTIABLE_EXPONENT,
     QUERY_EXPONENT,
+    QUERY_EXPONENT_WITH_GRADIENTS,
     FeatureMap,
     Features,
     compute_dtype,
@@ -221,8 +222,9 @@ def from_heads(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def exponentiate_queries(exponent: Tensor) -> tuple[Tensor, Tensor]:
-    """Return exp(exponent − l) and l, [H, N, 1], which makes a query's largest feature e^40."""
-    maximum = exponent.detach().amax(dim=-1, keepdim=True) - QUERY_EXPONENT
+    """Return exp(exponent − l) and l, [H, N, 1], which makes a query's largest feature e^40, with gradients e^20."""
+    largest = QUERY_EXPONENT_WITH_GRADIENTS if torch.is_grad_enabled() else QUERY_EXPONENT
+    maximum = exponent.detach().amax(dim=-1, keepdim=True) - largest
     return into(into(exponent, "sub", maximum), "exp"), maximum
 
 
@@ -237,12 +239,13 @@ def exponential_features(
     key_features, shift, offset = query.new_empty(0), least_shift, None
     if key is not None:
         key_features, shift = exponentiate_keys(key, least_shift)
-    if shift is not None:
-        exponent, query = query.detach(), query + shift
-        if window_shift is not None:  # the shift takes a factor from φ(q)·φ(k), as a query's largest feature stays e^40
-            change = query.detach().amax(dim=-1, keepdim=True) - exponent.amax(dim=-1, keepdim=True)
-            offset = window_shift[:, None, None] - change
+    exponent, query = query, query if shift is None else query + shift
     features, log_scale = exponentiate_queries(query)
+    if (
+        window_shift is not None and torch.is_grad_enabled()
+    ):  # it is commensurate with what features are without gradients
+        largest = exponent.detach().amax(dim=-1, keepdim=True)
+        offset = window_shift[:, None, None] + largest - QUERY_EXPONENT - log_scale
     return Features(features, key_features, offset, shift), log_scale
 
 

@@ -382,3 +382,17 @@ def test_nan_does_not_pass_in_silence():
         with torch.set_grad_enabled(gradients):
             logits = model(inputs_embeds=embeddings).logits
         assert logits[0, 2:].isnan().any(-1).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"gate": True}, {"window_size": 3, "num_slots": 2}], ids=str)
+@pytest.mark.parametrize("name", ["positive", "exponential", "hedgehog"])
+def test_gradients_of_a_small_loss_do_not_underflow(name, options):
+    """Those of a mean over many tokens are as small; numbers that float32 rounds to nothing are slow besides."""
+    model = make("gpt2", {"feature_map": name, **options})
+    gradients = []
+    for scale in (1.0, 2.0**-40):
+        model.zero_grad()
+        (model(torch.arange(46).view(2, 23)).logits.square().mean() * scale).backward()
+        gradients.append([each.grad / scale for each in model.parameters() if each.grad is not None])
+    for one, other in zip(*gradients, strict=True):
+        assert error(other, one, least_scale=1e-6) < 1e-3
