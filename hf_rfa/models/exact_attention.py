@@ -24,7 +24,7 @@ from .masking import MASKED_LOGIT, to_rows
 from .memory import EMPTY, Memory, MemoryLayout, Target, put, rows_at
 
 #: New tokens that are attended to at once on a processor, whose caches hold what that takes.
-CHUNK_LENGTH = 64
+CHUNK_LENGTH = 96
 #: Queries and keys of a block of FlexAttention.
 BLOCK = 128
 #: The end of a token that nothing has replaced.
@@ -114,7 +114,7 @@ def ends_of(score: Tensor, arrival: Tensor, layout: MemoryLayout, document: Tens
     if not layout.slots:
         end = arrival + layout.window
     elif score.shape[-1] <= COMPARED_AT_ONCE:
-        number = torch.arange(score.shape[-1], device=score.device).expand_as(score)
+        number = torch.arange(score.shape[-1], device=score.device)
         end = _ends_among(score, arrival, number, layout, document)
     else:
         end = _ends_by_parts(score, arrival, layout, document)
