@@ -132,6 +132,11 @@ class FinetuneArguments:
         if self.evaluate_references is not None and self.evaluate is None:
             raise InputError("--evaluate-references needs --evaluate, the sources.")
         check_minutes(self.max_minutes)
+        if self.max_minutes is not None and max(processes_started(), arguments.world_size) > 1:
+            raise InputError(
+                "--max-minutes is for one process: several would look at clocks of their own, and wait for those that ended "
+                "before. Pass --max-steps."
+            )
         for kind, rate in self.rates().items():
             if not 0 <= rate < math.inf:
                 raise InputError(f"the learning rate of {kind} must be a number of at least 0, got {rate}.")

@@ -316,7 +316,7 @@ class RFAAttentionMixin(nn.Module):
         one_token = key.shape[2] == 1 and document_starts is None
         if cache is not None and layer is not None and one_token and not torch.is_grad_enabled():
             targets = layer.targets or next_targets(cache, layer, self.memory_layouts(key.dtype), key)
-            plain = not (output_attentions or layer.record_past)
+            plain = not (output_attentions or layer.record_past or dropout)
             if plain and targets is not None and len(targets) == 1:
                 inputs = (query, key, value, hidden_states)
                 output = self._step(*inputs, layer.memories[0], layer.layouts[0], targets[0], is_token, sink_logits)

@@ -109,12 +109,10 @@ class RFALayer(CacheLayerMixin):
     def memories(self, memories: list[Memory]) -> None:
         self._memories = memories
         self.targets: list[Target | None] | None = None
-        if not torch.compiler.is_compiling():
-            for tensor in (*self.tensors().values(), self.cumulative_length):
-                if (
-                    tensor.is_cuda
-                ):  # so that CUDA graphs take the addresses as they are, as for transformers' static caches
-                    torch._dynamo.mark_static_address(tensor)
+        # As transformers' static caches do, so that CUDA graphs take the addresses as they are.
+        for tensor in () if torch.compiler.is_compiling() else (*self.tensors().values(), self.cumulative_length):
+            if tensor.is_cuda:
+                torch._dynamo.mark_static_address(tensor)
 
     def _forget(self) -> None:
         """Drop what was recorded."""

@@ -189,6 +189,8 @@ def test_processes_that_would_train_apart_are_refused(material, tmp_path, monkey
     monkeypatch.setattr(training, "Seq2SeqTrainingArguments", lambda **options: arguments)
     with pytest.raises(InputError, match=r"2 processes were started.*--use-cpu"):
         run(material, tmp_path)
+    with pytest.raises(InputError, match="--max-minutes is for one process"):
+        run(material, tmp_path, max_minutes=1.0)
     assert leftovers(tmp_path) == []
 
 

@@ -152,6 +152,17 @@ def test_dropouts_act_in_training_only(family, dropout):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("options", [{"window_size": 5, "feature_map": "none"}, {}], ids=str)
+def test_attention_dropout_acts_on_a_decoding_step_in_training(options):
+    model, ids = make("gpt2", options, attn_pdrop=0.9), tokens()
+    cache = model(ids).past_key_values
+    steps = [
+        model.train(mode)(ids[:, :1], **cache_argument(copy.deepcopy(cache))).logits for mode in [False] + 4 * [True]
+    ]
+    assert any(not torch.equal(steps[0], other) for other in steps[1:])
+
+
+@torch.no_grad()
 def test_attention_dropout_keeps_the_mean():
     attention = make("gpt2", "positive", attn_pdrop=0.3).transformer.h[0].attn.train()
     hidden = torch.randn(1, 6, WIDTH)
