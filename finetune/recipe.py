@@ -60,6 +60,7 @@ ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "dropout": _SWITCH,
     "lora_rank": _whole(0),
     "bf16": _SWITCH_OR_AUTO,
+    "compiled": _SWITCH,
     "repeating_share": _SHARE,
 }
 
@@ -80,6 +81,8 @@ class Stage:
         lora_rank: rank of LoRA matrices to train end to end instead of the model's own weights; 0 trains these.
         bf16: compute in mixed precision; phases, features, gates and states stay in float32. "auto" does so where the
             processor or the accelerator has instructions for it.
+        compiled: compute the model under ``torch.compile``, end to end: for many steps on blocks of text on a GPU. The first
+            step takes minutes; pairs have lengths of their own, each of which may be compiled anew.
         repeating_share: share of the blocks of text that repeat themselves, from which heads that copy learn; 0 for pairs.
     """
 
@@ -92,6 +95,7 @@ class Stage:
     dropout: bool = False
     lora_rank: int = 0
     bf16: bool | Literal["auto"] = False
+    compiled: bool = False
     repeating_share: float = 0.0
 
 

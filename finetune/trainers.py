@@ -198,34 +198,36 @@ class LogitDistillationTrainer(DistillationTrainer):
             return outputs.loss
         with torch.no_grad(), self.accelerator.autocast():  # which the Trainer sets for the model alone
             expected = self.teacher(**unlabeled, use_cache=False).logits
-        logits = outputs.logits
-        if not has_encoder:  # the logits of a token predict the label after it
-            logits, expected, labels = logits[:, :-1], expected[:, :-1], labels[:, 1:]
         learned = labels != IGNORED_LABEL
-        divergence = logit_divergence(logits[learned], expected[learned])
+        if not has_encoder:  # the logits of a token predict the label after it
+            learned = F.pad(learned[:, 1:], (0, 1))
+        divergence = logit_divergence(outputs.logits.flatten(0, 1), expected.flatten(0, 1), learned.flatten())
         return divergence if teacher_alone else share * divergence + (1.0 - share) * outputs.loss
 
 
-def logit_divergence(logits: Tensor, expected: Tensor) -> Tensor:
-    """Return the mean KL(softmax(expected) ‖ softmax(logits)) of rows, in nats, float32.
+def logit_divergence(logits: Tensor, expected: Tensor, learned: Tensor) -> Tensor:
+    """Return the mean KL(softmax(expected) ‖ softmax(logits)) of the rows that are learned, in nats, float32.
 
     A vocabulary's probabilities are never held for all rows, which would take several times the memory of the logits: the
-    backward pass computes them again, a few rows at a time.
+    backward pass computes them again, a few rows at a time. How many rows are learned is not asked, which would make the host
+    wait for its device.
 
     Args:
         logits: the student's, [N, vocabulary], in any floating dtype. Their gradient has it too.
         expected: the teacher's, [N, vocabulary]; they get no gradient.
+        learned: which rows count, [N].
     """
     rows = max(1, CHUNK_LOGITS // logits.shape[-1])
-    chunks = zip(logits.split(rows), expected.split(rows), strict=True)
+    chunks = zip(logits.split(rows), expected.split(rows), learned.split(rows), strict=True)
     sums = [checkpoint(_summed_divergence, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-    return torch.stack(sums).sum() / len(logits)
+    return torch.stack(sums).sum() / learned.sum()
 
 
-def _summed_divergence(logits: Tensor, expected: Tensor) -> Tensor:
-    """Return the sum of the rows' divergences."""
+def _summed_divergence(logits: Tensor, expected: Tensor, learned: Tensor) -> Tensor:
+    """Return the sum of the divergences of those rows that are learned."""
     log_probs, expected_log_probs = (rows.float().log_softmax(-1) for rows in (logits, expected))
-    return F.kl_div(log_probs, expected_log_probs, reduction="sum", log_target=True)
+    divergences = F.kl_div(log_probs, expected_log_probs, reduction="none", log_target=True).sum(-1)
+    return divergences.masked_fill(~learned, 0.0).sum()
 
 
 class ReportSteps(TrainerCallback):
@@ -275,6 +277,7 @@ def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArgu
         per_device_train_batch_size=cast(int, stage.batch_size),
         learning_rate=stage.learning_rate,
         bf16=has_bf16() if stage.bf16 == "auto" else stage.bf16,
+        torch_compile=stage.compiled,
         use_cpu=not torch.accelerator.is_available(),
         optim="adamw_torch",
         lr_scheduler_type="cosine",

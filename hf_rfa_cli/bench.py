@@ -45,7 +45,9 @@ def bench_command(
     batches: Annotated[Any, _sizes_option("Sequences at once: 1,8,32.")] = "8",
     sources: Annotated[Any, _sizes_option("Tokens of the encoder's input, for models with an encoder.")] = "512",
     static: Annotated[bool, typer.Option("--static", help="Softmax on a StaticCache as well.")] = False,
-    compiled: Annotated[bool, typer.Option("--compile", help="Both under torch.compile as well.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Both under torch.compile too, as always on a GPU.")
+    ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Steps timed per point; medians are reported.")] = 11,
     device: Device = "cpu",
     dtype: Annotated[
@@ -73,6 +75,7 @@ def bench_command(
     from hf_rfa.inference.devices import find_device
     from hf_rfa.inference.loading import read_config
     from hf_rfa.io.atomic_io import check_file, new_file
+    from hf_rfa.models.modeling_rfa_decoder import COMPILING_DEVICES
 
     files = {end: Path(f"{output}{end}") for end in (".json", *(f"-{each}.png" for each in tasks)) if output}
     for path in files.values():
@@ -83,6 +86,7 @@ def bench_command(
     torch_device, load = find_device(device), bench.Load()
     if torch_device.type == "cpu" and (warning := load.warning()):
         warn(warning)
+    compiled = compiled or torch_device.type in COMPILING_DEVICES
     sources = sources if config.is_encoder_decoder else [0]
     sizes = {each: lengths or ([128, 512, 2048, 8192] if each == "decoding" else [1024, 4096]) for each in tasks}
     try:

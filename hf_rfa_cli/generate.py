@@ -50,12 +50,13 @@ def generate_command(
     dtype: ModelDtype = "auto",
     device: Device = "auto",
     compiled: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--compile",
+            "--compile/--no-compile",
             help="Compile decoding steps, which takes up to minutes and makes each faster: for thousands of tokens.",
+            show_default="on a GPU, but for beams and models with an encoder",
         ),
-    ] = False,
+    ] = None,
 ) -> None:
     """Continue prompts, or translate or summarise sources, and report speed and memory.
 

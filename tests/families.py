@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 
 from hf_rfa.families import FAMILIES
@@ -105,6 +106,7 @@ CASES = run_over(("gpt2", "llama", "bart", "marian"))
 HEADS = [(family, head) for family in COMMON for head in FAMILIES[family].architectures]
 GENERATING_HEADS = [each for each in HEADS if each[1].endswith(("LMHeadModel", "CausalLM", "MTModel", "Generation"))]
 
+uncompiled_flex_attention = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 every_family = pytest.mark.parametrize("family", COMMON)
 every_case = pytest.mark.parametrize(("family", "variant"), CASES)
 every_decoder_case = pytest.mark.parametrize(("family", "variant"), run_over(("gpt2", "llama")))
@@ -196,6 +198,17 @@ def save_softmax_model(family: str, folder: Path, **options: Any) -> None:
 def is_own(name: str) -> bool:
     """Return whether a tensor is one that the softmax model lacks, by its name in a model without experts."""
     return not {"feature_map", "gate", "importance"}.isdisjoint(name.split("."))
+
+
+def use_flex_attention(patch: pytest.MonkeyPatch, block: int = 128) -> None:
+    """Have exact attention computed as on a GPU, by torch's own form of FlexAttention, which needs none."""
+    exact = "hf_rfa.models.exact_attention"
+    patch.setattr(f"{exact}.uses_flex_attention", lambda keys_values: True)
+    patch.setattr(f"{exact}._flex_attention", lambda: flex_attention)
+    patch.setattr(f"{exact}.COMPARED_AT_ONCE", 0)
+    patch.setattr(f"{exact}.BLOCK", block)
+    # It refuses gradients on a CPU, which its fused form lacks.
+    patch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
 
 
 def tokens(rows: int = ROWS, length: int = LENGTH) -> Tensor:

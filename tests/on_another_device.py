@@ -17,19 +17,26 @@ import torch
 from accelerate.utils import offload
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainingArguments
 
 from hf_rfa.convert import checkpoint, convert
 from hf_rfa.evaluation import perplexity
 from hf_rfa.evaluation.generation_scores import evaluate_generation
 from hf_rfa.evaluation.recall import Effort, recall_suite
+from hf_rfa.finetune import trainers
+from hf_rfa.finetune.recipe import Stage
+from hf_rfa.finetune.trainers import LogitDistillationTrainer
 from hf_rfa.inference import generate_text, load_model
 from hf_rfa.inference.devices import find_device
 from hf_rfa.models import linear_attention
 from tests.conftest import save_tiny_tokenizer, words
 from tests.families import has_encoder, make, save_softmax_model, tokens
-from tests.other_device import DEVICE, NAME, ElsewhereTensor, SecondDevice
+from tests.other_device import CROSSING, DEVICE, NAME, ElsewhereTensor, SecondDevice
+
+#: Operations whose result is a number, or has a shape that depends on one.
+WAITING = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::is_nonzero")
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +53,29 @@ def folder(tmp_path_factory) -> Path:
         save_softmax_model(family, folder / family)
     (folder / "text.txt").write_text("\n".join(words(30, 3 * start) for start in range(20)))
     return folder
+
+
+class Questions(TorchDispatchMode):
+    """Notes what makes the host wait for the device.
+
+    Attributes:
+        asked: names of the operations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name
+        there = any(isinstance(leaf, ElsewhereTensor) for leaf in tree_leaves((args, kwargs)))
+        indices = args[1] if name == "aten::index" else ()
+        if there and (name in WAITING or any(index is not None and index.dtype == torch.bool for index in indices)):
+            self.asked.append(name)
+        result = function(*args, **(kwargs or {}))
+        if there and name in CROSSING and isinstance(result, torch.Tensor) and result.device.type == "cpu":
+            self.asked.append(name)
+        return result
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -92,6 +122,34 @@ def test_auto_is_the_accelerator():
 GREEDY: dict[str, Any] = {}
 BEAMS: dict[str, Any] = {"num_beams": 3}
 SAMPLES: dict[str, Any] = {"do_sample": True, "seed": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "given"),
+    [
+        ("llama", "slots-features", {}),
+        ("llama", "slots-features", {"position_ids": torch.arange(70).repeat(2, 1) % 35}),
+        ("gpt2", "slots-gate", {"attention_mask": torch.ones(2, 70, dtype=torch.long)}),
+        ("gpt2", "gaussian-gate", {"position_ids": torch.arange(70).repeat(2, 1)}),
+    ],
+)
+def test_a_training_step_never_waits_for_the_device(family, variant, given, tmp_path, monkeypatch):
+    """Nothing is asked of it between the first operation and the last one.
+
+    The teacher is left out, and layers whose masks transformers makes: these ask on their own.
+    """
+    # In backward threads of a device in Python nothing can be computed again.
+    monkeypatch.setattr(trainers, "checkpoint", lambda function, *args, **options: function(*args))
+    model, ids = make(family, variant), tokens(2, 70)
+    teacher = Mock(return_value=Mock(logits=torch.randn(2, 70, model.config.vocab_size).to(DEVICE)))
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[])
+    trainer = LogitDistillationTrainer(model=model, args=arguments, teacher=teacher, stage=Stage(kl_weight=0.5))
+    model.train().to(DEVICE)  # from where the Trainer has put it
+    inputs = {"input_ids": ids, "labels": ids, **given}
+    inputs = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
+    with Questions() as questions:
+        trainer.compute_loss(model, inputs).backward()
+    assert not questions.asked
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.cache_names import cache_argument
+from hf_rfa.models.modeling_rfa_decoder import COMPILING_DEVICES
 
 from .measure import WARMUP_CALLS, interleaved, peak_bytes
 from .models import cache_at, step_inputs
@@ -69,6 +70,7 @@ def decoding(
     contestants = [("softmax", softmax, False, False), ("RFA", rfa, False, False)]  # name, model, compile, StaticCache
     if static:
         contestants.insert(1, ("softmax, static cache", softmax, False, True))
+    mode = "reduce-overhead" if rfa.device.type in COMPILING_DEVICES else None  # as `generate` compiles there
     if compiled:
         contestants.insert(-1, ("softmax, compiled", softmax, True, True))
         contestants.append(("RFA, compiled", rfa, True, False))
@@ -79,7 +81,9 @@ def decoding(
         inputs = step_inputs(model, batch, source)
         cache = cache_at(model, inputs, length, room=STATIC_CACHE_MARGIN + steps if fixed else 0)
         sizes[name] = cache_num_bytes(cache)
-        calls[name] = partial(torch.compile(model) if compile_it else model, **inputs, **cache_argument(cache))
+        calls[name] = partial(
+            torch.compile(model, mode=mode) if compile_it else model, **inputs, **cache_argument(cache)
+        )
     times = interleaved(calls, steps, WARMUP_CALLS_COMPILED if compiled else WARMUP_CALLS)
     return Point("decoding", length, batch, times, sizes, source)
 

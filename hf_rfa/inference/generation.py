@@ -81,7 +81,7 @@ def generate_text(
     ignore_eos: bool = False,
     chat: bool = False,
     system: str | None = None,
-    compiled: bool = False,
+    compiled: bool | None = None,
     **options: Any,
 ) -> Generation:
     """Generate text with ``model.generate``.
@@ -96,8 +96,9 @@ def generate_text(
         ignore_eos: go on to ``max_new_tokens`` whatever the model says.
         chat: take each prompt as a user's message, and write it as the tokenizer's chat template does.
         system: with ``chat``, a system message before it.
-        compiled: run decoding steps under ``torch.compile``, on any device; not with beams, which transformers
-            does not compile. The first steps then take up to minutes.
+        compiled: True runs decoding steps under ``torch.compile`` on any device; not with beams, which transformers does not
+            compile. False never does. The default leaves it to ``model.generate``: a decoder does on a GPU. The first steps
+            then take up to minutes.
         **options: further arguments of ``model.generate`` (``do_sample``, ``num_beams``, ``temperature``, …).
 
     Returns:
@@ -135,7 +136,7 @@ def generate_text(
     else:
         check_length(model, ids.shape[1] + max_new_tokens)
     options |= {"min_new_tokens": max_new_tokens} if ignore_eos else {}
-    options |= compiled_steps() if compiled else {}
+    options |= compiled_steps() if compiled else {"disable_compile": True} if compiled is False else {}
     options |= {"max_new_tokens": max_new_tokens, "streamer": streamer, "return_dict_in_generate": True}
     set_seed(seed)
     start = time.perf_counter()

@@ -34,6 +34,11 @@ def returned_cache(output: Any) -> Any:
     return getattr(output, CACHE_NAME)
 
 
+def has_cache(arguments: dict[str, Any]) -> bool:
+    """Return whether there is a cache among a call's arguments."""
+    return any(arguments.get(name) is not None for name in CACHE_NAMES)
+
+
 def take_cache(arguments: dict[str, Any]) -> Any:
     """Take the cache out of a call's arguments, under whichever of its names, and return it; None if there is none.
 

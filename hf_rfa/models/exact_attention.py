@@ -337,9 +337,13 @@ class Reading(NamedTuple):
         return output * torch.sigmoid(log_total - log_sink), torch.logaddexp(log_total, log_sink)
 
 
-@cache
 def _flex_attention() -> Callable[..., Any]:
-    """Return FlexAttention, compiled: torch's own form of it that is not holds all logits."""
+    """Return FlexAttention, compiled with what is around it or by itself: torch's form that is not holds all logits."""
+    return cast(Any, flex_attention) if torch.compiler.is_compiling() else _compiled_flex_attention()
+
+
+@cache
+def _compiled_flex_attention() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 

@@ -31,8 +31,13 @@ def read_mask(attention_mask: Tensor | None) -> Tensor | None:
 MASKED_LOGIT = -1e30
 
 
+def can_ask(condition: Tensor) -> bool:
+    """Return whether the value of a condition is to be had: no compiler traces it, and no training waits for a device."""
+    return not is_tracing(condition) and (condition.device.type == "cpu" or not torch.is_grad_enabled())
+
+
 def local_padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
-    """Return the padding mask of the last ``length`` tokens, [B, length], or None if none of them is padding.
+    """Return the padding mask of the last ``length`` tokens, [B, length], or None if it is seen that none of them is padding.
 
     ``attention_mask`` is None, or [B, tokens so far] with 0 for padding and any other number for tokens.
 
@@ -48,9 +53,8 @@ def local_padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
             "honored, since all queries read one state; leave those layers softmax (softmax_layers)."
         )
     padding = attention_mask[:, attention_mask.shape[-1] - length :]
-    if not is_tracing(padding) and bool((padding != 0).all()):
-        return None
-    return padding
+    is_token = padding != 0
+    return None if can_ask(is_token) and bool(is_token.all()) else padding
 
 
 def padding_of_causal_mask(mask: Tensor | None, length: int) -> Tensor | None:
@@ -75,15 +79,17 @@ def padding_of_causal_mask(mask: Tensor | None, length: int) -> Tensor | None:
     return mask if not is_tracing(mask) and bool(wrong.any()) else padding
 
 
-def document_starts(position_ids: Tensor | None) -> Tensor | None:
+def document_starts(position_ids: Tensor | None, *, must_know: bool = True) -> Tensor | None:
     """Return where a new document starts in rows that hold several (packed batches), [B, T], or None if none does.
 
-    As transformers has it, a document starts where ``position_ids`` [B, T] do not go on by one.
+    As transformers has it, a document starts where ``position_ids`` [B, T] do not go on by one. Unless the caller must know,
+    a training that would wait for its device to find that none does gets them all the same.
     """
     if position_ids is None or position_ids.ndim != 2:
         return None
     starts = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1
-    return starts if is_tracing(starts) or bool(starts.any()) else None
+    asked = not is_tracing(starts) if must_know else can_ask(starts)
+    return None if asked and not bool(starts.any()) else starts
 
 
 def check_one_document(starts: Tensor | None, layers: str) -> None:

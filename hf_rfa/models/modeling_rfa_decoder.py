@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModel, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.generation import GenerationConfig, GenerationMode
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.utils.import_utils import is_tracing
+from transformers.utils.import_utils import is_tracing, is_triton_available
 
 from .attention import RFAAttentionMixin
-from .cache_names import CACHE_NAME, cache_name, take_cache
+from .cache_names import CACHE_NAME, cache_name, has_cache, take_cache
 from .cache_rfa import RFA_LAYER_TYPE, self_attention_cache
 from .configuration_rfa import FULL_ATTENTION, base_config_class, decoder_config_class
 from .masking import check_one_document, check_positions, document_starts, read_mask
@@ -43,6 +44,11 @@ INTERFACE = "rfa"
 PADDING, SOFTMAX = "padding", "softmax"
 #: Modules of a stack that hold learned positions, by attribute name.
 POSITION_EMBEDDINGS = ("embed_positions", "wpe")
+#: Softmax layers whose masks and caches keep their size in `generate` with a static cache.
+STEADY_LAYER_TYPES = frozenset(("sliding_attention", *FULL_ATTENTION))
+#: Devices on which `generate` compiles decoding steps by itself, and its modes that transformers compiles.
+COMPILING_DEVICES = ("cuda", "xpu")
+COMPILED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 #: Families, by model_type, without rotary positions that count the tokens of a padding mask for positions.
 COUNTS_TOKENS = ("rfa_opt",)
 
@@ -219,6 +225,25 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         stack.types_that_read_on = config.types_that_read_on()
         prepare_calls(stack, prepare_decoder)
 
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], mode: GenerationMode, *args: Any
+    ) -> None:
+        """Prepare the cache of `generate`: a static one where transformers then compiles the steps by itself."""
+        if mode in COMPILED_MODES and self._compiles_steps(generation_config) and not has_cache(model_kwargs):
+            generation_config.cache_implementation = "static"  # of this call alone, as `generate` made a copy
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *args)  # type: ignore[misc]
+
+    def _compiles_steps(self, generation_config: GenerationConfig) -> bool:
+        """Return whether `generate` compiles steps without being asked to: on a GPU, where no input changes its shape."""
+        wishes = generation_config.cache_implementation, generation_config.prefill_chunk_size
+        if any(wishes) or generation_config.disable_compile or generation_config.use_cache is False:
+            return False
+        model: Any = self
+        types = {*self.config.cache_layer_types()} - {RFA_LAYER_TYPE}
+        if generation_config.is_assistant or not model._can_compile_fullgraph or not types <= STEADY_LAYER_TYPES:
+            return False
+        return model.device.type in COMPILING_DEVICES and is_triton_available()
+
     def create_masks_for_generate(
         self,
         *,
@@ -233,7 +258,7 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         )
         softmax_types = {*self.config.cache_layer_types()} - {RFA_LAYER_TYPE}
         # Recurrent layers read the mask itself.
-        made_here = softmax_types and softmax_types <= {"sliding_attention", *FULL_ATTENTION}
+        made_here = softmax_types and softmax_types <= STEADY_LAYER_TYPES
         if mask is None or inputs_embeds is None or position_ids is None or not made_here:
             return mask
         by_type = _masks_by_type(self.config, inputs_embeds, mask, position_ids, take_cache(kwargs))
@@ -259,7 +284,11 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
     if attention_mask is not None and ids is not None and attention_mask.ndim == ids.ndim == 3:
         attention_mask = read_mask(attention_mask.flatten(0, 1))  # (batch, choices, tokens) of multiple choice
     attention_mask = call.add_padding(config, attention_mask)
-    starts = document_starts(position_ids) if attention_mask is None and cache is None else None
+    starts = None
+    if attention_mask is None and cache is None:
+        use_cache = arguments.get("use_cache")
+        wants_cache = config.use_cache if use_cache is None else use_cache
+        starts = document_starts(position_ids, must_know=wants_cache or bool(stack.types_that_read_on))
     arguments["document_starts"] = starts
     if types := stack.types_that_read_on:
         check_one_document(starts, f"layers of type {', '.join(types)} read on past its start")

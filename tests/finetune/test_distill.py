@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -263,6 +264,25 @@ def test_a_distillation_ends_by_the_clock(material, tmp_path, monkeypatch):
     assert rates[-1] < 0.1 * report.recipe.transfer.learning_rate
     with pytest.raises(InputError, match="max_minutes must be a number above 0, got 0"):
         run(material, tmp_path, max_minutes=0, overwrite=True)
+
+
+@pytest.mark.slow
+def test_a_compiled_stage_learns_the_same(pair, tmp_path):
+    model, teacher = pair
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4, 61, (8, 12))]
+    results, models = [], []
+    for compiled in (False, True):
+        models.append(copy.deepcopy(model))
+        stage = Stage(steps=4, batch_size=2, learning_rate=1e-2, compiled=compiled)
+        torch._dynamo.utils.counters.clear()
+        results.append(train_stage("end_to_end", models[-1], teacher, data, stage, tmp_path / str(compiled)))
+        assert bool(torch._dynamo.utils.counters["stats"]["unique_graphs"]) == compiled
+    assert results[0].log[0]["loss"] == pytest.approx(results[1].log[0]["loss"], rel=1e-4)
+    for ours, theirs in zip(*(each.parameters() for each in models), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+    assert any(
+        not torch.equal(ours, before) for ours, before in zip(models[1].parameters(), model.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(("bf16", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])

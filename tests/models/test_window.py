@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,7 +13,6 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 from transformers import DynamicCache
 from transformers.cache_utils import EncoderDecoderCache
@@ -24,6 +22,7 @@ from hf_rfa.convert.attention_weights import log_attention_weights
 from hf_rfa.models.feature_maps import FEATURE_MAPS
 from hf_rfa.models.linear_attention import mask_padding
 from hf_rfa.models.masking import group_queries, join_heads, split_heads, ungroup
+from tests.families import uncompiled_flex_attention, use_flex_attention
 from tests.grouped_layers import HIDDEN, WIDTH, Layer
 from tests.memory_by_loop import memory_by_loop
 
@@ -225,20 +224,16 @@ def test_attention_is_what_a_loop_over_tokens_gives_however_it_is_cut(signed, da
         case.assert_same(case.run(range(1, case.length)), expected)
 
 
+@uncompiled_flex_attention
 @given(data=st.data())
 @settings(max_examples=60)
 @torch.no_grad()
 def test_attention_by_flex_attention_is_what_a_loop_over_tokens_gives(data):
-    """What a GPU computes, by torch's own form of FlexAttention: all tokens at once, in blocks that somebody sees."""
+    """All tokens at once, in blocks that somebody sees."""
     case = data.draw(cases())
     cuts = cuts_of(data, case)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        exact = "hf_rfa.models.exact_attention"
-        patch.setattr(f"{exact}.uses_flex_attention", lambda keys_values: True)
-        patch.setattr(f"{exact}._flex_attention", lambda: flex_attention)
-        patch.setattr(f"{exact}.COMPARED_AT_ONCE", 0)
-        patch.setattr(f"{exact}.BLOCK", data.draw(st.integers(1, 16)))
+    with pytest.MonkeyPatch.context() as patch:
+        use_flex_attention(patch, data.draw(st.integers(1, 16)))
         case.assert_same(case.run(cuts), case.loop()[0])
 
 
@@ -263,10 +258,14 @@ def test_tokens_that_are_taken_back_leave_nothing(signed, data):
         case.assert_same(found, case.loop()[0][:, :, stays:])
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-8)])
+@uncompiled_flex_attention
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "flex"),
+    [(torch.float32, 1e-4, False), (torch.float64, 1e-8, False), (torch.float32, 1e-4, True)],
+)
 @given(data=st.data())
 @settings(max_examples=20)
-def test_gradients_are_those_of_the_loop(dtype, tolerance, data):
+def test_gradients_are_those_of_the_loop(dtype, tolerance, flex, data):
     """Also those of parameters of gates and feature maps, in which the query heads of a group are summed."""
     case = data.draw(cases())
     cuts, size = cuts_of(data, case), data.draw(st.integers(1, 20))
@@ -284,6 +283,8 @@ def test_gradients_are_those_of_the_loop(dtype, tolerance, data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_rfa.models.attention.SEGMENT_LENGTH", size)
         patch.setattr("hf_rfa.models.attention.MAX_LENGTH_WITHOUT_SEGMENTS", size)
+        if flex:
+            use_flex_attention(patch, size)
         found = gradients(other, other.run(cuts))
     scale = max(1e-3, *(float(gradient.abs().max()) for gradient in expected))
     for ours, theirs in zip(found, expected, strict=True):
