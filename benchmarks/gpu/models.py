@@ -53,7 +53,11 @@ SMOLLM2 = LlamaConfig(
     rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
 )
 #: The shapes by name: those, and the tiny one with SmolLM2's heads.
-SHAPES = {"tiny": TINY, "SmolLM2": SMOLLM2, "heads": LlamaConfig(**{**TINY.to_diff_dict(), "hidden_size": 576, "head_dim": 64})}
+SHAPES = {
+    "tiny": TINY,
+    "SmolLM2": SMOLLM2,
+    "heads": LlamaConfig(**{**TINY.to_diff_dict(), "hidden_size": 576, "head_dim": 64}),
+}
 
 
 @cache
