@@ -1,1 +1,1 @@
-"""What only a GPU can tell, in parts: rounding and times of attention, times of decoding, conversion and training."""
+"""What only a GPU can tell, case by case: whether attention and generation are right there, and what they take."""

@@ -1,20 +1,20 @@
-"""All that waits for a GPU, in one command of less than 25 minutes.
+"""All that waits for a GPU, in one command of at most eight minutes.
 
     python -m benchmarks.gpu --output FOLDER          # a CUDA device
-    python -m benchmarks.gpu --dry --output FOLDER    # tiny shapes on a CPU, to see that all parts run
+    python -m benchmarks.gpu --dry --output FOLDER    # tiny shapes on a CPU, to see that all cases run
 
-``FOLDER/gpu.json`` is written after each part, with a chart of attention's times, and parts that are in it are not run again.
-What fails, a result that is wrong or a length that does not fit, is recorded with its reason, shown in the tables and
-counted at the end; the rest goes on. The status is 1 if anything failed.
+``FOLDER/gpu.json`` is written after each case, and cases that are in it are not run again. What fails, a result that is wrong
+or a length that does not fit, is recorded with its reason, shown in the tables and listed at the end; the rest goes on. What
+the deadline leaves out is no failure, and is run by the next call. The status is 1 if anything failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import platform
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,72 +24,57 @@ from rich.console import Console
 
 from hf_rfa.io.atomic_io import new_file
 
-from . import attention, conversion, decoding, parity
-from .trial import Setting, failures
+from . import attention, conversion, generation, parity, tables, training
+from .trial import Case, Results, Setting, failures, run
 
-PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
-    "parity": parity.run,
-    "attention": attention.run,
-    "graphs": decoding.run_graphs,
-    "decoding": decoding.run_positions,
-    "conversion": conversion.run,
-}
-TABLES: dict[str, Callable[[dict[str, Any], Console], None]] = {
-    "parity": parity.show,
-    "attention": attention.show,
-    "graphs": decoding.show_graphs,
-    "decoding": decoding.show_positions,
-    "conversion": conversion.show,
-}
+
+def cases(setting: Setting) -> Iterator[Case]:
+    """Yield all cases; what takes compilers long and has no target comes last."""
+    yield from parity.cases(setting)
+    yield from training.cases(setting, compiled=False)
+    yield from attention.cases(setting)
+    yield from generation.cases(setting, generation.AS_THEY_COME)
+    yield from conversion.cases(setting)
+    yield from generation.cases(setting, generation.OTHERS)
+    yield from training.cases(setting, compiled=True)
 
 
 def about(setting: Setting) -> dict[str, Any]:
     """Return what the figures are of: device and versions."""
     cuda = setting.device.type == "cuda"
-    found = {"device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu", "dry": setting.dry}
+    device = torch.cuda.get_device_name() if cuda else platform.processor() or "cpu"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return found | versions | {"python": platform.python_version()}
+    return {"device": device, "dry": setting.dry} | versions | {"python": platform.python_version()}
 
 
 def main() -> None:
-    """Run the parts that are missing, and show all."""
+    """Run the cases that are missing, and show all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for gpu.json")
-    parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
     parser.add_argument("--dry", action="store_true", help="tiny shapes on a CPU")
-    parser.add_argument(
-        "--model", type=Path, help="checkpoint to convert and time; default: random weights, SmolLM2's shape"
-    )
-    parser.add_argument("--data", type=Path, help="text to calibrate and train on; default: the demo's")
+    parser.add_argument("--model", type=Path, help="checkpoint to convert; default: random weights, SmolLM2's shape")
+    parser.add_argument("--data", type=Path, help="text to calibrate on; default: the demo's")
+    parser.add_argument("--deadline", type=float, default=480, help="seconds in which all ends (default: 480)")
     arguments = parser.parse_args()
     if not arguments.dry and not torch.cuda.is_available():
         parser.error("there is no CUDA device here. --dry runs tiny shapes on a CPU.")
-    setting = Setting(
-        arguments.dry,
-        torch.device("cpu" if arguments.dry else "cuda"),
-        arguments.output,
-        arguments.model,
-        arguments.data,
-    )
+    device = torch.device("cpu" if arguments.dry else "cuda")
+    setting = Setting(arguments.dry, device, arguments.model, arguments.data)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    path, console = arguments.output / "gpu.json", Console()
-    results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    results.setdefault("about", about(setting))
-    if results["about"]["dry"] != arguments.dry:
-        parser.error(
-            f"{path} is of a run {'with' if results['about']['dry'] else 'without'} --dry. Choose another folder."
-        )
-    for name in arguments.part or PARTS:
-        if name not in results:
-            start = time.perf_counter()
-            found = PARTS[name](setting)
-            results[name] = found | {"seconds": time.perf_counter() - start}
-            with new_file(path) as file:
-                file.write(json.dumps(results, indent=1) + "\n")
-            if name == "attention":
-                attention.draw(results[name], arguments.output / "attention.png")
-        console.rule(f"{name}: {results[name]['seconds']:.0f} s")
-        TABLES[name](results[name], console)
+    path, console = arguments.output / "gpu.json", Console(width=140)
+    results: Results = json.loads(path.read_text()) if path.is_file() else {}
+    facts = results.pop("about", about(setting))
+    if facts["dry"] != arguments.dry:
+        parser.error(f"{path} is of a run {'with' if facts['dry'] else 'without'} --dry. Choose another folder.")
+
+    def save() -> None:
+        with new_file(path) as file:
+            file.write(json.dumps({"about": facts, **results}, indent=1) + "\n")
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    run(cases(setting), results, arguments.deadline, save)
+    tables.show(results, console)
     failed = failures(results)
     for where, reason in failed:
         console.print(f"{where} failed: {reason}", markup=False, highlight=False, soft_wrap=True)

@@ -1,126 +1,109 @@
-"""Attention to features beside softmax, forward and backward, by the length of a text.
-
-Contestants: (features) features and recurrence; (softmax) `scaled_dot_product_attention`. All see the same random queries,
-keys and values, and medians are reported.
-"""
+"""Attention of one layer in bfloat16, forward and with gradients, beside causal softmax attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from hf_rfa.bench.measure import interleaved
+from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.exact_attention import Reading, absorb, arrivals_of, block_mask
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
 from hf_rfa.models.linear_attention import Tokens, linear_attention
+from hf_rfa.models.masking import group_queries
+from hf_rfa.models.memory import empty_memory
 
-from .trial import FAILED, Setting, attempt
+from .models import RFA, SOFTMAX, attention_layer
+from .trial import Case, Setting, milliseconds
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-#: Feature maps that are timed: without signs and with.
-MAPS = ("exponential", "gaussian")
-COLORS = {"features": "#174a80", "softmax": "#555555"}
+PART, HEADS, KEY_VALUE_HEADS = "attention", 9, 3
 
 
-def attend(feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend to features."""
+def cases(setting: Setting) -> Iterator[Case]:
+    """Yield exact memory by length, and features alone."""
+    for batch, length in ((2, 64), (1, 128)) if setting.dry else ((8, 2048), (1, 32_768), (2, 8192)):
+        conditions = f"{batch} × {length:,}"
+        yield Case(PART, conditions, RFA, partial(exact, setting, batch, length))
+        yield Case(PART, conditions, SOFTMAX, partial(softmax, setting, (batch, HEADS, length), KEY_VALUE_HEADS))
+    shape = (2, 2, 64) if setting.dry else (16, 12, 4096)
+    conditions = f"{shape[0]} × {shape[2]:,}, {shape[1]} heads, features alone"
+    yield Case(PART, conditions, f"{RFA}, 128 features", partial(features, setting, shape))
+    yield Case(PART, conditions, SOFTMAX, partial(softmax, setting, shape, shape[1]))
+
+
+def exact(setting: Setting, batch: int, length: int) -> dict[str, Any]:
+    """Time a memory of 31 + 4 tokens and 28 slots, and its parts."""
+    torch.compiler.reset()
+    layer = attention_layer(setting, RFA)
+    query, key, value = inputs = _inputs(setting, (batch, HEADS, length), KEY_VALUE_HEADS)
+    width = layer.importance.weight.shape[1]  # type: ignore[union-attr]
+    hidden = torch.randn(batch, length, width, device=setting.device, dtype=query.dtype)
+    figures = _times(setting, lambda *tensors: layer.attend(*tensors, hidden_states=hidden)[0], inputs)
+    return figures | _times_of_parts(setting, layer, hidden, query, torch.cat([key, value], dim=-1))
+
+
+@torch.no_grad()
+def _times_of_parts(
+    setting: Setting, layer: RFAAttentionMixin, hidden: Tensor, query: Tensor, keys_values: Tensor
+) -> dict[str, float]:
+    batch, _, length, _ = keys_values.shape
+    (layout,), groups = layer.memory_layouts(query.dtype), HEADS // KEY_VALUE_HEADS
+    memory, rows = empty_memory(layout, batch, setting.device), group_queries(query, KEY_VALUE_HEADS)
+    arrivals = arrivals_of(memory.count, length, layout.sinks, None, None, memory.sinks_held())
+    score = layer.importance.score(hidden, arrivals.ordinal)  # type: ignore[union-attr]
+    take_in = partial(absorb, memory, keys_values, score, arrivals, layout)
+    chunk, reading = take_in()[0], Reading(layer.scaling)
+    parts: dict[str, Callable[[], object]] = {
+        "absorb": take_in,
+        "block mask": partial(block_mask, chunk, groups),
+        "block mask and kernel": partial(reading.of_chunk, rows, chunk),
+    }
+    return {f"{name}, ms": milliseconds(part, _steps(setting)) for name, part in parts.items()}
+
+
+def features(setting: Setting, shape: tuple[int, int, int]) -> dict[str, Any]:
+    """Time attention to 128 exponential features."""
+    width = 16 if setting.dry else 64
+    feature_map = FEATURE_MAPS["exponential"](
+        num_heads=shape[1], head_dim=width, num_features=128, scaling=width**-0.5
+    ).to(setting.device)
+    return _times(setting, partial(_attend, feature_map), _inputs(setting, shape, shape[1]))
+
+
+def _attend(feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     query, key, *_ = feature_map(query, key, least_shift=feature_map.least_shift(None))
     return linear_attention(query, Tokens(key, value), denominator_floor=feature_map.denominator_floor)[0]
 
 
-def contestants(feature_map: FeatureMap) -> dict[str, Attention]:
-    """Return what is compared, by name: queries, keys and values [B, H, T, d] in, outputs out."""
-    return {
-        "features": partial(attend, feature_map),
-        "softmax": partial(F.scaled_dot_product_attention, is_causal=True),
-    }
+def softmax(setting: Setting, shape: tuple[int, int, int], key_value_heads: int) -> dict[str, Any]:
+    """Time `scaled_dot_product_attention`."""
+    attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=key_value_heads != shape[1])
+    return _times(setting, attend, _inputs(setting, shape, key_value_heads))
 
 
-def backward(attention: Attention, inputs: list[Tensor]) -> None:
-    """Run an attention and its gradients."""
-    output = attention(*inputs)
-    torch.autograd.grad(output, inputs, torch.ones_like(output))
+def _inputs(setting: Setting, shape: tuple[int, int, int], key_value_heads: int) -> list[Tensor]:
+    (batch, heads, length), width = shape, 16 if setting.dry else 64
+    torch.manual_seed(0)
+    return [
+        torch.randn(batch, count, length, width, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
+        for count in (heads, key_value_heads, key_value_heads)
+    ]
 
 
-def run(setting: Setting) -> dict[str, Any]:
-    """Time all contestants, forward and with gradients, by length."""
-    lengths = (64,) if setting.dry else (1024, 2048, 4096, 8192, 16384, 32768, 65536)
-    heads, width, dtype = (2, 16, "float32") if setting.dry else (12, 64, "bfloat16")
-    steps, tokens = (1, 64) if setting.dry else (7, 65536)
-    found: dict[str, Any] = {"dtype": dtype, "heads": heads, "head_dim": width}
-    for name in ("exponential",) if setting.dry else MAPS:
-        torch.manual_seed(0)
-        feature_map = FEATURE_MAPS[name](num_heads=heads, head_dim=width, scaling=width**-0.5).to(setting.device)
-        rows: dict[str, Any] = {}
-        for length in lengths:
-            shape = (max(1, tokens // length), heads, length, width)
-            inputs = [
-                torch.randn(shape, device=setting.device, dtype=getattr(torch, dtype), requires_grad=True)
-                for _ in range(3)
-            ]
-            rows[f"{length}"] = {
-                contestant: attempt(partial(_times, attention, inputs, steps))
-                for contestant, attention in contestants(feature_map).items()
-            }
-        found[name] = rows
-    return found
-
-
-def _times(attention: Attention, inputs: list[Tensor], steps: int) -> dict[str, Any]:
-    """Return the milliseconds of an attention, without gradients and with."""
+def _times(setting: Setting, attend: Callable[..., Tensor], inputs: list[Tensor]) -> dict[str, Any]:
     with torch.no_grad():
-        forward = interleaved({"": lambda: attention(*inputs)}, steps)[""]
-    return {
-        "forward": forward,
-        "with gradients": interleaved({"": lambda: backward(attention, inputs)}, steps)[""],
-    }
+        forward = milliseconds(lambda: attend(*inputs), _steps(setting))
+
+    def with_gradients() -> None:
+        output = attend(*inputs)
+        torch.autograd.grad(output, inputs, torch.ones_like(output))
+
+    return {"forward, ms": forward, "forward and backward, ms": milliseconds(with_gradients, _steps(setting))}
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the times by length, of a map a panel, to a PNG file."""
-    names = [name for name in MAPS if name in results]
-    figure = Figure(figsize=(1.8 + 4.2 * len(names), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
-    for axes, name in zip(panels, names, strict=True):
-        rows = results[name]
-        for contestant, color in COLORS.items():
-            for what, style in (("forward", "o-"), ("with gradients", "o--")):
-                points = [
-                    (int(length), found[contestant][what])
-                    for length, found in rows.items()
-                    if contestant in found and FAILED not in found[contestant]
-                ]
-                if points:
-                    axes.plot(
-                        *zip(*points, strict=True), style, color=color, markersize=3, label=f"{contestant}, {what}"
-                    )
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set(xlabel="tokens of a text", title=f"{name} features")
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("ms")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
-
-
-def show(results: dict[str, Any], console: Console) -> None:
-    """Print a table a map."""
-    for name in MAPS:
-        if name not in results:
-            continue
-        rows = results[name]
-        names = list(next(iter(rows.values())))
-        table = Table("tokens", "what", *names, title=f"attention, {name}, {results['dtype']}: ms")
-        for length, found in rows.items():
-            for what in ("forward", "with gradients"):
-                cells = (FAILED if FAILED in found[each] else f"{found[each][what]:.2f}" for each in names)
-                table.add_row(f"{int(length):,}", what, *cells)
-        console.print(table)
+def _steps(setting: Setting) -> int:
+    return 1 if setting.dry else 20

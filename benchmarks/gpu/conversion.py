@@ -1,78 +1,44 @@
-"""Conversion of a model of SmolLM2's size, and steps of end-to-end training on the device."""
+"""Conversion of a checkpoint with calibration, as `hf-rfa convert` does it."""
 
 from __future__ import annotations
 
-import shutil
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from hf_rfa.convert import convert
-from hf_rfa.finetune.distill import distill
-from hf_rfa.finetune.recipe import Recipe, Stage
-
-from .decoding import shape
-from .trial import FAILED, Setting, attempt
+from .models import RFA, SOFTMAX, build
+from .trial import Case, Setting
 
 DEMO = Path(__file__).parents[2] / "demo"
-#: Steps of the training, and the tokens of one.
-STEPS, BATCH, LENGTH = 20, 4, 1024
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    """Yield the one conversion."""
+    yield Case("conversion", "calibrated", RFA, partial(run, setting))
 
 
 def run(setting: Setting) -> dict[str, Any]:
-    """Convert and train, in a folder that is removed again."""
-    work = setting.output / "conversion-work"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    try:
-        return attempt(lambda: _run(setting, work))
-    finally:
-        shutil.rmtree(work)
+    """Convert in a folder that is removed again."""
+    from hf_rfa.convert import convert  # draws pictures, for which a bare machine may have no library
+
+    with TemporaryDirectory() as folder:
+        base = setting.model or (DEMO / "model" if setting.dry else _random(Path(folder) / "base"))
+        start = time.perf_counter()
+        text = setting.data or DEMO / "calibration.txt.gz"
+        report = convert(base, Path(folder) / "converted", calibrate_on=text, trained="model")
+        seconds = time.perf_counter() - start
+    perplexities = report.perplexities
+    return {"s": seconds} | ({} if perplexities is None else {"perplexity": perplexities.calibrated})
 
 
-def _run(setting: Setting, work: Path) -> dict[str, Any]:
-    text = setting.data or DEMO / "calibration.txt.gz"
-    base = setting.model or (DEMO / "model" if setting.dry else _random(work / "base", setting))
-    steps, batch, length = (2, 1, 64) if setting.dry else (STEPS, BATCH, LENGTH)
-    start = time.perf_counter()
-    convert(base, work / "converted", calibrate_on=str(text), trained="model")
-    converted = time.perf_counter() - start
-    stage = Stage(steps=steps, batch_size=batch, block_length=length, learning_rate=1e-4)
-    start = time.perf_counter()
-    report = distill(
-        work / "converted", work / "trained", teacher=base, data=text, recipe=Recipe(end_to_end=stage, transfer=Stage())
-    )
-    trained = time.perf_counter() - start
-    peak = torch.cuda.max_memory_allocated() if setting.device.type == "cuda" else None
-    losses = [each["loss"] for each in report.stages[-1].log if "loss" in each]
-    facts = {"steps": steps, "tokens_a_step": batch * length, "losses": losses, "peak_bytes": peak}
-    return facts | {"conversion_seconds": converted, "training_seconds": trained, "perplexities": report.perplexities}
-
-
-def _random(folder: Path, setting: Setting) -> Path:
-    """Write a model of random weights with the demo's tokenizer, and return its folder."""
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(shape(setting)).save_pretrained(folder)
+def _random(folder: Path) -> Path:
+    """Write a model of SmolLM2's shape and random weights with the demo's tokenizer, and return its folder."""
+    build("SmolLM2", SOFTMAX, torch.float32).save_pretrained(folder)
     AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(folder)
     return folder
-
-
-def show(results: dict[str, Any], console: Console) -> None:
-    """Print times, losses and memory."""
-    if FAILED in results:
-        return
-    table = Table("conversion, s", "training, s", "steps", "tokens a step", "first and last loss", "peak, GiB")
-    peak = f"{results['peak_bytes'] / 2**30:.1f}" if results["peak_bytes"] is not None else "measured on CUDA alone"
-    losses = f"{results['losses'][0]:.3f}, {results['losses'][-1]:.3f}" if results["losses"] else ""
-    table.add_row(
-        *(f"{results[name]:.1f}" for name in ("conversion_seconds", "training_seconds")),
-        *(f"{results[name]:,}" for name in ("steps", "tokens_a_step")),
-        losses,
-        peak,
-    )
-    console.print(table)
