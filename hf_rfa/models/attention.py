@@ -227,8 +227,11 @@ class RFAAttentionMixin(nn.Module):
         """Return the layouts of the layer's memories: that of all heads but the retrieval heads, and that of these if any."""
         key = dtype, self.attention_component
         if key not in self._layouts:  # asked for at every step
-            layouts = self.memory_layout(dtype), self.retrieval_layout(dtype)
-            self._layouts[key] = [LAYOUTS.setdefault(layout, layout) for layout in layouts if layout is not None]
+            both = self.memory_layout(dtype), self.retrieval_layout(dtype)
+            layouts = [layout for layout in both if layout is not None]
+            if torch.compiler.is_compiling():  # which would begin anew when they are there
+                return layouts
+            self._layouts[key] = [LAYOUTS.setdefault(layout, layout) for layout in layouts]
         return self._layouts[key]
 
     def project(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
