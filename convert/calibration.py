@@ -113,17 +113,18 @@ def calibrate(
 
 @contextmanager
 def output_at_hand(base_model: PreTrainedModel, inputs: Inputs, output: ModelOutput | None) -> Iterator[None]:
-    """Let a base model's head read ``output``, which the body made of ``inputs`` before, while the context lasts.
+    """Let a base model's head read ``output``, which the body made before, while the context lasts.
 
-    The model has to be called with the `batches` of the inputs, in order. The body computes where there is no output, and
-    where a head goes to a part of it.
+    ``inputs`` are the rows that it made it of, or the first ones. The model has to be called with the `batches` of the
+    inputs, in order. The body computes where there is no output, and where a head goes to a part of it.
     """
     body: Any = base_model.base_model
     if output is None or body is base_model:
         yield
         return
     name, compute = "last_hidden_state", body.forward
-    hidden_states = iter([batch[name] for batch in batches(inputs | {name: output[name]})])
+    rows = len(next(iter(inputs.values())))
+    hidden_states = iter([batch[name] for batch in batches(inputs | {name: output[name][:rows]})])
     body.forward = lambda *args, **kwargs: type(output)(last_hidden_state=next(hidden_states))
     try:
         yield

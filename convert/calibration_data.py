@@ -22,6 +22,8 @@ TEXT_TOKENS = 4096
 SLOT_TEXT_TOKENS = 8192
 #: The same where ways to spend a memory are compared, two fifths of it being held out.
 MEMORY_TEXT_TOKENS = 10_240
+#: The most of a text that perplexities, layers and attention weights are measured on.
+MEASURED_TOKENS = 8192
 #: Random tokens that calibration reads where there is no text.
 RANDOM_TOKENS = 1024
 #: Most tokens that the base model generates for a source.
@@ -153,6 +155,13 @@ def batches(inputs: Inputs) -> list[Inputs]:
         trim({name: tensor[chosen.to(tensor.device)] for name, tensor in inputs.items()})
         for chosen in order.split(rows)
     ]
+
+
+def first_rows(inputs: Inputs, tokens: int) -> Inputs:
+    """Return the first rows of inputs, with about so many tokens in all."""
+    rows, length = inputs.get("decoder_input_ids", inputs["input_ids"]).shape
+    count = min(rows, max(1, tokens // length))
+    return {name: tensor[:count] for name, tensor in inputs.items()}
 
 
 def trim(inputs: Inputs) -> Inputs:

@@ -50,6 +50,8 @@ class ConversionOptions:
         keep_softmax: keep this number of those layers softmax: the most sensitive ones, as measured after calibration.
         calibrate_on: text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder one source a line). Default: random
             tokens.
+        calibration_tokens: tokens of that text. Default: 4,096, with slots 8,192. From 16,384 on what slots choose by is
+            refined by gradient descent, which 65,536 are enough for.
         seed: seed of W and of random tokens.
         max_positions: extend the positions to this number. Default: keep them.
         dtype: precision of the weights; auto for the checkpoint's.
@@ -85,6 +87,7 @@ class ConversionOptions:
     encoder_layers: Layers | None = None
     keep_softmax: int = field(default=0, metadata={"minimum": 0})
     calibrate_on: str | Path | None = field(default=None, metadata={"flag": "--calibrate", "panel": "Calibration"})
+    calibration_tokens: int | None = field(default=None, metadata={"minimum": 2})
     seed: int = field(default=0, metadata={"minimum": 0})
     max_positions: int | None = field(default=None, metadata={"minimum": 1, "panel": "Output"})
     dtype: Dtype = "auto"

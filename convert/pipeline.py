@@ -28,6 +28,7 @@ from hf_rfa.process_memory import give_back_memory
 from .base_model import extend_positions, rfa_layers
 from .calibration import calibrate, output_at_hand
 from .calibration_data import (
+    MEASURED_TOKENS,
     MEMORY_TEXT_TOKENS,
     SLOT_TEXT_TOKENS,
     TEXT_TOKENS,
@@ -35,6 +36,7 @@ from .calibration_data import (
     add_outputs,
     batches,
     calibration_inputs,
+    first_rows,
 )
 from .checkpoint import Checkpoint, load_base_model, load_converted, load_models, open_checkpoint, probe_logits, quiet
 from .configuration import import_words, rfa_config, with_more_positions
@@ -134,25 +136,25 @@ def convert(
     if options.calibrate_on is not None:
         inputs = _add_labels(base_model, inputs, report_progress)
 
-    swapped = None
-    if "labels" in inputs:
+    measured, swapped = first_rows(inputs, MEASURED_TOKENS), None
+    if "labels" in measured:
         report_progress("scoring before calibration", 1)
-        swapped = score_labels(model, batches(inputs))
+        swapped = score_labels(model, batches(measured))
     report_progress("calibrating", len(rfa_layers(model)))
     gains, output = calibrate(model, base_model, inputs, on_layer=lambda: report_progress(None, 1))
     sensitivities: list[LayerSensitivity] = []
     if options.keep_softmax:
-        report_progress("measuring layers", len(rfa_layers(model)) * len(batches(inputs)))
-        sensitivities = measure_sensitivity(model, base_model, inputs, on_batch=lambda: report_progress(None, 1))
+        report_progress("measuring layers", len(rfa_layers(model)) * len(batches(measured)))
+        sensitivities = measure_sensitivity(model, base_model, measured, on_batch=lambda: report_progress(None, 1))
         model = keep_softmax(model, sensitivities, options.keep_softmax)
 
     perplexities = None
     if swapped is not None:
         report_progress("scoring the base model", 1)
-        with output_at_hand(base_model, inputs, output):
-            softmax = score_labels(base_model, batches(inputs))
+        with output_at_hand(base_model, measured, output):
+            softmax = score_labels(base_model, batches(measured))
         report_progress("scoring the result", 1)
-        calibrated = score_labels(model, batches(inputs))
+        calibrated = score_labels(model, batches(measured))
         perplexities = Perplexities(
             softmax=softmax.perplexity,
             swapped=swapped.perplexity,
@@ -165,7 +167,7 @@ def convert(
     maps = []
     if gains:
         report_progress("comparing attention weights", 1)
-        maps = compare_attention(model, base_model, inputs)
+        maps = compare_attention(model, base_model, measured)
     base_memory = cache_memory(base_model)
     del base_model
     gc.collect()
@@ -232,6 +234,10 @@ def _prepare_inputs(
     checkpoint: Checkpoint, options: ConversionOptions, *, search: bool
 ) -> tuple[Any, str | None, Inputs]:
     """Return the tokenizer or None, the reason why there is none, and the inputs to calibrate on."""
+    if options.calibration_tokens is not None and options.calibrate_on is None:
+        raise InputError(
+            "calibration_tokens are of a text, and there is none: pass one (--calibrate), or leave them out."
+        )
     documents = None if options.calibrate_on is None else list(read_documents(options.calibrate_on))
     if documents is not None and reads_audio(checkpoint.config):
         raise InputError(
@@ -245,9 +251,8 @@ def _prepare_inputs(
         )
     if tokenizer is not None:
         check_vocabulary(tokenizer, checkpoint.config, checkpoint.name)
-    tokens = SLOT_TEXT_TOKENS if options.num_slots else TEXT_TOKENS
-    if search:
-        tokens = MEMORY_TEXT_TOKENS
+    default = MEMORY_TEXT_TOKENS if search else SLOT_TEXT_TOKENS if options.num_slots else TEXT_TOKENS
+    tokens = options.calibration_tokens or default
     inputs = calibration_inputs(checkpoint.config, tokenizer, documents, seed=options.seed, tokens=tokens)
     if documents is not None:
         check_tokens(inputs["input_ids"].unique().tolist(), checkpoint.config)

@@ -7,11 +7,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hf_rfa import FEATURE_MAPS
-from hf_rfa.convert import convert
+from hf_rfa.convert import convert, importance
 from hf_rfa.convert.activations import LayerActivations
 from hf_rfa.convert.attention_weights import key_exponents
 from hf_rfa.convert.calibration import (
@@ -164,8 +164,8 @@ def test_tokens_that_are_asked_for_later_become_important():
     hidden[..., 0] = marked.float()
     activations = LayerActivations(query.unflatten(1, (2, 3)).transpose(2, 3).flatten(2, 3), key, value)
     fit_importance(layer, activations, hidden)
-    importance = layer.importance(hidden)[:, 0]
-    assert float(importance[marked].min()) > float(importance[~marked].max())
+    importances = layer.importance(hidden)[:, 0]
+    assert float(importances[marked].min()) > float(importances[~marked].max())
 
     target, weight = far_weights(layer, activations)
     softmax = (query @ key.repeat_interleave(3, dim=1).mT * layer.scaling).tril()
@@ -191,6 +191,68 @@ def test_padding_changes_no_importance():
     layer.importance.weight.fill_(7.0)
     fit_importance(layer, LayerActivations(*(each[:, :, :3] for each in (query, key, value))), hidden[:, :3])
     assert (layer.importance.weight == 7.0).all(), "a text shorter than the window says nothing"
+
+
+def text_of_two_kinds(rows: int, length: int) -> tuple[LayerActivations, Tensor]:
+    """Return a layer's activations and its input: what most is looked at adds least to an output, as its value is 0."""
+    hidden = torch.randn(rows, length, 5)
+    empty, full = (torch.rand(rows, length) < share for share in (0.2, 0.1))
+    hidden[..., 0], hidden[..., 1] = 2.0 * empty, 2.0 * full
+    query, key = torch.zeros(rows, 2, 3 * length, 4), torch.zeros(rows, 2, length, 4)
+    query[..., 0] = 5.0
+    key[..., 0] = (0.8 * empty + 0.6 * full)[:, None]
+    value = torch.randn(rows, 2, length, 4) * full[:, None, :, None]
+    return LayerActivations(query, key, value), hidden
+
+
+@torch.no_grad()
+def test_the_error_of_slots_is_that_of_the_layers_outputs():
+    layer = Layer(2, 3, feature_map="none", window_size=4, num_sinks=1, num_slots=3, hidden_size=5)
+    layer.importance.weight.normal_()
+    layer.importance.recency.fill_(0.05)
+    activations, hidden = text_of_two_kinds(2, 40)
+    query = activations.query.unflatten(2, (-1, 3)).transpose(2, 3).flatten(1, 2)
+    output, _ = layer.attend(query, activations.key, activations.value, hidden_states=hidden)
+    expected = F.scaled_dot_product_attention(
+        query, activations.key, activations.value, scale=layer.scaling, is_causal=True, enable_gqa=True
+    )
+    places = torch.arange(8, 40, 5)
+    squares = (output - expected)[:, :, places].square().sum(-1).unflatten(1, (2, 3)).sum(2).mean((0, 2))
+    score = layer.importance.score(hidden, torch.arange(40.0).expand(2, -1))
+    errors = importance.far_queries(layer, activations, places).errors(score, 3, 0.0)
+    torch.testing.assert_close(errors, squares, rtol=1e-4, atol=1e-7)
+    assert (errors > 0).all()
+
+
+@torch.no_grad()
+def test_gradients_make_outputs_nearer(monkeypatch):
+    """On another text of the same kind, from nothing; padding changes nothing, and a short text leaves all as it is."""
+    layer = Layer(2, 3, feature_map="none", window_size=4, num_sinks=1, num_slots=5, hidden_size=5)
+    activations, hidden = text_of_two_kinds(16, 60)
+    layer.importance.recency.fill_(importance.RECENCY)
+    importance.refine_importance(layer, activations, hidden)
+    assert not layer.importance.weight.any()
+    other, other_hidden = text_of_two_kinds(50, 60)
+    monkeypatch.setattr(importance, "REFINED_FROM", 1)
+    monkeypatch.setattr(importance, "PASSES", 40)
+    monkeypatch.setattr(importance, "LEARNING_RATE", 0.05)
+    mask = F.pad(torch.ones(16, 60, dtype=torch.bool), (7, 0))
+    padded = LayerActivations(
+        F.pad(activations.query, (0, 0, 21, 0), value=9.0),
+        *(F.pad(each, (0, 0, 7, 0), value=9.0) for each in (activations.key, activations.value)),
+        mask,
+        mask,
+    )
+
+    def errors() -> Tensor:
+        score = layer.importance.score(other_hidden, torch.arange(60.0).expand(50, -1))
+        return importance.far_queries(layer, other, torch.arange(10, 60)).errors(score, layer.num_slots, 0.0)
+
+    before = errors()
+    for text in ((activations, hidden), (padded, F.pad(hidden, (0, 0, 7, 0), value=9.0))):
+        layer.importance.weight.zero_()
+        importance.refine_importance(layer, *text)
+        assert (errors() < 0.5 * before).all()
 
 
 def test_distillation_leaves_importance_as_it_is_in_float32(checkpoints, text, tmp_path):
