@@ -50,8 +50,8 @@ class ConversionOptions:
         keep_softmax: keep this number of those layers softmax: the most sensitive ones, as measured after calibration.
         calibrate_on: text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder one source a line). Default: random
             tokens.
-        calibration_tokens: tokens of that text. Default: 4,096, with slots 8,192. From 16,384 on what slots choose by is
-            refined by gradient descent, which 65,536 are enough for.
+        calibration_tokens: tokens of that text; from 16,384 on, what slots choose by is refined by gradient descent. Default:
+            4,096, with slots 8,192.
         seed: seed of W and of random tokens.
         max_positions: extend the positions to this number. Default: keep them.
         dtype: precision of the weights; auto for the checkpoint's.
