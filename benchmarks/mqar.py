@@ -163,7 +163,7 @@ def run(setting: Setting, plan: Plan, folder: Path, seed: int, on_step: Callable
         length, pairs, _ = plan.transfer
         ids, _ = mqar_rows(TOKENS // length, length, pairs, vocab=plan.vocab, seed=2_000_000 + seed)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        calibrate(model, teacher, inputs, on_layer=lambda: None)
+        calibrate(model, teacher, inputs, on_layer=lambda: None, to_train=True)
         stages["before transfer"] = measure(model, plan)
         if setting.steps(plan):
             transfer(model, teacher, plan, seed, on_step)

@@ -12,7 +12,9 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
 6. scale: the constant c of a head's exponents, so that the features of its median key have mass 1.
 7. importance: how much attention a token will get from far away, by its hidden state, where there are slots
    (`hf_rfa.convert.importance`). It comes first.
-8. window: the shift between the window's and the features' weights, where there is a window, with the least divergence.
+8. window: the shift between the weights of exact tokens and of features, where both are kept, with the least error of a
+   head's outputs. It may close the features: adding them to exact tokens is then no worse than these alone. Where training
+   follows, which has to find them open, and for features with signs, it is the shift with the least divergence.
 
 A head is a key-value head here, and its queries are those of all query heads that share it.
 
@@ -59,16 +61,24 @@ GATE_TIME_SCALES = (16.0, 8.0, 4.0, 2.0, 1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 3
 TEMPERATURES = (1.0, 0.35, 0.5, 0.65, 0.8, 0.9, 1.25)
 #: Largest logarithm of a calibration key's mass after step 6, which leaves room below `MAX_EXPONENT` for heavier keys.
 MAX_LOG_KEY_MASS = 15.0
-#: Largest shift that step 7 considers, in nats, and its golden-section steps, each of which narrows the range by 0.618.
+#: Largest shift that step 8 considers for the divergence, in nats, and its golden-section steps, each of which narrows the
+#: range by 0.618.
 MAX_WINDOW_SHIFT = 6.0
 GOLDEN_SECTION_STEPS = 22
+#: Shift that closes features: their share is less than float32 tells from 0.
+CLOSED = 24.0
+#: Shifts that step 8 tries for the outputs; the first one wins ties.
+SHIFTS = (CLOSED, *(quarter / 4 for quarter in range(-24, 41)))
 #: Tokens on which a layer's attention weights are compared with softmax.
 COMPARED_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class LayerGain:
-    """KL(softmax ‖ RFA) of every head of a layer, in nats per query, before and after calibration."""
+    """KL(softmax ‖ RFA) of every head of a layer, in nats per query, before and after calibration.
+
+    Beside exact tokens it is that at the shift where it is least: what features stand for does not depend on their share.
+    """
 
     name: str
     before: tuple[float, ...]
@@ -82,10 +92,12 @@ def calibrate(
     inputs: Inputs,
     *,
     on_layer: Callable[[], None],
+    to_train: bool = False,
 ) -> tuple[list[LayerGain], ModelOutput | None]:
     """Calibrate every RFA layer that ``inputs`` reach, in place, and call ``on_layer`` after each.
 
-    A decoder's cross attention that no encoder feeds is not reached. The base model has modules of the same names.
+    ``to_train`` is for a model that is going to be trained (step 8 of the module). A decoder's cross attention that no
+    encoder feeds is not reached. The base model has modules of the same names.
 
     Returns:
         The gains of all layers with features; there is nothing to calibrate in the others but the importance of tokens. And
@@ -103,7 +115,7 @@ def calibrate(
         if layer.num_slots:
             fit_importance(layer, activations, hidden_states)
         if has_features[name]:
-            before, after = calibrate_layer(layer, activations, hidden_states)
+            before, after = calibrate_layer(layer, activations, hidden_states, to_train=to_train)
             gains.append(LayerGain(name, tuple(before.tolist()), tuple(after.tolist())))
             give_back_memory()
         on_layer()
@@ -181,12 +193,47 @@ class _Comparison:
         best = (low + high) / 2
         return best, self.activations.mean(torch.cat(divergences, dim=-1)) + change(best)
 
+    def least_error_shift(self) -> Tensor:
+        """Return the shift of `SHIFTS`, relative to the window's, with the least squared error of every head's outputs, [H].
+
+        With m the share of the weights that exact tokens have, and o_E and o_F the outputs of these and of the features, a
+        shift by δ makes it m′ = m e^δ / (1 + m (e^δ − 1)). The error of m′ o_E + (1 − m′) o_F is u + (1 − m′) f, with
+        u = o_E − o and f = o_F − o_E.
+        """
+        value, parts = self.activations.value.float(), []
+        for target, log_weights, window in compare_weights(
+            self.layer, self.activations, self.hidden_states, self.targets
+        ):
+            weights, near = log_weights.exp(), cast(ExactTokens, window).near(target.rows)
+            values, least = value[:, :, : weights.shape[-1]], torch.finfo(weights.dtype).tiny
+            exact, features = weights * near, weights * ~near
+            exact_share, feature_share = (part.sum(-1, keepdim=True) for part in (exact, features))
+            exact_output = exact @ values / exact_share.clamp_min(least)
+            feature_output = torch.where(
+                feature_share > 0, features @ values / feature_share.clamp_min(least), exact_output
+            )
+            error, change = exact_output - target.softmax @ values, feature_output - exact_output
+            moments = error.square().sum(-1), (error * change).sum(-1), change.square().sum(-1)
+            parts.append((exact_share[..., 0].clamp(0.0, 1.0), *moments))
+        share, error_squares, products, change_squares = (torch.cat(part, -1) for part in zip(*parts, strict=True))
+
+        def mean_error(shift: float) -> Tensor:
+            left = (1 - share) / (1 + share * math.expm1(shift))  # to the features
+            return self.activations.mean(error_squares + 2 * left * products + left.square() * change_squares)
+
+        best = torch.stack([mean_error(shift) for shift in SHIFTS]).argmin(0)
+        return torch.tensor(SHIFTS, device=best.device)[best]
+
 
 @torch.no_grad()
 def calibrate_layer(
-    layer: RFAAttentionMixin, activations: LayerActivations, hidden_states: Tensor | None = None
+    layer: RFAAttentionMixin,
+    activations: LayerActivations,
+    hidden_states: Tensor | None = None,
+    *,
+    to_train: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Calibrate a layer, its gate if there are ``hidden_states``; return KL(softmax ‖ RFA) before and after, each [H]."""
+    """Calibrate a layer, its gate if there are ``hidden_states``; return the divergences of `LayerGain`, each [H]."""
     feature_map = layer.feature_map
     keys = activations.keys()
     comparison = _Comparison(layer, activations, hidden_states)
@@ -204,7 +251,11 @@ def calibrate_layer(
         _set_temperature(feature_map, keys, comparison)
     if feature_map.windowed:
         feature_map.window_shift.zero_()
-        feature_map.window_shift.copy_(comparison.best_shift()[0])
+        shift, after = comparison.best_shift()
+        # Features with signs have outputs that their weights, of which none is negative, do not tell.
+        by_divergence = to_train or feature_map.signed
+        feature_map.window_shift.copy_(shift if by_divergence else comparison.least_error_shift())
+        return before, after
     return before, comparison.divergence()
 
 

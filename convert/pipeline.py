@@ -141,7 +141,8 @@ def convert(
         report_progress("scoring before calibration", 1)
         swapped = score_labels(model, batches(measured))
     report_progress("calibrating", len(rfa_layers(model)))
-    gains, output = calibrate(model, base_model, inputs, on_layer=lambda: report_progress(None, 1))
+    to_train = trained is not None
+    gains, output = calibrate(model, base_model, inputs, on_layer=lambda: report_progress(None, 1), to_train=to_train)
     sensitivities: list[LayerSensitivity] = []
     if options.keep_softmax:
         report_progress("measuring layers", len(rfa_layers(model)) * len(batches(measured)))

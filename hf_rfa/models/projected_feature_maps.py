@@ -239,13 +239,10 @@ def exponential_features(
     key_features, shift, offset = query.new_empty(0), least_shift, None
     if key is not None:
         key_features, shift = exponentiate_keys(key, least_shift)
-    exponent, query = query, query if shift is None else query + shift
-    features, log_scale = exponentiate_queries(query)
-    if (
-        window_shift is not None and torch.is_grad_enabled()
-    ):  # it is commensurate with what features are without gradients
-        largest = exponent.detach().amax(dim=-1, keepdim=True)
-        offset = window_shift[:, None, None] + largest - QUERY_EXPONENT - log_scale
+    if window_shift is not None:  # exact tokens are commensurate with features of queries whose largest one is 1
+        offset = window_shift[:, None, None] + query.detach().amax(dim=-1, keepdim=True)
+    features, log_scale = exponentiate_queries(query if shift is None else query + shift)
+    offset = None if offset is None else offset - log_scale
     return Features(features, key_features, offset, shift), log_scale
 
 

@@ -15,7 +15,9 @@ from hf_rfa.convert import convert, importance
 from hf_rfa.convert.activations import LayerActivations
 from hf_rfa.convert.attention_weights import key_exponents
 from hf_rfa.convert.calibration import (
+    CLOSED,
     GATE_TIME_SCALES,
+    MAX_WINDOW_SHIFT,
     _Comparison,
     _set_log_scale,
     _set_temperature,
@@ -147,6 +149,50 @@ def test_what_the_base_model_made_of_the_text_is_scored_without_making_it_again(
     assert scored.tokens == expected.tokens
     assert scored.nats == pytest.approx(expected.nats, rel=1e-6)
     assert score_labels(base_model, batches(inputs)) == expected
+
+
+# Features beside exact tokens
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("feature_map", ["positive", "exponential", "elu", "hedgehog"])
+def test_features_beside_exact_tokens_are_never_worse_than_none(feature_map, gate):
+    """Of the heads' outputs; where they would only harm they are closed, and nothing of them is left."""
+    layer = Layer(3, 2, feature_map=feature_map, window_size=4, num_sinks=1, gate=gate)
+    hidden = torch.randn(4, 50, 5)
+    query, key, value = torch.randn(4, 6, 50, 4), torch.randn(4, 3, 50, 4), torch.randn(4, 3, 50, 4)
+    query[:, :2], key[:, 0] = 4 * query[:, :2], 4 * key[:, 0]  # sharp attention, which few features do not stand for
+    value[:, 2, :25] += 3.0  # which no window tells of later
+    rows = query.unflatten(1, (3, 2)).transpose(2, 3).flatten(2, 3)
+    calibrate_layer(layer, LayerActivations(rows, key, value), hidden)
+    truth = F.scaled_dot_product_attention(query, key, value, scale=layer.scaling, is_causal=True, enable_gqa=True)
+    outputs = {}
+    for component in ("both", "window"):
+        layer.attention_component = component
+        outputs[component] = layer.attend(query, key, value, hidden_states=hidden)[0].unflatten(1, (3, 2))
+    errors = {
+        name: (output - truth.unflatten(1, (3, 2))).square().mean((0, 2, 3, 4)) for name, output in outputs.items()
+    }
+    assert (errors["both"] <= errors["window"] * (1 + 1e-5)).all()
+    if feature_map in ("positive", "elu"):
+        assert errors["both"][2] < 0.9 * errors["window"][2]
+    closed = layer.feature_map.window_shift == CLOSED
+    torch.testing.assert_close(outputs["both"][:, closed], outputs["window"][:, closed], rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("feature_map", ["positive", "exponential", "elu", "hedgehog", "gaussian"])
+def test_nothing_is_left_of_closed_features(feature_map):
+    layer = Layer(2, 1, feature_map=feature_map, window_size=4)
+    query, key, value = (torch.randn(4, 2, 50, 4) for _ in range(3))
+    calibrate_layer(layer, LayerActivations(query, key, value), to_train=True)
+    assert (layer.feature_map.window_shift.abs() <= MAX_WINDOW_SHIFT).all(), "training has to find them open"
+    layer.feature_map.window_shift.fill_(CLOSED)
+    closed = layer.attend(query, key, value, hidden_states=torch.zeros(4, 50, 5))[0]
+    layer.attention_component = "window"
+    alone = layer.attend(query, key, value, hidden_states=torch.zeros(4, 50, 5))[0]
+    torch.testing.assert_close(closed, alone, rtol=1e-6, atol=1e-6)
 
 
 # The importance of tokens, by which slots choose
