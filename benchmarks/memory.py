@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, nargs="+", default=[])
     parser.add_argument("--train", type=Path)
     parser.add_argument("--rows", nargs="+", default=[])
+    parser.add_argument("--calibration-tokens", type=int, help="of that text; default: the conversion's")
     parser.add_argument("--recipe", default=str(Path(__file__).parent / "recipes" / "memory.yaml"))
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int, default=0, help="of conversion and training; one folder a seed")
@@ -106,7 +107,8 @@ def main() -> None:
     parent = AutoModelForCausalLM.from_pretrained(arguments.model).eval().to(find_device("auto"))
     file = RowFile(arguments.output / "memory.json")
     console = Console()
-    settings = {"train": arguments.train, "recipe": arguments.recipe, "steps": arguments.steps, "seed": arguments.seed}
+    names = ("train", "recipe", "steps", "seed", "calibration_tokens")
+    settings = {name: getattr(arguments, name) for name in names}
     made = make_checkpoints(arguments.model, arguments.rows, folder=arguments.output / "checkpoints", **settings)
     checkpoints = [*arguments.checkpoints, *made]
     with Progress(console=console) as progress:

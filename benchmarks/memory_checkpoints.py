@@ -42,7 +42,15 @@ def options_of(row: str) -> dict[str, Any]:
 
 
 def make_checkpoints(
-    model: Path, rows: list[str], *, train: Path, recipe: str, steps: int | None, seed: int, folder: Path
+    model: Path,
+    rows: list[str],
+    *,
+    train: Path,
+    recipe: str,
+    steps: int | None,
+    seed: int,
+    folder: Path,
+    calibration_tokens: int | None = None,
 ) -> Iterator[Path]:
     """Yield the checkpoint of every row, and the same trained, each made unless it is there.
 
@@ -54,12 +62,13 @@ def make_checkpoints(
         steps: its steps, instead of the recipe's; 0 trains nothing.
         seed: of the conversion and of the training.
         folder: where the checkpoints are.
+        calibration_tokens: of the text; None takes the conversion's default.
 
     Raises:
         InputError: if a row names no options, if the model cannot be trained by the recipe, or if a row's checkpoint there
             was trained otherwise.
     """
-    options = {row: options_of(row) for row in rows}
+    options = {row: options_of(row) | {"calibration_tokens": calibration_tokens} for row in rows}
     loaded = replace(Recipe.load(recipe), seed=seed)
     if rows and steps != 0:
         settings = loaded.with_steps(transfer=0, end_to_end=steps)

@@ -117,6 +117,7 @@ class Far(NamedTuple):
         near: sinks and the tokens of the window, [n, Q, T].
         far: those behind the window, [n, Q, T].
         values: [n, H, T, d].
+        outputs: the softmax layer's, [n, H, Q G, d].
         is_token: False where the query is padding, [n, Q].
     """
 
@@ -124,6 +125,7 @@ class Far(NamedTuple):
     near: Tensor
     far: Tensor
     values: Tensor
+    outputs: Tensor
     is_token: Tensor
 
     def errors(self, score: Tensor, slots: int, softness: float) -> Tensor:
@@ -139,10 +141,10 @@ class Far(NamedTuple):
         above = scores - best.mean(-1, keepdim=True)
         share = torch.sigmoid(above / softness) if softness else (above > 0).to(scores.dtype)
         share = torch.where(self.far[:, None], share, self.near[:, None].to(scores.dtype))
-        weights = self.weights * share[:, :, :, None]
+        weights = (self.weights * share[:, :, :, None]).flatten(2, 3)
         mass = weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
-        difference = (weights / mass - self.weights).flatten(2, 3) @ self.values  # [n, H, Q G, d]
-        squares = difference.square().sum(-1).unflatten(2, (len(self.near[0]), -1)).sum(-1) * self.is_token[:, None]
+        squares = (weights @ self.values / mass - self.outputs).square().sum(-1)  # [n, H, Q G]
+        squares = squares.unflatten(2, (self.near.shape[1], -1)).sum(-1) * self.is_token[:, None]
         return squares.sum((0, 2)) / self.is_token.sum()
 
 
@@ -157,8 +159,8 @@ def far_queries(layer: RFAAttentionMixin, activations: LayerActivations, places:
     near = seen & ((age < layer.window_size) | (ordinal[:, None] < layer.num_sinks))
     query = activations.query.unflatten(2, (length, -1))[:, :, places].float() * layer.scaling  # [n, H, Q, G, d]
     logits = (query.flatten(2, 3) @ activations.key.float().mT).unflatten(2, query.shape[2:4])
-    weights = logits.masked_fill_(~seen[:, None, :, None], UNSEEN).softmax(-1)
-    return Far(weights, near, seen & ~near, activations.value.float(), is_token[:, places])
+    weights, values = logits.masked_fill_(~seen[:, None, :, None], UNSEEN).softmax(-1), activations.value.float()
+    return Far(weights, near, seen & ~near, values, weights.flatten(2, 3) @ values, is_token[:, places])
 
 
 def refine_importance(layer: RFAAttentionMixin, activations: LayerActivations, hidden_states: Tensor) -> None:
