@@ -159,7 +159,7 @@ def batches(inputs: Inputs) -> list[Inputs]:
 
 def first_rows(inputs: Inputs, tokens: int) -> Inputs:
     """Return the first rows of inputs, with about so many tokens in all."""
-    rows, length = inputs.get("decoder_input_ids", inputs["input_ids"]).shape
+    rows, length = inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"].shape
     count = min(rows, max(1, tokens // length))
     return {name: tensor[:count] for name, tensor in inputs.items()}
 
