@@ -147,7 +147,7 @@ class Far(NamedTuple):
         mass = weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
         squares = (weights @ self.values / mass - self.outputs).square().sum(-1)  # [n, H, Q G]
         squares = squares.unflatten(2, (self.near.shape[1], -1)).sum(-1) * self.is_token[:, None]
-        return squares.sum((0, 2)) / self.is_token.sum()
+        return squares.sum((0, 2)) / self.is_token.sum().clamp_min(1)
 
 
 def far_queries(layer: RFAAttentionMixin, activations: LayerActivations, places: Tensor) -> Far:
