@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput
 
 from hf_rfa.models.attention import RFAAttentionMixin
@@ -197,12 +198,31 @@ class LayerInputs(NamedTuple):
     encoder_hidden_states: Tensor | None
     options: dict[str, Any]
 
+    def rows(self, chosen: slice) -> LayerInputs:
+        """Return the inputs of some rows."""
+        count = len(self.hidden_states)
+
+        def of_rows(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(of_rows, value))
+            return value[chosen] if isinstance(value, Tensor) and len(value) == count else value
+
+        options = {name: of_rows(value) for name, value in self.options.items()}
+        return LayerInputs(of_rows(self.hidden_states), of_rows(self.encoder_hidden_states), options)
+
+
+class LinearOutput(NamedTuple):
+    """What a linear layer made, and its name in the attention module that it is in."""
+
+    module: str
+    output: Tensor
+
 
 def visit_layers(
     model: PreTrainedModel,
     names: Iterable[str],
     inputs: dict[str, Tensor],
-    visit: Callable[[str, LayerInputs], None],
+    visit: Callable[[str, LayerInputs, LinearOutput | None], None],
 ) -> ModelOutput:
     """Run a model without its head, call ``visit`` at some of its attention modules, and return the output.
 
@@ -210,20 +230,28 @@ def visit_layers(
         model: the softmax model, or the RFA model.
         names: of the modules; ``inputs`` may not reach all of them.
         inputs: what the model is called with; ``labels`` are ignored.
-        visit: called with a module's name and inputs before the module is.
+        visit: called with a module's name and inputs, and with what the last linear layer in it made, if there is one,
+            after the module is.
     """
+    last_outputs: dict[str, LinearOutput] = {}
 
-    def visit_layer(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def after_linear(name: str, linear: str, module: nn.Module, args: tuple, output: Tensor) -> None:
+        last_outputs[name] = LinearOutput(linear, output)
+
+    def after_layer(name: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         hidden_states = args[0] if args else kwargs["hidden_states"]
         source = kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
         positions = {argument: kwargs[argument] for argument in POSITION_ARGUMENTS if argument in kwargs}
-        visit(name, LayerInputs(hidden_states, source, positions))
+        visit(name, LayerInputs(hidden_states, source, positions), last_outputs.pop(name, None))
 
     body: Any = model.base_model
     with ExitStack() as hooks, torch.no_grad():
         for name in names:
             module = model.get_submodule(name)
-            hooks.enter_context(module.register_forward_pre_hook(partial(visit_layer, name), with_kwargs=True))
+            for linear, part in module.named_modules():
+                if isinstance(part, nn.Linear | Conv1D):
+                    hooks.enter_context(part.register_forward_hook(partial(after_linear, name, linear)))
+            hooks.enter_context(module.register_forward_hook(partial(after_layer, name), with_kwargs=True))
         on_device = {name: tensor.to(model.device) for name, tensor in inputs.items() if name != "labels"}
         return body(**on_device, use_cache=False)
 
@@ -231,7 +259,7 @@ def visit_layers(
 def capture_inputs(model: PreTrainedModel, names: Iterable[str], inputs: dict[str, Tensor]) -> dict[str, LayerInputs]:
     """Return the inputs of attention modules by name, without those that are not reached; see `visit_layers`."""
     captured: dict[str, LayerInputs] = {}
-    visit_layers(model, names, inputs, captured.__setitem__)
+    visit_layers(model, names, inputs, lambda name, layer_inputs, _: captured.__setitem__(name, layer_inputs))
     return captured
 
 
@@ -253,6 +281,18 @@ def layer_activations(
     if layer.retrieval_heads:  # which need nothing that is fitted
         query, key, value = (split_heads(tensor, layer.retrieval_heads)[0] for tensor in (query, key, value))
     return LayerActivations(query, key, value, query_mask, key_mask)
+
+
+def layer_output(layer: RFAAttentionMixin, inputs: LayerInputs, masks: dict[str, Tensor | None]) -> Tensor:
+    """Return what an RFA layer makes of its inputs, [N, T, width]; the arguments are those of `layer_activations`."""
+    options: dict[str, Any] = {**inputs.options, "output_rfa_attentions": False}
+    if isinstance(layer, RFASeq2SeqAttentionMixin):
+        options["key_value_states"] = inputs.encoder_hidden_states
+        options["source_padding_mask"] = masks["encoder"]
+    else:
+        options |= {"attention_mask": None, "document_starts": None}
+    padding_mask = masks["encoder" if layer.rfa_kind == "encoder" else "causal"]
+    return layer(inputs.hidden_states, padding_mask=padding_mask, **options)[0]
 
 
 def padding_masks(inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:

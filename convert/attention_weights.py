@@ -18,7 +18,10 @@ from hf_rfa.models.projected_feature_maps import (
     ExponentialMap,
     GaussianMap,
     HedgehogMap,
+    MLPMap,
     PositiveMap,
+    from_heads,
+    to_heads,
 )
 
 #: Attention weights of signed features are raised to this before a logarithm is taken.
@@ -145,6 +148,12 @@ def key_exponents(feature_map: FeatureMap, key: Tensor) -> Tensor:
         NotImplementedError: for maps whose features have no exponents, and for such maps from outside hf-rfa.
     """
     key = feature_map.key_input(key)
+    if isinstance(feature_map, MLPMap):
+        by_heads = to_heads(key)
+        return (
+            from_heads(feature_map.key_exponents(feature_map.spec(key.dtype), by_heads), key)
+            + feature_map.log_scale[:, None, None]
+        )
     squares = key.square()
     if isinstance(feature_map, GaussianMap):
         return squares.sum(-1, keepdim=True) / 2

@@ -15,6 +15,9 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
 8. window: the shift between the weights of exact tokens and of features, where both are kept, with the least error of a
    head's outputs. It may close the features: adding them to exact tokens is then no worse than these alone. Where training
    follows, which has to find them open, and for features with signs, it is the shift with the least divergence.
+   On a long text learned features are fitted to the outputs instead (`hf_rfa.convert.feature_fit`).
+9. output: the output projection takes up the part of a layer's error that is linear in its heads' outputs
+   (`hf_rfa.convert.output_correction`).
 
 A head is a key-value head here, and its queries are those of all query heads that share it.
 
@@ -27,7 +30,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -36,12 +39,13 @@ from transformers.utils import ModelOutput
 
 from hf_rfa.models.attention import Gate, RFAAttentionMixin
 from hf_rfa.models.feature_maps import FeatureMap, NoFeatures
-from hf_rfa.models.projected_feature_maps import PositiveMap
+from hf_rfa.models.projected_feature_maps import PositiveMap, ProjectedFeatureMap
 from hf_rfa.process_memory import give_back_memory
 
 from .activations import (
     LayerActivations,
     LayerInputs,
+    LinearOutput,
     compare_weights,
     layer_activations,
     layer_divergence,
@@ -52,7 +56,10 @@ from .activations import (
 from .attention_weights import ExactTokens, key_exponents
 from .base_model import rfa_layers
 from .calibration_data import Inputs, batches
-from .importance import fit_importance
+from .far_outputs import FarText, output_root
+from .feature_fit import fit_features
+from .importance import refine_importance, regress_importance
+from .output_correction import OutputCorrection, correct_output
 
 #: Time scales that step 4 tries, in units of the model's positions; the first one wins ties. Longer ones would hardly be
 #: trainable: the gradient of a gate's bias goes with 1 / time scale.
@@ -85,6 +92,20 @@ class LayerGain:
     after: tuple[float, ...]
 
 
+class Calibration(NamedTuple):
+    """What a calibration says beside what it set.
+
+    Attributes:
+        gains: of all layers with features; there is nothing to calibrate in the others but the importance of tokens.
+        corrections: of output projections, if they were asked for, of all layers that they help.
+        output: what the base model's body made of the inputs, or None if no layer was visited.
+    """
+
+    gains: list[LayerGain]
+    corrections: list[OutputCorrection]
+    output: ModelOutput | None
+
+
 @torch.no_grad()
 def calibrate(
     model: PreTrainedModel,
@@ -93,34 +114,50 @@ def calibrate(
     *,
     on_layer: Callable[[], None],
     to_train: bool = False,
-) -> tuple[list[LayerGain], ModelOutput | None]:
+    correct_outputs: bool = False,
+) -> Calibration:
     """Calibrate every RFA layer that ``inputs`` reach, in place, and call ``on_layer`` after each.
 
-    ``to_train`` is for a model that is going to be trained (step 8 of the module). A decoder's cross attention that no
-    encoder feeds is not reached. The base model has modules of the same names.
+    A decoder's cross attention that no encoder feeds is not reached. The base model has modules of the same names.
 
-    Returns:
-        The gains of all layers with features; there is nothing to calibrate in the others but the importance of tokens. And
-        what the base model's body made of the inputs, or None if no layer has anything to calibrate.
+    Args:
+        model: the RFA model.
+        base_model: the softmax model.
+        inputs: of both.
+        on_layer: called after each layer.
+        to_train: whether the model is going to be trained (step 8 of the module).
+        correct_outputs: whether to look for corrections of the output projections (step 9). None of them is applied.
     """
     masks = padding_masks(inputs)
     has_features = {name: not isinstance(layer.feature_map, NoFeatures) for name, layer in rfa_layers(model).items()}
-    layers = {name: layer for name, layer in rfa_layers(model).items() if has_features[name] or layer.num_slots}
+    layers = rfa_layers(model)
+    if not correct_outputs:
+        layers = {name: layer for name, layer in layers.items() if has_features[name] or layer.num_slots}
     gains: list[LayerGain] = []
+    corrections: list[OutputCorrection] = []
 
-    def calibrate_named(name: str, layer_inputs: LayerInputs) -> None:
+    def calibrate_named(name: str, layer_inputs: LayerInputs, expected: LinearOutput | None) -> None:
         """Calibrate a layer when the softmax model comes to it, so that the inputs of one layer are held at a time."""
         layer, hidden_states = layers[name], layer_inputs.hidden_states
-        activations = layer_activations(layer, layer_inputs, masks)
-        if layer.num_slots:
-            fit_importance(layer, activations, hidden_states)
-        if has_features[name]:
-            before, after = calibrate_layer(layer, activations, hidden_states, to_train=to_train)
-            gains.append(LayerGain(name, tuple(before.tolist()), tuple(after.tolist())))
-            give_back_memory()
+        if layer.num_slots or has_features[name]:
+            activations = layer_activations(layer, layer_inputs, masks)
+            root = None if expected is None else output_root(layer, expected.module)
+            text = FarText(layer, activations, root)
+            if layer.num_slots:
+                regress_importance(layer, activations, hidden_states)
+                if text.is_long:
+                    refine_importance(layer, text, hidden_states)
+            if has_features[name]:
+                before, after = calibrate_layer(layer, activations, hidden_states, text=text, to_train=to_train)
+                gains.append(LayerGain(name, tuple(before.tolist()), tuple(after.tolist())))
+        if correct_outputs and expected is not None:
+            correction = correct_output(name, layer, layer_inputs, masks, expected)
+            corrections.extend(() if correction is None else (correction,))
+        give_back_memory()
         on_layer()
 
-    return gains, visit_layers(base_model, layers, inputs, calibrate_named) if layers else None
+    output = visit_layers(base_model, layers, inputs, calibrate_named) if layers else None
+    return Calibration(gains, corrections, output)
 
 
 @contextmanager
@@ -231,9 +268,13 @@ def calibrate_layer(
     activations: LayerActivations,
     hidden_states: Tensor | None = None,
     *,
+    text: FarText | None = None,
     to_train: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Calibrate a layer, its gate if there are ``hidden_states``; return the divergences of `LayerGain`, each [H]."""
+    """Calibrate a layer, and return the divergences of `LayerGain`, each [H].
+
+    Its gate needs ``hidden_states``, and fitted features a long ``text`` too.
+    """
     feature_map = layer.feature_map
     keys = activations.keys()
     comparison = _Comparison(layer, activations, hidden_states)
@@ -249,6 +290,13 @@ def calibrate_layer(
         _set_time_scales(layer.gate, comparison)
     if feature_map.has_sigma:
         _set_temperature(feature_map, keys, comparison)
+    is_fitted = isinstance(feature_map, ProjectedFeatureMap) and feature_map.learned and feature_map.windowed
+    if is_fitted and layer.gate is None and hidden_states is not None and text is not None and text.is_long:
+        pays = fit_features(text, hidden_states)
+        _set_log_scale(feature_map, keys)
+        if not to_train:
+            feature_map.window_shift.copy_(torch.where(pays, feature_map.window_shift, CLOSED))
+        return before, comparison.divergence()
     if feature_map.windowed:
         feature_map.window_shift.zero_()
         shift, after = comparison.best_shift()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
 
-from .offload import tensor_on_disk
+from .offload import tensor_of
 
 Digests = dict[str, str]
 
@@ -46,8 +46,8 @@ def check_kept(result: Digests, source: Digests, name: str) -> None:
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter and buffer, also by its second name."""
     for name, module in model.named_modules():
-        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            yield f"{name}.{key}" if name else key, tensor_on_disk(module, key) if tensor.is_meta else tensor
+        for key, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            yield f"{name}.{key}" if name else key, tensor_of(module, key)
 
 
 def _digest(tensor: Tensor) -> str:

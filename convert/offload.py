@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate.hooks import add_hook_to_module
+from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -45,9 +45,24 @@ def offloaded_shapes(model: nn.Module) -> Iterator[tuple[str, torch.Size, torch.
                 yield f"{name}.{key}", hook.weights_map[key].shape, tensor.shape
 
 
-def tensor_on_disk(module: nn.Module, name: str) -> torch.Tensor:
-    """Return a tensor of a module that stays on disk, as the module computes with it."""
-    return _disk_hook(module).weights_map[name]
+def tensor_of(module: nn.Module, name: str) -> torch.Tensor:
+    """Return a tensor of a module, also of one that stays on disk, as the module computes with it."""
+    tensor = getattr(module, name)
+    if not tensor.is_meta:
+        return tensor
+    hook = _disk_hook(module)
+    return hook.weights_map[name].to(hook.execution_device)
+
+
+def keep_in_memory(module: nn.Module) -> None:
+    """Hold the tensors of a module that stays on disk in memory, so that they can be changed; other models keep reading."""
+    hook = _disk_hook(module)
+    if hook is None:
+        return
+    weights = {name: tensor_of(module, name) for name, _ in module.named_parameters(recurse=False)}
+    remove_hook_from_module(module)
+    for name, weight in weights.items():
+        setattr(module, name, nn.Parameter(weight, requires_grad=getattr(module, name).requires_grad))
 
 
 def give_back_after_blocks(model: nn.Module) -> None:

@@ -52,6 +52,8 @@ class ConversionOptions:
             tokens.
         calibration_tokens: tokens of that text; from 16,384 on, what slots choose by is refined by gradient descent. Default:
             4,096, with slots 8,192.
+        correct_outputs: correct the output projections for what attention loses, by least squares on that text. Default:
+            where there is a text, unless attention transfer follows.
         seed: seed of W and of random tokens.
         max_positions: extend the positions to this number. Default: keep them.
         dtype: precision of the weights; auto for the checkpoint's.
@@ -88,6 +90,7 @@ class ConversionOptions:
     keep_softmax: int = field(default=0, metadata={"minimum": 0})
     calibrate_on: str | Path | None = field(default=None, metadata={"flag": "--calibrate", "panel": "Calibration"})
     calibration_tokens: int | None = field(default=None, metadata={"minimum": 2})
+    correct_outputs: bool | None = field(default=None, metadata={"flag": "--correct-outputs/--no-correct-outputs"})
     seed: int = field(default=0, metadata={"minimum": 0})
     max_positions: int | None = field(default=None, metadata={"minimum": 1, "panel": "Output"})
     dtype: Dtype = "auto"

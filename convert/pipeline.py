@@ -43,6 +43,7 @@ from .configuration import import_words, rfa_config, with_more_positions
 from .kept_weights import check_kept, digests
 from .memory_search import Trial, check_search, search_memory, ways_to_spend
 from .options import ConversionOptions
+from .output_correction import apply_corrections
 from .pictures import HeadMap, compare_attention, draw_attention, draw_trials
 from .presets import Trained, with_preset
 from .report import ConversionReport, Perplexities, check_perplexity, model_card, model_figures, notes
@@ -74,8 +75,9 @@ def convert(
 ) -> ConversionReport:
     """Convert a softmax checkpoint into an RFA checkpoint.
 
-    The base model's weights are reused untouched. Feature maps (and gates) are added and calibrated, layer by layer, on the
-    softmax model's own queries and keys (`hf_rfa.convert.calibration`). The result is reloaded before it is moved
+    The base model's weights are reused untouched, but for output projections, which a text corrects
+    (`hf_rfa.convert.output_correction`). Feature maps (and gates) are added and calibrated, layer by layer, on the softmax
+    model's own queries and keys (`hf_rfa.convert.calibration`). The result is reloaded before it is moved
     to ``destination``, and compared with the model in memory and with the weights that transformers loads from the source;
     on any error nothing is left there.
 
@@ -141,13 +143,25 @@ def convert(
         report_progress("scoring before calibration", 1)
         swapped = score_labels(model, batches(measured))
     report_progress("calibrating", len(rfa_layers(model)))
-    to_train = trained is not None
-    gains, output = calibrate(model, base_model, inputs, on_layer=lambda: report_progress(None, 1), to_train=to_train)
+    corrects = options.correct_outputs
+    if corrects is None:  # features that attention transfer trains have other errors after it
+        corrects = options.calibrate_on is not None and trained != "features"
+    gains, corrections, output = calibrate(
+        model,
+        base_model,
+        inputs,
+        on_layer=lambda: report_progress(None, 1),
+        to_train=trained is not None,
+        correct_outputs=corrects,
+    )
     sensitivities: list[LayerSensitivity] = []
     if options.keep_softmax:
         report_progress("measuring layers", len(rfa_layers(model)) * len(batches(measured)))
         sensitivities = measure_sensitivity(model, base_model, measured, on_batch=lambda: report_progress(None, 1))
         model = keep_softmax(model, sensitivities, options.keep_softmax)
+    converted = tuple(f"{name}." for name in rfa_layers(model))  # layers that stay softmax need no correction
+    corrections = [correction for correction in corrections if correction.projection.startswith(converted)]
+    changed = apply_corrections(model, corrections)
 
     perplexities = None
     if swapped is not None:
@@ -194,7 +208,8 @@ def convert(
             trials=tuple(trials),
             retrieval_heads=tuple(heads),
             perplexities=perplexities,
-            max_logit_difference=_verify(base, options, model_class, folder, expected),
+            output_corrections={each.projection: each.error_ratio for each in corrections},
+            max_logit_difference=_verify(base, options, model_class, folder, expected, changed),
             notes=notes(base, config, options, no_tokenizer, perplexities),
             **figures,
         )
@@ -301,13 +316,14 @@ def _verify(
     model_class: Any,
     folder: Path,
     expected: Tensor,
+    changed: set[str],
 ) -> float:
     """Load the written checkpoint; return the largest difference of its logits from those before it was written.
 
-    Its weights are compared with those that transformers loads from the source.
+    Its weights, but those of the names ``changed``, are compared with those that transformers loads from the source.
     """
     base_model = load_base_model(checkpoint, options)
-    source = digests(base_model)
+    source = {name: digest for name, digest in digests(base_model).items() if name not in changed}
     if options.max_positions is not None:
         positions = checkpoint.family.position_embeddings(base_model)
         for name in (name for name, module in base_model.named_modules() if module in positions):

@@ -102,6 +102,8 @@ class ConversionReport:
         audio_positions: positions of the source at any length of output, for an encoder of audio; None for one of text.
         max_logit_difference: largest difference between the logits of the model in memory and of the reloaded one.
         notes: hints for the user.
+        output_corrections: squared error of a layer's outputs on held-out text after the correction of its output projection,
+            relative to that before, by the projection's name; of those that were corrected.
     """
 
     source: str
@@ -128,6 +130,7 @@ class ConversionReport:
     retrieval_heads: tuple[RetrievalHead, ...] = ()
     grows: bool = False
     other_bytes: dict[str, int] = field(default_factory=dict)
+    output_corrections: dict[str, float] = field(default_factory=dict)
 
     @property
     def state_tokens(self) -> float:
@@ -159,6 +162,12 @@ class ConversionReport:
             before = fmean(value for gain in self.gains for value in gain.before)
             after = fmean(value for gain in self.gains for value in gain.after)
             rows.append(("KL to the softmax weights", f"{before:.3f} nats, {after:.3f} after calibration"))
+        if self.output_corrections:
+            mean_ratio = fmean(self.output_corrections.values())
+            corrected = (
+                f"{len(self.output_corrections)}; squared error on held-out text {mean_ratio:.2f} of what it was"
+            )
+            rows.append(("output projections corrected", corrected))
         if self.sensitivities:
             layers = (f"{layer.kind} {layer.layer}: {layer.divergence:.4f}" for layer in self.sensitivities)
             rows.append(("layer sensitivity, nats per token", ", ".join(layers)))
@@ -311,8 +320,8 @@ def notes(
 TRAINING = "**Training**:"
 #: That paragraph for a model without any.
 UNTRAINED = (
-    f"{TRAINING} none after the conversion. The projections of queries, keys, values and outputs are the base model's, "
-    "untouched. Distil or fine-tune it before you rely on it."
+    f"{TRAINING} none after the conversion. The base model's weights are untouched, but for output projections where the table "
+    "below says that they were corrected. Distil or fine-tune it before you rely on it."
 )
 
 #: How a model is loaded, and what else there is to say of an RFA model.

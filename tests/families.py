@@ -39,6 +39,7 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
     "elu": {"feature_map": "elu"},
     "t2r": {"feature_map": "t2r", "gate": True},
     "hedgehog": {"feature_map": "hedgehog"},
+    "mlp": {"feature_map": "mlp", "num_features": 3, "window_size": 4, "num_slots": 2},
     "hybrid": {"softmax_layers": [1]},
     "window": {"window_size": 5},
     "window-gate": {"window_size": 4, "gate": True, "chunk_size": 7, "feature_map": "exponential"},
@@ -75,10 +76,10 @@ VARIANTS |= dict.fromkeys(("bart", "marian"), SEQ2SEQ_VARIANTS)
 #: Llama adds grouped queries and rotary positions to GPT-2; Marian differs from BART in embeddings and norms only.
 RUN = {
     "gpt2": """positive-gate positive-trainable gaussian-paper t2r hedgehog hybrid window-gate window-gaussian none
-        slots-gate retrieval retrieval-gate | positive gaussian-gate arccos elu window window-elu window-sinks slots
+        mlp slots-gate retrieval retrieval-gate | positive gaussian-gate arccos elu window window-elu window-sinks slots
         slots-features small-chunks""",
-    "llama": """positive-gate window-sinks window-gaussian slots-features retrieval-gate | positive hybrid window window-gate
-        none slots slots-gate retrieval""",
+    "llama": """positive-gate mlp window-sinks window-gaussian slots-features retrieval-gate | positive hybrid window
+        window-gate none slots slots-gate retrieval""",
     "bart": """both-gate paper everything-signed per-layer none slots retrieval decoder-alone | both cross-only causal-only
         everything elu hedgehog""",
     "marian": "per-layer | both-gate decoder-alone",

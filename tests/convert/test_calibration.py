@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hf_rfa import FEATURE_MAPS
-from hf_rfa.convert import convert, importance
+from hf_rfa.convert import calibration, convert, far_outputs, feature_fit, importance
 from hf_rfa.convert.activations import LayerActivations
 from hf_rfa.convert.attention_weights import key_exponents
+from hf_rfa.convert.base_model import rfa_layers
 from hf_rfa.convert.calibration import (
     CLOSED,
     GATE_TIME_SCALES,
@@ -26,7 +27,8 @@ from hf_rfa.convert.calibration import (
     output_at_hand,
 )
 from hf_rfa.convert.calibration_data import batches
-from hf_rfa.convert.importance import far_weights, fit_importance
+from hf_rfa.convert.far_outputs import FarText, far_queries, output_root
+from hf_rfa.convert.importance import far_weights, refine_importance, regress_importance
 from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
@@ -137,7 +139,7 @@ def test_what_the_base_model_made_of_the_text_is_scored_without_making_it_again(
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     if family == "bart":
         inputs |= {"decoder_input_ids": ids.flip(1), "decoder_attention_mask": mask}
-    _, output = calibrate(model, base_model, inputs, on_layer=lambda: None)
+    output = calibrate(model, base_model, inputs, on_layer=lambda: None).output
     computed = Mock(return_value=None)
     blocks = next(module for module in base_model.modules() if isinstance(module, nn.ModuleList))
     blocks[0].register_forward_hook(lambda *args: computed())
@@ -209,7 +211,7 @@ def test_tokens_that_are_asked_for_later_become_important():
     key[:, 0, :, 0] = 3.0 * marked
     hidden[..., 0] = marked.float()
     activations = LayerActivations(query.unflatten(1, (2, 3)).transpose(2, 3).flatten(2, 3), key, value)
-    fit_importance(layer, activations, hidden)
+    regress_importance(layer, activations, hidden)
     importances = layer.importance(hidden)[:, 0]
     assert float(importances[marked].min()) > float(importances[~marked].max())
 
@@ -227,15 +229,15 @@ def test_padding_changes_no_importance():
     layer = Layer(2, 1, feature_map="none", window_size=3, num_sinks=1, num_slots=3, hidden_size=5)
     query, key, value = (torch.randn(1, 2, 30, 4) for _ in range(3))
     hidden = torch.randn(1, 30, 5)
-    fit_importance(layer, LayerActivations(query, key, value), hidden)
+    regress_importance(layer, LayerActivations(query, key, value), hidden)
     expected = layer.importance.weight.clone()
     mask = torch.ones(1, 37, dtype=torch.bool)
     mask[:, :7] = False
     padded = LayerActivations(*(F.pad(each, (0, 0, 7, 0), value=9.0) for each in (query, key, value)), mask, mask)
-    fit_importance(layer, padded, F.pad(hidden, (0, 0, 7, 0), value=9.0))
+    regress_importance(layer, padded, F.pad(hidden, (0, 0, 7, 0), value=9.0))
     torch.testing.assert_close(layer.importance.weight, expected, rtol=1e-4, atol=1e-6)
     layer.importance.weight.fill_(7.0)
-    fit_importance(layer, LayerActivations(*(each[:, :, :3] for each in (query, key, value))), hidden[:, :3])
+    regress_importance(layer, LayerActivations(*(each[:, :, :3] for each in (query, key, value))), hidden[:, :3])
     assert (layer.importance.weight == 7.0).all(), "a text shorter than the window says nothing"
 
 
@@ -265,41 +267,125 @@ def test_the_error_of_slots_is_that_of_the_layers_outputs():
     places = torch.arange(8, 40, 5)
     squares = (output - expected)[:, :, places].square().sum(-1).unflatten(1, (2, 3)).sum(2).mean((0, 2))
     score = layer.importance.score(hidden, torch.arange(40.0).expand(2, -1))
-    errors = importance.far_queries(layer, activations, places).errors(score, 3, 0.0)
+    queries = far_queries(layer, activations, places)
+    errors = queries.errors(queries.shares(score, 3))
     torch.testing.assert_close(errors, squares, rtol=1e-4, atol=1e-7)
     assert (errors > 0).all()
 
 
-@torch.no_grad()
-def test_gradients_make_outputs_nearer(monkeypatch):
-    """On another text of the same kind, from nothing; padding changes nothing, and a short text leaves all as it is."""
-    layer = Layer(2, 3, feature_map="none", window_size=4, num_sinks=1, num_slots=5, hidden_size=5)
-    activations, hidden = text_of_two_kinds(16, 60)
-    layer.importance.recency.fill_(importance.RECENCY)
-    importance.refine_importance(layer, activations, hidden)
-    assert not layer.importance.weight.any()
-    other, other_hidden = text_of_two_kinds(50, 60)
-    monkeypatch.setattr(importance, "REFINED_FROM", 1)
-    monkeypatch.setattr(importance, "PASSES", 40)
-    monkeypatch.setattr(importance, "LEARNING_RATE", 0.05)
-    mask = F.pad(torch.ones(16, 60, dtype=torch.bool), (7, 0))
-    mask[0, :-3] = mask[-1, 10:] = False  # texts shorter than what the memory holds, one of them held out
-    padded = LayerActivations(
-        F.pad(activations.query, (0, 0, 21, 0), value=9.0),
+def padded(activations: LayerActivations, hidden: Tensor) -> tuple[LayerActivations, Tensor]:
+    """Return a text with padding, some of its rows shorter than what a memory holds, one of these held out."""
+    rows, _, length, _ = activations.key.shape
+    mask = F.pad(torch.ones(rows, length, dtype=torch.bool), (7, 0))
+    mask[0, 10:] = mask[-1, :-3] = False
+    groups = activations.query.shape[2] // length
+    return LayerActivations(
+        F.pad(activations.query, (0, 0, 7 * groups, 0), value=9.0),
         *(F.pad(each, (0, 0, 7, 0), value=9.0) for each in (activations.key, activations.value)),
         mask,
         mask,
-    )
+    ), F.pad(hidden, (0, 0, 7, 0), value=9.0)
+
+
+@torch.no_grad()
+def test_gradients_make_outputs_nearer(monkeypatch):
+    """On another text of the same kind, from nothing; padding changes nothing, and a short text is none for gradients."""
+    layer = Layer(2, 3, feature_map="none", window_size=4, num_sinks=1, num_slots=5, hidden_size=5)
+    activations, hidden = text_of_two_kinds(16, 60)
+    layer.importance.recency.fill_(importance.RECENCY)
+    other, other_hidden = text_of_two_kinds(50, 60)
+    assert not FarText(layer, activations, None).is_long
+    monkeypatch.setattr(far_outputs, "FITTED_FROM", 16 * 60)
+    assert FarText(layer, activations, None).is_long
+    assert not FarText(layer, padded(activations, hidden)[0], None).is_long
+    monkeypatch.setattr(importance, "PASSES", 30)
+    monkeypatch.setattr(importance, "LEARNING_RATE", 0.05)
 
     def errors() -> Tensor:
         score = layer.importance.score(other_hidden, torch.arange(60.0).expand(50, -1))
-        return importance.far_queries(layer, other, torch.arange(10, 60)).errors(score, layer.num_slots, 0.0)
+        queries = far_queries(layer, other, torch.arange(10, 60))
+        return queries.errors(queries.shares(score, layer.num_slots))
 
     before = errors()
-    for text in ((activations, hidden), (padded, F.pad(hidden, (0, 0, 7, 0), value=9.0))):
+    for text, inputs in ((activations, hidden), padded(activations, hidden)):
         layer.importance.weight.zero_()
-        importance.refine_importance(layer, *text)
+        refine_importance(layer, FarText(layer, text, None), inputs)
         assert (errors() < 0.5 * before).all()
+
+
+def layer_error(layer: Layer, activations: LayerActivations, hidden: Tensor, places: Tensor) -> Tensor:
+    """Return the mean squared error of a layer's outputs from those of softmax, by key-value heads, [H]."""
+    groups = layer.feature_map.groups
+    query = activations.query.unflatten(2, (-1, groups)).transpose(2, 3).flatten(1, 2)
+    output, _ = layer.attend(query, activations.key, activations.value, hidden_states=hidden)
+    expected = F.scaled_dot_product_attention(
+        query, activations.key, activations.value, scale=layer.scaling, is_causal=True, enable_gqa=True
+    )
+    squares = (output - expected)[:, :, places].square().sum(-1)
+    return squares.unflatten(1, (-1, groups)).sum(2).mean((0, 2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("feature_map", "slots"), [("mlp", 3), ("mlp", 0), ("exponential", 3)])
+def test_learned_features_are_fitted_to_the_outputs_of_the_layer(feature_map, slots, monkeypatch):
+    """On another text: what the fit minimises is the error of the layer itself, and it is lower than without features."""
+    monkeypatch.setattr(far_outputs, "FITTED_FROM", 1)
+    monkeypatch.setattr(feature_fit, "LEARNING_RATE", 0.03)
+    monkeypatch.setattr(feature_fit, "STEPS", 60)
+    fields = {"window_size": 4, "num_sinks": 1, "num_slots": slots, "hidden_size": 5}
+    layer = Layer(2, 3, feature_map=feature_map, **fields)
+    if slots:
+        layer.importance.weight.normal_()
+    activations, hidden = text_of_two_kinds(16, 60)
+    other, other_hidden = text_of_two_kinds(20, 60)
+    places = torch.arange(10, 60)
+    layer.feature_map.window_shift.fill_(CLOSED)
+    without = layer_error(layer, other, other_hidden, places)
+    queries = far_queries(layer, other, places)
+    none = torch.zeros(20, 2, 60)
+    score = layer.importance.score(other_hidden, torch.arange(60.0).expand(20, -1)) if slots else none
+    share = queries.shares(score, slots)
+    torch.testing.assert_close(queries.errors(share), without, rtol=1e-4, atol=1e-7)
+    for text, inputs in ((activations, hidden), padded(activations, hidden)):
+        layer.feature_map.reset_parameters()
+        calibrate_layer(layer, text, inputs, text=FarText(layer, text, None))
+        errors = layer_error(layer, other, other_hidden, places)
+        torch.testing.assert_close(queries.errors(share, layer.feature_map), errors, rtol=1e-3, atol=1e-6)
+        assert (errors < 0.8 * without).all()
+
+
+@torch.no_grad()
+def test_features_that_do_not_help_are_closed(monkeypatch):
+    """A model that is trained afterwards needs them open."""
+    monkeypatch.setattr(far_outputs, "FITTED_FROM", 1)
+    monkeypatch.setattr(calibration, "fit_features", lambda *args: torch.tensor([True, False]))
+    layer = Layer(2, 3, feature_map="mlp", window_size=4, num_sinks=1, hidden_size=5)
+    activations, hidden = text_of_two_kinds(4, 60)
+    for to_train, expected in ((False, [0.5, CLOSED]), (True, [0.5, 0.5])):
+        layer.feature_map.window_shift.fill_(0.5)
+        calibrate_layer(layer, activations, hidden, text=FarText(layer, activations, None), to_train=to_train)
+        assert layer.feature_map.window_shift.tolist() == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "retrieval"), [("gpt2", False), ("llama", False), ("llama", True)])
+def test_errors_are_weighed_as_the_output_projection_weighs_them(family, retrieval):
+    fields = {"retrieval_heads": [[0, 1]], "retrieval_window": 6, "window_size": 4} if retrieval else {}
+    model = make(family, fields)
+    layer = next(iter(rfa_layers(model).values()))
+    projection = "c_proj" if family == "gpt2" else "o_proj"
+    linear = layer.get_submodule(projection)
+    heads, groups, width = layer.rfa_heads, layer.feature_map.groups, layer.rfa_width
+    root = output_root(layer, projection)
+    chosen = [head for head in range(heads) if head not in layer.retrieval_heads]
+    assert root.shape == (len(chosen), groups, width, width)
+    for index, head in enumerate(chosen):
+        for group in range(groups):
+            error = torch.zeros(heads * groups, width)
+            error[head * groups + group] = torch.randn(width)
+            expected = linear(error.flatten()) - linear(torch.zeros(heads * groups * width))
+            weighed = error[head * groups + group] @ root[index, group]
+            torch.testing.assert_close(weighed.square().sum(), expected.square().sum(), rtol=1e-2, atol=1e-4)
 
 
 def test_distillation_leaves_importance_as_it_is_in_float32(checkpoints, text, tmp_path):

@@ -52,7 +52,7 @@ def test_a_head_that_the_configuration_does_not_tell_of_is_kept(
     assert not torch.equal(parent.lm_head.weight, parent.get_input_embeddings().weight)
     theirs = result.state_dict()
     for key, tensor in parent.state_dict().items():
-        assert torch.equal(theirs[key], tensor), key
+        assert torch.equal(theirs[key], tensor) or key.rpartition(".")[0] in report.output_corrections, key
     assert result.config.tie_word_embeddings == (name == "bart")  # whose other embeddings are tied
     assert report.perplexities.softmax == pytest.approx(perplexity_of(parent, source, text), rel=1e-4)
 

@@ -154,7 +154,8 @@ def test_fields_of_the_softmax_model_are_kept(family, changed):
 # Configurations drawn at random
 
 WIDTH, POSITIONS, LENGTH = 24, 16, 9
-RANDOM_MAPS, LEARNED_MAPS, OWN_SIZE = ("positive", "gaussian", "arccos"), ("t2r", "hedgehog"), ("elu", "hedgehog")
+RANDOM_MAPS, OWN_SIZE = ("positive", "gaussian", "arccos"), ("elu", "hedgehog")
+LEARNED_MAPS = ("t2r", "hedgehog", "mlp")
 HUGE = 2**70
 
 FLAG = ([True, False], [None, 1, "yes", 0.0])

@@ -179,6 +179,20 @@ def test_published_formulas():
     t2r.bias.data.normal_()
     expected = torch.relu(torch.einsum("bhtd,hfd->bhtf", x, t2r.projection) + t2r.bias[:, None])
     torch.testing.assert_close(t2r.key(x), expected)
+    mlp = build("mlp", num_features=5, windowed=True)
+    for tensor in mlp.state_dict().values():
+        tensor.normal_()
+    features = mlp(x, x, offset=True)
+    for side, matrix in (("query", mlp.projection), ("key", mlp.key_projection)):
+        hidden, output, bias = (getattr(mlp, f"{side}_{name}") for name in ("hidden", "output", "bias"))
+        inner = torch.nn.functional.gelu(torch.einsum("bhtd,hmd->bhtm", x, hidden))
+        exponent = torch.einsum("bhtd,hfd->bhtf", x, matrix) + torch.einsum("bhtm,hfm->bhtf", inner, output)
+        expected = (exponent + bias[:, None]).exp()
+        if side == "key":
+            torch.testing.assert_close(features.key, expected / mlp.log_scale.exp()[:, None, None])
+        else:  # a query's factor is in the offset of what is seen exactly, and so is that of all keys
+            factor = (features.offset - mlp.window_shift[:, None, None] + mlp.log_scale[:, None, None]).exp()
+            torch.testing.assert_close(features.query, expected * factor)
     arccos = build("arccos", num_features=5, unit_norm=True)
     unit = x / x.norm(dim=-1, keepdim=True)
     expected = torch.relu(torch.einsum("bhtd,hfd->bhtf", unit, arccos.projection)) / 5**0.5
