@@ -320,8 +320,8 @@ def notes(
 TRAINING = "**Training**:"
 #: That paragraph for a model without any.
 UNTRAINED = (
-    f"{TRAINING} none after the conversion. The base model's weights are untouched, but for output projections where the table "
-    "below says that they were corrected. Distil or fine-tune it before you rely on it."
+    f"{TRAINING} none after the conversion. The base model's weights are untouched, but for output projections, where the "
+    "table below says that they were corrected. Distil or fine-tune it before you rely on it."
 )
 
 #: How a model is loaded, and what else there is to say of an RFA model.

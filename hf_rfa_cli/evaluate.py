@@ -57,12 +57,13 @@ def evaluate_command(
     dtype: ModelDtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Measure the perplexity of a text.
+    """Measure the perplexity of a text, and how much of its attention a converted model gives to what it keeps.
 
     Below 1,000 tokens a perplexity says little, and a warning says so.
     """
     starting(f"evaluating {model} on {text}")
     from hf_rfa.evaluation import perplexity
+    from hf_rfa.evaluation.attention_shares import attention_shares
     from hf_rfa.evaluation.cards import check_recordable, record_result
     from hf_rfa.evaluation.perplexity import shown
     from hf_rfa.inference import load_model, use_attention_component
@@ -72,10 +73,11 @@ def evaluate_command(
     documents = list(read_documents(text))
     loaded, tokenizer = load_model(model, kind="causal", dtype=dtype, device=device)
     use_attention_component(loaded, attention_component)
+    ids = tokenize(tokenizer, documents)[:max_tokens]
     with shown_count("scoring the text") as on_batch:
         result = perplexity(
             loaded,
-            tokenize(tokenizer, documents)[:max_tokens],
+            ids,
             context_length=context_length,
             stride=stride,
             carry_state=carry_state,
@@ -89,6 +91,9 @@ def evaluate_command(
             "seventh and more. Pass a longer text."
         )
     protocol = _print_protocol(result.protocol, attention_component)
+    shares = attention_shares(loaded, ids)
+    if shares is not None:
+        console.print(f"attention on the first {shares.tokens:,} tokens: {shares}", soft_wrap=True)
     if folder is not None:
         scores = {"perplexity": result.perplexity}
         record_result(folder, task="perplexity", data=text.name, scores=scores, protocol=protocol)

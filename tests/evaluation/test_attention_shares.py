@@ -1,0 +1,48 @@
+"""Shares of attention, against the weights that a model returns itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_rfa.evaluation.attention_shares import attention_shares
+from tests.families import draw_importance, make, softmax_model
+
+CASES = [
+    ("gpt2", {"window_size": 4, "num_sinks": 2, "num_slots": 3, "num_features": 8}),
+    ("llama", {"window_size": 4, "num_sinks": 1, "num_features": 8}),
+    ("llama", {"window_size": 3, "num_slots": 2, "feature_map": "none", "softmax_layers": [1]}),
+    ("llama", {"num_features": 8}),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "fields"), CASES)
+def test_shares_are_sums_of_the_weights_of_the_model(family, fields):
+    torch.manual_seed(0)
+    model = make(family, fields)
+    draw_importance(model)
+    ids = torch.randint(4, 61, (1, 30))
+    shares = attention_shares(model, ids[0])
+    all_weights = enumerate(model(ids, output_attentions=True).attentions)
+    weights = torch.stack([each for index, each in all_weights if index not in model.config.softmax_layers])
+    query, key = torch.arange(30)[:, None], torch.arange(30)
+    window = (query - key < model.config.window_size) & (key <= query)
+    sinks = (key < model.config.num_sinks) & (key <= query) & ~window
+
+    def share(chosen: torch.Tensor) -> float:
+        return float((weights * chosen).sum(-1).mean())
+
+    assert shares.window == pytest.approx(share(window), abs=1e-5)
+    assert shares.sinks == pytest.approx(share(sinks), abs=1e-5)
+    assert shares.slots + shares.features == pytest.approx(share(~window & ~sinks), abs=1e-5)
+    assert (shares.slots > 0) == (model.config.num_slots > 0)
+    assert (shares.features > 0) == (model.config.feature_map != "none")
+    assert (0 < shares.forgotten < 1) == (model.config.window_size > 0)
+    assert shares.tokens == 30
+
+
+def test_there_are_none_without_converted_layers():
+    model = make("gpt2", {"softmax_layers": [0, 1]})
+    assert attention_shares(model, torch.arange(9)) is None
+    assert attention_shares(softmax_model(model, "gpt2"), torch.arange(9)) is None
