@@ -164,7 +164,7 @@ def convert(
             own_outputs=config.is_encoder_decoder,
         )
         if trained is None and not options.force:
-            check_perplexity(perplexities)
+            check_perplexity(perplexities, config)
     maps = []
     if gains:
         report_progress("comparing attention weights", 1)
@@ -179,7 +179,7 @@ def convert(
     report_progress("writing", 1)
     with new_folder(destination) as folder:
         config, model_class, expected = model.config, type(model), probe_logits(model, options.seed)
-        figures = model_figures(model, base_memory, base)
+        figures = model_figures(model, gains, base_memory, base)
         _write(model, tokenizer, base, folder)
         del model
         gc.collect()

@@ -186,6 +186,7 @@ def reports(folders):
         "preset": "rfa",
         "num_features": 8,
         "num_cross_features": 16,
+        "cross_layers": "all",
         "encoder_layers": "all",
         "max_positions": 120,
     }
