@@ -48,10 +48,10 @@ class ConversionOptions:
         cross_layers: decoder layers whose cross attention to convert. Default: none; all where training follows.
         encoder_layers: encoder layers to convert. Default: none.
         keep_softmax: keep this number of those layers softmax: the most sensitive ones, as measured after calibration.
-        calibrate_on: text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder one source a line). Default: random
-            tokens.
-        calibration_tokens: tokens of that text; from 16,384 on, what slots choose by is refined by gradient descent. Default:
-            4,096, with slots 8,192.
+        calibrate_on: text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder one source a line), or speech (a
+            folder, or a .jsonl file with paths). Default: random tokens.
+        calibration_tokens: tokens of that text, or 128 for each utterance; from 16,384 on, what slots choose by is refined by
+            gradient descent. Default: 4,096, with slots 8,192.
         seed: seed of W and of random tokens.
         max_positions: extend the positions to this number. Default: keep them.
         dtype: precision of the weights; auto for the checkpoint's.
