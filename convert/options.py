@@ -45,7 +45,8 @@ class ConversionOptions:
         config: other fields of the RFA configuration, as key=value: --config unit_norm=true.
         layers: layers whose causal attention to convert: all, none, or indices (0,2,4-7). The others stay softmax, and
             their cache grows.
-        cross_layers: decoder layers whose cross attention to convert. Default: none; all where training follows.
+        cross_layers: decoder layers whose cross attention to convert. Default: none; all where training follows, if
+            there are features.
         encoder_layers: encoder layers to convert. Default: none.
         keep_softmax: keep this number of those layers softmax: the most sensitive ones, as measured after calibration.
         calibrate_on: text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder one source a line), or speech (a

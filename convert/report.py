@@ -319,8 +319,8 @@ def notes(
     if options.max_positions is not None:
         hints.append(checkpoint.family.note_on_positions(config, options.max_positions))
     if options.calibrate_on is None and (config.feature_map != "none" or config.num_slots):
-        what, better = ("tokens and noise", "speech") if reads_audio(config) else ("tokens", "text")
-        hints.append(f"Calibrated on random {what}; {better} like the model's inputs (--calibrate) does better.")
+        better = "; text like the model's inputs (--calibrate) does better."
+        hints.append("Calibrated on random tokens" + (" and noise for audio." if reads_audio(config) else better))
     return tuple(hints)
 
 

@@ -179,7 +179,6 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"config": {"unit_norm": True}}, "config={'unit_norm': True} has no effect with preset=exact"),
     ("llama", {"trained": "features", "preset": "exact"}, "has no features, which attention transfer trains"),
     ("bart", {"preset": "exact", "cross_layers": "all"}, "cross attention needs them.*--cross-layers none"),
-    ("bart", {"preset": "exact", "trained": "model"}, "cross attention needs them.*--cross-layers none"),
     ("gpt2", {"feature_map": "none"}, "leaves preset=mixed no features. Pass preset exact"),
     ("gpt2", {"feature_map": "elu", "num_features": 3}, "num_features=3"),
     ("gpt2", {"force": True}, r"force=True has no effect: nothing is measured without a text \(--calibrate\)"),

@@ -53,6 +53,8 @@ def test_cross_attention_is_converted_by_default_where_training_follows(trained,
     for family in ("bart", "marian"):
         checkpoint = open_checkpoint(checkpoints[family])
         assert with_preset(checkpoint, ConversionOptions(), trained).cross_layers == expected
+        if trained != "features":
+            assert with_preset(checkpoint, ConversionOptions(preset="exact"), trained).cross_layers == []
         assert with_preset(checkpoint, ConversionOptions(cross_layers=[1]), trained).cross_layers == [1]
     assert with_preset(open_checkpoint(checkpoints["gpt2"]), ConversionOptions(), trained).cross_layers is None
 
