@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from . import integrations, pipelines  # noqa: F401  # register with PEFT, and the pipeline of speech recognition
+from . import integrations  # noqa: F401  # registers with PEFT
 from .errors import InputError
 from .families import FAMILIES, Family, register_family
 from .models.cache_rfa import RFALayer

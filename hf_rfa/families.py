@@ -209,6 +209,8 @@ def register_family(family: Family) -> None:
 def _register_models(family: Family) -> None:
     """Let Auto classes load a family's RFA models, and its configurations name them."""
     config = family.rfa_config
+    if config.model_type == "rfa_whisper":
+        from . import pipelines  # noqa: F401  # takes the place of transformers' own, which takes a while to load
     config.AUTO_MAP = {"AutoConfig": _module_and_class(config)}
     for model in family.models or ():  # classes that are made by name do so themselves
         register_name(_base_class(model), model)
