@@ -1,9 +1,9 @@
-"""Inputs for calibration: tokens of a text, or random ones, as a model's forward pass takes them; for audio, noise."""
+"""Inputs for calibration, as a model's forward pass takes them: tokens of a text, or features of speech, or random ones."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 from hf_rfa.families import has_rotary_positions, position_count, reads_audio
+from hf_rfa.inference.transcription import load_features, prompt_length, write_tokens
+from hf_rfa.io.audio_io import Utterance
 from hf_rfa.io.text_io import BLOCK_LENGTH, tokenize
 
 #: Tokens that calibration reads from a text.
@@ -26,8 +28,10 @@ MEMORY_TEXT_TOKENS = 10_240
 MEASURED_TOKENS = 8192
 #: Random tokens that calibration reads where there is no text.
 RANDOM_TOKENS = 1024
-#: Most tokens that the base model generates for a source.
+#: Most tokens that the base model generates for a source, or for an utterance.
 OUTPUT_TOKENS = 128
+#: Utterances that it transcribes at a time.
+UTTERANCES_AT_ONCE = 8
 
 #: Tokens whose logits are held at once, to measure a perplexity or a layer's sensitivity.
 SCORED_TOKENS = 1024
@@ -117,6 +121,36 @@ def text_sources(tokenizer: Any, documents: Iterable[str], max_length: int, *, t
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
 
 
+def speech_inputs(extractor: Any, utterances: Sequence[Utterance], *, tokens: int) -> Inputs:
+    """Return the features of the first utterances, as many as give ``tokens`` tokens with `OUTPUT_TOKENS` each."""
+    count = math.ceil(tokens / OUTPUT_TOKENS)
+    return {AUDIO: load_features(extractor, [utterance.path for utterance in utterances[:count]])}
+
+
+def transcript_inputs(base_model: PreTrainedModel, features: Tensor) -> Inputs:
+    """Return decoder inputs and labels: what the base model writes of mel features, `UTTERANCES_AT_ONCE`."""
+    prompt = prompt_length(base_model, features)
+    pieces = features.split(UTTERANCES_AT_ONCE)
+    parts = [write_tokens(base_model, piece, max_new_tokens=OUTPUT_TOKENS).cpu() for piece in pieces]
+    length = max(part.shape[1] for part in parts)
+    end: Any = base_model.generation_config.eos_token_id
+    pad = end[0] if isinstance(end, list) else end
+    ids = torch.cat([F.pad(part, (0, length - part.shape[1]), value=pad) for part in parts])
+    return answer_inputs(ids, end, prompt=prompt)
+
+
+def answer_inputs(ids: Tensor, end: int | list[int], *, prompt: int = 1) -> Inputs:
+    """Return decoder inputs and labels of answers [N, prompt + T], padded after their first end-of-text token.
+
+    The tokens of a prompt, with which decoding starts, are no labels, and may be end-of-text tokens too.
+    """
+    ended = torch.isin(ids[:, prompt:], torch.tensor(end)).cumsum(1) > 0
+    ended_before = F.pad(ended[:, :-1], (prompt, 0), value=False)
+    labels = ids[:, 1:].masked_fill(ended_before, IGNORED_LABEL)
+    labels[:, : prompt - 1] = IGNORED_LABEL
+    return trim({"decoder_input_ids": ids[:, :-1], "decoder_attention_mask": (~ended_before).long(), "labels": labels})
+
+
 @torch.no_grad()
 def add_outputs(base_model: PreTrainedModel, inputs: Inputs) -> Inputs:
     """Add decoder inputs to sources: the base model's greedy answers, or the sources shifted if it cannot generate.
@@ -125,6 +159,12 @@ def add_outputs(base_model: PreTrainedModel, inputs: Inputs) -> Inputs:
         The inputs with ``decoder_input_ids`` and ``decoder_attention_mask``, and for answers their ``labels``.
     """
     config: Any = base_model.config
+    if AUDIO in inputs:
+        if not base_model.can_generate():
+            raise InputError(
+                f"a {type(base_model).__name__} writes no transcripts, on which speech calibrates. Leave the speech out."
+            )
+        return inputs | transcript_inputs(base_model, inputs[AUDIO])
     mask = inputs["attention_mask"]
     if not base_model.can_generate():
         return inputs | {
@@ -135,20 +175,14 @@ def add_outputs(base_model: PreTrainedModel, inputs: Inputs) -> Inputs:
     sources = {name: tensor.to(base_model.device) for name, tensor in inputs.items()}
     generate: Any = base_model.generate
     ids = generate(**sources, max_new_tokens=limit, num_beams=1, do_sample=False).to("cpu")  # [N, 1 + T]
-    # After the first end-of-text token all is padding; the token that decoding starts with may be an end-of-text token too.
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    ended = torch.isin(ids[:, 1:], torch.tensor(ends)).cumsum(1) > 0
-    ended_before = F.pad(ended[:, :-1], (1, 0), value=False)
-    return inputs | {
-        "decoder_input_ids": ids[:, :-1],
-        "decoder_attention_mask": (~ended_before).long(),
-        "labels": ids[:, 1:].masked_fill(ended_before, IGNORED_LABEL),
-    }
+    return inputs | answer_inputs(ids, config.eos_token_id)
 
 
 def batches(inputs: Inputs) -> list[Inputs]:
     """Return inputs in batches of about `SCORED_TOKENS` tokens, rows of similar length together, without common padding."""
-    mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])))
+    names = ("decoder_attention_mask", "attention_mask")
+    mask = next((inputs[name] for name in names if name in inputs), None)
+    mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
     rows = max(1, SCORED_TOKENS // mask.shape[1])
     order = mask.ne(0).sum(1).argsort(stable=True)
     return [

@@ -45,13 +45,14 @@ class ConversionOptions:
         config: other fields of the RFA configuration, as key=value: --config unit_norm=true.
         layers: layers whose causal attention to convert: all, none, or indices (0,2,4-7). The others stay softmax, and
             their cache grows.
-        cross_layers: decoder layers whose cross attention to convert. Default: all.
+        cross_layers: decoder layers whose cross attention to convert. Default: none; all where training follows, if
+            there are features.
         encoder_layers: encoder layers to convert. Default: none.
         keep_softmax: keep this number of those layers softmax: the most sensitive ones, as measured after calibration.
-        calibrate_on: text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder one source a line). Default: random
-            tokens.
-        calibration_tokens: tokens of that text; from 16,384 on, what slots choose by is refined by gradient descent. Default:
-            4,096, with slots 8,192.
+        calibrate_on: text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder one source a line), or speech (a
+            folder, or a .jsonl file with paths). Default: random tokens.
+        calibration_tokens: tokens of that text, or 128 for each utterance; from 16,384 on, slots and learned features are
+            fitted by gradient descent. Default: 4,096, with slots 8,192.
         correct_outputs: correct the output projections for what attention loses, by least squares on that text. Default:
             where there is a text, unless attention transfer follows.
         seed: seed of W and of random tokens.

@@ -21,13 +21,16 @@ from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.families import reads_audio
 from hf_rfa.inference.devices import find_device
 from hf_rfa.inference.loading import check_tokens, check_vocabulary, load_tokenizer
+from hf_rfa.inference.transcription import load_feature_extractor
 from hf_rfa.io.atomic_io import check_destination, check_space, new_folder, remove_leftovers
+from hf_rfa.io.audio_io import read_utterances
 from hf_rfa.io.text_io import read_documents
 from hf_rfa.process_memory import give_back_memory
 
 from .base_model import extend_positions, rfa_layers
 from .calibration import calibrate, output_at_hand
 from .calibration_data import (
+    AUDIO,
     MEASURED_TOKENS,
     MEMORY_TEXT_TOKENS,
     SLOT_TEXT_TOKENS,
@@ -37,6 +40,7 @@ from .calibration_data import (
     batches,
     calibration_inputs,
     first_rows,
+    speech_inputs,
 )
 from .checkpoint import Checkpoint, load_base_model, load_converted, load_models, open_checkpoint, probe_logits, quiet
 from .configuration import import_words, rfa_config, with_more_positions
@@ -178,7 +182,7 @@ def convert(
             own_outputs=config.is_encoder_decoder,
         )
         if trained is None and not options.force:
-            check_perplexity(perplexities)
+            check_perplexity(perplexities, config)
     maps = []
     if gains:
         report_progress("comparing attention weights", 1)
@@ -193,7 +197,7 @@ def convert(
     report_progress("writing", 1)
     with new_folder(destination) as folder:
         config, model_class, expected = model.config, type(model), probe_logits(model, options.seed)
-        figures = model_figures(model, base_memory, base)
+        figures = model_figures(model, gains, base_memory, base)
         _write(model, tokenizer, base, folder)
         del model
         gc.collect()
@@ -254,21 +258,20 @@ def _prepare_inputs(
         raise InputError(
             "calibration_tokens are of a text, and there is none: pass one (--calibrate), or leave them out."
         )
-    documents = None if options.calibrate_on is None else list(read_documents(options.calibrate_on))
-    if documents is not None and reads_audio(checkpoint.config):
-        raise InputError(
-            f"{checkpoint.name} reads audio, and {options.calibrate_on} is a text. Leave the text out: such models are "
-            "calibrated on noise."
-        )
     tokenizer, no_tokenizer = load_tokenizer(checkpoint.folder)
+    default = MEMORY_TEXT_TOKENS if search else SLOT_TEXT_TOKENS if options.num_slots else TEXT_TOKENS
+    tokens = options.calibration_tokens or default
+    if options.calibrate_on is not None and reads_audio(checkpoint.config):
+        extractor = load_feature_extractor(checkpoint.folder, checkpoint.name)
+        utterances = read_utterances(options.calibrate_on)
+        return tokenizer, no_tokenizer, speech_inputs(extractor, utterances, tokens=tokens)
+    documents = None if options.calibrate_on is None else list(read_documents(options.calibrate_on))
     if documents is not None and tokenizer is None:
         raise InputError(
             f"cannot calibrate on {options.calibrate_on} with {checkpoint.name}: {no_tokenizer}. Leave the text out."
         )
     if tokenizer is not None:
         check_vocabulary(tokenizer, checkpoint.config, checkpoint.name)
-    default = MEMORY_TEXT_TOKENS if search else SLOT_TEXT_TOKENS if options.num_slots else TEXT_TOKENS
-    tokens = options.calibration_tokens or default
     inputs = calibration_inputs(checkpoint.config, tokenizer, documents, seed=options.seed, tokens=tokens)
     if documents is not None:
         check_tokens(inputs["input_ids"].unique().tolist(), checkpoint.config)
@@ -279,7 +282,7 @@ def _add_labels(base_model: PreTrainedModel, inputs: Inputs, report_progress: Pr
     """Return the inputs of a text with its labels, where the model has a head that predicts tokens."""
     config: Any = base_model.config
     if config.is_encoder_decoder:
-        report_progress("answering the text", 1)
+        report_progress("transcribing" if AUDIO in inputs else "answering the text", 1)
         return add_outputs(base_model, inputs)
     return inputs | {"labels": inputs["input_ids"]} if hasattr(base_model, "lm_head") else inputs
 

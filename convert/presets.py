@@ -108,12 +108,16 @@ def with_preset(
 ) -> ConversionOptions:
     """Return options with a value for each that was left to the preset, and without a memory.
 
-    The preset itself is the family's by default, and rfa where features are trained.
+    The preset itself is the family's by default, and rfa where features are trained. Cross attention is converted by default
+    where training follows and there are features: untrained they blur what it looks up, and its softmax cache does not grow
+    with the output.
 
     Raises:
         InputError: for options that exclude each other or have no effect, and for a memory that is too little or too much.
     """
     preset = options.preset or ("rfa" if trained == "features" else checkpoint.family.preset)
+    if options.cross_layers is None and "cross" in checkpoint.family.rfa_config.SOFTMAX_LAYERS.values():
+        options = replace(options, cross_layers="all" if trained and preset != "exact" else [])
     _check_preset(checkpoint, options, preset, trained)
     untrained = "none" if preset == "exact" else "positive"
     feature_map = options.feature_map or ("exponential" if trained and preset != "exact" else untrained)

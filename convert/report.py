@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
@@ -23,7 +24,7 @@ from hf_rfa.version import __version__
 from .base_model import rfa_layers
 from .calibration import LayerGain
 from .checkpoint import Checkpoint, new_keys
-from .configuration import outside_module
+from .configuration import converted_layers, outside_module
 from .memory_search import Trial
 from .options import ConversionOptions
 from .retrieval_heads import RetrievalHead
@@ -59,10 +60,10 @@ class Perplexities:
         return not self.ratio <= MAX_PERPLEXITY_RATIO
 
 
-def check_perplexity(perplexities: Perplexities) -> None:
-    """Raise an `InputError` where a conversion has ruined the model."""
+def check_perplexity(perplexities: Perplexities, config: Any) -> None:
+    """Raise an `InputError` where a conversion, to such a configuration, has ruined the model."""
     if perplexities.ruined:
-        cross = " or cross attention (--cross-layers none)" if perplexities.own_outputs else ""
+        cross = " or cross attention (--cross-layers none)" if converted_layers(config, "cross") else ""
         raise InputError(
             "the conversion has ruined the model, and nothing was written: on the text its perplexity is "
             f"{shown(perplexities.calibrated)}, more than {MAX_PERPLEXITY_RATIO:g} times the base model's "
@@ -92,10 +93,12 @@ class ConversionReport:
             values of softmax layers. No length is over the model's positions.
         cache_bytes: bytes of the base model's cache at the same lengths.
         gains: divergence from softmax before and after calibration, by layer.
+        divergences: their means over heads and layers, by kind of attention.
         sensitivities: sensitivity of every layer, the largest first, if layers were kept softmax by it.
         trials: ways to spend a memory, with their perplexities, if one was given.
         retrieval_heads: retrieval heads in the order in which they were chosen, if they were.
-        grows: whether a softmax layer keeps the keys and values of all tokens, of the sequence or of its source.
+        grows: whether a softmax layer keeps the keys and values of all tokens of the sequence.
+        source_bytes: bytes that softmax cross attention keeps of every token of a source, or of audio in all; 0 for none.
         other_bytes: most bytes per sequence of the base model's layers whose caches have one size, by what these are: layers
             with a sliding window, and recurrent ones.
         perplexities: on the calibration text, if there was one.
@@ -128,7 +131,9 @@ class ConversionReport:
     audio_positions: int | None = None
     trials: tuple[Trial, ...] = ()
     retrieval_heads: tuple[RetrievalHead, ...] = ()
+    divergences: dict[str, tuple[float, float]] = field(default_factory=dict)
     grows: bool = False
+    source_bytes: int = 0
     other_bytes: dict[str, int] = field(default_factory=dict)
     output_corrections: dict[str, float] = field(default_factory=dict)
 
@@ -151,6 +156,11 @@ class ConversionReport:
             ("state per sequence", f"{_size(self.state_bytes)} ({self.state_tokens:,.0f} tokens' worth), {growth}"),
             *((f"cache of the {what}", f"{_size(size)}, at any length") for what, size in self.other_bytes.items()),
         ]
+        if self.source_bytes:
+            of = "a token of the source" if self.audio_positions is None else "for the audio"
+            rows.append(
+                ("cache of softmax cross attention", f"{_size(self.source_bytes)} {of}, at any length of output")
+            )
         of = " of source and output" if "cross" in self.layers else ""
         of = of if self.audio_positions is None else f" of output and {self.audio_positions:,} of audio"
         for length, whole in self.cache_bytes.items():
@@ -158,16 +168,13 @@ class ConversionReport:
             times = f"{max(whole / own, own / whole):.1f}"
             ratio = "as much" if times == "1.0" else f"{times} × {'less' if own < whole else 'more'}"
             rows.append((f"cache at {length:,} tokens{of}", f"{_size(own)}, all softmax {_size(whole)} ({ratio})"))
-        if self.gains:
-            before = fmean(value for gain in self.gains for value in gain.before)
-            after = fmean(value for gain in self.gains for value in gain.after)
-            rows.append(("KL to the softmax weights", f"{before:.3f} nats, {after:.3f} after calibration"))
+        for kind, (before, after) in self.divergences.items():
+            rows.append((f"KL to the softmax weights, {kind}", f"{before:.3f} nats, {after:.3f} after calibration"))
         if self.output_corrections:
-            mean_ratio = fmean(self.output_corrections.values())
-            corrected = (
-                f"{len(self.output_corrections)}; squared error on held-out text {mean_ratio:.2f} of what it was"
+            mean, count = fmean(self.output_corrections.values()), len(self.output_corrections)
+            rows.append(
+                ("output projections corrected", f"{count}; squared error on held-out text {mean:.2f} of what it was")
             )
-            rows.append(("output projections corrected", corrected))
         if self.sensitivities:
             layers = (f"{layer.kind} {layer.layer}: {layer.divergence:.4f}" for layer in self.sensitivities)
             rows.append(("layer sensitivity, nats per token", ", ".join(layers)))
@@ -240,17 +247,24 @@ def _size(num_bytes: int) -> str:
     return f"{size:.1f} GiB"
 
 
-def model_figures(model: PreTrainedModel, base_memory: CacheMemory, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the fields of a `ConversionReport` that can be read off the model and the memory of its base model."""
+def model_figures(
+    model: PreTrainedModel, gains: list[LayerGain], base_memory: CacheMemory, checkpoint: Checkpoint
+) -> dict[str, Any]:
+    """Return the fields of a `ConversionReport` that can be read off the model, its gains and its base model's memory."""
     config, memory = model.config, cache_memory(model)
+    divergences: dict[str, tuple[float, float]] = {}
     layers: dict[str, tuple[int, int]] = {}
     feature_dims: dict[str, int] = {}
     for kind in get_args(AttentionKind):
-        converted = [layer for layer in rfa_layers(model).values() if layer.rfa_kind == kind]
+        converted = {name: layer for name, layer in rfa_layers(model).items() if layer.rfa_kind == kind}
         if converted or kind == "causal" or config.is_encoder_decoder:
             layers[kind] = (len(converted), config.num_layers_for(kind))
         if converted:
-            feature_dims[kind] = converted[0].feature_map.feature_dim
+            feature_dims[kind] = next(iter(converted.values())).feature_map.feature_dim
+        of_kind = [gain for gain in gains if gain.name in converted]
+        if of_kind:
+            before, after = (fmean(chain(*(getattr(gain, when) for gain in of_kind))) for when in ("before", "after"))
+            divergences[kind] = (before, after)
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
     state, new = model.state_dict(), new_keys(model)
     positions = config.max_position_embeddings
@@ -270,7 +284,9 @@ def model_figures(model: PreTrainedModel, base_memory: CacheMemory, checkpoint: 
         "added_parameters": extended + sum(parameters.get(key, 0) for key in new),
         "added_buffers": sum(state[key].numel() for key in new if key not in parameters),
         "state_bytes": memory.fixed,
-        "grows": memory.per_token + memory.audio > 0,
+        "divergences": divergences,
+        "grows": memory.per_token > 0,
+        "source_bytes": memory.per_source_token + memory.audio,
         "other_bytes": {what: size for what, size in others.items() if size},
         "audio_positions": config.max_source_positions if reads_audio(config) else None,
         "own_cache_bytes": {length: memory.after(length) for length in lengths},
@@ -306,8 +322,8 @@ def notes(
         indices = getattr(config, name)
         if kind != "encoder" and indices:
             kept = ("layer " if len(indices) == 1 else "layers ") + ", ".join(map(str, indices))
-            length = "sequence" if kind == "causal" else "source"
-            hints.append(f"The {kind} attention of {kept} is softmax: its cache grows with the {length}.")
+            growth = "grows with the sequence" if kind == "causal" else "has the source's length, whatever the output's"
+            hints.append(f"The {kind} attention of {kept} is softmax: its cache {growth}.")
     if options.max_positions is not None:
         hints.append(checkpoint.family.note_on_positions(config, options.max_positions))
     if options.calibrate_on is None and (config.feature_map != "none" or config.num_slots):

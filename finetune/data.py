@@ -14,12 +14,15 @@ import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel
 from transformers.utils import logging
 
-from hf_rfa.convert.calibration_data import Inputs
+from hf_rfa.convert.calibration_data import AUDIO, UTTERANCES_AT_ONCE, Inputs, transcript_inputs
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL
+from hf_rfa.inference.transcription import load_features, write_tokens
+from hf_rfa.io.audio_io import Utterance
 from hf_rfa.io.text_io import open_text, read_pairs, tokenize
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
@@ -311,6 +314,67 @@ def token_pairs(data: Data, tokenizer: Any, *, length: int) -> Data:
         return {"input_ids": tokenizer(batch["source"], **options)["input_ids"], "labels": labels}
 
     return _map(data, encode)
+
+
+def speech_rows(
+    teacher: PreTrainedModel, tokenizer: Any, extractor: Any, utterances: Sequence[Utterance], *, length: int
+) -> Dataset:
+    """Return utterances as paths with decoder inputs and labels, each cut to ``length``.
+
+    What is said is the text of an utterance, or else what the teacher writes. A transcript begins with what the teacher is
+    given to begin with, which is the same for all utterances that have a text.
+    """
+    end: Any = teacher.generation_config.eos_token_id
+    with_text = [utterance for utterance in utterances if utterance.text is not None]
+    others = [utterance.path for utterance in utterances if utterance.text is None]
+    rows: dict[Path, tuple[list[int], list[int]]] = {}
+    if with_text:
+        first = write_tokens(teacher, load_features(extractor, [with_text[0].path]), max_new_tokens=1)
+        prompt = first[0, :-1].tolist()
+        for utterance in with_text:
+            words = tokenizer(f" {str(utterance.text).strip()}", add_special_tokens=False, verbose=False)["input_ids"]
+            answer = [*words, end[0] if isinstance(end, list) else end]
+            rows[utterance.path] = (prompt + answer[:-1], [IGNORED_LABEL] * (len(prompt) - 1) + answer)
+    for start in range(0, len(others), UTTERANCES_AT_ONCE):
+        paths = others[start : start + UTTERANCES_AT_ONCE]
+        inputs = transcript_inputs(teacher, load_features(extractor, paths))
+        columns = (inputs[name] for name in ("decoder_input_ids", "labels", "decoder_attention_mask"))
+        for path, ids, labels, mask in zip(paths, *columns, strict=True):
+            rows[path] = (ids[mask.bool()].tolist(), labels[mask.bool()].tolist())
+    ordered = [(utterance.path, *rows[utterance.path]) for utterance in utterances]
+    return Dataset.from_list(
+        [
+            {"path": str(path), "decoder_input_ids": ids[:length], "labels": labels[:length]}
+            for path, ids, labels in ordered
+        ]
+    )
+
+
+class SpeechCollator:
+    """Makes batches of what `speech_rows` returns, with mel features.
+
+    Args:
+        extractor: what makes these.
+        pad: token after the last one.
+    """
+
+    def __init__(self, extractor: Any, pad: int) -> None:
+        self.extractor, self.pad = extractor, pad
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Inputs:
+        """Return a batch as the model takes it."""
+
+        def padded(name: str, value: int) -> torch.Tensor:
+            return pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=value)
+
+        return {
+            AUDIO: load_features(self.extractor, [Path(row["path"]) for row in rows]),
+            "decoder_input_ids": padded("decoder_input_ids", self.pad),
+            "decoder_attention_mask": pad_sequence(
+                [torch.ones(len(row["labels"]), dtype=torch.long) for row in rows], batch_first=True
+            ),
+            "labels": padded("labels", IGNORED_LABEL),
+        }
 
 
 class PairCollator(DataCollatorForSeq2Seq):

@@ -19,15 +19,17 @@ from hf_rfa.convert.pictures import compare_attention, draw_attention
 from hf_rfa.convert.pipeline import MAX_SHARD_SIZE, Progress
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import score_labels
-from hf_rfa.families import FAMILIES, has_rotary_positions
+from hf_rfa.families import FAMILIES, has_rotary_positions, position_count
 from hf_rfa.inference.loading import check_tokens, kind_of, load_model, read_config
+from hf_rfa.inference.transcription import load_feature_extractor
+from hf_rfa.io.audio_io import read_utterances
 from hf_rfa.io.text_io import read_documents
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 from hf_rfa.models.rfa_classes import own_prefixes
 
 from .arguments import check_minutes, processes_started
 from .card import data_name, table_of, trained_card, trained_folder
-from .data import PairCollator, joined_blocks, load_pairs, rows_to_learn, token_pairs
+from .data import PairCollator, SpeechCollator, joined_blocks, load_pairs, rows_to_learn, speech_rows, token_pairs
 from .recipe import Recipe, Stage
 from .report import HELD_OUT, DistillationReport, plot_losses
 from .run_folder import check_run, check_settings
@@ -59,7 +61,8 @@ def distill(
         destination: folder to write.
         teacher: the softmax model, a folder or a hub name.
         data: text to train on (.txt or .jsonl, plain or .gz); for a model with an encoder the sources, one a line, or a
-            ``.jsonl`` file with ``source`` and ``target``.
+            ``.jsonl`` file with ``source`` and ``target``; for one that reads audio speech (`read_utterances`), of which the
+            teacher's transcripts serve where there is no text.
         references: outputs that belong to the sources, one a line.
         recipe: name or file of a recipe, or a `Recipe`.
         transfer_steps: steps of attention transfer, instead of the recipe's.
@@ -90,19 +93,23 @@ def distill(
     work = check_run(destination, sources=sources, resume=resume, overwrite=overwrite)
 
     report_progress("loading the models", 1)
-    model, tokenizer = load_model(str(checkpoint), dtype="float32")
-    softmax_model, _ = load_model(str(teacher), kind=kind_of(model.config), dtype="float32", need_tokenizer=False)
+    kind = kind_of(read_config(checkpoint))
+    model, tokenizer = load_model(str(checkpoint), kind=kind, dtype="float32")
+    softmax_model, _ = load_model(str(teacher), kind=kind, dtype="float32", need_tokenizer=False)
     _check_teacher(model, softmax_model, str(checkpoint), str(teacher), transfer=settings.transfer.steps > 0)
-    configs: tuple[Any, ...] = (model.config, softmax_model.config)
-    settings = settings.resolve(model.config, min(config.max_position_embeddings for config in configs))
+    extractor = load_feature_extractor(checkpoint) if kind == "speech" else None
+    settings = settings.resolve(model.config, min(map(position_count, (model.config, softmax_model.config))))
     report_progress("reading the data", 1)
     stages = settings.stages()
-    data_by_stage = {
-        name: _load(model, tokenizer, data, references, stage, settings.seed)
-        for name, stage in stages.items()
-        if stage.steps
-    }
-    held_out, learned = _hold_out(data_by_stage, settings, pairs=kind_of(model.config) == "seq2seq")
+    if extractor is None:
+        data_by_stage = {
+            name: _load(model, tokenizer, data, references, stage, settings.seed)
+            for name, stage in stages.items()
+            if stage.steps
+        }
+    else:
+        data_by_stage = _load_speech(softmax_model, tokenizer, extractor, data, references, stages)
+    held_out, learned = _hold_out(data_by_stage, settings, pairs=kind != "causal")
     paths = {"teacher": teacher, "data": data, "references": references}
     described = {name: None if path is None else str(Path(path).resolve()) for name, path in paths.items()}
     check_settings(work, described | {"recipe": asdict(settings)}, resume=resume)
@@ -116,8 +123,11 @@ def distill(
     command = command or _command(checkpoint, destination, model.config.feature_map, **options)
     report = DistillationReport(command, data_name(str(data)), settings)
 
-    causal = kind_of(model.config) == "causal"
-    collate: Any = default_data_collator if causal else PairCollator(tokenizer, model=model)
+    collate: Any = default_data_collator
+    if extractor is not None:
+        collate = SpeechCollator(extractor, tokenizer.eos_token_id)
+    elif kind == "seq2seq":
+        collate = PairCollator(tokenizer, model=model)
     batch: Inputs = collate([held_out[index] for index in range(HELD_OUT)])
     rows = [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(HELD_OUT)]
     for who, scored in (
@@ -153,6 +163,8 @@ def distill(
         report.perplexities[result.name] = score_labels(model, rows).perplexity
     report_progress("writing", 1)
     with trained_folder(destination, str(checkpoint)) as folder:
+        if extractor is not None:
+            extractor.save_pretrained(folder)
         _write(model, tokenizer, report, str(checkpoint), folder, destination.resolve().name)
     return report
 
@@ -222,6 +234,19 @@ def _load(model: PreTrainedModel, tokenizer: Any, data: Any, references: Any, st
         return blocks
     positions = shifted_positions(model.config, len(blocks), length, seed=seed)
     return blocks.add_column("position_ids", list(positions.numpy()))
+
+
+def _load_speech(
+    teacher: PreTrainedModel, tokenizer: Any, extractor: Any, data: Any, references: Any, stages: dict[str, Stage]
+) -> dict[str, Dataset]:
+    """Return the training data of every stage that has steps, of a model that reads audio; texts are written once."""
+    if references is not None:
+        raise InputError("what is said belongs into the .jsonl file, beside the path of each utterance, as text.")
+    lengths = [cast(int, stage.block_length) for stage in stages.values() if stage.steps]
+    rows = speech_rows(teacher, tokenizer, extractor, read_utterances(data), length=min(lengths))
+    for name in ("decoder_input_ids", "labels"):
+        check_tokens((index for row in rows[name] for index in row), teacher.config)
+    return {name: rows for name, stage in stages.items() if stage.steps}
 
 
 def _hold_out(datasets: dict[str, Dataset], recipe: Recipe, *, pairs: bool) -> tuple[Dataset, dict[str, Dataset]]:

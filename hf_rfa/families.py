@@ -111,7 +111,8 @@ class Family:
         more_positions: makes a longer table of positions from such a module and a count.
         more_positions_note: note for the user on what that changes; ``{}`` stands for the count.
         preset: what conversion lets causal attention keep by default (`hf_rfa.convert.presets`). Features were measured to be
-            worth their bytes on small GPT-2 models, and not on a pretrained decoder; cross attention needs them.
+            worth their bytes on small GPT-2 models, and neither on a pretrained decoder nor on Whisper; cross attention needs
+            them.
     """
 
     rfa_config: Any
@@ -208,6 +209,8 @@ def register_family(family: Family) -> None:
 def _register_models(family: Family) -> None:
     """Let Auto classes load a family's RFA models, and its configurations name them."""
     config = family.rfa_config
+    if config.model_type == "rfa_whisper":
+        from . import pipelines  # noqa: F401  # takes the place of transformers' own, which takes a while to load
     config.AUTO_MAP = {"AutoConfig": _module_and_class(config)}
     for model in family.models or ():  # classes that are made by name do so themselves
         register_name(_base_class(model), model)
@@ -259,7 +262,7 @@ DEVIATIONS: dict[str, dict[str, Any]] = {
     "gpt2": {"position_embedding": "wpe", "preset": "mixed", "more_models": ("GPT2DoubleHeadsModel",)},
     "gpt_bigcode": {"position_embedding": "wpe"},
     **dict.fromkeys(("marian", "pegasus", "m2m_100"), SINUSOIDS),
-    "whisper": {"position_embedding": "decoder.embed_positions"},
+    "whisper": {"position_embedding": "decoder.embed_positions", "preset": "exact"},
 }
 
 

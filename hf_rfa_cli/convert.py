@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from .console import console, report_of, starting
-from .options import Overwrite, References, Resume, UsageError, text_file
+from .options import Overwrite, References, Resume, UsageError, data_path
 
 #: What convert/options.py defines, read by its path: importing it as a module of `hf_rfa` would load torch.
 _PACKAGE: Any = find_spec("hf_rfa")
@@ -61,7 +61,7 @@ PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     **dict.fromkeys(("layers", "cross_layers", "encoder_layers"), (_layers, "LAYERS")),
     "retrieval_heads": (_heads, "HEADS"),
     "config": (_config_field, "FIELD=VALUE"),
-    "calibrate_on": (lambda text: text_file(Path(text)), "PATH"),
+    "calibrate_on": (lambda text: data_path(Path(text)), "PATH"),
 }
 
 
@@ -111,8 +111,8 @@ def convert_command(
     data: Annotated[
         Path | None,
         typer.Option(
-            callback=text_file,
-            help="Text to learn from (see distill); without --calibrate also the text to calibrate on.",
+            callback=data_path,
+            help="Text or speech to learn from (see distill); without --calibrate also what to calibrate on.",
         ),
     ] = None,
     references: References = None,

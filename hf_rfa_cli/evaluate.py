@@ -18,6 +18,7 @@ from .options import (
     Record,
     References,
     UsageError,
+    data_path,
     in_a_folder,
     text_file,
 )
@@ -33,10 +34,24 @@ AttentionComponent = Annotated[
 
 def evaluate_command(
     model: Model,
-    text: Annotated[
+    data: Annotated[
         Path,
-        typer.Argument(callback=text_file, help="Text: .txt, or .jsonl with a 'text' field; plain or .gz."),
+        typer.Argument(
+            callback=data_path,
+            help="Text: .txt, or .jsonl with a 'text' field; plain or .gz. For transcription speech: a folder of .wav or "
+            ".flac files, or .jsonl with a 'path', relative to its folder, and maybe a 'text'.",
+        ),
     ],
+    task: Annotated[
+        Literal["perplexity", "transcription"],
+        typer.Option(help="Perplexity of a text, or word error rate, speed and cache of transcripts."),
+    ] = "perplexity",
+    teacher: Annotated[
+        str | None,
+        typer.Option(help="The base model, a folder or a name on the hub, to compare transcripts with."),
+    ] = None,
+    num_beams: Beams = 1,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most files of speech that are read.")] = None,
     context_length: Annotated[
         int | None, typer.Option(min=2, help="Tokens per window. Default: the positions, at most 1024.")
     ] = None,
@@ -57,11 +72,37 @@ def evaluate_command(
     dtype: ModelDtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Measure the perplexity of a text, and how much of its attention a converted model gives to what it keeps.
+    """Measure the perplexity of a text, or the transcripts of speech.
+
+    Of a converted model it also says how much of its attention goes to what is kept.
 
     Below 1,000 tokens a perplexity says little, and a warning says so.
     """
-    starting(f"evaluating {model} on {text}")
+    of_text = {
+        "--context-length": context_length,
+        "--stride": stride,
+        "--carry-state": carry_state or None,
+        "--max-tokens": max_tokens,
+    }
+    of_speech = {"--teacher": teacher, "--num-beams": num_beams if num_beams > 1 else None, "--limit": limit}
+    for flag, value in (of_speech if task == "perplexity" else of_text).items():
+        if value is not None:
+            raise UsageError(f"{flag} has no effect with --task {task}. Leave it out.")
+    starting(f"evaluating {model} on {data}")
+    if task == "transcription":
+        _evaluate_transcripts(
+            model,
+            data,
+            teacher=teacher,
+            limit=limit,
+            component=attention_component,
+            record=record,
+            dtype=dtype,
+            device=device,
+            num_beams=num_beams,
+            batch_size=batch_size,
+        )
+        return
     from hf_rfa.evaluation import perplexity
     from hf_rfa.evaluation.attention_shares import attention_shares
     from hf_rfa.evaluation.cards import check_recordable, record_result
@@ -70,7 +111,7 @@ def evaluate_command(
     from hf_rfa.io.text_io import read_documents, tokenize
 
     folder = check_recordable(model) if record else None
-    documents = list(read_documents(text))
+    documents = list(read_documents(data))
     loaded, tokenizer = load_model(model, kind="causal", dtype=dtype, device=device)
     use_attention_component(loaded, attention_component)
     ids = tokenize(tokenizer, documents)[:max_tokens]
@@ -96,7 +137,56 @@ def evaluate_command(
         console.print(f"attention on the first {shares.tokens:,} tokens: {shares}", soft_wrap=True)
     if folder is not None:
         scores = {"perplexity": result.perplexity}
-        record_result(folder, task="perplexity", data=text.name, scores=scores, protocol=protocol)
+        record_result(folder, task="perplexity", data=data.name, scores=scores, protocol=protocol)
+
+
+def _evaluate_transcripts(
+    model: str,
+    data: Path,
+    *,
+    teacher: str | None,
+    limit: int | None,
+    component: AttentionComponent,
+    record: bool,
+    dtype: str,
+    device: str,
+    **options: int,
+) -> None:
+    """Print word error rates of a model, and of its base model where there is one, with speed and bytes of the cache."""
+    from rich.table import Table
+
+    from hf_rfa.evaluation.cards import check_recordable, record_result
+    from hf_rfa.evaluation.transcription import evaluate_transcription
+    from hf_rfa.inference import load_model, use_attention_component
+    from hf_rfa.inference.transcription import load_feature_extractor
+    from hf_rfa.io.audio_io import read_utterances
+
+    folder = check_recordable(model) if record else None
+    utterances = read_utterances(data, limit=limit)
+    if teacher is None and all(utterance.text is None for utterance in utterances):
+        raise UsageError(
+            f"{data} has no texts to score by. Pass a .jsonl file with path and text, or the base model (--teacher)."
+        )
+    results, base_texts = {}, None
+    for name in filter(None, (teacher, model)):
+        loaded, tokenizer = load_model(name, kind="speech", dtype=dtype, device=device)
+        extractor = load_feature_extractor(name)
+        if name == model:
+            use_attention_component(loaded, component)
+        with shown_count(f"transcribing with {name}") as on_batch:
+            result = evaluate_transcription(
+                loaded, tokenizer, extractor, utterances, base_texts=base_texts, on_batch=on_batch, **options
+            )
+        results[name], base_texts = result, result.transcripts.texts
+    measures = [*result.scores]
+    table = Table("", *measures, "tokens/s", "cache, bytes")
+    for name, result in results.items():
+        scores = [f"{result.scores[measure]:.2f} %" if measure in result.scores else "" for measure in measures]
+        table.add_row(name, *scores, f"{result.tokens_per_second:.1f}", f"{result.cache_bytes:,}")
+    console.print(table)
+    protocol = _print_protocol(result.protocol, component)
+    if folder is not None:
+        record_result(folder, task="transcription", data=data.name, scores=result.scores, protocol=protocol)
 
 
 def score_command(

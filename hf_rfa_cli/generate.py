@@ -27,6 +27,10 @@ def generate_command(
             help="More of them, one a line; - for stdin.",
         ),
     ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        typer.Option(help="Speech to transcribe instead, a .wav or .flac file of any length. May be repeated."),
+    ] = None,
     chat: Annotated[
         bool,
         typer.Option(
@@ -35,7 +39,9 @@ def generate_command(
         ),
     ] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: a system message, before the prompt.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for each.")] = 100,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens to generate for each. Default: 100.")
+    ] = None,
     num_beams: Beams = 1,
     sample: Annotated[bool, typer.Option("--sample/--greedy", help="Sample, or take the likeliest token.")] = False,
     temperature: Annotated[float, typer.Option(callback=positive, help="Of the sampling.")] = 1.0,
@@ -58,7 +64,7 @@ def generate_command(
         ),
     ] = None,
 ) -> None:
-    """Continue prompts, or translate or summarise sources, and report speed and memory.
+    """Continue prompts, translate or summarise sources, or transcribe speech, and report speed and memory.
 
     A decoder without an encoder shows each prompt and its continuation, a model with an encoder its answers. With --chat
     the answers alone are shown.
@@ -67,13 +73,28 @@ def generate_command(
     """
     if not sample and (temperature, top_k, top_p) != (1.0, 50, 1.0):
         raise UsageError("--temperature, --top-k and --top-p act on sampling: pass --sample with them.")
+    if audio:
+        of_text = {
+            "--prompt": prompt,
+            "--prompt-file": prompt_file,
+            "--chat": chat,
+            "--system": system,
+            "--max-new-tokens": max_new_tokens,
+            "--sample": sample,
+            "--ignore-eos": ignore_eos,
+            "--compile": compiled,
+        }
+        for flag in (flag for flag, value in of_text.items() if value):
+            raise UsageError(f"{flag} has no effect with --audio. Leave it out.")
+        _transcribe(model, audio, num_beams=num_beams, batch_size=batch_size, dtype=dtype, device=device)
+        return
     prompts = [*(prompt or []), *(_lines(prompt_file) if prompt_file else [])]
     if "" in prompts:
         raise UsageError(f"prompt {prompts.index('') + 1} of {len(prompts)} is empty: there is nothing to start from.")
     if system is not None and not chat:
         raise UsageError("--system is of a chat template: pass --chat with it.")
     if not prompts:
-        raise UsageError("there is nothing to start from: pass --prompt or --prompt-file.")
+        raise UsageError("there is nothing to start from: pass --prompt, --prompt-file or --audio.")
     if compiled and num_beams > 1:
         raise UsageError(
             "--compile is not for beams, whose steps transformers does not compile: leave out one of the two."
@@ -95,7 +116,7 @@ def generate_command(
             loaded,
             tokenizer,
             prompts[start : start + batch_size],
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=max_new_tokens or 100,
             streamer=streamer,
             seed=(seed + start) % 2**32,
             ignore_eos=ignore_eos,
@@ -116,6 +137,29 @@ def generate_command(
     num_bytes = max(each.cache_bytes for each in generations)
     speed = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)"
     errors.print(f"{speed}, cache {num_bytes:,} bytes {cached}")
+
+
+def _transcribe(model: str, paths: list[Path], *, num_beams: int, batch_size: int, dtype: str, device: str) -> None:
+    """Print what a model writes of files of speech."""
+    starting(f"loading {model}")
+    from hf_rfa.evaluation.memory import cache_memory
+    from hf_rfa.inference import load_model
+    from hf_rfa.inference.transcription import load_feature_extractor, transcribe
+    from hf_rfa.io.audio_io import load_samples
+
+    extractor = load_feature_extractor(model)
+    speech = [load_samples(path, extractor.sampling_rate) for path in paths]
+    loaded, tokenizer = load_model(model, kind="speech", dtype=dtype, device=device)
+    parts = []
+    for start in range(0, len(speech), batch_size):
+        part = transcribe(loaded, tokenizer, extractor, speech[start : start + batch_size], num_beams=num_beams)
+        parts.append(part)
+        for text in part.texts:
+            console.print(text, soft_wrap=True, markup=False)
+    total = sum(parts[1:], parts[0])
+    num_bytes = cache_memory(loaded).after(total.longest)
+    speed = f"{total.tokens} tokens in {total.seconds:.2f} s ({total.tokens / total.seconds:.1f} tokens/s)"
+    errors.print(f"{speed}, cache {num_bytes:,} bytes after {total.longest} tokens of a file")
 
 
 def _lines(path: Path) -> list[str]:

@@ -27,6 +27,11 @@ def text_file(path: Path | None) -> Path | None:
     return path
 
 
+def data_path(path: Path | None) -> Path | None:
+    """Check that an option names a file, or a folder."""
+    return path if path is not None and path.is_dir() else text_file(path)
+
+
 def in_a_folder(path: Path | None) -> Path | None:
     """Check that an option names something in a folder that can be written to."""
     if path is not None and not (path.resolve().parent.is_dir() and os.access(path.resolve().parent, os.W_OK)):

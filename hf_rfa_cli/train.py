@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from .console import console, report_of, starting
-from .options import Overwrite, References, Resume, UsageError, text_file
+from .options import Overwrite, References, Resume, UsageError, data_path
 
 
 def distill_command(
@@ -21,9 +21,9 @@ def distill_command(
     data: Annotated[
         Path,
         typer.Option(
-            callback=text_file,
+            callback=data_path,
             help="Text to learn from (.txt or .jsonl, plain or .gz); with an encoder sources, one a line, or a .jsonl file "
-            "with source and target.",
+            "with source and target; for speech a folder, or a .jsonl file with path and maybe text.",
         ),
     ],
     output: Annotated[Path | None, typer.Option(help="Folder to write. Default: CHECKPOINT-distilled.")] = None,

@@ -15,18 +15,19 @@ from transformers import Seq2SeqTrainingArguments
 from hf_rfa.convert import convert
 from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.finetune import finetune
-from tests.families import save_softmax_model
+from tests.families import has_encoder, save_softmax_model
 
 
 def save_checkpoints(
     folder: Path, *families: str, config: dict | None = None, card: str | None = None, **options
 ) -> Path:
-    """Save tiny softmax models with tokenizers as FAMILY, and as FAMILY-rfa what `convert` makes of them."""
+    """Save tiny softmax models with tokenizers as FAMILY, and as FAMILY-rfa with all attention of decoders converted."""
     for name in families:
         save_softmax_model(name, folder / name, **({"eos_token_id": 2} if name == "gpt2" else {}), **(config or {}))
         if card is not None:
             (folder / name / "README.md").write_text(card)
-        convert(folder / name, folder / f"{name}-rfa", **options)
+        cross = {"cross_layers": "all"} if has_encoder(name) else {}
+        convert(folder / name, folder / f"{name}-rfa", **cross, **options)
     return folder
 
 

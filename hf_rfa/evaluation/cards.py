@@ -18,7 +18,12 @@ EVALUATION_FILE, EVALUATION_HEADING = "evaluation.json", "## Evaluation"
 #: The section on what the recall suite found (`hf_rfa.evaluation.recall`), of these weights too.
 RECALL_HEADING = "## Recall"
 #: Names that the hub has for our tasks.
-HUB_TASKS = {"perplexity": "text-generation", "translation": "translation", "summarization": "summarization"}
+HUB_TASKS = {
+    "perplexity": "text-generation",
+    "transcription": "automatic-speech-recognition",
+    "translation": "translation",
+    "summarization": "summarization",
+}
 
 
 def check_recordable(checkpoint: str) -> Path:

@@ -27,8 +27,9 @@ class CacheMemory:
         sinks: those of the sinks.
         slots: those of the slots.
         retrieval: those of retrieval heads.
-        per_token: keys and values that softmax layers add with every token, and cross attention with every token of a source.
-        audio: keys and values of cross attention to audio, which has all of its positions at any length.
+        per_token: keys and values that softmax layers add with every token.
+        per_source_token: those that softmax cross attention adds with every token of a source of text.
+        audio: those of softmax cross attention to audio, which has all of its positions at any length.
         sliding: (bytes a token, most tokens) of every layer of the base model that has a sliding window.
         recurrent: states of its recurrent layers.
     """
@@ -39,6 +40,7 @@ class CacheMemory:
     slots: int = 0
     retrieval: int = 0
     per_token: int = 0
+    per_source_token: int = 0
     audio: int = 0
     sliding: tuple[tuple[int, int], ...] = ()
     recurrent: int = 0
@@ -54,7 +56,8 @@ class CacheMemory:
 
     def after(self, tokens: int) -> int:
         """Return the bytes after some tokens, and as many of a source where that is text."""
-        return self.fixed + self.per_token * tokens + self.audio + self.sliding_after(tokens) + self.recurrent
+        growing = (self.per_token + self.per_source_token) * tokens
+        return self.fixed + growing + self.audio + self.sliding_after(tokens) + self.recurrent
 
     def worth(self, other: CacheMemory, tokens: int) -> float:
         """Return how many tokens of another model's growing cache the bytes after some tokens would hold.
@@ -77,12 +80,13 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
         encoder_outputs = BaseModelOutput(source.to(model.device, model.dtype))
         inputs = {"encoder_outputs": encoder_outputs, "decoder_input_ids": token}
     cache = returned_cache(model.base_model(**inputs, use_cache=True))
-    caches = [cache]
+    caches = {"per_token": cache}
     if isinstance(cache, EncoderDecoderCache):
-        caches = [cache.self_attention_cache, cache.cross_attention_cache]
-    sizes = Counter(recurrent=sum(map(recurrent_num_bytes, caches)))
+        source_bytes = "audio" if reads_audio(config) else "per_source_token"
+        caches = {"per_token": cache.self_attention_cache, source_bytes: cache.cross_attention_cache}
+    sizes = Counter(recurrent=sum(map(recurrent_num_bytes, caches.values())))
     sliding = []
-    for layer in (layer for part in caches for layer in part.layers):
+    for growth, layer in ((growth, layer) for growth, part in caches.items() for layer in part.layers):
         if hasattr(layer, "holds"):  # an RFA layer
             layout, *retrieval = layer.layouts or [
                 MemoryLayout(heads=0, head_dim=0)
@@ -96,5 +100,5 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
             if layer.is_sliding:
                 sliding.append((size, layer.sliding_window - 1))
             else:
-                sizes["per_token" if layer.keys.shape[-2] == 1 else "audio"] += size
+                sizes[growth] += size
     return CacheMemory(**sizes, sliding=tuple(sliding))

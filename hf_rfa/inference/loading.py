@@ -18,6 +18,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -31,8 +32,18 @@ from .devices import find_device
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-ModelKind = Literal["causal", "seq2seq"]
-KINDS: dict[ModelKind, str] = {"causal": "a decoder that stands alone", "seq2seq": "an encoder and a decoder"}
+ModelKind = Literal["causal", "seq2seq", "speech"]
+KINDS: dict[ModelKind, str] = {
+    "causal": "a decoder that stands alone",
+    "seq2seq": "an encoder and a decoder",
+    "speech": "an encoder of audio and a decoder",
+}
+#: The Auto class that loads each.
+AUTO_CLASSES: dict[ModelKind, Any] = {
+    "causal": AutoModelForCausalLM,
+    "seq2seq": AutoModelForSeq2SeqLM,
+    "speech": AutoModelForSpeechSeq2Seq,
+}
 
 VOCABULARY_ADVICE = (
     "Put the model's own tokenizer into the checkpoint's folder, or give the model an embedding for every entry "
@@ -138,7 +149,8 @@ def load_model(
 
     Args:
         name: folder of the checkpoint, or its name on the hub.
-        kind: "causal" for a decoder that stands alone, "seq2seq" for an encoder and a decoder, None for either.
+        kind: "causal" for a decoder that stands alone, "seq2seq" for an encoder and a decoder, None for either of these;
+            "speech" for an encoder of audio and a decoder.
         dtype: "auto" for the checkpoint's own, or one of `DTYPES`. States are in float32 in any case.
         device: what it computes on: cpu, cuda, …, or "auto" for an accelerator where there is one.
         need_tokenizer: whether a missing tokenizer is an error; otherwise it is returned as None.
@@ -156,19 +168,19 @@ def load_model(
     path = Path(name).expanduser()
     source = path if path.exists() else name
     config = read_config(source, torch_device)
-    if reads_audio(config):
-        raise InputError(
-            f"{name} reads audio: load it with transformers.AutoModelForSpeechSeq2Seq after import hf_rfa."
-        )
     model_kind = kind_of(config)
+    if model_kind == "speech" and kind is None:
+        raise InputError(
+            f"{name} reads audio, and this needs a model that reads text. Speech is for hf-rfa generate --audio, hf-rfa "
+            "evaluate --task transcription, hf-rfa distill, and transformers.AutoModelForSpeechSeq2Seq after import hf_rfa."
+        )
     if kind is not None and kind != model_kind:
         raise InputError(
             f"{name} is a {config.model_type} model, {KINDS[model_kind]}, but this needs {KINDS[kind]}. Pass such a "
             "checkpoint, or choose another task."
         )
-    auto_class: Any = AutoModelForSeq2SeqLM if model_kind == "seq2seq" else AutoModelForCausalLM
     try:
-        model = auto_class.from_pretrained(source, config=config, dtype=dtype, use_safetensors=True)
+        model = AUTO_CLASSES[model_kind].from_pretrained(source, config=config, dtype=dtype, use_safetensors=True)
     except WEIGHT_ERRORS as error:
         raise InputError(f"cannot load a model that generates text from {name}: {error}") from error
     if model_kind == "causal":
@@ -184,7 +196,9 @@ def load_model(
 
 
 def kind_of(config: PreTrainedConfig) -> ModelKind:
-    """Return whether a configuration is of a decoder alone or of an encoder and a decoder."""
+    """Return whether a configuration is of a decoder alone or of an encoder, of text or audio, and a decoder."""
+    if reads_audio(config):
+        return "speech"
     return "seq2seq" if config.is_encoder_decoder else "causal"
 
 

@@ -1,1 +1,1 @@
-"""Files: texts and their tokens, and outputs that are written whole or not at all."""
+"""Files: texts and their tokens, speech, and outputs that are written whole or not at all."""

@@ -31,7 +31,7 @@ def read_documents(path: str | Path) -> Iterator[str]:
     path = Path(path)
     found = False
     with open_text(path) as file:
-        records = _read_json_lines(file, path, "text") if _is_json_lines(path) else [{"text": file.read()}]
+        records = read_json_lines(file, path, "text") if is_json_lines(path) else [{"text": file.read()}]
         for record in records:
             if record["text"].strip():
                 found = True
@@ -64,12 +64,12 @@ def read_pairs(
     """
     path = Path(path)
     if references is None:
-        if not _is_json_lines(path):
+        if not is_json_lines(path):
             raise InputError(
                 f"{path} holds no references. Pass --references with one a line, or a .jsonl file with both in each object."
             )
         with open_text(path) as file:
-            records = list(_read_json_lines(file, path, source_field, target_field))
+            records = list(read_json_lines(file, path, source_field, target_field))
         sources, targets = ([record[name] for record in records] for name in (source_field, target_field))
     else:
         sources, targets = (read_lines(Path(each)) for each in (path, references))
@@ -99,7 +99,8 @@ def open_text(path: Path) -> Iterator[IO[str]]:
         raise InputError(f"cannot read {path} as UTF-8 text: {error}") from error
 
 
-def _is_json_lines(path: Path) -> bool:
+def is_json_lines(path: Path) -> bool:
+    """Return whether a file is named as one of JSON lines."""
     return path.name.removesuffix(".gz").endswith(".jsonl")
 
 
@@ -110,7 +111,7 @@ def read_lines(path: Path) -> list[str]:
         return [line.rstrip("\n") for line in file]
 
 
-def _read_json_lines(lines: Iterable[str], path: Path, *names: str) -> Iterator[dict[str, str]]:
+def read_json_lines(lines: Iterable[str], path: Path, *names: str) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON lines file, each of which has to have some fields of text."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -106,7 +106,7 @@ def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypat
         (["evaluate", DEMO_MODEL, "."], "there is no text file ."),
         (["evaluate", DEMO_MODEL, DEMO_TEXT, "--context-length", "1"], "'--context-length'"),
         (["evaluate", DEMO_MODEL, DEMO_TEXT, "--stride", "0"], "'--stride'"),
-        (["evaluate", DEMO_MODEL], "Missing argument 'text'"),
+        (["evaluate", DEMO_MODEL], "Missing argument 'data'"),
         (["score", DEMO_MODEL, DEMO_TEXT, "--references", "."], "there is no text file ."),
         (["score", DEMO_MODEL, DEMO_TEXT, "--save-predictions", "a/b"], "cannot write to"),
         (["score", DEMO_MODEL, DEMO_TEXT, "--task", "summarization", "--bleu-tokenizer", "zh"], "has no effect with"),

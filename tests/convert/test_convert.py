@@ -41,7 +41,7 @@ CONVERTED += [(family, name) for family in ("bart", "marian") for name in ("posi
 
 @pytest.mark.parametrize(("family", "name"), CONVERTED)
 def test_every_feature_map_converts_and_keeps_every_weight(family, name, checkpoints, tmp_path):
-    options = {} if not has_encoder(family) else {"encoder_layers": "all"}
+    options = {} if not has_encoder(family) else {"cross_layers": "all", "encoder_layers": "all"}
     options |= {"preset": "exact", "num_slots": 0} if name == "none" else {"preset": "rfa", "gate": True}
     report = convert(checkpoints[family], tmp_path / "out", feature_map=name, **options)
     parent, result = (tensors(folder) for folder in (checkpoints[family], tmp_path / "out"))
@@ -142,7 +142,7 @@ def test_other_heads(name, auto_class, text, tmp_path):
         assert head.out_features == 4
     if has_encoder(family):
         # a window would hold all of its short lines
-        report = convert(tmp_path / "parent", tmp_path / "b", calibrate_on=text, preset="rfa")
+        report = convert(tmp_path / "parent", tmp_path / "b", calibrate_on=text, preset="rfa", cross_layers="all")
         assert all(gain.after < gain.before for gain in report.gains)
         if name != "BartForCausalLM":
             assert report.perplexities is None
@@ -204,8 +204,8 @@ EACH_KIND |= {"config": {"unit_norm": True}, "dtype": "bfloat16"}
     [
         ("llama", {"window_size": 9, "retrieval_heads": 2, "retrieval_window": 20}, {"causal": [0, 1, 2]}),
         ("gpt2", MANY, {"causal": [0]}),
-        ("bart", {"layers": []}, {"causal": [], "cross": [0, 1, 2], "encoder": []}),
-        ("bart", {"cross_layers": []}, {"causal": [0, 1, 2], "cross": [], "encoder": []}),
+        ("bart", {"layers": [], "cross_layers": "all"}, {"causal": [], "cross": [0, 1, 2], "encoder": []}),
+        ("bart", {}, {"causal": [0, 1, 2], "cross": [], "encoder": []}),
         ("bart", EACH_KIND, {"causal": [1], "cross": [0, 2], "encoder": [1]}),
     ],
 )

@@ -18,6 +18,7 @@ from hf_rfa.convert import InputError, convert, pipeline
 from hf_rfa.convert.report import Perplexities, check_perplexity
 from hf_rfa.io import atomic_io
 from tests.conftest import DEMO_MODEL, DEMO_TEXT, copy_of, leftovers, refused
+from tests.families import make
 
 
 def test_missing_sources(tmp_path):
@@ -163,13 +164,13 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"cross_layers": "all"}, "cross_layers=all does not apply to gpt2, which has no such attention"),
     ("gpt2", {"num_cross_features": 8}, "does not apply to gpt2, which has no such attention"),
     ("gpt2", {"encoder_layers": [0]}, "does not apply to gpt2, which has no such attention"),
-    ("bart", {"layers": [], "cross_layers": []}, "no layer is left to convert"),
+    ("bart", {"layers": []}, "no layer is left to convert"),
     ("bart", {"layers": [], "gate": True}, "gate=True is of causal attention, and none is converted"),
     ("bart", {"layers": [], "window_size": 4}, "window_size=4 is of causal attention, and none is converted"),
     ("bart", {"layers": [], "preset": "mixed"}, "preset=mixed is of causal attention, and none is converted"),
     ("bart", {"layers": [], "memory": 64}, "memory=64 is of causal attention"),
     ("bart", {"layers": [], "num_features": 8}, "num_features=8 is of causal attention"),
-    ("bart", {"cross_layers": [], "num_cross_features": 8}, "num_cross_features=8 is of cross.*name cross_layers"),
+    ("bart", {"num_cross_features": 8}, "num_cross_features=8 is of cross.*name cross_layers"),
     ("bart", {"num_encoder_features": 8}, "num_encoder_features=8 is of encoder attention.*name encoder_layers"),
     # what a preset or a feature map leaves no room for
     ("llama", {"num_features": 8}, "num_features=8 has no effect with preset=exact.*mixed.*rfa"),
@@ -177,7 +178,7 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"feature_map": "positive"}, "feature_map='positive' has no effect with preset=exact"),
     ("llama", {"config": {"unit_norm": True}}, "config={'unit_norm': True} has no effect with preset=exact"),
     ("llama", {"trained": "features", "preset": "exact"}, "has no features, which attention transfer trains"),
-    ("bart", {"preset": "exact"}, "cross attention needs them.*--cross-layers none"),
+    ("bart", {"preset": "exact", "cross_layers": "all"}, "cross attention needs them.*--cross-layers none"),
     ("gpt2", {"feature_map": "none"}, "leaves preset=mixed no features. Pass preset exact"),
     ("gpt2", {"feature_map": "elu", "num_features": 3}, "num_features=3"),
     ("gpt2", {"force": True}, r"force=True has no effect: nothing is measured without a text \(--calibrate\)"),
@@ -263,11 +264,14 @@ def test_a_ruined_model_is_refused_unless_forced_or_trained_at_once(tmp_path, mo
 
 def test_a_perplexity_that_is_no_number_is_of_a_ruined_model():
     figures = Perplexities(softmax=10.0, swapped=30.0, calibrated=float("nan"), tokens=9, own_outputs=True)
+    config = make("bart").config
     with pytest.raises(InputError, match=r"or cross attention \(--cross-layers none\) softmax"):
-        check_perplexity(figures)
-    check_perplexity(replace(figures, calibrated=20.0))
+        check_perplexity(figures, config)
+    check_perplexity(replace(figures, calibrated=20.0), config)
     with pytest.raises(InputError, match=r"is 20\.01, more than 2 times the base model's 10\.00"):
-        check_perplexity(replace(figures, calibrated=20.01))
+        check_perplexity(replace(figures, calibrated=20.01), config)
+    with pytest.raises(InputError, match=r"keep layers \(--keep-softmax\) softmax"):
+        check_perplexity(figures, make("bart", {"softmax_cross_layers": [0, 1, 2]}).config)
 
 
 def test_a_result_that_does_not_reload_the_same_is_not_kept(tiny_parent, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -28,9 +29,9 @@ from tests.families import make, softmax_model
 
 def test_features_are_counted_apart(checkpoints, tmp_path):
     """Peng et al. 2021, section 4.2: D = 64 for causal and 128 for cross attention."""
-    report = convert(checkpoints["bart"], tmp_path / "default")
+    report = convert(checkpoints["bart"], tmp_path / "mixed", cross_layers="all")
     assert report.feature_dims == {"causal": 64, "cross": 256}
-    options = {"preset": "rfa", "feature_map": "gaussian", "config": {"unit_norm": True}}
+    options = {"preset": "rfa", "feature_map": "gaussian", "config": {"unit_norm": True}, "cross_layers": "all"}
     report = convert(checkpoints["bart"], tmp_path / "a", **options)
     assert report.feature_dims == {"causal": 128, "cross": 256}
     assert report.added_parameters == 3 * 2 * 24  # σ: one number per head and dimension of a layer
@@ -44,10 +45,17 @@ def test_features_are_counted_apart(checkpoints, tmp_path):
 def test_calibration_on_text_brings_every_kind_closer_to_the_parent(family, text, checkpoints, tmp_path):
     """The parent answers the sources itself; padding between them plays no part."""
     # random weights leave little of the answers
-    options = {"calibrate_on": text, "encoder_layers": "all", "force": True}
+    options = {"calibrate_on": text, "cross_layers": "all", "encoder_layers": "all", "force": True}
     report = convert(checkpoints[family], tmp_path / "out", **options)
     assert len(report.gains) == 8
     assert all(sum(gain.after) < sum(gain.before) for gain in report.gains)
+    for kind, count in {"causal": 9, "cross": 9, "encoder": 4}.items():
+        part = {"causal": "decoder.*self_attn", "cross": "encoder_attn", "encoder": "encoder.*self_attn"}[kind]
+        gains = [gain for gain in report.gains if re.search(rf"\b{part}$", gain.name)]
+        found = [[value for gain in gains for value in getattr(gain, when)] for when in ("before", "after")]
+        assert [len(values) for values in found] == [count, count]
+        assert report.divergences[kind] == pytest.approx([sum(values) / count for values in found])
+        assert f"KL to the softmax weights, {kind}" in dict(report.rows())
     assert report.perplexities.own_outputs
     assert report.perplexities.calibrated < report.perplexities.swapped
     card = ModelCard.load(tmp_path / "out" / "README.md")
@@ -276,8 +284,9 @@ def test_the_shared_model_converts_and_translates(test_set, tmp_path):
     sentences, _ = read_pairs(folder / "val.en.gz", folder / "val.de.gz", limit=300)
     (tmp_path / "sentences.txt").write_text("\n".join(sentences), encoding="utf-8")
     bleu = {}
-    paper = {"preset": "rfa", "feature_map": "gaussian", "config": {"unit_norm": True}, "force": True}
-    for name, options in {"both": {}, "causal": {"cross_layers": []}, "paper": paper}.items():
+    paper = {"preset": "rfa", "feature_map": "gaussian", "config": {"unit_norm": True}, "cross_layers": "all"}
+    paper |= {"force": True}
+    for name, options in {"both": {"cross_layers": "all"}, "causal": {}, "paper": paper}.items():
         convert(
             shared("models/bart-multi30k-mini"), tmp_path / name, calibrate_on=tmp_path / "sentences.txt", **options
         )

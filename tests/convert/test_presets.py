@@ -48,6 +48,17 @@ def test_a_preset_gives_what_is_not_named(family, trained, options, expected, ch
     assert chosen(checkpoints[family], trained, **options) == expected
 
 
+@pytest.mark.parametrize(("trained", "expected"), [(None, []), ("features", "all"), ("model", "all")])
+def test_cross_attention_is_converted_by_default_where_training_follows(trained, expected, checkpoints):
+    for family in ("bart", "marian"):
+        checkpoint = open_checkpoint(checkpoints[family])
+        assert with_preset(checkpoint, ConversionOptions(), trained).cross_layers == expected
+        if trained != "features":
+            assert with_preset(checkpoint, ConversionOptions(preset="exact"), trained).cross_layers == []
+        assert with_preset(checkpoint, ConversionOptions(cross_layers=[1]), trained).cross_layers == [1]
+    assert with_preset(open_checkpoint(checkpoints["gpt2"]), ConversionOptions(), trained).cross_layers is None
+
+
 def test_few_positions_limit_the_tokens(tmp_path):
     save_softmax_model("gpt2", tmp_path / "gpt2", n_positions=15)
     assert chosen(tmp_path / "gpt2") == ("positive", 64, False, (14, 4, 14))
@@ -65,8 +76,7 @@ def test_a_memory_is_spent_to_less_than_a_token_and_never_exceeded(
     family, memory, dtype, preset, checkpoints, tmp_path
 ):
     """By the tensors that a cache holds."""
-    options = {"cross_layers": []} if family == "bart" else {}
-    convert(checkpoints[family], tmp_path / "out", preset=preset, memory=memory, dtype=dtype, **options)
+    convert(checkpoints[family], tmp_path / "out", preset=preset, memory=memory, dtype=dtype)
     precision = torch.float32 if dtype == "auto" else torch.bfloat16
     model, softmax = (load(path, dtype=precision) for path in (tmp_path / "out", checkpoints[family]))
     ids = torch.full((1, 4), 5)

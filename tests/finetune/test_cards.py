@@ -59,7 +59,6 @@ def test_the_card_of_a_conversion(material, monkeypatch):
 SLOTS = "Every converted layer keeps, per head: 4 sinks, 31 recent and 28 important tokens; no random features."
 MIXED = "4 sinks, 14 recent and 14 important tokens; 64 random features (positive)"
 HEADS = {"retrieval_heads": [[0, 1], [1, 0]], "retrieval_window": 50}
-NO_CROSS = {"cross_layers": []}
 
 
 @pytest.mark.parametrize(
@@ -75,9 +74,10 @@ NO_CROSS = {"cross_layers": []}
         ("gpt2", {"preset": "rfa", "gate": True}, "128 random features (positive, gated), no exact tokens."),
         ("gpt2", {"preset": "rfa", "feature_map": "elu", "window_size": 9}, ": 9 recent tokens; 8 features (elu)."),
         ("gpt2", HEADS, f"{MIXED}; in retrieval heads, 2 in all, 4 sinks and 50 recent tokens."),
-        ("bart", {}, f"causal: {MIXED}; cross: 256 random features (positive). Features"),
-        ("bart", {"preset": "exact", **NO_CROSS}, SLOTS),
-        ("bart", {"layers": []}, ": cross: 256 random features (positive)."),
+        ("bart", {}, f"{MIXED}. Features"),
+        ("bart", {"cross_layers": "all"}, f"causal: {MIXED}; cross: 256 random features (positive). Features"),
+        ("bart", {"preset": "exact"}, SLOTS),
+        ("bart", {"layers": [], "cross_layers": "all"}, ": cross: 256 random features (positive)."),
         ("bart", {"preset": "rfa", "encoder_layers": "all"}, "; encoder: 128 random features (positive)."),
     ],
     ids=str,
@@ -92,9 +92,10 @@ def test_the_card_says_what_is_kept(family, options, kept, bases, tmp_path):
     assert ("random-feature-attention" in card.data.tags) == features
     assert ("Hao Peng" in text) == ("Peng et al. 2021" in text) == features
     assert ("Attention Sinks" in text) == ("sinks" in report.keeps)
-    grows = family == "bart" and ("cross_layers" in options or "layers" in options)
+    grows = options.get("layers") == []
     assert ("their cache grows" in text) == grows
-    assert ("the same time and memory at any length" in text) != grows
+    assert ("the same time and memory at any length." in text) == (report.source_bytes == 0 and not grows)
+    assert ("any length of the output" in text) == (family == "bart" and options.get("cross_layers") != "all")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def gated(checkpoints):
     for name in ("gpt2", "bart"):
         folder = checkpoints / f"{name}-gated"
         options = {"preset": "rfa", "feature_map": "exponential", "num_features": 8, "gate": True}
-        convert(checkpoints / name, folder, **options)
+        convert(checkpoints / name, folder, **options, **({"cross_layers": "all"} if name == "bart" else {}))
         model = load(name)
         with torch.no_grad():
             for key, tensor in model.named_parameters():

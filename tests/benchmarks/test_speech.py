@@ -1,0 +1,81 @@
+"""Synthetic speech, and the decoding speed of a converted Whisper."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from transformers.modeling_outputs import BaseModelOutput
+
+from benchmarks import speech, speech_decoding
+from hf_rfa.inference import cache_num_bytes
+from hf_rfa.io.audio_io import read_utterances
+from tests.families import make
+
+
+@pytest.fixture
+def spoken(monkeypatch) -> list[dict]:
+    """What espeak-ng is told to read; it answers with as many samples as the text has letters."""
+    told = []
+
+    def read_aloud(text, **style):
+        told.append({"text": text, **style})
+        file = io.BytesIO()
+        soundfile.write(file, np.full(len(text), 0.1), 22_050, format="WAV")
+        return file.getvalue()
+
+    monkeypatch.setattr(speech, "read_aloud", read_aloud)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    return told
+
+
+def test_sentences_are_read_in_voices_of_their_set(spoken, tmp_path, monkeypatch):
+    texts = [f"sentence number {n}" for n in range(30)]
+    (tmp_path / "a.txt").write_text("\n".join(texts) + "\n")
+    options = ["--train", str(tmp_path / "a.txt"), "--held-out", str(tmp_path / "a.txt"), "--held-out-rows", "12"]
+    for name in ("one", "two"):
+        monkeypatch.setattr("sys.argv", ["speech", str(tmp_path / name), *options])
+        speech.main()
+    assert spoken[:42] == spoken[42:], "the seed says how they are read"
+    voices = {}
+    for name, count in (("train", 30), ("held-out", 12)):
+        utterances = read_utterances(tmp_path / "one" / f"{name}.jsonl")
+        assert [utterance.text for utterance in utterances] == texts[:count]
+        rows = [json.loads(line) for line in (tmp_path / "one" / f"{name}.jsonl").read_text().splitlines()]
+        voices[name] = {part for row in rows for part in row["voice"].split("+")}
+        assert len({row["speed"] for row in rows}) > 1
+    assert voices["train"].isdisjoint(voices["held-out"])
+
+
+def test_missing_espeak_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("sys.argv", ["speech", str(tmp_path / "out"), "--train", "a", "--held-out", "b"])
+    with pytest.raises(ValueError, match=r"no espeak-ng here\. Install it"):
+        speech.main()
+
+
+@torch.no_grad()
+def test_the_bytes_of_a_step_are_those_of_the_cache():
+    model = make("whisper")
+    noise = torch.randn(3, 20, 24)
+    seconds, num_bytes = speech_decoding.decode(model, BaseModelOutput(noise), 9)
+    assert seconds > 0
+    ids = torch.full((1, 9), 5)
+    cache = model(decoder_input_ids=ids, encoder_outputs=(noise[:1],), use_cache=True).past_key_values
+    assert num_bytes == cache_num_bytes(cache)
+
+
+def test_models_take_turns_and_the_table_names_them(tmp_path, monkeypatch, capsys):
+    names = [str(tmp_path / name) for name in ("a", "b")]
+    for name in names:
+        make("whisper").save_pretrained(name)
+    words = ["speech_decoding", *names, "--batch", "1", "2", "--tokens", "3", "--rounds", "2"]
+    monkeypatch.setattr("sys.argv", words)
+    monkeypatch.setenv("COLUMNS", "200")
+    speech_decoding.main()
+    assert len(re.findall(r"\d\.\d\d ", capsys.readouterr().out)) == 4
