@@ -54,7 +54,7 @@ class ConversionOptions:
         calibration_tokens: tokens of that text, or 128 for each utterance; from 16,384 on, slots and learned features are
             fitted by gradient descent. Default: 4,096, with slots 8,192.
         correct_outputs: correct the output projections for what attention loses, by least squares on that text. Default:
-            where there is a text, unless attention transfer follows.
+            from 16,384 tokens on, unless attention transfer follows.
         seed: seed of W and of random tokens.
         max_positions: extend the positions to this number. Default: keep them.
         dtype: precision of the weights; auto for the checkpoint's.

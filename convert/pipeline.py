@@ -44,6 +44,7 @@ from .calibration_data import (
 )
 from .checkpoint import Checkpoint, load_base_model, load_converted, load_models, open_checkpoint, probe_logits, quiet
 from .configuration import import_words, rfa_config, with_more_positions
+from .far_outputs import FITTED_FROM
 from .kept_weights import check_kept, digests
 from .memory_search import Trial, check_search, search_memory, ways_to_spend
 from .options import ConversionOptions
@@ -149,7 +150,7 @@ def convert(
     report_progress("calibrating", len(rfa_layers(model)))
     corrects = options.correct_outputs
     if corrects is None:  # features that attention transfer trains have other errors after it
-        corrects = options.calibrate_on is not None and trained != "features"
+        corrects = (options.calibration_tokens or 0) >= FITTED_FROM and trained != "features"
     gains, corrections, output = calibrate(
         model,
         base_model,

@@ -122,7 +122,9 @@ def test_changes_are_of_new_tensors_and_named():
 
 
 def test_a_conversion_corrects_what_stays_converted_and_nothing_else(checkpoints, text, tmp_path):
-    report = convert(checkpoints["bart"], tmp_path / "out", calibrate_on=text, keep_softmax=2, force=True)
+    report = convert(
+        checkpoints["bart"], tmp_path / "out", calibrate_on=text, keep_softmax=2, correct_outputs=True, force=True
+    )
     kept = {f"{layer.kind}.{layer.layer}" for layer in report.sensitivities[:2]}
     assert kept
     source, result = tensors(checkpoints["bart"]), tensors(tmp_path / "out")
@@ -133,7 +135,7 @@ def test_a_conversion_corrects_what_stays_converted_and_nothing_else(checkpoints
     card = (tmp_path / "out" / "README.md").read_text()
     assert "output projections corrected" in card
 
-    report = convert(checkpoints["bart"], tmp_path / "kept", calibrate_on=text, correct_outputs=False, force=True)
+    report = convert(checkpoints["bart"], tmp_path / "kept", **options)
     assert not report.output_corrections
     result = tensors(tmp_path / "kept")
     assert all(torch.equal(tensor, result[key]) for key, tensor in source.items())
