@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_rfa.convert import convert, output_correction
+from hf_rfa.convert import convert, output_correction, pipeline
 from hf_rfa.convert.calibration import calibrate
 from hf_rfa.convert.output_correction import OutputCorrection, apply_corrections
 from tests.convert.conftest import tensors
@@ -122,11 +122,9 @@ def test_changes_are_of_new_tensors_and_named():
 
 
 def test_a_conversion_corrects_what_stays_converted_and_nothing_else(checkpoints, text, tmp_path):
-    report = convert(
-        checkpoints["bart"], tmp_path / "out", calibrate_on=text, keep_softmax=2, correct_outputs=True, force=True
-    )
-    kept = {f"{layer.kind}.{layer.layer}" for layer in report.sensitivities[:2]}
-    assert kept
+    options = {"calibrate_on": text, "cross_layers": "all", "feature_map": "elu", "window_size": 2, "force": True}
+    report = convert(checkpoints["bart"], tmp_path / "out", keep_softmax=2, correct_outputs=True, **options)
+    assert len(report.sensitivities) == 6
     source, result = tensors(checkpoints["bart"]), tensors(tmp_path / "out")
     changed = {key for key, tensor in source.items() if not torch.equal(tensor, result[key])}
     assert {key.rpartition(".")[0] for key in changed} == set(report.output_corrections)
@@ -139,3 +137,11 @@ def test_a_conversion_corrects_what_stays_converted_and_nothing_else(checkpoints
     assert not report.output_corrections
     result = tensors(tmp_path / "kept")
     assert all(torch.equal(tensor, result[key]) for key, tensor in source.items())
+
+
+@pytest.mark.parametrize(("tokens", "corrects"), [(400, True), (399, False)])
+def test_long_texts_correct_outputs_by_default(tokens, corrects, checkpoints, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "FITTED_FROM", 400)
+    options = {"preset": "exact", "window_size": 2, "num_sinks": 0, "num_slots": 1, "force": True}
+    report = convert(checkpoints["llama"], tmp_path / "out", calibrate_on=text, calibration_tokens=tokens, **options)
+    assert bool(report.output_corrections) == corrects
