@@ -24,8 +24,8 @@ def test_shares_are_sums_of_the_weights_of_the_model(family, fields):
     draw_importance(model)
     ids = torch.randint(4, 61, (1, 30))
     shares = attention_shares(model, ids[0])
-    all_weights = enumerate(model(ids, output_attentions=True).attentions)
-    weights = torch.stack([each for index, each in all_weights if index not in model.config.softmax_layers])
+    # None are those of softmax layers, whose function returns no weights
+    weights = torch.stack([each for each in model(ids, output_attentions=True).attentions if each is not None])
     query, key = torch.arange(30)[:, None], torch.arange(30)
     window = (query - key < model.config.window_size) & (key <= query)
     sinks = (key < model.config.num_sinks) & (key <= query) & ~window
