@@ -103,8 +103,8 @@ def evaluate_command(
             batch_size=batch_size,
         )
         return
+    from hf_rfa.convert.attention_shares import attention_shares
     from hf_rfa.evaluation import perplexity
-    from hf_rfa.evaluation.attention_shares import attention_shares
     from hf_rfa.evaluation.cards import check_recordable, record_result
     from hf_rfa.evaluation.perplexity import shown
     from hf_rfa.inference import load_model, use_attention_component

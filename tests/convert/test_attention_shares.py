@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_rfa.evaluation.attention_shares import attention_shares
+from hf_rfa.convert.attention_shares import attention_shares
 from tests.families import draw_importance, make, softmax_model
 
 CASES = [
