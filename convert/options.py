@@ -53,8 +53,8 @@ class ConversionOptions:
             folder, or a .jsonl file with paths). Default: random tokens.
         calibration_tokens: tokens of that text, or 128 for each utterance; from 16,384 on, slots and learned features are
             fitted by gradient descent. Default: 4,096, with slots 8,192.
-        correct_outputs: correct the output projections for what attention loses, by least squares on that text. Default:
-            from 16,384 tokens on, unless attention transfer follows.
+        correct_outputs: correct the output projections for what attention loses, by least squares on that text: for a model
+            that is to read such text alone, since it loses on other text.
         seed: seed of W and of random tokens.
         max_positions: extend the positions to this number. Default: keep them.
         dtype: precision of the weights; auto for the checkpoint's.
@@ -91,7 +91,7 @@ class ConversionOptions:
     keep_softmax: int = field(default=0, metadata={"minimum": 0})
     calibrate_on: str | Path | None = field(default=None, metadata={"flag": "--calibrate", "panel": "Calibration"})
     calibration_tokens: int | None = field(default=None, metadata={"minimum": 2})
-    correct_outputs: bool | None = field(default=None, metadata={"flag": "--correct-outputs/--no-correct-outputs"})
+    correct_outputs: bool = False
     seed: int = field(default=0, metadata={"minimum": 0})
     max_positions: int | None = field(default=None, metadata={"minimum": 1, "panel": "Output"})
     dtype: Dtype = "auto"

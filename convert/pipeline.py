@@ -44,7 +44,6 @@ from .calibration_data import (
 )
 from .checkpoint import Checkpoint, load_base_model, load_converted, load_models, open_checkpoint, probe_logits, quiet
 from .configuration import import_words, rfa_config, with_more_positions
-from .far_outputs import FITTED_FROM
 from .kept_weights import check_kept, digests
 from .memory_search import Trial, check_search, search_memory, ways_to_spend
 from .options import ConversionOptions
@@ -80,7 +79,7 @@ def convert(
 ) -> ConversionReport:
     """Convert a softmax checkpoint into an RFA checkpoint.
 
-    The base model's weights are reused untouched, but for output projections, which a text corrects
+    The base model's weights are reused untouched, but for output projections where ``correct_outputs`` asks for it
     (`hf_rfa.convert.output_correction`). Feature maps (and gates) are added and calibrated, layer by layer, on the softmax
     model's own queries and keys (`hf_rfa.convert.calibration`). The result is reloaded before it is moved
     to ``destination``, and compared with the model in memory and with the weights that transformers loads from the source;
@@ -115,6 +114,13 @@ def convert(
     report_progress("checking the checkpoint", 1)
     base = with_more_positions(_check(checkpoint, destination, options, overwrite=overwrite), options)
     _check_force(options, trained)
+    if options.correct_outputs and (options.calibrate_on is None or trained == "features"):
+        why = (
+            "there is no text to do it on (--calibrate)"
+            if trained is None
+            else "attention transfer needs them as they are"
+        )
+        raise InputError(f"correct_outputs=True corrects output projections, and {why}. Leave it out.")
     asked = options
     if asked.search:
         check_search(base, asked, trained)
@@ -148,16 +154,13 @@ def convert(
         report_progress("scoring before calibration", 1)
         swapped = score_labels(model, batches(measured))
     report_progress("calibrating", len(rfa_layers(model)))
-    corrects = options.correct_outputs
-    if corrects is None:  # features that attention transfer trains have other errors after it
-        corrects = (options.calibration_tokens or 0) >= FITTED_FROM and trained != "features"
     gains, corrections, output = calibrate(
         model,
         base_model,
         inputs,
         on_layer=lambda: report_progress(None, 1),
         to_train=trained is not None,
-        correct_outputs=corrects,
+        correct_outputs=options.correct_outputs,
     )
     sensitivities: list[LayerSensitivity] = []
     if options.keep_softmax:

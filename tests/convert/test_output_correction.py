@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_rfa.convert import convert, output_correction, pipeline
+from hf_rfa.convert import InputError, convert, output_correction
 from hf_rfa.convert.calibration import calibrate
 from hf_rfa.convert.output_correction import OutputCorrection, apply_corrections
 from tests.convert.conftest import tensors
@@ -139,9 +139,12 @@ def test_a_conversion_corrects_what_stays_converted_and_nothing_else(checkpoints
     assert all(torch.equal(tensor, result[key]) for key, tensor in source.items())
 
 
-@pytest.mark.parametrize(("tokens", "corrects"), [(400, True), (399, False)])
-def test_long_texts_correct_outputs_by_default(tokens, corrects, checkpoints, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline, "FITTED_FROM", 400)
-    options = {"preset": "exact", "window_size": 2, "num_sinks": 0, "num_slots": 1, "force": True}
-    report = convert(checkpoints["llama"], tmp_path / "out", calibrate_on=text, calibration_tokens=tokens, **options)
-    assert bool(report.output_corrections) == corrects
+@pytest.mark.parametrize(
+    ("options", "trained", "words"),
+    [({}, None, "there is no text"), ({"preset": "rfa"}, "features", "attention transfer needs them")],
+)
+def test_corrections_without_effect_are_refused(options, trained, words, checkpoints, text, tmp_path):
+    options |= {"calibrate_on": text} if trained else {}
+    with pytest.raises(InputError, match=f"correct_outputs=True .*{words}"):
+        convert(checkpoints["gpt2"], tmp_path / "out", correct_outputs=True, trained=trained, **options)
+    assert not (tmp_path / "out").exists()
