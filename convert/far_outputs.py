@@ -150,6 +150,12 @@ class FarText:
     root: Tensor | None
 
     @property
+    def is_token(self) -> Tensor:
+        """False for padding, [N, T]."""
+        key, mask = self.activations.key, self.activations.key_mask
+        return torch.ones(len(key), key.shape[2], dtype=torch.bool, device=key.device) if mask is None else mask
+
+    @property
     def first(self) -> int:
         """The first place whose query does not see all tokens."""
         return self.layer.window_size + self.layer.num_sinks + self.layer.num_slots
@@ -163,9 +169,7 @@ class FarText:
     def is_long(self) -> bool:
         """Whether the text is one that gradient descent pays on."""
         rows, _, length, _ = self.activations.key.shape
-        mask = self.activations.key_mask
-        tokens = rows * length if mask is None else int(mask.sum())
-        return length > self.first and rows > self.held_out and tokens >= FITTED_FROM
+        return length > self.first and rows > self.held_out and int(self.is_token.sum()) >= FITTED_FROM
 
     def draw(self, generator: torch.Generator) -> FarQueries:
         """Return about `STEP_QUERIES` queries of `STEP_ROWS` rows that are not held out, at random."""

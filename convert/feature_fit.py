@@ -31,14 +31,10 @@ def fit_features(text: FarText, hidden_states: Tensor) -> Tensor:
         hidden_states: the layer's input there, [N, T, width].
     """
     layer, feature_map = text.layer, text.layer.feature_map
-    mask = text.activations.key_mask
-    is_token = (
-        torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device) if mask is None else mask
-    )
     if layer.importance is None:
-        score = hidden_states.new_zeros(len(is_token), feature_map.num_heads, is_token.shape[1], dtype=torch.float32)
+        score = torch.zeros(text.activations.key.shape[:3], device=hidden_states.device)
     else:
-        score = layer.importance.score(hidden_states, is_token.cumsum(1) - 1)
+        score = layer.importance.score(hidden_states, text.is_token.cumsum(1) - 1)
 
     def held_out_errors(feature_map: FeatureMap | None) -> Tensor:
         errors = [

@@ -108,12 +108,9 @@ def refine_importance(layer: RFAAttentionMixin, text: FarText, hidden_states: Te
         text: its queries in the softmax model.
         hidden_states: its input there, [N, T, width].
     """
-    mask = text.activations.key_mask
     if layer.importance is None:
         return
-    is_token = (
-        torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device) if mask is None else mask
-    )
+    is_token = text.is_token
     ordinal = is_token.cumsum(1) - 1
     mean = hidden_states[is_token].float().mean(0)
     scale = hidden_states[is_token].float().std(0).clamp_min(torch.finfo(torch.float32).tiny)

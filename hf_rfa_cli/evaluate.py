@@ -132,7 +132,7 @@ def evaluate_command(
             "seventh and more. Pass a longer text."
         )
     protocol = _print_protocol(result.protocol, attention_component)
-    shares = attention_shares(loaded, ids)
+    shares = attention_shares(loaded, ids) if attention_component == "both" else None
     if shares is not None:
         console.print(f"attention on the first {shares.tokens:,} tokens: {shares}", soft_wrap=True)
     if folder is not None:

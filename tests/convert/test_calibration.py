@@ -355,6 +355,25 @@ def test_learned_features_are_fitted_to_the_outputs_of_the_layer(feature_map, sl
 
 
 @torch.no_grad()
+def test_a_fit_that_diverges_leaves_no_trace(monkeypatch):
+    """Its features are as they were drawn, and closed where these do not help."""
+    monkeypatch.setattr(far_outputs, "FITTED_FROM", 1)
+    monkeypatch.setattr(feature_fit, "LEARNING_RATE", float("inf"))
+    monkeypatch.setattr(feature_fit, "STEPS", 3)
+    layer = Layer(2, 3, feature_map="mlp", window_size=4, num_sinks=1, hidden_size=5)
+    drawn = {name: tensor.clone() for name, tensor in layer.feature_map.named_parameters()}
+    activations, hidden = text_of_two_kinds(8, 60)
+    calibrate_layer(layer, activations, hidden, text=FarText(layer, activations, None))
+    shift = layer.feature_map.window_shift
+    assert ((shift == 0) | (shift == CLOSED)).all()
+    for name, tensor in layer.feature_map.named_parameters():
+        assert name == "window_shift" or torch.equal(tensor, drawn[name])
+    errors = layer_error(layer, activations, hidden, torch.arange(10, 60))
+    layer.feature_map.window_shift.fill_(CLOSED)
+    assert (errors <= 1.1 * layer_error(layer, activations, hidden, torch.arange(10, 60))).all()
+
+
+@torch.no_grad()
 def test_features_that_do_not_help_are_closed(monkeypatch):
     """A model that is trained afterwards needs them open."""
     monkeypatch.setattr(far_outputs, "FITTED_FROM", 1)
