@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -88,15 +89,17 @@ class FarQueries(NamedTuple):
             feature_map: φ, or None for no features.
             root: what the errors are multiplied by (`output_root`), or None.
         """
-        weights = (self.weights * share[:, :, :, None]).flatten(2, 3)  # [n, H, Q G, T]
+        values = F.pad(self.value, (0, 1), value=1.0)  # whose last column sums the weights
+        sums = (self.weights * share[:, :, :, None]).flatten(2, 3) @ values  # [n, H, Q G, d + 1]
         if feature_map is not None:
             least_shift = feature_map.least_shift(None)
             features = feature_map(self.query, self.key, least_shift=least_shift, offset=True)
             query = features.query * (-features.offset - self.log_mass).exp()
-            left = (self.far[:, None] * (1 - share)).repeat_interleave(self.weights.shape[3], dim=2)
-            weights = weights + (query @ features.key.mT) * left
-        mass = weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
-        differences = (weights @ self.value / mass - self.outputs).unflatten(2, (self.near.shape[1], -1))
+            left = (self.far[:, None] * (1 - share))[:, :, :, None]
+            weights = (query @ features.key.mT).unflatten(2, self.weights.shape[2:4]) * left
+            sums = sums + weights.flatten(2, 3) @ values
+        mass = sums[..., -1:].clamp_min(torch.finfo(sums.dtype).tiny)
+        differences = (sums[..., :-1] / mass - self.outputs).unflatten(2, (self.near.shape[1], -1))
         if root is not None:
             differences = torch.einsum("nhqgd,hgde->nhqge", differences, root)
         squares = differences.square().sum((-2, -1)) * self.is_token[:, None]  # [n, H, Q]
@@ -118,9 +121,11 @@ def far_queries(
     query = query.unflatten(2, (length, -1))[:, :, places]  # [n, H, Q, G, d]
     logits = (query.flatten(2, 3) @ key.mT * layer.scaling).unflatten(2, query.shape[2:4])
     logits = logits.masked_fill_(~seen[:, None, :, None], UNSEEN)
-    log_mass = logits.logsumexp(-1, keepdim=True)
-    log_mass = log_mass.masked_fill(log_mass < UNSEEN / 2, 0.0)  # padding that sees nothing
-    weights = logits.sub_(log_mass).exp_()
+    weights = logits.softmax(-1)  # which is faster than `logsumexp` and `exp` on a processor
+    largest = logits.amax(-1, keepdim=True)
+    blind = largest < UNSEEN / 2  # padding that sees nothing
+    log_mass = (largest - weights.amax(-1, keepdim=True).log()).masked_fill_(blind, 0.0)
+    weights = weights.masked_fill_(blind, 0.0)
     return FarQueries(
         rows=rows,
         query=query.flatten(2, 3),

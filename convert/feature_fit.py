@@ -15,8 +15,8 @@ from hf_rfa.models.feature_maps import FeatureMap
 from .far_outputs import FarText
 
 #: Steps of gradient descent, their learning rate, and the largest norm of a gradient.
-STEPS = 150
-LEARNING_RATE = 2e-3
+STEPS = 300
+LEARNING_RATE = 6e-3
 MAX_NORM = 1.0
 #: Shift of the exact tokens' weights at the beginning, in nats: features begin with a small share.
 FIRST_SHIFT = 7.0
