@@ -10,7 +10,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-#: What causal attention keeps: exact tokens alone, these and features in half of the memory, or features alone.
+#: What causal attention keeps: exact tokens alone, these and features, or random features alone.
 Preset = Literal["exact", "mixed", "rfa"]
 #: Precisions of the weights.
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -25,9 +25,8 @@ class ConversionOptions:
     """The options of a conversion.
 
     Attributes:
-        preset: what causal attention keeps: exact (first, last and most important tokens), mixed (the same, and random
-            features in half of the memory) or rfa (random features alone, with a gate where they are trained). Default: the
-            family's.
+        preset: what causal attention keeps: exact (first, last and most important tokens), mixed (the same, and features) or
+            rfa (random features alone, with a gate where they are trained). Default: the family's.
         memory: cache of every layer's causal attention in tokens of the base model's, which the preset divides by rule.
             Default: the preset's own sizes, about 64.
         search: try ways to spend the memory and take the one that predicts the calibration text best, instead of a preset.
@@ -37,7 +36,8 @@ class ConversionOptions:
         retrieval_heads: number of key-value heads that see more tokens exactly, those that recall the most; or the heads, as
             layer.head (18.2,7.2).
         retrieval_window: number of last tokens that these heads see. Default: 1,024, or a smaller model's positions.
-        feature_map: name of the feature map. Default: positive; exponential where it is trained.
+        feature_map: name of the feature map. Default: positive; exponential where it is trained; with preset mixed mlp in
+            decoders other than GPT-2.
         num_features: D, rows of W per head of causal attention.
         num_cross_features: D of cross attention. Default: the map's own.
         num_encoder_features: D of an encoder's attention. Default: the map's own.
@@ -52,7 +52,7 @@ class ConversionOptions:
         calibrate_on: text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder one source a line), or speech (a
             folder, or a .jsonl file with paths). Default: random tokens.
         calibration_tokens: tokens of that text, or 128 for each utterance; from 16,384 on, slots and learned features are
-            fitted by gradient descent. Default: 4,096, with slots 8,192.
+            fitted by gradient descent. Default: 4,096, with slots 8,192, with mlp 65,536.
         correct_outputs: correct the output projections for what attention loses, by least squares on that text: for a model
             that is to read such text alone, since it loses on other text.
         seed: seed of W and of random tokens.

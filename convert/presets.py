@@ -1,7 +1,7 @@
 """What causal attention keeps: the sizes of a preset, or those by which it spends a memory. Nothing is tried or measured.
 
 - exact: the first tokens (sinks), the last ones (window) and the most important of the others (slots);
-- mixed: the same, and random features in half of the bytes;
+- mixed: the same, and features: random ones in half of the bytes, or in most decoders a few that are learned on a text;
 - rfa: random features alone, as in Peng et al. 2021.
 """
 
@@ -20,6 +20,7 @@ from hf_rfa.models.feature_maps import FEATURE_MAPS
 from hf_rfa.models.memory import MemoryLayout
 
 from .checkpoint import Checkpoint
+from .far_outputs import FITTED_FROM
 from .options import ConversionOptions, Preset
 
 #: What is trained after a conversion: features by attention transfer, or the whole model end to end.
@@ -47,6 +48,8 @@ SIZES: dict[Preset, Sizes] = {
     "mixed": Sizes(14, SINKS, 14, 64),
     "rfa": Sizes(0, 0, 0),
 }
+#: The same of the preset mixed with a map that is fitted to a text, whose state is small.
+SMALL_STATE = Sizes(31, SINKS, 24, 8)
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,13 @@ def with_preset(
     if options.cross_layers is None and "cross" in checkpoint.family.rfa_config.SOFTMAX_LAYERS.values():
         options = replace(options, cross_layers="all" if trained and preset != "exact" else [])
     _check_preset(checkpoint, options, preset, trained)
-    untrained = "none" if preset == "exact" else "positive"
-    feature_map = options.feature_map or ("exponential" if trained and preset != "exact" else untrained)
+    feature_map = options.feature_map or _feature_map(checkpoint, preset, trained)
     options = replace(options, preset=preset, feature_map=feature_map)
+    if needs_text(feature_map) and options.calibrate_on is None and options.layers != []:
+        raise InputError(
+            f"feature_map={feature_map} is fitted to a text, and there is none. Pass one of at least {FITTED_FROM:,} tokens "
+            "(--calibrate), or another map, such as positive."
+        )
     sizes: dict[str, Any] = _sizes(checkpoint, options)._asdict()
     left_open = {name: size for name, size in sizes.items() if getattr(options, name) is None}
     options = replace(options, memory=None, **left_open)
@@ -133,13 +140,31 @@ def with_preset(
     return options
 
 
+def _feature_map(checkpoint: Checkpoint, preset: Preset, trained: Trained | None) -> str:
+    """Return the feature map of a preset.
+
+    Beside exact tokens a decoder for which random features do not pay has a small state that is fitted to a text.
+    """
+    if preset == "exact":
+        return "none"
+    if preset == "mixed" and trained != "features" and checkpoint.family.preset == "exact":
+        return "mlp" if not checkpoint.config.is_encoder_decoder else "positive"
+    return "exponential" if trained else "positive"
+
+
+def needs_text(feature_map: str | None) -> bool:
+    """Return whether a map is fitted to a text at conversion; False for a map that is unknown."""
+    return feature_map in FEATURE_MAPS and FEATURE_MAPS[feature_map].needs_text
+
+
 def _sizes(checkpoint: Checkpoint, options: ConversionOptions) -> Sizes:
     """Return the sizes of a preset, for what is not named."""
     if options.layers == []:
         return Sizes(0, 0, 0)
     if options.memory is not None:
         return _by_rule(budget_of(checkpoint, options, options.memory), options)
-    *tokens, features = SIZES[options.preset or "exact"]
+    small = options.preset == "mixed" and needs_text(options.feature_map)
+    *tokens, features = SMALL_STATE if small else SIZES[options.preset or "exact"]
     most = 0 if options.window_size == 0 else position_count(checkpoint.config)
     sizes = [min(int(size or 0), most) for size in tokens]
     return Sizes._make([*sizes, None if _has_fixed_size(str(options.feature_map)) else features])
@@ -191,8 +216,9 @@ def _check_preset(checkpoint: Checkpoint, options: ConversionOptions, preset: Pr
 def _by_rule(budget: Budget, options: ConversionOptions) -> Sizes:
     """Return the sizes by which a preset spends a memory, beside those that are named.
 
-    Of the exact tokens half are the last ones and half the first and the most important ones; beside features the last and
-    the most important ones are as many.
+    Of the exact tokens half are the last ones and half the first and the most important ones; beside random features the last
+    and the most important ones are as many. Random features take half of the memory, a small state as much as it has by
+    itself.
     """
     memory, feature_map, features = f"memory={options.memory}", str(options.feature_map), options.num_features
     window, sinks, slots = options.window_size, options.num_sinks, options.num_slots
@@ -208,7 +234,10 @@ def _by_rule(budget: Budget, options: ConversionOptions) -> Sizes:
             "window_size, num_slots and num_features."
         )
     sinks = min(SINKS, budget.total // budget.token // 4) if sinks is None else sinks
-    if fits_features and fits_tokens:
+    small = needs_text(feature_map)
+    if fits_features and fits_tokens and small:
+        features = SMALL_STATE.num_features
+    elif fits_features and fits_tokens:
         features = budget.features(feature_map, budget.total // 2, FEATURES_STEP)
     elif fits_features:
         layout = replace(budget.layout, window=window or 0, sinks=sinks, slots=slots or 0)
@@ -216,7 +245,7 @@ def _by_rule(budget: Budget, options: ConversionOptions) -> Sizes:
     rows = budget.state_rows(feature_map, features) if features != 0 else 0
     places = budget.places(rows)
     if window is None:
-        half = places // 2 if options.preset == "exact" else -(-(places - sinks) // 2)
+        half = places // 2 if options.preset == "exact" or small else -(-(places - sinks) // 2)
         window = half if slots is None else places - sinks - slots
     slots = places - sinks - window if slots is None else slots
     if min(window - fits_tokens, slots) < 0 or (fits_features and not features):

@@ -154,6 +154,8 @@ class FeatureMap(nn.Module, ABC):
     has_sigma: ClassVar[bool] = False
     has_exponent: ClassVar[bool] = False
     uses_scaling: ClassVar[bool] = True
+    #: Whether the features stand for nothing before conversion has fitted them to a text.
+    needs_text: ClassVar[bool] = False
     #: None where D follows from the head's width.
     default_num_features: ClassVar[int | None] = None
 

@@ -441,7 +441,7 @@ class MLPMap(ProjectedFeatureMap):
     queries and keys without the softmax scaling. For what a cache drops: LESS (Dong et al. 2024, arXiv 2402.09398).
     """
 
-    learned = True
+    learned = needs_text = True
     uses_scaling = False
     has_exponent = True
     default_num_features = 8

@@ -43,13 +43,17 @@ CONVERTED += [(family, name) for family in ("bart", "marian") for name in ("posi
 def test_every_feature_map_converts_and_keeps_every_weight(family, name, checkpoints, tmp_path):
     options = {} if not has_encoder(family) else {"cross_layers": "all", "encoder_layers": "all"}
     options |= {"preset": "exact", "num_slots": 0} if name == "none" else {"preset": "rfa", "gate": True}
+    if FEATURE_MAPS[name].needs_text:
+        text = tmp_path / "text.txt"
+        text.write_text("to be or not to be " * 3000)
+        options = {"preset": "mixed", "window_size": 3, "num_slots": 2, "calibrate_on": text, "force": True}
     report = convert(checkpoints[family], tmp_path / "out", feature_map=name, **options)
     parent, result = (tensors(folder) for folder in (checkpoints[family], tmp_path / "out"))
     for key, tensor in parent.items():
         assert torch.equal(result[key], tensor), key
     added = set(result) - set(parent)
     assert bool(added) == (name != "none")
-    assert all(".feature_map." in key or re.search(r"\.(self_)?attn\.gate\.", key) for key in added)
+    assert all(re.search(r"\.feature_map\.|\.(self_)?attn\.(gate|importance)\.", key) for key in added)
     assert report.max_logit_difference == 0
     model = load(tmp_path / "out")
     assert report.num_parameters == sum(p.numel() for p in model.parameters())
@@ -58,7 +62,7 @@ def test_every_feature_map_converts_and_keeps_every_weight(family, name, checkpo
     assert report.state_bytes == cache_num_bytes(model(ids, **inputs).past_key_values)
     layers = {"causal": (3, 3), "cross": (3, 3), "encoder": (2, 2)}
     assert report.layers == (layers if has_encoder(family) else {"causal": (2, 2)})
-    assert leftovers(tmp_path) == ["out"]
+    assert leftovers(tmp_path) == ["out", *(["text.txt"] if "calibrate_on" in options else [])]
 
 
 def test_the_same_options_give_the_same_bytes_and_the_seed_matters(tiny_parent, tmp_path):

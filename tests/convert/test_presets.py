@@ -9,6 +9,7 @@ from hf_rfa.convert import ConversionOptions, convert
 from hf_rfa.convert.base_model import rfa_layers
 from hf_rfa.convert.checkpoint import open_checkpoint
 from hf_rfa.convert.presets import with_preset
+from hf_rfa.errors import InputError
 from hf_rfa.inference import cache_num_bytes
 from tests.convert.conftest import load
 from tests.families import save_softmax_model
@@ -22,6 +23,7 @@ def chosen(folder, trained=None, **options):
 
 EXACT = ("none", None, False, (31, 4, 28))
 MIXED = ("positive", 64, False, (14, 4, 14))
+FITTED = ("mlp", 8, False, (31, 4, 24))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,11 @@ MIXED = ("positive", 64, False, (14, 4, 14))
         ("gpt2", "features", {"preset": "mixed"}, ("exponential", 64, False, (14, 4, 14))),
         ("gpt2", "model", {}, ("exponential", 64, False, (14, 4, 14))),
         ("llama", "model", {}, EXACT),
+        ("llama", "features", {"preset": "mixed"}, ("exponential", 64, False, (14, 4, 14))),
+        ("llama", "model", {"preset": "mixed", "calibrate_on": "text.txt"}, FITTED),
+        ("llama", None, {"preset": "mixed", "calibrate_on": "text.txt"}, FITTED),
+        ("llama", None, {"preset": "mixed", "feature_map": "positive"}, MIXED),
+        ("gpt2", None, {"feature_map": "mlp", "calibrate_on": "text.txt"}, FITTED),
         ("gpt2", "model", {"preset": "rfa", "feature_map": "elu"}, ("elu", None, True, (0, 0, 0))),
         ("gpt2", None, {"feature_map": "elu"}, ("elu", None, False, (14, 4, 14))),
         ("gpt2", None, {"num_features": 8, "gate": True}, ("positive", 8, True, (14, 4, 14))),
@@ -59,6 +66,15 @@ def test_cross_attention_is_converted_by_default_where_training_follows(trained,
     assert with_preset(open_checkpoint(checkpoints["gpt2"]), ConversionOptions(), trained).cross_layers is None
 
 
+def test_a_map_that_is_fitted_to_a_text_needs_a_long_one(checkpoints, tmp_path):
+    with pytest.raises(InputError, match="feature_map=mlp is fitted to a text, and there is none"):
+        convert(checkpoints["llama"], tmp_path / "out", preset="mixed")
+    (tmp_path / "text.txt").write_text("a few words " * 60)
+    with pytest.raises(InputError, match=r"at least 16,384 tokens of text, and there are \d+\."):
+        convert(checkpoints["llama"], tmp_path / "out", preset="mixed", calibrate_on=tmp_path / "text.txt")
+    assert not (tmp_path / "out").exists()
+
+
 def test_few_positions_limit_the_tokens(tmp_path):
     save_softmax_model("gpt2", tmp_path / "gpt2", n_positions=15)
     assert chosen(tmp_path / "gpt2") == ("positive", 64, False, (14, 4, 14))
@@ -76,7 +92,9 @@ def test_a_memory_is_spent_to_less_than_a_token_and_never_exceeded(
     family, memory, dtype, preset, checkpoints, tmp_path
 ):
     """By the tensors that a cache holds."""
-    convert(checkpoints[family], tmp_path / "out", preset=preset, memory=memory, dtype=dtype)
+    feature_map = "positive" if family == "llama" and preset == "mixed" else None
+    options = {"preset": preset, "memory": memory, "dtype": dtype, "feature_map": feature_map}
+    convert(checkpoints[family], tmp_path / "out", **options)
     precision = torch.float32 if dtype == "auto" else torch.bfloat16
     model, softmax = (load(path, dtype=precision) for path in (tmp_path / "out", checkpoints[family]))
     ids = torch.full((1, 4), 5)
@@ -104,7 +122,8 @@ def test_the_sizes_without_a_memory_are_those_of_64_tokens_of_heads_of_64(tmp_pa
     sizes = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     save_softmax_model("llama", tmp_path, **sizes)
     assert chosen(tmp_path, memory=64) == EXACT
-    assert chosen(tmp_path, preset="mixed", memory=66) == MIXED
+    assert chosen(tmp_path, preset="mixed", memory=66, feature_map="positive") == MIXED
+    assert chosen(tmp_path, preset="mixed", memory=64, calibrate_on="text.txt") == ("mlp", 8, False, (29, 4, 26))
     assert chosen(tmp_path, preset="rfa", memory=66) == ("positive", 129, False, (0, 0, 0))
 
 
