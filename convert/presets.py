@@ -117,7 +117,8 @@ def with_preset(
     """
     preset = options.preset or ("rfa" if trained == "features" else checkpoint.family.preset)
     if options.cross_layers is None and "cross" in checkpoint.family.rfa_config.SOFTMAX_LAYERS.values():
-        options = replace(options, cross_layers="all" if trained and preset != "exact" else [])
+        converts_cross = trained and preset != "exact" and options.merged_source_length is None
+        options = replace(options, cross_layers="all" if converts_cross else [])
     _check_preset(checkpoint, options, preset, trained)
     untrained = "none" if preset == "exact" else "positive"
     feature_map = options.feature_map or ("exponential" if trained and preset != "exact" else untrained)

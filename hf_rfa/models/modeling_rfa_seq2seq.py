@@ -24,6 +24,7 @@ from .cache_rfa_seq2seq import cross_layer_of
 from .configuration_rfa import AttentionKind
 from .configuration_rfa_seq2seq import seq2seq_config_class
 from .masking import check_direction, check_one_document, check_positions, document_starts, local_padding, read_mask
+from .merged_attention import MergedCrossAttention, merged_attention_class
 from .rfa_classes import (
     RFAPreTrainedMixin,
     StackCall,
@@ -156,6 +157,10 @@ def _become_rfa(stack: Any) -> None:
                 _check_attention(module, kind, stack.config)
                 module.__class__ = rfa_attention_class(type(module))
                 module.become_rfa(stack.config, kind, index)
+            elif kind == "cross" and stack.config.merged_source_length:
+                if not isinstance(module, MergedCrossAttention | RFASeq2SeqAttentionMixin):
+                    _check_attention(module, kind, stack.config)
+                    module.__class__ = merged_attention_class(type(module))
     prepare_calls(stack, prepare_decoder if is_decoder else prepare_encoder)
 
 
