@@ -56,8 +56,8 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
     if options.merged_source_length is not None:
         if "cross" not in config_class.SOFTMAX_LAYERS.values():
             raise InputError(
-                f"merged_source_length={options.merged_source_length} does not apply to {checkpoint.config.model_type}, which "
-                "has no cross attention to audio."
+                f"merged_source_length={options.merged_source_length} does not apply to {checkpoint.config.model_type}, "
+                "which has no cross attention to audio."
             )
         values["merged_source_length"] = options.merged_source_length
     try:

@@ -2,7 +2,7 @@
 
 Audio has many positions, most of which are like the one before. A run keeps the mean of its keys, the mean of its values and
 the logarithm of its length n, which is added to its logits: it weighs as n positions with these means do. Nothing of it is
-learned. Pairs of neighbours are merged by rounds, as tokens are in Bolya et al. 2023 (arXiv 2210.09461), but within the order.
+learned. Pairs are merged by rounds, as tokens are in Bolya et al. 2023 (arXiv 2210.09461), but of neighbours alone.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ POSITIONS_PER_MERGER = 8
 def runs_of_neighbours(rows: Tensor, count: int) -> Tensor:
     """Return the run that every position belongs to, from 0 to ``count`` − 1 in order, as [B, H, S].
 
-    Each merger is one of those that add least to the squared distance of rows from the means of their runs (Ward 1963). A
-    round looks at every other pair of neighbouring runs, and the next one at the pairs between.
+    Each round merges the pairs of neighbouring runs that add least to the squared distance of rows from the means of their
+    runs (Ward 1963): first those that both of their runs are nearest to, so that no more than two runs become one.
 
     Args:
         rows: what neighbours are compared by, [B, H, S, n].
         count: number of runs, at most S.
     """
     runs = torch.arange(rows.shape[2], device=rows.device).expand(rows.shape[:3])
-    means, lengths, odd = rows, torch.ones_like(rows[..., :1]), 0
+    means, lengths = rows, torch.ones_like(rows[..., :1])
     while (left := means.shape[2]) > count:
-        pairs = (left - odd) // 2
-        first, second = slice(odd, odd + 2 * pairs, 2), slice(odd + 1, odd + 2 * pairs, 2)
-        squares = (means[:, :, first] - means[:, :, second]).square().sum(-1)
-        weights = 1 / (1 / lengths[:, :, first, 0] + 1 / lengths[:, :, second, 0])
-        mergers = min(left - count, max(1, left // POSITIONS_PER_MERGER), pairs)
-        merged = odd + 1 + 2 * (squares * weights).topk(mergers, largest=False).indices
-        starts = torch.ones(runs.shape[:2] + (left,), dtype=torch.long, device=rows.device).scatter_(2, merged, 0)
-        new = starts.cumsum(-1) - 1
+        weights = 1 / (1 / lengths[:, :, 1:, 0] + 1 / lengths[:, :, :-1, 0])
+        distances = weights * means.diff(dim=2).square().sum(-1)
+        least = -F.max_pool1d(
+            -distances, kernel_size=3, stride=1, padding=1
+        )  # of a pair and those that share a run with it
+        distances = torch.where(distances > least, distances + distances.amax(-1, keepdim=True), distances)
+        mergers = min(left - count, max(1, left // POSITIONS_PER_MERGER))
+        second = 1 + distances.topk(mergers, largest=False).indices
+        new = torch.ones_like(lengths[..., 0], dtype=torch.long).scatter_(2, second, 0).cumsum(-1) - 1
         runs = new.gather(2, runs)
-        means, lengths, odd = *_means(means, lengths, new, left - mergers), 1 - odd
+        means, lengths = _means(means, lengths, new, left - mergers)
     return runs
 
 
