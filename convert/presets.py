@@ -140,6 +140,11 @@ def _sizes(checkpoint: Checkpoint, options: ConversionOptions) -> Sizes:
         return Sizes(0, 0, 0)
     if options.memory is not None:
         return _by_rule(budget_of(checkpoint, options, options.memory), options)
+    named = (options.window_size, options.num_sinks, options.num_slots)
+    family = checkpoint.family
+    if family.memory is not None and options.preset == family.preset and named == (None, None, None):
+        memory = min(family.memory, position_count(checkpoint.config))
+        return _by_rule(budget_of(checkpoint, options, memory), options)
     *tokens, features = SIZES[options.preset or "exact"]
     most = 0 if options.window_size == 0 else position_count(checkpoint.config)
     sizes = [min(int(size or 0), most) for size in tokens]
