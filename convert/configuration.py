@@ -53,6 +53,13 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
     if not options.retrieval_heads or isinstance(options.retrieval_heads, list):  # a number of them is chosen later
         values |= {"retrieval_heads": options.retrieval_heads or [], "retrieval_window": options.retrieval_window or 0}
     values |= {field: getattr(options, OPTIONS_BY_KIND[kind][1]) for field, kind in config_class.FEATURE_COUNTS.items()}
+    if options.merged_source_length is not None:
+        if "cross" not in config_class.SOFTMAX_LAYERS.values():
+            raise InputError(
+                f"merged_source_length={options.merged_source_length} does not apply to {checkpoint.config.model_type}, "
+                "which has no cross attention to audio."
+            )
+        values["merged_source_length"] = options.merged_source_length
     try:
         plain = config_class.from_base(checkpoint.config, **{name: [] for name in config_class.SOFTMAX_LAYERS})
         values |= {

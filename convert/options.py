@@ -41,6 +41,8 @@ class ConversionOptions:
         num_features: D, rows of W per head of causal attention.
         num_cross_features: D of cross attention. Default: the map's own.
         num_encoder_features: D of an encoder's attention. Default: the map's own.
+        merged_source_length: number of positions of audio that softmax cross attention keeps: similar neighbours are merged.
+            Default: all.
         gate: add a recency gate per head. Default: where preset rfa is trained.
         config: other fields of the RFA configuration, as key=value: --config unit_norm=true.
         layers: layers whose causal attention to convert: all, none, or indices (0,2,4-7). The others stay softmax, and
@@ -83,6 +85,7 @@ class ConversionOptions:
     num_features: int | None = field(default=None, metadata={"minimum": 1})
     num_cross_features: int | None = field(default=None, metadata={"minimum": 1})
     num_encoder_features: int | None = field(default=None, metadata={"minimum": 1})
+    merged_source_length: int | None = field(default=None, metadata={"minimum": 1})
     gate: bool | None = field(default=None, metadata={"flag": "--gate/--no-gate"})
     config: dict[str, Any] | None = None
     layers: Layers = field(default="all", metadata={"panel": "Which layers"})

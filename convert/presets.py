@@ -120,7 +120,8 @@ def with_preset(
     """
     preset = options.preset or ("rfa" if trained == "features" else checkpoint.family.preset)
     if options.cross_layers is None and "cross" in checkpoint.family.rfa_config.SOFTMAX_LAYERS.values():
-        options = replace(options, cross_layers="all" if trained and preset != "exact" else [])
+        converts_cross = trained and preset != "exact" and options.merged_source_length is None
+        options = replace(options, cross_layers="all" if converts_cross else [])
     _check_preset(checkpoint, options, preset, trained)
     feature_map = options.feature_map or _feature_map(checkpoint, preset, trained)
     options = replace(options, preset=preset, feature_map=feature_map)
@@ -163,6 +164,11 @@ def _sizes(checkpoint: Checkpoint, options: ConversionOptions) -> Sizes:
         return Sizes(0, 0, 0)
     if options.memory is not None:
         return _by_rule(budget_of(checkpoint, options, options.memory), options)
+    named = (options.window_size, options.num_sinks, options.num_slots)
+    family = checkpoint.family
+    if family.memory is not None and options.preset == family.preset and named == (None, None, None):
+        memory = min(family.memory, position_count(checkpoint.config))
+        return _by_rule(budget_of(checkpoint, options, memory), options)
     small = options.preset == "mixed" and needs_text(options.feature_map)
     *tokens, features = SMALL_STATE if small else SIZES[options.preset or "exact"]
     most = 0 if options.window_size == 0 else position_count(checkpoint.config)

@@ -113,6 +113,8 @@ class Family:
         preset: what conversion lets causal attention keep by default (`hf_rfa.convert.presets`). Features were measured to be
             worth their bytes on small GPT-2 models, and neither on a pretrained decoder nor on Whisper; cross attention needs
             them.
+        memory: tokens' worth that causal attention keeps by default with this preset; None leaves the sizes to the preset.
+            Whisper writes about 100 tokens of 30 s, and what it has forgotten of them changes what it writes.
     """
 
     rfa_config: Any
@@ -122,6 +124,7 @@ class Family:
     more_positions: Callable[[Any, int], Tensor] = interpolate_positions
     more_positions_note: str = "The learned positions were stretched to {} by interpolation, which short texts see too."
     preset: Literal["exact", "mixed", "rfa"] = "mixed"
+    memory: int | None = None
 
     @property
     def base_config(self) -> Any:
@@ -262,7 +265,7 @@ DEVIATIONS: dict[str, dict[str, Any]] = {
     "gpt2": {"position_embedding": "wpe", "preset": "mixed", "more_models": ("GPT2DoubleHeadsModel",)},
     "gpt_bigcode": {"position_embedding": "wpe"},
     **dict.fromkeys(("marian", "pegasus", "m2m_100"), SINUSOIDS),
-    "whisper": {"position_embedding": "decoder.embed_positions", "preset": "exact"},
+    "whisper": {"position_embedding": "decoder.embed_positions", "preset": "exact", "memory": 128},
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import torch
 from torch.testing import assert_close
 from transformers import GenerationConfig, WhisperFeatureExtractor, WhisperTokenizer, pipeline
 
+from benchmarks.speech import read_aloud
 from hf_rfa.convert import InputError, convert
 from hf_rfa.convert.calibration_data import transcript_inputs
 from hf_rfa.evaluation.transcription import evaluate_transcription, word_error_rate
@@ -22,7 +25,8 @@ from hf_rfa.finetune.recipe import Recipe, Stage
 from hf_rfa.inference import cache_num_bytes, load_model
 from hf_rfa.inference.transcription import load_feature_extractor, load_features, transcribe
 from hf_rfa.io.audio_io import load_samples, read_utterances
-from tests.conftest import copy_of, leftovers, refused
+from hf_rfa.io.text_io import read_lines
+from tests.conftest import copy_of, leftovers, refused, shared
 from tests.families import save_softmax_model
 
 RATE = 16_000
@@ -383,3 +387,40 @@ def test_without_whispers_own_tokenizer_the_pipeline_transcribes_what_is_heard_a
     recognize = pipeline("automatic-speech-recognition", model=str(converted))
     assert recognize.type == "seq2seq"
     assert recognize({"raw": tone(0.3).astype(np.float32), "sampling_rate": RATE})["text"]
+
+
+@pytest.mark.slow
+def test_a_trained_whisper_that_is_converted_transcribes_as_before(tmp_path):
+    """Whisper tiny.en, and 20 sentences that espeak-ng reads: by batches, by beams, and with time stamps."""
+    script, sentences = (
+        shared("models/get-whisper"),
+        read_lines(shared("data/multi30k") / "test_2016_flickr.en.gz")[:20],
+    )
+    if shutil.which("espeak-ng") is None:
+        pytest.skip("needs espeak-ng, which is not here")
+    base, converted = tmp_path / "whisper", tmp_path / "rfa"
+    if subprocess.run([script, base, sys.executable]).returncode:
+        pytest.skip(f"{script} cannot get the weights")
+    settings = base / "tokenizer_config.json"  # the pipeline goes by the class of the tokenizer
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": "WhisperTokenizer"}))
+    convert(base, converted)
+    spoken = []
+    for text in sentences:
+        path = tmp_path / "spoken.wav"
+        path.write_bytes(read_aloud(text, voice="en-us+m1", speed=160, pitch=50))
+        spoken.append(load_samples(path, RATE))
+    outputs = []
+    for folder in (base, converted):
+        recognize = pipeline("automatic-speech-recognition", model=str(folder))
+        assert recognize.type == "seq2seq_whisper"
+        greedy, beams = ({"generate_kwargs": {"num_beams": number, "max_new_tokens": 60}} for number in (1, 3))
+        outputs.append(
+            [
+                recognize([samples.copy() for samples in spoken], batch_size=5, **greedy),
+                recognize([samples.copy() for samples in spoken], batch_size=4, **beams),
+                [recognize(samples.copy(), return_timestamps=True, **greedy) for samples in spoken],
+            ]
+        )
+        with pytest.raises(ValueError, match="alignment_heads"):
+            recognize(spoken[0].copy(), return_timestamps="word")
+    assert outputs[0] == outputs[1]

@@ -25,12 +25,15 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
         num_encoder_features: D of the encoder's attention; None takes the map's default.
         softmax_cross_layers: indices of decoder layers whose cross attention stays softmax.
         softmax_encoder_layers: indices of encoder layers that stay softmax attention; None means all.
+        merged_source_length: positions of audio that softmax cross attention keeps; similar neighbours are merged to as many
+            (`hf_rfa.models.merged_attention`). 0 keeps all.
     """
 
     num_cross_features: int | None = None
     num_encoder_features: int | None = None
     softmax_cross_layers: list[Any] = field(default_factory=list)
     softmax_encoder_layers: list[Any] | None = None
+    merged_source_length: int = 0
 
     FEATURE_COUNTS = {"num_features": "causal", "num_cross_features": "cross", "num_encoder_features": "encoder"}
     SOFTMAX_LAYERS = {"softmax_layers": "causal", "softmax_cross_layers": "cross", "softmax_encoder_layers": "encoder"}
@@ -90,6 +93,13 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
                     f"feature_map='none' leaves {kind} attention nothing to see, for it has no window. Leave all of its "
                     "layers softmax, or take another feature map."
                 )
+        if self.merged_source_length < 0:
+            raise ValueError(f"merged_source_length must be at least 0, got {self.merged_source_length}.")
+        if self.merged_source_length and not (hasattr(self, "num_mel_bins") and self.softmax_layers_for("cross")):
+            raise ValueError(
+                f"merged_source_length={self.merged_source_length} is of softmax cross attention to audio, and there is none "
+                "here. Leave it out, or leave cross attention softmax."
+            )
 
 
 def __getattr__(name: str) -> Any:

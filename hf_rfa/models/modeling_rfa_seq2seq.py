@@ -24,6 +24,7 @@ from .cache_rfa_seq2seq import cross_layer_of
 from .configuration_rfa import AttentionKind
 from .configuration_rfa_seq2seq import seq2seq_config_class
 from .masking import check_direction, check_one_document, check_positions, document_starts, local_padding, read_mask
+from .merged_attention import MergedCrossAttention, merged_attention_class
 from .rfa_classes import (
     RFAPreTrainedMixin,
     StackCall,
@@ -152,10 +153,15 @@ def _become_rfa(stack: Any) -> None:
     for index, layer in enumerate(stack.layers):
         for name, kind in (DECODER_KINDS if is_decoder else ENCODER_KINDS).items():
             module = getattr(layer, name)
-            if stack.config.is_rfa(kind, index) and not isinstance(module, RFASeq2SeqAttentionMixin):
+            if isinstance(module, RFASeq2SeqAttentionMixin | MergedCrossAttention):
+                continue
+            if stack.config.is_rfa(kind, index):
                 _check_attention(module, kind, stack.config)
                 module.__class__ = rfa_attention_class(type(module))
                 module.become_rfa(stack.config, kind, index)
+            elif kind == "cross" and stack.config.merged_source_length:
+                _check_attention(module, kind, stack.config)
+                module.__class__ = merged_attention_class(type(module))
     prepare_calls(stack, prepare_decoder if is_decoder else prepare_encoder)
 
 

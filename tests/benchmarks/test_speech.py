@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from benchmarks import speech, speech_decoding
 from hf_rfa.inference import cache_num_bytes
-from hf_rfa.io.audio_io import read_utterances
+from hf_rfa.io.audio_io import load_samples, read_utterances
 from tests.families import make
 
 
@@ -50,6 +50,22 @@ def test_sentences_are_read_in_voices_of_their_set(spoken, tmp_path, monkeypatch
         voices[name] = {part for row in rows for part in row["voice"].split("+")}
         assert len({row["speed"] for row in rows}) > 1
     assert voices["train"].isdisjoint(voices["held-out"])
+
+
+def test_long_files_are_held_out_utterances_one_after_the_other(spoken, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("".join(f"{'x' * 882} {n}\n" for n in range(45)))
+    words = ["--train", str(tmp_path / "a.txt"), "--held-out", str(tmp_path / "a.txt"), "--long-files"]
+    monkeypatch.setattr("sys.argv", ["speech", str(tmp_path / "out"), *words, "2"])
+    speech.main()
+    parts, long = (read_utterances(tmp_path / "out" / f"{name}.jsonl") for name in ("held-out", "long"))
+    assert [row.text for row in long] == [" ".join(row.text for row in parts[n : n + 20]) for n in (0, 20)]
+    samples = load_samples(long[1].path, speech.LONG_RATE)
+    spoken_samples = [len(load_samples(row.path, speech.LONG_RATE)) for row in parts[20:40]]
+    assert len(samples) == sum(spoken_samples) + 20 * 6000
+    assert not samples[spoken_samples[0] + 10 : spoken_samples[0] + 5990].any()
+    monkeypatch.setattr("sys.argv", ["speech", str(tmp_path / "more"), *words, "3", "--held-out-rows", "45"])
+    with pytest.raises(ValueError, match="--long-files 3 needs 60 held-out utterances, and there are 45"):
+        speech.main()
 
 
 def test_missing_espeak_is_named(tmp_path, monkeypatch):
