@@ -284,8 +284,8 @@ def _prepare_inputs(
     inputs = calibration_inputs(checkpoint.config, tokenizer, documents, seed=options.seed, tokens=tokens)
     if documents is not None:
         check_tokens(inputs["input_ids"].unique().tolist(), checkpoint.config)
-    count = inputs["input_ids"].numel()
-    if fits_features and not checkpoint.config.is_encoder_decoder and count < FITTED_FROM:
+    fits_decoder = fits_features and not checkpoint.config.is_encoder_decoder
+    if fits_decoder and (count := inputs["input_ids"].numel()) < FITTED_FROM:
         raise InputError(
             f"feature_map={options.feature_map} is fitted to at least {FITTED_FROM:,} tokens of text, and there are "
             f"{count:,}. Pass a longer text (--calibrate, --calibration-tokens), or another map, such as positive."

@@ -65,7 +65,7 @@ HEADS = {"retrieval_heads": [[0, 1], [1, 0]], "retrieval_window": 50}
     ("family", "options", "kept"),
     [
         ("llama", {}, SLOTS),
-        ("llama", {"preset": "mixed"}, f"{MIXED}. Features sum up"),
+        ("llama", {"preset": "mixed", "feature_map": "positive"}, f"{MIXED}. Features sum up"),
         ("llama", {"preset": "rfa"}, "128 random features (positive), no exact tokens. Features"),
         ("gpt2", {}, f"{MIXED}. Features"),
         ("gpt2", {"preset": "exact"}, SLOTS),

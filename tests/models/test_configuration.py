@@ -201,20 +201,24 @@ LLAMA_FIELDS = RFA_FIELDS | {
     "attention_dropout": CHANCE,
     "attention_bias": FLAG,
 }
-SEQ2SEQ_FIELDS = RFA_FIELDS | {
-    "num_cross_features": COUNT,
-    "num_encoder_features": COUNT,
-    "softmax_cross_layers": LAYERS,
-    "softmax_encoder_layers": ([*LAYERS[0], None], LAYERS[1][1:]),
-    "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS,
-    "encoder_layers": ([0, 1, 2, 3], NUM_LAYERS[1][1:]),
-    "decoder_layers": NUM_LAYERS,
-    "d_model": ([WIDTH], [0, -24, None, "24"]),
-    "max_position_embeddings": ([POSITIONS], [0, -1, None]),
-    "attention_dropout": CHANCE,
-    "decoder_layerdrop": CHANCE,
-}
+SEQ2SEQ_FIELDS = (
+    RFA_FIELDS
+    | {
+        "num_cross_features": COUNT,
+        "num_encoder_features": COUNT,
+        "softmax_cross_layers": LAYERS,
+        "merged_source_length": ([0], [-1, 5, None, "3", 0.5]),  # of audio alone
+        "softmax_encoder_layers": ([*LAYERS[0], None], LAYERS[1][1:]),
+        "encoder_attention_heads": HEADS,
+        "decoder_attention_heads": HEADS,
+        "encoder_layers": ([0, 1, 2, 3], NUM_LAYERS[1][1:]),
+        "decoder_layers": NUM_LAYERS,
+        "d_model": ([WIDTH], [0, -24, None, "24"]),
+        "max_position_embeddings": ([POSITIONS], [0, -1, None]),
+        "attention_dropout": CHANCE,
+        "decoder_layerdrop": CHANCE,
+    }
+)
 LLAMA_LAYERS = {"softmax_layers": ("num_hidden_layers", 3)}
 #: By family: the fields, those that count features with the heads that they are for, and lists of layers with their number.
 DRAWN: dict[str, tuple[dict[str, Any], dict[str, tuple[str, int]], dict[str, tuple[str, int]]]] = {
