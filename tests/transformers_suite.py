@@ -38,7 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 UNSHIFTED = "the base model's loss does not shift either, and the suite leaves it out by name"
 RESIZED = "it takes tokens for the model's inputs; transformers' tests of Whisper replace it"
-#: Tests that are left out and why, by how the names of test classes begin.
+#: Tests that are left out and why, of all models and of some kinds.
 LEFT_OUT: dict[str, dict[str, str]] = {
     "": {
         "test_retain_grad_hidden_states_attentions": "the output is no function of the attention weights that are returned",
@@ -124,8 +124,8 @@ class Suite(ModelTesterMixin, GenerationTesterMixin):
         return inputs
 
 
-def cases() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield names of test classes and their attributes; decoders of models with an encoder are tested apart."""
+def cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield kinds of models, settings and attributes of test classes; decoders of models with an encoder are a kind."""
     for family in ("gpt2", "bart", "llama", "whisper"):
         architectures = FAMILIES[family].architectures.items()
         # The suite has no inputs for a model of two heads.
@@ -134,23 +134,16 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
         for setting, options in SETTINGS.items():
             if has_encoder(family) and options["feature_map"] == "none":
                 options = {**options, "softmax_cross_layers": [0, 1]}
-            attributes = {"family": family, "options": options}
+            attributes: dict[str, Any] = {"family": family, "options": options}
             others = tuple(model for model in models if model not in alone)
-            yield (
-                f"{family.title()}{setting}",
-                {**attributes, "all_model_classes": others, "is_encoder_decoder": has_encoder(family)},
-            )
+            attributes |= {"all_model_classes": others, "is_encoder_decoder": has_encoder(family)}
+            yield family.title(), setting, attributes
             if alone:  # without a source there is nothing that cross attention attends to
-                yield (
-                    f"{family.title()}Decoder{setting}",
-                    {**attributes, "all_model_classes": tuple(alone), "test_all_params_have_gradient": False},
-                )
+                attributes = {**attributes, "all_model_classes": tuple(alone), "is_encoder_decoder": False}
+                yield f"{family.title()}Decoder", setting, {**attributes, "test_all_params_have_gradient": False}
 
 
-for _name, _attributes in cases():
-    for _prefix, _tests in LEFT_OUT.items():
-        if _name.startswith(_prefix):
-            _attributes |= {
-                test: unittest.skip(f"left out: {reason}")(lambda self: None) for test, reason in _tests.items()
-            }
-    globals()[_name] = type(_name, (Suite, unittest.TestCase), _attributes)
+for _kind, _setting, _attributes in cases():
+    for _test, _reason in (LEFT_OUT[""] | LEFT_OUT.get(_kind, {})).items():
+        _attributes[_test] = unittest.skip(f"left out: {_reason}")(lambda self: None)
+    globals()[_kind + _setting] = type(_kind + _setting, (Suite, unittest.TestCase), _attributes)
