@@ -35,7 +35,7 @@ from hf_rfa.evaluation.recall.probes import DEPTHS, Texts, blocks, needle, noise
 from hf_rfa.evaluation.recall.scoring import Rows, TokenScores
 from hf_rfa.io.text_io import read_documents, tokenize
 
-from .. import figures
+from ..figures import RowFile
 from .environment import python_with_kvpress
 
 ROOT = Path(__file__).parent.parent.parent
@@ -129,9 +129,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
     keys = dict.fromkeys((row["budget"], row["method"]) for row in rows)
     for budget, method in sorted(keys, key=lambda key: key[0]):
         own = {row["task"]: row for row in rows if (row["budget"], row["method"]) == (budget, method)}
-        figures_ = [f"{own[task]['figure']:.2f}" if task in own else "" for task in tasks]
+        cells = [f"{own[task]['figure']:.2f}" if task in own else "" for task in tasks]
         most, speed = max(row["bytes"] for row in own.values()), max(row["tokens_per_second"] for row in own.values())
-        made.add_row(str(budget), method, *figures_, f"{most:,}", f"{speed:.0f}")
+        made.add_row(str(budget), method, *cells, f"{most:,}", f"{speed:.0f}")
     return made
 
 
@@ -163,7 +163,7 @@ def main() -> None:
         for row in json.loads(arguments.control.read_text())
         if row["kind"] == "window and sinks" and row["tokens"] == len(ids)
     }
-    file = figures.RowFile(arguments.output / "peers.json")
+    file = RowFile(arguments.output / "peers.json")
     wanted = [
         (budget, task, method)
         for budget in arguments.budgets

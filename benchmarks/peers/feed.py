@@ -9,8 +9,8 @@ likely ones, the bytes of the cache and the seconds. It prints a line after ever
 A press of kvpress scores the tokens of the cache at every step; the one with the lowest score is dropped, per layer and
 key-value head. kvpress' own `DecodingPress` with an interval of 1 differs in three ways: it keeps tokens in the order of
 their scores, while StreamingLLM, SnapKV and LagKV read them in order of time; it forgets a layer's inputs at every
-compression, of which SnapKV and ExpectedAttention need the last ones; and it rotates the queries of all of these by the last
-position. CAM merges tokens as well and is kvpress' own.
+compression, of which SnapKV and ExpectedAttention need the last ones; and it rotates all of SnapKV's queries by the last
+position. CAM merges tokens as well, and is fed by kvpress' own hook.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 SNAPKV_WINDOW, STATISTICS_INPUTS = 8, 128
 
 
-class CenteredExpectedAttention(ExpectedAttentionPress):
+class ExpectedAttention(ExpectedAttentionPress):
     """ExpectedAttention whose future positions follow the last token, where kvpress has them follow the inputs it holds."""
 
     position = 0
@@ -84,7 +84,7 @@ METHODS: dict[str, tuple[Callable[[int], Any], int]] = {
     "TOVA": (lambda budget: TOVAPress(), 1),
     "H2O": (HeavyHitters, 1),
     "SnapKV": (lambda budget: SnapKVPress(window_size=SNAPKV_WINDOW, kernel_size=5), SNAPKV_WINDOW + 1),
-    "ExpectedAttention": (lambda budget: CenteredExpectedAttention(n_future_positions=512), STATISTICS_INPUTS),
+    "ExpectedAttention": (lambda budget: ExpectedAttention(n_future_positions=512), STATISTICS_INPUTS),
     "LagKV": (lambda budget: LagKVPress(n_sink=4, lag_size=16), 1),
     "KeyDiff": (lambda budget: KeyDiffPress(), 1),
     "Knorm": (lambda budget: KnormPress(), 1),
@@ -148,7 +148,7 @@ class Eviction:
 
 
 class Merging(CAMPress):
-    """CAM (Zhang et al. 2024), kvpress' own."""
+    """CAM (Zhang et al. 2024)."""
 
     def num_bytes(self) -> int:
         """Return the bytes of the sums of attention weights, of all rows."""
