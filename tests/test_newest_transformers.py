@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from hf_rfa.version import NEWEST_TESTED_TRANSFORMERS
 from tests.conftest import ROOT
+from tests.packages import pip
 
 #: What a new transformers has broken before: names of arguments, caches, masks, what `generate` does with them.
 TESTS = (
@@ -23,15 +24,9 @@ TESTS = (
 )
 
 
-def pip_install(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``pip install``."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1"]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True)
-
-
 def missing_packages(*arguments: str) -> list[str]:
     """Return what ``pip install`` would install, each as ``name==version``."""
-    run = pip_install("--dry-run", "--report", "-", *arguments)
+    run = pip("install", "--dry-run", "--report", "-", *arguments)
     if run.returncode:
         pytest.skip(f"pip finds no registry to install {arguments[-1]} from: {run.stderr.strip().splitlines()[-1]}")
     packages: list[dict[str, Any]] = [package["metadata"] for package in json.loads(run.stdout)["install"]]
@@ -47,7 +42,7 @@ def test_caches_and_generation_with_the_newest_transformers(tmp_path: Path):
     if Version(newest.removeprefix("transformers==")) < Version(NEWEST_TESTED_TRANSFORMERS):
         pytest.skip(f"pip offers {newest} at most, from a folder: it has no registry")
     if packages := missing_packages(newest):
-        installed = pip_install("--no-deps", "--target", str(tmp_path), *packages)
+        installed = pip("install", "--no-deps", "--target", str(tmp_path), *packages)
         assert installed.returncode == 0, installed.stderr
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(ROOT)])

@@ -62,6 +62,12 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(file), f"{page.name}: {target}, of {sorted(anchors(file))}"
 
 
+@cache
+def text_of_tests() -> str:
+    """Return the text of all tests."""
+    return "".join(path.read_text() for path in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("hf-rfa-vllm/tests/*.py")))
+
+
 @each_page
 def test_files_and_modules_that_are_named_exist(page):
     for path in re.findall(
@@ -72,6 +78,8 @@ def test_files_and_modules_that_are_named_exist(page):
         assert importlib.util.find_spec(module), f"{page.name}: {module}"
     for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
         assert f"def {name}(" in (ROOT / path).read_text(), f"{page.name}: {path}::{name}"
+    for name in re.findall(r"`(test_\w+)`", page.read_text()):
+        assert name in text_of_tests(), f"{page.name}: {name}"
 
 
 @each_page

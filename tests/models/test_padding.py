@@ -61,6 +61,25 @@ def test_pads_neither_enter_nor_decay_the_state(family, variant, side):
         assert_close(found[row, kept[row]], single[0], atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("family", "variant"), [("gpt2", "window-gate"), ("gpt2", "mlp"), ("llama", "slots-gate"), ("llama", "retrieval")]
+)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_gradients_are_those_of_the_text_without_padding(family, variant, side):
+    """In a batch of one, whose mask some models pass over."""
+    model, ids = make(family, variant, dtype=torch.float64), tokens(1)
+    weights, pads = torch.randn(1, LENGTH, 61), torch.full((1, 7), 9)
+    padded = torch.cat([pads, ids] if side == "left" else [ids, pads], dim=1)
+    mask = torch.ones_like(padded)
+    mask[:, slice(7) if side == "left" else slice(LENGTH, None)] = 0
+    found = model(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp_min(0), use_cache=False).logits
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    losses = (found[mask.bool()][None] * weights).sum(), (model(ids, use_cache=False).logits * weights).sum()
+    padded_gradients, gradients = (torch.autograd.grad(loss, parameters) for loss in losses)
+    for name, gradient, expected in zip(names, padded_gradients, gradients, strict=True):
+        assert_close(gradient, expected, atol=1e-8, rtol=1e-6, msg=name)
+
+
 @every_seq2seq_case
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_of_a_source_is_not_seen(family, variant, side):

@@ -1,0 +1,202 @@
+"""Eviction methods of kvpress, and H2O, under a fixed budget of tokens, on the text and in the blocks of `benchmarks.memory`.
+
+    python -m benchmarks.peers SmolLM2-135M-Instruct enwiki/valid.jsonl.gz --environment ENVIRONMENT --output FOLDER
+
+ENVIRONMENT is a folder that gets an environment with kvpress (`benchmarks.peers.environment`). The softmax model is fed
+token by token and no method sees a text whole (`benchmarks.peers.feed`). A budget is the most tokens that a query sees, its
+own included, and so the most that the cache ever holds. The control comes first: StreamingLLM is a window with sinks, and has
+to have the perplexity that `benchmarks.memory` measured for one, else nothing is measured. Rows are written one by one to
+``peers.json``, and a run goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from hf_rfa.errors import InputError
+from hf_rfa.evaluation.recall.probes import DEPTHS, Texts, blocks, needle, noise, phone_book, random_tokens, repeated
+from hf_rfa.evaluation.recall.scoring import Rows, TokenScores
+from hf_rfa.io.text_io import read_documents, tokenize
+
+from ..figures import RowFile
+from .environment import python_with_kvpress
+
+ROOT = Path(__file__).parent.parent.parent
+SINKS = 4
+#: In the order in which they are run; the first is the control.
+METHODS = (
+    *("StreamingLLM", "TOVA", "H2O", "SnapKV", "ExpectedAttention", "LagKV", "KeyDiff", "CAM", "Knorm", "Random"),
+)
+#: How far the control's perplexity may be from that of a window with sinks, relative to it.
+TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model reads and is asked.
+
+    Attributes:
+        name: of the column.
+        rows: the tokens.
+        is_answer: whether the scored tokens of a row count together; None for a text, of which there is perplexity.
+    """
+
+    name: str
+    rows: Rows
+    is_answer: bool | None = None
+
+    def figure(self, scores: TokenScores) -> float:
+        """Return perplexity, or the percentage of tokens or answers predicted."""
+        if self.is_answer is None:
+            return math.exp(scores.mean_nats)
+        return 100 * (scores.answers() if self.is_answer else scores).accuracy
+
+
+def make_tasks(tokenizer: Any, ids: Tensor, contexts: list[int], *, recall: bool) -> Iterator[Task]:
+    """Yield the text in blocks of every length and, for recall, rows like those of the recall suite."""
+    for length in contexts:
+        yield Task(f"perplexity {length:,}", blocks(ids, length, len(ids) // length))
+    if not recall:
+        return
+    texts = Texts(tokenizer)
+    words = sorted(set(range(tokenizer.vocab_size)) - set(tokenizer.all_special_ids))
+    yield Task("copying 128", repeated(random_tokens(words, 128, 16, Random("random 128"))), is_answer=False)
+    hay = noise(texts, 512, Random("noise"))
+    needles = [needle(texts, hay, 512, depth, 4, Random(f"noise 512 {depth}")) for depth in DEPTHS]
+    rows = Rows(torch.cat([each.ids for each in needles]), torch.cat([each.scored for each in needles]))
+    yield Task("needle 512", rows, is_answer=True)
+    yield Task("phone book 10", phone_book(texts, 10, 64, Random("book 10")), is_answer=True)
+
+
+def measure(
+    python: Path, model: Path, task: Task, *, method: str, budget: int, advance: Callable[[], object]
+) -> dict[str, Any]:
+    """Return the figures of a task, measured in the environment of ``python``; call ``advance`` for every token."""
+    with TemporaryDirectory() as folder:
+        rows, scores = Path(folder) / "rows.pt", Path(folder) / "scores.pt"
+        torch.save({"ids": task.rows.ids, "scored": task.rows.scored}, rows)
+        command = [str(python), "-m", "benchmarks.peers.feed", str(model.absolute()), str(rows), str(scores)]
+        command += ["--method", method, "--budget", str(budget)]
+        environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for _ in process.stdout:
+                advance()
+        if process.returncode:
+            raise InputError(f"{' '.join(command)} failed with status {process.returncode}. It says above why.")
+        found = torch.load(scores)
+    figure = task.figure(TokenScores(found["nats"], found["correct"], task.rows.scored))
+    return {
+        "figure": figure,
+        "bytes": found["cache_bytes"] + found["other_bytes"],
+        "seconds": found["seconds"],
+        "tokens_per_second": task.rows.ids.numel() / found["seconds"],
+    }
+
+
+def check_control(row: dict[str, Any], windows: dict[tuple[int, str], float]) -> None:
+    """Raise an InputError if StreamingLLM's perplexity is not that of a window with sinks of its size."""
+    expected = windows.get((row["budget"], row["task"]))
+    if expected is not None and abs(row["figure"] / expected - 1) > TOLERANCE:
+        raise InputError(
+            f"StreamingLLM has a perplexity of {row['figure']:.3f} with {row['budget']} tokens, and a window of "
+            f"{row['budget'] - SINKS} with {SINKS} sinks {expected:.3f} ({row['task']}). The methods are not fed as hf-rfa's "
+            "models are: mend benchmarks/peers/feed.py before anything is compared."
+        )
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Return the rows as a table: a line for every method and budget, a column for every task."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    made = Table("budget", "method", *tasks, "bytes", "tokens/s")
+    keys = dict.fromkeys((row["budget"], row["method"]) for row in rows)
+    for budget, method in sorted(keys, key=lambda key: key[0]):
+        own = {row["task"]: row for row in rows if (row["budget"], row["method"]) == (budget, method)}
+        cells = [f"{own[task]['figure']:.2f}" if task in own else "" for task in tasks]
+        most, speed = max(row["bytes"] for row in own.values()), max(row["tokens_per_second"] for row in own.values())
+        made.add_row(str(budget), method, *cells, f"{most:,}", f"{speed:.0f}")
+    return made
+
+
+def main() -> None:
+    """Measure what is missing, and print all rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--environment", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256, 512])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048])
+    parser.add_argument("--tokens", type=int, default=32_768)
+    parser.add_argument("--recall", action="store_true", help="copying, needles and phone books too")
+    parser.add_argument(
+        "--control",
+        type=Path,
+        default=ROOT / "benchmarks" / "results" / "memory.json",
+        help="what benchmarks.memory measured of windows with sinks (default: %(default)s)",
+    )
+    arguments = parser.parse_args()
+    python = python_with_kvpress(arguments.environment)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    ids = tokenize(tokenizer, read_documents(arguments.text), most=arguments.tokens)
+    tasks = list(make_tasks(tokenizer, torch.as_tensor(ids), arguments.contexts, recall=arguments.recall))
+    windows = {
+        (int(row["worth"]), f"perplexity {row['context']:,}"): row["perplexity"]
+        for row in json.loads(arguments.control.read_text())
+        if row["kind"] == "window and sinks" and row["tokens"] == len(ids)
+    }
+    file = RowFile(arguments.output / "peers.json")
+    wanted = [
+        (budget, task, method)
+        for budget in arguments.budgets
+        for task in tasks
+        for method in dict.fromkeys((METHODS[0], *arguments.methods))
+    ]
+    if (arguments.budgets[0], tasks[0].name) not in windows:
+        parser.error(
+            f"{arguments.control} has no window of {arguments.budgets[0]} tokens on this text: measure it first."
+        )
+    console = Console()
+    with Progress(console=console) as progress:
+        done = progress.add_task("", total=sum(task.rows.ids.numel() for _, task, _ in wanted))
+        for budget, task, method in wanted:
+            progress.update(done, description=f"{method}, {budget} tokens, {task.name}")
+            key = {"budget": budget, "method": method, "task": task.name, "tokens": len(ids)}
+            if file.has(key):
+                progress.advance(done, task.rows.ids.numel())
+            else:
+                step = len(task.rows.ids)
+                found = measure(
+                    python,
+                    arguments.model,
+                    task,
+                    method=method,
+                    budget=budget,
+                    advance=lambda n=step: progress.advance(done, n),
+                )
+                file.add(key | found)
+            if method == METHODS[0]:
+                check_control(next(row for row in file.rows if key.items() <= row.items()), windows)
+    console.print(table(file.rows))
+
+
+if __name__ == "__main__":
+    main()

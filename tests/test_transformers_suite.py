@@ -1,0 +1,73 @@
+"""transformers' own tests of its models, on RFA models."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.conftest import ROOT
+from tests.packages import pip
+
+#: Where source distributions are kept.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hf-rfa"
+
+
+def downloaded(pattern: str, *arguments: str) -> Path:
+    """Return the file of a package, downloaded unless it is there."""
+    if not list(CACHE.glob(pattern)):
+        run = pip("download", "--no-deps", "--dest", str(CACHE), *arguments)
+        if run.returncode:
+            pytest.skip(
+                f"pip finds no registry to download {arguments[-1]} from, and TRANSFORMERS_TESTS names no checkout"
+            )
+    return next(CACHE.glob(pattern))
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which ``tests/transformers_suite.py`` finds transformers' tests, and what they import."""
+    path = [str(ROOT)]
+    if find_spec("parameterized") is None:
+        path.append(str(downloaded("parameterized-*.whl", "parameterized")))
+    checkout = os.environ.get("TRANSFORMERS_TESTS")
+    if checkout is None:
+        version = transformers.__version__
+        sdist = downloaded(f"transformers-{version}.tar.gz", "--no-binary", "transformers", f"transformers=={version}")
+        folder = tmp_path_factory.mktemp("sdist")
+        with tarfile.open(sdist) as archive:
+            archive.extractall(folder, [each for each in archive if "/tests/" in each.name], filter="data")
+        checkout = str(folder / f"transformers-{version}")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {**inherited, "TRANSFORMERS_TESTS": checkout, "PYTHONPATH": os.pathsep.join(path)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["Exact", "Mixed", "Whole"])
+def test_what_transformers_asks_of_its_models(setting: str, environment: dict[str, str]):
+    """What the suite asks of a model's class, it gets, but for the tests that ``LEFT_OUT`` names with their reasons."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+        "-o",
+        "filterwarnings=",
+    ]
+    command += ["tests/transformers_suite.py", "-k", setting]
+    tests = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert tests.returncode == 0, tests.stdout[-5000:]
+    passed = re.search(r"(\d+) passed", tests.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 400, tests.stdout[-500:]  # of transformers 5.24.0's
