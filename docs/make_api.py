@@ -38,7 +38,7 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
     },
     "Measuring": {
         "hf_rfa.io.text_io.tokenize": None,
-        "hf_rfa.evaluation.perplexity": None,
+        "hf_rfa.evaluation.perplexity.perplexity": None,
         "hf_rfa.evaluation.generation_scores.evaluate_generation": None,
         "hf_rfa.evaluation.recall.recall_suite": None,
         "hf_rfa.evaluation.recall.window_and_sinks": None,
@@ -75,7 +75,7 @@ OPTIONS: dict[str, Any] = {
     "heading_level": 3,
     "show_submodules": False,
     "inherited_members": False,
-    "docstring_section_style": "table",
+    "docstring_section_style": "list",
     "summary": False,
     "members_order": "source",
     "show_bases": False,
