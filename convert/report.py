@@ -203,8 +203,8 @@ class ConversionReport:
             beside = "beside the cache of the softmax layers, which grows with the text"
         elif self.source_bytes:
             beside = "beside the cache of softmax cross attention, which has the source's length"
-        size = f"{_size(self.state_bytes)} per sequence, the bytes of {self.state_tokens:,.0f} tokens of the base model's cache"
-        costs = [f"**Memory**: {size}, {beside}."]
+        tokens = f"{self.state_tokens:,.0f} tokens of the base model's cache"
+        costs = [f"**Memory**: {_size(self.state_bytes)} per sequence, the bytes of {tokens}, {beside}."]
         if "causal" in self.feature_dims:
             fate = "part of a sum, from which it can hardly be told" if self.feature_dims["causal"] else "forgotten"
             costs.append(f"**Recall**: a token that a head does not keep exactly is {fate}.")

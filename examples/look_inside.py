@@ -51,7 +51,8 @@ def draw(kept: Tensor, path: Path) -> None:
     """Draw what every head keeps."""
     figure = Figure(figsize=(10, 4))
     axes = figure.subplots()
-    axes.imshow(kept, aspect="auto", interpolation="nearest", cmap=ListedColormap(list(COLORS.values())), vmax=WINDOW)
+    colors = ListedColormap(list(COLORS.values()))
+    axes.imshow(kept.numpy(), aspect="auto", interpolation="nearest", cmap=colors, vmin=EVICTED, vmax=WINDOW)
     axes.set(xlabel="token of the text", ylabel="key-value head, layer by layer")
     patches = [Patch(facecolor=color, edgecolor="black", label=name) for name, color in COLORS.items()]
     axes.legend(handles=patches, ncols=4, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1))
