@@ -146,11 +146,11 @@ PICTURES = {"overview": overview, "equal-bytes": equal_bytes, "recall": recall, 
 
 def main(folder: Path = FOLDER) -> None:
     """Write every picture as NAME.svg."""
-    matplotlib.rcParams.update({"svg.hashsalt": "hf-rfa", "svg.fonttype": "none"})
-    for name, draw in PICTURES.items():
-        figure = draw()
-        figure.tight_layout()
-        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "hf-rfa", "svg.fonttype": "none"}):
+        for name, draw in PICTURES.items():
+            figure = draw()
+            figure.tight_layout()
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
