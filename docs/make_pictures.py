@@ -1,7 +1,6 @@
 """Draws the pictures of README.md and docs/results.md from benchmarks/results: python -m docs.make_pictures.
 
-Speed is measured by ``hf-rfa bench --model CHECKPOINT --batches 1 --static --lengths 128,512,2048,8192,32768
---output benchmarks/results/speed-smollm2``, with SmolLM2-135M-Instruct converted by default as CHECKPOINT.
+How each JSON was made stands beside it: speed-smollm2.json in speed.md, memory.json and recall-smollm2.json in memory.md.
 """
 
 from __future__ import annotations
