@@ -49,7 +49,9 @@ def draw_token_life(axes: Axes) -> None:
     )
     for start, end, text, place in arrows:
         axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, color="#444444"))
-        axes.text(place[0], place[1], text, fontsize=7, color="#444444", ha="right" if text == "a new token" else "left")
+        axes.text(
+            place[0], place[1], text, fontsize=7, color="#444444", ha="right" if text == "a new token" else "left"
+        )
     axes.text(1, 10, "every box has a fixed size:\nthe cache never grows", fontsize=7.5, va="center")
 
 
