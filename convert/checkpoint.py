@@ -39,7 +39,7 @@ from .options import ConversionOptions
 #: Files of a hub checkpoint that are downloaded: weights, configurations, tokenizers and the model card.
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.spm", "*.jinja", "README.md")
 #: What to do with a GGUF file.
-GGUF_ADVICE = "transformers makes a folder of a GGUF file: docs/conversion.md has the lines."
+GGUF_ADVICE = "transformers makes a folder of a GGUF file: docs/guide.md has the lines."
 #: Bytes of the largest checkpoint that is loaded whole: blocks that stay on disk are read for every token generated.
 MAX_BYTES_IN_MEMORY = 1_000_000_000
 #: Tokens that a model is tried on.

@@ -196,6 +196,26 @@ class ConversionReport:
         rows.append(("largest logit difference after reloading", f"{self.max_logit_difference:.1e}"))
         return rows
 
+    def costs(self) -> list[str]:
+        """Return what a user of the model gives up, one sentence or two each: memory, recall, quality."""
+        beside = "at any length of the text"
+        if self.grows:
+            beside = "beside the cache of the softmax layers, which grows with the text"
+        elif self.source_bytes:
+            beside = "beside the cache of softmax cross attention, which has the source's length"
+        tokens = f"{self.state_tokens:,.0f} tokens of the base model's cache"
+        costs = [f"**Memory**: {_size(self.state_bytes)} per sequence, the bytes of {tokens}, {beside}."]
+        if "causal" in self.feature_dims:
+            fate = "part of a sum, from which it can hardly be told" if self.feature_dims["causal"] else "forgotten"
+            costs.append(f"**Recall**: a token that a head does not keep exactly is {fate}.")
+        if self.perplexities is not None:
+            text = "the base model's own outputs" if self.perplexities.own_outputs else "the text of the calibration"
+            costs.append(
+                f"**Quality**, as converted: {self.perplexities.ratio:.3f} times the base model's perplexity on {text} "
+                f"({self.perplexities.tokens:,} tokens). Expect more on other text."
+            )
+        return costs
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
         return asdict(self)

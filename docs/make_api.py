@@ -5,8 +5,8 @@ griffe2md renders each object; this file holds the order and the tables.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
+import pkgutil
 import re
 import textwrap
 from pathlib import Path
@@ -16,73 +16,66 @@ import griffe
 import griffe2md
 
 import hf_rfa
-from hf_rfa.finetune.arguments import FinetuneArguments
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
 WRAPPER = textwrap.TextWrapper(120, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
-#: Headings, what stands under each, and which methods are shown (None: all that have a docstring).
+#: Headings, what stands under each, and which methods are shown (None: all that have a docstring): what a user calls.
 SECTIONS: dict[str, dict[str, list[str] | None]] = {
-    "Converting": {
-        "hf_rfa.convert.convert": None,
-        "hf_rfa.convert.ConversionOptions": [],
-        "hf_rfa.convert.ConversionReport": None,
-        "hf_rfa.register_family": None,
-        "hf_rfa.Family": [],
-    },
+    "Converting": {"hf_rfa.convert.convert": None, "hf_rfa.convert.ConversionOptions": []},
     "Loading and generating": {
         "hf_rfa.inference.load_model": None,
         "hf_rfa.inference.generate_text": None,
-        "hf_rfa.inference.Generation": [],
+        "hf_rfa.inference.use_attention_component": None,
     },
     "Caches": {
         "hf_rfa.inference.save_cache": None,
         "hf_rfa.inference.load_cache": None,
         "hf_rfa.inference.cache_num_bytes": None,
-        "hf_rfa.RFALayer": ["activate_past_recording", "crop", "get_seq_length", "get_max_length"],
-        "hf_rfa.RFASourceLayer": [],
+        "hf_rfa.RFALayer": ["activate_past_recording", "crop"],
         "hf_rfa.export.DecodingStep": ["states", "forward"],
     },
     "Measuring": {
         "hf_rfa.io.text_io.tokenize": None,
-        "hf_rfa.evaluation.perplexity": None,
-        "hf_rfa.evaluation.Perplexity": None,
+        "hf_rfa.evaluation.perplexity.perplexity": None,
         "hf_rfa.evaluation.generation_scores.evaluate_generation": None,
-        "hf_rfa.evaluation.generation_scores.GenerationScores": [],
         "hf_rfa.evaluation.recall.recall_suite": None,
-        "hf_rfa.evaluation.recall.RecallReport": [],
         "hf_rfa.evaluation.recall.window_and_sinks": None,
     },
     "Training": {
         "hf_rfa.finetune.distill.distill": None,
-        "hf_rfa.finetune.recipe.Recipe": ["load", "stages", "with_steps"],
+        "hf_rfa.finetune.recipe.Recipe": [],
         "hf_rfa.finetune.recipe.Stage": [],
-        "hf_rfa.finetune.report.DistillationReport": None,
         "hf_rfa.finetune.finetune.finetune": None,
-        "hf_rfa.finetune.arguments.FinetuneArguments": [],
-        "hf_rfa.finetune.trainers.GroupedTrainer": [],
     },
-    "Models": {},
-    "Configuration": {
-        "hf_rfa.RFAConfigMixin": ["from_base", "validate_rfa", "is_rfa"],
-        "hf_rfa.RFASeq2SeqConfigMixin": [],
-    },
-    "Attention": {
-        "hf_rfa.inference.use_attention_component": None,
-    },
-    "Feature maps": {
+    "Models": {"hf_rfa.RFAConfigMixin": [], "hf_rfa.RFASeq2SeqConfigMixin": []},
+    "Families and feature maps of your own": {
+        "hf_rfa.register_family": None,
+        "hf_rfa.Family": [],
         "hf_rfa.register_feature_map": None,
-        "hf_rfa.FeatureMap": ["query_input", "key_input", "query", "key", "feature_dim", "log_factor", "affine_form"],
+        "hf_rfa.FeatureMap": ["query", "key"],
     },
-    "Errors": {"hf_rfa.InputError": []},
 }
+#: What these return, take or raise, by one sentence each.
+OTHERS = (
+    "hf_rfa.InputError",
+    "hf_rfa.RFASourceLayer",
+    "hf_rfa.convert.ConversionReport",
+    "hf_rfa.evaluation.Perplexity",
+    "hf_rfa.evaluation.generation_scores.GenerationScores",
+    "hf_rfa.evaluation.recall.RecallReport",
+    "hf_rfa.finetune.arguments.FinetuneArguments",
+    "hf_rfa.finetune.report.DistillationReport",
+    "hf_rfa.finetune.trainers.GroupedTrainer",
+    "hf_rfa.inference.Generation",
+)
 
 OPTIONS: dict[str, Any] = {
     "heading_level": 3,
     "show_submodules": False,
     "inherited_members": False,
-    "docstring_section_style": "table",
+    "docstring_section_style": "list",
     "summary": False,
     "members_order": "source",
     "show_bases": False,
@@ -97,10 +90,9 @@ transformers' Auto classes. Shapes: B batch, H heads, T tokens, d width of a hea
 that of [method.md](method.md). Commands: `hf-rfa --help`.
 """
 
-#: What the table of models leaves out.
-OTHER_MODELS = """Every other family of [models.md](models.md) has classes of the same form, made when they are asked for as
-`hf_rfa.RFALlamaForCausalLM`, say: `RFA` and the name of the softmax class, with the configuration `RFA` and the name of the
-base model's, such as `RFAGPT2Config`, `RFABartConfig` and `RFAMarianConfig`. Auto classes return them."""
+#: How the model classes are called, which have transformers' methods.
+MODELS = """Auto classes return the model of a checkpoint. By name a class is `RFA` and the name of the softmax class:
+`hf_rfa.RFALlamaForCausalLM`, with the configuration `hf_rfa.RFALlamaConfig`, for every family of [models.md](models.md)."""
 
 
 def render(obj: Any, members: list[str] | None) -> str:
@@ -117,43 +109,27 @@ def table(*rows: tuple[str, ...]) -> str:
     return "\n".join([head, "|" + "---|" * len(rows[0]), *others])
 
 
-def describe(cls: type) -> str:
-    """Return a class's docstring as one line for a table."""
-    return " ".join((inspect.getdoc(cls) or "").split()).replace("|", "\\|").replace("``", "`")
-
-
-def models() -> str:
-    """Return a table of the model classes."""
-    rows = [("class", "what it is", "Auto class")]
-    models: list[Any] = [cls for name in ("gpt2", "bart", "marian") for cls in hf_rfa.FAMILIES[name].model_classes]
-    for cls in models:
-        auto_map = cls.config_class().AUTO_MAP  # which a first configuration fills
-        loaders = [f"`{auto}`" for auto, place in auto_map.items() if place.endswith(f".{cls.__name__}")]
-        rows.append((f"`{cls.__name__}`", describe(cls), ", ".join(loaders)))
-    return table(*rows) + "\n\n" + OTHER_MODELS
+def first_sentence(obj: Any) -> str:
+    """Return the first sentence of a docstring as one line for a table."""
+    sentence = " ".join((inspect.getdoc(obj) or "").split()).partition(". ")[0].rstrip(".")
+    return sentence.replace("|", "\\|").replace("``", "`") + "."
 
 
 def feature_maps() -> str:
-    """Return a table of the registry."""
-    rows = [(f"`{name}`", f"`{cls.__name__}`", describe(cls)) for name, cls in hf_rfa.FEATURE_MAPS.items()]
-    return "`hf_rfa.FEATURE_MAPS`, by name:\n\n" + table(("name", "class", "what it is"), *rows)
+    """Return the classes of the registry, by name."""
+    names = (f"`{name}` (`{cls.__name__}`)" for name, cls in hf_rfa.FEATURE_MAPS.items())
+    return f"`hf_rfa.FEATURE_MAPS` has, by name: {', '.join(names)}. What they are says [method.md](method.md#feature-maps)."
 
 
-def finetune_options() -> str:
-    """Return a table of the fields of `FinetuneArguments`."""
-    rows = [("field", "what it is", "default")]
-    for field in dataclasses.fields(FinetuneArguments):
-        default = "*required*" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
-        rows.append((f"`{field.name}`", field.metadata["help"], default))
-    return table(*rows)
+def others() -> str:
+    """Return a table of `OTHERS`."""
+    return table(
+        ("name", "what it is"), *((f"`{name}`", first_sentence(pkgutil.resolve_name(name))) for name in OTHERS)
+    )
 
 
-#: Tables, by the heading or the object that they follow.
-TABLES = {
-    "Models": models,
-    "Feature maps": feature_maps,
-    "hf_rfa.finetune.arguments.FinetuneArguments": finetune_options,
-}
+#: Text by the heading that it follows.
+TEXTS = {"Models": MODELS, "Families and feature maps of your own": feature_maps()}
 
 
 def make_page() -> str:
@@ -164,10 +140,9 @@ def make_page() -> str:
     parts = [HEAD.rstrip()]
     for heading, objects in SECTIONS.items():
         parts.append(f"## {heading}")
-        parts += [TABLES[heading]()] if heading in TABLES else []
-        for name, members in objects.items():
-            parts.append(render(package[name.removeprefix("hf_rfa.")], members))
-            parts += [TABLES[name]()] if name in TABLES else []
+        parts += [TEXTS[heading]] if heading in TEXTS else []
+        parts += [render(package[name.removeprefix("hf_rfa.")], members) for name, members in objects.items()]
+    parts += ["## Other names", others()]
     return "\n\n".join(re.sub(r"\n{3,}", "\n\n", part) for part in parts) + "\n"
 
 

@@ -166,3 +166,11 @@ def test_model_classes_of_every_family_are_names_of_the_package():
     ):
         with pytest.raises(AttributeError, match=f"module 'hf_rfa' has no attribute '{name}'{reason}"):
             getattr(hf_rfa, name)
+
+
+def test_a_release_has_one_version():
+    """That of the package: CITATION.cff and CHANGELOG.md name it too."""
+    citation = re.search(r"(?m)^version: (\S+)$", (ROOT / "CITATION.cff").read_text())
+    assert citation is not None
+    assert citation[1] == hf_rfa.__version__
+    assert hf_rfa.__version__ in (ROOT / "CHANGELOG.md").read_text()

@@ -45,7 +45,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", help="default: those of the experiment")
     parser.add_argument("--processes", type=int, default=1, help="processes that train a row together, by accelerate")
     parser.add_argument("--work", type=Path, help="folder for checkpoints; default: NAME-work")
-    parser.add_argument("--output", type=Path, default=Path("docs/experiments"), help="folder for JSON and PNG")
+    parser.add_argument(
+        "--output", type=Path, default=Path("benchmarks/results/experiments"), help="folder for JSON and PNG"
+    )
     arguments, others = parser.parse_known_args()  # the rest are options of hf-rfa finetune
     experiment = EXPERIMENTS[arguments.name]
     unknown = sorted({*(arguments.row or ())} - {*experiment.rows, *(ROWS.keys() - SPECIAL)})

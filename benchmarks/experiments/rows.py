@@ -33,7 +33,7 @@ SOFTMAX = "softmax"
 PROCESSOR = "processor"
 GAUSSIAN = {"feature_map": "gaussian", "unit_norm": True, "gate": False}
 GATE = {**GAUSSIAN, "gate": True}
-#: glibc keeps what it has freed: docs/faq.md has what that gains.
+#: glibc keeps what it has freed: benchmarks/results/speed.md has what that gains.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),

@@ -1,6 +1,6 @@
 """Speech, as in Katharopoulos et al. 2020, section 4.3: time and memory of a Whisper by the length of the audio.
 
-    python -m benchmarks.experiments.speech --output docs/experiments
+    python -m benchmarks.experiments.speech --output benchmarks/results/experiments
 
 Models of Whisper tiny's shape with random weights: what they write means nothing, and quality is not measured. All attention
 is softmax, or all of it RFA or elu: the encoder's, the decoder's causal and its cross attention. The audio is read once, and
@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, nargs="+", default=[8, 15, 30, 60, 120, 240])
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("docs/experiments"))
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/experiments"))
     arguments = parser.parse_args()
     console, load = Console(), Load()
     if warning := load.warning():

@@ -292,7 +292,7 @@ def test_translations_are_scored_greedily_and_with_beams(tmp_path):
         translation.prepare(tmp_path, tmp_path)
 
 
-PAGE = ROOT / "docs" / "experiments.md"
+PAGE = ROOT / "benchmarks" / "results" / "experiments.md"
 #: Results of an experiment by its own model, and in folders below by others.
 RESULTS = [f"{name}.json" for name in sorted(experiments.EXPERIMENTS)]
 RESULTS += sorted(str(path.relative_to(PAGE.with_suffix(""))) for path in PAGE.with_suffix("").glob("*/*.json"))

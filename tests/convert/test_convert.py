@@ -193,6 +193,8 @@ def test_report_and_model_card_state_command_figures_and_every_head(tmp_path):
     for _, value in report.rows():
         assert value in card.content
     assert report.perplexities.softmax < report.perplexities.calibrated < report.perplexities.swapped
+    ratio = report.perplexities.calibrated / report.perplexities.softmax
+    assert f"as converted: {ratio:.3f} times the base model's perplexity on the text of the calibration" in card.content
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("Call me")["input_ids"] == AutoTokenizer.from_pretrained(DEMO_MODEL)("Call me")["input_ids"]
 

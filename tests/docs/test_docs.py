@@ -20,7 +20,7 @@ from hf_rfa_cli import train as cli_train
 from hf_rfa_cli.options import UsageError
 from tests.conftest import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += [path for folder in ("docs", "benchmarks/results") for path in sorted((ROOT / folder).glob("*.md"))]
 MODULES = [
     path for folder in ("hf_rfa", "hf_rfa_cli", "convert", "finetune") for path in sorted((ROOT / folder).rglob("*.py"))

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo import run as demo
+from hf_rfa.models.cache_names import returned_cache
 from tests.conftest import ROOT, leftovers, save_tiny_tokenizer
 from tests.docs.test_docs import parse
 from tests.families import make, save_softmax_model
@@ -25,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("error:fan_in_fan_out"),  # which PEFT mends with a warning
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),  # PEFT reads transformers' old name
 ]
-NAMES = ["convert_and_generate", "long_prompt", "distil_and_finetune"]
+NAMES = ["look_inside", "convert_and_generate", "long_prompt", "distil_and_finetune"]
 FIGURE = r"(?m)^(\w+): perplexity ([\d.]+)"
 every_family = pytest.mark.parametrize("family", ["gpt2", "llama"])
 
@@ -74,6 +75,30 @@ def test_convert_and_generate(family, tiny, converted):
         # 2 layers of 3 heads: 64 features of 8 values and the normaliser, 32 tokens of 16 numbers, a score and a place,
         # 4 bytes each
         assert f"cache {2 * 3 * (64 * 9 + 32 * (16 + 2)) * 4:,} bytes" in converted[family]
+
+
+@every_family
+def test_look_inside(family, tiny):
+    """The picture's tokens are those of the memory, and as many as it has places."""
+    options = ("--calibrate", "text.txt", "--text", "text.txt", "--tokens", 80, "--new-tokens", 5)
+    printed = run("look_inside", tiny, family, *options, "--output", f"{family}-inside")
+    folder = tiny / f"{family}-inside"
+    assert (folder / "kept.png").read_bytes().startswith(b"\x89PNG")
+    assert "4 sinks, 31 recent and 28 important tokens" in printed
+    assert list(dict(re.findall(FIGURE, printed))) == ["softmax", "converted"]
+
+    kept_tokens = runpy.run_path(str(ROOT / "examples" / "look_inside.py"))["kept_tokens"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    ids = AutoTokenizer.from_pretrained(folder / "model")((tiny / "text.txt").read_text(), return_tensors="pt")
+    with torch.no_grad():
+        cache = returned_cache(model(ids["input_ids"][:, :80], use_cache=True))
+    kept = torch.cat([kept_tokens(layer, 80, model.config.window_size) for layer in cache.layers])
+    assert [(kept == value).sum(1).unique().tolist() for value in range(4)] == [[80 - 63], [4], [28], [31]]
+    assert (kept[:, :4] == 1).all()
+    assert (kept[:, -31:] == 3).all()
+    heads = re.search(r"shows what (\d+) heads keep of 80 tokens", printed)
+    assert heads is not None
+    assert int(heads[1]) == len(kept)
 
 
 @every_family

@@ -93,6 +93,13 @@ def test_the_card_says_what_is_kept(family, options, kept, bases, tmp_path):
     assert ("Hao Peng" in text) == ("Peng et al. 2021" in text) == features
     assert ("Attention Sinks" in text) == ("sinks" in report.keeps)
     grows = options.get("layers") == []
+    costs = card.text.partition("## What it costs\n")[2].partition("\n## ")[0]
+    assert f"{report.state_tokens:,.0f} tokens of the base model's cache" in costs
+    assert ("which grows with the text" in costs) == grows
+    assert ("the source's length" in costs) == (family == "bart" and options.get("cross_layers") != "all")
+    assert ("**Recall**" in costs) == (not grows)
+    assert ("is forgotten." in costs) == ("no random features" in kept)
+    assert "**Quality**" not in costs, "there was no text to measure on"
     assert ("their cache grows" in text) == grows
     assert ("the same time and memory at any length." in text) == (report.source_bytes == 0 and not grows)
     assert ("any length of the output" in text) == (family == "bart" and options.get("cross_layers") != "all")

@@ -237,10 +237,10 @@ def test_evaluation_takes_the_length_of_an_answer_from_the_checkpoint(generation
 
 
 def test_the_command_trains_in_bfloat16_as_documented(material, tmp_path, monkeypatch, capsys):
-    """The line of docs/finetuning.md, where there is a GPU or none."""
+    """The line of docs/training.md, where there is a GPU or none."""
     (tmp_path / "reviews.csv").write_text("review,stars\nw5 w6,1\nw7,2\nw8 w9,1\n")
     shutil.copytree(material / "gpt2-rfa", tmp_path / "gpt2-rfa")
-    page = (ROOT / "docs" / "finetuning.md").read_text()
+    page = (ROOT / "docs" / "training.md").read_text()
     (line,) = (line for line in page.splitlines() if line.startswith("hf-rfa finetune") and line.endswith("--bf16"))
     monkeypatch.chdir(tmp_path)
     cli.app([*line.split()[1:], "--max_steps", "1", "--report_to", "none"], standalone_mode=False)

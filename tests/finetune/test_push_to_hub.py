@@ -97,7 +97,7 @@ def test_a_model_and_its_tokenizer_are_pushed_whole(converted, hub, tmp_path):
 
 
 def test_the_folder_is_uploaded_with_its_card_which_a_push_leaves(converted, hub):
-    """As docs/conversion.md has it: upload the folder first."""
+    """As docs/guide.md has it: upload the folder first."""
     HfApi().upload_folder(repo_id="me/rfa", folder_path=converted)  # as `hf upload` does
     assert hub == {path.name: path.read_bytes() for path in converted.iterdir()}
     assert {"README.md", "conversion.json", "attention.png", "tokenizer.json"} <= hub.keys()

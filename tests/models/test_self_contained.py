@@ -46,7 +46,7 @@ for name in ("gpt2", "bart", "marian", "llama"):
     again = lm.from_pretrained(folder / f"{name}-again", trust_remote_code=True).eval()
     assert torch.equal(again.generate(ids, max_new_tokens=9, do_sample=False), tokens)
 save_file(found, folder / "found.safetensors")
-import peft  # of a model by its own code it knows no modules to adapt by default: docs/finetuning.md
+import peft  # of a model by its own code it knows no modules to adapt by default: docs/training.md
 try:
     peft.get_peft_model(model, peft.LoraConfig())
 except ValueError as error:

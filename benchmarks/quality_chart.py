@@ -1,4 +1,4 @@
-"""Draws docs/quality.png from docs/quality.json: python docs/make_quality_chart.py."""
+"""Draws benchmarks/results/quality.png from the JSON beside it: python -m benchmarks.quality_chart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-DATA = Path(__file__).with_name("quality.json")
+DATA = Path(__file__).with_name("results") / "quality.json"
 
 
 def main() -> None:

@@ -1,0 +1,158 @@
+"""Draws the pictures of README.md and docs/results.md from benchmarks/results: python -m docs.make_pictures.
+
+How each JSON was made stands beside it: speed-smollm2.json in speed.md, memory.json and recall-smollm2.json in memory.md.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER.parent / "benchmarks" / "results"
+SOFTMAX, OURS, WINDOW, SLOTS = "#b3440f", "#174a80", "#dd9464", "#7ba7d4"
+#: Rows of memory.json by memory, for every line of the chart of equal bytes; the trained ones have " trained" after the name.
+EQUAL_BYTES = {
+    "window + sinks": (SOFTMAX, ("60+4", "124+4", "252+4")),
+    "exact (slots)": (SLOTS, ("31+4+28", "32+4+90", "64+4+184")),
+    "exact with retrieval heads": (OURS, ("20+4+21r8x240", "32+4+55r8x480", "48+4+125r8x1020")),
+}
+MEMORIES = (64, 128, 256)
+RECALL_COLORS = {"softmax": "#555555", "window": SOFTMAX, "heads": SLOTS, "trained": OURS}
+
+
+def draw_token_life(axes: Axes) -> None:
+    """Draw where a token is kept as the text goes on: sinks, window, slots, state."""
+    axes.set(xlim=(0, 100), ylim=(0, 60))
+    axes.axis("off")
+    axes.set_title("the life of a token", fontsize=10)
+    boxes = (
+        (2, 40, 28, 12, "#c5e0b4", "sinks", "the first tokens, for good"),
+        (66, 40, 32, 12, "#fff2cc", "window", "the last tokens"),
+        (36, 22, 34, 12, "#f4b183", "slots", "the most important ones"),
+        (36, 4, 34, 12, "#9dc3e6", "state", "random features (optional)"),
+    )
+    for x, y, width, height, color, name, text in boxes:
+        axes.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor="#444444"))
+        axes.text(x + width / 2, y + 7.2, name, ha="center", va="center", fontsize=9, fontweight="bold")
+        axes.text(x + width / 2, y + 3.2, text, ha="center", va="center", fontsize=6.5)
+    arrows = (
+        ((98, 57.5), (88, 52.5), "a new token", (80, 57)),
+        ((76, 40), (60, 34.5), "leaves the window", (71, 36)),
+        ((51, 22), (51, 16.5), "evicted", (53, 18.5)),
+    )
+    for start, end, text, place in arrows:
+        axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, color="#444444"))
+        axes.text(
+            place[0], place[1], text, fontsize=7, color="#444444", ha="right" if text == "a new token" else "left"
+        )
+    axes.text(1, 10, "every box has a fixed size:\nthe cache never grows", fontsize=7.5, va="center")
+
+
+def draw_speed(times: Axes, sizes: Axes) -> None:
+    """Draw milliseconds and MiB of a decoding step by position, softmax and converted."""
+    points: list[dict[str, Any]] = json.loads((RESULTS / "speed-smollm2.json").read_text())["points"]["decoding"]
+    lengths = [point["length"] for point in points]
+    softmax = [min(ms for name, ms in point["milliseconds"].items() if name != "RFA") for point in points]
+    times.plot(lengths, softmax, color=SOFTMAX, marker="o", markersize=3, label="softmax")
+    ours = [point["milliseconds"]["RFA"] for point in points]
+    times.plot(lengths, ours, color=OURS, marker="o", markersize=3, label="converted")
+    times.set(title="ms per token", ylim=(0, None))
+    for name, color in (("softmax", SOFTMAX), ("RFA", OURS)):
+        mebibytes = [point["cache_bytes"][name] / 2**20 for point in points]
+        sizes.plot(lengths, mebibytes, color=color, marker="o", markersize=3)
+    sizes.set(title="MiB of the cache", yscale="log")
+    for axes in (times, sizes):
+        axes.set_title(axes.get_title(), fontsize=10)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([128, 2048, 32768], ["128", "2,048", "32,768"], fontsize=7)
+        axes.tick_params(axis="y", labelsize=7)
+        axes.minorticks_off()
+        axes.set_xlabel("tokens so far", fontsize=8)
+        axes.grid(alpha=0.3)
+    times.legend(frameon=False, fontsize=8, loc="upper left")
+
+
+def overview() -> Figure:
+    """Return the picture of the README in two halves."""
+    figure = Figure(figsize=(10, 3))
+    life, times, sizes = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    draw_token_life(life)
+    draw_speed(times, sizes)
+    return figure
+
+
+def speed() -> Figure:
+    """Return its right half alone."""
+    figure = Figure(figsize=(8, 3))
+    draw_speed(*figure.subplots(1, 2))
+    return figure
+
+
+def equal_bytes() -> Figure:
+    """Return perplexity relative to softmax by memory, one panel a context, untrained and trained."""
+    rows = json.loads((RESULTS / "memory.json").read_text())
+    perplexity = {(row["name"], row["context"]): row["perplexity"] for row in rows}
+    figure = Figure(figsize=(8, 3.4))
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, context in zip(panels, (1024, 2048), strict=True):
+        for label, (color, names) in EQUAL_BYTES.items():
+            for suffix, style in (("", "-"), (" trained", "--")):
+                points = [
+                    (memory, perplexity[name + suffix, context] / perplexity["softmax", context])
+                    for memory, name in zip(MEMORIES, names, strict=True)
+                    if (name + suffix, context) in perplexity
+                ]
+                axes.plot(
+                    *zip(*points, strict=True), style, color=color, marker="o", markersize=4, label=label + suffix
+                )
+        axes.axhline(1, color="black", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(MEMORIES, MEMORIES)
+        axes.minorticks_off()
+        axes.set_title(f"at {context:,} tokens", fontsize=10)
+        axes.set_xlabel("memory, tokens of the softmax cache", fontsize=8)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("perplexity / softmax's", fontsize=8)
+    panels[0].set_ylim(top=1.5)  # room for the legend
+    panels[1].legend(frameon=False, fontsize=7)
+    return figure
+
+
+def recall() -> Figure:
+    """Return how much of a text said again is predicted, by how far back it stands."""
+    data = json.loads((RESULTS / "recall-smollm2.json").read_text())
+    figure = Figure(figsize=(8, 3.4))
+    for place, (axes, back) in enumerate(zip(figure.subplots(1, 2, sharey=True), data["tokens back"], strict=True)):
+        values = [row[place] for row in data["rows"].values()]
+        colors = [
+            next(RECALL_COLORS[word] for word in reversed(RECALL_COLORS) if word in name) for name in data["rows"]
+        ]
+        axes.barh(list(data["rows"]), values, color=colors)
+        axes.set(xlim=(0, 100))
+        axes.tick_params(labelsize=8)
+        axes.set_title(f"said again after {back} tokens, % predicted", fontsize=9)
+    figure.axes[0].invert_yaxis()  # the panels share it
+    return figure
+
+
+PICTURES = {"overview": overview, "equal-bytes": equal_bytes, "recall": recall, "speed": speed}
+
+
+def main(folder: Path = FOLDER) -> None:
+    """Write every picture as NAME.svg."""
+    with matplotlib.rc_context({"svg.hashsalt": "hf-rfa", "svg.fonttype": "none"}):
+        for name, draw in PICTURES.items():
+            figure = draw()
+            figure.tight_layout()
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The page of results and the README say what the JSON files of results hold, and their pictures are drawn from these."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from docs.make_pictures import EQUAL_BYTES, MEMORIES, PICTURES, RESULTS, main
+from tests.conftest import ROOT
+
+ROWS = {(row["name"], row["context"]): row["perplexity"] for row in json.loads((RESULTS / "memory.json").read_text())}
+#: Rows of the README's table, by that of the page's.
+README_ROWS = {
+    "window + sinks": "a window with sinks, same bytes",
+    "exact with retrieval heads": "exact tokens, with a few retrieval heads",
+}
+
+
+def ratio(name: str, context: int) -> float | None:
+    """Return a row's perplexity relative to softmax's, or None for a row that there is not."""
+    perplexity = ROWS.get((name, context))
+    return None if perplexity is None else perplexity / ROWS["softmax", context]
+
+
+def table_row(label: str, values: list[float | None], digits: int) -> str:
+    """Return a row of a table as the pages have it."""
+    cells = ("| " if value is None else f"| {value:.{digits}f} " for value in values)
+    return f"| {label} {''.join(cells)}|"
+
+
+@pytest.mark.parametrize("context", [1024, 2048])
+@pytest.mark.parametrize("label", list(EQUAL_BYTES))
+def test_the_page_has_the_rows_of_equal_bytes(label, context):
+    page = (ROOT / "docs" / "results.md").read_text()
+    table = page.partition(f"| at {context:,} tokens |")[2].partition("\n\n")[0]
+    values = [ratio(name + suffix, context) for name in EQUAL_BYTES[label][1] for suffix in ("", " trained")]
+    assert len(values) == 2 * len(MEMORIES)
+    assert table_row(label, values, 3) in table
+
+
+@pytest.mark.parametrize("label", list(README_ROWS))
+def test_the_readme_has_the_same_figures(label):
+    readme = (ROOT / "README.md").read_text()
+    names = EQUAL_BYTES[label][1]
+    assert table_row(README_ROWS[label], [ratio(name, 1024) for name in names], 2) in readme
+    if label != "window + sinks":
+        trained = [ratio(f"{name} trained", 1024) for name in names]
+        assert table_row("… trained for half an hour on a CPU", trained, 2) in readme
+
+
+def test_the_page_shows_the_bars_of_recall():
+    page = (ROOT / "docs" / "results.md").read_text().partition("## Recall")[2].partition("## Speed")[0]
+    for values in json.loads((RESULTS / "recall-smollm2.json").read_text())["rows"].values():
+        assert "| " + " | ".join(f"{value:.1f}" for value in values) + " |" in page
+
+
+def test_the_pictures_are_drawn_from_the_results(tmp_path):
+    main(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.svg" for name in PICTURES}
+    for page in (ROOT / "README.md", ROOT / "docs" / "results.md"):
+        assert any(f"{name}.svg)" in page.read_text() for name in PICTURES)
+    assert all((ROOT / "docs" / f"{name}.svg").is_file() for name in PICTURES)
