@@ -18,6 +18,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -190,7 +191,7 @@ def main() -> None:
                     task,
                     method=method,
                     budget=budget,
-                    advance=lambda n=step: progress.advance(done, n),
+                    advance=partial(progress.advance, done, step),
                 )
                 file.add(key | found)
             if method == METHODS[0]:

@@ -202,8 +202,11 @@ def main() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(arguments.model).eval()
     rows = torch.load(arguments.rows)
-    eviction = Merging(TOVAPress(), 1, arguments.budget - 1, 1, 8) if arguments.method == "CAM" else None
-    eviction = eviction or Eviction(arguments.method, arguments.budget)
+    eviction: Merging | Eviction
+    if arguments.method == "CAM":
+        eviction = Merging(TOVAPress(), 1, arguments.budget - 1, 1, 8)
+    else:
+        eviction = Eviction(arguments.method, arguments.budget)
     with eviction(model):
         scores = feed(model, rows["ids"], rows["scored"])
         scores["other_bytes"] = eviction.num_bytes() // len(rows["ids"])
