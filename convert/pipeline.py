@@ -51,7 +51,7 @@ from .memory_search import Trial, check_search, search_memory, ways_to_spend
 from .options import ConversionOptions
 from .output_correction import apply_corrections
 from .pictures import HeadMap, compare_attention, draw_attention, draw_trials
-from .presets import Trained, needs_text, with_preset
+from .presets import Trained, fits_features, with_preset
 from .report import ConversionReport, Perplexities, check_perplexity, model_card, model_figures, notes
 from .retrieval_heads import RetrievalHead, find_retrieval_heads
 from .sensitivity import LayerSensitivity, keep_softmax, measure_sensitivity
@@ -130,9 +130,7 @@ def convert(
     else:
         options = with_preset(base, asked, trained)
     config = rfa_config(base, options)
-    # Attention transfer trains features anyway.
-    fits_features = needs_text(options.feature_map) and options.layers != [] and trained != "features"
-    tokenizer, no_tokenizer, inputs = _prepare_inputs(base, options, search=asked.search, fits_features=fits_features)
+    tokenizer, no_tokenizer, inputs = _prepare_inputs(base, options, search=asked.search, trained=trained)
 
     trials: list[Trial] = []
     heads: list[RetrievalHead] = []
@@ -259,7 +257,7 @@ def _check(name: str | Path, destination: Path, options: ConversionOptions, *, o
 
 
 def _prepare_inputs(
-    checkpoint: Checkpoint, options: ConversionOptions, *, search: bool, fits_features: bool
+    checkpoint: Checkpoint, options: ConversionOptions, *, search: bool, trained: Trained | None
 ) -> tuple[Any, str | None, Inputs]:
     """Return the tokenizer or None, the reason why there is none, and the inputs to calibrate on."""
     if options.calibration_tokens is not None and options.calibrate_on is None:
@@ -267,8 +265,9 @@ def _prepare_inputs(
             "calibration_tokens are of a text, and there is none: pass one (--calibrate), or leave them out."
         )
     tokenizer, no_tokenizer = load_tokenizer(checkpoint.folder)
+    fits = fits_features(options, trained)
     default = SLOT_TEXT_TOKENS if options.num_slots else TEXT_TOKENS
-    default = MEMORY_TEXT_TOKENS if search else FEATURE_TEXT_TOKENS if fits_features else default
+    default = MEMORY_TEXT_TOKENS if search else FEATURE_TEXT_TOKENS if fits else default
     tokens = options.calibration_tokens or default
     if options.calibrate_on is not None and reads_audio(checkpoint.config):
         extractor = load_feature_extractor(checkpoint.folder, checkpoint.name)
@@ -284,8 +283,8 @@ def _prepare_inputs(
     inputs = calibration_inputs(checkpoint.config, tokenizer, documents, seed=options.seed, tokens=tokens)
     if documents is not None:
         check_tokens(inputs["input_ids"].unique().tolist(), checkpoint.config)
-    fits_decoder = fits_features and not checkpoint.config.is_encoder_decoder
-    if fits_decoder and (count := inputs["input_ids"].numel()) < FITTED_FROM:
+    of_decoder = not checkpoint.config.is_encoder_decoder
+    if fits and of_decoder and (count := inputs["input_ids"].numel()) < FITTED_FROM:
         raise InputError(
             f"feature_map={options.feature_map} is fitted to at least {FITTED_FROM:,} tokens of text, and there are "
             f"{count:,}. Pass a longer text (--calibrate, --calibration-tokens), or another map, such as positive."

@@ -125,7 +125,7 @@ def with_preset(
     _check_preset(checkpoint, options, preset, trained)
     feature_map = options.feature_map or _feature_map(checkpoint, preset, trained)
     options = replace(options, preset=preset, feature_map=feature_map)
-    if needs_text(feature_map) and options.calibrate_on is None and options.layers != []:
+    if fits_features(options, trained) and options.calibrate_on is None:
         raise InputError(
             f"feature_map={feature_map} is fitted to a text, and there is none. Pass one of at least {FITTED_FROM:,} tokens "
             "(--calibrate), or another map, such as positive."
@@ -151,6 +151,11 @@ def _feature_map(checkpoint: Checkpoint, preset: Preset, trained: Trained | None
     if preset == "mixed" and trained != "features" and checkpoint.family.preset == "exact":
         return "mlp" if not checkpoint.config.is_encoder_decoder else "positive"
     return "exponential" if trained else "positive"
+
+
+def fits_features(options: ConversionOptions, trained: Trained | None) -> bool:
+    """Return whether a conversion fits its features to a text, without which they stand for nothing."""
+    return needs_text(options.feature_map) and options.layers != [] and trained != "features"
 
 
 def needs_text(feature_map: str | None) -> bool:

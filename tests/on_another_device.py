@@ -210,7 +210,11 @@ def test_losses_and_gradients_of_long_texts(family, variant, packed, monkeypatch
         ("gpt2", False, {"feature_map": "gaussian", "keep_softmax": 1, "max_positions": 300}),
         ("gpt2", True, {"feature_map": "hedgehog", "retrieval_heads": 1, "retrieval_window": 8, "window_size": 4}),
         ("llama", False, {"search": True, "memory": 12}),
-        ("llama", True, {"preset": "mixed", "num_features": 16, "window_size": 3, "num_slots": 4}),
+        (
+            "llama",
+            True,
+            {"preset": "mixed", "feature_map": "positive", "num_features": 16, "window_size": 3, "num_slots": 4},
+        ),
         ("bart", False, {"calibrate_on": None, "encoder_layers": "all", "gate": True}),
     ],
 )

@@ -159,7 +159,8 @@ def test_a_stage_leaves_the_models_settings_as_they_were(name, dropout, pair, tm
 def test_every_trainable_map_learns(feature_map, material, tmp_path):
     config = {"trainable_projection": feature_map in ("positive", "arccos", "gaussian")}
     config |= {"unit_norm": True} if feature_map in ("gaussian", "arccos") else {}
-    convert(material / "gpt2", tmp_path / "rfa", preset="rfa", feature_map=feature_map, config=config)
+    options = {"preset": "rfa", "feature_map": feature_map, "config": config, "gate": False}
+    convert(material / "gpt2", tmp_path / "rfa", trained="features", **options)
     assert gained(run(material, tmp_path, checkpoint=tmp_path / "rfa", end_to_end_steps=0))
 
 
