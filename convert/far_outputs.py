@@ -176,6 +176,11 @@ class FarText:
         rows, _, length, _ = self.activations.key.shape
         return length > self.first and rows > self.held_out and int(self.is_token.sum()) >= FITTED_FROM
 
+    def generator(self) -> torch.Generator:
+        """Return what draws queries: the same for a layer and a seed of conversion."""
+        seed = self.layer.feature_map.seed * 1_000_003 + self.layer.rfa_layer_idx
+        return torch.Generator().manual_seed(seed % 2**32)
+
     def draw(self, generator: torch.Generator) -> FarQueries:
         """Return about `STEP_QUERIES` queries of `STEP_ROWS` rows that are not held out, at random."""
         fitted = len(self.activations.key) - self.held_out

@@ -48,7 +48,7 @@ def fit_features(text: FarText, hidden_states: Tensor) -> Tensor:
     parameters = [*feature_map.parameters()]
     optimizer = torch.optim.Adam(parameters, LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    generator = torch.Generator().manual_seed(layer.rfa_layer_idx)
+    generator = text.generator()
     for _ in range(STEPS):
         queries = text.draw(generator)
         share = queries.shares(score[queries.rows], layer.num_slots)

@@ -131,7 +131,7 @@ def refine_importance(layer: RFAAttentionMixin, text: FarText, hidden_states: Te
     optimizer = torch.optim.Adam(groups, LEARNING_RATE)
     steps = math.ceil(PASSES * hidden_states.shape[0] * hidden_states.shape[1] / STEP_QUERIES)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    generator = torch.Generator().manual_seed(layer.rfa_layer_idx)
+    generator = text.generator()
     for number in range(steps):
         softness = SOFTNESS[0] * (SOFTNESS[1] / SOFTNESS[0]) ** (number / steps)
         queries = text.draw(generator)

@@ -313,6 +313,22 @@ def test_gradients_make_outputs_nearer(monkeypatch):
         assert (errors() < 0.5 * before).all()
 
 
+def test_another_seed_draws_other_queries(monkeypatch):
+    """The first step of gradient descent sees the same queries for a seed and a layer, and others for another seed."""
+    activations, _ = text_of_two_kinds(50, 60)
+    monkeypatch.setattr(far_outputs, "STEP_ROWS", 3)
+
+    def rows(seed: int) -> list[int]:
+        layer = Layer(
+            2, 3, feature_map="none", feature_seed=seed, window_size=4, num_sinks=1, num_slots=5, hidden_size=5
+        )
+        text = FarText(layer, activations, None)
+        return text.draw(text.generator()).rows.tolist()
+
+    assert rows(0) == rows(0)
+    assert len({tuple(rows(seed)) for seed in (0, 1, 2, 2**32 - 1)}) == 4
+
+
 def layer_error(layer: Layer, activations: LayerActivations, hidden: Tensor, places: Tensor) -> Tensor:
     """Return the mean squared error of a layer's outputs from those of softmax, by key-value heads, [H]."""
     groups = layer.feature_map.groups
