@@ -27,7 +27,6 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
     "Loading and generating": {
         "hf_rfa.inference.load_model": None,
         "hf_rfa.inference.generate_text": None,
-        "hf_rfa.inference.use_attention_component": None,
     },
     "Caches": {
         "hf_rfa.inference.save_cache": None,
@@ -37,11 +36,7 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
         "hf_rfa.export.DecodingStep": ["states", "forward"],
     },
     "Measuring": {
-        "hf_rfa.io.text_io.tokenize": None,
         "hf_rfa.evaluation.perplexity.perplexity": None,
-        "hf_rfa.evaluation.generation_scores.evaluate_generation": None,
-        "hf_rfa.evaluation.recall.recall_suite": None,
-        "hf_rfa.evaluation.recall.window_and_sinks": None,
     },
     "Training": {
         "hf_rfa.finetune.distill.distill": None,
@@ -52,7 +47,7 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
     "Models": {"hf_rfa.RFAConfigMixin": [], "hf_rfa.RFASeq2SeqConfigMixin": []},
     "Families and feature maps of your own": {"hf_rfa.register_family": None, "hf_rfa.register_feature_map": None},
 }
-#: What these return, take or raise, by one sentence each.
+#: What goes with these, by one sentence each.
 OTHERS = (
     "hf_rfa.Family",
     "hf_rfa.FeatureMap",
@@ -61,11 +56,16 @@ OTHERS = (
     "hf_rfa.convert.ConversionReport",
     "hf_rfa.evaluation.Perplexity",
     "hf_rfa.evaluation.generation_scores.GenerationScores",
+    "hf_rfa.evaluation.generation_scores.evaluate_generation",
     "hf_rfa.evaluation.recall.RecallReport",
+    "hf_rfa.evaluation.recall.recall_suite",
+    "hf_rfa.evaluation.recall.window_and_sinks",
     "hf_rfa.finetune.arguments.FinetuneArguments",
     "hf_rfa.finetune.report.DistillationReport",
     "hf_rfa.finetune.trainers.GroupedTrainer",
     "hf_rfa.inference.Generation",
+    "hf_rfa.inference.use_attention_component",
+    "hf_rfa.io.text_io.tokenize",
 )
 
 OPTIONS: dict[str, Any] = {

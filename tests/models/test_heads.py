@@ -1,6 +1,6 @@
 """What transformers asks of its own models, asked of every head of every family.
 
-docs/compatibility.md says what does not hold, and why.
+docs/serving.md says what does not hold, and why.
 """
 
 from __future__ import annotations
