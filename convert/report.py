@@ -89,6 +89,7 @@ class ConversionReport:
         added_parameters: parameters that the base model does not have, extended positions included.
         added_buffers: numbers in buffers that the base model does not have: random matrices and calibrated constants.
         state_bytes: bytes of the states per sequence, all layers.
+        token_bytes: bytes of a token in the base model's cache, and of one of the source where cross attention was converted.
         own_cache_bytes: bytes of the whole cache per sequence, by length of output and source: states, and the keys and
             values of softmax layers. No length is over the model's positions.
         cache_bytes: bytes of the base model's cache at the same lengths.
@@ -120,6 +121,7 @@ class ConversionReport:
     added_parameters: int
     added_buffers: int
     state_bytes: int
+    token_bytes: int
     own_cache_bytes: dict[int, int]
     cache_bytes: dict[int, int]
     gains: tuple[LayerGain, ...]
@@ -139,9 +141,8 @@ class ConversionReport:
 
     @property
     def state_tokens(self) -> float:
-        """The state in tokens of the base model's cache that take as many bytes, where that grows."""
-        length, softmax = list(self.cache_bytes.items())[-1]
-        return self.state_bytes * length / (softmax - sum(self.other_bytes.values()))
+        """The state in tokens of the base model's cache that take as many bytes."""
+        return self.state_bytes / self.token_bytes
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the figures as (name, value) pairs, for the table and the model card."""
@@ -304,6 +305,7 @@ def model_figures(
         "added_parameters": extended + sum(parameters.get(key, 0) for key in new),
         "added_buffers": sum(state[key].numel() for key in new if key not in parameters),
         "state_bytes": memory.fixed,
+        "token_bytes": base_memory.per_token + base_memory.per_source_token - memory.per_source_token,
         "divergences": divergences,
         "grows": memory.per_token > 0,
         "source_bytes": memory.per_source_token + memory.audio,

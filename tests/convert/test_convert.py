@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import RevisionNotFoundError
 from torch.nn.functional import interpolate
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
@@ -33,7 +34,7 @@ from hf_rfa.inference import cache_num_bytes
 from hf_rfa_cli.main import app
 from tests.conftest import DEMO_MODEL, DEMO_TEXT, copy_of, leftovers, refused, save_tiny_tokenizer, shared
 from tests.convert.conftest import fields, load, tensors
-from tests.families import base_config, has_encoder, is_own
+from tests.families import base_config, has_encoder, is_own, save_softmax_model
 
 CONVERTED = [("gpt2", name) for name in sorted(FEATURE_MAPS)]
 CONVERTED += [(family, name) for family in ("bart", "marian") for name in ("positive", "gaussian", "elu")]
@@ -63,6 +64,20 @@ def test_every_feature_map_converts_and_keeps_every_weight(family, name, checkpo
     layers = {"causal": (3, 3), "cross": (3, 3), "encoder": (2, 2)}
     assert report.layers == (layers if has_encoder(family) else {"causal": (2, 2)})
     assert leftovers(tmp_path) == ["out", *(["text.txt"] if "calibrate_on" in options else [])]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bart", "whisper"])
+def test_a_state_is_worth_tokens_of_the_attention_that_was_converted(family, tmp_path):
+    """Cross attention that stays softmax, of a source of text or of audio, is no part of what a token is worth."""
+    save_softmax_model(family, tmp_path / "base")
+    report = convert(tmp_path / "base", tmp_path / "out", preset="exact", window_size=3, num_sinks=1, num_slots=2)
+    config = AutoConfig.from_pretrained(tmp_path / "base")
+    layers, width = (config.n_layer, config.n_embd) if family == "gpt2" else (config.decoder_layers, config.d_model)
+    assert report.state_tokens == pytest.approx(report.state_bytes / (layers * 2 * width * 4))
+    if family == "bart":  # every feature of a head takes one more than its width, of a key and a value as many twice
+        converted = convert(tmp_path / "base", tmp_path / "cross", preset="rfa", feature_map="elu", cross_layers="all")
+        head = width // config.decoder_attention_heads
+        assert converted.state_tokens == pytest.approx(head * (head + 1) / (2 * head))
 
 
 def test_the_same_options_give_the_same_bytes_and_the_seed_matters(tiny_parent, tmp_path):
