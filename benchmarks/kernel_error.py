@@ -29,8 +29,9 @@ from hf_rfa.inference import load_model
 from hf_rfa.io.text_io import read_documents
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.feature_maps import FeatureMap
+from hf_rfa.models.learned_feature_maps import ExponentialMap
 from hf_rfa.models.linear_attention import Tokens, linear_attention
-from hf_rfa.models.projected_feature_maps import ExponentialMap, GaussianMap, PositiveMap, exponentiate_queries
+from hf_rfa.models.projected_feature_maps import GaussianMap, PositiveMap, exponentiate_queries
 
 COUNTS = (64, 256, 1024, 4096)
 VARIANTS = (("positive", False), ("positive", True), ("gaussian", False))

@@ -12,17 +12,10 @@ import torch
 from torch import Tensor
 
 from hf_rfa.models.feature_maps import FeatureMap
+from hf_rfa.models.learned_feature_maps import ExponentialMap, HedgehogMap, MLPMap
 from hf_rfa.models.linear_attention import denominator, differentiable, divide
 from hf_rfa.models.masking import MASKED_LOGIT, rows_per_token, to_rows
-from hf_rfa.models.projected_feature_maps import (
-    ExponentialMap,
-    GaussianMap,
-    HedgehogMap,
-    MLPMap,
-    PositiveMap,
-    from_heads,
-    to_heads,
-)
+from hf_rfa.models.projected_feature_maps import GaussianMap, PositiveMap, from_heads, to_heads
 
 #: Attention weights of signed features are raised to this before a logarithm is taken.
 MIN_SIGNED_WEIGHT = 1e-9

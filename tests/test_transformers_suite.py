@@ -8,27 +8,12 @@ import subprocess
 import sys
 import tarfile
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import transformers
 
 from tests.conftest import ROOT
-from tests.packages import pip
-
-#: Where source distributions are kept.
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hf-rfa"
-
-
-def downloaded(pattern: str, *arguments: str) -> Path:
-    """Return the file of a package, downloaded unless it is there."""
-    if not list(CACHE.glob(pattern)):
-        run = pip("download", "--no-deps", "--dest", str(CACHE), *arguments)
-        if run.returncode:
-            pytest.skip(
-                f"pip finds no registry to download {arguments[-1]} from, and TRANSFORMERS_TESTS names no checkout"
-            )
-    return next(CACHE.glob(pattern))
+from tests.packages import downloaded
 
 
 @pytest.fixture(scope="module")

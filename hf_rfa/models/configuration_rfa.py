@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig
 
 from .cache_rfa import RFA_LAYER_TYPE
 from .feature_maps import FEATURE_MAPS, NoFeatures
-from .projected_feature_maps import ExponentialMap, LearnedFeatureMap, RandomFeatureMap
+from .learned_feature_maps import ExponentialMap, LearnedFeatureMap
+from .projected_feature_maps import RandomFeatureMap
 from .rfa_classes import base_class, make_class
 
 #: Seeds from 0 to this draw different matrices: torch's generator for the CPU reads 32 bits of a seed.
