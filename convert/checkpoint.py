@@ -120,7 +120,7 @@ def _architecture(config: Any, family: Family, name: str) -> str:
     if stated in family.architectures:
         return stated
     head = HEAD.search(stated)
-    same = [each for each in family.architectures if head and HEAD.search(each)[0] == head[0]]  # type: ignore[index]
+    same = [name for name in family.architectures if head and HEAD.search(name)[0] == head[0]]  # type: ignore[index]
     if head and head[0] in ("LMHeadModel", "ForCausalLM"):
         same.append(family.default_architecture)
     if hasattr(transformers, stated) or not same:

@@ -190,8 +190,8 @@ def outside_module(feature_map: str | None) -> str | None:
     if feature_map is None:
         return None
     module = getattr(FEATURE_MAPS.get(feature_map), "__module__", FeatureMap.__module__)
-    own = FeatureMap.__module__.rpartition(".")[0]
-    return None if module.startswith(f"{own}.") else module
+    package = FeatureMap.__module__.rpartition(".")[0]
+    return None if module.startswith(f"{package}.") else module
 
 
 def import_words(feature_map: str | None) -> list[str]:

@@ -218,7 +218,7 @@ def convert(
             trials=tuple(trials),
             retrieval_heads=tuple(heads),
             perplexities=perplexities,
-            output_corrections={each.projection: each.error_ratio for each in corrections},
+            output_corrections={correction.projection: correction.error_ratio for correction in corrections},
             max_logit_difference=_verify(base, options, model_class, folder, expected, changed),
             notes=notes(base, config, options, no_tokenizer, perplexities),
             **figures,

@@ -165,10 +165,10 @@ class ConversionReport:
         of = " of source and output" if "cross" in self.layers else ""
         of = of if self.audio_positions is None else f" of output and {self.audio_positions:,} of audio"
         for length, whole in self.cache_bytes.items():
-            own = self.own_cache_bytes[length]
-            times = f"{max(whole / own, own / whole):.1f}"
-            ratio = "as much" if times == "1.0" else f"{times} × {'less' if own < whole else 'more'}"
-            rows.append((f"cache at {length:,} tokens{of}", f"{_size(own)}, all softmax {_size(whole)} ({ratio})"))
+            size = self.own_cache_bytes[length]
+            times = f"{max(whole / size, size / whole):.1f}"
+            ratio = "as much" if times == "1.0" else f"{times} × {'less' if size < whole else 'more'}"
+            rows.append((f"cache at {length:,} tokens{of}", f"{_size(size)}, all softmax {_size(whole)} ({ratio})"))
         for kind, (before, after) in self.divergences.items():
             rows.append((f"KL to the softmax weights, {kind}", f"{before:.3f} nats, {after:.3f} after calibration"))
         if self.output_corrections:
@@ -343,9 +343,9 @@ def notes(
     for name, kind in config.SOFTMAX_LAYERS.items():
         indices = getattr(config, name)
         if kind != "encoder" and indices:
-            kept = ("layer " if len(indices) == 1 else "layers ") + ", ".join(map(str, indices))
+            layers = ("layer " if len(indices) == 1 else "layers ") + ", ".join(map(str, indices))
             growth = "grows with the sequence" if kind == "causal" else "has the source's length, whatever the output's"
-            hints.append(f"The {kind} attention of {kept} is softmax: its cache {growth}.")
+            hints.append(f"The {kind} attention of {layers} is softmax: its cache {growth}.")
     if options.max_positions is not None:
         hints.append(checkpoint.family.note_on_positions(config, options.max_positions))
     if options.calibrate_on is None and (config.feature_map != "none" or config.num_slots):
@@ -391,8 +391,8 @@ HEADS = {
 
 def head_of(architecture: str) -> tuple[str, str]:
     """Return the Auto class that loads a model class, and the hub's name of its task."""
-    found = (value for ending, value in HEADS.items() if architecture.endswith(ending))
-    return next(found, ("AutoModel", "feature-extraction"))
+    heads = (value for ending, value in HEADS.items() if architecture.endswith(ending))
+    return next(heads, ("AutoModel", "feature-extraction"))
 
 
 def use_section(auto_class: str, name: str, feature_map: str | None) -> str:

@@ -130,11 +130,11 @@ def generate_command(
         generations.append(generation)
         for text in () if streamer else generation.texts if chat else generation.whole_texts:
             console.print(text, soft_wrap=True)
-    tokens, seconds = sum(each.new_tokens for each in generations), sum(each.seconds for each in generations)
+    tokens, seconds = sum(one.new_tokens for one in generations), sum(one.seconds for one in generations)
     cached = f"after {tokens + generations[0].prompt_tokens} tokens"
     if len(prompts) > 1:
         cached = f"for {min(batch_size, len(prompts))} texts at a time"
-    num_bytes = max(each.cache_bytes for each in generations)
+    num_bytes = max(one.cache_bytes for one in generations)
     speed = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)"
     errors.print(f"{speed}, cache {num_bytes:,} bytes {cached}")
 

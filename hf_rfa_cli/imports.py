@@ -59,10 +59,10 @@ def _import_file(path: Path) -> None:
     sys.path.append(str(path.parent))
     try:
         importlib.invalidate_caches()
-        found = importlib.util.find_spec(path.stem)
-        if found is None:
+        spec = importlib.util.find_spec(path.stem)
+        if spec is None:
             raise FileNotFoundError(f"there is no file {path}")
-        if Path(found.origin or "").resolve() != path:
+        if Path(spec.origin or "").resolve() != path:
             raise UsageError(f"--import {path.name}: {path.stem} is another module's name. Rename the file.")
         importlib.import_module(path.stem)
     finally:

@@ -26,8 +26,8 @@ class _Flags:
 
     def get_params(self, ctx: Any) -> list[Any]:
         params = super().get_params(ctx)  # type: ignore[misc]
-        for each in params:
-            each.metavar = "" if getattr(each, "is_flag", False) else each.metavar
+        for param in params:
+            param.metavar = "" if getattr(param, "is_flag", False) else param.metavar
         return params
 
 

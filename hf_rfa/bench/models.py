@@ -52,7 +52,7 @@ def pair(config: Any, positions: int, **options: Any) -> tuple[Any, Any]:
         configs = stretched, FAMILIES[config.model_type].rfa_config.from_base(stretched, **options)
     auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     auto_class = AutoModelForSpeechSeq2Seq if reads_audio(config) else auto_class
-    softmax, rfa = (auto_class.from_config(each).eval() for each in configs)
+    softmax, rfa = (auto_class.from_config(config).eval() for config in configs)
     rfa.load_state_dict(softmax.state_dict(), strict=False)
     return softmax, rfa
 

@@ -29,14 +29,14 @@ def read_documents(path: str | Path) -> Iterator[str]:
         InputError: naming the file, and the line where there is one, if it cannot be read or has no text.
     """
     path = Path(path)
-    found = False
+    has_text = False
     with open_text(path) as file:
         records = read_json_lines(file, path, "text") if is_json_lines(path) else [{"text": file.read()}]
         for record in records:
             if record["text"].strip():
-                found = True
+                has_text = True
                 yield record["text"]
-    if not found:
+    if not has_text:
         raise InputError(f"{path} has no text in it.")
 
 
@@ -72,7 +72,7 @@ def read_pairs(
             records = list(read_json_lines(file, path, source_field, target_field))
         sources, targets = ([record[name] for record in records] for name in (source_field, target_field))
     else:
-        sources, targets = (read_lines(Path(each)) for each in (path, references))
+        sources, targets = (read_lines(Path(file)) for file in (path, references))
         if len(sources) != len(targets):
             raise InputError(
                 f"{path} has {len(sources)} lines, but {references} has {len(targets)}: line N of one belongs to line N "
@@ -125,9 +125,9 @@ def read_json_lines(lines: Iterable[str], path: Path, *names: str) -> Iterator[d
                 keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
                 raise InputError(f"{path}, line {number}: no string field {name!r} (found: {keys}).")
             if not isinstance(record[name], str):
-                found = "null" if record[name] is None else f"of type {type(record[name]).__name__}"
+                content = "null" if record[name] is None else f"of type {type(record[name]).__name__}"
                 raise InputError(
-                    f"{path}, line {number}: field {name!r} is {found}, not text. Fill it in, or remove the line."
+                    f"{path}, line {number}: field {name!r} is {content}, not text. Fill it in, or remove the line."
                 )
         yield record
 

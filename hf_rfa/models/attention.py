@@ -165,7 +165,7 @@ class HeadGroup:
         rows = size * self.query.shape[2] // self.length
         count = -(-self.length // size)
         scales = (self.score, self.log_decay, self.input_scale)
-        parts = ([None] * count if each is None else each.split(size, dim=-1) for each in scales)
+        parts = ([None] * count if scale is None else scale.split(size, dim=-1) for scale in scales)
         arrivals = [None] * count if self.arrivals is None else self.arrivals.split(size)
         tensors = self.query.split(rows, dim=2), self.keys_values.split(size, dim=2)
         for query, keys_values, arrived, score, log_decay, input_scale in zip(*tensors, arrivals, *parts, strict=True):
@@ -349,7 +349,7 @@ class RFAAttentionMixin(nn.Module):
         if dropout:
             groups = [group.with_dropout(dropout) for group in groups]
         recording = layer is not None and layer.record_past
-        outputs, memories, recorded = map(list, zip(*(self._attend(each, recording) for each in groups), strict=True))
+        outputs, memories, recorded = map(list, zip(*(self._attend(group, recording) for group in groups), strict=True))
         if cache is not None:
             cache.update(
                 key,
@@ -414,11 +414,11 @@ class RFAAttentionMixin(nn.Module):
         """Return the retrieval heads, if there are any, after all other heads; shapes are those of `HeadGroup`."""
         groups = [(query, keys_values, sink_logits)]
         if self.retrieval_heads:
-            parts: list[Any] = [split_heads(each, self.retrieval_heads) for each in (query, keys_values)]
+            parts: list[Any] = [split_heads(tensor, self.retrieval_heads) for tensor in (query, keys_values)]
             sinks: Any = (None, None)
             if sink_logits is not None:
                 sinks = split_heads(sink_logits.view(1, keys_values.shape[1], -1), self.retrieval_heads)
-                sinks = [each.flatten() for each in sinks]
+                sinks = [logits.flatten() for logits in sinks]
             groups = list(zip(*parts, sinks, strict=True))
         log_decay, input_scale = (None, None) if self.gate is None else self.gate(hidden_states)  # [B, H, T]
         log_decay, input_scale = mask_padding(is_token, log_decay, input_scale)
@@ -429,8 +429,8 @@ class RFAAttentionMixin(nn.Module):
         ):
             arrivals = score = None
             if layout.places and target is None:
-                held = memory.sinks_held() if layout.sinks else None
-                arrivals = arrivals_of(memory.count, rows.shape[2], layout.sinks, is_token, document_starts, held)
+                sinks_held = memory.sinks_held() if layout.sinks else None
+                arrivals = arrivals_of(memory.count, rows.shape[2], layout.sinks, is_token, document_starts, sinks_held)
             if layout.slots:
                 ordinal = cast(Arrivals, arrivals).ordinal if target is None else cast(Tensor, target.ordinal)
                 score = cast(Importance, self.importance).score(hidden_states, ordinal)

@@ -117,11 +117,11 @@ def seq2seq_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]
     Raises:
         ValueError: if ``base`` lacks a field that BART's configuration has.
     """
-    known = {*base.attribute_map, *(name for name in RFASeq2SeqConfigMixin.SIZES if hasattr(base, name))}
-    missing = [name for name in RFASeq2SeqConfigMixin.SIZES if name not in {*known, "max_position_embeddings"}]
+    fields = {*base.attribute_map, *(name for name in RFASeq2SeqConfigMixin.SIZES if hasattr(base, name))}
+    missing = [name for name in RFASeq2SeqConfigMixin.SIZES if name not in {*fields, "max_position_embeddings"}]
     if missing:
         raise ValueError(f"{base.__name__} has no {missing[0]}: its models are not built as BART's are.")
     # Positions are the decoder's: an encoder of audio has others.
-    names = {} if "max_position_embeddings" in known else {"max_position_embeddings": "max_target_positions"}
+    names = {} if "max_position_embeddings" in fields else {"max_position_embeddings": "max_target_positions"}
     attribute_map = {**base.attribute_map, **names}
     return make_config_class(globals(), base, RFASeq2SeqConfigMixin, attribute_map=attribute_map)

@@ -58,7 +58,7 @@ class Arrivals(NamedTuple):
     def split(self, size: int) -> list[Arrivals]:
         """Return the arrivals of ``size`` tokens at a time."""
         count = -(-self.ordinal.shape[1] // size)
-        parts = ([None] * count if each is None else each.split(size, dim=1) for each in self)
+        parts = ([None] * count if tensor is None else tensor.split(size, dim=1) for tensor in self)
         return [Arrivals(*part) for part in zip(*parts, strict=True)]
 
 
@@ -439,7 +439,7 @@ def attend_in_chunks(
         parts.append(Exact(output, log_total, leaving, chunk.forgets if reading.joined else None))
     if len(parts) == 1:
         return parts[0], memory
-    joined: Any = (None if each[0] is None else torch.cat(each, dim=2) for each in zip(*parts, strict=True))
+    joined: Any = (None if part[0] is None else torch.cat(part, dim=2) for part in zip(*parts, strict=True))
     return Exact(*joined), memory
 
 

@@ -55,14 +55,14 @@ class Tokens(NamedTuple):
 
     def first(self, count: int) -> Tokens:
         """Return the first ``count`` tokens."""
-        log_decay, input_scale = (None if each is None else each[..., :count] for each in self[2:])
+        log_decay, input_scale = (None if scale is None else scale[..., :count] for scale in self[2:])
         return Tokens(self.key[..., :count, :], self.value[..., :count, :], log_decay, input_scale)
 
     @staticmethod
     def join(parts: list[Tokens]) -> Tokens:
         """Return tokens that follow one another."""
         keys, values, *scales = zip(*parts, strict=True)
-        log_decay, input_scale = (None if each[0] is None else torch.cat(each, dim=-1) for each in scales)
+        log_decay, input_scale = (None if parts[0] is None else torch.cat(parts, dim=-1) for parts in scales)
         return Tokens(torch.cat(keys, dim=-2), torch.cat(values, dim=-2), log_decay, input_scale)
 
 
@@ -172,7 +172,7 @@ def split_tokens(size: int, query: Tensor, tokens: Tokens) -> Iterator[tuple[Ten
     groups, size = rows_per_token(query, tokens.key), min(size, tokens.key.shape[-2])
     count = -(-tokens.key.shape[-2] // size)
     rows = (query.split(size * groups, dim=-2), *(tensor.split(size, dim=-2) for tensor in tokens[:2]))
-    scales = ([None] * count if each is None else each.split(size, dim=-1) for each in tokens[2:])
+    scales = ([None] * count if scale is None else scale.split(size, dim=-1) for scale in tokens[2:])
     return ((queries, Tokens(*rest)) for queries, *rest in zip(*rows, *scales, strict=True))
 
 
@@ -289,7 +289,7 @@ def divide(numerator: Tensor, divisor: Tensor) -> Tensor:
     No gradient flows where the divisor is below `MIN_DIFFERENTIABLE_DIVISOR`.
     """
     if torch.is_grad_enabled():
-        numerator, divisor = (differentiable(each, divisor) for each in (numerator, divisor))
+        numerator, divisor = (differentiable(sums, divisor) for sums in (numerator, divisor))
     unseen = divisor <= 0  # not where it is NaN, which has to show
     return (numerator / divisor).masked_fill_(unseen, 0.0)
 
