@@ -12,7 +12,8 @@ from tests.docs.test_docs import prose
 
 #: Generated pages.
 LEFT_OUT = {"api.md", "models.md"}
-PAGES = [ROOT / "README.md", *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in LEFT_OUT)]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES += [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in LEFT_OUT]
 MAX_WORDS, MAX_COLUMNS = 40, 120
 UNIT = r"(?:ms|s|min|h|KiB|MiB|GiB|MB|GB|%|×)"
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
