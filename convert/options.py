@@ -57,7 +57,7 @@ class ConversionOptions:
             fitted by gradient descent. Default: 4,096, with slots 8,192, with mlp 65,536.
         correct_outputs: correct the output projections for what attention loses, by least squares on that text: for a model
             that is to read such text alone, since it loses on other text.
-        seed: of W, of random tokens, and of the queries of a text that scores and features are fitted to.
+        seed: seed of W, of random tokens, and of the queries of a text that scores and features are fitted to.
         max_positions: extend the positions to this number. Default: keep them.
         dtype: precision of the weights; auto for the checkpoint's.
         force: write the model even if its perplexity on the text says that the conversion has ruined it.

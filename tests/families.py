@@ -88,6 +88,21 @@ RUN = {
 QUICK = [(family, name) for family, names in RUN.items() for name in names.split("|")[0].split()]
 
 
+#: What models keep of a short text: some tokens exactly, some by features, or all of them.
+TINY_MEMORIES: dict[str, dict[str, Any]] = {
+    "exact": {"feature_map": "none", "window_size": 2, "num_sinks": 1, "num_slots": 2},
+    "mixed": {
+        "feature_map": "positive",
+        "num_features": 8,
+        "window_size": 2,
+        "num_sinks": 1,
+        "num_slots": 1,
+        "gate": True,
+    },
+    "whole": {"feature_map": "none", "window_size": 64},
+}
+
+
 def run_over(families: Iterable[str], without: Iterable[str] = ()) -> list[Any]:
     """Return the cases of some families, (family, variant)."""
     marked = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,11 @@ def downloaded(pattern: str, *arguments: str) -> Path:
         if run.returncode:
             pytest.skip(f"pip finds no registry to download {arguments[-1]} from")
     return next(CACHE.glob(pattern))
+
+
+def source_distribution(package: str, version: str, folder: Path) -> Path:
+    """Extract the tests of a package's source distribution into a folder, and return its root there."""
+    file = downloaded(f"{package}-{version}.tar.gz", "--no-binary", package, f"{package}=={version}")
+    with tarfile.open(file) as archive:
+        archive.extractall(folder, [member for member in archive if "/tests/" in member.name], filter="data")
+    return folder / f"{package}-{version}"

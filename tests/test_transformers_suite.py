@@ -6,14 +6,13 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 from importlib.util import find_spec
 
 import pytest
 import transformers
 
 from tests.conftest import ROOT
-from tests.packages import downloaded
+from tests.packages import downloaded, source_distribution
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +23,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         path.append(str(downloaded("parameterized-*.whl", "parameterized")))
     checkout = os.environ.get("TRANSFORMERS_TESTS")
     if checkout is None:
-        version = transformers.__version__
-        sdist = downloaded(f"transformers-{version}.tar.gz", "--no-binary", "transformers", f"transformers=={version}")
         folder = tmp_path_factory.mktemp("sdist")
-        with tarfile.open(sdist) as archive:
-            archive.extractall(folder, [each for each in archive if "/tests/" in each.name], filter="data")
-        checkout = str(folder / f"transformers-{version}")
+        checkout = str(source_distribution("transformers", transformers.__version__, folder))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return {**inherited, "TRANSFORMERS_TESTS": checkout, "PYTHONPATH": os.pathsep.join(path)}
 

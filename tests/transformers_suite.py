@@ -19,23 +19,11 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_rfa.families import FAMILIES, reads_audio
-from tests.families import base_config, has_encoder
+from tests.families import TINY_MEMORIES, base_config, has_encoder
 
 FOLDER = Path(os.environ["TRANSFORMERS_TESTS"]) / "tests"
-#: What models keep of a text of 7 tokens: some exactly, some by features, or all. Without features cross attention is
-#: softmax.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "Exact": {"feature_map": "none", "window_size": 2, "num_sinks": 1, "num_slots": 2},
-    "Mixed": {
-        "feature_map": "positive",
-        "num_features": 8,
-        "window_size": 2,
-        "num_sinks": 1,
-        "num_slots": 1,
-        "gate": True,
-    },
-    "Whole": {"feature_map": "none", "window_size": 64},
-}
+#: What models keep of a text of 7 tokens, named as in the names of classes. Without features cross attention is softmax.
+SETTINGS = {name.title(): options for name, options in TINY_MEMORIES.items()}
 UNSHIFTED = "the base model's loss does not shift either, and the suite leaves it out by name"
 RESIZED = "it takes tokens for the model's inputs; transformers' tests of Whisper replace it"
 #: Tests that are left out and why, of all models and of some kinds.
