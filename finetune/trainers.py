@@ -42,7 +42,7 @@ from hf_rfa.convert.pipeline import Progress
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 
 from .param_groups import PARAMETER_KINDS, ParameterKind, Rates, freeze, lora, parameter_groups
-from .recipe import Stage, has_bf16
+from .recipe import Stage, bf16_pays
 from .run_folder import last_checkpoint
 
 #: Logits whose probabilities are held at once, in float32.
@@ -276,7 +276,7 @@ def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArgu
         max_steps=stage.steps,
         per_device_train_batch_size=cast(int, stage.batch_size),
         learning_rate=stage.learning_rate,
-        bf16=has_bf16() if stage.bf16 == "auto" else stage.bf16,
+        bf16=bf16_pays() if stage.bf16 == "auto" else stage.bf16,
         torch_compile=stage.compiled,
         use_cpu=not torch.accelerator.is_available(),
         optim="adamw_torch",
@@ -364,6 +364,7 @@ def train_stage(
         if progress is not None:
             trainer.add_callback(ReportSteps(title, progress))
         result = trainer.train(resume_from_checkpoint=last_checkpoint(folder) if resume else None)
+        trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # which would compute in bf16 from here on
         finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     if not (math.isfinite(result.training_loss) and finite):
         raise FloatingPointError(

@@ -296,6 +296,17 @@ def test_the_teacher_computes_in_the_precision_of_the_stage(bf16, dtype, pair, t
     assert seen == [dtype]
 
 
+@pytest.mark.parametrize("name", ["transfer", "end_to_end"])
+def test_a_model_trained_in_bf16_computes_in_float32_again(name, pair, tmp_path):
+    model, teacher = pair
+    ids = torch.randint(4, 61, (4, 8))
+    data = [{"input_ids": each, "labels": each} for each in ids]
+    train_stage(name, model, teacher, data, Stage(steps=1, batch_size=2, bf16=True), tmp_path)
+    fresh = type(model)(model.config).eval()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(model(ids).logits, fresh(ids).logits)
+
+
 def test_mixed_precision_trains(material, tmp_path):
     assert gained(run(material, tmp_path, recipe=recipe_of(material, bf16=True)))
     assert weights(tmp_path / "out")["transformer.wte.weight"].dtype == torch.float32
