@@ -1,6 +1,7 @@
 """Draws the pictures of README.md and docs/results.md from benchmarks/results: python -m docs.make_pictures.
 
-How each JSON was made stands beside it: speed-smollm2.json in speed.md, memory.json and recall-smollm2.json in memory.md.
+How each JSON was made stands beside it: speed-smollm2.json in speed.md, memory.json and recall-smollm2.json in memory.md,
+peers.json in peers.md.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ EQUAL_BYTES = {
     "exact with retrieval heads": (OURS, ("20+4+21r8x240", "32+4+55r8x480", "48+4+125r8x1020")),
 }
 MEMORIES = (64, 128, 256)
+#: Methods of eviction in the chart beside ours, as they are drawn.
+PEERS = {"StreamingLLM": "s", "TOVA": "^", "SnapKV": "v", "H2O": "D"}
 RECALL_COLORS = {"softmax": "#555555", "window": SOFTMAX, "heads": SLOTS, "trained": OURS}
 
 
@@ -95,10 +98,19 @@ def speed() -> Figure:
     return figure
 
 
+def draw_memories(axes: Axes) -> None:
+    """Make an axis of memories, and a line where softmax attention stands."""
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(MEMORIES, MEMORIES)
+    axes.minorticks_off()
+    axes.set_xlabel("memory, tokens of the softmax cache", fontsize=8)
+    axes.grid(alpha=0.3)
+
+
 def equal_bytes() -> Figure:
     """Return perplexity relative to softmax by memory, one panel a context, untrained and trained."""
-    rows = json.loads((RESULTS / "memory.json").read_text())
-    perplexity = {(row["name"], row["context"]): row["perplexity"] for row in rows}
+    perplexity = memory_perplexity()
     figure = Figure(figsize=(8, 3.4))
     panels = figure.subplots(1, 2, sharey=True)
     for axes, context in zip(panels, (1024, 2048), strict=True):
@@ -112,16 +124,40 @@ def equal_bytes() -> Figure:
                 axes.plot(
                     *zip(*points, strict=True), style, color=color, marker="o", markersize=4, label=label + suffix
                 )
-        axes.axhline(1, color="black", linewidth=1)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(MEMORIES, MEMORIES)
-        axes.minorticks_off()
+        draw_memories(axes)
         axes.set_title(f"at {context:,} tokens", fontsize=10)
-        axes.set_xlabel("memory, tokens of the softmax cache", fontsize=8)
-        axes.grid(alpha=0.3)
     panels[0].set_ylabel("perplexity / softmax's", fontsize=8)
     panels[0].set_ylim(top=1.5)  # room for the legend
     panels[1].legend(frameon=False, fontsize=7)
+    return figure
+
+
+def memory_perplexity() -> dict[tuple[str, int], float]:
+    """Return the perplexities of memory.json by row and context."""
+    rows = json.loads((RESULTS / "memory.json").read_text())
+    return {(row["name"], row["context"]): row["perplexity"] for row in rows}
+
+
+def peers() -> Figure:
+    """Return perplexity relative to softmax by memory of other methods of eviction and of ours, untrained."""
+    perplexity = memory_perplexity()
+    softmax = perplexity["softmax", 1024]
+    rows = json.loads((RESULTS / "peers.json").read_text())
+    figure = Figure(figsize=(5, 3.4))
+    axes = figure.subplots()
+    for method, marker in PEERS.items():
+        figures = {
+            row["budget"]: row["figure"] for row in rows if (row["method"], row["task"]) == (method, "perplexity 1,024")
+        }
+        memories = [memory for memory in MEMORIES if memory in figures]
+        ratios = [figures[memory] / softmax for memory in memories]
+        axes.plot(memories, ratios, color=WINDOW, marker=marker, markersize=4, label=method)
+    for label, (color, names) in list(EQUAL_BYTES.items())[1:]:
+        ratios = [perplexity[name, 1024] / softmax for name in names]
+        axes.plot(MEMORIES, ratios, color=color, marker="o", markersize=4, label=f"hf-rfa, {label}")
+    draw_memories(axes)
+    axes.set_ylabel("perplexity / softmax's", fontsize=8)
+    axes.legend(frameon=False, fontsize=7)
     return figure
 
 
@@ -142,7 +178,7 @@ def recall() -> Figure:
     return figure
 
 
-PICTURES = {"overview": overview, "equal-bytes": equal_bytes, "recall": recall, "speed": speed}
+PICTURES = {"overview": overview, "equal-bytes": equal_bytes, "peers": peers, "recall": recall, "speed": speed}
 
 
 def main(folder: Path = FOLDER) -> None:
