@@ -102,7 +102,7 @@ def draw_memories(axes: Axes) -> None:
     """Make an axis of memories, and a line where softmax attention stands."""
     axes.axhline(1, color="black", linewidth=1)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(MEMORIES, MEMORIES)
+    axes.set_xticks(MEMORIES, [str(memory) for memory in MEMORIES])
     axes.minorticks_off()
     axes.set_xlabel("memory, tokens of the softmax cache", fontsize=8)
     axes.grid(alpha=0.3)

@@ -269,6 +269,23 @@ def no_dropout(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def unprepared(model: nn.Module) -> Iterator[None]:
+    """Give a model back without what accelerate leaves on it.
+
+    That is a forward in the precision of the training, and a mark by which another training would keep it.
+    `Accelerator.unwrap_model` would take transformers' wrappers of the forward off as well, and leave the mark.
+    """
+    before = vars(model).get("forward")
+    try:
+        yield
+    finally:
+        for name in ("forward", "_original_forward", "_is_accelerate_prepared"):
+            vars(model).pop(name, None)
+        if before is not None:
+            model.forward = before
+
+
 def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArguments:
     """Return the Trainer's arguments for one stage of a recipe, with its checkpoints in ``folder``."""
     return TrainingArguments(
@@ -337,6 +354,7 @@ def train_stage(
         for network in (model, teacher) if teacher is not None else (model,):
             for parameter in network.parameters():
                 undone.callback(parameter.requires_grad_, parameter.requires_grad)
+        undone.enter_context(unprepared(model))
         undone.callback(model.eval)
         undone.callback(setattr, model.config, "use_cache", model.config.use_cache)  # which a Trainer turns off
         if teacher is not None:
@@ -364,7 +382,6 @@ def train_stage(
         if progress is not None:
             trainer.add_callback(ReportSteps(title, progress))
         result = trainer.train(resume_from_checkpoint=last_checkpoint(folder) if resume else None)
-        trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # which would compute in bf16 from here on
         finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     if not (math.isfinite(result.training_loss) and finite):
         raise FloatingPointError(

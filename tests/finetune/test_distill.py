@@ -305,6 +305,21 @@ def test_a_model_trained_in_bf16_computes_in_float32_again(name, pair, tmp_path)
     fresh = type(model)(model.config).eval()
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(model(ids).logits, fresh(ids).logits)
+    assert isinstance(model(ids, return_dict=False), tuple)
+
+
+def test_the_precision_of_a_stage_is_that_of_no_other(pair, tmp_path):
+    model, teacher = pair
+    seen = []
+    for network in pair:
+        network.transformer.h[0].mlp.c_fc.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4, 61, (4, 8))]
+    precisions = {True: torch.bfloat16, False: torch.float32}
+    for number, bf16 in enumerate((True, False, True)):
+        stage = Stage(steps=1, batch_size=2, bf16=bf16)
+        train_stage("end_to_end", model, teacher, data, stage, tmp_path / str(number))
+        assert seen == [precisions[bf16]] * 2
+        seen.clear()
 
 
 def test_mixed_precision_trains(material, tmp_path):
