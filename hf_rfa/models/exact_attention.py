@@ -429,11 +429,11 @@ def attend_in_chunks(
     The memory's places have to be in the order of arrival (`in_order`). Arguments are those of `absorb` and `Reading`.
     """
     groups = query.shape[2] // keys_values.shape[2]
-    parts, start = [], 0
-    for chunk, after in _chunks(keys_values, score, arrivals, memory, layout):
+    # Split, not sliced: the gradient of a slice is as large as the whole.
+    queries = [query] if _is_one_chunk(keys_values) else query.split(CHUNK_LENGTH * groups, dim=2)
+    parts = []
+    for rows, (chunk, after) in zip(queries, _chunks(keys_values, score, arrivals, memory, layout), strict=True):
         memory = after
-        stop = start + chunk.ordinal.shape[1] * groups
-        rows, start = query[:, :, start:stop], stop
         output, log_total = reading.of_chunk(rows, chunk)
         leaving = chunk.keys_values.gather(2, rows_at(chunk.leaves, chunk.keys_values)) if reading.joined else None
         parts.append(Exact(output, log_total, leaving, chunk.forgets if reading.joined else None))
@@ -450,13 +450,17 @@ def take_in(
     return [after for _, after in _chunks(keys_values, score, arrivals, memory, layout)][-1]
 
 
+def _is_one_chunk(keys_values: Tensor) -> bool:
+    """Return whether new tokens are attended to all at once; those of an exporter have no other parts."""
+    length = keys_values.shape[2]
+    return isinstance(length, torch.SymInt) or uses_flex_attention(keys_values) or length <= CHUNK_LENGTH
+
+
 def _chunks(
     keys_values: Tensor, score: Tensor | None, arrivals: Arrivals, memory: Memory, layout: MemoryLayout
 ) -> Iterator[tuple[Chunk, Memory]]:
     """Yield new tokens, `CHUNK_LENGTH` at a time or all of them, and the memory after them."""
-    length = keys_values.shape[2]
-    is_open = isinstance(length, torch.SymInt)  # by an exporter, which has no other parts
-    if is_open or uses_flex_attention(keys_values) or length <= CHUNK_LENGTH:
+    if _is_one_chunk(keys_values):
         yield absorb(memory, keys_values, score, arrivals, layout)
         return
     rows, parts = keys_values.split(CHUNK_LENGTH, dim=2), arrivals.split(CHUNK_LENGTH)
