@@ -37,8 +37,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from hf_rfa.models.attention import Gate, RFAAttentionMixin
+from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.feature_maps import FeatureMap, NoFeatures
+from hf_rfa.models.gate import Gate
 from hf_rfa.models.projected_feature_maps import PositiveMap, ProjectedFeatureMap
 from hf_rfa.process_memory import give_back_memory
 

@@ -22,7 +22,7 @@ from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.data import single_documents
 from hf_rfa.finetune.finetune import load_config_and_tokenizer
-from hf_rfa.models.attention import Gate
+from hf_rfa.models.gate import Gate
 
 from ..synthetic import copy_task
 from .charts import draw_losses, mark_values

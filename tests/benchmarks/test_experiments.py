@@ -31,7 +31,7 @@ from hf_rfa.evaluation import perplexity
 from hf_rfa.evaluation.generation_scores import evaluate_generation
 from hf_rfa.finetune.recipe import load_settings
 from hf_rfa.io.text_io import read_documents, tokenize
-from hf_rfa.models.attention import Gate
+from hf_rfa.models.gate import Gate
 from tests.conftest import ROOT, save_tiny_tokenizer, words
 from tests.families import make_gpt2, save_softmax_model
 
