@@ -29,8 +29,10 @@ from .memory import Importance, Memory, MemoryLayout, Target, empty_memory, in_o
 #: Tokens of a segment, a multiple of the usual chunk size: their features fit into a CPU's caches. Features of a long
 #: sequence fill more memory than all else, and fresh memory costs more time than computing them.
 SEGMENT_LENGTH = 512
-#: With gradients sequences up to this length are one segment: that takes more memory, and a fifth less time.
+#: With gradients sequences up to this length are one segment: that takes more memory, and a fifth less time. With fewer
+#: features than `FEW_FEATURES` longer ones are, whose features take no more.
 MAX_LENGTH_WITHOUT_SEGMENTS = 2048
+FEW_FEATURES = 64
 #: Tokens of a segment on an accelerator, with gradients and without: every segment costs dozens of launches of kernels.
 ACCELERATOR_SEGMENT_LENGTH = 8192
 
@@ -352,7 +354,9 @@ class RFAAttentionMixin(nn.Module):
             group = replace(group, log_decay=log_decay.masked_fill(group.document_starts[:, None], MASKED_LOGIT))
         # Features of a long sequence are computed a segment at a time, and again for the gradients.
         size = SEGMENT_LENGTH if group.query.device.type == "cpu" else ACCELERATOR_SEGMENT_LENGTH
-        most = max(size, MAX_LENGTH_WITHOUT_SEGMENTS) if torch.is_grad_enabled() else size
+        most = size
+        if feature_map is not None and torch.is_grad_enabled():
+            most = max(size, MAX_LENGTH_WITHOUT_SEGMENTS * max(1, FEW_FEATURES // max(1, feature_map.feature_dim)))
         whole = length <= most or feature_map is None or torch.compiler.is_compiling()
         outputs, absorbed, shift = [], [], None
         for segment in [group] if whole else group.split(size):

@@ -283,6 +283,7 @@ def test_gradients_are_those_of_the_loop(dtype, tolerance, flex, data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_rfa.models.attention.SEGMENT_LENGTH", size)
         patch.setattr("hf_rfa.models.attention.MAX_LENGTH_WITHOUT_SEGMENTS", size)
+        patch.setattr("hf_rfa.models.attention.FEW_FEATURES", 1)
         if flex:
             use_flex_attention(patch, size)
         found = gradients(other, other.run(cuts))
