@@ -19,6 +19,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from hf_rfa import RFALayer, RFASourceLayer
 from hf_rfa.errors import InputError
 from hf_rfa.inference import cache_num_bytes, use_attention_component
+from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.rfa_classes import own_prefixes
 from tests.families import (
@@ -402,3 +403,25 @@ def test_own_tensors_are_told_by_their_layer():
     model = nn.ModuleDict({"mixer": Mixer(), "experts": nn.ModuleDict({"gate": nn.Linear(2, 2)})})
     own = [name for name, _ in model.named_parameters() if name.startswith(own_prefixes(model))]
     assert own == [f"mixer.{part}.{name}" for part in ("feature_map", "gate") for name in ("weight", "bias")]
+
+
+@pytest.mark.parametrize(("features", "segments"), [(4, 1), (8, 3), (16, 3)])
+def test_in_training_few_features_of_a_long_text_are_made_at_once(features, segments, monkeypatch):
+    """Those of 20 tokens, where 8 features may be of 10: 4 may be of 20."""
+    path = "hf_rfa.models.attention"
+    for name, value in (("SEGMENT_LENGTH", 8), ("MAX_LENGTH_WITHOUT_SEGMENTS", 10), ("FEW_FEATURES", 8)):
+        monkeypatch.setattr(f"{path}.{name}", value)
+    model = make("gpt2", {"num_features": features, "feature_map": "positive"})
+    calls = []
+    attend = RFAAttentionMixin._attend_segment
+
+    def counted(self, group, shift):
+        calls.append(group.length)
+        return attend(self, group, shift)
+
+    monkeypatch.setattr(RFAAttentionMixin, "_attend_segment", counted)
+    ids = tokens()[:, :20]
+    model(ids)
+    layers = len(rfa_modules(model))
+    assert len(calls) == segments * layers
+    assert sum(calls) == 20 * layers
