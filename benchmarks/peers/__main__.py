@@ -6,7 +6,8 @@ ENVIRONMENT is a folder that gets an environment with kvpress (`benchmarks.peers
 token by token and no method sees a text whole (`benchmarks.peers.feed`). A budget is the most tokens that a query sees, its
 own included, and so the most that the cache ever holds. The control comes first: StreamingLLM is a window with sinks, and has
 to have the perplexity that `benchmarks.memory` measured for one, else nothing is measured. Rows are written one by one to
-``peers.json``, and a run goes on where it was stopped.
+``peers.json``, and a run goes on where it was stopped. ``--models`` adds rows of models that hf-rfa has converted, or of the
+softmax model, each asked the same. They read a row at once, so that their tokens a second are not comparable, and left out.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.evaluation.recall.probes import DEPTHS, Texts, blocks, needle, noise, phone_book, random_tokens, repeated
-from hf_rfa.evaluation.recall.scoring import Rows, TokenScores
+from hf_rfa.evaluation.recall.scoring import Rows, TokenScores, score_tokens
 from hf_rfa.io.text_io import read_documents, tokenize
 
 from ..figures import RowFile
@@ -112,6 +115,14 @@ def measure(
     }
 
 
+def measure_model(model: PreTrainedModel, task: Task) -> dict[str, Any]:
+    """Return the figures of a task that a model of this environment reads at once."""
+    return {
+        "figure": task.figure(score_tokens(model, task.rows)),
+        "bytes": cache_memory(model).after(task.rows.ids.shape[1]),
+    }
+
+
 def check_control(row: dict[str, Any], windows: dict[tuple[int, str], float]) -> None:
     """Raise an InputError if StreamingLLM's perplexity is not that of a window with sinks of its size."""
     expected = windows.get((row["budget"], row["task"]))
@@ -124,15 +135,16 @@ def check_control(row: dict[str, Any], windows: dict[tuple[int, str], float]) ->
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Return the rows as a table: a line for every method and budget, a column for every task."""
+    """Return the rows as a table: a line for every method and budget, a column for every task; first those without one."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     made = Table("budget", "method", *tasks, "bytes", "tokens/s")
     keys = dict.fromkeys((row["budget"], row["method"]) for row in rows)
-    for budget, method in sorted(keys, key=lambda key: key[0]):
-        own = {row["task"]: row for row in rows if (row["budget"], row["method"]) == (budget, method)}
-        cells = [f"{own[task]['figure']:.2f}" if task in own else "" for task in tasks]
-        most, speed = max(row["bytes"] for row in own.values()), max(row["tokens_per_second"] for row in own.values())
-        made.add_row(str(budget), method, *cells, f"{most:,}", f"{speed:.0f}")
+    for budget, method in sorted(keys, key=lambda key: key[0] or 0):
+        of_method = {row["task"]: row for row in rows if (row["budget"], row["method"]) == (budget, method)}
+        cells = [f"{of_method[task]['figure']:.2f}" if task in of_method else "" for task in tasks]
+        speed = max(row.get("tokens_per_second", 0) for row in of_method.values())
+        most = max(row["bytes"] for row in of_method.values())
+        made.add_row(str(budget or "all"), method, *cells, f"{most:,}", f"{speed:.0f}" if speed else "")
     return made
 
 
@@ -147,6 +159,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--tokens", type=int, default=32_768)
+    parser.add_argument("--models", type=Path, nargs="+", default=[], help="folders of models to be asked the same")
     parser.add_argument("--recall", action="store_true", help="copying, needles and phone books too")
     parser.add_argument(
         "--control",
@@ -196,6 +209,16 @@ def main() -> None:
                 file.add(key | found)
             if method == METHODS[0]:
                 check_control(next(row for row in file.rows if key.items() <= row.items()), windows)
+        if arguments.models:
+            parent_memory = cache_memory(AutoModelForCausalLM.from_pretrained(arguments.model))
+        for folder in arguments.models:
+            model = AutoModelForCausalLM.from_pretrained(folder).eval()
+            worth = cache_memory(model).worth(parent_memory, max(arguments.contexts))
+            budget = None if cache_memory(model).per_token else round(worth)
+            for task in tasks:
+                key = {"budget": budget, "method": folder.name, "task": task.name, "tokens": len(ids)}
+                if not file.has(key):
+                    file.add(key | measure_model(model, task))
     console.print(table(file.rows))
 
 

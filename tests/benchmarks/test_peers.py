@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.peers.__main__ import METHODS, Task, check_control, measure
+from benchmarks.peers.__main__ import METHODS, Task, check_control, measure, measure_model, table
 from benchmarks.peers.environment import python_with_kvpress
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.recall import window_and_sinks
@@ -17,6 +18,8 @@ from hf_rfa.evaluation.recall.probes import blocks
 from hf_rfa.evaluation.recall.scoring import score_tokens
 
 BUDGET = 20
+SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
+CONFIG = LlamaConfig(vocab_size=61, intermediate_size=64, initializer_range=0.2, **SIZES)
 
 
 def test_a_control_that_is_no_window_with_sinks_stops_everything():
@@ -26,6 +29,22 @@ def test_a_control_that_is_no_window_with_sinks_stops_everything():
     check_control(row, {(64, "perplexity 1,024"): 30.51, (128, "perplexity 1,024"): 26.0})
 
 
+def test_a_model_beside_the_methods_has_its_own_perplexity_and_stands_before_them():
+    model = LlamaForCausalLM(CONFIG).eval()
+    task = Task("perplexity 60", blocks(torch.randint(61, (120,)), 60, 2))
+    figures = measure_model(model, task)
+    expected = model(task.rows.ids, labels=task.rows.ids).loss.exp()
+    assert figures["figure"] == pytest.approx(expected.item(), rel=1e-5)
+    assert figures["bytes"] == 60 * 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, their width, float32
+    method = {"budget": 20, "method": "TOVA", "task": task.name, "figure": 9.0, "bytes": 7, "tokens_per_second": 5.0}
+    console = Console(width=80, record=True)
+    console.print(table([method, {"budget": None, "method": "model", "task": task.name, **figures}]))
+    lines = console.export_text().splitlines()[3:5]
+    assert [line.strip("│ ").split()[::2][:2] for line in lines] == [["all", "model"], ["20", "TOVA"]]
+    assert "15,360" in lines[0]
+    assert lines[1].rstrip("│ ").endswith("5")
+
+
 @pytest.mark.slow
 def test_every_method_keeps_to_the_budget_and_streaming_llm_is_a_window_with_sinks(tmp_path: Path):
     """In the folder that the environment variable HF_RFA_KVPRESS names, or one that pip installs kvpress into."""
@@ -33,9 +52,7 @@ def test_every_method_keeps_to_the_budget_and_streaming_llm_is_a_window_with_sin
         python = python_with_kvpress(Path(os.environ.get("HF_RFA_KVPRESS", tmp_path / "environment")))
     except InputError as error:
         pytest.skip(str(error))
-    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=61, intermediate_size=64, initializer_range=0.2, **sizes)
-    model = LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(CONFIG).eval()
     model.save_pretrained(tmp_path / "model")
     task = Task("perplexity 60", blocks(torch.randint(61, (120,)), 60, 2))
     advanced: list[int] = []
