@@ -32,7 +32,7 @@ from .card import data_name, table_of, trained_card, trained_folder
 from .data import PairCollator, SpeechCollator, joined_blocks, load_pairs, rows_to_learn, speech_rows, token_pairs
 from .recipe import Recipe, Stage
 from .report import HELD_OUT, DistillationReport, plot_losses
-from .run_folder import check_run, check_settings
+from .run_folder import check_run, check_settings, read_settings
 from .trainers import train_stage, transfer_losses
 
 
@@ -98,7 +98,8 @@ def distill(
     softmax_model, _ = load_model(str(teacher), kind=kind, dtype="float32", need_tokenizer=False)
     _check_teacher(model, softmax_model, str(checkpoint), str(teacher), transfer=settings.transfer.steps > 0)
     extractor = load_feature_extractor(checkpoint) if kind == "speech" else None
-    settings = settings.resolve(model.config, min(map(position_count, (model.config, softmax_model.config))))
+    positions = min(map(position_count, (model.config, softmax_model.config)))
+    settings = settings.resolve(model.config, positions, read_settings(work).get("recipe"))
     report_progress("reading the data", 1)
     stages = settings.stages()
     if extractor is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -162,12 +162,14 @@ class Recipe:
         }
         return replace(self, **stages)
 
-    def resolve(self, config: Any, positions: int) -> Recipe:
+    def resolve(self, config: Any, positions: int, interrupted: Mapping[str, Any] | None = None) -> Recipe:
         """Return this recipe with the block length, the batch size, the precision and the repetitions of its stages.
 
         Args:
             config: the model's configuration.
             positions: the most tokens that both models take.
+            interrupted: the resolved recipe, as a dictionary, of a run that is to go on in the precision it began in, where
+                this recipe leaves that open.
 
         Raises:
             InputError: if a stage's blocks are longer than that.
@@ -181,7 +183,9 @@ class Recipe:
             if stage.steps and length > positions:
                 raise InputError(f"recipe: {name}.block_length is {length}, but the models have {positions} positions.")
             size = PAIRS_PER_STEP if config.is_encoder_decoder else max(1, TOKENS_PER_STEP // length)
-            bf16 = bf16_pays() if stage.bf16 == "auto" else stage.bf16
+            bf16 = stage.bf16
+            if bf16 == "auto":
+                bf16 = interrupted[name]["bf16"] if interrupted else bf16_pays()
             share = 0.0 if config.is_encoder_decoder else stage.repeating_share  # which pairs have none of
             size = stage.batch_size or size
             stages[name] = replace(stage, block_length=length, batch_size=size, bf16=bf16, repeating_share=share)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from hf_rfa.convert import InputError, convert
 from hf_rfa.convert.report import UNTRAINED
+from hf_rfa.finetune import recipe as recipe_module
 from hf_rfa.finetune import trainers
 from hf_rfa.finetune.data import joined_blocks
 from hf_rfa.finetune.distill import distill
@@ -343,6 +344,17 @@ def test_a_run_interrupted_in_each_stage_resumes_to_the_same_weights(material, t
     run(material, tmp_path, **steps, resume=True)
     assert_same(weights(tmp_path / "out"), weights(tmp_path / "whole" / "out"), atol=1e-6, rtol=1e-5)
     assert leftovers(tmp_path) == ["out", "whole"]
+
+
+def test_a_run_goes_on_in_the_precision_that_it_began_in(material, tmp_path, monkeypatch):
+    """Which precision is faster is measured anew, and a processor may be near the threshold."""
+    options = {"recipe": recipe_of(material, bf16="auto"), "transfer_steps": 0, "end_to_end_steps": 3}
+    monkeypatch.setattr(recipe_module, "bf16_pays", lambda: True)
+    with interrupted(monkeypatch, LogitDistillationTrainer, "compute_loss", after=2):
+        run(material, tmp_path, **options)
+    monkeypatch.setattr(recipe_module, "bf16_pays", lambda: False)
+    report = run(material, tmp_path, **options, resume=True)
+    assert report.recipe.end_to_end.bf16 is True
 
 
 def test_sixteen_bit_checkpoints_keep_their_dtype(material, tmp_path):
