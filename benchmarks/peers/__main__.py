@@ -190,7 +190,9 @@ def main() -> None:
         )
     console = Console()
     with Progress(console=console) as progress:
-        done = progress.add_task("", total=sum(task.rows.ids.numel() for _, task, _ in wanted))
+        tokens = sum(task.rows.ids.numel() for _, task, _ in wanted)
+        tokens += len(arguments.models) * sum(task.rows.ids.numel() for task in tasks)
+        done = progress.add_task("", total=tokens)
         for budget, task, method in wanted:
             progress.update(done, description=f"{method}, {budget} tokens, {task.name}")
             key = {"budget": budget, "method": method, "task": task.name, "tokens": len(ids)}
@@ -213,12 +215,14 @@ def main() -> None:
             parent_memory = cache_memory(AutoModelForCausalLM.from_pretrained(arguments.model))
         for folder in arguments.models:
             model = AutoModelForCausalLM.from_pretrained(folder).eval()
-            worth = cache_memory(model).worth(parent_memory, max(arguments.contexts))
-            budget = None if cache_memory(model).per_token else round(worth)
+            memory = cache_memory(model)
+            budget = None if memory.per_token else round(memory.worth(parent_memory, max(arguments.contexts)))
             for task in tasks:
+                progress.update(done, description=f"{folder.name}, {task.name}")
                 key = {"budget": budget, "method": folder.name, "task": task.name, "tokens": len(ids)}
                 if not file.has(key):
                     file.add(key | measure_model(model, task))
+                progress.advance(done, task.rows.ids.numel())
     console.print(table(file.rows))
 
 
