@@ -17,7 +17,7 @@ from hf_rfa.evaluation.recall import window_and_sinks
 from hf_rfa.evaluation.recall.probes import blocks
 from hf_rfa.evaluation.recall.scoring import score_tokens
 
-BUDGET = 20
+BUDGET = 40  # LagKV with less than 4 + 2 * 16 tokens is a window with sinks
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
 CONFIG = LlamaConfig(vocab_size=61, intermediate_size=64, initializer_range=0.2, **SIZES)
 
