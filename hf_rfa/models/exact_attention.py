@@ -115,7 +115,7 @@ def ends_of(score: Tensor, arrival: Tensor, layout: MemoryLayout, document: Tens
         end = arrival + layout.window
     elif score.shape[-1] <= COMPARED_AT_ONCE:
         number = torch.arange(score.shape[-1], device=score.device)
-        end = _ends_among(score, arrival, number, layout, document)
+        end = _ends_among(score, arrival, number, layout.window, layout.slots, document)
     else:
         end = _ends_by_parts(score, arrival, layout, document)
     return torch.where(score == math.inf, FOREVER, end)
@@ -126,12 +126,42 @@ def _is_ranked(score: Tensor, arrival: Tensor) -> Tensor:
     return (score > -math.inf) & (score < math.inf) & (arrival >= 0)
 
 
+def _ends_meanwhile(
+    score: Tensor, arrival: Tensor, count: Tensor, layout: MemoryLayout, document: Tensor | None
+) -> Tensor:
+    """Return until of the tokens of a memory and of fewer new ones than it has slots, [B, H, P + C].
+
+    It is right where a token ends before the last of the new ones, and elsewhere no less than that. C new tokens push at most
+    C into the slots and as many out of them, so that the best K − C of these stay: they are only counted.
+
+    Args:
+        score: of the tokens, in the order of their arrival, [B, H, P + C]; +∞ for sinks.
+        arrival: [B, H, P + C].
+        count: number of tokens of each text before the new ones, [B].
+        layout: says P, W and K.
+        document: as for `ends_of`; a memory's tokens are all of one.
+    """
+    places, new = layout.places, score.shape[-1] - layout.places
+    in_window = arrival[..., :places] >= count[:, None, None] - layout.window
+    rank = score[..., :places].clamp_min(torch.finfo(score.dtype).min).masked_fill(in_window, -math.inf)
+    order = rank.sort(dim=-1, descending=True, stable=True).indices
+    staying, others = order.tensor_split([layout.sinks + layout.slots - new], dim=-1)
+    counted = _is_ranked(score, arrival).gather(-1, staying).sum(-1, keepdim=True)
+    added = torch.arange(places, places + new, device=order.device).expand(*order.shape[:2], -1)
+    number = torch.cat([others.sort(dim=-1).values, added], dim=-1)
+    slots = layout.slots - counted[..., None]  # at least C, so that in a new document nobody is beaten
+    document = None if document is None else document.gather(-1, number)
+    end = _ends_among(score.gather(-1, number), arrival.gather(-1, number), number, layout.window, slots, document)
+    return torch.full_like(arrival, FOREVER).scatter(-1, number, end)
+
+
 def _ends_among(
-    score: Tensor, arrival: Tensor, number: Tensor, layout: MemoryLayout, document: Tensor | None
+    score: Tensor, arrival: Tensor, number: Tensor, window: int, slots: int | Tensor, document: Tensor | None
 ) -> Tensor:
     """Return until of tokens [..., N] by comparing each with every other one; `FOREVER` for those that do not compete.
 
     The K best ones so far come first, and the others in the order of ``number``, which says who of two equals came first.
+    ``slots``, K, may be a number for every row, [..., 1, 1].
     """
     ranked = _is_ranked(score, arrival)
     ours, theirs = score[..., :, None], score[..., None, :]
@@ -139,10 +169,10 @@ def _ends_among(
     better = ((theirs > ours) | ((theirs == ours) & earlier)) & ranked[..., None, :]
     if document is not None:
         better = better & (document[..., :, None] == document[..., None, :])
-    place = (better.cumsum(-1, dtype=torch.int32) < layout.slots).sum(-1)  # that of the K-th better one
+    place = (better.cumsum(-1, dtype=torch.int32) < slots).sum(-1)  # that of the K-th better one
     beaten = arrival.gather(-1, place.clamp_max(score.shape[-1] - 1))
     is_beaten = ranked & (place < score.shape[-1])
-    return torch.where(is_beaten, torch.maximum(arrival, beaten) + layout.window, FOREVER)
+    return torch.where(is_beaten, torch.maximum(arrival, beaten) + window, FOREVER)
 
 
 def _ends_by_parts(score: Tensor, arrival: Tensor, layout: MemoryLayout, document: Tensor | None) -> Tensor:
@@ -182,7 +212,7 @@ def _ends_by_parts(score: Tensor, arrival: Tensor, layout: MemoryLayout, documen
     scores = torch.cat([before(best, 1, -math.inf), scores], dim=-1)
     numbers = torch.cat([before(number, 1, 0), numbers], dim=-1)
     documents = None if document is None else of(document, numbers)
-    end = _ends_among(scores, of(arrival, numbers), numbers, layout, documents)
+    end = _ends_among(scores, of(arrival, numbers), numbers, layout.window, slots, documents)
     ends = torch.full_like(arrival, FOREVER)
     return ends.scatter_reduce(-1, numbers.flatten(-2), end.flatten(-2), "amin")[..., :length]
 
@@ -243,7 +273,10 @@ def absorb(
     if document_end is not None and previous_end is not None:  # a memory's tokens are all of one document
         document = torch.cat([previous_end[:, :1].expand(-1, places), document_end], dim=1)
         document = document[:, None].expand(-1, heads, -1)
-    end = ends_of(score, arrival, layout, document)
+    if not isinstance(length, torch.SymInt) and length < layout.slots:
+        end = _ends_meanwhile(score, arrival, count, layout, document)
+    else:
+        end = ends_of(score, arrival, layout, document)
     # What a new document ends is not forgotten to the state, which begins anew as well.
     forgotten = end if document is None else end.masked_fill(end >= document, FOREVER)
     end = end if document is None else torch.minimum(end, document)
