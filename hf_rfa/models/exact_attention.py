@@ -131,8 +131,8 @@ def _ends_meanwhile(
 ) -> Tensor:
     """Return until of the tokens of a memory and of fewer new ones than it has slots, [B, H, P + C].
 
-    It is right where a token ends before the last of the new ones, and elsewhere no less than that. C new tokens push at most
-    C into the slots and as many out of them, so that the best K − C of these stay: they are only counted.
+    It is right for tokens that one of the new ones does not see any more, and for others behind the last of these. C new
+    tokens push at most C into the slots and as many out of them, so that the best K − C of these stay: they are only counted.
 
     Args:
         score: of the tokens, in the order of their arrival, [B, H, P + C]; +∞ for sinks.
@@ -223,7 +223,8 @@ class Chunk(NamedTuple):
     Attributes:
         keys_values: keys and values, [B, H, N, 2d].
         arrival: how many tokens of the text came before each, [B, H, N] in int32; `EMPTY` for empty places and padding.
-        end: ordinal of the first query that does not see each any more, [B, H, N] in int32; 0 for what nobody sees.
+        end: ordinal of the first query that does not see each any more, [B, H, N] in int32; 0 for what nobody sees, and some
+            number behind the last new token for what all of these see.
         ordinal: of the new tokens' queries, [B, C] in int32.
         is_token: False for padding among the new tokens, [B, C], or None.
         leaves: which of all tokens is forgotten with each new one, [B, H, C]; its own number where none is.
