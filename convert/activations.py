@@ -156,7 +156,7 @@ def exact_tokens(
         return None
     rows, heads, length, _ = key.shape
     none_so_far = torch.zeros(rows, dtype=torch.int32, device=key.device)
-    tokens = arrivals_of(none_so_far, length, layout.sinks, key_mask, None)
+    tokens = arrivals_of(none_so_far, length, layout, key_mask, None)
     arrival = tokens.ordinal if key_mask is None else tokens.ordinal.masked_fill(~key_mask, EMPTY)
     if layer.importance is None or hidden_states is None:
         layout, score = replace(layout, slots=0), torch.zeros(rows, heads, length, device=key.device)

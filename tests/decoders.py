@@ -62,7 +62,7 @@ def converted(softmax: Any, **options: Any) -> Any:
     model = cls(declared.rfa_config.from_base(softmax.config, **options)).to(softmax.dtype).eval()
     absent, unknown = model.load_state_dict(softmax.state_dict(), strict=False)
     assert not unknown
-    assert all(".feature_map." in key or ".gate." in key for key in absent)
+    assert all({"feature_map", "gate", "importance"} & {*key.split(".")} for key in absent)
     return with_plain_experts(model)
 
 

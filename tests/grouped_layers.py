@@ -29,6 +29,7 @@ class Layer(RFASeq2SeqAttentionMixin):
         config.num_heads_for = lambda kind: heads
         config.head_dim_for = lambda kind: WIDTH
         config.retrieval_heads_of = lambda layer: config.retrieval_heads
+        config.motion_of = lambda kind: (0, 0)
         name = config.feature_map
         config.num_features_for = lambda kind: 0 if name == "none" else None if name in ("elu", "hedgehog") else 6
         self.init_rfa(config, kind=kind, scaling=SCALING, layer_idx=0, groups=groups)

@@ -53,7 +53,7 @@ def _times_of_parts(
     batch, _, length, _ = keys_values.shape
     (layout,), groups = layer.memory_layouts(query.dtype), HEADS // KEY_VALUE_HEADS
     memory, rows = empty_memory(layout, batch, setting.device), group_queries(query, KEY_VALUE_HEADS)
-    arrivals = arrivals_of(memory.count, length, layout.sinks, None, None, memory.sinks_held())
+    arrivals = arrivals_of(memory.count, length, layout, None, None, memory)
     score = layer.importance.score(hidden, arrivals.ordinal)  # type: ignore[union-attr]
     take_in = partial(absorb, memory, keys_values, score, arrivals, layout)
     chunk, reading = take_in()[0], Reading(layer.scaling)

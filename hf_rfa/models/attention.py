@@ -25,6 +25,7 @@ from .head_group import HeadGroup
 from .linear_attention import Tokens, linear_attention, mask_padding, rescale
 from .masking import MASKED_LOGIT, group_queries, join_heads, split_heads, ungroup
 from .memory import Importance, Memory, MemoryLayout, Target, empty_memory, in_order
+from .positions import NO_ROTATION, Motion
 
 #: Tokens of a segment, a multiple of the usual chunk size: their features fit into a CPU's caches. Features of a long
 #: sequence fill more memory than all else, and fresh memory costs more time than computing them.
@@ -83,6 +84,8 @@ class RFAAttentionMixin(nn.Module):
             sinks=self.num_sinks if exact else 0,
             slots=self.num_slots if exact else 0,
             state_rows=self.feature_map.feature_dim and self.feature_map.feature_dim + self.feature_map.signed,
+            max_distance=self.max_distance if exact else 0,
+            distance_step=self.distance_step if exact else 0,
             dtype=dtype,
         )
 
@@ -95,8 +98,16 @@ class RFAAttentionMixin(nn.Module):
             head_dim=self.feature_map.head_dim,
             window=self.retrieval_window,
             sinks=self.num_sinks,
+            max_distance=self.max_distance,
+            distance_step=self.distance_step,
             dtype=dtype,
         )
+
+    def motions(self) -> list[Motion | None]:
+        """Return how the tokens of each of the layer's memories move, or None where they stay."""
+        recency = None if self.importance is None else self.importance.recency
+        groups = (recency, None) if self.retrieval_heads else (recency,)
+        return [Motion(self.rotation, self.num_sinks, part) if self.max_distance else None for part in groups]
 
     def memory_layouts(self, dtype: torch.dtype) -> list[MemoryLayout]:
         """Return the layouts of the layer's memories: that of all heads but the retrieval heads, and that of these if any."""
@@ -124,6 +135,8 @@ class RFAAttentionMixin(nn.Module):
         self.window_size: int = config.window_size if kind == "causal" else 0
         self.num_sinks: int = config.num_sinks if kind == "causal" else 0
         self.num_slots: int = config.num_slots if kind == "causal" else 0
+        self.max_distance, self.distance_step = config.motion_of(kind)
+        self.rotation = NO_ROTATION  # found where the first epoch begins (`hf_rfa.models.streaming`)
         self.feature_map = FEATURE_MAPS[config.feature_map](
             num_heads=heads,
             groups=groups,
@@ -215,6 +228,7 @@ class RFAAttentionMixin(nn.Module):
             memories=memories,
             layouts=layouts,
             targets=targets or [None] * len(layouts),
+            is_fresh=layer is None,
         )
         attn_weights = None
         if output_attentions:
@@ -285,8 +299,12 @@ class RFAAttentionMixin(nn.Module):
         memories: list[Memory],
         layouts: list[MemoryLayout],
         targets: list[Target | None],
+        is_fresh: bool,
     ) -> list[HeadGroup]:
-        """Return the retrieval heads, if there are any, after all other heads; shapes are those of `HeadGroup`."""
+        """Return the retrieval heads, if there are any, after all other heads; shapes are those of `HeadGroup`.
+
+        ``is_fresh`` says that the memories are empty.
+        """
         groups = [(query, keys_values, sink_logits)]
         if self.retrieval_heads:
             parts: list[Any] = [split_heads(tensor, self.retrieval_heads) for tensor in (query, keys_values)]
@@ -299,15 +317,15 @@ class RFAAttentionMixin(nn.Module):
         log_decay, input_scale = mask_padding(is_token, log_decay, input_scale)
         has_features = layouts[0].state_rows > 0 or self.attention_component == "linear"
         head_groups = []
-        for index, ((queries, rows, logits), memory, layout, target) in enumerate(
-            zip(groups, memories, layouts, targets, strict=True)
+        for index, ((queries, rows, logits), memory, layout, target, motion) in enumerate(
+            zip(groups, memories, layouts, targets, self.motions(), strict=True)
         ):
             arrivals = score = None
             if layout.places and target is None:
-                sinks_held = memory.sinks_held() if layout.sinks else None
-                arrivals = arrivals_of(memory.count, rows.shape[2], layout.sinks, is_token, document_starts, sinks_held)
+                before = None if is_fresh else memory
+                arrivals = arrivals_of(memory.count, rows.shape[2], layout, is_token, document_starts, before)
             if layout.slots:
-                ordinal = cast(Arrivals, arrivals).ordinal if target is None else cast(Tensor, target.ordinal)
+                ordinal = cast(Arrivals, arrivals).counted() if target is None else cast(Tensor, target.ordinal)
                 score = cast(Importance, self.importance).score(hidden_states, ordinal)
             has_state = has_features and index == 0
             group = HeadGroup(
@@ -318,6 +336,7 @@ class RFAAttentionMixin(nn.Module):
                 feature_map=self.feature_map if has_state else None,
                 arrivals=arrivals,
                 target=target,
+                motion=motion,
                 is_token=is_token,
                 score=score,
                 log_decay=log_decay if has_state else None,
@@ -378,6 +397,7 @@ class RFAAttentionMixin(nn.Module):
                 score=group.score,
                 is_token=group.is_token,
                 layout=layout,
+                motion=group.motion,
                 absorbed=None if feature_map is None else Tokens.join(cast(list[Tokens], absorbed)),
                 denominator_floor=None if feature_map is None else feature_map.denominator_floor,
             )
@@ -404,7 +424,8 @@ class RFAAttentionMixin(nn.Module):
             if group.target is not None:
                 exact = attend_in_place(*inputs, memory, group.target, reading, group.is_token)
             else:
-                exact, memory = attend_in_chunks(*inputs, cast(Arrivals, group.arrivals), memory, group.layout, reading)
+                arrivals = cast(Arrivals, group.arrivals)
+                exact, memory = attend_in_chunks(*inputs, arrivals, memory, group.layout, reading, group.motion)
         if group.feature_map is None:
             return cast(Exact, exact).output, memory, None, None
         output, state, shift, absorbed = self._attend_to_state(

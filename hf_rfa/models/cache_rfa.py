@@ -20,6 +20,7 @@ from .cache_names import CACHE_NAME
 from .exact_attention import arrivals_of, take_in
 from .linear_attention import Tokens, final_state, updates_in_place
 from .memory import Memory, MemoryLayout, Target, empty_memory, in_order, targets_of
+from .positions import Motion
 
 #: Name of the layer type in ``config.layer_types``; `DynamicCache` makes one `RFALayer` for each entry of that name.
 RFA_LAYER_TYPE = "rfa"
@@ -37,6 +38,7 @@ class RecordedStep:
         score: theirs for slots, [B, H, T], or None.
         is_token: False for padding, [B, T], or None where nothing is padded.
         layout: of the memory that takes them in.
+        motion: how the memory's tokens move where an epoch begins, or None where they stay.
         absorbed: what joined the state with each of them: features of keys, [B, H, T, F], values, decays and scales; None for
             heads without features.
         denominator_floor: that of the feature map.
@@ -46,16 +48,22 @@ class RecordedStep:
     score: Tensor | None
     is_token: Tensor | None
     layout: MemoryLayout
+    motion: Motion | None
     absorbed: Tokens | None
     denominator_floor: float | None
+
+    def moved_as(self, memory: Memory, other: Memory) -> Memory:
+        """Return a memory with its tokens in the epoch of another one."""
+        return memory if self.motion is None else self.motion.move(memory, other.origin_of_rows())
 
     def replay(self, count: int, memory: Memory) -> Memory:
         """Return a memory after the first ``count`` tokens."""
         if memory.arrival is not None:
             is_token = None if self.is_token is None else self.is_token[:, :count]
-            arrivals = arrivals_of(memory.count, count, self.layout.sinks, is_token, None, memory.sinks_held())
+            arrivals = arrivals_of(memory.count, count, self.layout, is_token, None, memory)
             score = None if self.score is None else self.score[..., :count]
-            memory = take_in(self.keys_values[:, :, :count], score, arrivals, in_order(memory), self.layout)
+            keys_values = self.keys_values[:, :, :count]
+            memory = take_in(keys_values, score, arrivals, in_order(memory), self.layout, self.motion)
         if self.absorbed is None:
             return memory
         state = final_state(
@@ -79,6 +87,10 @@ class RFALayer(CacheLayerMixin):
         layouts: those of the memories.
         targets: where the next token goes in each of the memories that have places, or None until `next_targets` is asked.
         cumulative_length: number of tokens seen, padding included: a tensor, so that no compiler takes it for a constant.
+        tokens_left: tokens that may follow before it has to be asked again where a text's positions stand
+            (`hf_rfa.models.streaming`); read of a cache's first layer alone, and a number, so that nobody waits for a device.
+        steps_left: the same before `hf_rfa.models.streaming.prepare_step` has to ask.
+        shift: what is taken off the positions of these, [B, 1], or None for 0.
     """
 
     _layer_type = RFA_LAYER_TYPE
@@ -98,7 +110,13 @@ class RFALayer(CacheLayerMixin):
         self.memories = []
         self.layouts: list[MemoryLayout] = []
         self.record_past = False
+        self.ask_again()
         self._forget()
+
+    def ask_again(self) -> None:
+        """Forget where the texts' positions stand: the texts are other ones."""
+        self.tokens_left = self.steps_left = 0
+        self.shift: Tensor | None = None
 
     @property
     def memories(self) -> list[Memory]:
@@ -133,6 +151,7 @@ class RFALayer(CacheLayerMixin):
 
     def restore(self, tensors: dict[str, Tensor], length: int) -> None:
         """Hold tensors by the names of `tensors`, after ``length`` tokens."""
+        self.ask_again()
         self.memories = []
         for name, tensor in sorted(tensors.items()):
             index, attribute = name.split(".")
@@ -145,6 +164,7 @@ class RFALayer(CacheLayerMixin):
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by what ``function`` makes of it."""
+        self.ask_again()
         self.memories = [memory.map(function) for memory in self.memories]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -161,6 +181,7 @@ class RFALayer(CacheLayerMixin):
             tensors[0].shape[0] != batch and not bool(self.cumulative_length)
         ):  # after `reset` any batch
             self.memories = [empty_memory(layout, batch, device) for layout in layouts]
+            self.ask_again()
         elif not all(_is_usable(tensor, device) for tensor in tensors):
             self._change(lambda tensor: _usable(tensor, device))
             self.cumulative_length = _usable(self.cumulative_length, device)
@@ -252,6 +273,7 @@ class RFALayer(CacheLayerMixin):
             memory.clear()
         self.targets = None
         self.cumulative_length.zero_()
+        self.ask_again()
         self._forget()
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -292,9 +314,27 @@ class RFALayer(CacheLayerMixin):
                     replayed = zip(steps, memories, strict=True)
                     memories = [step.replay(min(length, remaining), memory) for step, memory in replayed]
                 remaining -= length
+            # Sliding softmax layers stay in the epoch that they are in.
+            last = zip(self._steps[-1][0], memories, self.memories, strict=True)
+            memories = [step.moved_as(memory, now) for step, memory, now in last]
             self.memories = [memory.stored_in(before) for memory, before in zip(memories, self.memories, strict=True)]
             self.cumulative_length.sub_(count)
+            self.ask_again()
         self._forget()
+
+    def move(self, motions: list[Motion | None], origin: Tensor) -> None:
+        """Move the memories' tokens to where an epoch has them, in place where that may be.
+
+        Args:
+            motions: of the memories.
+            origin: eB of the epoch, [B] (`hf_rfa.models.positions`).
+        """
+        moved = []
+        for memory, motion in zip(self.memories, motions, strict=True):
+            after = memory if motion is None else motion.move(memory, origin.to(memory.filled()[0].device))
+            in_place = all(_is_usable(tensor, tensor.device) for tensor in memory.tensors().values())
+            moved.append(after.stored_in(memory) if in_place else after)
+        self.memories = moved
 
 
 # The state has one size from the start: it serves `StaticCache` as it serves `DynamicCache`.

@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -28,6 +28,10 @@ FULL_ATTENTION = ("full_attention", "attention")
 #: Types of a base model's layers that keep the documents of a packed row apart: attention by its mask, and others because
 #: they read every token by itself.
 KEEPS_DOCUMENTS_APART = (*FULL_ATTENTION, "sliding_attention", "chunked_attention", "mlp", "moe")
+#: Ways to scale rotations that give another one to longer texts, so that keys of a cache would be of two kinds.
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+#: The least default of `RFAConfigMixin.max_distance`.
+LEAST_DISTANCE = 1024
 #: What an attention layer attends to: the tokens before it, an encoder's output, or all tokens of an encoder's input.
 AttentionKind = Literal["causal", "cross", "encoder"]
 
@@ -54,6 +58,10 @@ class RFAConfigMixin:
         retrieval_heads: [layer, key-value head] of every retrieval head: one that attends exactly, without features, to the
             sinks and its own window. A layer has to have other heads too.
         retrieval_window: the number of last tokens that retrieval heads see.
+        max_distance: L, the distance that the tokens which are kept never exceed where positions are rotary: old ones move along
+            with the text (`hf_rfa.models.positions`). None for an eighth of the positions that the model was trained for, but
+            at least 1,024 and four windows, and at most all positions.
+        distance_step: B, from 1 to L − 1: the number of tokens after which old ones move along; None for half of L.
         softmax_layers: indices of layers that stay softmax attention; their cache grows with the text.
         chunk_size: tokens that prefill and training handle at once in the quadratic form.
     """
@@ -69,6 +77,8 @@ class RFAConfigMixin:
     num_slots: int = 0
     retrieval_heads: list[Any] = field(default_factory=list)
     retrieval_window: int = 0
+    max_distance: int | None = None
+    distance_step: int | None = None
     softmax_layers: list[Any] = field(default_factory=list)  # `validate_rfa` says more than a type would
     chunk_size: int = 64
 
@@ -96,6 +106,38 @@ class RFAConfigMixin:
         for name, kind in self.FEATURE_COUNTS.items():
             if getattr(self, name) is None:
                 setattr(self, name, feature_map.resolve_num_features(None, self.head_dim_for(kind)))
+        if self.streams():
+            if self.max_distance is None:
+                trained = self.trained_positions()
+                wanted = max(trained // 8, LEAST_DISTANCE, 4 * max(self.window_size, self.retrieval_window))
+                self.max_distance = min(trained, wanted)
+            if self.distance_step is None:
+                self.distance_step = max(1, self.max_distance // 2)
+
+    def streams(self) -> bool:
+        """Return whether old tokens move along with the text, so that it may be of any length.
+
+        They do with rotary positions, where every token of every full-attention layer that is kept is kept exactly.
+        """
+        rotary = bool(getattr(self, "rope_parameters", None)) and self.max_position_embeddings > 1  # type: ignore[attr-defined]
+        exact = self.window_size > 0 and FEATURE_MAPS.get(self.feature_map) is NoFeatures
+        return rotary and exact and not any(kind in FULL_ATTENTION for kind in self.cache_layer_types())
+
+    def trained_positions(self) -> int:
+        """Return the number of positions up to which rotations are the same for texts of any length."""
+        positions: int = self.max_position_embeddings  # type: ignore[attr-defined]
+        rotations = getattr(self, "rope_parameters", None) or {}
+        parts = (
+            [rotations] if "rope_type" in rotations else [part for part in rotations.values() if isinstance(part, dict)]
+        )
+        changing = [part for part in parts if part.get("rope_type") in LENGTH_DEPENDENT]
+        return min([positions, *(part.get("original_max_position_embeddings") or positions for part in changing)])
+
+    def motion_of(self, kind: AttentionKind) -> tuple[int, int]:
+        """Return L and B of attention of a kind, zeros where tokens stay in place."""
+        if kind != "causal" or not self.streams():
+            return 0, 0
+        return self.max_distance or 0, self.distance_step or 0
 
     def num_layers_for(self, kind: AttentionKind) -> int:
         """Return the number of layers that have attention of a kind."""
@@ -238,6 +280,7 @@ class RFAConfigMixin:
                 allowed = f"distinct layer indices from 0 to {count - 1}" if count else "empty, for there are no layers"
                 raise ValueError(f"{name} must be {allowed}, got {layers}.")
         self._check_retrieval_heads()
+        self._check_motion()
         needs_window: dict[str, Any] = {"num_sinks": self.num_sinks, "num_slots": self.num_slots}
         if feature_map is NoFeatures:
             needs_window["feature_map"] = "none"
@@ -255,6 +298,25 @@ class RFAConfigMixin:
         ):
             if refused and getattr(self, name):
                 raise ValueError(f"{name}=True {problem}. Leave it out.")
+
+    def _check_motion(self) -> None:
+        """Check the distance that kept tokens never exceed, and its steps."""
+        if not self.streams():
+            for name in ("max_distance", "distance_step"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} has no effect: kept tokens move along in models with rotary positions, a "
+                        "window, no features and no full-attention layer that stays softmax. Leave it out."
+                    )
+            return
+        trained = self.trained_positions()
+        distance, step = cast(int, self.max_distance), cast(int, self.distance_step)
+        if not 2 <= distance <= trained:
+            raise ValueError(
+                f"max_distance must be from 2 to {trained}, the positions it was trained for, got {distance}."
+            )
+        if not 1 <= step < distance:
+            raise ValueError(f"distance_step must be from 1 to {distance - 1}, below max_distance, got {step}.")
 
     def _check_retrieval_heads(self) -> None:
         """Check the retrieval heads and their window."""

@@ -13,15 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from transformers.utils.import_utils import is_tracing
 
 from .masking import MASKED_LOGIT, to_rows
 from .memory import EMPTY, Memory, MemoryLayout, Target, put, rows_at
+from .positions import Motion, origins
 
 #: New tokens that are attended to at once on a processor, whose caches hold what that takes.
 CHUNK_LENGTH = 96
@@ -47,6 +50,8 @@ class Arrivals(NamedTuple):
         is_sink: whether a token is one of the first S of its document, [B, T].
         document_end: ordinal of the first token of the next document, [B, T], or None where no document starts.
         previous_end: the same of the token before each, [B, T], or None.
+        origin: what is taken off the position of each (`hf_rfa.models.positions`), [B, T] in int32, or None for 0.
+        start: ordinal of the first token of its document, [B, T] in int32, or None for 0.
     """
 
     ordinal: Tensor
@@ -54,32 +59,39 @@ class Arrivals(NamedTuple):
     is_sink: Tensor
     document_end: Tensor | None = None
     previous_end: Tensor | None = None
+    origin: Tensor | None = None
+    start: Tensor | None = None
 
-    def split(self, size: int) -> list[Arrivals]:
-        """Return the arrivals of ``size`` tokens at a time."""
-        count = -(-self.ordinal.shape[1] // size)
-        parts = ([None] * count if tensor is None else tensor.split(size, dim=1) for tensor in self)
+    def split(self, lengths: list[int]) -> list[Arrivals]:
+        """Return the arrivals of some tokens at a time."""
+        parts = ([None] * len(lengths) if tensor is None else tensor.split(lengths, dim=1) for tensor in self)
         return [Arrivals(*part) for part in zip(*parts, strict=True)]
+
+    def counted(self) -> Tensor:
+        """Return the ordinals from the origin on, which scores count."""
+        return self.ordinal if self.origin is None else self.ordinal - self.origin
 
 
 def arrivals_of(
     count: Tensor,
     length: int,
-    sinks: int,
+    layout: MemoryLayout,
     padding_mask: Tensor | None,
     document_starts: Tensor | None,
-    sinks_held: Tensor | None = None,
+    before: Memory | None = None,
 ) -> Arrivals:
     """Return where some new tokens stand in texts.
 
     Args:
         count: number of tokens of each text that have been seen, [B].
         length: T, the number of new ones.
-        sinks: S.
+        layout: says S, and whether old tokens move.
         padding_mask: [B, T], 0 for padding, or None.
         document_starts: [B, T], True where a text begins that sees nothing before it, or None.
-        sinks_held: number of sinks that each text has (`Memory.sinks_held`), [B]; None for as many as it can have.
+        before: what is kept of the tokens before; None where there are none.
     """
+    sinks = layout.sinks
+    sinks_held = before.sinks_held() if before is not None and sinks else None
     is_token = None if padding_mask is None else padding_mask != 0
     if is_token is None:
         ordinal = count[:, None] + torch.arange(length, dtype=torch.int32, device=count.device)
@@ -88,7 +100,8 @@ def arrivals_of(
     # Numbers of the tokens in their documents, but for one that has all of its sinks.
     number = ordinal if sinks_held is None else ordinal - (count - sinks_held)[:, None]
     if document_starts is None:
-        return Arrivals(ordinal, is_token, number < sinks)
+        arrivals = Arrivals(ordinal, is_token, number < sinks)
+        return _with_origin(arrivals, layout, before)
     start = torch.where(document_starts, ordinal, 0).cummax(1).values
     number = torch.where(document_starts.cumsum(1) > 0, ordinal - start, number)
     # The next start after each token: the least of all later ones.
@@ -97,7 +110,27 @@ def arrivals_of(
     document_end = later.flip(1).cummin(1).values.flip(1)
     first = torch.where(document_starts[:, :1], ordinal[:, :1], document_end[:, :1])
     previous_end = torch.cat([first, document_end[:, :-1]], dim=1)
-    return Arrivals(ordinal, is_token, number < sinks, document_end, previous_end)
+    return _with_origin(
+        Arrivals(ordinal, is_token, number < sinks, document_end, previous_end, start=start), layout, before
+    )
+
+
+def _with_origin(arrivals: Arrivals, layout: MemoryLayout, before: Memory | None) -> Arrivals:
+    """Return arrivals with their origins, where these or that of the memory before may be other than 0."""
+    ordinal = arrivals.ordinal
+    if not layout.max_distance or (before is None and ordinal.shape[1] <= layout.max_distance):
+        return arrivals
+    if is_tracing(ordinal):  # epochs begin between the calls of a compiled step
+        return (
+            arrivals
+            if before is None
+            else arrivals._replace(origin=before.origin_of_rows()[:, None].expand_as(ordinal))
+        )
+    origin = origins(ordinal if arrivals.start is None else ordinal - arrivals.start, layout)
+    moved = origin if before is None else torch.cat([origin, before.origin_of_rows()[:, None]], dim=1)
+    if origin.device.type == "cpu" and not bool(moved.any()):
+        return arrivals
+    return arrivals._replace(origin=origin)
 
 
 def ends_of(score: Tensor, arrival: Tensor, layout: MemoryLayout, document: Tensor | None = None) -> Tensor:
@@ -263,7 +296,7 @@ def absorb(
     """
     (batch, heads, length, _), places, count = keys_values.shape, layout.places, memory.count
     rows_before, scores, arrivals_before = memory.filled()
-    ordinal, is_token, is_sink, document_end, previous_end = arrivals
+    ordinal, is_token, is_sink, document_end, previous_end, *_ = arrivals
     score = keys_values.new_zeros(batch, heads, length, dtype=torch.float32) if score is None else score.float()
     score = score.masked_fill(is_sink[:, None], math.inf)
     arrival = ordinal if is_token is None else ordinal.masked_fill(~is_token, EMPTY)
@@ -302,6 +335,7 @@ def absorb(
         score.gather(-1, taken).masked_fill(~stays, -math.inf),
         arrival.gather(-1, taken).masked_fill(~stays, EMPTY),
         memory.state,
+        memory.origin,
     )
     return Chunk(keys_values, arrival, end, ordinal, is_token, leaves, forgets), new
 
@@ -457,16 +491,20 @@ def attend_in_chunks(
     memory: Memory,
     layout: MemoryLayout,
     reading: Reading,
+    motion: Motion | None = None,
 ) -> tuple[Exact, Memory]:
     """Take new tokens into a memory, some at a time, and attend: prompts and training.
 
-    The memory's places have to be in the order of arrival (`in_order`). Arguments are those of `absorb` and `Reading`.
+    The memory's places have to be in the order of arrival (`in_order`). Arguments are those of `absorb` and `Reading`, and
+    how the memory's tokens move where an epoch begins.
     """
     groups = query.shape[2] // keys_values.shape[2]
+    lengths = _chunk_lengths(keys_values, arrivals)
     # Split, not sliced: the gradient of a slice is as large as the whole.
-    queries = [query] if _is_one_chunk(keys_values) else query.split(CHUNK_LENGTH * groups, dim=2)
+    queries = [query] if lengths is None else query.split([length * groups for length in lengths], dim=2)
     parts = []
-    for rows, (chunk, after) in zip(queries, _chunks(keys_values, score, arrivals, memory, layout), strict=True):
+    chunks = _chunks(keys_values, score, arrivals, memory, layout, motion, lengths)
+    for rows, (chunk, after) in zip(queries, chunks, strict=True):
         memory = after
         output, log_total = reading.of_chunk(rows, chunk)
         leaving = chunk.keys_values.gather(2, rows_at(chunk.leaves, chunk.keys_values)) if reading.joined else None
@@ -478,27 +516,50 @@ def attend_in_chunks(
 
 
 def take_in(
-    keys_values: Tensor, score: Tensor | None, arrivals: Arrivals, memory: Memory, layout: MemoryLayout
+    keys_values: Tensor,
+    score: Tensor | None,
+    arrivals: Arrivals,
+    memory: Memory,
+    layout: MemoryLayout,
+    motion: Motion | None = None,
 ) -> Memory:
     """Return a memory after new tokens; arguments are those of `attend_in_chunks`."""
-    return [after for _, after in _chunks(keys_values, score, arrivals, memory, layout)][-1]
+    lengths = _chunk_lengths(keys_values, arrivals)
+    return [after for _, after in _chunks(keys_values, score, arrivals, memory, layout, motion, lengths)][-1]
 
 
-def _is_one_chunk(keys_values: Tensor) -> bool:
-    """Return whether new tokens are attended to all at once; those of an exporter have no other parts."""
+def _chunk_lengths(keys_values: Tensor, arrivals: Arrivals) -> list[int] | None:
+    """Return how many new tokens are attended to at once; None for all of them, as an exporter's are, of any number."""
     length = keys_values.shape[2]
-    return isinstance(length, torch.SymInt) or uses_flex_attention(keys_values) or length <= CHUNK_LENGTH
+    if isinstance(length, torch.SymInt):
+        return None
+    size = length if uses_flex_attention(keys_values) else CHUNK_LENGTH
+    ends = {*range(size, length, size), length}
+    if arrivals.origin is not None and not is_tracing(
+        keys_values
+    ):  # the queries of a chunk see every token at one position
+        changes = (arrivals.origin.diff(dim=1) != 0).any(0)
+        ends |= {end + 1 for end in changes.nonzero()[:, 0].tolist()}
+    return None if len(ends) == 1 else [end - start for start, end in pairwise([0, *sorted(ends)])]
 
 
 def _chunks(
-    keys_values: Tensor, score: Tensor | None, arrivals: Arrivals, memory: Memory, layout: MemoryLayout
+    keys_values: Tensor,
+    score: Tensor | None,
+    arrivals: Arrivals,
+    memory: Memory,
+    layout: MemoryLayout,
+    motion: Motion | None,
+    lengths: list[int] | None,
 ) -> Iterator[tuple[Chunk, Memory]]:
-    """Yield new tokens, `CHUNK_LENGTH` at a time or all of them, and the memory after them."""
-    if _is_one_chunk(keys_values):
-        yield absorb(memory, keys_values, score, arrivals, layout)
-        return
-    rows, parts = keys_values.split(CHUNK_LENGTH, dim=2), arrivals.split(CHUNK_LENGTH)
-    scores = [None] * len(rows) if score is None else score.split(CHUNK_LENGTH, dim=2)
-    for row, ranks, arrived in zip(rows, scores, parts, strict=True):
-        chunk, memory = absorb(memory, row, ranks, arrived, layout)
+    """Yield new tokens, some at a time or all of them, and the memory after them."""
+    parts: list[Any] = [(keys_values, score, arrivals)]
+    if lengths is not None:
+        scores = [None] * len(lengths) if score is None else score.split(lengths, dim=2)
+        parts = list(zip(keys_values.split(lengths, dim=2), scores, arrivals.split(lengths), strict=True))
+    for rows, ranks, arrived in parts:
+        if motion is not None and arrived.origin is not None and not is_tracing(rows):
+            start = None if arrived.start is None else arrived.start[:, 0]
+            memory = motion.move(memory, arrived.origin[:, 0], start)
+        chunk, memory = absorb(memory, rows, ranks, arrived, layout)
         yield chunk, memory

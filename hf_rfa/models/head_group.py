@@ -12,6 +12,7 @@ from torch import Tensor
 from .exact_attention import Arrivals, arrivals_of
 from .feature_maps import FeatureMap
 from .memory import Memory, MemoryLayout, Target, in_order
+from .positions import Motion
 
 
 @dataclass(kw_only=True)
@@ -26,6 +27,7 @@ class HeadGroup:
         feature_map: φ, or None for heads without features.
         arrivals: where the new tokens stand in their texts, or None for heads that keep no token, and beside a ``target``.
         target: where the new token goes, of which there is one, if it may change the memory in place.
+        motion: how the memory's tokens move where an epoch begins, or None where they stay.
         is_token: False for padding, [B, T], or None where nothing is padded.
         score: of the new tokens, [B, H, T], or None without slots.
         log_decay: log g of the state, [B, H, T], 0 for padding, or None without a gate.
@@ -41,6 +43,7 @@ class HeadGroup:
     feature_map: FeatureMap | None
     arrivals: Arrivals | None = None
     target: Target | None = None
+    motion: Motion | None = None
     is_token: Tensor | None = None
     score: Tensor | None = None
     log_decay: Tensor | None = None
@@ -74,7 +77,7 @@ class HeadGroup:
         arrivals = self.arrivals
         if self.target is not None:
             before = self.memory
-            arrivals = arrivals_of(before.count, 1, layout.sinks, self.is_token, None, before.sinks_held())
+            arrivals = arrivals_of(before.count, 1, layout, self.is_token, None, before)
         return replace(self, keys_values=keys_values, memory=memory, arrivals=arrivals, target=None)
 
     def split(self, size: int) -> Iterator[HeadGroup]:
@@ -83,7 +86,8 @@ class HeadGroup:
         count = -(-self.length // size)
         scales = (self.score, self.log_decay, self.input_scale)
         parts = ([None] * count if scale is None else scale.split(size, dim=-1) for scale in scales)
-        arrivals = [None] * count if self.arrivals is None else self.arrivals.split(size)
+        lengths = [min(size, self.length - start) for start in range(0, self.length, size)]
+        arrivals = [None] * count if self.arrivals is None else self.arrivals.split(lengths)
         tensors = self.query.split(rows, dim=2), self.keys_values.split(size, dim=2)
         for query, keys_values, arrived, score, log_decay, input_scale in zip(*tensors, arrivals, *parts, strict=True):
             yield replace(

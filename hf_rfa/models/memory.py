@@ -61,6 +61,8 @@ class MemoryLayout:
         sinks: S, first tokens.
         slots: K, most important ones of the others.
         state_rows: rows of the state, F or F + 1 (`hf_rfa.models.linear_attention`); 0 for heads without features.
+        max_distance: L, the distance that kept tokens never exceed (`hf_rfa.models.positions`); 0 where they stay in place.
+        distance_step: B, the tokens after which old ones move along.
         dtype: that of keys and values, the model's.
     """
 
@@ -70,6 +72,8 @@ class MemoryLayout:
     sinks: int = 0
     slots: int = 0
     state_rows: int = 0
+    max_distance: int = 0
+    distance_step: int = 0
     dtype: torch.dtype = torch.float32
 
     @property
@@ -84,6 +88,8 @@ class MemoryLayout:
             shapes["keys_values"] = (self.heads, self.places, 2 * self.head_dim), self.dtype
             shapes["score"] = (self.heads, self.places), torch.float32
             shapes["arrival"] = (self.heads, self.places), torch.int32
+            if self.max_distance:
+                shapes["origin"] = (), torch.int32
         if self.state_rows:
             shapes["state"] = (self.heads, self.state_rows, self.head_dim + 1), compute_dtype(self.dtype)
         return shapes
@@ -107,12 +113,15 @@ class Memory:
         score: the tokens' scores, [B, H, P] in float32; +∞ for sinks and −∞ for empty places.
         arrival: how many tokens of the text came before each, [B, H, P] in int32; `EMPTY` for empty places.
         state: [B, H, rows, d + 1] (`hf_rfa.models.linear_attention`), or None: without features, or at the start.
+        origin: eB, what is taken off the positions of keys and off the arrivals that scores count, [B] in int32
+            (`hf_rfa.models.positions`), or None where tokens stay in place.
     """
 
     keys_values: Tensor | None = None
     score: Tensor | None = None
     arrival: Tensor | None = None
     state: Tensor | None = None
+    origin: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that there are, by name."""
@@ -126,6 +135,10 @@ class Memory:
     def count(self) -> Tensor:
         """The number of tokens so far of a memory that has places, [B] in int32: the last of them is always kept."""
         return (cast(Tensor, self.arrival).amax((1, 2)) + 1).clamp_min(0)
+
+    def origin_of_rows(self) -> Tensor:
+        """Return the origin of a memory whose tokens move, [B] in int32."""
+        return cast(Tensor, self.origin)
 
     def sinks_held(self) -> Tensor:
         """Return the number of sinks that every row has, [B]: not that of tokens so far, where these began a document."""
@@ -195,7 +208,7 @@ class Importance(nn.Module):
         return self._importance(hidden_states).transpose(1, 2)
 
     def score(self, hidden_states: Tensor, ordinal: Tensor) -> Tensor:
-        """Return the tokens' scores, [B, H, T], from what came before each of them, ``ordinal`` [B, T]."""
+        """Return the tokens' scores, [B, H, T], from what came before each of them since the origin, ``ordinal`` [B, T]."""
         return torch.addcmul(self._importance(hidden_states), self.recency, ordinal.unsqueeze(-1)).transpose(1, 2)
 
     def _importance(self, hidden_states: Tensor) -> Tensor:
@@ -224,7 +237,7 @@ class Target(NamedTuple):
     Attributes:
         place: an empty one, or that of the token that is forgotten with the new one, [B, H, 1].
         row: the place as an index of keys and values, [B, H, 1, 2d].
-        ordinal: number of tokens before the new one, [B, 1] in float32, or None without slots.
+        ordinal: number of tokens before the new one since the origin, [B, 1] in float32, or None without slots.
         arrival: the same in int32, [B, H, 1].
         is_sink: whether the new one is one of the first S, [B, H, 1], or None where it is known that it is not.
         forgets: whether a token is forgotten with it, [B, H, 1], or None where it is known that one is, or nobody asks.
@@ -255,7 +268,12 @@ def targets_of(memories: Sequence[Memory], layout: MemoryLayout) -> list[Target]
         visible = (arrival.scatter(-1, place, arrived) >= 0)[..., None, :]
         forgets = arrival.gather(-1, place) >= 0 if layout.state_rows else None
     row = place[..., None].expand(*place.shape, 2 * layout.head_dim)
-    number = ordinal[..., 0].float() if layout.slots else None
+    number = None
+    if layout.slots:
+        number = ordinal[..., 0]
+        if layout.max_distance:
+            number = number - torch.stack([memory.origin_of_rows() for memory in memories])[..., None]
+        number = number.float()
     tensors = (place, row, number, arrived, is_sink, forgets, visible)
     split = ([None] * len(memories) if tensor is None else tensor.unbind() for tensor in tensors)
     return [Target(*parts) for parts in zip(*split, strict=True)]

@@ -37,6 +37,7 @@ from .rfa_classes import (
     prepare_calls,
     unread_mask,
 )
+from .streaming import prepare_positions, prepare_step, rfa_layers, seen_keys
 
 #: Name of random feature attention in transformers' attention interface.
 INTERFACE = "rfa"
@@ -68,6 +69,7 @@ def rfa_attention(
     padding_mask: Tensor | None = None,
     document_starts: Tensor | None = None,
     output_rfa_attentions: bool = False,
+    turns: Tensor | None = None,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     **kwargs: Any,
@@ -88,6 +90,7 @@ def rfa_attention(
         padding_mask: [B, T], or None.
         document_starts: [B, T], or None.
         output_rfa_attentions: whether to return the attention weights.
+        turns: how many positions further queries and keys are, [B, T], or None (`hf_rfa.models.streaming`).
         s_aux: logits in the normalizer that no value belongs to, one a query head (the sinks of GPT-OSS), or None.
         softcap: must be None: capped logits are not a kernel of q and k.
         **kwargs: what other functions of the interface read.
@@ -98,6 +101,11 @@ def rfa_attention(
     module.check_call(query, key, value, softcap)
     if scaling is not None and scaling != module.scaling:  # OPT scales its queries before it hands them over
         query = query * (scaling / module.scaling)
+    if (keys := seen_keys()) is not None:
+        keys[module.rfa_layer_idx] = key
+        return torch.zeros_like(query).transpose(1, 2), None
+    if turns is not None:
+        query, key = (module.rotation.turn(rows, turns[:, None]) for rows in (query, key))
     if rfa_projections is not None:
         rfa_projections += [query, key, value]
         return torch.zeros_like(query).transpose(1, 2), None
@@ -144,7 +152,7 @@ class RFADecoderAttention(RFAAttentionMixin):
         if cache is None:
             cache = take_cache(kwargs)
         if "output_rfa_attentions" not in kwargs:
-            kwargs |= _inputs_from_mask(hidden_states.shape[1], cache, kwargs)
+            kwargs |= _inputs_from_mask(hidden_states.shape[1], cache, kwargs, self)
         return super().forward(hidden_states, *args, rfa_hidden_states=hidden_states, rfa_cache=cache, **kwargs)
 
     def project(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,7 +174,9 @@ class RFADecoderAttention(RFAAttentionMixin):
             raise ValueError(f"{type(self).__name__} {problem}: this attention is not supported.")
 
 
-def _inputs_from_mask(length: int, cache: Cache | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _inputs_from_mask(
+    length: int, cache: Cache | None, kwargs: dict[str, Any], module: RFADecoderAttention
+) -> dict[str, Any]:
     """Return what `prepare_decoder` adds, for families whose layers do not hand it on (StableLM, Nemotron).
 
     The mask says of every key whether it is padding: no query sees that. If it has a row for each query, it also says where
@@ -182,6 +192,10 @@ def _inputs_from_mask(length: int, cache: Cache | None, kwargs: dict[str, Any]) 
             starts = F.pad(apart, (1, 0))
     elif cache is None:
         starts = document_starts(kwargs.get("position_ids"))
+        if starts is not None and module.max_distance:  # an epoch's origin is no document's
+            position_ids, before = kwargs["position_ids"], kwargs["position_ids"].roll(1, -1)
+            begins = (position_ids == module.max_distance - module.distance_step) & (before == module.max_distance - 1)
+            starts = starts & ~begins
     wanted = bool(kwargs.get("output_attentions"))
     return {"padding_mask": padding, "document_starts": starts, "output_rfa_attentions": wanted}
 
@@ -223,6 +237,12 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         self.keep_own_in_float32()
         stack.rfa_layer_types = frozenset(config.cache_layer_types())
         stack.types_that_read_on = config.types_that_read_on()
+        if config.streams():
+            layers = rfa_layers(stack)
+            stack.first_rfa_layer = layers[0].rfa_layer_idx
+            stack.stream_layout = layers[0].memory_layout(torch.float32)
+            stack.has_sliding_layers = "sliding_attention" in stack.rfa_layer_types
+        self.rfa_stacks = (stack,)  # a tuple, so that it is no submodule a second time
         prepare_calls(stack, prepare_decoder)
 
     def _prepare_cache_for_generation(
@@ -243,6 +263,14 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         if generation_config.is_assistant or not model._can_compile_fullgraph or not types <= STEADY_LAYER_TYPES:
             return False
         return model.device.type in COMPILING_DEVICES and is_triton_available()
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the inputs of a step of `generate`, before which old tokens move: a compiled step does not see it."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        cache, ids = inputs.get(CACHE_NAME), inputs.get("input_ids")
+        if self.config.streams() and isinstance(cache, Cache) and ids is not None and ids.shape[-1] == 1:
+            prepare_step(self.rfa_stacks[0], self_attention_cache(cache))
+        return inputs
 
     def create_masks_for_generate(
         self,
@@ -295,7 +323,8 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
     if starts is not None:  # for training; softmax layers keep documents apart only without a cache
         arguments["use_cache"] = False
     # Softmax attention sees differences of rotary positions alone, and features see more: padding must not shift them.
-    rotary = getattr(config, "rope_parameters", None) and attention_mask is not None
+    rotates = bool(getattr(config, "rope_parameters", None))
+    rotary = rotates and attention_mask is not None
     counts_tokens = rotary or config.model_type in COUNTS_TOKENS
     if counts_tokens and position_ids is None and "position_ids" in stack.reads_inputs:
         if attention_mask is None:
@@ -303,7 +332,9 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
         else:
             position_ids = (attention_mask.cumsum(-1) * attention_mask - 1)[:, -length:]
         arguments["position_ids"] = position_ids = position_ids.clamp_min(0) if rotary else position_ids
-    if any(hasattr(stack, name) for name in POSITION_EMBEDDINGS) and not is_tracing(call.tokens):
+    streams = config.streams()
+    ends = rotates or any(hasattr(stack, name) for name in POSITION_EMBEDDINGS)
+    if ends and not streams and not is_tracing(call.tokens):
         count, last = config.max_position_embeddings, int(call.past) + length - 1
         if last >= count and position_ids is not None:
             last = int(position_ids.max())  # left padding makes positions smaller than the number of tokens
@@ -323,6 +354,18 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
             arguments["attention_mask"] = _masks_by_type(config, embeds, attention_mask, position_ids, cache)
         else:  # OPT and BioGPT make their mask without positions
             arguments["attention_mask"] = create_causal_mask(config, embeds, None, None, position_ids)
+    if streams:
+        arguments["position_ids"], turns = prepare_positions(
+            stack,
+            self_attention_cache(cache),
+            call.tokens,
+            length,
+            position_ids,
+            padding_mask=arguments["padding_mask"],
+            starts=starts,
+        )
+        if turns is not None:
+            arguments["turns"] = turns
     if "encoder_hidden_states" in stack.reads_inputs and getattr(config, "add_cross_attention", False):
         cache = call.cache_with_source(config)
     if cache is not None:

@@ -179,6 +179,8 @@ RFA_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "num_slots": ([0, 1, 3, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "retrieval_heads": ([[], [[0, 0]], [[0, 1]], [[1, 0], [0, 2]]], WRONG_HEADS),
     "retrieval_window": ([0, 1, 4, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
+    "max_distance": ([None, 2, 9, POSITIONS], [0, 1, -1, POSITIONS + 1, HUGE, 1.5, True]),
+    "distance_step": ([None, 1], [0, -1, POSITIONS, HUGE, 1.5, True]),
     "softmax_layers": LAYERS,
     "chunk_size": ([1, 2, 3, 64, 2**63 - 1], [0, -1, None, 2.5, HUGE]),
 }
@@ -287,6 +289,9 @@ def wrong_fields(family: str, options: dict[str, Any]) -> set[str]:
             wrong.add("retrieval_heads")
     if bool(options.get("retrieval_window")) != bool(chosen):
         wrong |= {"retrieval_window", "retrieval_heads"} & options.keys()
+    streams = family == "llama" and name == "none" and options.get("window_size") and not options.get("softmax_layers")
+    if not streams:
+        wrong |= {field for field in ("max_distance", "distance_step") if options.get(field) is not None}
     if name == "none":
         wrong |= {field for field in (*counts, "gate") if options.get(field)}
         kept = {"softmax_cross_layers": [], "softmax_encoder_layers": None}

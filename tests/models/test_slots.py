@@ -30,8 +30,9 @@ def take_piece(
     length = importance.shape[2]
     number = torch.arange(start, start + length, dtype=torch.float32) + 1
     keys_values = number[:, None].expand(ROWS, HEADS, -1, 2)
-    arrivals = arrivals_of(memory.count, length, layout.sinks, padding, starts, memory.sinks_held())
-    return list(exact_attention._chunks(keys_values, importance, arrivals, memory, layout))
+    arrivals = arrivals_of(memory.count, length, layout, padding, starts, memory)
+    lengths = exact_attention._chunk_lengths(keys_values, arrivals)
+    return list(exact_attention._chunks(keys_values, importance, arrivals, memory, layout, None, lengths))
 
 
 @settings(max_examples=60, deadline=None)

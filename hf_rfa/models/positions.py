@@ -1,0 +1,115 @@
+"""Rotary positions of tokens that are kept: old ones move along with the text, so that no distance grows past L.
+
+Rotary attention depends on the distance between a query and a key alone. Sinks and slots are kept for good, and would get
+further away than anything that the model was trained for, where it falls apart (Han et al. 2023, arXiv 2308.16137). So old
+tokens move along, in steps of B tokens. Query t of a text belongs to epoch
+
+    e = 0 for t < L,   ⌊(t − L) / B⌋ + 1 from there on
+
+and counts as at position t − eB, always below L. A token j that is kept is, for all queries of epoch e, at
+
+    p_e(j) = max(j − eB, min(j, S))                          S = number of sinks
+
+Sinks stay in their order at the beginning, recent tokens at their true distance, and all others right behind the sinks. Up
+to L tokens nothing moves. The rule depends on t alone: pieces, chunks and single steps of a text give the same.
+
+Keys are kept as their rotation left them, and turned where an epoch begins: by p_e − p_(e − 1) ≤ 0, and no more once they
+are behind the sinks. A key is turned L / B times at most, however long the text, and no angle is formed of a position past
+L: token 10⁷ is as exact as token 10. Scores (`hf_rfa.models.memory`) count from eB on as well.
+
+Tokens are counted as they arrive, padding left out, and in packed rows from the beginning of their document.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .memory import Memory, MemoryLayout
+
+
+def origins(number: Tensor, layout: MemoryLayout) -> Tensor:
+    """Return eB, what is taken off the positions of tokens, from how many came before each in its text."""
+    step = layout.distance_step
+    epoch = torch.div(number - layout.max_distance, step, rounding_mode="floor") + 1
+    return epoch.clamp_min_(0).mul_(step)
+
+
+def tokens_left(count: Tensor, layout: MemoryLayout) -> int:
+    """Return how many tokens can follow in every text before an epoch begins in one, after ``count`` tokens each, [B]."""
+    into = torch.remainder(count - layout.max_distance, layout.distance_step)
+    left = torch.where(count <= layout.max_distance, layout.max_distance - count, -into % layout.distance_step)
+    return int(left.amin())
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """How a layer rotates queries and keys by their position (RoPE, Su et al. 2021, arXiv 2104.09864).
+
+    Attributes:
+        frequency: angle of a pair of columns for every position, in radians, [pairs] in float32; none without positions.
+        interleaved: whether a pair are columns 2i and 2i + 1; else i and i + pairs. Columns behind them stay as they are.
+    """
+
+    frequency: Tensor
+    interleaved: bool = False
+
+    def turn(self, rows: Tensor, by: Tensor) -> Tensor:
+        """Return keys or queries as they are some positions further.
+
+        Args:
+            rows: [..., columns], whose first columns are of keys or queries.
+            by: the number of positions, rows' shape without the last dimension or what broadcasts to it.
+        """
+        width = 2 * self.frequency.shape[0]
+        if not width:
+            return rows
+        angle = by[..., None].float() * self.frequency.to(rows.device)
+        cos, sin = angle.cos(), angle.sin()
+        turned, rest = rows[..., :width], rows[..., width:]
+        if rows.dtype == torch.float64:
+            cos, sin = cos.double(), sin.double()
+        else:
+            turned = turned.float()
+        x, y = (turned[..., ::2], turned[..., 1::2]) if self.interleaved else turned.chunk(2, dim=-1)
+        pair = x * cos - y * sin, y * cos + x * sin
+        turned = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
+        return torch.cat([turned.to(rows.dtype), rest], dim=-1)
+
+
+#: That of a layer without positions.
+NO_ROTATION = Rotation(torch.empty(0))
+
+
+class Motion(NamedTuple):
+    """How a memory's tokens move when an epoch begins.
+
+    Attributes:
+        rotation: of the layer.
+        sinks: S.
+        recency: what a token's score grows by with every token before it, [H], or None without slots.
+    """
+
+    rotation: Rotation
+    sinks: int
+    recency: Tensor | None
+
+    def move(self, memory: Memory, origin: Tensor, start: Tensor | None = None) -> Memory:
+        """Return a memory whose tokens are where queries of an epoch see them.
+
+        Args:
+            memory: as it is at any other epoch.
+            origin: eB of the epoch, [B] (`origins`).
+            start: ordinal of the first token of the document that the memory is of, [B]; None for 0.
+        """
+        keys_values, score, arrival = memory.filled()
+        number = arrival if start is None else arrival - start[:, None, None]
+        before, after = memory.origin_of_rows(), origin.to(torch.int32)
+        least = number.clamp_max(self.sinks)
+        by = torch.maximum(number - after[:, None, None], least) - torch.maximum(number - before[:, None, None], least)
+        if self.recency is not None:
+            score = score - self.recency.to(score.device)[:, None] * (after - before)[:, None, None]
+        return replace(memory, keys_values=self.rotation.turn(keys_values, by), score=score, origin=after)

@@ -1,0 +1,106 @@
+"""The logits of a model whose old tokens move along, by a loop: what hf_rfa/models/positions.py has to give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from hf_rfa.models.attention import RFAAttentionMixin
+from tests.memory_by_loop import memory_by_loop
+
+
+def rotated(x: Tensor, position: Tensor, frequency: Tensor, interleaved: bool = False) -> Tensor:
+    """Return [..., d] rotated to positions [...], as complex numbers."""
+    width = 2 * len(frequency)
+    x, rest = x[..., :width], x[..., width:]
+    real, imaginary = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    turned = torch.complex(real, imaginary) * torch.polar(torch.ones(()).double(), position[..., None] * frequency)
+    parts = turned.real, turned.imag
+    return torch.cat([torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1), rest], -1)
+
+
+def stream_by_loop(
+    softmax: Any,
+    rfa: Any,
+    ids: Tensor,
+    padding: Tensor | None = None,
+    starts: Tensor | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    """Return the logits of all tokens, [B, T, vocabulary], of two models with the same weights in float64.
+
+    The softmax model reads all tokens at position 0, where nothing is rotated. Its attention is replaced by a loop over
+    queries, each of which sees what `memory_by_loop` says, where its epoch has it.
+
+    Args:
+        softmax: the base model.
+        rfa: the RFA model: says what is kept, L and B.
+        ids: [B, T].
+        padding: [B, T], 0 for padding, or None.
+        starts: [B, T], True where a document starts, or None.
+        interleaved: how the family rotates.
+    """
+    length, config = ids.shape[1], rfa.config
+    layers = {m.layer_idx: m for m in rfa.modules() if isinstance(m, RFAAttentionMixin)}
+    number = torch.zeros(ids.shape, dtype=torch.long)  # of each token in its document
+    for row in range(len(ids)):
+        count = -1
+        for t in range(length):
+            if padding is None or padding[row, t]:
+                count = 0 if starts is not None and starts[row, t] else count + 1
+            number[row, t] = max(count, 0)
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float, **kwargs: Any):
+        layer = layers[module.layer_idx]
+        frequency = module.frequency
+        output = torch.zeros_like(query)
+        seen = torch.zeros(*key.shape[:2], length, length, dtype=torch.bool)
+        chosen = layer.retrieval_heads
+        others = [head for head in range(key.shape[1]) if head not in chosen]
+        sizes = {"sinks": config.num_sinks, "padding": padding, "starts": starts}
+        importance, recency = torch.zeros(len(ids), len(others), length), [0.0] * len(others)
+        if layer.importance is not None:
+            importance, recency = layer.importance(module.inputs), layer.importance.recency.tolist()
+        seen[:, others] = memory_by_loop(
+            importance, recency, window=config.window_size, slots=config.num_slots, **sizes
+        )[0]
+        if chosen:
+            nothing = importance.new_zeros(len(ids), len(chosen), length)
+            seen[:, chosen] = memory_by_loop(nothing, [0.0] * len(chosen), window=config.retrieval_window, **sizes)[0]
+        groups = query.shape[1] // key.shape[1]
+        for row in range(len(ids)):
+            for t in range(length):
+                at = int(number[row, t])
+                epoch = 0 if at < config.max_distance else (at - config.max_distance) // config.distance_step + 1
+                origin = epoch * config.distance_step
+                place = torch.maximum(number[row] - origin, number[row].clamp_max(config.num_sinks))
+                q = rotated(query[row, :, t], torch.tensor(at - origin).expand(query.shape[1]), frequency, interleaved)
+                k = rotated(key[row], place.expand(key.shape[1], -1), frequency, interleaved)
+                logits = torch.einsum("hd,hnd->hn", q, k.repeat_interleave(groups, 0)) * scaling
+                visible = seen[row, :, t].repeat_interleave(groups, 0)
+                weights = logits.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0)
+                output[row, :, t] = torch.einsum("hn,hnd->hd", weights, value[row].repeat_interleave(groups, 0))
+        return output.transpose(1, 2), None
+
+    AttentionInterface.register("stream_by_loop", attention)
+    softmax.set_attn_implementation("stream_by_loop")
+    hooks = []
+    for module in softmax.modules():
+        if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx"):
+            module.frequency = softmax.base_model.rotary_emb.inv_freq.double()
+            hooks.append(
+                module.register_forward_pre_hook(
+                    lambda module, args, kwargs: setattr(module, "inputs", kwargs.get("hidden_states", *args)),
+                    with_kwargs=True,
+                )
+            )
+    with torch.no_grad():
+        logits = softmax(
+            ids, position_ids=torch.zeros_like(ids), use_cache=False, attention_mask=torch.ones_like(ids)
+        ).logits
+    for hook in hooks:
+        hook.remove()
+    return logits
