@@ -28,6 +28,11 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
         "hf_rfa.inference.load_model": None,
         "hf_rfa.inference.generate_text": None,
     },
+    "Texts without end": {
+        "hf_rfa.inference.read_stream": None,
+        "hf_rfa.inference.continue_stream": None,
+        "hf_rfa.inference.Reading": ["load", "save"],
+    },
     "Caches": {
         "hf_rfa.inference.save_cache": None,
         "hf_rfa.inference.load_cache": None,

@@ -44,6 +44,7 @@ from hf_rfa.inference.loading import (
     tokens_without_embedding,
 )
 from hf_rfa.io.text_io import BLOCK_LENGTH
+from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 from .arguments import FinetuneArguments
 from .card import data_name, table_of, trained_card, trained_folder
@@ -113,12 +114,15 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     config, tokenizer = load_config_and_tokenizer(options, seed=arguments.seed)
     positions = config.max_position_embeddings
     length = min(BLOCK_LENGTH, positions) if options.block_length is None else options.block_length
-    if not 2 <= length <= positions:
+    never_ends = isinstance(config, RFAConfigMixin) and config.streams()
+    if length < 2 or (length > positions and not never_ends):
         raise InputError(f"block_length must be from 2 to the model's {positions} positions, got {length}.")
     data = _load(options)
     labels = _name_labels(options, data, config, tokenizer) if options.task == "classify" else []
     set_seed(arguments.seed)
     model = load_model_to_train(options, config)
+    if length > positions:
+        check_length(model, length, what="the tokens of a block are")
     packed = options.task == "clm" and not options.unpacked and keeps_documents_apart(model)
     if options.task == "clm" and not (packed or options.unpacked) and first:
         logger.warning(

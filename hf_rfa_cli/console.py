@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 console = Console(markup=False, highlight=False)
 errors = Console(stderr=True, markup=False, highlight=False)
@@ -40,23 +50,38 @@ def show_warnings() -> None:
         logger.addHandler(_Warnings())
 
 
-def _progress() -> Progress:
-    """Return progress bars on stderr, with the time elapsed and an estimate of the time left."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+def _progress(*counts: ProgressColumn) -> Progress:
+    """Return progress bars on stderr, with some counts, the time elapsed and an estimate of the time left."""
+    columns = (BarColumn(), *counts, TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(TextColumn("{task.description}"), *columns, console=errors)
 
 
 @contextmanager
 def shown_count(description: str) -> Iterator[Callable[[int, int], None]]:
     """Show one bar, and yield the function that sets it to (done, total)."""
-    with _progress() as progress:
+    with _progress(MofNCompleteColumn()) as progress:
         task = progress.add_task(description, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
+@contextmanager
+def shown_stream(
+    description: str, begin: int
+) -> Iterator[tuple[Callable[[int, int | None], None], Callable[[int], None]]]:
+    """Show one bar, and yield the functions that set it to (bytes done, all or None), and to tokens after ``begin``."""
+    with _progress(TaskProgressColumn(), TextColumn("{task.fields[count]}")) as progress:
+        task, start = progress.add_task(description, total=None, count=""), time.perf_counter()
+
+        def show_tokens(tokens: int) -> None:
+            speed = (tokens - begin) / (time.perf_counter() - start)
+            progress.update(task, count=f"{tokens - begin:,} tokens, {speed:,.0f}/s")
+
+        yield lambda done, total: progress.update(task, completed=done, total=total), show_tokens
+
+
 def report_of(work: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Do a conversion or a distillation with a bar per step, print the table of its report, and return the report."""
-    with _progress() as progress:
+    with _progress(MofNCompleteColumn()) as progress:
 
         def finish() -> None:
             for task in progress.tasks[-1:]:

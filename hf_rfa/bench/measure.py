@@ -11,13 +11,12 @@ from pathlib import Path
 import torch
 from torch.utils.benchmark import timer
 
-from hf_rfa.process_memory import give_back_memory
+from hf_rfa.process_memory import give_back_memory, process_bytes
 
 #: Calls that `interleaved` makes first and does not count.
 WARMUP_CALLS = 2
 #: Writing 5 to it resets the peak of a process's memory (Linux, ``man proc_pid_clear_refs``).
 RESET = Path("/proc/self/clear_refs")
-STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,9 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     give_back_memory()  # freed memory that the process keeps would be reused without being counted
     try:
         RESET.write_text("5")
-        before = _status_bytes("VmRSS")
+        before = process_bytes()
     except OSError:
         call()
         return None
     call()
-    return _status_bytes("VmHWM") - before
-
-
-def _status_bytes(name: str) -> int:
-    """Return a field of the process's status file in bytes."""
-    return next(1024 * int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    return process_bytes("VmHWM") - before

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..errors import InputError
 from ..families import has_rotary_positions
-from ..inference.loading import check_tokens
+from ..inference.loading import check_length, check_tokens, position_limit, shorter_or_longer
 from ..io.text_io import BLOCK_LENGTH
 from ..models.cache_names import cache_argument, returned_cache
 from ..models.cache_rfa import RFA_LAYER_TYPE
@@ -80,32 +80,41 @@ def score_labels(
     for batch in batches:
         inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
         labels = inputs.pop("labels")
-        if piece_length is None:
-            logits = model(**inputs, use_cache=False).logits  # [N, T, V]
-        else:
-            logits = logits_of_pieces(model, inputs["input_ids"], piece_length)
         if not model.config.is_encoder_decoder:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        for row, expected in zip(logits, labels, strict=True):
-            # A few tokens at a time: the logarithms of a large vocabulary take as much memory as its logits.
-            for few, theirs in zip(row.split(SCORED_AT_ONCE), expected.split(SCORED_AT_ONCE), strict=True):
-                losses = F.cross_entropy(few.float(), theirs, ignore_index=IGNORED_LABEL, reduction="none")
-                total += float(losses.double().sum())
+            labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+        if piece_length is None:
+            pieces = iter([model(**inputs, use_cache=False).logits])  # [N, T, V]
+        else:
+            pieces = logits_of_pieces(model, inputs["input_ids"], piece_length)
+        for logits, expected in zip(pieces, labels.split(piece_length or labels.shape[1], dim=1), strict=True):
+            for row, theirs in zip(logits, expected, strict=True):
+                total += _summed_nats(row, theirs)
         tokens += int(labels.ne(IGNORED_LABEL).sum())
-        del logits, row, few
+        del logits, row, pieces
         give_back_memory()
     return Perplexity(total / tokens, tokens)
 
 
+def _summed_nats(logits: Tensor, labels: Tensor) -> float:
+    """Return the negative log-likelihood of labels [T], summed.
+
+    Logits [T, V] are taken a few tokens at a time: the logarithms of a large vocabulary take as much memory as they do.
+    """
+    total = 0.0
+    for few, theirs in zip(logits.split(SCORED_AT_ONCE), labels.split(SCORED_AT_ONCE), strict=True):
+        losses = F.cross_entropy(few.float(), theirs, ignore_index=IGNORED_LABEL, reduction="none")
+        total += float(losses.double().sum())
+    return total
+
+
 @torch.no_grad()
-def logits_of_pieces(model: PreTrainedModel, ids: Tensor, length: int) -> Tensor:
-    """Return the logits [N, T, V] of rows [N, T] that are read ``length`` tokens at a time, the state carried on.
+def logits_of_pieces(model: PreTrainedModel, ids: Tensor, length: int) -> Iterator[Tensor]:
+    """Yield the logits [N, T, V] of rows that are read ``length`` tokens at a time, the state carried on.
 
     Rotary positions go on as well. All others are counted anew in every piece, so that rows may be longer than their table.
     """
     cache: Any = None
     rotary = has_rotary_positions(model.config)
-    logits = []
     for first in range(0, ids.shape[1], length):
         piece = ids[:, first : first + length]
         positions = torch.arange(piece.shape[1], device=ids.device) + (first if rotary else 0)
@@ -113,8 +122,7 @@ def logits_of_pieces(model: PreTrainedModel, ids: Tensor, length: int) -> Tensor
             input_ids=piece, position_ids=positions.expand_as(piece), **cache_argument(cache), use_cache=True
         )
         cache = returned_cache(outputs)
-        logits.append(outputs.logits)
-    return torch.cat(logits, dim=1)
+        yield outputs.logits
 
 
 def perplexity(
@@ -132,10 +140,12 @@ def perplexity(
     Args:
         model: the model, RFA or softmax.
         ids: the text's token ids, [N].
-        context_length: tokens per window; None takes the model's positions, but at most 1,024.
+        context_length: tokens per window; None takes the model's positions, but at most 1,024. More than these are for models
+            that read texts of any length, piece by piece, and for ``carry_state``.
         stride: tokens between the starts of windows; None takes ``context_length`` (disjoint windows).
         carry_state: read a window as many tokens at a time as the model has positions, and carry the state from piece to
-            piece, so that windows may be longer than that. Learned positions are counted anew in every piece.
+            piece, so that windows may be longer than that. Learned positions are counted anew in every piece. Of a model that
+            reads texts of any length nothing changes.
         batch_size: windows at a time.
         on_batch: called with (windows done, windows in all) after each batch.
 
@@ -149,10 +159,14 @@ def perplexity(
     positions = getattr(model.config, "max_position_embeddings", None)
     length = context_length or min(BLOCK_LENGTH, positions or BLOCK_LENGTH)
     stride = stride or length
-    if carry_state:
-        _check_carries_state(model)
-    elif positions is not None and length > positions:
-        raise InputError(f"a context of {length} tokens is longer than the model's {positions} positions.")
+    limit = position_limit(model)
+    never_ends = positions is not None and limit is None
+    if carry_state and not never_ends:
+        _check_carries_state(model, length)
+    elif limit is not None and length > limit:
+        raise InputError(
+            f"a context of {length} tokens is longer than the model's {limit} positions. {shorter_or_longer(model, length)}"
+        )
     if length < 2 or not 1 <= stride <= length:
         raise InputError(f"context_length must be at least 2 and stride from 1 to it, got {length} and {stride}.")
     if len(ids) < 2:
@@ -177,6 +191,8 @@ def perplexity(
                 on_batch(done, sum(map(len, chunks)))
 
     piece_length = positions if carry_state else None
+    if never_ends:  # no more logits at once than of other models; where pieces end changes nothing
+        piece_length = BLOCK_LENGTH if length > BLOCK_LENGTH else None
     score = score_labels(model, batches(), piece_length=piece_length)
     if not math.isfinite(score.nats):
         raise InputError("the model's likelihoods are not finite: its weights or its dtype are at fault.")
@@ -187,7 +203,7 @@ def perplexity(
             f"windows of {length} tokens every {stride}; of each window only the tokens that no window before it held are "
             "counted"
         )
-    if piece_length is not None:
+    if carry_state and not never_ends:
         windows += f", read {piece_length} tokens at a time with the state carried from piece to piece"
     protocol = (
         f"documents joined, each followed by the end-of-text token; {windows}; {score.tokens:,} of {len(ids):,} tokens "
@@ -196,8 +212,11 @@ def perplexity(
     return replace(score, protocol=protocol)
 
 
-def _check_carries_state(model: PreTrainedModel) -> None:
-    """Raise an `InputError` unless a model has positions to end at, and a state in all layers to carry past them."""
+def _check_carries_state(model: PreTrainedModel, length: int) -> None:
+    """Raise an `InputError` unless a model has positions to end at, and a state in all layers to carry past them.
+
+    Rotary positions are not counted anew, so that they end where ``length`` is past them.
+    """
     config: Any = model.config
     advice = "Convert all of its layers, or leave carry_state out."
     if getattr(config, "max_position_embeddings", None) is None:
@@ -207,3 +226,5 @@ def _check_carries_state(model: PreTrainedModel) -> None:
     growing = [index for index, kind in enumerate(config.cache_layer_types()) if kind != RFA_LAYER_TYPE]
     if growing:
         raise InputError(f"carry_state: the cache of layers {growing} is not a state of fixed size. {advice}")
+    if has_rotary_positions(config):
+        check_length(model, length, what="carry_state: rotary positions go on, and the tokens of a window are")

@@ -19,19 +19,20 @@ from ..models.cache_rfa_seq2seq import RFASourceLayer
 from ..models.configuration_rfa import AttentionKind, RFAConfigMixin
 
 #: What a file says of itself, so that another kind of file, or a later one, is told apart.
-FORMAT = "hf-rfa cache 2"
+FORMAT = "hf-rfa cache 3"
 
 
-def save_cache(cache: Cache, path: str | Path) -> None:
+def save_cache(cache: Cache, path: str | Path, *, notes: dict[str, Any] | None = None) -> None:
     """Write a cache of an RFA model to a safetensors file: states, windows, and keys and values of softmax layers.
 
     Args:
         cache: as a model or `generate` returns it.
         path: the file; replaced if it is there. Of a link the file that it leads to is.
+        notes: what the file holds beside it, for `read_notes`: what JSON can hold.
 
     Raises:
-        InputError: if the cache has a layer of another kind, or holds nothing yet; if something that is no file is at the
-            path, such as a folder or a device, or its folder cannot be written to.
+        InputError: if the cache has a layer of another kind, or holds nothing yet and there are no notes; if what is at the
+            path is no file, such as a folder or a device, or its folder cannot be written to.
     """
     check_file(Path(path))
     path = Path(path).resolve()
@@ -42,11 +43,25 @@ def save_cache(cache: Cache, path: str | Path) -> None:
             about[f"{part}.{index}"] = _facts(layer)
             for name, tensor in _tensors(layer).items():
                 tensors[f"{part}.{index}.{name}"] = tensor.detach().cpu().contiguous()
-    if not tensors:
+    if not tensors and notes is None:
         raise InputError("this cache holds nothing yet.")
     with folder_beside(path) as folder:
-        save_file(tensors, folder / path.name, {"format": FORMAT, "layers": json.dumps(about)})
+        save_file(
+            tensors, folder / path.name, {"format": FORMAT, "layers": json.dumps(about), "notes": json.dumps(notes)}
+        )
         (folder / path.name).replace(path)
+
+
+def check_can_be_saved(model: Any) -> None:
+    """Raise an `InputError` if `save_cache` would refuse the caches of a model."""
+    for layer in DynamicCache(config=model.config).layers:
+        _facts(layer)
+
+
+def read_notes(path: str | Path) -> Any:
+    """Return the notes that `save_cache` put into a file, which is one that `load_cache` has read; None without any."""
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["notes"])
 
 
 def load_cache(path: str | Path, model: Any) -> Cache:

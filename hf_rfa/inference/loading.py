@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -25,9 +25,11 @@ from transformers import (
 )
 
 from ..errors import InputError
-from ..families import reads_audio
+from ..families import has_rotary_positions, reads_audio
 from ..models.attention import AttentionComponent, RFAAttentionMixin
+from ..models.configuration_rfa import RFAConfigMixin
 from ..models.feature_maps import NoFeatures
+from ..models.streaming import can_move
 from .devices import find_device
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -227,14 +229,32 @@ def check_tokens(ids: Iterable[int], config: Any) -> None:
         )
 
 
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Return the most tokens of a text that a model reads and writes, or None for any number.
+
+    Decoders whose old tokens move along with the text have no end (`hf_rfa.models.positions`).
+    """
+    config: Any = model.config
+    if isinstance(config, RFAConfigMixin) and config.streams():
+        (stack,) = cast(Any, model).rfa_stacks
+        if can_move(stack):
+            return None
+    return getattr(config, "max_position_embeddings", None)
+
+
 def check_length(model: PreTrainedModel, tokens: int, *, what: str = "prompt and new tokens together are") -> None:
     """Raise an `InputError` if a model has fewer positions than ``tokens``."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and tokens > positions:
-        raise InputError(
-            f"{what} {tokens}, but this model has {positions} positions. Ask for fewer tokens, or convert its base model "
-            f"with --max-positions {tokens} or more."
-        )
+    limit = position_limit(model)
+    if limit is not None and tokens > limit:
+        raise InputError(f"{what} {tokens}, but this model has {limit} positions. {shorter_or_longer(model, tokens)}")
+
+
+def shorter_or_longer(model: PreTrainedModel, tokens: int) -> str:
+    """Return what to do about a text that has more tokens than a model has positions, in a sentence."""
+    ways = [f"with --max-positions {tokens} or more"]
+    if has_rotary_positions(model.config) and not model.config.is_encoder_decoder:
+        ways.append("with --preset exact, which reads texts of any length where all layers are converted")
+    return f"Take fewer tokens, or convert its base model {', or '.join(ways)}."
 
 
 def load_tokenizer(source: str | Path) -> tuple[Any, str | None]:

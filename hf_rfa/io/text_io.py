@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
+import io
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -16,6 +19,8 @@ from ..errors import InputError
 
 #: Most tokens of a block of text or of a source, unless the model has fewer positions.
 BLOCK_LENGTH = 1024
+#: Most bytes of a streamed text that are read at once.
+STREAMED_BYTES = 2**16
 
 
 def read_documents(path: str | Path) -> Iterator[str]:
@@ -97,6 +102,37 @@ def open_text(path: Path) -> Iterator[IO[str]]:
             yield cast(IO[str], file)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path} as UTF-8 text: {error}") from error
+
+
+def stream_text(
+    path: Path | None, *, skip: int = 0, on_bytes: Callable[[int, int | None], object] = lambda done, total: None
+) -> Iterator[str]:
+    """Yield a text in pieces as they come, so that it may be of any length, or have no end at all.
+
+    Args:
+        path: a text file, plain or gzipped (UTF-8); None for stdin.
+        skip: characters at its beginning to leave out.
+        on_bytes: called with (bytes read, bytes of the file or None) before each piece.
+
+    Raises:
+        InputError: if it cannot be read.
+    """
+    what = "stdin" if path is None else str(path)
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True)
+    try:
+        with nullcontext(sys.stdin.buffer) if path is None else path.open("rb") as raw:
+            size = None if path is None else path.stat().st_size
+            file: Any = gzip.GzipFile(fileobj=raw) if path is not None and path.suffix == ".gz" else raw
+            data = b"."
+            while data:
+                data = file.read1(STREAMED_BYTES)  # what there is, so that an interrupt while it waits loses nothing
+                text = decoder.decode(data, final=not data)
+                on_bytes(0 if size is None else raw.tell(), size)
+                if text[skip:]:
+                    yield text[skip:]
+                skip = max(0, skip - len(text))
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {what} as UTF-8 text: {error}") from error
 
 
 def is_json_lines(path: Path) -> bool:

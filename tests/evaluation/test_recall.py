@@ -40,11 +40,11 @@ from hf_rfa.evaluation.recall.probes import (
     seen_bigrams,
 )
 from hf_rfa.evaluation.recall.scoring import Rows, score_tokens
-from hf_rfa.evaluation.recall.suite import make_probes, run_probe
+from hf_rfa.evaluation.recall.suite import check_model, make_probes, run_probe
 from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.cache_names import cache_argument
 from tests.conftest import DEMO_MODEL, DEMO_TEXT, leftovers, shared, tiny_parent_config, tiny_seq2seq_config
-from tests.families import base_config, make_gpt2
+from tests.families import base_config, make, make_gpt2
 
 #: Perplexity and accuracy on a text repeated of SmolLM2-135M-Instruct, by window and sinks, taken with masks of our own.
 FIGURES = {
@@ -351,12 +351,19 @@ def test_without_a_teacher_no_memory_is_counted_in_its_tokens(tokenizer, tmp_pat
     assert own.worth is None
 
 
+def test_rows_may_be_longer_than_the_positions_of_a_model_without_end():
+    model = make("llama", {"feature_map": "none", "window_size": 6, "max_distance": 24, "distance_step": 8})
+    assert check_model(model, object(), None, 500) == 500
+    with pytest.raises(InputError, match=r"has 96 positions, but .* at least 128 tokens.* Ask for such a length"):
+        check_model(model, object(), None, None)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"tokenizer": None}, "needs the model's tokenizer"),
         ({"max_length": 100}, "at least 128 tokens"),
-        ({"max_length": 10**6}, "longer than the model's"),
+        ({"max_length": 10**6}, "the tokens of a row are 1000000, but this model has"),
         ({"teacher": GPT2LMHeadModel(tiny_parent_config())}, "do not belong together"),
         ({"controls": [(0, 4)]}, "at least 1"),
         ({"model": BartForConditionalGeneration(tiny_seq2seq_config("bart"))}, "use hf-rfa score"),

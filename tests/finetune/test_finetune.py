@@ -21,7 +21,7 @@ from hf_rfa.finetune.trainers import GroupedTrainer
 from hf_rfa.inference import load_model
 from hf_rfa_cli import main as cli
 from hf_rfa_cli.options import UsageError
-from tests.conftest import ROOT, leftovers, words
+from tests.conftest import ROOT, leftovers, save_tiny_tokenizer, words
 from tests.families import is_own, make
 from tests.training import assert_same, interrupted, run, weights, write_rows
 
@@ -54,6 +54,15 @@ def _files(material) -> None:
 @pytest.mark.parametrize("file", ["rows.jsonl.gz", "rows.csv", "rows.parquet"])
 def test_every_kind_of_file_holds_the_same_rows(file, material):
     assert load_data(str(material / file)).to_list() == load_data(str(material / "rows.jsonl")).to_list()
+
+
+def test_blocks_may_be_longer_than_the_positions_of_a_model_without_end(material, tmp_path):
+    memory = {"feature_map": "none", "window_size": 6, "num_sinks": 2, "max_distance": 24, "distance_step": 8}
+    make("llama", memory).save_pretrained(tmp_path / "llama")
+    save_tiny_tokenizer(tmp_path / "llama")
+    metrics = run(material, tmp_path, model=tmp_path / "llama", train="text.txt", block_length=200, steps=2)
+    assert metrics["train_loss"] > 0
+    assert load_model(str(tmp_path / "out"))[0].config.max_position_embeddings == 96
 
 
 @pytest.mark.parametrize("file", ["rows.jsonl.gz", "text.txt"])

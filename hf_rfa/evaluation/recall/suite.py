@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.memory import CacheMemory, cache_memory
-from hf_rfa.inference.loading import check_tokens
+from hf_rfa.inference.loading import check_length, check_tokens, position_limit
 
 from .generation import agreement, continuations, nats_of, repeated_ngrams
 from .probes import DEPTHS, Texts, blocks, needle, noise, phone_book, random_tokens, repeated, seen_bigrams
@@ -247,7 +247,8 @@ def recall_suite(
         controls: (window, sinks) of models to compare with, which are the teacher, or the model itself where there is no
             teacher, limited to that view. None compares with a window of the same bytes and `SINKS` sinks where there is a
             teacher, and with none where there is not.
-        max_length: most tokens of a row; None takes the model's positions, but at most `LONGEST`.
+        max_length: most tokens of a row; None takes the model's positions, but at most `LONGEST`. More than its positions are
+            for models that read texts of any length.
         effort: how much is read.
         seed: of all that is drawn.
         progress: called with (settings done, settings in all).
@@ -324,13 +325,13 @@ def check_model(model: Any, tokenizer: Any, teacher: Any, max_length: int | None
             "the recall suite needs the model's tokenizer: phone books and needles are texts. Put its files into the folder."
         )
     positions = getattr(model.config, "max_position_embeddings", None) or LONGEST
-    length = min(positions, max_length or LONGEST)
-    if max_length is not None and max_length > positions:
-        raise InputError(f"rows of {max_length} tokens are longer than the model's {positions} positions.")
+    length = max_length or min(positions, LONGEST)
+    if max_length is not None:
+        check_length(model, max_length, what="the tokens of a row are")
     if length < SHORTEST:
         raise InputError(
             f"the model has {positions} positions, but the recall suite needs rows of at least {SHORTEST} tokens: its "
-            "shortest haystack."
+            f"shortest haystack.{' Ask for such a length.' if position_limit(model) is None else ''}"
         )
     if teacher is not None and teacher.config.vocab_size != model.config.vocab_size:
         raise InputError(
