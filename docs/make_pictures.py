@@ -26,7 +26,7 @@ EQUAL_BYTES = {
 }
 MEMORIES = (64, 128, 256)
 #: Methods of eviction in the chart beside ours, as they are drawn.
-PEERS = {"StreamingLLM": "s", "TOVA": "^", "SnapKV": "v", "H2O": "D"}
+PEERS = {"window with sinks, absolute positions": "s", "TOVA": "^", "SnapKV": "v", "H2O": "D"}
 RECALL_COLORS = {"softmax": "#555555", "window": SOFTMAX, "heads": SLOTS, "trained": OURS}
 
 

@@ -4,8 +4,9 @@
 
 ENVIRONMENT is a folder that gets an environment with kvpress (`benchmarks.peers.environment`). The softmax model is fed
 token by token and no method sees a text whole (`benchmarks.peers.feed`). A budget is the most tokens that a query sees, its
-own included, and so the most that the cache ever holds. The control comes first: StreamingLLM is a window with sinks, and has
-to have the perplexity that `benchmarks.memory` measured for one, else nothing is measured. Rows are written one by one to
+own included, and so the most that the cache ever holds. The control comes first: a window with sinks whose tokens keep their
+positions has to have the perplexity that `benchmarks.memory` measured for it, else nothing is measured. (StreamingLLM numbers
+keys by their place in the cache: `benchmarks.streams` measures it.) Rows are written one by one to
 ``peers.json``, and a run goes on where it was stopped. ``--models`` adds rows of models that hf-rfa has converted, or of the
 softmax model, each asked the same. They read a row at once, so that their tokens a second are not comparable, and left out.
 """
@@ -46,7 +47,8 @@ ROOT = Path(__file__).parent.parent.parent
 SINKS = 4
 #: In the order in which they are run; the first is the control.
 METHODS = (
-    *("StreamingLLM", "TOVA", "H2O", "SnapKV", "ExpectedAttention", "LagKV", "KeyDiff", "CAM", "Knorm", "Random"),
+    *("window with sinks, absolute positions", "TOVA", "H2O", "SnapKV", "ExpectedAttention"),
+    *("LagKV", "KeyDiff", "CAM", "Knorm", "Random"),
 )
 #: How far the control's perplexity may be from that of a window with sinks, relative to it.
 TOLERANCE = 1e-3
@@ -124,11 +126,11 @@ def measure_model(model: PreTrainedModel, task: Task) -> dict[str, Any]:
 
 
 def check_control(row: dict[str, Any], windows: dict[tuple[int, str], float]) -> None:
-    """Raise an InputError if StreamingLLM's perplexity is not that of a window with sinks of its size."""
+    """Raise an InputError if the control's perplexity is not what hf-rfa's own window with sinks of its size has."""
     expected = windows.get((row["budget"], row["task"]))
     if expected is not None and abs(row["figure"] / expected - 1) > TOLERANCE:
         raise InputError(
-            f"StreamingLLM has a perplexity of {row['figure']:.3f} with {row['budget']} tokens, and a window of "
+            f"The control has a perplexity of {row['figure']:.3f} with {row['budget']} tokens, and a window of "
             f"{row['budget'] - SINKS} with {SINKS} sinks {expected:.3f} ({row['task']}). The methods are not fed as hf-rfa's "
             "models are: mend benchmarks/peers/feed.py before anything is compared."
         )

@@ -1,6 +1,6 @@
 """Feed rows of tokens to a softmax model, one token at a time, whose cache an eviction method of kvpress keeps at a size.
 
-    PYTHON -m benchmarks.peers.feed MODEL ROWS SCORES --method StreamingLLM --budget 64
+    PYTHON -m benchmarks.peers.feed MODEL ROWS SCORES --method TOVA --budget 64
 
 It runs in an environment with kvpress and its transformers (`environment.py`), and imports nothing of hf-rfa. ROWS holds
 token ids and which of them are scored, both [N, T]; SCORES gets the negative log-likelihoods and which tokens are the most
@@ -8,7 +8,7 @@ likely ones, the bytes of the cache and the seconds. It prints a line after ever
 
 A press of kvpress scores the tokens of the cache at every step; the one with the lowest score is dropped, per layer and
 key-value head. kvpress' own `DecodingPress` with an interval of 1 differs in three ways: it keeps tokens in the order of
-their scores, while StreamingLLM, SnapKV and LagKV read them in order of time; it forgets a layer's inputs at every
+their scores, while the window, SnapKV and LagKV read them in order of time; it forgets a layer's inputs at every
 compression, of which SnapKV and ExpectedAttention need the last ones; and it rotates all of SnapKV's queries by the last
 position. CAM merges tokens as well, and is fed by kvpress' own hook.
 """
@@ -78,9 +78,12 @@ class HeavyHitters:
         self.sums[module.layer_idx] = self.sums[module.layer_idx].gather(-1, indices)
 
 
+#: What kvpress' press of StreamingLLM makes of a cache whose keys stay as they were rotated. StreamingLLM itself numbers keys
+#: by their place in the cache (`benchmarks.streams`).
+WINDOW = "window with sinks, absolute positions"
 #: The methods, and how many of a layer's last inputs each reads.
 METHODS: dict[str, tuple[Callable[[int], Any], int]] = {
-    "StreamingLLM": (lambda budget: StreamingLLMPress(n_sink=4), 1),
+    WINDOW: (lambda budget: StreamingLLMPress(n_sink=4), 1),
     "TOVA": (lambda budget: TOVAPress(), 1),
     "H2O": (HeavyHitters, 1),
     "SnapKV": (lambda budget: SnapKVPress(window_size=SNAPKV_WINDOW, kernel_size=5), SNAPKV_WINDOW + 1),
@@ -117,7 +120,7 @@ class Eviction:
         if length < self.budget and not counts:
             return
         self.press.position = int(kwargs["cache_position"][-1])
-        self.press.compression_ratio = 0.5 / length  # by which StreamingLLM drops one token
+        self.press.compression_ratio = 0.5 / length  # by which the window drops one token
         scores = self.press.score(module, hidden, keys, values, None, {"position_embeddings": self.rotations})
         if length < self.budget:
             return
