@@ -54,28 +54,32 @@ def stream_by_loop(
             number[row, t] = max(count, 0)
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float, **kwargs: Any):
-        layer = layers[module.layer_idx]
-        frequency = module.frequency
+        layer = layers.get(module.layer_idx)  # None for a sliding softmax layer, whose tokens stay in place
+        kind = (getattr(softmax.config, "layer_types", None) or {0: ""} | dict.fromkeys(layers, ""))[module.layer_idx]
+        table = softmax.base_model.rotary_emb
+        frequency = getattr(table, f"{kind}_inv_freq", getattr(table, "inv_freq", None)).double()
+        distance, step = (10**6, 1) if layer is None else (config.max_distance, config.distance_step)
         output = torch.zeros_like(query)
         seen = torch.zeros(*key.shape[:2], length, length, dtype=torch.bool)
-        chosen = layer.retrieval_heads
+        chosen = [] if layer is None else layer.retrieval_heads
         others = [head for head in range(key.shape[1]) if head not in chosen]
-        sizes = {"sinks": config.num_sinks, "padding": padding, "starts": starts}
+        marks: dict[str, Any] = {"padding": padding, "starts": starts}
+        kept = {"window": config.window_size, "slots": config.num_slots, "sinks": config.num_sinks}
         importance, recency = torch.zeros(len(ids), len(others), length), [0.0] * len(others)
-        if layer.importance is not None:
+        if layer is None:
+            kept = {"window": softmax.config.sliding_window}
+        elif layer.importance is not None:
             importance, recency = layer.importance(module.inputs), layer.importance.recency.tolist()
-        seen[:, others] = memory_by_loop(
-            importance, recency, window=config.window_size, slots=config.num_slots, **sizes
-        )[0]
+        seen[:, others] = memory_by_loop(importance, recency, **kept, **marks)[0]
         if chosen:
             nothing = importance.new_zeros(len(ids), len(chosen), length)
-            seen[:, chosen] = memory_by_loop(nothing, [0.0] * len(chosen), window=config.retrieval_window, **sizes)[0]
+            kept = {"window": config.retrieval_window, "sinks": config.num_sinks}
+            seen[:, chosen] = memory_by_loop(nothing, [0.0] * len(chosen), **kept, **marks)[0]
         groups = query.shape[1] // key.shape[1]
         for row in range(len(ids)):
             for t in range(length):
                 at = int(number[row, t])
-                epoch = 0 if at < config.max_distance else (at - config.max_distance) // config.distance_step + 1
-                origin = epoch * config.distance_step
+                origin = 0 if at < distance else ((at - distance) // step + 1) * step
                 place = torch.maximum(number[row] - origin, number[row].clamp_max(config.num_sinks))
                 q = rotated(query[row, :, t], torch.tensor(at - origin).expand(query.shape[1]), frequency, interleaved)
                 k = rotated(key[row], place.expand(key.shape[1], -1), frequency, interleaved)
@@ -90,17 +94,14 @@ def stream_by_loop(
     hooks = []
     for module in softmax.modules():
         if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx"):
-            module.frequency = softmax.base_model.rotary_emb.inv_freq.double()
             hooks.append(
                 module.register_forward_pre_hook(
                     lambda module, args, kwargs: setattr(module, "inputs", kwargs.get("hidden_states", *args)),
                     with_kwargs=True,
                 )
             )
-    with torch.no_grad():
-        logits = softmax(
-            ids, position_ids=torch.zeros_like(ids), use_cache=False, attention_mask=torch.ones_like(ids)
-        ).logits
+    mask = torch.ones_like(ids)
+    logits = softmax(ids, position_ids=torch.zeros_like(ids), use_cache=False, attention_mask=mask).logits
     for hook in hooks:
         hook.remove()
     return logits

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.cache_rfa import RFALayer
+from hf_rfa.models.positions import origins
 
 
 class TokenGroup(NamedTuple):
@@ -67,6 +68,7 @@ def attend_in_groups(
     value: Tensor,
     hidden_states: Tensor,
     sink_logits: Tensor | None = None,
+    move: Callable[[RFALayer], object] = lambda layer: None,
 ) -> Tensor:
     """Attend causally within every sequence of a batch, whose states are read and written where they are kept.
 
@@ -79,6 +81,7 @@ def attend_in_groups(
         value: [1, H, N, d].
         hidden_states: the layer's input, [1, N, width].
         sink_logits: see `attend`.
+        move: moves what a cache holds to where the next token's epoch has it (`hf_rfa.models.positions`).
 
     Returns:
         The output, [1, H_q, N, d]; 0 at places that belong to no sequence.
@@ -88,6 +91,7 @@ def attend_in_groups(
         layer = RFALayer()
         if past:
             layer.restore({name: view[blocks] for name, view in views.items()}, past)
+            move(layer)
         found, _ = attend(
             *(each[0][:, tokens].transpose(0, 1) for each in (query, key, value)),  # [B, ·, T, d]
             hidden_states=hidden_states[0][tokens],
@@ -115,6 +119,7 @@ class ServedAttention(RFAAttentionMixin):
 
     #: The server's states, and the layer's place among them. A tuple, so that they are no submodule of every layer.
     batch_states: tuple[BatchStates, int]
+    serves_batches = True
 
     def attend(
         self,
@@ -135,8 +140,15 @@ class ServedAttention(RFAAttentionMixin):
         if groups is None:  # as one text, which takes as much memory as any batch of as many tokens
             output, _ = super().attend(query, key, value, hidden_states=hidden_states, sink_logits=sink_logits)
             return output, None
-        inputs = (query, key, value, hidden_states, sink_logits)
+        inputs = (query, key, value, hidden_states, sink_logits, self._move)
         return attend_in_groups(super().attend, groups, states.views(index), *inputs), None
+
+    def _move(self, layer: RFALayer) -> None:
+        """Move what a cache layer holds to where the next token's epoch has it."""
+        if self.max_distance:
+            memory = layer.memories[0]
+            origin = origins(memory.count, self.memory_layout(memory.filled()[0].dtype))
+            layer.move(self.motions(), origin)
 
 
 @cache

@@ -88,7 +88,19 @@ def test_a_block_has_room_for_what_a_cache_holds(models, dtype):
 
 @torch.no_grad()
 def test_a_batch_computes_what_every_sequence_does_alone(models):
-    model, alone = (each.double() for each in models)  # how products are rounded depends on their sizes
+    check_batches(*(each.double() for each in models))  # how products are rounded depends on their sizes
+
+
+@pytest.mark.parametrize("variant", ["slots", "retrieval"])
+@torch.no_grad()
+def test_sequences_go_on_past_l_each_by_itself(variant):
+    """A server passes true positions, whatever stands beside a token in its row."""
+    model, same = (make("llama", variant, max_distance=6, distance_step=2).double() for _ in range(2))
+    check_batches(model, same, atol=1e-5)
+
+
+def check_batches(model, alone, atol=1e-11):
+    """Compare a server's batches with every sequence read by itself."""
     server, caches, texts = Server(model, 5), {}, {}
     for batch in BATCHES:
         starts, row, positions, expected, past = [0], [], [], [], []
@@ -103,7 +115,7 @@ def test_a_batch_computes_what_every_sequence_does_alone(models):
             starts.append(starts[-1] + count)
         server.batch = group_tokens(starts, past, torch.tensor([block for *_, block in batch]))
         given = model(torch.cat(row)[None], position_ids=torch.cat(positions)[None], use_cache=False).logits[0]
-        assert_close(given, torch.cat(expected), atol=1e-11, rtol=1e-9)
+        assert_close(given, torch.cat(expected), atol=atol, rtol=max(1e-9, atol))
 
 
 @torch.no_grad()

@@ -73,6 +73,8 @@ class RFAAttentionMixin(nn.Module):
     importance: Importance | None
     rfa_kind: AttentionKind
     scaling: float
+    #: Whether a row of a batch holds tokens of many texts, each with its true position, as a server's does.
+    serves_batches = False
 
     def memory_layout(self, dtype: torch.dtype) -> MemoryLayout:
         """Return the layout of what all heads but the retrieval heads keep, for keys and values in ``dtype``."""

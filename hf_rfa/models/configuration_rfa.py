@@ -58,9 +58,9 @@ class RFAConfigMixin:
         retrieval_heads: [layer, key-value head] of every retrieval head: one that attends exactly, without features, to the
             sinks and its own window. A layer has to have other heads too.
         retrieval_window: the number of last tokens that retrieval heads see.
-        max_distance: L, the distance that the tokens which are kept never exceed where positions are rotary: old ones move along
-            with the text (`hf_rfa.models.positions`). None for an eighth of the positions that the model was trained for, but
-            at least 1,024 and four windows, and at most all positions.
+        max_distance: L, the distance that kept tokens never exceed where positions are rotary: old ones move along with
+            the text (`hf_rfa.models.positions`). None for an eighth of the positions that the model was trained for,
+            but at least 1,024 and four windows, and at most all positions.
         distance_step: B, from 1 to L − 1: the number of tokens after which old ones move along; None for half of L.
         softmax_layers: indices of layers that stay softmax attention; their cache grows with the text.
         chunk_size: tokens that prefill and training handle at once in the quadratic form.
@@ -305,8 +305,8 @@ class RFAConfigMixin:
             for name in ("max_distance", "distance_step"):
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"{name}={getattr(self, name)} has no effect: kept tokens move along in models with rotary positions, a "
-                        "window, no features and no full-attention layer that stays softmax. Leave it out."
+                        f"{name}={getattr(self, name)} has no effect: kept tokens move along in models with rotary "
+                        "positions, a window, no features and no full-attention layer that stays softmax. Leave it out."
                     )
             return
         trained = self.trained_positions()

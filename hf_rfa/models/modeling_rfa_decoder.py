@@ -238,11 +238,11 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         stack.rfa_layer_types = frozenset(config.cache_layer_types())
         stack.types_that_read_on = config.types_that_read_on()
         if config.streams():
-            layers = rfa_layers(stack)
-            stack.first_rfa_layer = layers[0].rfa_layer_idx
-            stack.stream_layout = layers[0].memory_layout(torch.float32)
+            stack.first_rfa_attention = tuple(
+                rfa_layers(stack)[:1]
+            )  # a tuple, so that it is no submodule a second time
             stack.has_sliding_layers = "sliding_attention" in stack.rfa_layer_types
-        self.rfa_stacks = (stack,)  # a tuple, so that it is no submodule a second time
+        self.rfa_stacks = (stack,)
         prepare_calls(stack, prepare_decoder)
 
     def _prepare_cache_for_generation(

@@ -111,5 +111,5 @@ class Motion(NamedTuple):
         least = number.clamp_max(self.sinks)
         by = torch.maximum(number - after[:, None, None], least) - torch.maximum(number - before[:, None, None], least)
         if self.recency is not None:
-            score = score - self.recency.to(score.device)[:, None] * (after - before)[:, None, None]
+            score = score - self.recency.to(score)[:, None] * (after - before)[:, None, None]
         return replace(memory, keys_values=self.rotation.turn(keys_values, by), score=score, origin=after)

@@ -136,9 +136,10 @@ def move_caches(stack: Any, cache: Cache, origin: Tensor, *, memories: bool = Tr
 
 def _first_layer(stack: Any, cache: Cache | None) -> RFALayer | None:
     """Return the cache layer of a stack's first RFA layer, or None before its first tokens."""
-    if cache is None or len(cache.layers) <= stack.first_rfa_layer:
+    index = stack.first_rfa_attention[0].rfa_layer_idx
+    if cache is None or len(cache.layers) <= index:
         return None
-    layer: Any = cache.layers[stack.first_rfa_layer]
+    layer: Any = cache.layers[index]
     return layer if getattr(layer, "holds", None) == RFALayer.holds and layer.memories else None
 
 
@@ -153,7 +154,7 @@ def prepare_step(stack: Any, cache: Cache | None) -> None:
     if cache is None or layer is None:
         return
     if layer.steps_left < 1:
-        count, layout = layer.memories[0].count, stack.stream_layout
+        count, layout = layer.memories[0].count, stack.first_rfa_attention[0].memory_layout(torch.float32)
         origin = origins(count, layout)
         layer.steps_left = 1 + tokens_left(count + 1, layout)
         if bool((origin != layer.memories[0].origin_of_rows()).any()) and can_move(stack):
@@ -191,6 +192,10 @@ def prepare_positions(
     """
     if seen_keys() is not None:
         return position_ids, None
+    if stack.first_rfa_attention[0].serves_batches:  # attention moves what each text keeps
+        if position_ids is None or not can_move(stack):
+            return position_ids, None
+        return position_ids - origins(position_ids, stack.first_rfa_attention[0].memory_layout(torch.float32)), None
     layer = _first_layer(stack, cache)
     past: Any = 0 if cache is None else cache.get_seq_length()
 
@@ -203,7 +208,7 @@ def prepare_positions(
         layer.tokens_left -= length
         return (position_ids, None) if layer.shift is None else (given() - layer.shift, None)
 
-    config, layout = stack.config, stack.stream_layout
+    config, layout = stack.config, stack.first_rfa_attention[0].memory_layout(torch.float32)
     most = config.max_position_embeddings
     is_far = position_ids is not None and can_ask(position_ids) and int(position_ids.max()) >= most
     if layer is None and length <= layout.max_distance and not is_far:

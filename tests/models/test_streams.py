@@ -10,14 +10,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache
+from transformers import CompileConfig, DynamicCache
 
+from hf_rfa.inference.cache_files import load_cache, save_cache
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.memory import Importance
-from tests.decoders import converted, parent
+from hf_rfa.models.streaming import can_move
+from tests.decoders import converted, every_decoder, parent
+from tests.families import use_flex_attention
 from tests.stream_by_loop import stream_by_loop
 
 L, B = 12, 5
+#: Families that scale columns of keys by weights after their rotation: no rotation turns these.
+HAS_WEIGHTS_AFTER_ROTATION = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 #: Families form cosines in float32, whatever the dtype.
 assert_close = partial(torch.testing.assert_close, atol=2e-5, rtol=1e-4)
 SIZES: dict[str, dict[str, Any]] = {
@@ -87,6 +92,136 @@ def test_any_padding_and_any_pieces_are_the_definition(sizes, data):
     expected = stream_by_loop(softmax, rfa, ids, padding=mask)[mask != 0]
     assert_close(read(rfa, ids, pieces, mask)[mask != 0], expected)
     assert_close(rfa(ids, attention_mask=mask, use_cache=False).logits[mask != 0], expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "interleaved"), [("cohere", True), ("glm", True), ("gemma3_text", False), ("ministral", False)]
+)
+def test_other_rotations_and_sliding_layers_beside(name, interleaved):
+    """Pairs side by side, of a part of the columns; and layers with a sliding window, which see true distances."""
+    softmax, rfa = models(name)
+    ids = torch.randint(3, 61, (2, 40))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    expected = stream_by_loop(softmax, rfa, ids, padding=mask, interleaved=interleaved)[mask != 0]
+    assert_close(rfa(ids, attention_mask=mask, use_cache=False).logits[mask != 0], expected)
+    for pieces in ([40], [1] * 40, [9, 8, 1, 1, 1, 20]):
+        assert_close(read(rfa, ids, pieces, mask)[mask != 0], expected)
+
+
+@torch.no_grad()
+def test_at_once_by_flex_attention(monkeypatch):
+    use_flex_attention(monkeypatch, block=8)
+    softmax, rfa = models(dtype=torch.float32)
+    ids = torch.randint(3, 61, (2, 41))
+    expected = stream_by_loop(softmax.double(), copy.deepcopy(rfa).double(), ids).float()
+    assert_close(rfa(ids, use_cache=False).logits, expected, atol=1e-4, rtol=1e-3)
+    assert_close(read(rfa, ids, [14, 27]), expected, atol=1e-4, rtol=1e-3)
+
+
+def test_gradients_through_moved_tokens_are_those_of_the_definition():
+    softmax, rfa = models(sizes="sinks")
+    ids = torch.randint(3, 61, (1, 30))
+    for model, logits in ((softmax, stream_by_loop(softmax, rfa, ids)), (rfa, rfa(ids, use_cache=False).logits)):
+        logits.log_softmax(-1)[..., 7].sum().backward()
+        assert model.model.layers[0].self_attn.k_proj.weight.grad is not None
+    expected = dict(softmax.named_parameters())
+    for name, parameter in rfa.named_parameters():
+        assert_close(parameter.grad, expected[name].grad, atol=1e-4, rtol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_generate_goes_on_past_l_whatever_it_does_with_the_cache(name, tmp_path):
+    """Greedy, beams, an assistant whose guesses are taken back, steps that are compiled, and a cache from disk."""
+    _, rfa = models(name, "slots", torch.float32)
+    ids = torch.randint(3, 61, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+    answer = rfa.generate(ids, attention_mask=mask, **options)
+    grown = torch.cat([mask, mask.new_ones(2, 30)], 1)
+    logits = rfa(answer, attention_mask=grown, use_cache=False).logits
+    assert torch.equal(logits[:, 8:-1].argmax(-1), answer[:, 9:])
+
+    beams = rfa.generate(
+        ids, attention_mask=mask, num_beams=3, output_scores=True, return_dict_in_generate=True, **options
+    )
+    scores = rfa(beams.sequences, attention_mask=grown, use_cache=False).logits[:, 8:-1].log_softmax(-1)
+    mean = scores.gather(-1, beams.sequences[:, 9:, None])[..., 0].mean(-1)
+    assert_close(mean, beams.sequences_scores, atol=1e-4, rtol=1e-4)
+
+    one = rfa.generate(ids[1:], **options)
+    assert torch.equal(rfa.generate(ids[1:], prompt_lookup_num_tokens=3, **options), one)
+    _, assistant = models(name, "sinks", torch.float32)
+    assert torch.equal(rfa.generate(ids[1:], assistant_model=assistant, **options), one)
+
+    if name == "gemma3_text":  # transformers' own static caches of sliding layers compile every step again
+        return
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = CompileConfig(backend="eager", mode=None, fullgraph=True, dynamic=False)
+    config._compile_all_devices = True
+    compiled = {"cache_implementation": "static", "compile_config": config}
+    assert torch.equal(rfa.generate(ids, attention_mask=mask, **options, **compiled), answer)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "an epoch compiled a step again"
+
+
+@torch.no_grad()
+def test_a_cache_from_disk_goes_on_where_it_was(tmp_path):
+    _, rfa = models(dtype=torch.float32)
+    ids = torch.randint(3, 61, (1, 60))
+    expected = rfa(ids, use_cache=False).logits
+    for first in (L - 1, L, L + B - 1, L + B, 37):
+        cache = rfa(ids[:, :first], use_cache=True).past_key_values
+        save_cache(cache, tmp_path / "cache.safetensors")
+        again = models(dtype=torch.float32)[1]  # another process, which has not looked for rotations yet
+        again.load_state_dict(rfa.state_dict())
+        loaded = load_cache(tmp_path / "cache.safetensors", again)
+        assert_close(read_on(again, loaded, ids[:, first:]), expected[:, first:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "ministral"])
+def test_tokens_that_are_taken_back_across_an_epoch_leave_nothing(name):
+    _, rfa = models(name, dtype=torch.float32)
+    ids, other = torch.randint(3, 61, (2, 40)), torch.randint(3, 61, (2, 9))
+    expected = rfa(ids, use_cache=False).logits
+    for first, pieces, keep in ((L - 2, [5], 1), (L - 2, [1, 1, 1, 1], 2), (L - 1, [9], 0), (L + B - 3, [3, 4], 4)):
+        cache = rfa(ids[:, :first], use_cache=True).past_key_values
+        for layer in cache.layers:
+            layer.activate_past_recording()
+        draft = torch.cat([ids[:, first : first + keep], other], 1)[:, : sum(pieces)]
+        for piece in draft.split(pieces, dim=1):
+            rfa(piece, **cache_argument(cache))
+        cache.crop(keep - sum(pieces))
+        assert_close(read_on(rfa, cache, ids[:, first + keep :]), expected[:, first + keep :])
+
+
+@torch.no_grad()
+@every_decoder
+def test_every_rotary_decoder_goes_on_past_l(name):
+    """At once, in pieces and one by one it is the same; what cannot move says so where it ends."""
+    softmax = parent(name)
+    options = {"feature_map": "none", "window_size": 3, "num_sinks": 1, "num_slots": 2}
+    rfa = converted(softmax, **options)
+    if not rfa.config.streams():
+        assert not getattr(softmax.config, "rope_parameters", None)
+        return
+    rfa = converted(softmax, **options, max_distance=L, distance_step=B)
+    ids = torch.randint(3, 61, (2, 45))
+    if name in HAS_WEIGHTS_AFTER_ROTATION:
+        assert not can_move(rfa.rfa_stacks[0])
+        ids = torch.randint(3, 61, (1, rfa.config.max_position_embeddings + 1))
+        with pytest.raises(ValueError, match="positions"):
+            rfa(ids, use_cache=False)
+        return
+    expected = rfa(ids, use_cache=False).logits
+    assert can_move(rfa.rfa_stacks[0])
+    assert_close(read(rfa, ids, [10, 1, 1, 1, 7, 1, 24]), expected, atol=1e-3, rtol=1e-3)
+    apart = rfa(ids, position_ids=torch.arange(45)[None] + 77, use_cache=False).logits
+    assert_close(apart, expected, atol=1e-3, rtol=1e-3)
 
 
 @torch.no_grad()
