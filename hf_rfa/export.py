@@ -12,6 +12,7 @@ from .models.attention import RFAAttentionMixin
 from .models.cache_names import cache_argument
 from .models.cache_rfa import RFA_LAYER_TYPE, RFALayer
 from .models.configuration_rfa import RFAConfigMixin
+from .models.streaming import prepare_step
 
 
 class DecodingStep(nn.Module):
@@ -42,7 +43,7 @@ class DecodingStep(nn.Module):
     @staticmethod
     def states(cache: Cache) -> list[Tensor]:
         """Return copies of the tensors that a cache holds, layer by layer (`hf_rfa.models.memory.Memory`)."""
-        return [tensor.clone() for layer in cache.layers for tensor in cast(RFALayer, layer).tensors().values()]
+        return [tensor.clone() for tensor in DecodingStep._tensors(cache)]
 
     def forward(self, token: Tensor, position: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Return the next token's logits and the states after this one; the states passed in stay as they are.
@@ -55,6 +56,27 @@ class DecodingStep(nn.Module):
         Returns:
             The logits [B, 1, vocabulary], and the new states.
         """
+        cache = self._cache_of(states)
+        logits = self.model(token, position_ids=position, **cache_argument(cache), use_cache=True).logits
+        return logits, self._tensors(cache)
+
+    def moved(self, states: list[Tensor]) -> list[Tensor]:
+        """Return the states with old tokens where the next token's epoch has them (`hf_rfa.models.positions`).
+
+        A graph does not do so by itself: ask before every step of a text past ``config.max_distance`` tokens. Mostly nothing
+        moves.
+        """
+        cache = self._cache_of(states)
+        if self.model.config.streams():
+            prepare_step(self.model.rfa_stacks[0], cache)
+        return self._tensors(cache)
+
+    @staticmethod
+    def _tensors(cache: Cache) -> list[Tensor]:
+        return [tensor for layer in cache.layers for tensor in cast(RFALayer, layer).tensors().values()]
+
+    def _cache_of(self, states: list[Tensor]) -> Cache:
+        """Return a cache that holds copies of states."""
         cache, remaining = DynamicCache(config=self.model.config), iter(states)
         attention = {
             layer.rfa_layer_idx: layer for layer in self.model.modules() if isinstance(layer, RFAAttentionMixin)
@@ -64,5 +86,4 @@ class DecodingStep(nn.Module):
             names = [f"{number}.{name}" for number, layout in layouts for name in layout.tensors()]
             # Of the length positions alone would know, which are given. A step updates tensors where they lie.
             layer.restore({name: next(remaining).clone() for name in names}, 0)
-        logits = self.model(token, position_ids=position, **cache_argument(cache), use_cache=True).logits
-        return logits, [each for layer in cache.layers for each in cast(RFALayer, layer).tensors().values()]
+        return cache

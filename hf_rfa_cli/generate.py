@@ -205,6 +205,7 @@ def _stream(
     from hf_rfa.errors import InputError
     from hf_rfa.inference import Reading, cache_num_bytes, continue_stream, load_model, read_stream
     from hf_rfa.inference.cache_files import check_can_be_saved
+    from hf_rfa.inference.loading import position_limit
     from hf_rfa.io.atomic_io import check_file
     from hf_rfa.io.text_io import stream_text
     from hf_rfa.process_memory import process_bytes
@@ -217,7 +218,12 @@ def _stream(
     path = None if text == STDIN else text
     source = "" if path is None else str(path.resolve())
     skip = reading.characters if source and source == reading.source else 0
-    room = max_new_tokens + (len(tokenizer(prompt)["input_ids"]) if prompt else 0)
+    if (limit := position_limit(loaded)) is not None:
+        errors.print(
+            f"note: this model's positions end at {limit}. Wherever they do, it reads its last {limit // 4} tokens again, and "
+            "has forgotten what came before.",
+            soft_wrap=True,
+        )
     begin, start, stopped = reading.tokens, time.perf_counter(), None
     try:
         if skip:
@@ -228,7 +234,7 @@ def _stream(
             reading.source = source
             with shown_stream(f"reading {path.name if path else 'stdin'}", begin) as (show_bytes, show_tokens):
                 texts = stream_text(path, skip=skip, on_bytes=show_bytes)
-                read_stream(loaded, tokenizer, texts, reading, room=room, on_tokens=show_tokens)
+                read_stream(loaded, tokenizer, texts, reading, on_tokens=show_tokens)
             _print_speed("read", reading.tokens - begin, time.perf_counter() - start)
         streamer = TextStreamer(tokenizer, skip_prompt=not prompt, skip_special_tokens=True)
         written = continue_stream(

@@ -21,7 +21,7 @@ from ..errors import InputError
 from ..models.cache_names import cache_argument, returned_cache
 from .cache_files import cache_num_bytes, load_cache, read_notes, save_cache
 from .generation import Generation
-from .loading import check_length, check_tokens, position_limit, shorter_or_longer
+from .loading import check_tokens, position_limit
 
 #: Tokens that a model reads at once.
 PIECE_LENGTH = 512
@@ -43,6 +43,9 @@ class Reading:
         unread: text that comes after them. It is not tokenized yet, since more of it may come.
         source: a name of where the text comes from, for the one who goes on; empty once it has ended.
         characters: those that were taken from there.
+        recent: for a model whose positions end, its last tokens, a quarter of its positions. Where the positions end, it forgets
+            all others and reads these again from position 0.
+        forgotten: tokens before the first that the cache has seen.
     """
 
     cache: Cache | None = None
@@ -50,6 +53,8 @@ class Reading:
     unread: str = ""
     source: str = ""
     characters: int = 0
+    recent: list[int] = field(default_factory=list)
+    forgotten: int = 0
 
     @classmethod
     def load(cls, path: str | Path, model: Any) -> Reading:
@@ -67,8 +72,8 @@ class Reading:
 
     @property
     def tokens_read(self) -> int:
-        """The number of tokens that the cache has seen."""
-        return 0 if self.cache is None else int(self.cache.get_seq_length())
+        """The number of tokens that the model has read."""
+        return self.forgotten + (0 if self.cache is None else int(self.cache.get_seq_length()))
 
     @property
     def tokens(self) -> int:
@@ -76,11 +81,22 @@ class Reading:
         return self.tokens_read + len(self.pending)
 
     def feed(self, model: Any, count: int) -> Tensor:
-        """Let a model read the first ``count`` pending tokens; return the logits of the last of them, [1, vocabulary]."""
-        ids = torch.tensor([self.pending[:count]], device=model.device)
+        """Let a model read the first of the pending tokens; return the logits of the last of them, [1, vocabulary].
+
+        Args:
+            model: the model.
+            count: number of the tokens, at most half of the model's positions if these end.
+        """
+        tokens, limit, read = self.pending[:count], position_limit(model), self.tokens_read
         with torch.no_grad(), uninterrupted():
+            if limit is not None and read - self.forgotten + count > limit:
+                self.cache, self.forgotten = None, read - len(self.recent)
+                tokens = self.recent + tokens
+            ids = torch.tensor([tokens], device=model.device)
             output = model(input_ids=ids, **cache_argument(self.cache), use_cache=True, logits_to_keep=1)
             self.cache, self.pending = returned_cache(output), self.pending[count:]
+            if limit is not None:
+                self.recent = (self.recent + tokens[-count:])[-(limit // 4) :]
         return output.logits[:, -1].float()
 
 
@@ -107,10 +123,12 @@ def read_stream(
     reading: Reading | None = None,
     *,
     piece_length: int = PIECE_LENGTH,
-    room: int = 0,
     on_tokens: Callable[[int], object] = lambda tokens: None,
 ) -> Reading:
     """Let a model read a text of any length, in memory of one size.
+
+    A model whose positions end (`position_limit`) reads its last tokens again wherever they do, and has forgotten all others:
+    the text goes on, and what is kept of it is of the last positions alone.
 
     A text is tokenized in parts of about `CUT_CHARACTERS`. They end between two words where they can, and tokens are those of
     the whole text. Else they end at the end of a line, or anywhere: one token there may become two or three.
@@ -120,19 +138,17 @@ def read_stream(
         tokenizer: its tokenizer.
         texts: the text in pieces of any length, which are joined.
         reading: what came before, changed in place, so that nothing is lost if this is interrupted; None for a new text.
-        piece_length: tokens that the model reads at once.
-        room: tokens that are to follow the text.
+        piece_length: tokens that the model reads at once, at most half of its positions if these end.
         on_tokens: called after each piece with the number of all tokens read so far.
 
     Returns:
         ``reading``, whose last token is pending: `continue_stream` goes on from there.
 
     Raises:
-        InputError: if the text has more tokens than the model has positions, before it reads any of them; if there is a token
-            that the model has no embedding for.
+        InputError: if there is a token that the model has no embedding for.
     """
     reading = Reading() if reading is None else reading
-    limit, drops_space, before = position_limit(model), _drops_space(tokenizer), reading.pending.copy()
+    drops_space, piece_length = _drops_space(tokenizer), min(piece_length, most_at_once(model))
 
     def take(text: str) -> None:
         reading.pending += tokens_of(model, tokenizer, text, starts=reading.tokens == 0)
@@ -150,21 +166,18 @@ def read_stream(
                 found = next(filter(None, (cut.match(reading.unread) for cut in CUTS)))
                 take(found[0])
                 reading.unread = reading.unread[found.end() + (drops_space and found.re is BETWEEN_WORDS) :]
-        if limit is None:
-            read(piece_length + 1)
-        elif reading.tokens + room > limit:
-            break
+        read(piece_length + 1)
     with uninterrupted():
         take(reading.unread)
         reading.unread, reading.source, reading.characters = "", "", 0
-    if limit is not None and (tokens := reading.tokens + room) > limit:
-        reading.pending = before
-        raise InputError(
-            f"this text and its continuation have more than {limit} tokens, and this model has {limit} positions. "
-            f"{shorter_or_longer(model, tokens)}"
-        )
     read(2)
     return reading
+
+
+def most_at_once(model: PreTrainedModel) -> int:
+    """Return how many tokens of a stream a model reads at once: those of a piece, or half of its positions if they end."""
+    limit = position_limit(model)
+    return PIECE_LENGTH if limit is None else min(PIECE_LENGTH, limit // 2)
 
 
 def tokens_of(model: PreTrainedModel, tokenizer: Any, text: str, *, starts: bool) -> list[int]:
@@ -220,17 +233,19 @@ def continue_stream(
         The new text and its figures.
 
     Raises:
-        InputError: if nothing was read and there is no prompt; for a length past the model's positions.
+        InputError: if nothing was read and there is no prompt.
     """
-    said = tokens_of(model, tokenizer, prompt, starts=reading.tokens == 0) if prompt else []
-    check_length(model, reading.tokens + len(said) + max_new_tokens)
+    said, piece_length = (
+        tokens_of(model, tokenizer, prompt, starts=reading.tokens == 0) if prompt else [],
+        most_at_once(model),
+    )
     reading.pending += said
     if not reading.pending:
         raise InputError("there is nothing to start from: no token was read. Pass a text or a prompt.")
     start, count = time.perf_counter(), reading.tokens
     new: list[int] = []
     while 0 < len(said) < len(reading.pending):
-        reading.feed(model, min(PIECE_LENGTH, len(reading.pending) - len(said)))
+        reading.feed(model, min(piece_length, len(reading.pending) - len(said)))
 
     def decode(
         model: Any,
@@ -244,8 +259,8 @@ def continue_stream(
         """Generate as transformers' own method, which would also hold a mask and positions of all tokens since the first."""
         ended = False
         while not ended:
-            while len(reading.pending) > PIECE_LENGTH:
-                reading.feed(model, PIECE_LENGTH)
+            while len(reading.pending) > piece_length:
+                reading.feed(model, piece_length)
             with uninterrupted():
                 scores = logits_processor(input_ids, reading.feed(model, len(reading.pending)))
                 drawn = generation_config.do_sample

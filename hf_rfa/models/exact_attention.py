@@ -118,14 +118,14 @@ def arrivals_of(
 def _with_origin(arrivals: Arrivals, layout: MemoryLayout, before: Memory | None) -> Arrivals:
     """Return arrivals with their origins, where these or that of the memory before may be other than 0."""
     ordinal = arrivals.ordinal
-    if not layout.max_distance or (before is None and ordinal.shape[1] <= layout.max_distance):
+    if not layout.max_distance:
         return arrivals
     if is_tracing(ordinal):  # epochs begin between the calls of a compiled step
-        return (
-            arrivals
-            if before is None
-            else arrivals._replace(origin=before.origin_of_rows()[:, None].expand_as(ordinal))
-        )
+        if before is None:
+            return arrivals
+        return arrivals._replace(origin=before.origin_of_rows()[:, None].expand_as(ordinal))
+    if before is None and ordinal.shape[1] <= layout.max_distance:
+        return arrivals
     origin = origins(ordinal if arrivals.start is None else ordinal - arrivals.start, layout)
     moved = origin if before is None else torch.cat([origin, before.origin_of_rows()[:, None]], dim=1)
     if origin.device.type == "cpu" and not bool(moved.any()):

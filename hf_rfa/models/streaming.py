@@ -30,6 +30,11 @@ def seen_keys() -> dict[int, Tensor] | None:
     return None if torch.compiler.is_compiling() else SEEN_KEYS.get()
 
 
+#: What is said of a compiled call in which an epoch would begin.
+TOO_LONG_TO_COMPILE = (
+    "a compiled call reads {0} tokens at once, and old tokens move along after max_distance={1.max_distance}, which no "
+    "compiled call does. Read at most so many at a time, raise max_distance, or do not compile this call."
+)
 #: Tokens by which rotations are found.
 PROBE_LENGTH = 4
 
@@ -202,8 +207,11 @@ def prepare_positions(
     def given() -> Tensor:
         return past + torch.arange(length, device=tokens.device)[None] if position_ids is None else position_ids
 
-    if is_tracing(tokens):  # epochs begin between calls (`hf_rfa.models.modeling_rfa_decoder.RFADecoderMixin`)
-        return (position_ids, None) if layer is None else (given() - layer.memories[0].origin_of_rows()[:, None], None)
+    if is_tracing(tokens):  # epochs begin between calls (`prepare_step`)
+        if layer is None:
+            torch._check(length <= stack.config.max_distance, lambda: TOO_LONG_TO_COMPILE.format(length, stack.config))
+            return position_ids, None
+        return given() - layer.memories[0].origin_of_rows()[:, None], None
     if layer is not None and length <= layer.tokens_left:
         layer.tokens_left -= length
         return (position_ids, None) if layer.shift is None else (given() - layer.shift, None)

@@ -39,8 +39,8 @@ def generate(model, run_cli, tmp_path, monkeypatch, capsys) -> Callable[..., tup
     (tmp_path / "book.txt").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
 
-    def run(*options: object, status: int = 0) -> tuple[str, str]:
-        assert run_cli("generate", model, "--ignore-eos", *options) == status
+    def run(*options: object, status: int = 0, checkpoint: Path = model) -> tuple[str, str]:
+        assert run_cli("generate", checkpoint, "--ignore-eos", *options) == status
         out, err = capsys.readouterr()
         return out.strip(), " ".join(err.split())
 
@@ -136,7 +136,8 @@ def test_options_that_do_not_go_together(options, said, generate):
 
 def test_models_that_end_or_have_an_encoder_say_so(generate, refused_command, tiny_seq2seq_parents):
     Path("long.txt").write_text("He said no. " * 1000)
-    assert "more than 1024 tokens" in refused_command("generate", DEMO_MODEL, "--stream-from", "long.txt")
+    _, report = generate("--stream-from", "long.txt", "--max-new-tokens", 3, checkpoint=DEMO_MODEL)
+    assert "positions end at 1024. Wherever they do, it reads its last 256 tokens again" in report
     said = refused_command("generate", tiny_seq2seq_parents["bart"], "--stream-from", "long.txt")
     assert "a decoder that stands alone" in said
     generate("--stream-from", "book.txt", "--max-new-tokens", 0, "--save-cache", "book.cache")

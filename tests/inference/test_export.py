@@ -106,6 +106,28 @@ def test_a_decoding_step_is_exported_once_for_all_positions(how, options, tmp_pa
         assert_close(found, expected, **tolerance)
 
 
+@torch.no_grad()
+def test_an_exported_step_goes_on_past_l():
+    """Where an epoch begins, states are moved between two steps."""
+    model, ids = make("llama", "slots", max_distance=9, distance_step=4), tokens(2, 30)
+    expected = logits(model, ids)
+    states, step = DecodingStep.states(model(ids[:, :4]).past_key_values), DecodingStep(model)
+    exported = torch.export.export(step, (ids[:, 4:5], torch.full((2, 1), 4), states)).module()
+    for at in range(4, 30):
+        found, states = exported(ids[:, at : at + 1], torch.full((2, 1), at), step.moved(states))
+        assert_close(found[:, 0], expected[:, at], atol=1e-4, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_a_whole_text_is_exported_and_compiled_up_to_l():
+    model, ids = make("llama", "slots", max_distance=9, distance_step=4), tokens(2, 30)
+    length = {"input_ids": {1: torch.export.Dim("length", min=2, max=9)}, "use_cache": None}
+    exported = torch.export.export(model, (ids[:, :5],), {"use_cache": False}, dynamic_shapes=length).module()
+    assert_close(exported(ids[:, :9], use_cache=False).logits, logits(model, ids[:, :9]), atol=1e-5, rtol=1e-4)
+    with pytest.raises(Exception, match="max_distance=9"):
+        torch.compile(model, backend="eager")(ids, use_cache=False)
+
+
 @pytest.mark.parametrize(("family", "variant"), [("gpt2", "hybrid"), ("bart", "both")])
 def test_a_step_whose_cache_grows_is_refused(family, variant):
     with pytest.raises(InputError, match="whose layers are all RFA"):

@@ -23,6 +23,7 @@ from hf_rfa.inference import Reading, cache_files, continue_stream, load_cache, 
 from hf_rfa.inference.loading import check_length, position_limit
 from hf_rfa.io.text_io import stream_text
 from hf_rfa.models.cache_names import cache_argument
+from hf_rfa.models.rfa_classes import RFAPreTrainedMixin
 from tests.conftest import DEMO_MODEL, DEMO_TEXT, save_tiny_tokenizer, tiny_parent_config, words
 from tests.families import make
 
@@ -174,24 +175,29 @@ def test_ctrl_c_waits_for_the_end_of_a_piece(model, tokenizer):
     assert new.text == tokenizer.decode(expected[1:])
 
 
-def test_models_that_end_refuse_before_they_read(tokenizer, monkeypatch):
-    endless = pieces(words(10_000))
-    features, softmax = make("llama", {"num_features": 8}), GPT2LMHeadModel(tiny_parent_config()).eval()
-    for ends, advice in ((features, "--preset exact"), (softmax, "--max-positions")):
+def test_models_that_end_read_their_last_tokens_again(tokenizer, tmp_path):
+    """Wherever the positions end, a quarter of them; and the same from a file."""
+    text = words(LENGTH)
+    ids = ids_of(tokenizer, text)
+    for ends in (make("llama", {"num_features": 8}), GPT2LMHeadModel(tiny_parent_config()).eval()):
         assert position_limit(ends) == 96
-        with monkeypatch.context() as patch:
-            patch.setattr(ends, "forward", None)
-            with pytest.raises(InputError, match=f"more than 96 tokens.*{advice}"):
-                read_stream(ends, tokenizer, endless)
         with pytest.raises(InputError, match="97, but this model has 96 positions"):
             check_length(ends, 97)
-        with pytest.raises(InputError, match="more than 96 tokens"):
-            read_stream(ends, tokenizer, [words(90)], room=7)
-        reading = read_stream(ends, tokenizer, [words(90)], room=6)
-        with pytest.raises(InputError, match="97, but this model has 96 positions"):
-            continue_stream(ends, tokenizer, reading, max_new_tokens=7)
-        new = continue_stream(ends, tokenizer, reading, max_new_tokens=6, ignore_eos=True)
-        assert new.text == tokenizer.decode(greedy(ends, ids_of(tokenizer, words(90)), 6))
+        first, read = 0, 0
+        while read < LENGTH - 1:
+            count = min(32, LENGTH - 1 - read)
+            first = read - 24 if read - first + count > 96 else first
+            read += count
+        assert 0 < first < read - 24
+        reading = read_stream(ends, tokenizer, pieces(text), piece_length=32)
+        assert (reading.tokens_read, reading.tokens) == (LENGTH - 1, LENGTH)
+        count = min(5, 96 - (LENGTH - first))
+        expected = tokenizer.decode(greedy(ends, ids[:, first:], count), skip_special_tokens=True)
+        if isinstance(ends, RFAPreTrainedMixin):
+            reading.save(tmp_path / "cache", ends)
+            reading = Reading.load(tmp_path / "cache", ends)
+        assert continue_stream(ends, tokenizer, reading, max_new_tokens=count, ignore_eos=True).text == expected
+        assert continue_stream(ends, tokenizer, reading, max_new_tokens=150, ignore_eos=True).new_tokens == 150
 
 
 def test_models_without_end_have_no_limit(model):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import gzip
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import CompileConfig, DynamicCache
+from transformers import CompileConfig, DynamicCache, LlamaForCausalLM
 
 from hf_rfa.inference.cache_files import load_cache, save_cache
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.memory import Importance
 from hf_rfa.models.streaming import can_move
+from tests.conftest import DEMO_TEXT, ROOT
 from tests.decoders import converted, every_decoder, parent
 from tests.families import use_flex_attention
 from tests.stream_by_loop import stream_by_loop
@@ -280,3 +283,25 @@ def read_on(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return the logits of tokens that follow what a cache holds, first some at once and then one by one."""
     parts = [ids[:, :17], *ids[:, 17:].split(1, dim=1)]
     return torch.cat([model(part, **cache_argument(cache)).logits for part in parts], 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", [{"num_slots": 24}, {"retrieval_heads": [[1, 0]], "retrieval_window": 100}], ids=str)
+def test_the_loss_of_a_trained_model_stays_flat_over_20_000_tokens(sizes):
+    """A model of 256 positions beside softmax in fresh blocks of these; slots and sinks are the first tokens, for good."""
+    softmax = LlamaForCausalLM.from_pretrained(ROOT / "tests" / "data" / "rotary")
+    rfa = converted(softmax, feature_map="none", window_size=40, num_sinks=4, **sizes)
+    assert rfa.config.max_distance == 256
+    text = gzip.decompress(DEMO_TEXT.read_bytes())[:20_480]
+    ids = torch.tensor([list(text)])
+    labels = ids[0, 1:]
+    cache, logits = DynamicCache(config=rfa.config), []
+    for piece in ids.split(1000, dim=1):
+        logits.append(rfa(piece, **cache_argument(cache)).logits[0])
+    loss = functional.cross_entropy(torch.cat(logits)[:-1], labels, reduction="none")
+    blocks = softmax(ids.view(-1, 256), use_cache=False).logits[:, :-1]
+    expected = functional.cross_entropy(blocks.flatten(0, 1), ids.view(-1, 256)[:, 1:].flatten(), reduction="none")
+    added = torch.cat([loss, loss[-1:]]).view(-1, 256)[:, :-1] - expected.view(-1, 255)  # nats more than softmax
+    by_part = added.view(5, -1).mean(1)
+    assert by_part.max() < 0.02  # keys that stay where they were: 0.5
+    assert (by_part[1:] - by_part[0]).abs().max() < 0.015
