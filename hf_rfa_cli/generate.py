@@ -220,8 +220,8 @@ def _stream(
     skip = reading.characters if source and source == reading.source else 0
     if (limit := position_limit(loaded)) is not None:
         errors.print(
-            f"note: this model's positions end at {limit}. Wherever they do, it reads its last {limit // 4} tokens again, and "
-            "has forgotten what came before.",
+            f"note: this model's positions end at {limit}. Wherever they do, it reads its last {limit // 4} tokens again, "
+            "and has forgotten what came before.",
             soft_wrap=True,
         )
     begin, start, stopped = reading.tokens, time.perf_counter(), None

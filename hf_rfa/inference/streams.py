@@ -43,8 +43,8 @@ class Reading:
         unread: text that comes after them. It is not tokenized yet, since more of it may come.
         source: a name of where the text comes from, for the one who goes on; empty once it has ended.
         characters: those that were taken from there.
-        recent: for a model whose positions end, its last tokens, a quarter of its positions. Where the positions end, it forgets
-            all others and reads these again from position 0.
+        recent: for a model whose positions end, its last tokens, a quarter of its positions. Where the positions end, it
+            forgets all others and reads these again from position 0.
         forgotten: tokens before the first that the cache has seen.
     """
 
@@ -235,10 +235,8 @@ def continue_stream(
     Raises:
         InputError: if nothing was read and there is no prompt.
     """
-    said, piece_length = (
-        tokens_of(model, tokenizer, prompt, starts=reading.tokens == 0) if prompt else [],
-        most_at_once(model),
-    )
+    said = tokens_of(model, tokenizer, prompt, starts=reading.tokens == 0) if prompt else []
+    piece_length = most_at_once(model)
     reading.pending += said
     if not reading.pending:
         raise InputError("there is nothing to start from: no token was read. Pass a text or a prompt.")
