@@ -63,8 +63,7 @@ class DecodingStep(nn.Module):
     def moved(self, states: list[Tensor]) -> list[Tensor]:
         """Return the states with old tokens where the next token's epoch has them (`hf_rfa.models.positions`).
 
-        A graph does not do so by itself: ask before every step of a text past ``config.max_distance`` tokens. Mostly nothing
-        moves.
+        A graph does not do so by itself: ask before every step of a text that may be longer than L. Mostly nothing moves.
         """
         cache = self._cache_of(states)
         if self.model.config.streams():

@@ -94,7 +94,8 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
             exact = {name: getattr(layout, name) * layout.bytes_per_place() for name in ("window", "sinks", "slots")}
             exact["retrieval"] = sum(memory.num_bytes() for memory in retrieval)
             sizes.update(exact)
-            sizes["state"] += sum(tensor.nbytes for tensor in layer.tensors().values()) - sum(exact.values())
+            beside = sum(tensor.nbytes for name, tensor in layer.tensors().items() if not name.endswith(".origin"))
+            sizes["state"] += beside - sum(exact.values())
         elif getattr(layer, "keys", None) is not None:
             size = layer.keys.nbytes + layer.values.nbytes
             if layer.is_sliding:

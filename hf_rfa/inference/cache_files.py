@@ -158,7 +158,8 @@ def _restore(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 def cache_num_bytes(cache: Cache | None) -> int:
     """Return the bytes that a cache's tensors take: RFA states, keys and values, and states of recurrent layers."""
     layers = () if cache is None else chain(*_parts(cache).values())
-    return sum(tensor.nbytes for layer in layers for tensor in (*_tensors(layer).values(), *_recurrent_states(layer)))
+    tensors = (item for layer in layers for item in (*_tensors(layer).items(), *enumerate(_recurrent_states(layer))))
+    return sum(tensor.nbytes for name, tensor in tensors if not str(name).endswith(".origin"))  # which is a counter
 
 
 def recurrent_num_bytes(cache: Cache) -> int:

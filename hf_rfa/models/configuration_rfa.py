@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -106,13 +106,6 @@ class RFAConfigMixin:
         for name, kind in self.FEATURE_COUNTS.items():
             if getattr(self, name) is None:
                 setattr(self, name, feature_map.resolve_num_features(None, self.head_dim_for(kind)))
-        if self.streams():
-            if self.max_distance is None:
-                trained = self.trained_positions()
-                wanted = max(trained // 8, LEAST_DISTANCE, 4 * max(self.window_size, self.retrieval_window))
-                self.max_distance = min(trained, wanted)
-            if self.distance_step is None:
-                self.distance_step = max(1, self.max_distance // 2)
 
     def streams(self) -> bool:
         """Return whether old tokens move along with the text, so that it may be of any length.
@@ -137,7 +130,10 @@ class RFAConfigMixin:
         """Return L and B of attention of a kind, zeros where tokens stay in place."""
         if kind != "causal" or not self.streams():
             return 0, 0
-        return self.max_distance or 0, self.distance_step or 0
+        trained = self.trained_positions()
+        wanted = max(trained // 8, LEAST_DISTANCE, 4 * max(self.window_size, self.retrieval_window))
+        distance = min(trained, wanted) if self.max_distance is None else self.max_distance
+        return distance, max(1, distance // 2) if self.distance_step is None else self.distance_step
 
     def num_layers_for(self, kind: AttentionKind) -> int:
         """Return the number of layers that have attention of a kind."""
@@ -310,7 +306,7 @@ class RFAConfigMixin:
                     )
             return
         trained = self.trained_positions()
-        distance, step = cast(int, self.max_distance), cast(int, self.distance_step)
+        distance, step = self.motion_of("causal")
         if not 2 <= distance <= trained:
             raise ValueError(
                 f"max_distance must be from 2 to {trained}, the positions it was trained for, got {distance}."

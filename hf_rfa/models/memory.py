@@ -95,8 +95,10 @@ class MemoryLayout:
         return shapes
 
     def num_bytes(self) -> int:
-        """Return the bytes of one text's memory."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors().values())
+        """Return the bytes of one text's memory, the counter of its origin left out."""
+        tensors = self.tensors()
+        tensors.pop("origin", None)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors.values())
 
     def bytes_per_place(self) -> int:
         """Return the bytes that one token takes that is kept exactly, in all heads."""

@@ -264,14 +264,6 @@ class RFADecoderMixin(RFAPreTrainedMixin):
             return False
         return model.device.type in COMPILING_DEVICES and is_triton_available()
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the inputs of a step of `generate`, before which old tokens move: a compiled step does not see it."""
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
-        cache, ids = inputs.get(CACHE_NAME), inputs.get("input_ids")
-        if self.config.streams() and isinstance(cache, Cache) and ids is not None and ids.shape[-1] == 1:
-            prepare_step(self.rfa_stacks[0], self_attention_cache(cache))
-        return inputs
-
     def create_masks_for_generate(
         self,
         *,
@@ -280,7 +272,13 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the masks for `generate`: see `RFAPreTrainedMixin`; beside softmax layers theirs too, of one size."""
+        """Return the masks for `generate`: see `RFAPreTrainedMixin`; beside softmax layers theirs too, of one size.
+
+        `generate` asks before every step, outside of what is compiled: here old tokens move along.
+        """
+        cache = take_cache(kwargs)
+        if inputs_embeds is not None and inputs_embeds.shape[1] == 1 and self.config.streams():
+            prepare_step(self.rfa_stacks[0], self_attention_cache(cache))
         mask = super().create_masks_for_generate(
             attention_mask=attention_mask, inputs_embeds=inputs_embeds, position_ids=position_ids, **kwargs
         )
@@ -289,7 +287,7 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         made_here = softmax_types and softmax_types <= STEADY_LAYER_TYPES
         if mask is None or inputs_embeds is None or position_ids is None or not made_here:
             return mask
-        by_type = _masks_by_type(self.config, inputs_embeds, mask, position_ids, take_cache(kwargs))
+        by_type = _masks_by_type(self.config, inputs_embeds, mask, position_ids, cache)
         new = mask[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)
         return {PADDING: new, SOFTMAX: by_type if "sliding_attention" in softmax_types else by_type["full_attention"]}
 

@@ -32,7 +32,7 @@ def seen_keys() -> dict[int, Tensor] | None:
 
 #: What is said of a compiled call in which an epoch would begin.
 TOO_LONG_TO_COMPILE = (
-    "a compiled call reads {0} tokens at once, and old tokens move along after max_distance={1.max_distance}, which no "
+    "a compiled call reads {0} tokens at once, and old tokens move along after max_distance={1}, which no "
     "compiled call does. Read at most so many at a time, raise max_distance, or do not compile this call."
 )
 #: Tokens by which rotations are found.
@@ -50,7 +50,7 @@ def find_rotations(stack: Any) -> dict[int, Rotation] | None:
         The rotations by the layers' numbers, sliding softmax layers included; None if some layer's keys do not turn so.
     """
     config = stack.config
-    by = min(config.distance_step, config.trained_positions() - PROBE_LENGTH)
+    by = min(config.motion_of("causal")[1], config.trained_positions() - PROBE_LENGTH)
     if by < 1:
         return None
     device, count = stack.get_input_embeddings().weight.device, config.vocab_size
@@ -209,7 +209,8 @@ def prepare_positions(
 
     if is_tracing(tokens):  # epochs begin between calls (`prepare_step`)
         if layer is None:
-            torch._check(length <= stack.config.max_distance, lambda: TOO_LONG_TO_COMPILE.format(length, stack.config))
+            most = stack.first_rfa_attention[0].max_distance
+            torch._check(length <= most, lambda: TOO_LONG_TO_COMPILE.format(length, most))
             return position_ids, None
         return given() - layer.memories[0].origin_of_rows()[:, None], None
     if layer is not None and length <= layer.tokens_left:

@@ -136,8 +136,7 @@ def test_the_cache_has_one_size_however_long_the_text(features):
 def test_retrieval_heads_take_the_same_bytes_however_long_the_text():
     model = make("llama", {"feature_map": "none", **SIZES, "retrieval_heads": [[1, 1]], "retrieval_window": 9})
     row, retrieval = (2 * 6 + 2) * 4, (9 + 2) * (2 * 6 + 2) * 4
-    retrieval += 4  # the origin of a memory's positions
-    expected = 3 * 4 + (3 * 2 - 1) * (4 + 2) * row + retrieval
+    expected = (3 * 2 - 1) * (4 + 2) * row + retrieval
     for length in (1, 5, 11, 90):
         assert cache_num_bytes(model(torch.randint(3, 61, (1, length))).past_key_values) == expected
     memory = cache_memory(model)

@@ -291,7 +291,7 @@ def test_the_loss_of_a_trained_model_stays_flat_over_20_000_tokens(sizes):
     """A model of 256 positions beside softmax in fresh blocks of these; slots and sinks are the first tokens, for good."""
     softmax = LlamaForCausalLM.from_pretrained(ROOT / "tests" / "data" / "rotary")
     rfa = converted(softmax, feature_map="none", window_size=40, num_sinks=4, **sizes)
-    assert rfa.config.max_distance == 256
+    assert rfa.config.motion_of("causal") == (256, 128)
     text = gzip.decompress(DEMO_TEXT.read_bytes())[:20_480]
     ids = torch.tensor([list(text)])
     labels = ids[0, 1:]
