@@ -244,7 +244,7 @@ def test_conversion(family, on_disk, options, folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "variant"), [("gpt2", "slots-gate"), ("llama", "slots-features"), ("bart", "slots")]
+    ("family", "variant"), [("gpt2", "slots-gate"), ("llama", "slots"), ("bart", "slots")]
 )
 def test_measurement(family, variant, tmp_path):
     model = make(family, variant)

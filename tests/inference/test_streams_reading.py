@@ -157,6 +157,7 @@ def test_a_cache_without_pending_tokens_needs_a_prompt(model, tokenizer, tmp_pat
 def test_ctrl_c_waits_for_the_end_of_a_piece(model, tokenizer):
     """A signal in the middle of a layer, while a text is read and while it is gone on with."""
     reading, text = Reading(), words(LENGTH)
+    assert position_limit(model) is None  # which runs layers as well, the first time
 
     def interrupted(function: Any, *arguments: Any, **options: Any) -> None:
         hook = model.model.layers[1].register_forward_pre_hook(lambda *args: signal.raise_signal(signal.SIGINT))
