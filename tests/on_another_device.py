@@ -243,9 +243,7 @@ def test_conversion(family, on_disk, options, folder, tmp_path, monkeypatch):
     torch.testing.assert_close(*(tensors(tmp_path / device) for device in reports), rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("family", "variant"), [("gpt2", "slots-gate"), ("llama", "slots"), ("bart", "slots")]
-)
+@pytest.mark.parametrize(("family", "variant"), [("gpt2", "slots-gate"), ("llama", "slots"), ("bart", "slots")])
 def test_measurement(family, variant, tmp_path):
     model = make(family, variant)
     save_tiny_tokenizer(tmp_path)

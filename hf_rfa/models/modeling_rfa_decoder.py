@@ -194,7 +194,8 @@ def _inputs_from_mask(
         starts = document_starts(kwargs.get("position_ids"))
         if starts is not None and module.max_distance:  # an epoch's origin is no document's
             position_ids, before = kwargs["position_ids"], kwargs["position_ids"].roll(1, -1)
-            begins = (position_ids == module.max_distance - module.distance_step) & (before == module.max_distance - 1)
+            distance, step = module.max_distance, module.distance_step
+            begins = (position_ids - before == 1 - step) & (position_ids >= distance - step)
             starts = starts & ~begins
     wanted = bool(kwargs.get("output_attentions"))
     return {"padding_mask": padding, "document_starts": starts, "output_rfa_attentions": wanted}
