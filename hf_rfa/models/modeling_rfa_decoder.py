@@ -239,9 +239,8 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         stack.rfa_layer_types = frozenset(config.cache_layer_types())
         stack.types_that_read_on = config.types_that_read_on()
         if config.streams():
-            stack.first_rfa_attention = tuple(
-                rfa_layers(stack)[:1]
-            )  # a tuple, so that it is no submodule a second time
+            # Once, as it is asked for at every step; a tuple, so that it is no submodule a second time.
+            stack.first_rfa_attention = tuple(rfa_layers(stack)[:1])
             stack.has_sliding_layers = "sliding_attention" in stack.rfa_layer_types
         self.rfa_stacks = (stack,)
         prepare_calls(stack, prepare_decoder)
@@ -278,7 +277,11 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         `generate` asks before every step, outside of what is compiled: here old tokens move along.
         """
         cache = take_cache(kwargs)
-        if inputs_embeds is not None and inputs_embeds.shape[1] == 1 and self.config.streams():
+        if (
+            inputs_embeds is not None
+            and inputs_embeds.shape[1] == 1
+            and hasattr(self.rfa_stacks[0], "first_rfa_attention")
+        ):
             prepare_step(self.rfa_stacks[0], self_attention_cache(cache))
         mask = super().create_masks_for_generate(
             attention_mask=attention_mask, inputs_embeds=inputs_embeds, position_ids=position_ids, **kwargs
@@ -331,7 +334,7 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
         else:
             position_ids = (attention_mask.cumsum(-1) * attention_mask - 1)[:, -length:]
         arguments["position_ids"] = position_ids = position_ids.clamp_min(0) if rotary else position_ids
-    streams = config.streams()
+    streams = hasattr(stack, "first_rfa_attention")
     ends = rotates or any(hasattr(stack, name) for name in POSITION_EMBEDDINGS)
     if ends and not streams and not is_tracing(call.tokens):
         count, last = config.max_position_embeddings, int(call.past) + length - 1
