@@ -35,6 +35,11 @@ TOO_LONG_TO_COMPILE = (
     "a compiled call reads {0} tokens at once, and old tokens move along after max_distance={1}, which no "
     "compiled call does. Read at most so many at a time, raise max_distance, or do not compile this call."
 )
+#: What is said of a compiled call whose cache nobody has moved.
+EPOCH_IS_DUE = (
+    "a compiled call reads past max_distance, where old tokens move along, and nothing has moved them. Let generate call "
+    "it, call create_masks_for_generate of the model's decoder before every step, as generate does, or do not compile."
+)
 #: Tokens by which rotations are found.
 PROBE_LENGTH = 4
 
@@ -212,7 +217,11 @@ def prepare_positions(
             most = stack.first_rfa_attention[0].max_distance
             torch._check(length <= most, lambda: TOO_LONG_TO_COMPILE.format(length, most))
             return position_ids, None
-        return given() - layer.memories[0].origin_of_rows()[:, None], None
+        origin = layer.memories[0].origin_of_rows()
+        if not torch.compiler.is_exporting():
+            ahead = layer.memories[0].count + length - origin
+            torch._assert_async((ahead <= stack.first_rfa_attention[0].max_distance).all(), EPOCH_IS_DUE)
+        return given() - origin[:, None], None
     if layer is not None and length <= layer.tokens_left:
         layer.tokens_left -= length
         return (position_ids, None) if layer.shift is None else (given() - layer.shift, None)

@@ -17,7 +17,7 @@ from transformers import CompileConfig, DynamicCache, LlamaForCausalLM
 from hf_rfa.inference.cache_files import load_cache, save_cache
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.memory import Importance
-from hf_rfa.models.streaming import can_move
+from hf_rfa.models.streaming import can_move, prepare_step
 from tests.conftest import DEMO_TEXT, ROOT
 from tests.decoders import converted, every_decoder, parent
 from tests.families import use_flex_attention
@@ -169,6 +169,26 @@ def test_generate_goes_on_past_l_whatever_it_does_with_the_cache(name, tmp_path)
     compiled = {"cache_implementation": "static", "compile_config": config}
     assert torch.equal(rfa.generate(ids, attention_mask=mask, **options, **compiled), answer)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "an epoch compiled a step again"
+
+
+@torch.no_grad()
+def test_steps_that_a_user_compiled_do_not_go_past_l_unmoved():
+    """Nothing asks for an epoch before them, as `generate` does."""
+    _, rfa = models(dtype=torch.float32)
+    ids = torch.randint(3, 61, (1, 40))
+    expected = rfa(ids, use_cache=False).logits
+    torch._dynamo.reset()
+    step = torch.compile(rfa, backend="eager", fullgraph=True)
+    cache = rfa(ids[:, :9], use_cache=True).past_key_values
+    for t in range(9, L):
+        assert_close(step(ids[:, t : t + 1], **cache_argument(cache)).logits, expected[:, t : t + 1])
+    before = copy.deepcopy(cache)
+    with pytest.raises(RuntimeError, match="max_distance"):
+        step(ids[:, L : L + 1], **cache_argument(cache))
+    assert_close(rfa(ids[:, L : L + 1], **cache_argument(before)).logits, expected[:, L : L + 1])
+    for t in range(L + 1, 40):
+        prepare_step(rfa.model, before)
+        assert_close(step(ids[:, t : t + 1], **cache_argument(before)).logits, expected[:, t : t + 1])
 
 
 @torch.no_grad()
