@@ -3,7 +3,7 @@
     python -m benchmarks.memory MODEL TEXT --train TRAIN --rows 64 31+4+28 60+4 64+4+152r4x1020 --output FOLDER
     python -m benchmarks.memory MODEL TEXT --checkpoints rfa-64 … --output FOLDER
 
-The first form makes the checkpoints: what ``hf-rfa convert --search`` finds for a memory of 64, a window of 31 with 4 sinks
+The first form makes the checkpoints: what ``hf-rfa convert --memory`` makes of 64 tokens, a window of 31 with 4 sinks
 and 28 slots, a window of 60 with 4 sinks, and slots beside 4 retrieval heads that see 1,020 tokens, each as converted and
 as trained end to end on the same tokens. Every row is one model on the first tokens of the text in blocks; the control is
 the softmax model through a window with 4 sinks that take as many bytes as the checkpoint's cache. Rows are written one by

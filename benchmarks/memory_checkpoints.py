@@ -35,7 +35,7 @@ def options_of(row: str) -> dict[str, Any]:
             f"their window such as 31+4+28r4x500, got {row!r}."
         )
     if row.isdigit():
-        return {"memory": int(row), "search": True}
+        return {"memory": int(row)}
     names = ("window_size", "num_sinks", "num_slots", "retrieval_heads", "retrieval_window")
     sizes = {name: int(each) for name, each in zip(names, found.groups(), strict=True) if each is not None}
     return {"preset": "exact", "num_slots": 0, **sizes}

@@ -24,8 +24,6 @@ TEXT_TOKENS = 4096
 SLOT_TEXT_TOKENS = 8192
 #: The same where features are fitted to it (`hf_rfa.convert.feature_fit`).
 FEATURE_TEXT_TOKENS = 65_536
-#: The same where ways to spend a memory are compared, two fifths of it being held out.
-MEMORY_TEXT_TOKENS = 10_240
 #: The most of a text that perplexities, layers and attention weights are measured on.
 MEASURED_TOKENS = 8192
 #: Random tokens that calibration reads where there is no text.

@@ -69,6 +69,11 @@ class Checkpoint:
         return self.weight_files[0].suffix == ".bin"
 
     @property
+    def predicts_tokens(self) -> bool:
+        """Whether its model is a decoder with a language-model head."""
+        return self.architecture.endswith(("LMHeadModel", "ForCausalLM"))
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the weight files."""
         return sum(path.stat().st_size for path in self.weight_files)

@@ -139,7 +139,7 @@ def _check_retrieval_heads(checkpoint: Checkpoint, config: Any, options: Convers
         )
     if isinstance(number, list) or not number:
         return
-    if config.is_encoder_decoder or not predicts_tokens(checkpoint):
+    if not checkpoint.predicts_tokens:
         raise InputError(
             f"retrieval_heads={number} are chosen by what a decoder with a language-model head predicts, and "
             f"{checkpoint.name} is a {checkpoint.architecture}. Name the heads (layer.head), or leave them out."
@@ -156,11 +156,6 @@ def _check_retrieval_heads(checkpoint: Checkpoint, config: Any, options: Convers
 def converted_layers(config: Any, kind: AttentionKind = "causal") -> int:
     """Return the number of layers whose attention of a kind an RFA configuration converts."""
     return sum(config.is_rfa(kind, index) for index in range(config.num_layers_for(kind)))
-
-
-def predicts_tokens(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint's model has a language-model head."""
-    return checkpoint.architecture.endswith(("LMHeadModel", "ForCausalLM"))
 
 
 def with_more_positions(checkpoint: Checkpoint, options: ConversionOptions) -> Checkpoint:

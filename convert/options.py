@@ -27,15 +27,15 @@ class ConversionOptions:
     Attributes:
         preset: what causal attention keeps: exact (first, last and most important tokens), mixed (the same, and features) or
             rfa (random features alone, with a gate where they are trained). Default: the family's.
-        memory: cache of every layer's causal attention in tokens of the base model's, which the preset divides by rule.
-            Default: the preset's own sizes, about 64.
-        search: try ways to spend the memory and take the one that predicts the calibration text best, instead of a preset.
+        memory: cache of causal attention in tokens of the base model's, which the preset divides by rule. With a text, the
+            preset exact gives about a third of it to retrieval heads. Default: the preset's own sizes, about 64.
         window_size: number of last tokens seen exactly; 0 for features alone.
         num_sinks: number of first tokens seen exactly.
         num_slots: number of most important tokens before the window seen exactly.
         retrieval_heads: number of key-value heads that see more tokens exactly, those that recall the most; or the heads, as
-            layer.head (18.2,7.2).
-        retrieval_window: number of last tokens that these heads see. Default: 1,024, or a smaller model's positions.
+            layer.head (18.2,7.2). Default: by rule with a memory and a text, else none.
+        retrieval_window: number of last tokens that these heads see. Default: by rule with a memory, else 1,024, or a smaller
+            model's positions.
         feature_map: name of the feature map. Default: positive; exponential where it is trained; with preset mixed mlp in
             decoders other than GPT-2.
         num_features: D, rows of W per head of causal attention.
@@ -73,13 +73,12 @@ class ConversionOptions:
     # help that begins with the field.
     preset: Preset | None = field(default=None, metadata={"panel": "What is kept"})
     memory: int | None = field(default=None, metadata={"minimum": 8})
-    search: bool = False
     window_size: int | None = field(
         default=None, metadata={"minimum": 0, "panel": "Exact tokens, in place of the preset's"}
     )
     num_sinks: int | None = field(default=None, metadata={"minimum": 0, "flag": "--sinks"})
     num_slots: int | None = field(default=None, metadata={"minimum": 0, "flag": "--slots"})
-    retrieval_heads: RetrievalHeads = field(default=0, metadata={"minimum": 0})
+    retrieval_heads: RetrievalHeads | None = field(default=None, metadata={"minimum": 0})
     retrieval_window: int | None = field(default=None, metadata={"minimum": 1})
     feature_map: str | None = field(default=None, metadata={"panel": "Features, in place of the preset's"})
     num_features: int | None = field(default=None, metadata={"minimum": 1})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from transformers import PreTrainedModel
 from .activations import capture_inputs, compare_weights, layer_activations, layer_divergence, padding_masks
 from .base_model import rfa_layers
 from .calibration_data import Inputs, cut, trim
-from .memory_search import Trial
 
 #: Queries and keys in a map.
 SHOWN = 64
@@ -67,26 +65,6 @@ def compare_attention(model: nn.Module, base_model: PreTrainedModel, inputs: Inp
         with_features = [index for index in range(count) if index not in layer.retrieval_heads]
         maps.append(HeadMap(name, with_features[head], divergence, softmax, rfa))
     return maps
-
-
-def draw_trials(path: Path, trials: Sequence[Trial]) -> None:
-    """Draw both perplexities of the ways to spend a memory to a PNG file, the best on top."""
-    best, *others = ordered = sorted(trials, key=lambda trial: trial.repeating)
-    figure = Figure(figsize=(10, 0.45 * len(ordered) + 1.2))
-    names = [f"{trial.name} ({trial.tokens:.1f} tokens)" for trial in ordered]
-    repeating = ("perplexity where text repeats itself", [trial.repeating for trial in ordered], best.softmax_repeating)
-    plain = ("perplexity on text not calibrated on", [trial.perplexity for trial in ordered], best.softmax)
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, (label, values, softmax) in zip(panels, (repeating, plain), strict=True):
-        bars = panel.barh(names, values, color=["#2b6cb0"] + ["#a0aec0"] * len(others))
-        panel.bar_label(bars, fmt="%.2f", fontsize=8, padding=3)
-        panel.axvline(softmax, color="#888888", linestyle=":", label=f"softmax, {softmax:.2f}")
-        panel.set_xlabel(label, fontsize=8)
-        panel.margins(x=0.15)
-        panel.legend(frameon=False, fontsize=8, loc="lower right")
-    panels[0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
 
 
 def draw_attention(path: Path, stages: dict[str, dict[str, tuple[float, ...]]], maps: list[HeadMap]) -> None:

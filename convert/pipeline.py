@@ -33,7 +33,6 @@ from .calibration_data import (
     AUDIO,
     FEATURE_TEXT_TOKENS,
     MEASURED_TOKENS,
-    MEMORY_TEXT_TOKENS,
     SLOT_TEXT_TOKENS,
     TEXT_TOKENS,
     Inputs,
@@ -47,10 +46,9 @@ from .checkpoint import Checkpoint, load_base_model, load_converted, load_models
 from .configuration import import_words, rfa_config, with_more_positions
 from .far_outputs import FITTED_FROM
 from .kept_weights import check_kept, digests
-from .memory_search import Trial, check_search, search_memory, ways_to_spend
 from .options import ConversionOptions
 from .output_correction import apply_corrections
-from .pictures import HeadMap, compare_attention, draw_attention, draw_trials
+from .pictures import HeadMap, compare_attention, draw_attention
 from .presets import Trained, fits_features, with_preset
 from .report import ConversionReport, Perplexities, check_perplexity, model_card, model_figures, notes
 from .retrieval_heads import RetrievalHead, find_retrieval_heads
@@ -123,21 +121,12 @@ def convert(
             else "attention transfer needs them as they are"
         )
         raise InputError(f"correct_outputs=True corrects output projections, and {why}. Leave it out.")
-    asked = options
-    if asked.search:
-        check_search(base, asked, trained)
-        options = ways_to_spend(base, asked)[0].options
-    else:
-        options = with_preset(base, asked, trained)
+    options = with_preset(base, options, trained)
     config = rfa_config(base, options)
-    tokenizer, no_tokenizer, inputs = _prepare_inputs(base, options, search=asked.search, trained=trained)
+    tokenizer, no_tokenizer, inputs = _prepare_inputs(base, options, trained=trained)
 
-    trials: list[Trial] = []
     heads: list[RetrievalHead] = []
-    if asked.search:
-        options, trials, heads = search_memory(base, asked, inputs, report_progress)
-        config = rfa_config(base, options)
-    elif isinstance(options.retrieval_heads, int) and options.retrieval_heads:
+    if isinstance(options.retrieval_heads, int) and options.retrieval_heads:
         heads = find_retrieval_heads(base, config, options, inputs, options.retrieval_heads, report_progress)
         if not heads:
             raise InputError(
@@ -215,7 +204,6 @@ def convert(
             command=command,
             gains=tuple(gains),
             sensitivities=tuple(sensitivities),
-            trials=tuple(trials),
             retrieval_heads=tuple(heads),
             perplexities=perplexities,
             output_corrections={correction.projection: correction.error_ratio for correction in corrections},
@@ -257,7 +245,7 @@ def _check(name: str | Path, destination: Path, options: ConversionOptions, *, o
 
 
 def _prepare_inputs(
-    checkpoint: Checkpoint, options: ConversionOptions, *, search: bool, trained: Trained | None
+    checkpoint: Checkpoint, options: ConversionOptions, *, trained: Trained | None
 ) -> tuple[Any, str | None, Inputs]:
     """Return the tokenizer or None, the reason why there is none, and the inputs to calibrate on."""
     if options.calibration_tokens is not None and options.calibrate_on is None:
@@ -266,8 +254,7 @@ def _prepare_inputs(
         )
     tokenizer, no_tokenizer = load_tokenizer(checkpoint.folder)
     fits = fits_features(options, trained)
-    default = SLOT_TEXT_TOKENS if options.num_slots else TEXT_TOKENS
-    default = MEMORY_TEXT_TOKENS if search else FEATURE_TEXT_TOKENS if fits else default
+    default = FEATURE_TEXT_TOKENS if fits else SLOT_TEXT_TOKENS if options.num_slots else TEXT_TOKENS
     tokens = options.calibration_tokens or default
     if options.calibrate_on is not None and reads_audio(checkpoint.config):
         extractor = load_feature_extractor(checkpoint.folder, checkpoint.name)
@@ -319,8 +306,6 @@ def _write_report(report: ConversionReport, checkpoint: Checkpoint, maps: list[H
     """Write the model card, the figures, and the picture of the layers that calibration reached."""
     model_card(report, checkpoint).save(folder / "README.md")
     (folder / "conversion.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-    if report.trials:
-        draw_trials(folder / "memory.png", report.trials)
     if report.gains:
         stages = {"swap": {gain.name: gain.before for gain in report.gains}}
         stages["calibration"] = {gain.name: gain.after for gain in report.gains}

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -29,8 +29,12 @@ Trained = Literal["features", "model"]
 SINKS = 4
 #: By what the number of features beside exact tokens is divisible.
 FEATURES_STEP = 8
-#: Last tokens that retrieval heads see by default: as many as the texts have that they are chosen on.
+#: Last tokens that retrieval heads see where no memory is given: as many as the texts have that they are chosen on.
 RETRIEVAL_WINDOW = BLOCK_LENGTH
+#: Retrieval heads by rule, of all key-value heads that are converted, and what they take of a memory's bytes.
+RETRIEVAL_HEADS, RETRIEVAL_BYTES = 8 / 90, 0.36
+#: Of P exact tokens c P^(2/3) are the last ones where a text says which others are important: c, as measured on SmolLM2.
+LAST_TOKENS = 1.6
 
 
 class Sizes(NamedTuple):
@@ -60,11 +64,13 @@ class Budget:
         total: the memory.
         token: what a token takes in the base model's cache.
         layout: that of a layer which keeps nothing yet.
+        layers: the number of layers that are converted.
     """
 
     total: int
     token: int
     layout: MemoryLayout
+    layers: int
 
     def places(self, state_rows: int = 0) -> int:
         """Return how many tokens every head can keep beside a state of some rows."""
@@ -77,6 +83,17 @@ class Budget:
             width = self.layout.head_dim
             features = FEATURE_MAPS[feature_map](num_heads=1, head_dim=width, num_features=num_features)
         return features.feature_dim and features.feature_dim + features.signed
+
+    def beside(self, heads: int, places: int) -> Budget:
+        """Return the budget of the other heads where some of all layers keep so many tokens each, in tokens of a layer."""
+        of_one = self.layout.bytes_per_place() // self.layout.heads
+        left = self.layers * self.total - heads * places * of_one
+        return replace(self, total=max(0, left) * self.layout.heads // (self.layers * self.layout.heads - heads))
+
+    def retrieval_places(self, heads: int) -> int:
+        """Return how many tokens some heads of all layers can keep that share `RETRIEVAL_BYTES`."""
+        of_one = self.layout.bytes_per_place() // self.layout.heads
+        return int(RETRIEVAL_BYTES * self.layers * self.total / (heads * of_one))
 
     def features(self, feature_map: str, num_bytes: int, step: int) -> int:
         """Return the largest number of features, a multiple of ``step``, whose state takes at most some bytes."""
@@ -103,7 +120,9 @@ def budget_of(checkpoint: Checkpoint, options: ConversionOptions, memory: int) -
     heads, width = config.num_heads_for("causal"), config.head_dim_for("causal")
     layout = MemoryLayout(heads=heads, head_dim=width, dtype=dtype)
     token = heads * 2 * width * dtype.itemsize
-    return Budget(memory * token, token, layout)
+    layers = [index for index in range(config.num_layers_for("causal")) if config.is_rfa("causal", index)]
+    converted = layers if options.layers == "all" else set(layers) & set(options.layers)
+    return Budget(memory * token, token, layout, len(converted))
 
 
 def with_preset(
@@ -130,11 +149,7 @@ def with_preset(
             f"feature_map={feature_map} is fitted to a text, and there is none. Pass one of at least {FITTED_FROM:,} tokens "
             "(--calibrate), or another map, such as positive."
         )
-    sizes: dict[str, Any] = _sizes(checkpoint, options)._asdict()
-    left_open = {name: size for name, size in sizes.items() if getattr(options, name) is None}
-    options = replace(options, memory=None, **left_open)
-    if options.retrieval_heads and options.retrieval_window is None:
-        options = replace(options, retrieval_window=min(RETRIEVAL_WINDOW, position_count(checkpoint.config)))
+    options = _with_sizes(checkpoint, options)
     if options.gate is None:
         gate = preset == "rfa" and trained is not None and not options.window_size and options.layers != []
         options = replace(options, gate=gate)
@@ -163,17 +178,41 @@ def needs_text(feature_map: str | None) -> bool:
     return feature_map in FEATURE_MAPS and FEATURE_MAPS[feature_map].needs_text
 
 
+def _with_sizes(checkpoint: Checkpoint, options: ConversionOptions) -> ConversionOptions:
+    """Return options with the sizes of a preset, for what is not named, and without a memory."""
+    memory, family, positions = options.memory, checkpoint.family, position_count(checkpoint.config)
+    named = (options.window_size, options.num_sinks, options.num_slots)
+    if memory is None and options.preset == family.preset and named == (None, None, None) and options.layers != []:
+        memory = None if family.memory is None else min(family.memory, positions)
+    if memory is None:
+        sizes, window = _sizes(checkpoint, options), min(RETRIEVAL_WINDOW, positions)
+    else:
+        budget = budget_of(checkpoint, options, memory)
+        if options.retrieval_heads is None:
+            options = replace(options, retrieval_heads=_retrieval_heads(checkpoint, options, budget))
+        sizes, window = _by_rule(budget, options, positions)
+    left_open = {name: size for name, size in sizes._asdict().items() if getattr(options, name) is None}
+    if options.retrieval_heads and options.retrieval_window is None:
+        left_open["retrieval_window"] = window
+    return replace(options, memory=None, **left_open)
+
+
+def _retrieval_heads(checkpoint: Checkpoint, options: ConversionOptions, budget: Budget) -> int:
+    """Return the number of retrieval heads beside heads that keep a memory's rest.
+
+    They are chosen on a text, and no layer consists of them alone.
+    """
+    heads, layers = budget.layout.heads, budget.layers
+    chooses = options.memory is not None and options.preset == "exact" and options.window_size != 0
+    if not chooses or options.calibrate_on is None or not checkpoint.predicts_tokens:
+        return 0
+    return min(layers * (heads - 1), max(1, round(RETRIEVAL_HEADS * layers * heads)))
+
+
 def _sizes(checkpoint: Checkpoint, options: ConversionOptions) -> Sizes:
-    """Return the sizes of a preset, for what is not named."""
+    """Return the sizes of a preset where no memory is given."""
     if options.layers == []:
         return Sizes(0, 0, 0)
-    if options.memory is not None:
-        return _by_rule(budget_of(checkpoint, options, options.memory), options)
-    named = (options.window_size, options.num_sinks, options.num_slots)
-    family = checkpoint.family
-    if family.memory is not None and options.preset == family.preset and named == (None, None, None):
-        memory = min(family.memory, position_count(checkpoint.config))
-        return _by_rule(budget_of(checkpoint, options, memory), options)
     small = options.preset == "mixed" and needs_text(options.feature_map)
     *tokens, features = SMALL_STATE if small else SIZES[options.preset or "exact"]
     most = 0 if options.window_size == 0 else position_count(checkpoint.config)
@@ -214,22 +253,17 @@ def _check_preset(checkpoint: Checkpoint, options: ConversionOptions, preset: Pr
         )
     elif preset != "exact" and options.feature_map == "none":
         problem = f"feature_map='none' leaves preset={preset} no features. Pass preset exact instead."
-    elif options.memory is not None and options.retrieval_heads:
-        problem = (
-            f"memory={options.memory} is of heads that keep the same, and retrieval_heads keep more. Name the sizes instead "
-            "(--window-size, --sinks, --slots), or pass search, which tries such heads."
-        )
     else:
         return
     raise InputError(problem)
 
 
-def _by_rule(budget: Budget, options: ConversionOptions) -> Sizes:
-    """Return the sizes by which a preset spends a memory, beside those that are named.
+def _by_rule(budget: Budget, options: ConversionOptions, positions: int) -> tuple[Sizes, int]:
+    """Return the sizes by which a preset spends a memory, beside those that are named, and the window of retrieval heads.
 
-    Of the exact tokens half are the last ones and half the first and the most important ones; beside random features the last
-    and the most important ones are as many. Random features take half of the memory, a small state as much as it has by
-    itself.
+    Retrieval heads take `RETRIEVAL_BYTES`. Of the exact tokens of the others half are the last ones, or fewer where a text
+    says which others are important (`LAST_TOKENS`). Beside random features the last and the most important ones are as many.
+    Random features take half of the memory, a small state as much as it has by itself.
     """
     memory, feature_map, features = f"memory={options.memory}", str(options.feature_map), options.num_features
     window, sinks, slots = options.window_size, options.num_sinks, options.num_slots
@@ -245,6 +279,12 @@ def _by_rule(budget: Budget, options: ConversionOptions) -> Sizes:
             "window_size, num_slots and num_features."
         )
     sinks = min(SINKS, budget.total // budget.token // 4) if sinks is None else sinks
+    far, number = 0, options.retrieval_heads or 0
+    count = len(number) if isinstance(number, list) else number
+    if count and budget.layout.heads > 1:
+        count = min(count, budget.layers * (budget.layout.heads - 1))  # more are refused with what they are of
+        far = options.retrieval_window or max(1, min(positions, budget.retrieval_places(count) - sinks))
+        budget = budget.beside(count, far + sinks)
     small = needs_text(feature_map)
     if fits_features and fits_tokens and small:
         features = SMALL_STATE.num_features
@@ -257,6 +297,8 @@ def _by_rule(budget: Budget, options: ConversionOptions) -> Sizes:
     places = budget.places(rows)
     if window is None:
         half = places // 2 if options.preset == "exact" or small else -(-(places - sinks) // 2)
+        if options.preset == "exact" and options.calibrate_on is not None:
+            half = min(half, round(LAST_TOKENS * places ** (2 / 3)))
         window = half if slots is None else places - sinks - slots
     slots = places - sinks - window if slots is None else slots
     if min(window - fits_tokens, slots) < 0 or (fits_features and not features):
@@ -264,4 +306,4 @@ def _by_rule(budget: Budget, options: ConversionOptions) -> Sizes:
             f"{memory} has no room for what preset={options.preset} keeps, beside the sizes that are given. Ask for more, or "
             "for another preset."
         )
-    return Sizes(window, sinks, slots, features)
+    return Sizes(window, sinks, slots, features), far

@@ -25,7 +25,6 @@ from .base_model import rfa_layers
 from .calibration import LayerGain
 from .checkpoint import Checkpoint, new_keys
 from .configuration import converted_layers, outside_module
-from .memory_search import Trial
 from .options import ConversionOptions
 from .retrieval_heads import RetrievalHead
 from .sensitivity import LayerSensitivity
@@ -96,7 +95,6 @@ class ConversionReport:
         gains: divergence from softmax before and after calibration, by layer.
         divergences: their means over heads and layers, by kind of attention.
         sensitivities: sensitivity of every layer, the largest first, if layers were kept softmax by it.
-        trials: ways to spend a memory, with their perplexities, if one was given.
         retrieval_heads: retrieval heads in the order in which they were chosen, if they were.
         grows: whether a softmax layer keeps the keys and values of all tokens of the sequence.
         source_bytes: bytes that softmax cross attention keeps of every token of a source, or of audio in all; 0 for none.
@@ -131,7 +129,6 @@ class ConversionReport:
     notes: tuple[str, ...]
     source_revision: str | None = None
     audio_positions: int | None = None
-    trials: tuple[Trial, ...] = ()
     retrieval_heads: tuple[RetrievalHead, ...] = ()
     divergences: dict[str, tuple[float, float]] = field(default_factory=dict)
     grows: bool = False
@@ -184,11 +181,6 @@ class ConversionReport:
             names = ", ".join(f"{head.layer}.{head.head}" for head in heads)
             gained = f"{heads[0].before:.3f} nats without them, {heads[-1].after:.3f} with them"
             rows.append(("retrieval heads (layer.head)", f"{names}; KL to softmax on repeated passages {gained}"))
-        if self.trials:
-            figures = [("softmax", self.trials[0].softmax, self.trials[0].softmax_repeating)]
-            figures += [(trial.name, trial.perplexity, trial.repeating) for trial in self.trials]
-            ways = ", ".join(f"{name} {shown(plain)} ({shown(repeating)})" for name, plain, repeating in figures)
-            rows.append(("perplexity of ways to spend the memory (where text repeats itself)", ways))
         if self.perplexities is not None:
             text = "the base model's own outputs" if self.perplexities.own_outputs else "the calibration text"
             stages = ("softmax", "swapped", "calibrated")
@@ -349,8 +341,10 @@ def notes(
     if options.max_positions is not None:
         hints.append(checkpoint.family.note_on_positions(config, options.max_positions))
     if options.calibrate_on is None and (config.feature_map != "none" or config.num_slots):
-        better = "; text like the model's inputs (--calibrate) does better."
-        hints.append("Calibrated on random tokens" + (" and noise for audio." if reads_audio(config) else better))
+        better = "; text like the model's inputs (--calibrate) does better"
+        if checkpoint.predicts_tokens and config.feature_map == "none" and config.num_heads_for("causal") > 1:
+            better += ", and brings --memory N retrieval heads, which recall what is far back"
+        hints.append("Calibrated on random tokens" + (" and noise for audio" if reads_audio(config) else better) + ".")
     return tuple(hints)
 
 

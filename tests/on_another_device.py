@@ -209,7 +209,7 @@ def test_losses_and_gradients_of_long_texts(family, variant, packed, monkeypatch
     [
         ("gpt2", False, {"feature_map": "gaussian", "keep_softmax": 1, "max_positions": 300}),
         ("gpt2", True, {"feature_map": "hedgehog", "retrieval_heads": 1, "retrieval_window": 8, "window_size": 4}),
-        ("llama", False, {"search": True, "memory": 12}),
+        ("llama", False, {"memory": 12}),
         (
             "llama",
             True,

@@ -24,7 +24,7 @@ def test_rows_are_perplexities_and_are_not_measured_twice(tmp_path, monkeypatch,
     save_softmax_model("gpt2", tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text(words(480))
-    convert(tmp_path / "model", tmp_path / "rfa", search=True, memory=12, calibrate_on=text)
+    convert(tmp_path / "model", tmp_path / "rfa", memory=12, calibrate_on=text)
     options = [tmp_path / "model", text, "--checkpoints", tmp_path / "rfa", "--tokens", 200, "--contexts", 40, 50]
     monkeypatch.setattr(sys, "argv", ["memory", *map(str, options), "--output", str(tmp_path / "out")])
     monkeypatch.setenv("COLUMNS", "20")  # lines of a Markdown table are not broken
@@ -116,7 +116,7 @@ RETRIEVAL = {"retrieval_heads": 3, "retrieval_window": 50}
 @pytest.mark.parametrize(
     ("row", "options"),
     [
-        ("64", {"memory": 64, "search": True}),
+        ("64", {"memory": 64}),
         ("60+4", WINDOW),
         ("60+4+9", WINDOW | {"num_slots": 9}),
         ("60+4r3x50", WINDOW | RETRIEVAL),

@@ -255,17 +255,13 @@ def test_the_command_on_the_card_gives_the_same_checkpoint(family, options, conv
 
 
 def test_the_command_line_has_every_option():
-    """Names, defaults, help and bounds are those of `ConversionOptions`; feature map and gate depend on what follows.
-
-    Heads are read as text, for they may be a number or named.
-    """
+    """Names, defaults, help and bounds are those of `ConversionOptions`; feature map and gate depend on what follows."""
     parameters = {each.name: each for each in typer.main.get_command(app).commands["convert"].params}
     for field in dataclasses.fields(ConversionOptions):
         shown = parameters[field.name]
         assert shown.help
         assert shown.rich_help_panel
-        read = {"retrieval_heads": str(field.default)}
-        assert shown.default == read.get(field.name, field.default)
+        assert shown.default == field.default
 
 
 # Shared checkpoints

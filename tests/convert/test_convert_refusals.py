@@ -188,14 +188,6 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"memory": 64, "window_size": 8, "num_slots": 4}, "memory=64 has no effect"),
     ("llama", {"memory": 64, "window_size": 61}, "memory=64 has no room for what preset=exact keeps"),
     ("gpt2", {"memory": 8}, "memory=8 has no room for what preset=mixed keeps"),
-    # a search
-    ("gpt2", {"search": True}, "search needs a text"),
-    ("gpt2", {"search": True, "window_size": 4}, "search decides on window_size"),
-    ("gpt2", {"search": True, "feature_map": "elu", "gate": True}, "search decides on feature_map, gate"),
-    ("gpt2", {"search": True, "retrieval_heads": 1}, "decides on retrieval_heads"),
-    ("gpt2", {"search": True, "memory": 97, "calibrate_on": DEMO_TEXT}, "more than the positions"),
-    ("gpt2", {"search": True, "trained": "features", "calibrate_on": DEMO_TEXT}, "the whole model: --end-to-end"),
-    ("bart", {"search": True, "memory": 12, "calibrate_on": DEMO_TEXT}, "for decoders alone"),
     # retrieval heads
     ("gpt2", {"retrieval_window": 5}, "has no effect without retrieval_heads"),
     ("gpt2", {"retrieval_heads": 1, "retrieval_window": 97}, "more than the 96 positions of .* Leave it out for 96"),
@@ -203,7 +195,8 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"retrieval_heads": 5}, "at most 4"),
     ("gpt2", {"retrieval_heads": -1}, "must be at least 0"),
     ("gpt2", {"retrieval_heads": [[7, 0]]}, "layers of"),
-    ("gpt2", {"retrieval_heads": 1, "memory": 12}, "of heads that keep the same.*--window-size, --sinks, --slots"),
+    ("llama", {"retrieval_heads": 9, "memory": 12}, "9 are too many"),
+    ("llama", {"retrieval_heads": 1, "retrieval_window": 80, "memory": 12}, "memory=12 has no room"),
     ("bart", {"retrieval_heads": 1, "cross_layers": []}, r"Name the heads \(layer.head\)"),
 ]
 

@@ -142,3 +142,45 @@ def test_the_sizes_without_a_memory_are_those_of_64_tokens_of_heads_of_64(tmp_pa
 )
 def test_a_memory_gives_the_sizes_that_are_not_named(family, options, expected, checkpoints):
     assert chosen(checkpoints[family], memory=64, **options) == expected
+
+
+# Retrieval heads by rule
+
+SMOLLM2 = {"hidden_size": 36, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+PAIRS = [[0, 1], [3, 2]]
+QWEN = {"hidden_size": 28, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "heads", "window", "sizes"),
+    [
+        (SMOLLM2, {"memory": 64}, 8, 251, (20, 4, 20)),
+        (SMOLLM2, {"memory": 128}, 8, 506, (32, 4, 52)),
+        (SMOLLM2, {"memory": 256}, 8, 1016, (50, 4, 123)),
+        (SMOLLM2, {"memory": 64, "retrieval_heads": 4}, 4, 506, (19, 4, 19)),
+        (SMOLLM2, {"memory": 64, "retrieval_heads": PAIRS, "retrieval_window": 60}, PAIRS, 60, (25, 4, 33)),
+        (SMOLLM2, {"memory": 64, "retrieval_heads": 0}, 0, None, (25, 4, 34)),
+        (SMOLLM2, {"memory": 64, "layers": [0, 1, 2]}, 1, 200, (20, 4, 21)),
+        (SMOLLM2, {"memory": 64, "calibrate_on": None}, 0, None, (31, 4, 28)),
+        (SMOLLM2, {"memory": 64, "retrieval_heads": 8, "calibrate_on": None}, 8, 251, (22, 4, 18)),
+        (SMOLLM2, {"memory": 8}, 8, 29, (2, 2, 1)),
+        (QWEN, {"memory": 64}, 4, 268, (20, 4, 20)),
+        (SMOLLM2 | {"num_key_value_heads": 1}, {"memory": 64}, 0, None, (25, 4, 34)),
+    ],
+    ids=str,
+)
+def test_a_third_of_a_memory_is_of_retrieval_heads_where_there_is_a_text(
+    shape, options, heads, window, sizes, tmp_path
+):
+    """Bytes of all heads together never exceed the memory, and less than a token a head is left."""
+    shape = {**shape, "head_dim": 64, "max_position_embeddings": 2048}
+    save_softmax_model("llama", tmp_path, **shape)
+    given = ConversionOptions(**{"calibrate_on": "text.txt", **options})
+    found = with_preset(open_checkpoint(tmp_path), given)
+    assert (found.retrieval_heads or 0, found.retrieval_window) == (heads, window)
+    assert (found.window_size, found.num_sinks, found.num_slots) == sizes
+    layers = 3 if "layers" in options else shape["num_hidden_layers"]
+    count = layers * shape["num_key_value_heads"]
+    far = len(heads) if isinstance(heads, list) else heads
+    tokens = far * ((window or 0) + sizes[1]) + (count - far) * sum(sizes)
+    assert 0 <= options["memory"] * count * 512 / 520 - tokens < count + far
