@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import math
@@ -23,7 +24,7 @@ from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 from hf_rfa.inference.transcription import load_features, write_tokens
 from hf_rfa.io.audio_io import Utterance
-from hf_rfa.io.text_io import open_text, read_pairs, tokenize
+from hf_rfa.io.text_io import open_text, read_pairs, start_tokens, text_ids, tokenize
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 #: The `datasets` builder of a file, by its ending without ``.gz``.
@@ -224,17 +225,15 @@ def add_repeats(blocks: NDArray[np.int64], share: float, *, seed: int) -> None:
 
 
 def _documents(batch: dict[str, list[str]], tokenizer: Any) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield documents as (ids, labels): the prompt's labels are -100, and the end-of-text token closes each."""
+    """Yield documents as (ids, labels): labels of what begins them are -100, and the end-of-text token closes each."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    prompted = "prompt" in batch
-    prompts = batch["prompt"] if prompted else [""] * len(batch["text"])
-    for prompt, text in zip(prompts, batch["text"], strict=True):
+    start, texts = start_tokens(tokenizer), batch["text"]
+    prompts = text_ids(tokenizer, batch["prompt"]) if "prompt" in batch else [start] * len(texts)
+    for prompt, text, ids in zip(prompts, texts, text_ids(tokenizer, texts), strict=True):
         if text.strip():
-            options = {"verbose": False, "add_special_tokens": not prompted}
-            before = tokenizer(prompt, **options)["input_ids"] if prompt else []
-            after = tokenizer(text, **options)["input_ids"]
+            after = ids[len(start) :]
             after += end if after[-1:] != end else []
-            yield before + after, [IGNORED_LABEL] * len(before) + after
+            yield prompt + after, [IGNORED_LABEL] * len(prompt) + after
 
 
 def packed_blocks(data: Data, tokenizer: Any, *, length: int) -> Data:
@@ -375,6 +374,16 @@ class SpeechCollator:
             ),
             "labels": padded("labels", IGNORED_LABEL),
         }
+
+
+def padding_right(tokenizer: Any) -> Any:
+    """Return a tokenizer that pads on the right: a model's positions start with a row's first token.
+
+    Of decoders many are saved with padding on the left, which is for prompts that a batch goes on with.
+    """
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.padding_side = "right"
+    return tokenizer
 
 
 class PairCollator(DataCollatorForSeq2Seq):

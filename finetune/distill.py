@@ -29,7 +29,16 @@ from hf_rfa.models.rfa_classes import own_prefixes
 
 from .arguments import check_minutes, processes_started
 from .card import data_name, table_of, trained_card, trained_folder
-from .data import PairCollator, SpeechCollator, joined_blocks, load_pairs, rows_to_learn, speech_rows, token_pairs
+from .data import (
+    PairCollator,
+    SpeechCollator,
+    joined_blocks,
+    load_pairs,
+    padding_right,
+    rows_to_learn,
+    speech_rows,
+    token_pairs,
+)
 from .recipe import Recipe, Stage
 from .report import HELD_OUT, DistillationReport, plot_losses
 from .run_folder import check_run, check_settings, read_settings
@@ -128,7 +137,7 @@ def distill(
     if extractor is not None:
         collate = SpeechCollator(extractor, tokenizer.eos_token_id)
     elif kind == "seq2seq":
-        collate = PairCollator(tokenizer, model=model)
+        collate = PairCollator(padding_right(tokenizer), model=model)
     batch: Inputs = collate([held_out[index] for index in range(HELD_OUT)])
     rows = [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(HELD_OUT)]
     for who, scored in (

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from transformers import (
     AutoConfig,
@@ -46,7 +47,7 @@ from hf_rfa.inference.loading import (
 from hf_rfa.io.text_io import BLOCK_LENGTH
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
-from .arguments import FinetuneArguments
+from .arguments import FinetuneArguments, TrainingTask
 from .card import data_name, table_of, trained_card, trained_folder
 from .data import (
     Data,
@@ -55,6 +56,7 @@ from .data import (
     load_data,
     load_pairs,
     packed_blocks,
+    padding_right,
     rows_to_learn,
     select_columns,
     single_documents,
@@ -63,7 +65,7 @@ from .data import (
 from .param_groups import freeze
 from .report import plot_losses
 from .run_folder import check_run, check_settings, last_checkpoint, training_folder
-from .trainers import GroupedSeq2SeqTrainer, GroupedTrainer, StopAtNaN
+from .trainers import GroupedSeq2SeqTrainer, GroupedTrainer, StopAtNaN, label_nats
 
 logger = logging.get_logger(__name__)
 
@@ -141,6 +143,8 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     settings |= {name: getattr(arguments, name) for name in SETTINGS_OF_A_RUN}
     if first:
         check_settings(work, settings, resume=options.resume)
+    if str(arguments.metric_for_best_model).endswith("perplexity"):
+        arguments.greater_is_better = False  # which transformers knows of losses alone
     arguments.output_dir = str(work)
     arguments.logging_nan_inf_filter = False
     arguments.dataloader_pin_memory &= torch.accelerator.is_available()  # torch warns of it where there is none
@@ -161,8 +165,6 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     metrics |= {name: result.metrics[name] for name in ("train_runtime", "train_steps_per_second")}
     if "evaluate" in prepared:
         metrics |= trainer.evaluate()
-        if options.task == "clm":
-            metrics["eval_perplexity"] = perplexity_of(metrics["eval_loss"])
     model.config.use_cache = use_cache
     trainer.save_model(str(work / "final"))  # gathers what several processes hold
     if first:
@@ -322,21 +324,30 @@ def _prepare(
     return prepared
 
 
-def _likeliest(logits: Any, labels: Any) -> torch.Tensor:
-    """Return the likeliest classes of logits [..., C]: an evaluation then keeps no logits."""
-    return (logits[0] if isinstance(logits, tuple) else logits).argmax(dim=-1)
+def _evaluated(logits: Any, labels: torch.Tensor, *, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the likeliest classes of logits [..., C] and the nats of labels: an evaluation then keeps no logits."""
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    expected = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL) if shift else labels
+    return logits.argmax(dim=-1), label_nats(logits, expected)
 
 
-def _accuracy(prediction: Any, *, shift: int) -> dict[str, float]:
-    """Return the share of right predictions; those of a language model stand ``shift`` = 1 before what they predict."""
-    predictions, labels = prediction.predictions, prediction.label_ids
-    if shift:
-        predictions, labels = predictions[:, :-shift], labels[:, shift:]
-    counted = labels != IGNORED_LABEL
-    return {"accuracy": float((predictions == labels)[counted].mean())}
+def _metrics(prediction: Any, *, task: TrainingTask, tokenizer: Any) -> dict[str, float]:
+    """Return the mean nats of all labels as the loss, the perplexity of a language model, and the accuracy or the BLEU.
+
+    The Trainer's own loss is a mean of batches' means, and with label smoothing that of another distribution. This one takes
+    its place, whatever the Trainer reads it for. With a ``tokenizer`` sequences were generated.
+    """
+    (predictions, nats), labels = prediction.predictions, prediction.label_ids
+    loss = float(nats[nats != IGNORED_LABEL].mean(dtype=np.float64))
+    if task == "seq2seq":
+        return {"loss": loss} | ({} if tokenizer is None else _bleu(predictions, labels, tokenizer=tokenizer))
+    if task == "clm":
+        predictions, labels = predictions[:, :-1], labels[:, 1:]
+    accuracy = float((predictions == labels)[labels != IGNORED_LABEL].mean())
+    return {"loss": loss, "accuracy": accuracy} | ({"perplexity": perplexity_of(loss)} if task == "clm" else {})
 
 
-def _bleu(prediction: Any, *, tokenizer: Any) -> dict[str, float]:
+def _bleu(predictions: np.ndarray, labels: np.ndarray, *, tokenizer: Any) -> dict[str, float]:
     """Return the BLEU of generated sequences."""
 
     def texts(ids: np.ndarray) -> list[str]:
@@ -344,9 +355,7 @@ def _bleu(prediction: Any, *, tokenizer: Any) -> dict[str, float]:
             np.where(ids == IGNORED_LABEL, tokenizer.pad_token_id, ids), skip_special_tokens=True
         )
 
-    scores: Any = BleuMetric().compute(
-        predictions=texts(prediction.predictions), references=texts(prediction.label_ids)
-    )
+    scores: Any = BleuMetric().compute(predictions=texts(predictions), references=texts(labels))
     return {"bleu": scores["bleu"]}
 
 
@@ -370,14 +379,12 @@ def _trainer(
 ) -> GroupedTrainer:
     """Return the Trainer of a task."""
     seq2seq, shift = options.task == "seq2seq", int(options.task == "clm")
-    collator: Any = DataCollatorForSeq2Seq(tokenizer, model=model if seq2seq else None)
+    generates = seq2seq and arguments.predict_with_generate
+    collator: Any = DataCollatorForSeq2Seq(padding_right(tokenizer), model=model if seq2seq else None)
     if options.task == "classify":
-        collator = DataCollatorWithPadding(tokenizer)
+        collator = DataCollatorWithPadding(padding_right(tokenizer))
     elif packed:
         collator = default_data_collator
-    metrics: Any = partial(_accuracy, shift=shift)
-    if seq2seq:
-        metrics = partial(_bleu, tokenizer=tokenizer) if arguments.predict_with_generate else None
     # A decoder of a model with an encoder may be trained alone: its configuration has both.
     own_loss = options.task != "clm" or hasattr(model.config, "encoder_layers")
     own_loss &= not arguments.label_smoothing_factor  # for which the Trainer has one
@@ -391,7 +398,7 @@ def _trainer(
         callbacks=[StopAtNaN()],
         rates=options.rates(),
         max_seconds=None if options.max_minutes is None else 60 * options.max_minutes,
-        compute_metrics=metrics,
-        preprocess_logits_for_metrics=None if seq2seq else _likeliest,
+        compute_metrics=partial(_metrics, task=options.task, tokenizer=tokenizer if generates else None),
+        preprocess_logits_for_metrics=None if generates else partial(_evaluated, shift=shift),
         compute_loss_func=partial(_mean_loss, shift=shift) if own_loss else None,
     )

@@ -39,7 +39,7 @@ from hf_rfa.convert.activations import capture_inputs, layer_activations, layer_
 from hf_rfa.convert.base_model import rfa_layers
 from hf_rfa.convert.calibration_data import Inputs
 from hf_rfa.convert.pipeline import Progress
-from hf_rfa.evaluation.perplexity import IGNORED_LABEL
+from hf_rfa.evaluation.perplexity import IGNORED_LABEL, nats_of_labels
 
 from .param_groups import PARAMETER_KINDS, ParameterKind, Rates, freeze, lora, parameter_groups
 from .recipe import Stage, bf16_pays
@@ -116,16 +116,31 @@ class GroupedTrainer(Trainer):
 class GroupedSeq2SeqTrainer(GroupedTrainer, Seq2SeqTrainer):
     """`Seq2SeqTrainer` with the groups of `GroupedTrainer`, which leaves the generation configuration as it is."""
 
-    def prediction_step(self, model: Any, *args: Any, **options: Any) -> Any:
-        """Take a step with a copy of the generation configuration: the step fills it in with transformers' defaults."""
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Take a step with a copy of the generation configuration: the step fills it in with transformers' defaults.
+
+        Beside generated sequences it returns the nats of the labels.
+        """
         trained: Any = self.model
         generation_config = trained.generation_config
         trained.generation_config = copy.deepcopy(generation_config)
         trained.generation_config.max_new_tokens = None  # it would win over generation_max_length
         try:
-            return super().prediction_step(model, *args, **options)
+            loss, logits, labels = super().prediction_step(model, inputs, *args, **options)
         finally:
             trained.generation_config = generation_config
+        arguments: Any = self.args
+        if arguments.predict_with_generate and logits is not None:
+            inputs = self._prepare_inputs(inputs)
+            with torch.no_grad(), self.compute_loss_context_manager():
+                logits = logits, label_nats(model(**inputs).logits, inputs["labels"])
+        return loss, logits, labels
+
+
+def label_nats(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the nats of labels of any shape, and `IGNORED_LABEL`, with which the Trainer pads, where they do not count."""
+    nats = nats_of_labels(logits.flatten(0, -2), labels.flatten()).view_as(labels)
+    return nats.masked_fill(labels == IGNORED_LABEL, IGNORED_LABEL)
 
 
 class StopAtNaN(TrainerCallback):

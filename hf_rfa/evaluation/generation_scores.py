@@ -143,7 +143,10 @@ def evaluate_generation(
     predictions = [""] * len(sources)
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
-        batch = tokenizer.pad({"input_ids": [encoded[row] for row in rows]}, return_tensors="pt").to(model.device)
+        # Positions of an encoder start with a source's first token, whatever side the tokenizer pads.
+        batch = tokenizer.pad(
+            {"input_ids": [encoded[row] for row in rows]}, return_tensors="pt", padding_side="right"
+        ).to(model.device)
         outputs = model.generate(  # type: ignore[operator]
             batch["input_ids"],
             attention_mask=batch["attention_mask"],

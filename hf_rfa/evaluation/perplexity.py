@@ -88,23 +88,22 @@ def score_labels(
             pieces = logits_of_pieces(model, inputs["input_ids"], piece_length)
         for logits, expected in zip(pieces, labels.split(piece_length or labels.shape[1], dim=1), strict=True):
             for row, theirs in zip(logits, expected, strict=True):
-                total += _summed_nats(row, theirs)
+                total += float(nats_of_labels(row, theirs).double().sum())
         tokens += int(labels.ne(IGNORED_LABEL).sum())
         del logits, row, pieces
         give_back_memory()
     return Perplexity(total / tokens, tokens)
 
 
-def _summed_nats(logits: Tensor, labels: Tensor) -> float:
-    """Return the negative log-likelihood of labels [T], summed.
+def nats_of_labels(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the negative log-likelihood of labels [N], and 0 for those that do not count.
 
-    Logits [T, V] are taken a few tokens at a time: the logarithms of a large vocabulary take as much memory as they do.
+    Logits [N, V] are taken a few tokens at a time: the logarithms of a large vocabulary take as much memory as they do.
     """
-    total = 0.0
-    for few, theirs in zip(logits.split(SCORED_AT_ONCE), labels.split(SCORED_AT_ONCE), strict=True):
-        losses = F.cross_entropy(few.float(), theirs, ignore_index=IGNORED_LABEL, reduction="none")
-        total += float(losses.double().sum())
-    return total
+    pairs = zip(logits.split(SCORED_AT_ONCE), labels.split(SCORED_AT_ONCE), strict=True)
+    return torch.cat(
+        [F.cross_entropy(few.float(), theirs, ignore_index=IGNORED_LABEL, reduction="none") for few, theirs in pairs]
+    )
 
 
 @torch.no_grad()

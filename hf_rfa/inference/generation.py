@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import CompileConfig, PreTrainedModel, TextStreamer, set_seed
 
 from ..errors import InputError
+from ..io.text_io import text_ids
 from ..models.cache_names import returned_cache
 from .cache_files import cache_num_bytes
 from .loading import check_length, check_tokens, kind_of
@@ -115,7 +116,10 @@ def generate_text(
             f"a {model.config.model_type} model has an encoder, and answers one source at a time. Leave --chat out."
         )
     inputs = [chat_text(tokenizer, message, system) for message in prompts] if chat else prompts
-    tokens = tokenizer(inputs, verbose=False, add_special_tokens=not chat)["input_ids"]  # a template writes them itself
+    if chat or seq2seq:  # a template writes special tokens itself
+        tokens = tokenizer(inputs, verbose=False, add_special_tokens=not chat)["input_ids"]
+    else:
+        tokens = list(text_ids(tokenizer, inputs))
     check_tokens((index for row in tokens for index in row), model.config)
     rows = [torch.tensor(row, dtype=torch.long) for row in tokens]
     for number, (text, row) in enumerate(zip(prompts, rows, strict=True), start=1):

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, TextStreamer, set_seed
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..errors import InputError
+from ..io.text_io import start_tokens
 from ..models.cache_names import cache_argument, returned_cache
 from .cache_files import cache_num_bytes, load_cache, read_notes, save_cache
 from .generation import Generation
@@ -181,14 +182,13 @@ def most_at_once(model: PreTrainedModel) -> int:
 
 
 def tokens_of(model: PreTrainedModel, tokenizer: Any, text: str, *, starts: bool) -> list[int]:
-    """Return the tokens of a part of a text, the first of which begins with the token that the tokenizer begins texts with.
+    """Return the tokens of a part of a text, the first of which begins with what the tokenizer begins texts with.
 
     Raises:
         InputError: if there is a token that the model has no embedding for.
     """
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    if starts and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
-        ids = [tokenizer.bos_token_id, *ids]
+    ids = [*start_tokens(tokenizer), *ids] if starts else ids
     check_tokens(ids, model.config)
     return ids
 

@@ -168,8 +168,25 @@ def read_json_lines(lines: Iterable[str], path: Path, *names: str) -> Iterator[d
         yield record
 
 
+def start_tokens(tokenizer: Any) -> list[int]:
+    """Return the tokens that a tokenizer puts before every text by itself, such as Llama's <s>."""
+    plain, whole = (tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"] for special in (False, True))
+    places = range(len(whole) - len(plain) + 1)
+    return whole[: next((place for place in places if whole[place : place + len(plain)] == plain), 0)]
+
+
+def text_ids(tokenizer: Any, texts: Iterable[str]) -> Iterator[list[int]]:
+    """Yield the token ids of texts as a decoder reads them: with the tokens that begin a text, and none that ends it.
+
+    Some tokenizers end texts by themselves. Nothing could follow there: a model would go on with another text.
+    """
+    start = start_tokens(tokenizer)
+    for text in texts:
+        yield [*start, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+
+
 def tokenize(tokenizer: Any, documents: Iterable[str], *, most: int | None = None, end: str | None = None) -> Tensor:
-    """Return the token ids of some documents, joined, each followed by the end-of-text token, [N].
+    """Return the token ids of some documents, joined, each followed by one end-of-text token, [N].
 
     Args:
         tokenizer: the model's tokenizer.
@@ -184,9 +201,9 @@ def tokenize(tokenizer: Any, documents: Iterable[str], *, most: int | None = Non
     end_id = tokenizer.eos_token_id if end is None else tokenizer.get_vocab().get(end)
     if end is not None and end_id is None:
         raise InputError(f"the tokenizer has no token {end!r} to put after each document.")
-    for document in documents:
-        ids += tokenizer(document, verbose=False)["input_ids"]
-        if end_id is not None:
+    for document in text_ids(tokenizer, documents):
+        ids += document
+        if end_id is not None and document[-1:] != [end_id]:
             ids.append(end_id)
         if most is not None and len(ids) >= most:
             break

@@ -10,18 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import GPT2LMHeadModel
+from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from hf_rfa import InputError
 from hf_rfa.convert.checkpoint import open_checkpoint
 from hf_rfa.evaluation import perplexity
 from hf_rfa.evaluation.perplexity import perplexity_of, shown
 from hf_rfa.finetune.arguments import FinetuneArguments
+from hf_rfa.finetune.data import single_documents
 from hf_rfa.finetune.finetune import load_config_and_tokenizer, load_model_to_train
 from hf_rfa.inference import generate_text, load_model
-from hf_rfa.io.text_io import read_documents, tokenize
+from hf_rfa.io.text_io import read_documents, text_ids, tokenize
 from hf_rfa_cli.bench import bench_command
-from tests.conftest import DEMO_MODEL, DEMO_TEXT, shared, tiny_parent_config, words
+from tests.conftest import DEMO_MODEL, DEMO_TEXT, save_tiny_tokenizer, shared, tiny_parent_config, words
 
 
 def test_texts_are_read_plain_and_gzipped(tmp_path):
@@ -34,6 +37,31 @@ def test_texts_are_read_plain_and_gzipped(tmp_path):
     documents = {path.name: list(read_documents(path)) for path in tmp_path.iterdir()}
     both = ["one — two", "three"]
     assert documents == {"a.jsonl": both, "b.jsonl.gz": both, "c.txt": ["one\n\ntwo"], "d.txt.gz": ["ünï"]}
+
+
+#: What a tokenizer puts around a text by itself, and the tokens of what a decoder reads of it.
+SPECIAL = {"$A": [], "<s> $A": [0], "$A </s>": [], "<s> $A </s>": [0], "<s> w9 $A </s> </s>": [0, 9]}
+
+
+@pytest.mark.parametrize("template", SPECIAL)
+def test_a_decoder_reads_what_begins_a_text_and_one_end_where_it_ends(template, tmp_path):
+    save_tiny_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    special = [("<s>", 0), ("</s>", 2), ("w9", 9)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    start = SPECIAL[template]
+    assert list(text_ids(tokenizer, ["w5 w6", "", "w7 </s>"])) == [[*start, 5, 6], start, [*start, 7, 2]]
+    expected = [*start, 5, 6, 2, *start, 7, 2]
+    assert tokenize(tokenizer, ["w5 w6", "w7 </s>"]).tolist() == expected
+    rows = {"text": ["w5 w6", "w7 </s>"]}
+    assert single_documents(Dataset.from_dict(rows), tokenizer, length=9)["input_ids"] == [
+        [*start, 5, 6, 2],
+        [*start, 7, 2],
+    ]
+    prompted = Dataset.from_dict({"prompt": ["w5"], "text": ["w6"]})
+    (row,) = single_documents(prompted, tokenizer, length=9)
+    assert row["input_ids"] == [*start, 5, 6, 2]
+    assert row["labels"] == [*[-100] * (len(start) + 1), 6, 2]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -84,6 +86,46 @@ def test_language_models_learn_the_next_token(model, material, tmp_path):
         total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
         counted += ids.shape[1] - 1
     assert metrics["eval_loss"] == pytest.approx(total / counted, rel=2e-3)
+
+
+@pytest.mark.parametrize("task", ["clm", "seq2seq", "generate", "classify"])
+def test_the_loss_of_an_evaluation_is_the_mean_over_its_labels(task, material, tmp_path):
+    """Whatever batches it was computed in, and whatever else the training minimises."""
+    options = {"task": task, "model": "gpt2-rfa", "evaluate": "rows.jsonl", "steps": 1, "learning_rate": 1e-9}
+    options |= {"unpacked": True} if task == "clm" else {}
+    if task in ("seq2seq", "generate"):
+        options |= {"task": "seq2seq", "model": "bart-rfa", "predict_with_generate": task == "generate"}
+    found = [
+        run(material, tmp_path / name, per_device_eval_batch_size=size, label_smoothing_factor=smoothing, **options)
+        for name, size, smoothing in (("1", 1, 0.0), ("7", 7, 0.0), ("smooth", 8, 0.2))
+    ]
+    assert [each["eval_loss"] for each in found[1:]] == pytest.approx([found[0]["eval_loss"]] * 2, rel=1e-5)
+    if task == "clm":
+        assert [each["eval_perplexity"] for each in found] == pytest.approx([math.exp(found[0]["eval_loss"])] * 3)
+    if task == "generate":
+        assert [each["eval_bleu"] for each in found[1:]] == pytest.approx([found[0]["eval_bleu"]] * 2)
+
+
+def test_the_best_checkpoint_by_perplexity_is_the_one_with_the_least(material, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    options |= {"metric_for_best_model": "perplexity", "learning_rate": 0.3, "lr_scheduler_type": "constant"}
+    metrics = run(material, tmp_path, evaluate="rows.jsonl", steps=4, **options)
+    course = logged(tmp_path / "out", "eval_perplexity")[:4]
+    assert max(course) > 1.1 * min(course)
+    assert metrics["eval_perplexity"] == pytest.approx(min(course))
+
+
+@pytest.mark.parametrize(("model", "task"), [("bart-rfa", "seq2seq"), ("gpt2-rfa", "clm"), ("gpt2-rfa", "classify")])
+def test_a_tokenizer_that_pads_on_the_left_trains_as_another(model, task, material, tmp_path):
+    shutil.copytree(material / model, tmp_path / "left")
+    file = tmp_path / "left" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"padding_side": "left"}))
+    options = {"task": task, "evaluate": "rows.jsonl", "steps": 2, **({"unpacked": True} if task == "clm" else {})}
+    expected = run(material, tmp_path / "right", model, **options)
+    found = run(material, tmp_path, tmp_path / "left", **options)
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+    assert_same(weights(tmp_path / "out"), weights(tmp_path / "right" / "out"), atol=1e-6, rtol=1e-4)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").padding_side == "left"
 
 
 def test_bfloat16_follows_float32(material, tmp_path):

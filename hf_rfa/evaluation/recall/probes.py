@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from hf_rfa.io.text_io import start_tokens
+
 from .scoring import Rows
 
 #: What the phone book's entries and the needles are named by: common words, a single token for most tokenizers.
@@ -55,12 +57,6 @@ class Texts:
     def ids(self, text: str) -> list[int]:
         """Return the token ids of a text without special tokens."""
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-    def start(self) -> list[int]:
-        """Return the tokens that the tokenizer puts before every text."""
-        with_start = self.tokenizer("x", verbose=False)["input_ids"]
-        plain = self.ids("x")
-        return with_start[: with_start.index(plain[0])] if plain[0] in with_start else []
 
     def completion(self, prompt: Sequence[int], ending: str, answer: str) -> tuple[list[int], int]:
         """Return the ids of a prompt, an ending and its answer, and where the answer begins.
@@ -137,7 +133,7 @@ def phone_book(texts: Texts, entries: int, count: int, random: Random) -> Rows:
         one, two, asked = random.sample(range(entries), 3)
         book = "".join([*lines, "\n", lines[one], lines[two]])
         name, number = lines[asked].rstrip("\n").split(":")
-        rows.append(texts.completion(texts.start() + texts.ids(book), f"{name}:", number))
+        rows.append(texts.completion(start_tokens(texts.tokenizer) + texts.ids(book), f"{name}:", number))
     return rows_of(rows)
 
 
@@ -157,11 +153,11 @@ def needle(texts: Texts, haystack: Sequence[int], length: int, depth: float, cou
         sentence, number = f"The secret number of {random.choice(NAMES)} is", f" {random.randint(100, 999)}"
         inner = texts.ids(f" {sentence}{number}.")
         outer, answer = texts.completion([], f" {sentence}", number)
-        room = length - len(texts.start()) - len(inner) - len(outer)
+        room = length - len(start_tokens(texts.tokenizer)) - len(inner) - len(outer)
         begin = random.randrange(max(1, len(haystack) - room))
         hay = list((list(haystack[begin:]) + list(haystack) * (room // len(haystack) + 1))[:room])
         before = round(depth * room)
-        prompt = [*texts.start(), *hay[:before], *inner, *hay[before:]]
+        prompt = [*start_tokens(texts.tokenizer), *hay[:before], *inner, *hay[before:]]
         rows.append(([*prompt, *outer], len(prompt) + answer))
     return rows_of(rows)
 
