@@ -21,14 +21,24 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from .threads import take_threads
+
 console = Console(markup=False, highlight=False)
 errors = Console(stderr=True, markup=False, highlight=False)
 
 
 def starting(what: str) -> None:
-    """Say on stderr what a command does, before it imports torch, which takes seconds; of several processes one says it."""
+    """Say on stderr what a command does, before it imports torch, which takes seconds; of several processes one says it.
+
+    Then torch's threads are chosen, and bars of transformers for what takes no time turned off.
+    """
     if os.environ.get("RANK", "0") == "0":
         errors.print(f"{what} …", soft_wrap=True)
+    if note := take_threads():
+        errors.print(note, soft_wrap=True)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
 
 
 def warn(message: str) -> None:

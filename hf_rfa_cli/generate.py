@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .console import console, errors, shown_stream, starting
+from .console import errors, shown_stream, starting
 from .options import (
     BatchSize,
     Beams,
@@ -124,6 +125,10 @@ def generate_command(
     prompts = [*(prompt or []), *(_lines(prompt_file) if prompt_file else [])]
     if "" in prompts:
         raise UsageError(f"prompt {prompts.index('') + 1} of {len(prompts)} is empty: there is nothing to start from.")
+    for number, text in enumerate((*prompts, system or ""), start=1):
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            which = "--system" if number > len(prompts) else f"prompt {number} of {len(prompts)}"
+            raise UsageError(f"{which} is not UTF-8 text. Pass it in a file (--prompt-file), or convert it.")
     if system is not None and not chat:
         raise UsageError("--system is of a chat template: pass --chat with it.")
     if not (prompts or stream_from or load_cache):
@@ -176,7 +181,7 @@ def generate_command(
         )
         generations.append(generation)
         for text in () if streamer else generation.texts if chat else generation.whole_texts:
-            console.print(text, soft_wrap=True)
+            typer.echo(text)
     tokens, seconds = sum(one.new_tokens for one in generations), sum(one.seconds for one in generations)
     cached = f"after {tokens + generations[0].prompt_tokens} tokens"
     if len(prompts) > 1:
@@ -279,7 +284,7 @@ def _transcribe(model: str, paths: list[Path], *, num_beams: int, batch_size: in
         part = transcribe(loaded, tokenizer, extractor, speech[start : start + batch_size], num_beams=num_beams)
         parts.append(part)
         for text in part.texts:
-            console.print(text, soft_wrap=True, markup=False)
+            typer.echo(text)
     total = sum(parts[1:], parts[0])
     num_bytes = cache_memory(loaded).after(total.longest)
     speed = f"{total.tokens} tokens in {total.seconds:.2f} s ({total.tokens / total.seconds:.1f} tokens/s)"
@@ -292,7 +297,10 @@ def _lines(path: Path) -> list[str]:
         from hf_rfa.io.text_io import read_lines
 
         return read_lines(path)
-    try:
-        return [line.rstrip("\n") for line in sys.stdin]
+    from hf_rfa.io.text_io import UTF_8
+
+    try:  # whatever encoding the terminal has, as of a file
+        text = sys.stdin.buffer.read().decode(UTF_8)
+        return [line.rstrip("\n") for line in StringIO(text, newline=None)]
     except UnicodeDecodeError as error:
         raise UsageError(f"cannot read the prompts in stdin as UTF-8 text: {error}") from error

@@ -14,6 +14,7 @@ import typer
 
 from .console import starting
 from .options import UsageError
+from .threads import take_threads
 
 Imports = Annotated[
     list[str] | None,
@@ -25,17 +26,28 @@ Imports = Annotated[
 ]
 
 
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help="Threads on a CPU. Default: as many as cores are free when the command starts."),
+]
+
+
 def importing(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command with the option ``--import`` added, which acts before the command does."""
+    """Return a command with the options ``--import`` and ``--threads`` added, which act before the command does."""
 
     @wraps(command)
-    def run(import_first: Sequence[str] | None = None, **options: Any) -> Any:
+    def run(import_first: Sequence[str] | None = None, threads: int | None = None, **options: Any) -> Any:
+        if threads is not None:
+            take_threads(threads)
         import_modules(import_first or ())
         return command(**options)
 
     signature = inspect.signature(command, eval_str=True)
-    option = inspect.Parameter("import_first", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Imports)
-    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in (("import_first", Imports), ("threads", Threads))
+    ]
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])  # type: ignore[attr-defined]
     return run
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import torch
 from torch.utils.benchmark import timer
 
@@ -15,6 +16,8 @@ from hf_rfa.process_memory import give_back_memory, process_bytes
 
 #: Calls that `interleaved` makes first and does not count.
 WARMUP_CALLS = 2
+#: Seconds in which it is seen how busy the machine is.
+SAMPLE = 0.2
 #: Writing 5 to it resets the peak of a process's memory (Linux, ``man proc_pid_clear_refs``).
 RESET = Path("/proc/self/clear_refs")
 
@@ -26,20 +29,20 @@ class Load:
     Attributes:
         threads: torch's threads on a CPU.
         cores: cores of the machine.
-        load: threads of all processes that ran or waited for a core, mean of the last minute.
+        load: cores that other programs keep busy, seen for `SAMPLE` seconds in which this one waits.
     """
 
     threads: int = field(default_factory=lambda: torch.get_num_threads())
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
-    load: float = field(default_factory=lambda: os.getloadavg()[0])
+    load: float = field(default_factory=lambda: psutil.cpu_percent(SAMPLE) / 100 * (psutil.cpu_count() or 1))
 
     def __str__(self) -> str:
         """Return a line for a caption."""
-        return f"{self.threads} thread{'s' if self.threads > 1 else ''} on {self.cores} cores, load {self.load:.1f}"
+        return f"{self.threads} thread{'s' if self.threads > 1 else ''} on {self.cores} cores, {self.load:.1f} of them busy"
 
     def warning(self) -> str | None:
         """Return a warning if there are fewer free cores than threads, or None."""
-        if self.load <= self.cores - self.threads + 0.5:  # starting takes a part of the minute too
+        if self.load <= self.cores - self.threads + 0.5:
             return None
         return (
             f"{self}: other processes take cores that this needs. Threads then wait for each other at every operation, which "

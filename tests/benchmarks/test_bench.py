@@ -114,7 +114,8 @@ def test_threads_without_a_core_of_their_own_are_warned_of(load, cores, threads,
 
 
 def test_figures_say_on_how_many_threads_and_beside_what_they_were_measured(run_cli, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("os.getloadavg", lambda: (9.0, 0.0, 0.0))
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: 56.25)
+    monkeypatch.setattr("psutil.cpu_count", lambda: 16)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     monkeypatch.setattr("torch.get_num_threads", lambda: 8)
     monkeypatch.setenv("COLUMNS", "150")
@@ -126,7 +127,7 @@ def test_figures_say_on_how_many_threads_and_beside_what_they_were_measured(run_
     said = capsys.readouterr()
     assert "OMP_NUM_THREADS" in said.err
     for text in (" ".join(said.out.split()), titles[0]):
-        assert "8 threads on 16 cores, load 9.0" in text
+        assert "8 threads on 16 cores, 9.0 of them busy" in text
     speed = json.loads((tmp_path / "speed.json").read_text())
     assert (speed["threads"], speed["cores"], speed["load"]) == (8, 16, 9.0)
 

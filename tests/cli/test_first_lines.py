@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+import torch
 
 from hf_rfa.convert import convert, pipeline
 from hf_rfa.convert.base_model import rfa_layers
+from hf_rfa_cli.threads import take_threads
 from tests.conftest import DEMO_MODEL, DEMO_TEXT, words
 
 #: Runs a command that ends as soon as anything looks for torch.
@@ -48,8 +51,50 @@ def test_the_first_line_comes_before_torch_is_imported(command, line, tmp_path):
     words = [sys.executable, "-c", WITHOUT_TORCH, *map(str, command)]
     run = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert run.returncode == 77, run.stderr
-    assert run.stderr.splitlines() == [f"{line} …"]
+    first, *others = run.stderr.splitlines()
+    assert first == f"{line} …"
+    assert all(other.startswith("other programs keep the cores busy: ") for other in others)
     assert run.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("busy", "usable", "variable", "threads"),
+    [
+        (0.0, 4, None, None),
+        (8.0, 4, None, None),
+        (25.0, 4, None, 3),
+        (60.0, 4, None, 2),
+        (100.0, 4, None, 1),
+        (60.0, 4, "2", None),
+        (100.0, 4, "2,1", 1),
+        (0.0, 4, "1", None),
+    ],
+)
+def test_threads_are_as_many_as_cores_are_free(busy, usable, variable, threads, monkeypatch):
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: busy)
+    monkeypatch.setattr("psutil.cpu_count", lambda: usable)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(usable))
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    note = take_threads()
+    assert (note is not None) == (threads is not None)
+    assert os.environ.get("OMP_NUM_THREADS") == (variable if threads is None else str(threads))
+    if note is not None:
+        assert f": {threads} of {min(usable, int((variable or '9')[0]))} threads" in note
+    monkeypatch.setenv("RANK", "0")
+    assert take_threads() is None
+
+
+def test_threads_may_be_asked_for(run_cli, capsys):
+    before = torch.get_num_threads()
+    try:
+        assert run_cli("generate", DEMO_MODEL, "--prompt", "x", "--max-new-tokens", 1, "--threads", before + 1) == 0
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+        os.environ.pop("OMP_NUM_THREADS")
 
 
 def test_of_several_processes_one_says_it(tmp_path, monkeypatch):
