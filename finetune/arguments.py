@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from transformers import TrainingArguments
@@ -112,6 +113,21 @@ class FinetuneArguments:
         """Return the fields of the new model's configuration; raise an `InputError` if they are not a JSON object."""
         return read_overrides(self.config_overrides or "{}")
 
+    def without_effect(self) -> list[str]:
+        """Return the options that say what to take of a data set on the hub, where there is a file, or none."""
+        of: dict[str, list[str | None]] = {
+            "train_split": [self.train],
+            "evaluate_split": [self.evaluate],
+            "dataset_config": [self.train, self.evaluate],
+        }
+        fields = type(self).__dataclass_fields__
+        return [
+            f"--{name.replace('_', '-')}"
+            for name, sources in of.items()
+            if getattr(self, name) != fields[name].default
+            and all(source is None or Path(source).expanduser().exists() for source in sources)
+        ]
+
     def check(self, arguments: TrainingArguments) -> None:
         """Raise an `InputError` for what is wrong with these options and training arguments, before anything is read."""
         tasks = get_args(TrainingTask)
@@ -144,6 +160,11 @@ class FinetuneArguments:
             raise InputError("--streaming does not fit --task classify: the labels have to be known before training.")
         if self.streaming and self.train_references is not None:
             raise InputError("--streaming does not fit --train-references: files of lines are read at once.")
+        if arguments.max_steps == 0 or (arguments.max_steps < 0 and arguments.num_train_epochs <= 0):
+            raise InputError(
+                f"--max-steps {arguments.max_steps} and --num-train-epochs {arguments.num_train_epochs:g} train nothing. Ask "
+                "for at least one step."
+            )
         if self.streaming and arguments.max_steps <= 0:
             raise InputError("--streaming needs --max-steps: the length of streamed data is not known.")
         if arguments.eval_strategy != "no" and self.evaluate is None:

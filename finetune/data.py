@@ -24,7 +24,7 @@ from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 from hf_rfa.inference.transcription import load_features, write_tokens
 from hf_rfa.io.audio_io import Utterance
-from hf_rfa.io.text_io import open_text, read_pairs, start_tokens, text_ids, tokenize
+from hf_rfa.io.text_io import UTF_8, is_text, open_text, read_pairs, start_tokens, text_ids, tokenize
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 #: The `datasets` builder of a file, by its ending without ``.gz``.
@@ -66,7 +66,7 @@ def load_data(source: str, *, split: str = "train", config: str | None = None, s
         if path.stat().st_size == 0:
             raise InputError(f"{source} is empty.")
         options: dict[str, Any] = {"path": builder, "data_files": str(path.resolve()), "split": "train"}
-        options |= {"sample_by": "document"} if builder == "text" else {}
+        options |= {"sample_by": "document", "encoding": UTF_8} if builder == "text" else {}
         # Empty cells alone are missing: "NA" and "null" are texts and labels as well.
         options |= {"keep_default_na": False, "na_values": [""]} if builder == "csv" else {}
     elif builder is not None or path.exists() or source.startswith((".", "/", "~")):
@@ -137,6 +137,10 @@ def select_columns(data: Data, source: str, columns: Mapping[str, str]) -> Data:
                     raise InputError(
                         f"{source}, row {index + 1}: column {column!r} is {what}, not {expected}. Fill it in, or remove "
                         "the row."
+                    )
+                if isinstance(value, str) and not is_text(value):
+                    raise InputError(
+                        f"{source}, row {index + 1}: column {column!r} has half of a character. Remove it, or the row."
                     )
             selected[name] = values
         return selected

@@ -47,7 +47,7 @@ from hf_rfa.inference.loading import (
 from hf_rfa.io.text_io import BLOCK_LENGTH
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
-from .arguments import FinetuneArguments, TrainingTask
+from .arguments import FinetuneArguments
 from .card import data_name, table_of, trained_card, trained_folder
 from .data import (
     Data,
@@ -62,7 +62,7 @@ from .data import (
     single_documents,
     token_pairs,
 )
-from .param_groups import freeze
+from .param_groups import freeze, parameter_kinds
 from .report import plot_losses
 from .run_folder import check_run, check_settings, last_checkpoint, training_folder
 from .trainers import GroupedSeq2SeqTrainer, GroupedTrainer, StopAtNaN, label_nats
@@ -136,6 +136,7 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     if arguments.predict_with_generate:
         check_length(model, arguments.generation_max_length or 0, what="--generation-max-length is")
     freeze(model, options.rates())
+    _check_trained(model, options)
 
     settings = {
         name: value for name, value in vars(options).items() if name not in ("resume", "overwrite", "max_minutes")
@@ -170,6 +171,17 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     if first:
         _write(destination, work, options, trainer, metrics)
     return metrics
+
+
+def _check_trained(model: Any, options: FinetuneArguments) -> None:
+    """Warn of options that have no effect, and raise an `InputError` if no parameter is trained."""
+    if unused := options.without_effect():
+        logger.warning(f"{', '.join(unused)} has no effect on files.")
+    kinds = {*parameter_kinds(model).values()}
+    if missing := [kind.replace("_", " ") for kind, rate in options.rates().items() if rate and kind not in kinds]:
+        logger.warning(f"the learning rate of {', '.join(missing)} has no effect: the model has none.")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError("the learning rates leave nothing to train: all kinds of parameters are frozen.")
 
 
 def _write(
@@ -331,7 +343,7 @@ def _evaluated(logits: Any, labels: torch.Tensor, *, shift: int) -> tuple[torch.
     return logits.argmax(dim=-1), label_nats(logits, expected)
 
 
-def _metrics(prediction: Any, *, task: TrainingTask, tokenizer: Any) -> dict[str, float]:
+def _metrics(prediction: Any, *, task: str, tokenizer: Any) -> dict[str, float]:
     """Return the mean nats of all labels as the loss, the perplexity of a language model, and the accuracy or the BLEU.
 
     The Trainer's own loss is a mean of batches' means, and with label smoothing that of another distribution. This one takes

@@ -126,15 +126,15 @@ class GroupedSeq2SeqTrainer(GroupedTrainer, Seq2SeqTrainer):
         trained.generation_config = copy.deepcopy(generation_config)
         trained.generation_config.max_new_tokens = None  # it would win over generation_max_length
         try:
-            loss, logits, labels = super().prediction_step(model, inputs, *args, **options)
+            loss, predictions, labels = super().prediction_step(model, inputs, *args, **options)
         finally:
             trained.generation_config = generation_config
         arguments: Any = self.args
-        if arguments.predict_with_generate and logits is not None:
+        if arguments.predict_with_generate and predictions is not None:
             inputs = self._prepare_inputs(inputs)
             with torch.no_grad(), self.compute_loss_context_manager():
-                logits = logits, label_nats(model(**inputs).logits, inputs["labels"])
-        return loss, logits, labels
+                return loss, (predictions, label_nats(model(**inputs).logits, inputs["labels"])), labels
+        return loss, predictions, labels
 
 
 def label_nats(logits: Tensor, labels: Tensor) -> Tensor:

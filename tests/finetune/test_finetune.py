@@ -27,6 +27,7 @@ from tests.training import assert_same, interrupted, run, weights, write_rows
 
 ATTENTION = {"attn", "crossattention", "self_attn", "encoder_attn"}
 PROJECTIONS = {"c_attn", "q_attn", "c_proj", "q_proj", "k_proj", "v_proj", "out_proj"}
+RATES = ("feature_map_rate", "sigma_rate", "gate_rate", "projection_rate", "rest_rate")
 ANSWERS = {"task": "seq2seq", "model": "bart-rfa", "predict_with_generate": True}
 
 
@@ -89,6 +90,13 @@ def test_the_accuracy_of_a_language_model_is_that_of_the_next_tokens(material, t
         right += int((likeliest == labels).sum())
     assert metrics["eval_accuracy"] == pytest.approx(right / counted)
     assert 0.05 < right / counted < 1
+
+
+def test_options_without_effect_are_named(material, tmp_path, caplog):
+    run(material, tmp_path, "gpt2", steps=1, gate_rate=0.1, sigma_rate=0.0, train_split="validation")
+    assert "the learning rate of gates has no effect: the model has none." in caplog.text
+    assert "--train-split has no effect on files." in caplog.text
+    assert "sigma" not in caplog.text
 
 
 def test_rows_whose_prompt_fills_the_block_change_nothing(material, tmp_path, caplog):
@@ -287,6 +295,9 @@ def test_training_arguments_that_cannot_be_used_are_refused(given, match, materi
         ({"task": "seq2seq"}, "cannot load a model for seq2seq"),
         ({"gate_rate": -1.0}, "learning rate of gates must be a number of at least 0, got -1.0"),
         ({"streaming": True, "steps": -1}, "--streaming needs --max-steps"),
+        ({"steps": 0}, "--max-steps 0 and --num-train-epochs 3 train nothing"),
+        ({"steps": -1, "num_train_epochs": 0}, "--max-steps -1 and --num-train-epochs 0 train nothing"),
+        (dict.fromkeys(RATES, 0.0), "the learning rates leave nothing to train"),
         ({"train": "short.txt"}, "does not fill a single block of 16 tokens"),
         ({"train": "null.jsonl"}, "null.jsonl, row 2: column 'text' is null, not text"),
         ({"train": "null.jsonl", "task": "classify"}, "null.jsonl, row 2: column 'text' is null, not text"),
