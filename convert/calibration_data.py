@@ -58,8 +58,14 @@ def random_inputs(config: Any, *, seed: int, tokens: int = RANDOM_TOKENS) -> Inp
         end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
         ids[ids == end] = (end + 1) % config.vocab_size
         ids[:, -1] = end
-        inputs["decoder_input_ids"] = shift_right(torch.randint(config.vocab_size, shape, generator=generator), config)
+        answers = torch.randint(answer_vocabulary(config), shape, generator=generator)
+        inputs["decoder_input_ids"] = shift_right(answers, config)
     return inputs
+
+
+def answer_vocabulary(config: Any) -> int:
+    """Return the number of tokens that a model writes: Marian's decoder may have a vocabulary of its own."""
+    return getattr(config, "decoder_vocab_size", None) or config.vocab_size
 
 
 def shift_right(ids: Tensor, config: Any) -> Tensor:
@@ -110,7 +116,7 @@ def text_sources(tokenizer: Any, documents: Iterable[str], max_length: int, *, t
     """Return sources for an encoder, padded: each line of a document is one, cut to ``max_length`` tokens."""
     sources: list[str] = []
     count = 0
-    for line in filter(str.strip, (line for document in documents for line in document.splitlines())):
+    for line in filter(str.strip, (line for document in documents for line in document.split("\n"))):
         sources.append(line.strip())
         count += min(max_length, len(tokenizer(sources[-1], verbose=False)["input_ids"]))
         if count >= tokens:
@@ -168,7 +174,7 @@ def add_outputs(base_model: PreTrainedModel, inputs: Inputs) -> Inputs:
     mask = inputs["attention_mask"]
     if not base_model.can_generate():
         return inputs | {
-            "decoder_input_ids": shift_right(inputs["input_ids"], config),
+            "decoder_input_ids": shift_right(inputs["input_ids"] % answer_vocabulary(config), config),
             "decoder_attention_mask": F.pad(mask[:, :-1], (1, 0), value=1),
         }
     limit = min(OUTPUT_TOKENS, config.max_position_embeddings - 1)

@@ -148,7 +148,10 @@ def locate(name: str, *, revision: str | None, allow_pickle: bool) -> Path:
         raise InputError(f"there is no folder {name}. Pass a checkpoint's folder, or its name on the hub.")
     patterns = [*HUB_FILES, *(["pytorch_model*.bin"] if allow_pickle else [])]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+        if Path(folder, "modules.json").is_file():  # of sentence-transformers: 1_Pooling, 2_Normalize
+            snapshot_download(name, revision=revision, allow_patterns=["[0-9]_*/*"])
+        return Path(folder)
     except RepositoryNotFoundError as error:
         raise InputError(
             f"there is no folder {name}, and no model of that name on the hub that you may read. Check the name, or log "

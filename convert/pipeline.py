@@ -61,6 +61,8 @@ MAX_RELOAD_ERROR = 1e-5
 
 #: Files that say how audio becomes features, and what else a processor holds beside a tokenizer.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+#: Files of a model within sentence-transformers, of which the first names the folders of what follows it.
+SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 
 #: Called as the work goes on: (name of a step, its number of parts) when it begins, (None, 1) when a part is done.
 Progress = Callable[[str | None, int], None]
@@ -297,9 +299,16 @@ def _write(model: PreTrainedModel, tokenizer: Any, checkpoint: Checkpoint, folde
         )
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    for name in PROCESSOR_FILES:
-        if (checkpoint.folder / name).is_file():
-            shutil.copyfile(checkpoint.folder / name, folder / name)
+    copied = [*PROCESSOR_FILES]
+    modules = checkpoint.folder / SENTENCE_FILES[0]
+    if modules.is_file():
+        parts = json.loads(modules.read_text(encoding="utf-8"))
+        copied += [*SENTENCE_FILES, *filter(None, (Path(part["path"]).name for part in parts))]
+    for path in (checkpoint.folder / name for name in copied):
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name)
+        elif path.is_file():
+            shutil.copyfile(path, folder / path.name)
 
 
 def _write_report(report: ConversionReport, checkpoint: Checkpoint, maps: list[HeadMap], folder: Path) -> None:

@@ -98,7 +98,7 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
             sizes["state"] += beside - sum(exact.values())
         elif getattr(layer, "keys", None) is not None:
             size = layer.keys.nbytes + layer.values.nbytes
-            if layer.is_sliding:
+            if layer.is_sliding and layer.sliding_window < config.max_position_embeddings:
                 sliding.append((size, layer.sliding_window - 1))
             else:
                 sizes[growth] += size

@@ -54,7 +54,7 @@ VOCABULARY_ADVICE = (
 #: Files of which a folder with a tokenizer has at least one.
 TOKENIZER_VOCABULARIES = (
     *("tokenizer.json", "merges.txt", "vocab.txt"),
-    *("source.spm", "sentencepiece.bpe.model", "spiece.model"),
+    *("source.spm", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model", "spm.model"),
 )
 #: Errors of transformers for a configuration, or for weights, that it cannot take.
 CONFIG_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError)
@@ -109,15 +109,23 @@ def read_config(source: str | Path, device: torch.device | None = None) -> PreTr
 
 
 def check_is_checkpoint(path: Path, name: str) -> None:
-    """Raise an `InputError` if a path exists and has no configuration in it; it says what to do with what is there."""
-    if not path.exists() or (path / "config.json").is_file():
+    """Raise an `InputError` if a path exists and holds no configuration, or an adapter too; it says what to do with it."""
+    has_config, has_adapter = ((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if has_config and has_adapter:
+        raise InputError(
+            f"{name} holds a model and an adapter of PEFT (adapter_config.json), and transformers would put the adapter on "
+            "the model. If it was merged into these weights, remove the adapter's files; if not, pass a folder of each."
+        )
+    if not path.exists() or has_config:
         return
     advice = ""
-    if (path / "adapter_config.json").is_file():
+    if has_adapter:
         advice = (
             " It holds an adapter of PEFT: merge it into its base model first, PeftModel.from_pretrained(base_model, "
             f"{name!r}).merge_and_unload().save_pretrained(FOLDER), save the tokenizer there too, and pass that folder."
         )
+    elif models := sorted(file.parent.name for file in path.glob("*/config.json")):
+        advice = f" It holds folders of models: pass one of them ({', '.join(models)})."
     raise InputError(f"{name} has no config.json: it is not a transformers checkpoint.{advice}")
 
 
@@ -264,7 +272,7 @@ def load_tokenizer(source: str | Path) -> tuple[Any, str | None]:
         return None, "there is no tokenizer in it"
     try:
         return AutoTokenizer.from_pretrained(source), None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         return None, f"its tokenizer cannot be loaded ({error})"
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ..errors import InputError
 
+#: The encoding of every text: UTF-8, without the mark that some editors put before it.
+UTF_8 = "utf-8-sig"
 #: Most tokens of a block of text or of a source, unless the model has fewer positions.
 BLOCK_LENGTH = 1024
 #: Most bytes of a streamed text that are read at once.
@@ -98,7 +100,7 @@ def open_text(path: Path) -> Iterator[IO[str]]:
     if not path.is_file():
         raise InputError(f"there is no text file {path}. Pass a .txt or .jsonl file, plain or .gz.")
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        with gzip.open(path, "rt", encoding=UTF_8) if path.suffix == ".gz" else path.open(encoding=UTF_8) as file:
             yield cast(IO[str], file)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path} as UTF-8 text: {error}") from error
@@ -118,7 +120,7 @@ def stream_text(
         InputError: if it cannot be read.
     """
     what = "stdin" if path is None else str(path)
-    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True)
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(UTF_8)(), translate=True)
     try:
         with nullcontext(sys.stdin.buffer) if path is None else path.open("rb") as raw:
             size = None if path is None else path.stat().st_size
@@ -165,7 +167,21 @@ def read_json_lines(lines: Iterable[str], path: Path, *names: str) -> Iterator[d
                 raise InputError(
                     f"{path}, line {number}: field {name!r} is {content}, not text. Fill it in, or remove the line."
                 )
+            if not is_text(record[name]):
+                raise InputError(
+                    f"{path}, line {number}: field {name!r} has half of a character (\\ud800 to \\udfff alone), as a text "
+                    "that was cut has. Remove it, or the line."
+                )
         yield record
+
+
+def is_text(text: str) -> bool:
+    """Return whether a string can be written as UTF-8: halves of a character (lone surrogates) cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def start_tokens(tokenizer: Any) -> list[int]:

@@ -176,13 +176,19 @@ class RFAConfigMixin:
         return any(self.is_rfa(kind, index) for index in range(self.num_layers_for(kind)))
 
     def base_layer_types(self) -> list[str]:
-        """Return the type that every layer's cache has in the base model."""
+        """Return the type that every layer's cache has in the base model.
+
+        A sliding window that is not shorter than the positions hides nothing: such layers are as those of full attention.
+        """
         types = getattr(self, "layer_types", None) or getattr(self, "layers_block_type", None)
+        limits = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+        sizes = {name: getattr(self, field, None) for name, field in limits.items()}
         if types is None:
-            limited = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-            types = [name for name, size in limited.items() if getattr(self, size, None)] or ["full_attention"]
+            types = [name for name, size in sizes.items() if size] or ["full_attention"]
             types = types[:1] * self.num_layers_for("causal")
-        return list(types)
+        positions: int = self.max_position_embeddings  # type: ignore[attr-defined]
+        all_seen = {name for name, size in sizes.items() if size and size >= positions}
+        return ["full_attention" if name in all_seen else name for name in types]
 
     def types_that_read_on(self) -> list[str]:
         """Return the types of layers, convolutions and recurrences, that read on from one document of a row to the next."""

@@ -196,6 +196,17 @@ class RFAPreTrainedMixin:
         """
         return False
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse transformers' continuous batching, which pages keys and values that grow.
+
+        Raises:
+            ValueError: always, before anything is generated.
+        """
+        raise ValueError(
+            "continuous batching (generate_batch) shares pages of a cache that grows, and RFA models have a memory of one "
+            "size. Call generate with a padded batch, or serve the model with vLLM (docs/serving.md)."
+        )
+
     def create_masks_for_generate(
         self,
         *,

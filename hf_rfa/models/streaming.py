@@ -217,11 +217,11 @@ def prepare_positions(
             most = stack.first_rfa_attention[0].max_distance
             torch._check(length <= most, lambda: TOO_LONG_TO_COMPILE.format(length, most))
             return position_ids, None
-        origin = layer.memories[0].origin_of_rows()
+        taken_off = layer.memories[0].origin_of_rows()
         if not torch.compiler.is_exporting():
-            ahead = layer.memories[0].count + length - origin
+            ahead = layer.memories[0].count + length - taken_off
             torch._assert_async((ahead <= stack.first_rfa_attention[0].max_distance).all(), EPOCH_IS_DUE)
-        return given() - origin[:, None], None
+        return given() - taken_off[:, None], None
     if layer is not None and length <= layer.tokens_left:
         layer.tokens_left -= length
         return (position_ids, None) if layer.shift is None else (given() - layer.shift, None)

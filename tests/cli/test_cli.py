@@ -86,13 +86,24 @@ def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypat
     shown = []
     both = ("--prompt", lines[0], "--prompt", lines[1])
     for options in (both, ("--prompt-file", "prompts.txt"), ("--prompt-file", "-")):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+        stdin = io.TextIOWrapper(io.BytesIO("\r\n".join(["\ufeffThe whale", *lines[1:]]).encode()))
+        monkeypatch.setattr(sys, "stdin", stdin)
         common = ("--max-new-tokens", 5, "--batch-size", 2, "--prompt", "He said")
         assert run_cli("generate", DEMO_MODEL, *common, *options) == 0
         shown.append(capsys.readouterr().out)
     places = [shown[0].index(text) for text in ("He said", *lines)]
     assert places == sorted(places)
     assert shown[0] == shown[1] == shown[2]
+
+
+def test_answers_are_printed_as_they_are(run_cli, capsys):
+    """Tabs and control characters too, of one prompt and of several."""
+    prompts = ["name\tage\tcity", "one\x0ctwo\x1b[0m [b]x[/b]"]
+    for asked in (prompts[:1], prompts[1:], prompts):
+        words = [word for prompt in asked for word in ("--prompt", prompt)]
+        assert run_cli("generate", DEMO_MODEL, *words, "--max-new-tokens", 1) == 0
+        out = capsys.readouterr().out
+        assert all(prompt in out for prompt in asked)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +143,8 @@ def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypat
         (["generate", DEMO_MODEL], "pass --prompt, --prompt-file or --audio"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--compile", "--num-beams", "2"], "--compile is not for beams"),
         (["generate", DEMO_MODEL, "--prompt", ""], "prompt 1 of 1 is empty"),
+        (["generate", DEMO_MODEL, "--prompt", "a", "--prompt", "caf\udce9"], "prompt 2 of 2 is not UTF-8 text"),
+        (["generate", DEMO_MODEL, "--prompt", "a", "--chat", "--system", "\udce9"], "--system is not UTF-8 text"),
         (["generate", DEMO_MODEL, "--prompt-file", "missing.txt"], "there is no text file missing.txt"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--temperature", "0.5"], "pass --sample"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--max-new-tokens", "5000"], "--max-positions"),

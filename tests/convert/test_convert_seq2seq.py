@@ -10,9 +10,11 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from evaluate import Metric
 from huggingface_hub import ModelCard
 from torch.testing import assert_close
+from transformers import AutoModelForSeq2SeqLM
 
 from hf_rfa.convert import InputError, calibration_data, convert
 from hf_rfa.convert.base_model import softmax_base_model
@@ -23,7 +25,7 @@ from hf_rfa.evaluation.generation_scores import BleuMetric, RougeMetric, evaluat
 from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.inference import generate_text, load_model
 from hf_rfa.io.text_io import read_pairs
-from tests.conftest import leftovers, shared, tiny_seq2seq_config
+from tests.conftest import leftovers, save_tiny_tokenizer, shared, tiny_seq2seq_config
 from tests.families import make, softmax_model
 
 
@@ -61,6 +63,23 @@ def test_calibration_on_text_brings_every_kind_closer_to_the_parent(family, text
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert "the base model's own outputs" in card.content
     assert "AutoModelForSeq2SeqLM" in card.content
+
+
+@torch.no_grad()
+def test_a_decoder_may_have_a_vocabulary_of_its_own(text, tmp_path):
+    """Marian's: what it writes has other tokens than what it reads."""
+    unshared = {"decoder_vocab_size": 40, "share_encoder_decoder_embeddings": False, "tie_word_embeddings": False}
+    for name in ("MarianMTModel", "MarianModel"):
+        parent = getattr(transformers, name)(tiny_seq2seq_config("marian", **unshared))
+        parent.save_pretrained(tmp_path / name)
+        save_tiny_tokenizer(tmp_path / name)
+        convert(tmp_path / name, tmp_path / f"{name}-random")
+        convert(tmp_path / name, tmp_path / f"{name}-rfa", calibrate_on=text, force=True)
+    folders = (tmp_path / "MarianMTModel-rfa", tmp_path / "MarianMTModel")
+    model, softmax = (AutoModelForSeq2SeqLM.from_pretrained(folder).eval() for folder in folders)
+    source = torch.randint(40, 61, (2, 9))
+    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 1}
+    assert torch.equal(model.generate(source, **options), softmax.generate(source, **options))
 
 
 def test_answers_of_the_parent_are_masked_after_their_end(text, checkpoints, tmp_path):

@@ -79,6 +79,21 @@ def test_conversion(name, tmp_path):
     assert leftovers(tmp_path) == ["out", "parent"]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["phi3", "mistral", "qwen2"])
+def test_a_sliding_window_that_hides_nothing_is_converted(name, tmp_path):
+    """Phi-3 and Phi-4-mini have windows of 262,144 and 131,072 positions."""
+    fields: dict[str, Any] = {"sliding_window": 200, "max_position_embeddings": 128}
+    fields |= {"use_sliding_window": True, "max_window_layers": 1} if name == "qwen2" else {}
+    folder = saved(name, tmp_path / "parent", **fields)
+    report = convert(folder, tmp_path / "out", window_size=128, num_sinks=0, num_slots=0)
+    softmax, model = (load(path) for path in (folder, tmp_path / "out"))
+    assert report.layers["causal"][0] == model.config.num_hidden_layers
+    ids = tokens(2, LENGTH)
+    assert_close(model(ids, use_cache=False).logits, softmax(ids, use_cache=False).logits, atol=1e-4, rtol=1e-4)
+    assert report.cache_bytes[128] == cache_num_bytes(softmax(tokens(1, 128), use_cache=True).past_key_values)
+
+
 # Rotary positions
 
 

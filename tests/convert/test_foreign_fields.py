@@ -169,3 +169,32 @@ def test_an_adapter_is_to_be_merged_first(command, tmp_path, monkeypatch, refuse
     assert "adapter has no config.json" in said
     assert "It holds an adapter of PEFT: merge it into its base model first" in said
     assert leftovers(tmp_path) == before
+    saved("gpt2", tmp_path / "adapter")  # merged into the folder where its adapter is
+    assert "holds a model and an adapter of PEFT" in refused_command(*(word.format("adapter") for word in command))
+
+
+def test_what_sentence_transformers_does_with_outputs_stays_beside_the_model(tmp_path):
+    folder = saved("llama", tmp_path / "parent")
+    parts = [{"idx": index, "name": str(index), "path": path} for index, path in enumerate(("", "1_Pooling", "2_Gone"))]
+    (folder / "modules.json").write_text(json.dumps(parts))
+    (folder / "config_sentence_transformers.json").write_text("{}")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    convert(folder, tmp_path / "out")
+    for name in ("modules.json", "config_sentence_transformers.json", "1_Pooling/config.json"):
+        assert (tmp_path / "out" / name).read_text() == (folder / name).read_text()
+    assert not (tmp_path / "out" / "2_Gone").exists()
+
+
+def test_a_folder_of_several_models_names_them(tmp_path):
+    for name in ("text_encoder", "prior"):
+        saved("llama", tmp_path / "pipeline" / name)
+    refused(r"has no config.json.*pass one of them \(prior, text_encoder\)", tmp_path / "pipeline", tmp_path)
+
+
+def test_a_tokenizer_that_cannot_be_loaded_here_says_why(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"a model of sentencepiece")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    tokenizer, problem = loading.load_tokenizer(tmp_path)
+    assert tokenizer is None
+    assert "its tokenizer cannot be loaded" in problem

@@ -34,9 +34,14 @@ def test_texts_are_read_plain_and_gzipped(tmp_path):
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "c.txt").write_text("one\n\ntwo")
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress("ünï".encode()))
+    (tmp_path / "e.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree")  # a byte order mark
+    (tmp_path / "f.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.replace("\n", "\r\n").encode())
     documents = {path.name: list(read_documents(path)) for path in tmp_path.iterdir()}
     both = ["one — two", "three"]
-    assert documents == {"a.jsonl": both, "b.jsonl.gz": both, "c.txt": ["one\n\ntwo"], "d.txt.gz": ["ünï"]}
+    assert documents == {"a.jsonl": both, "b.jsonl.gz": both, "c.txt": ["one\n\ntwo"], "d.txt.gz": ["ünï"]} | {
+        "e.txt": ["one\ntwo\nthree"],
+        "f.jsonl": both,
+    }
 
 
 #: What a tokenizer puts around a text by itself, and the tokens of what a decoder reads of it.
@@ -72,6 +77,11 @@ def test_a_decoder_reads_what_begins_a_text_and_one_end_where_it_ends(template, 
         ("c.jsonl", b"[1]\n", "line 1: no string field 'text'"),
         ("c.jsonl", b'{"text": "x"}\n{"text": null}\n', "c.jsonl, line 2: field 'text' is null, not text"),
         ("c.jsonl", b'{"text": 5}\n', "c.jsonl, line 1: field 'text' is of type int, not text"),
+        (
+            "c.jsonl",
+            b'{"text": "x"}\n{"text": "half \\ud83d"}\n',
+            "c.jsonl, line 2: field 'text' has half of a character",
+        ),
         ("d.txt", b"  \n ", "has no text in it"),
         ("e.txt", b"\xff\xfe\x00", "cannot read .*e.txt as UTF-8"),
         ("f.txt.gz", b"not gzip", "cannot read .*f.txt.gz"),

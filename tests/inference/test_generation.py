@@ -281,3 +281,9 @@ def test_every_cell_stands_in_the_docs():
     page = " ".join((ROOT / "docs" / "guide.md").read_text().lower().split())
     for cell in [*CELLS, "streaming"]:
         assert cell in page, cell
+
+
+def test_continuous_batching_is_refused_before_it_starts():
+    model = make("llama", {"feature_map": "none", "window_size": 3})
+    with pytest.raises(ValueError, match="RFA models have a memory of one size"):
+        model.generate_batch([[5, 6, 7]])
