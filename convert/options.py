@@ -27,8 +27,8 @@ class ConversionOptions:
     Attributes:
         preset: what causal attention keeps: exact (first, last and most important tokens), mixed (the same, and features) or
             rfa (random features alone, with a gate where they are trained). Default: the family's.
-        memory: cache of causal attention in tokens of the base model's, which the preset divides by rule. With a text, the
-            preset exact gives about a third of it to retrieval heads. Default: the preset's own sizes, about 64.
+        memory: cache of causal attention in tokens of the base model's, which the preset divides by rule, with a text a third
+            to retrieval heads. Default: the preset's own sizes, about 64.
         window_size: number of last tokens seen exactly; 0 for features alone.
         num_sinks: number of first tokens seen exactly.
         num_slots: number of most important tokens before the window seen exactly.

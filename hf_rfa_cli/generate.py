@@ -181,7 +181,7 @@ def generate_command(
         )
         generations.append(generation)
         for text in () if streamer else generation.texts if chat else generation.whole_texts:
-            typer.echo(text)
+            typer.echo(text, color=True)  # as it is
     tokens, seconds = sum(one.new_tokens for one in generations), sum(one.seconds for one in generations)
     cached = f"after {tokens + generations[0].prompt_tokens} tokens"
     if len(prompts) > 1:
@@ -284,7 +284,7 @@ def _transcribe(model: str, paths: list[Path], *, num_beams: int, batch_size: in
         part = transcribe(loaded, tokenizer, extractor, speech[start : start + batch_size], num_beams=num_beams)
         parts.append(part)
         for text in part.texts:
-            typer.echo(text)
+            typer.echo(text, color=True)  # as it is
     total = sum(parts[1:], parts[0])
     num_bytes = cache_memory(loaded).after(total.longest)
     speed = f"{total.tokens} tokens in {total.seconds:.2f} s ({total.tokens / total.seconds:.1f} tokens/s)"
