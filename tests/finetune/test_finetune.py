@@ -231,9 +231,9 @@ def test_answers_that_are_scored_are_as_long_as_they_need_to_be(
 ):
     answers, bleu = [], finetune_module._bleu
 
-    def watched(prediction, *, tokenizer):
-        answers.extend(prediction.predictions)
-        return bleu(prediction, tokenizer=tokenizer)
+    def watched(predictions, labels, *, tokenizer):
+        answers.extend(predictions)
+        return bleu(predictions, labels, tokenizer=tokenizer)
 
     monkeypatch.setattr(finetune_module, "_bleu", watched)
     rows = [{"source": words(4, n), "target": words(3, n)} for n in range(4)]
