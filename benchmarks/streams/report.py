@@ -96,8 +96,9 @@ def compare_windows(folder: Path, memory: int) -> list[dict[str, Any]]:
 
 
 def nats_by_token(rows: list[dict[str, Any]]) -> dict[int, float]:
-    """Return the mean nats of scored blocks by the block's first token."""
-    return {row["block"] * row["tokens"]: row["nats"] for row in rows if "nats" in row}
+    """Return the mean nats of scored blocks by the block's first token, in the order of the text."""
+    ordered = sorted(rows, key=lambda row: row["block"])
+    return {row["block"] * row["tokens"]: row["nats"] for row in ordered if "nats" in row}
 
 
 def by_position(blocks: dict[str, list[dict[str, Any]]]) -> Figures:
@@ -198,14 +199,18 @@ def draw(data: dict[str, Any], path: Path) -> None:
     sizes = sorted({order(name)[1] for name in data["blocks"]} - {0})
     if softmax:
         above.plot(
-            list(softmax), [math.exp(nats) for nats in softmax.values()], color="#555555", label="softmax, fresh blocks"
+            list(softmax),
+            [math.exp(nats) for nats in softmax.values()],
+            color="#555555",
+            marker=".",
+            label="softmax, fresh blocks",
         )
     for name, rows in data["blocks"].items():
         kind, memory = name.rpartition("-")[0], order(name)[1]
         if kind in COLORS:
             nats = nats_by_token(rows)
             style: dict[str, Any] = {"color": COLORS[kind][-1 - min(2, len(sizes) - 1 - sizes.index(memory))]}
-            style |= {"marker": ".", "label": f"{kind}, {memory} tokens"}
+            style |= {"marker": ".", "label": f"{kind.replace('ours', 'hf-rfa')}, {memory} tokens"}
             above.plot(list(nats), [math.exp(each) for each in nats.values()], **style)
             shared = [start for start in nats if start in softmax]
             below.plot(shared, [math.exp(nats[start] - softmax[start]) for start in shared], **style)
