@@ -11,6 +11,8 @@ import psutil
 VARIABLE = "OMP_NUM_THREADS"
 #: Seconds in which it is seen how busy the machine is.
 SAMPLE = 0.2
+#: Numbers that command lines have named: the last one stays.
+NAMED: list[int] = []
 
 
 def free_cores() -> float:
@@ -39,6 +41,7 @@ def take_threads(asked: int | None = None) -> str | None:
         What there is to say, or None.
     """
     if asked is not None:
+        NAMED.append(asked)
         os.environ[VARIABLE] = str(asked)
         if "torch" in sys.modules:
             import torch
@@ -46,7 +49,7 @@ def take_threads(asked: int | None = None) -> str | None:
             torch.set_num_threads(asked)
         return None
     usable = usable_cores()
-    if "torch" in sys.modules or "RANK" in os.environ or usable == 1:
+    if NAMED or "torch" in sys.modules or "RANK" in os.environ or usable == 1:
         return None
     threads = max(1, min(usable, round(free_cores())))
     if threads == usable:

@@ -12,6 +12,7 @@ import torch
 
 from hf_rfa.convert import convert, pipeline
 from hf_rfa.convert.base_model import rfa_layers
+from hf_rfa_cli import threads as threads_module
 from hf_rfa_cli.threads import take_threads
 from tests.conftest import DEMO_MODEL, DEMO_TEXT, words
 
@@ -71,11 +72,13 @@ def test_the_first_line_comes_before_torch_is_imported(command, line, tmp_path):
     ],
 )
 def test_threads_are_as_many_as_cores_are_free(busy, usable, variable, threads, monkeypatch):
+    monkeypatch.setattr(threads_module, "NAMED", [])
     monkeypatch.setattr("psutil.cpu_percent", lambda interval: busy)
     monkeypatch.setattr("psutil.cpu_count", lambda: usable)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(usable))
     monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # so that it is put back
+    monkeypatch.delenv("OMP_NUM_THREADS")
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     note = take_threads()
@@ -83,11 +86,16 @@ def test_threads_are_as_many_as_cores_are_free(busy, usable, variable, threads, 
     assert os.environ.get("OMP_NUM_THREADS") == (variable if threads is None else str(threads))
     if note is not None:
         assert f": {threads} of {min(usable, int((variable or '9')[0]))} threads" in note
-    monkeypatch.setenv("RANK", "0")
-    assert take_threads() is None
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "0")
+        assert take_threads() is None
+    take_threads(usable)
+    assert take_threads() is None, "a number that was named is changed"
+    assert os.environ["OMP_NUM_THREADS"] == str(usable)
 
 
-def test_threads_may_be_asked_for(run_cli, capsys):
+def test_threads_may_be_asked_for(run_cli, monkeypatch):
+    monkeypatch.setattr(threads_module, "NAMED", [])
     before = torch.get_num_threads()
     try:
         assert run_cli("generate", DEMO_MODEL, "--prompt", "x", "--max-new-tokens", 1, "--threads", before + 1) == 0
