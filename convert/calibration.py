@@ -161,6 +161,41 @@ def calibrate(
     return Calibration(gains, corrections, output)
 
 
+class ReusableCalibration(NamedTuple):
+    """A calibration that another choice of retrieval heads leaves as it is, in models without features.
+
+    All that is fitted there is the importance of tokens, head by head.
+
+    Attributes:
+        importance: state of `Importance` of all heads, by the layer's name.
+        calibration: what the calibration said.
+    """
+
+    importance: dict[str, dict[str, Tensor]]
+    calibration: Calibration
+
+    def carry_to(self, model: PreTrainedModel) -> None:
+        """Set the importance of the heads of ``model`` that are no retrieval heads."""
+        for name, layer in rfa_layers(model).items():
+            if name in self.importance and layer.importance is not None:
+                state = self.importance[name]
+                left = [head for head in range(len(state["recency"])) if head not in layer.retrieval_heads]
+                layer.importance.load_state_dict({part: tensor[left] for part, tensor in state.items()})
+
+
+def reusable_calibration(model: PreTrainedModel, calibration: Calibration) -> ReusableCalibration | None:
+    """Return the calibration of a model without retrieval heads for one with them, or None where features are fitted."""
+    layers = rfa_layers(model)
+    if not all(isinstance(layer.feature_map, NoFeatures) for layer in layers.values()):
+        return None
+    importance = {
+        name: {part: tensor.clone() for part, tensor in layer.importance.state_dict().items()}
+        for name, layer in layers.items()
+        if layer.importance is not None
+    }
+    return ReusableCalibration(importance, calibration)
+
+
 @contextmanager
 def output_at_hand(base_model: PreTrainedModel, inputs: Inputs, output: ModelOutput | None) -> Iterator[None]:
     """Let a base model's head read ``output``, which the body made before, while the context lasts.

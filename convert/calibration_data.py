@@ -25,7 +25,7 @@ SLOT_TEXT_TOKENS = 8192
 #: The same where features are fitted to it (`hf_rfa.convert.feature_fit`).
 FEATURE_TEXT_TOKENS = 65_536
 #: The most of a text that perplexities, layers and attention weights are measured on.
-MEASURED_TOKENS = 8192
+MEASURED_TOKENS = 4096
 #: Random tokens that calibration reads where there is no text.
 RANDOM_TOKENS = 1024
 #: Most tokens that the base model generates for a source, or for an utterance.

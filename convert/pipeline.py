@@ -51,7 +51,7 @@ from .output_correction import apply_corrections
 from .pictures import HeadMap, compare_attention, draw_attention
 from .presets import Trained, fits_features, with_preset
 from .report import ConversionReport, Perplexities, check_perplexity, model_card, model_figures, notes
-from .retrieval_heads import RetrievalHead, find_retrieval_heads
+from .retrieval_heads import find_retrieval_heads
 from .sensitivity import LayerSensitivity, keep_softmax, measure_sensitivity
 
 #: Most bytes of a shard of the result, which is held in memory while it is written.
@@ -127,14 +127,10 @@ def convert(
     config = rfa_config(base, options)
     tokenizer, no_tokenizer, inputs = _prepare_inputs(base, options, trained=trained)
 
-    heads: list[RetrievalHead] = []
+    heads, earlier = None, None
     if isinstance(options.retrieval_heads, int) and options.retrieval_heads:
-        heads = find_retrieval_heads(base, config, options, inputs, options.retrieval_heads, report_progress)
-        if not heads:
-            raise InputError(
-                "no head tells more of the text when it sees all of it. Leave retrieval_heads out, or take a longer text."
-            )
-        options = replace(options, retrieval_heads=[[head.layer, head.head] for head in heads])
+        heads, earlier = find_retrieval_heads(base, config, options, inputs, options.retrieval_heads, report_progress)
+        options = replace(options, retrieval_heads=[list(head) for head in heads.heads])
         config = rfa_config(base, options)
 
     report_progress("loading the weights", 1)
@@ -146,15 +142,19 @@ def convert(
     if "labels" in measured:
         report_progress("scoring before calibration", 1)
         swapped = score_labels(model, batches(measured))
-    report_progress("calibrating", len(rfa_layers(model)))
-    gains, corrections, output = calibrate(
-        model,
-        base_model,
-        inputs,
-        on_layer=lambda: report_progress(None, 1),
-        to_train=trained is not None,
-        correct_outputs=options.correct_outputs,
-    )
+    if earlier is not None:
+        earlier.carry_to(model)
+        gains, corrections, output = earlier.calibration
+    else:
+        report_progress("calibrating", len(rfa_layers(model)))
+        gains, corrections, output = calibrate(
+            model,
+            base_model,
+            inputs,
+            on_layer=lambda: report_progress(None, 1),
+            to_train=trained is not None,
+            correct_outputs=options.correct_outputs,
+        )
     sensitivities: list[LayerSensitivity] = []
     if options.keep_softmax:
         report_progress("measuring layers", len(rfa_layers(model)) * len(batches(measured)))
@@ -206,7 +206,7 @@ def convert(
             command=command,
             gains=tuple(gains),
             sensitivities=tuple(sensitivities),
-            retrieval_heads=tuple(heads),
+            retrieval_heads=heads,
             perplexities=perplexities,
             output_corrections={correction.projection: correction.error_ratio for correction in corrections},
             max_logit_difference=_verify(base, options, model_class, folder, expected, changed),

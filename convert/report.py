@@ -26,7 +26,7 @@ from .calibration import LayerGain
 from .checkpoint import Checkpoint, new_keys
 from .configuration import converted_layers, outside_module
 from .options import ConversionOptions
-from .retrieval_heads import RetrievalHead
+from .retrieval_heads import RetrievalHeads
 from .sensitivity import LayerSensitivity
 
 #: Lengths at which caches are compared with a softmax model's, with the model's own number of positions.
@@ -95,7 +95,7 @@ class ConversionReport:
         gains: divergence from softmax before and after calibration, by layer.
         divergences: their means over heads and layers, by kind of attention.
         sensitivities: sensitivity of every layer, the largest first, if layers were kept softmax by it.
-        retrieval_heads: retrieval heads in the order in which they were chosen, if they were.
+        retrieval_heads: retrieval heads and what they change, if they were chosen.
         grows: whether a softmax layer keeps the keys and values of all tokens of the sequence.
         source_bytes: bytes that softmax cross attention keeps of every token of a source, or of audio in all; 0 for none.
         other_bytes: most bytes per sequence of the base model's layers whose caches have one size, by what these are: layers
@@ -129,7 +129,7 @@ class ConversionReport:
     notes: tuple[str, ...]
     source_revision: str | None = None
     audio_positions: int | None = None
-    retrieval_heads: tuple[RetrievalHead, ...] = ()
+    retrieval_heads: RetrievalHeads | None = None
     divergences: dict[str, tuple[float, float]] = field(default_factory=dict)
     grows: bool = False
     source_bytes: int = 0
@@ -176,10 +176,9 @@ class ConversionReport:
         if self.sensitivities:
             layers = (f"{layer.kind} {layer.layer}: {layer.divergence:.4f}" for layer in self.sensitivities)
             rows.append(("layer sensitivity, nats per token", ", ".join(layers)))
-        if self.retrieval_heads:
-            heads = self.retrieval_heads
-            names = ", ".join(f"{head.layer}.{head.head}" for head in heads)
-            gained = f"{heads[0].before:.3f} nats without them, {heads[-1].after:.3f} with them"
+        if self.retrieval_heads is not None:
+            names = ", ".join(f"{layer}.{head}" for layer, head in self.retrieval_heads.heads)
+            gained = f"{self.retrieval_heads.before:.3f} nats without them, {self.retrieval_heads.after:.3f} with them"
             rows.append(("retrieval heads (layer.head)", f"{names}; KL to softmax on repeated passages {gained}"))
         if self.perplexities is not None:
             text = "the base model's own outputs" if self.perplexities.own_outputs else "the calibration text"

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from hf_rfa.models.masking import group_queries, ungroup
 from hf_rfa.process_memory import give_back_memory
 
 from .base_model import rfa_layers
-from .calibration import calibrate
+from .calibration import ReusableCalibration, calibrate, reusable_calibration
 from .calibration_data import Inputs
 from .checkpoint import Checkpoint, load_models
 from .options import ConversionOptions
@@ -40,23 +40,19 @@ from .options import ConversionOptions
 PASSAGES, PASSAGE_SHARE = 3, 3 / 32
 #: Share of a passage that says which one it is, and is not scored.
 PROMPT_SHARE = 1 / 6
-#: Blocks that one head is chosen on.
-BLOCKS = 2
 
 
 @dataclass(frozen=True)
-class RetrievalHead:
-    """A retrieval head, in the order of choice.
+class RetrievalHeads:
+    """Retrieval heads, and what they change.
 
     Attributes:
-        layer: its layer.
-        head: its key-value head.
-        before: KL(softmax ‖ converted) on repeated passages, in nats per token, without it.
-        after: the same with it, on the same blocks.
+        heads: (layer, key-value head) of each, in the order of choice.
+        before: KL(softmax ‖ converted) on the repeated passages of a block, in nats per token, without any of them.
+        after: the same with all of them, on the same block.
     """
 
-    layer: int
-    head: int
+    heads: tuple[tuple[int, int], ...]
     before: float
     after: float
 
@@ -130,19 +126,30 @@ def find_retrieval_heads(
     inputs: Inputs,
     count: int,
     progress: Callable[[str | None, int], None],
-) -> list[RetrievalHead]:
-    """Return at most ``count`` retrieval heads of the model that a checkpoint becomes, calibrated on blocks of text."""
+) -> tuple[RetrievalHeads, ReusableCalibration | None]:
+    """Return at most ``count`` retrieval heads of the model that a checkpoint becomes, calibrated on blocks of text.
+
+    The calibration comes too, where the model that has these heads can take it over.
+
+    Raises:
+        InputError: if no head would gain anything.
+    """
     progress("loading the weights", 1)
     model, base_model = load_models(checkpoint, config, options)
-    progress("calibrating, to choose heads", len(rfa_layers(model)))
-    calibrate(model, base_model, inputs, on_layer=lambda: progress(None, 1))
+    progress("calibrating", len(rfa_layers(model)))
+    calibration = calibrate(model, base_model, inputs, on_layer=lambda: progress(None, 1))
     progress("choosing retrieval heads", count)
     heads = choose_retrieval_heads(
         model, base_model, inputs, count, seed=options.seed, on_head=lambda: progress(None, 1)
     )
+    if not heads.heads:
+        raise InputError(
+            "no head tells more of the text when it sees all of it. Leave retrieval_heads out, or take a longer text."
+        )
+    reusable = None if options.correct_outputs else reusable_calibration(model, calibration)
     del model, base_model
     give_back_memory()
-    return heads
+    return heads, reusable
 
 
 def choose_retrieval_heads(
@@ -153,8 +160,11 @@ def choose_retrieval_heads(
     *,
     seed: int,
     on_head: Callable[[], None],
-) -> list[RetrievalHead]:
+) -> RetrievalHeads:
     """Return at most ``count`` retrieval heads of a converted decoder; fewer where no further one would gain anything.
+
+    Each is chosen on the next block of the inputs, for the gradient of one block orders the heads as that of two does, and
+    a head that follows from the one before matters more.
 
     Args:
         model: the converted and calibrated model, whose heads are not chosen yet.
@@ -166,37 +176,34 @@ def choose_retrieval_heads(
     """
     layers = [layer for layer in rfa_layers(model).values() if layer.rfa_kind == "causal"]
     ids, scored = repeated_passages(inputs["input_ids"], seed=seed)
-    passages = {"input_ids": ids, "scored": scored}
-    passages |= {name: inputs[name] for name in ("position_ids",) if name in inputs}
-    batches = [
-        {name: tensor[first : first + BLOCKS].to(model.device) for name, tensor in passages.items()}
-        for first in range(0, len(ids), BLOCKS)
-    ]
+    blocks = {"input_ids": ids}
+    blocks |= {name: inputs[name] for name in ("position_ids",) if name in inputs}
     were_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     model.requires_grad_(False)
-    heads: list[RetrievalHead] = []
+    heads: list[tuple[int, int]] = []
+    before = 0.0
 
     def predictions(predictor: PreTrainedModel, index: int) -> Tensor:
-        """Return the logarithms of what a model predicts in a batch's repeated passages, [tokens, V]."""
-        batch = dict(batches[index])
-        told = batch.pop("scored")
-        return predictor(**batch, use_cache=False).logits[:, :-1][told[:, 1:]].float().log_softmax(-1)
+        """Return the logarithms of what a model predicts in a block's repeated passages, [tokens, V]."""
+        block = {name: tensor[index : index + 1].to(predictor.device) for name, tensor in blocks.items()}
+        told = scored[index, 1:].to(predictor.device)
+        first = int(told.int().argmax())
+        logits = predictor(**block, use_cache=False, logits_to_keep=len(told) - first + 1).logits[0]
+        return logits[first - len(told) - 1 : -1][told[first:]].float().log_softmax(-1)
 
-    @lru_cache(maxsize=len(batches))
-    def expected(index: int) -> Tensor:
+    def divergence(index: int) -> Tensor:
+        """Return KL(softmax ‖ converted) per token of a block's repeated passages."""
         with torch.no_grad():
-            return predictions(base_model, index)
-
-    def divergence() -> Tensor:
-        """Return KL(softmax ‖ converted) per token of the repeated passages of the batch that the next head is chosen on."""
-        index = len(heads) % len(batches)
-        return F.kl_div(predictions(model, index), expected(index), log_target=True, reduction="batchmean")
+            expected = predictions(base_model, index)
+        return F.kl_div(predictions(model, index), expected, log_target=True, reduction="batchmean")
 
     try:
-        with exact_shares(layers, model.device) as shares, torch.enable_grad():
+        with exact_shares(layers, model.device) as shares:
             while len(heads) < count:
-                before = divergence()
-                (gradient,) = torch.autograd.grad(before, shares)
+                with torch.enable_grad():
+                    without = divergence(len(heads) % len(ids))
+                    (gradient,) = torch.autograd.grad(without, shares)
+                before = before if heads else float(without.detach())
                 chosen = shares.detach() > 0
                 is_last = chosen.sum(1, keepdim=True) == shares.shape[1] - 1  # one head of a layer is left as it is
                 gradient = gradient.masked_fill(chosen | is_last, 0.0)
@@ -205,11 +212,12 @@ def choose_retrieval_heads(
                     break
                 with torch.no_grad():
                     shares[row, head] = 1.0
-                    after = float(divergence())
-                heads.append(RetrievalHead(layers[row].rfa_layer_idx, head, float(before.detach()), after))
+                heads.append((layers[row].rfa_layer_idx, head))
                 give_back_memory()
                 on_head()
+            with torch.no_grad():
+                after = float(divergence(0))
     finally:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(were_trained[name])
-    return heads
+    return RetrievalHeads(tuple(heads), before, after)

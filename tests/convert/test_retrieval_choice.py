@@ -67,7 +67,7 @@ def test_the_first_head_is_that_of_the_steepest_descent(decoder):
     model, base_model = models(decoder)
     model.double(), base_model.double()
     layers = list(rfa_layers(model).values())
-    ids, scored = repeated_passages(torch.randint(3, 61, (2, 64)), seed=0)
+    ids, scored = repeated_passages(torch.randint(3, 61, (1, 64)), seed=0)
     expected = base_model(ids).logits[:, :-1].log_softmax(-1)
     slopes = {}
     with torch.no_grad(), exact_shares(layers, model.device) as shares:
@@ -84,8 +84,8 @@ def test_the_first_head_is_that_of_the_steepest_descent(decoder):
     inputs = {"input_ids": ids}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_rfa.convert.retrieval_heads.repeated_passages", lambda *args, **kwargs: (ids, scored))
-        (first,) = choose_retrieval_heads(model, base_model, inputs, 1, seed=0, on_head=lambda: None)
-    assert (first.layer, first.head) == min(slopes, key=slopes.get)
+        chosen = choose_retrieval_heads(model, base_model, inputs, 1, seed=0, on_head=lambda: None)
+    assert chosen.heads[0] == min(slopes, key=slopes.get)
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -94,22 +94,22 @@ def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_that_of
     layers, heads = len(rfa_layers(model)), model.config.num_heads_for("causal")
     inputs = {"input_ids": torch.randint(3, 61, (2, 64))}
     chosen = choose_retrieval_heads(model, base_model, inputs, 100, seed=0, on_head=lambda: None)
-    pairs = [[each.layer, each.head] for each in chosen]
-    assert len({tuple(pair) for pair in pairs}) == len(pairs) <= layers * (heads - 1)
-    assert [each.before for each in chosen[1:]] == pytest.approx([each.after for each in chosen[:-1]], rel=1e-4)
+    pairs = [list(pair) for pair in chosen.heads]
+    assert len(set(chosen.heads)) == len(pairs) <= layers * (heads - 1)
     made, _ = models(decoder, retrieval_heads=pairs)
     ids, scored = repeated_passages(inputs["input_ids"], seed=0)
-    with torch.no_grad():
-        one, other = (each(ids).logits[:, :-1].log_softmax(-1) for each in (base_model, made))
-    divergence = float((one.exp() * (one - other)).sum(-1)[scored[:, 1:]].mean())
-    assert divergence == pytest.approx(chosen[-1].after, rel=1e-3, abs=1e-6)
+    for converted, expected in ((model, chosen.before), (made, chosen.after)):
+        with torch.no_grad():
+            one, other = (each(ids[:1]).logits[:, :-1].log_softmax(-1) for each in (base_model, converted))
+        divergence = float((one.exp() * (one - other)).sum(-1)[scored[:1, 1:]].mean())
+        assert divergence == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 def test_a_number_is_chosen_and_reported(decoder, text, tmp_path):
     options = {**WINDOW, "num_slots": 3, "retrieval_heads": 2, "retrieval_window": 20, "calibrate_on": text}
     report = convert(decoder, tmp_path / "out", **options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    pairs = [[each.layer, each.head] for each in report.retrieval_heads]
+    pairs = [list(pair) for pair in report.retrieval_heads.heads]
     assert model.config.retrieval_heads == pairs
     assert model.config.retrieval_window == 20
     assert len(pairs) in (1, 2)
@@ -120,13 +120,13 @@ def test_a_number_is_chosen_and_reported(decoder, text, tmp_path):
     assert "--retrieval-heads 2 --retrieval-window 20" in card
     assert f"{pairs[0][0]}.{pairs[0][1]}" in card
     written = json.loads((tmp_path / "out" / "conversion.json").read_text())["retrieval_heads"]
-    assert [[each["layer"], each["head"]] for each in written] == pairs
+    assert written["heads"] == pairs
     by_hand = convert(decoder, tmp_path / "hand", **options | {"retrieval_heads": pairs})
     ids = torch.randint(3, 61, (1, 50))
     with torch.no_grad():
         other = AutoModelForCausalLM.from_pretrained(tmp_path / "hand")(ids).logits
         assert torch.equal(model(ids).logits, other)
-    assert by_hand.retrieval_heads == ()
+    assert by_hand.retrieval_heads is None
     assert ",".join(f"{layer}.{head}" for layer, head in pairs) in by_hand.command
 
 
