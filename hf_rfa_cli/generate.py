@@ -101,8 +101,8 @@ def generate_command(
 
     A single prompt is streamed, except with beams, which are chosen at the end.
     """
-    if not sample and (temperature, top_k, top_p) != (1.0, 50, 1.0):
-        raise UsageError("--temperature, --top-k and --top-p act on sampling: pass --sample with them.")
+    if not sample and (temperature, top_k, top_p, seed) != (1.0, 50, 1.0, 0):
+        raise UsageError("--temperature, --top-k, --top-p and --seed act on sampling: pass --sample with them.")
     if max_new_tokens == 0 and save_cache is None:
         raise UsageError("--max-new-tokens 0 reads, and generates nothing: pass --save-cache FILE with it.")
     streams = {"--stream-from": stream_from, "--save-cache": save_cache, "--load-cache": load_cache}

@@ -147,6 +147,7 @@ def test_answers_are_printed_as_they_are(run_cli, capsys):
         (["generate", DEMO_MODEL, "--prompt", "a", "--chat", "--system", "\udce9"], "--system is not UTF-8 text"),
         (["generate", DEMO_MODEL, "--prompt-file", "missing.txt"], "there is no text file missing.txt"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--temperature", "0.5"], "pass --sample"),
+        (["generate", DEMO_MODEL, "--prompt", "x", "--seed", "1"], "pass --sample"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--max-new-tokens", "5000"], "--max-positions"),
     ],
 )
