@@ -211,18 +211,11 @@ class LayerInputs(NamedTuple):
         return LayerInputs(of_rows(self.hidden_states), of_rows(self.encoder_hidden_states), options)
 
 
-class LinearOutput(NamedTuple):
-    """What a linear layer made, and its name in the attention module that it is in."""
-
-    module: str
-    output: Tensor
-
-
 def visit_layers(
     model: PreTrainedModel,
     names: Iterable[str],
     inputs: dict[str, Tensor],
-    visit: Callable[[str, LayerInputs, LinearOutput | None], None],
+    visit: Callable[[str, LayerInputs, str | None], None],
 ) -> ModelOutput:
     """Run a model without its head, call ``visit`` at some of its attention modules, and return the output.
 
@@ -230,19 +223,19 @@ def visit_layers(
         model: the softmax model, or the RFA model.
         names: of the modules; ``inputs`` may not reach all of them.
         inputs: what the model is called with; ``labels`` are ignored.
-        visit: called with a module's name and inputs, and with what the last linear layer in it made, if there is one,
-            after the module is.
+        visit: called after a module, with its name, its inputs, and the name in it of the last linear layer that it called,
+            if there is one.
     """
-    last_outputs: dict[str, LinearOutput] = {}
+    last_linear: dict[str, str] = {}
 
     def after_linear(name: str, linear: str, module: nn.Module, args: tuple, output: Tensor) -> None:
-        last_outputs[name] = LinearOutput(linear, output)
+        last_linear[name] = linear
 
     def after_layer(name: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         hidden_states = args[0] if args else kwargs["hidden_states"]
         source = kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
         positions = {argument: kwargs[argument] for argument in POSITION_ARGUMENTS if argument in kwargs}
-        visit(name, LayerInputs(hidden_states, source, positions), last_outputs.pop(name, None))
+        visit(name, LayerInputs(hidden_states, source, positions), last_linear.pop(name, None))
 
     body: Any = model.base_model
     with ExitStack() as hooks, torch.no_grad():

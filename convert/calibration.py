@@ -16,8 +16,6 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
    head's outputs. It may close the features: adding them to exact tokens is then no worse than these alone. Where training
    follows, which has to find them open, and for features with signs, it is the shift with the least divergence.
    On a long text learned features are fitted to the outputs instead (`hf_rfa.convert.feature_fit`).
-9. output: the output projection takes up the part of a layer's error that is linear in its heads' outputs
-   (`hf_rfa.convert.output_correction`).
 
 A head is a key-value head here, and its queries are those of all query heads that share it.
 
@@ -46,7 +44,6 @@ from hf_rfa.process_memory import give_back_memory
 from .activations import (
     LayerActivations,
     LayerInputs,
-    LinearOutput,
     compare_weights,
     layer_activations,
     layer_divergence,
@@ -60,7 +57,6 @@ from .calibration_data import Inputs, batches
 from .far_outputs import FarText, output_root
 from .feature_fit import fit_features
 from .importance import refine_importance, regress_importance
-from .output_correction import OutputCorrection, correct_output
 
 #: Time scales that step 4 tries, in units of the model's positions; the first one wins ties. Longer ones would hardly be
 #: trainable: the gradient of a gate's bias goes with 1 / time scale.
@@ -98,12 +94,10 @@ class Calibration(NamedTuple):
 
     Attributes:
         gains: of all layers with features; there is nothing to calibrate in the others but the importance of tokens.
-        corrections: of output projections, if they were asked for, of all layers that they help.
         output: what the base model's body made of the inputs, or None if no layer was visited.
     """
 
     gains: list[LayerGain]
-    corrections: list[OutputCorrection]
     output: ModelOutput | None
 
 
@@ -115,7 +109,6 @@ def calibrate(
     *,
     on_layer: Callable[[], None],
     to_train: bool = False,
-    correct_outputs: bool = False,
 ) -> Calibration:
     """Calibrate every RFA layer that ``inputs`` reach, in place, and call ``on_layer`` after each.
 
@@ -127,38 +120,29 @@ def calibrate(
         inputs: of both.
         on_layer: called after each layer.
         to_train: whether the model is going to be trained (step 8 of the module).
-        correct_outputs: whether to look for corrections of the output projections (step 9). None of them is applied.
     """
     masks = padding_masks(inputs)
     has_features = {name: not isinstance(layer.feature_map, NoFeatures) for name, layer in rfa_layers(model).items()}
-    layers = rfa_layers(model)
-    if not correct_outputs:
-        layers = {name: layer for name, layer in layers.items() if has_features[name] or layer.num_slots}
+    layers = {name: layer for name, layer in rfa_layers(model).items() if has_features[name] or layer.num_slots}
     gains: list[LayerGain] = []
-    corrections: list[OutputCorrection] = []
 
-    def calibrate_named(name: str, layer_inputs: LayerInputs, expected: LinearOutput | None) -> None:
+    def calibrate_named(name: str, layer_inputs: LayerInputs, projection: str | None) -> None:
         """Calibrate a layer when the softmax model comes to it, so that the inputs of one layer are held at a time."""
         layer, hidden_states = layers[name], layer_inputs.hidden_states
-        if layer.num_slots or has_features[name]:
-            activations = layer_activations(layer, layer_inputs, masks)
-            root = None if expected is None else output_root(layer, expected.module)
-            text = FarText(layer, activations, root)
-            if layer.num_slots:
-                regress_importance(layer, activations, hidden_states)
-                if text.is_long:
-                    refine_importance(layer, text, hidden_states)
-            if has_features[name]:
-                before, after = calibrate_layer(layer, activations, hidden_states, text=text, to_train=to_train)
-                gains.append(LayerGain(name, tuple(before.tolist()), tuple(after.tolist())))
-        if correct_outputs and expected is not None:
-            correction = correct_output(name, layer, layer_inputs, masks, expected)
-            corrections.extend(() if correction is None else (correction,))
+        activations = layer_activations(layer, layer_inputs, masks)
+        text = FarText(layer, activations, None if projection is None else output_root(layer, projection))
+        if layer.num_slots:
+            regress_importance(layer, activations, hidden_states)
+            if text.is_long:
+                refine_importance(layer, text, hidden_states)
+        if has_features[name]:
+            before, after = calibrate_layer(layer, activations, hidden_states, text=text, to_train=to_train)
+            gains.append(LayerGain(name, tuple(before.tolist()), tuple(after.tolist())))
         give_back_memory()
         on_layer()
 
     output = visit_layers(base_model, layers, inputs, calibrate_named) if layers else None
-    return Calibration(gains, corrections, output)
+    return Calibration(gains, output)
 
 
 class ReusableCalibration(NamedTuple):

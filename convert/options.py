@@ -55,8 +55,6 @@ class ConversionOptions:
             folder, or a .jsonl file with paths). Default: random tokens.
         calibration_tokens: tokens of that text, or 128 for each utterance; from 16,384 on, slots and learned features are
             fitted by gradient descent. Default: 4,096, with slots 8,192, with mlp 65,536.
-        correct_outputs: correct the output projections for what attention loses, by least squares on that text: for a model
-            that is to read such text alone, since it loses on other text.
         seed: seed of W, of random tokens, and of the queries of a text that scores and features are fitted to.
         max_positions: extend the positions to this number. Default: keep them.
         dtype: precision of the weights; auto for the checkpoint's.
@@ -93,7 +91,6 @@ class ConversionOptions:
     keep_softmax: int = field(default=0, metadata={"minimum": 0})
     calibrate_on: str | Path | None = field(default=None, metadata={"flag": "--calibrate", "panel": "Calibration"})
     calibration_tokens: int | None = field(default=None, metadata={"minimum": 2})
-    correct_outputs: bool = False
     seed: int = field(default=0, metadata={"minimum": 0})
     max_positions: int | None = field(default=None, metadata={"minimum": 1, "panel": "Output"})
     dtype: Dtype = "auto"

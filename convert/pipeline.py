@@ -47,7 +47,6 @@ from .configuration import import_words, rfa_config, with_more_positions
 from .far_outputs import FITTED_FROM
 from .kept_weights import check_kept, digests
 from .options import ConversionOptions
-from .output_correction import apply_corrections
 from .pictures import HeadMap, compare_attention, draw_attention
 from .presets import Trained, fits_features, with_preset
 from .report import ConversionReport, Perplexities, check_perplexity, model_card, model_figures, notes
@@ -81,11 +80,10 @@ def convert(
 ) -> ConversionReport:
     """Convert a softmax checkpoint into an RFA checkpoint.
 
-    The base model's weights are reused untouched, but for output projections where ``correct_outputs`` asks for it
-    (`hf_rfa.convert.output_correction`). Feature maps (and gates) are added and calibrated, layer by layer, on the softmax
-    model's own queries and keys (`hf_rfa.convert.calibration`). The result is reloaded before it is moved
-    to ``destination``, and compared with the model in memory and with the weights that transformers loads from the source;
-    on any error nothing is left there.
+    The base model's weights are reused untouched. Feature maps (and gates) are added and calibrated, layer by layer, on the
+    softmax model's own queries and keys (`hf_rfa.convert.calibration`). The result is reloaded before it is moved to
+    ``destination``, and compared with the model in memory and with the weights that transformers loads from the source; on
+    any error nothing is left there.
 
     The blocks of a checkpoint over 1 GB stay in their files, and a matrix is read when it is needed
     (`hf_rfa.convert.offload`); smaller ones and pickles are loaded whole.
@@ -116,13 +114,6 @@ def convert(
     report_progress("checking the checkpoint", 1)
     base = with_more_positions(_check(checkpoint, destination, options, overwrite=overwrite), options)
     _check_force(options, trained)
-    if options.correct_outputs and (options.calibrate_on is None or trained == "features"):
-        why = (
-            "there is no text to do it on (--calibrate)"
-            if trained is None
-            else "attention transfer needs them as they are"
-        )
-        raise InputError(f"correct_outputs=True corrects output projections, and {why}. Leave it out.")
     options = with_preset(base, options, trained)
     config = rfa_config(base, options)
     tokenizer, no_tokenizer, inputs = _prepare_inputs(base, options, trained=trained)
@@ -144,25 +135,17 @@ def convert(
         swapped = score_labels(model, batches(measured))
     if earlier is not None:
         earlier.carry_to(model)
-        gains, corrections, output = earlier.calibration
+        gains, output = earlier.calibration
     else:
         report_progress("calibrating", len(rfa_layers(model)))
-        gains, corrections, output = calibrate(
-            model,
-            base_model,
-            inputs,
-            on_layer=lambda: report_progress(None, 1),
-            to_train=trained is not None,
-            correct_outputs=options.correct_outputs,
+        gains, output = calibrate(
+            model, base_model, inputs, on_layer=lambda: report_progress(None, 1), to_train=trained is not None
         )
     sensitivities: list[LayerSensitivity] = []
     if options.keep_softmax:
         report_progress("measuring layers", len(rfa_layers(model)) * len(batches(measured)))
         sensitivities = measure_sensitivity(model, base_model, measured, on_batch=lambda: report_progress(None, 1))
         model = keep_softmax(model, sensitivities, options.keep_softmax)
-    converted = tuple(f"{name}." for name in rfa_layers(model))  # layers that stay softmax need no correction
-    corrections = [correction for correction in corrections if correction.projection.startswith(converted)]
-    changed = apply_corrections(model, corrections)
 
     perplexities = None
     if swapped is not None:
@@ -208,8 +191,7 @@ def convert(
             sensitivities=tuple(sensitivities),
             retrieval_heads=heads,
             perplexities=perplexities,
-            output_corrections={correction.projection: correction.error_ratio for correction in corrections},
-            max_logit_difference=_verify(base, options, model_class, folder, expected, changed),
+            max_logit_difference=_verify(base, options, model_class, folder, expected),
             notes=notes(base, config, options, no_tokenizer, perplexities),
             **figures,
         )
@@ -327,14 +309,13 @@ def _verify(
     model_class: Any,
     folder: Path,
     expected: Tensor,
-    changed: set[str],
 ) -> float:
     """Load the written checkpoint; return the largest difference of its logits from those before it was written.
 
-    Its weights, but those of the names ``changed``, are compared with those that transformers loads from the source.
+    Its weights are compared with those that transformers loads from the source.
     """
     base_model = load_base_model(checkpoint, options)
-    source = {name: digest for name, digest in digests(base_model).items() if name not in changed}
+    source = digests(base_model)
     if options.max_positions is not None:
         positions = checkpoint.family.position_embeddings(base_model)
         for name in (name for name, module in base_model.named_modules() if module in positions):

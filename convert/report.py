@@ -104,8 +104,6 @@ class ConversionReport:
         audio_positions: positions of the source at any length of output, for an encoder of audio; None for one of text.
         max_logit_difference: largest difference between the logits of the model in memory and of the reloaded one.
         notes: hints for the user.
-        output_corrections: squared error of a layer's outputs on held-out text after the correction of its output projection,
-            relative to that before, by the projection's name; of those that were corrected.
     """
 
     source: str
@@ -134,7 +132,6 @@ class ConversionReport:
     grows: bool = False
     source_bytes: int = 0
     other_bytes: dict[str, int] = field(default_factory=dict)
-    output_corrections: dict[str, float] = field(default_factory=dict)
 
     @property
     def state_tokens(self) -> float:
@@ -168,11 +165,6 @@ class ConversionReport:
             rows.append((f"cache at {length:,} tokens{of}", f"{_size(size)}, all softmax {_size(whole)} ({ratio})"))
         for kind, (before, after) in self.divergences.items():
             rows.append((f"KL to the softmax weights, {kind}", f"{before:.3f} nats, {after:.3f} after calibration"))
-        if self.output_corrections:
-            mean, count = fmean(self.output_corrections.values()), len(self.output_corrections)
-            rows.append(
-                ("output projections corrected", f"{count}; squared error on held-out text {mean:.2f} of what it was")
-            )
         if self.sensitivities:
             layers = (f"{layer.kind} {layer.layer}: {layer.divergence:.4f}" for layer in self.sensitivities)
             rows.append(("layer sensitivity, nats per token", ", ".join(layers)))
@@ -351,8 +343,8 @@ def notes(
 TRAINING = "**Training**:"
 #: That paragraph for a model without any.
 UNTRAINED = (
-    f"{TRAINING} none after the conversion. The base model's weights are untouched, but for output projections, where the "
-    "table below says that they were corrected. Distil or fine-tune it before you rely on it."
+    f"{TRAINING} none after the conversion. The base model's weights are untouched. Distil or fine-tune it before you rely "
+    "on it."
 )
 
 #: How a model is loaded, and what else there is to say of an RFA model.

@@ -146,7 +146,7 @@ def find_retrieval_heads(
         raise InputError(
             "no head tells more of the text when it sees all of it. Leave retrieval_heads out, or take a longer text."
         )
-    reusable = None if options.correct_outputs else reusable_calibration(model, calibration)
+    reusable = reusable_calibration(model, calibration)
     del model, base_model
     give_back_memory()
     return heads, reusable

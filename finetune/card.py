@@ -19,7 +19,7 @@ from .run_folder import training_folder
 
 #: Files beside a checkpoint that its card refers to. Figures of an evaluation are not among them: they hold for old weights.
 REFERRED = (
-    *("conversion.json", "attention.png", "memory.png"),
+    *("conversion.json", "attention.png"),
     *("distillation.json", "distillation.png", "attention-distilled.png"),
     *("finetuning.json", "finetuning.png"),
 )

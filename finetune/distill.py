@@ -223,8 +223,7 @@ def _check_teacher(
         if transfer and not is_position and not torch.allclose(other, parameter, atol=1e-6, rtol=5e-3):
             raise InputError(
                 f"{checkpoint} no longer has the weights of {teacher_name} (tensor {name} differs), so that its attention "
-                "cannot be taught by transfer. Pass --transfer-steps 0, or the checkpoint as it was converted, without "
-                "--correct-outputs."
+                "cannot be taught by transfer. Pass --transfer-steps 0, or the checkpoint as it was converted."
             )
 
 

@@ -34,6 +34,26 @@ LAYERS = [
     ["hf_rfa.finetune"],
     ["hf_rfa_cli"],
 ]
+#: Most lines of Python by folder, without those of its subfolders that are named too. They fall with what goes; a number
+#: rises with its reason in a comment beside it.
+LINES = {
+    "hf_rfa": 580,
+    "hf_rfa/models": 5_880,
+    "hf_rfa/io": 520,
+    "hf_rfa/inference": 1_140,
+    "hf_rfa/evaluation": 1_620,
+    "hf_rfa/bench": 380,
+    "hf_rfa/convert": 4_040,
+    "hf_rfa/finetune": 2_360,
+    "hf_rfa_cli": 1_540,
+    "hf-rfa-vllm": 1_160,
+    "tests": 18_680,
+    "benchmarks": 4_860,
+    "docs": 560,
+    "examples": 380,
+}
+#: Lines by which a folder may be below its number, before that is lowered.
+SLACK = 40
 #: All that a checkpoint's code may need besides its own files.
 CHECKPOINT_MAY_IMPORT = {"torch", "transformers", "huggingface_hub"} | set(sys.stdlib_module_names)
 
@@ -70,6 +90,23 @@ def layer_of(name: str) -> int:
     while name not in entries:
         name = name.rpartition(".")[0]
     return entries[name]
+
+
+def lines_of(folder: str) -> int:
+    """Return the lines of Python of a folder, without those of subfolders that have a budget of their own."""
+    others = [other for other in LINES if other.startswith(f"{folder}/")]
+    names = glob(f"{folder}/**/*.py", root_dir=ROOT, recursive=True)
+    counted = [name for name in names if not any(name.startswith(f"{other}/") for other in others)]
+    return sum(len((ROOT / name).read_text().splitlines()) for name in counted)
+
+
+@pytest.mark.parametrize("folder", LINES)
+def test_folders_keep_to_their_budget(folder):
+    lines, budget = lines_of(folder), LINES[folder]
+    assert lines <= budget, (
+        f"{folder} has {lines - budget} lines too many: remove what nobody uses, or say why they stay"
+    )
+    assert lines > budget - SLACK, f"{folder} has {lines} lines: lower its budget"
 
 
 def test_imports_run_one_way():

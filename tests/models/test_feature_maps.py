@@ -10,16 +10,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from benchmarks.kernel_error import log_normalizer
 from hf_rfa.convert.attention_weights import log_attention_weights
 from hf_rfa.convert.calibration import _set_log_scale, fit_projection
-from hf_rfa.models.feature_maps import FEATURE_MAPS, EluMap
+from hf_rfa.models.feature_maps import FEATURE_MAPS, EluMap, FeatureMap
+from hf_rfa.models.learned_feature_maps import ExponentialMap
 from hf_rfa.models.masking import group_queries, ungroup
 from hf_rfa.models.projected_feature_maps import (
+    GaussianMap,
+    PositiveMap,
     ProjectedFeatureMap,
     RandomFeatureMap,
     draw_projection,
+    exponentiate_queries,
 )
 from tests.families import attend_with_features
 
@@ -34,6 +38,36 @@ def build(name: str, **options):
 def moderate_queries_and_keys(tokens: int = 6):
     generator = torch.Generator().manual_seed(5)
     return (0.5 * torch.randn(1, H, tokens, D_HEAD, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+def log_normalizer(feature_map: FeatureMap, query: Tensor) -> Tensor:
+    """Return the logarithm of the factor that φ(q)·φ(k) leaves out because it cancels, for q [B, H, T, d], as [B, H, T, 1].
+
+    exp(log_normalizer(q)) φ(q)·φ(k) is an unbiased estimate of exp(q·k·s) (of exp(−‖q̂ − k̂‖²/2) for ``gaussian`` with unit
+    norms).
+
+    Raises:
+        NotImplementedError: for maps that estimate no softmax kernel, or do so no more once they are trained.
+    """
+    if not isinstance(feature_map, (GaussianMap, PositiveMap)) or isinstance(feature_map, ExponentialMap):
+        raise NotImplementedError(f"feature_map={feature_map.name!r} does not estimate the softmax kernel.")
+    prepared = feature_map.query_input(query)
+    half_norm = prepared.square().sum(-1, keepdim=True) / 2
+    constant = feature_map.log_scale[:, None, None] - math.log(feature_map.num_features)
+    if isinstance(feature_map, GaussianMap):
+        return (
+            torch.zeros_like(half_norm) - math.log(feature_map.num_features)
+            if feature_map.unit_norm
+            else half_norm + constant
+        )
+    exponent = torch.einsum("bhtd,hfd->bhtf", prepared, feature_map.projection) + feature_map.feature_bias[:, None, :]
+    _, log_scale = exponentiate_queries(exponent)
+    log_factor = log_scale - half_norm + constant
+    if feature_map.reparametrizable:  # shifted keys change the kernel by exp(q·μ·s)
+        log_factor = log_factor + feature_map.scaling * (query * feature_map.key_shift[:, None, :]).sum(
+            -1, keepdim=True
+        )
+    return log_factor
 
 
 @torch.no_grad()
