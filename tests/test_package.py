@@ -48,7 +48,7 @@ LINES = {
     "hf_rfa_cli": 1_540,
     "hf-rfa-vllm": 1_160,
     "tests": 18_680,
-    "benchmarks": 4_860,
+    "benchmarks": 4_900,  # 40 more: the control that is called StreamingLLM follows its own rule in blocks, too
     "docs": 560,
     "examples": 380,
 }

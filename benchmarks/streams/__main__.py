@@ -4,6 +4,7 @@
     python -m benchmarks.streams ours BASE CHECKPOINT --memory 256 --texts … --tokens 1000000 --every 3 --output FOLDER
     python -m benchmarks.streams streaming-llm BASE --memory 256 --texts … --tokens 100000 --every 3 --output FOLDER
     python -m benchmarks.streams recomputed BASE --memory 64 128 256 --texts … --tokens 100000 --every 3 --output FOLDER
+    python -m benchmarks.streams fresh BASE --memory 64 128 256 --lengths 1024 2048 --texts … --tokens 32768 --output FOLDER
     python -m benchmarks.streams step BASE CHECKPOINT --memory 256 --texts … --output FOLDER
     python -m benchmarks.streams show FOLDER
 
@@ -12,9 +13,10 @@ each of these anew. *ours* is a converted model, whose cache has to have the byt
 *streaming-llm* is the base model by StreamingLLM's rule (`benchmarks.streams.readers`), with a window and 4 sinks that are
 ``--memory`` tokens together. *recomputed* is the base model that reads the last ``--memory`` tokens as a text of their own,
 for windows drawn from the scored blocks (`benchmarks.streams.measure`); it is compared with the streams on the same tokens.
-*step* times a step and a prompt at the beginning and at the end of the stream that *ours* has read. Every measurement has a
-folder of its own in FOLDER, so that several can run at a time, and goes on where it was stopped. *show*, and all others when
-they are done, writes ``streams.json`` and draws ``streams.png`` and ``streams.svg``.
+*fresh* is StreamingLLM's rule again, on blocks that are read as texts of their own, with the tokens of `benchmarks.memory`:
+perplexities go to ``fresh.json``. *step* times a step and a prompt at the beginning and at the end of the stream that *ours*
+has read. Every measurement has a folder of its own in FOLDER, so that several can run at a time, and goes on where it was
+stopped. *show*, and all others when they are done, writes ``streams.json`` and draws ``streams.png`` and ``streams.svg``.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ from torch import Tensor
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.inference import load_model
-from hf_rfa.io.text_io import read_documents
+from hf_rfa.io.text_io import read_documents, tokenize
 
-from ..figures import print_as_is
-from .measure import BLOCK, Blocks, read_anew, read_stream, read_windows, time_steps, window_starts
+from ..figures import RowFile, print_as_is
+from .measure import BLOCK, Blocks, read_anew, read_fresh, read_stream, read_windows, time_steps, window_starts
 from .readers import CacheReader, StreamingLLM
 from .report import collect, draw, markdown, rich_tables, tables
 
@@ -67,6 +69,10 @@ def parse() -> argparse.Namespace:
     recomputed.add_argument(
         "--windows", type=int, default=1000, help="windows of 9 scored tokens (default: %(default)s)"
     )
+    fresh = commands.add_parser("fresh", parents=[stream])
+    fresh.add_argument("--memory", type=int, nargs="+", required=True, help="tokens of the base model's cache")
+    fresh.add_argument("--lengths", type=int, nargs="+", default=[1024], help="of blocks (default: %(default)s)")
+    fresh.add_argument("--tokens", type=int, default=32_768, help="of the text (default: %(default)s)")
     step = commands.add_parser("step", parents=[stream, one])
     step.add_argument("--steps", type=int, default=200, help="at either place (default: %(default)s)")
     step.add_argument("--prompts", type=int, default=10, help="of 1,024 tokens, at either place (default: %(default)s)")
@@ -113,6 +119,14 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> None:
     base, tokenizer = load_model(arguments.base)
     command, output = arguments.command, arguments.output
     memory: Any = getattr(arguments, "memory", None)  # a list of windows read from scratch
+    if command == "fresh":
+        documents = (document for path in arguments.texts for document in read_documents(path))
+        ids = tokenize(tokenizer, documents, most=arguments.tokens)
+        settings = [(size, length) for size in memory for length in arguments.lengths]
+        task = progress.add_task(command, total=len(ids) * len(settings))
+        for size, length in settings:
+            read_fresh(base, ids, size, length, output / "fresh.json", partial(progress.advance, task))
+        return
     ids = read_texts(tokenizer, arguments.texts, getattr(arguments, "tokens", CacheReader.piece))
 
     def bar(name: str, total: int) -> Callable[[int], object]:
@@ -147,6 +161,10 @@ def main() -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
             measure(arguments, progress)
+    if arguments.command == "fresh":
+        for row in RowFile(arguments.output / "fresh.json").rows:
+            console.print(f"memory {row['memory']}, blocks of {row['length']:,}: perplexity {row['perplexity']:.2f}")
+        return
     data = collect(arguments.output)
     draw(data, arguments.output / "streams")
     if getattr(arguments, "markdown", False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from hf_rfa.io.atomic_io import new_file
 from hf_rfa.process_memory import process_bytes
 
 from ..figures import RowFile
-from .readers import CacheReader, Reader
+from .readers import CacheReader, Reader, StreamingLLM
 
 #: Tokens of a block.
 BLOCK = 8192
@@ -120,6 +121,21 @@ def read_stream(reader: Reader, ids: Tensor, blocks: Blocks, folder: Path, advan
             if saved is not None:
                 saved.unlink()
             saved = folder / f"after-{block + 1}"
+
+
+@torch.no_grad()
+def read_fresh(model: Any, ids: Tensor, memory: int, length: int, path: Path, advance: Callable[[int], object]) -> None:
+    """Read blocks of ``length`` tokens, each as a text of its own, by StreamingLLM's rule; add the perplexity to a file."""
+    file, key = RowFile(path), {"memory": memory, "length": length, "tokens": len(ids)}
+    if file.has(key):
+        advance(len(ids))
+        return
+    reader = StreamingLLM(model, memory)
+    nats = []
+    for block in ids[: len(ids) // length * length].split(length):
+        reader.count, reader.kept = 0, {}
+        nats.append(read_block(reader, block, scored=True, advance=advance))
+    file.add(key | {"perplexity": math.exp(float(torch.cat(cast(list[Tensor], nats)).mean()))})
 
 
 @torch.no_grad()

@@ -83,6 +83,21 @@ def test_streaming_llm_reads_the_same_however_far_the_text():
     torch.testing.assert_close(reader.read(said, 4), first, atol=1e-5, rtol=1e-4)
 
 
+def test_streaming_llm_in_fresh_blocks(tmp_path):
+    model, ids, done = parent("llama").double(), torch.randint(3, 61, (65,)), []
+    for _ in range(2):  # the second finds the row
+        measure.read_fresh(model, ids, 14, 30, tmp_path / "fresh.json", done.append)
+    (row,) = json.loads((tmp_path / "fresh.json").read_text())
+    nats = []
+    for block in (ids[:30], ids[30:60]):
+        with torch.no_grad():
+            logits = by_cache_index(model, block, 10, 4)
+        nats.append(torch.nn.functional.cross_entropy(logits[:-1], block[1:]))
+    assert math.log(row["perplexity"]) == pytest.approx(float(sum(nats)) / 2, abs=1e-4)
+    assert (row["memory"], row["length"], row["tokens"]) == (14, 30, 65)
+    assert sum(done) == 60 + 65
+
+
 def test_a_memory_without_a_window_is_refused():
     with pytest.raises(InputError, match="8 tokens has no window longer than its 4 sinks"):
         StreamingLLM(parent("llama"), 8)
