@@ -198,18 +198,6 @@ class LayerInputs(NamedTuple):
     encoder_hidden_states: Tensor | None
     options: dict[str, Any]
 
-    def rows(self, chosen: slice) -> LayerInputs:
-        """Return the inputs of some rows."""
-        count = len(self.hidden_states)
-
-        def of_rows(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return tuple(map(of_rows, value))
-            return value[chosen] if isinstance(value, Tensor) and len(value) == count else value
-
-        options = {name: of_rows(value) for name, value in self.options.items()}
-        return LayerInputs(of_rows(self.hidden_states), of_rows(self.encoder_hidden_states), options)
-
 
 def visit_layers(
     model: PreTrainedModel,
@@ -274,18 +262,6 @@ def layer_activations(
     if layer.retrieval_heads:  # which need nothing that is fitted
         query, key, value = (split_heads(tensor, layer.retrieval_heads)[0] for tensor in (query, key, value))
     return LayerActivations(query, key, value, query_mask, key_mask)
-
-
-def layer_output(layer: RFAAttentionMixin, inputs: LayerInputs, masks: dict[str, Tensor | None]) -> Tensor:
-    """Return what an RFA layer makes of its inputs, [N, T, width]; the arguments are those of `layer_activations`."""
-    options: dict[str, Any] = {**inputs.options, "output_rfa_attentions": False}
-    if isinstance(layer, RFASeq2SeqAttentionMixin):
-        options["key_value_states"] = inputs.encoder_hidden_states
-        options["source_padding_mask"] = masks["encoder"]
-    else:
-        options |= {"attention_mask": None, "document_starts": None}
-    padding_mask = masks["encoder" if layer.rfa_kind == "encoder" else "causal"]
-    return layer(inputs.hidden_states, padding_mask=padding_mask, **options)[0]
 
 
 def padding_masks(inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
