@@ -82,7 +82,7 @@ class Budget:
         with torch.device("meta"):
             width = self.layout.head_dim
             features = FEATURE_MAPS[feature_map](num_heads=1, head_dim=width, num_features=num_features)
-        return features.feature_dim and features.feature_dim + features.signed
+        return features.state_rows
 
     def beside(self, heads: int, places: int) -> Budget:
         """Return the budget of the other heads where some of all layers keep so many tokens each, in tokens of a layer."""

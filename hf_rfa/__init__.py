@@ -1,4 +1,4 @@
-"""Random Feature Attention models for transformers.
+"""Decoders and encoder-decoder models of transformers with a memory of fixed size.
 
 Importing this package registers the RFA models with transformers' Auto classes, so that
 ``AutoModelForCausalLM.from_pretrained`` loads a converted checkpoint.

@@ -68,7 +68,7 @@ def _shared(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Turn softmax transformers into Random Feature Attention models whose decoding takes constant time and memory."""
+    """Give a trained transformer a cache that never grows."""
 
 
 def main() -> None:

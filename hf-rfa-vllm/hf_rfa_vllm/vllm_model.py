@@ -29,7 +29,7 @@ from .vllm_states import RFAStates
 
 
 class RFAForCausalLM(TransformersForCausalLM, HasInnerState, IsAttentionFree):
-    """A decoder all of whose layers are random feature attention with states of fixed size."""
+    """A decoder all of whose layers have a memory of fixed size."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         check_support(vllm_config)
@@ -92,7 +92,7 @@ class RFAForCausalLM(TransformersForCausalLM, HasInnerState, IsAttentionFree):
         own = {name for name in names if any(f".{part}." in name for part in OWN_PARTS)}
         if missing := sorted(own - loaded):
             raise ValueError(
-                f"the checkpoint lacks {len(missing)} tensors of random feature attention, {missing[0]} for one. Convert "
+                f"the checkpoint lacks {len(missing)} tensors of its memory, {missing[0]} for one. Convert "
                 "the base model again with this version of hf-rfa."
             )
         return loaded

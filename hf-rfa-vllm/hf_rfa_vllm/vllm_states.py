@@ -52,7 +52,7 @@ class RFAStatesBackend(AttentionBackend):
     @staticmethod
     def get_impl_cls() -> type:
         """Raise: attention is the model's own, and vLLM asks for none of recurrent layers."""
-        raise NotImplementedError("layers of random feature attention compute their attention themselves.")
+        raise NotImplementedError("converted layers compute their attention themselves.")
 
     @staticmethod
     def get_builder_cls() -> type[TokenGroupsBuilder]:

@@ -1,4 +1,4 @@
-"""Random feature attention for every family: features, gate, recurrence and cache between a family's own projections.
+"""Attention to a memory of fixed size for every family: exact tokens, features, gate and cache between its own projections.
 
 A family's attention class projects queries, keys and values; `RFAAttentionMixin` does the rest. There may be more query heads
 than key-value heads, H_q = G H (`hf_rfa.models.masking`).
@@ -62,7 +62,7 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RFAAttentionMixin(nn.Module):
-    """Random feature attention for a family's attention class, which projects queries, keys and values.
+    """Attention to a memory of fixed size for a family's attention class, which projects queries, keys and values.
 
     Retrieval heads, if there are any, attend exactly, to all tokens or within a window of their own; feature map, gate,
     importance and state are the other heads'.
@@ -85,7 +85,7 @@ class RFAAttentionMixin(nn.Module):
             window=self.window_size if exact else 0,
             sinks=self.num_sinks if exact else 0,
             slots=self.num_slots if exact else 0,
-            state_rows=self.feature_map.feature_dim and self.feature_map.feature_dim + self.feature_map.signed,
+            state_rows=self.feature_map.state_rows,
             max_distance=self.max_distance if exact else 0,
             distance_step=self.distance_step if exact else 0,
             dtype=dtype,

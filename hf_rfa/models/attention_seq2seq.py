@@ -62,7 +62,7 @@ def one_hot_values(key: Tensor) -> Tensor:
 
 
 class RFASeq2SeqAttentionMixin(RFAAttentionMixin):
-    """Random feature attention of an encoder and a decoder: causal attention, and of every query to every key."""
+    """Converted attention of an encoder and a decoder: causal attention, and of every query to every key."""
 
     def project_query(self, hidden_states: Tensor) -> Tensor:
         """Return the queries [B, H_q, T, d] of the layer's input [B, T, width]."""

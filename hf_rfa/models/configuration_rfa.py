@@ -1,4 +1,4 @@
-"""The fields that random feature attention adds to a family's configuration, and their validation.
+"""The fields that a memory of fixed size adds to a family's configuration, and their validation.
 
 This module has no ``from __future__ import annotations``: huggingface_hub's strict dataclasses check a field's type only
 where the annotation is a type, and not its name.
@@ -38,7 +38,7 @@ AttentionKind = Literal["causal", "cross", "encoder"]
 
 @dataclass(kw_only=True)
 class RFAConfigMixin:
-    """Fields of random feature attention, mixed into the configuration class of a decoder.
+    """Fields of a memory of fixed size, mixed into the configuration class of a decoder.
 
     Its layers may be of several types. Those of another type than full attention stay as they are: a sliding window, say, or
     a recurrence, whose caches do not grow either.
@@ -250,7 +250,7 @@ class RFAConfigMixin:
                 )
 
     def validate_rfa(self) -> None:
-        """Check the fields of random feature attention, alone and together.
+        """Check the fields, alone and together.
 
         Raises:
             ValueError: naming the field, its value, and what is allowed.
@@ -432,7 +432,7 @@ def make_config_class(
     Args:
         namespace: as for `hf_rfa.models.rfa_classes.make_class`.
         base: the softmax models' class.
-        mixin: what holds the fields of random feature attention.
+        mixin: what holds the added fields.
         **attributes: class attributes.
     """
     text = f"Configuration of an RFA model: all fields of `{base.__name__}`, and those of `{mixin.__name__}`."

@@ -1,4 +1,4 @@
-"""The fields that random feature attention adds to the configuration of a family with an encoder and a decoder.
+"""The fields that a memory of fixed size adds to the configuration of a family with an encoder and a decoder.
 
 This module has no ``from __future__ import annotations``, for the reason that `hf_rfa.models.configuration_rfa` gives.
 """
@@ -15,7 +15,7 @@ from .rfa_classes import base_class
 
 @dataclass(kw_only=True)
 class RFASeq2SeqConfigMixin(RFAConfigMixin):
-    """Fields of random feature attention for an encoder and a decoder, whose attention is of three kinds.
+    """Fields of memories of fixed size for an encoder and a decoder, whose attention is of three kinds.
 
     ``num_features`` and ``softmax_layers`` are about the decoder's causal attention. The decoder's cross attention is RFA
     too by default (Peng et al. 2021, section 4.2), the encoder's attention is not.
@@ -85,7 +85,7 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
         return names | {"num_hidden_layers": "decoder_layers", "num_attention_heads": "decoder_attention_heads"}
 
     def validate_rfa(self) -> None:
-        """Check the fields of random feature attention, alone and together; see `RFAConfigMixin.validate_rfa`."""
+        """Check the fields, alone and together; see `RFAConfigMixin.validate_rfa`."""
         super().validate_rfa()
         for kind in ("cross", "encoder"):
             if self.feature_map == "none" and self.any_rfa(kind):

@@ -253,6 +253,11 @@ class FeatureMap(nn.Module, ABC):
         """F, the number of features."""
         return self.num_features
 
+    @property
+    def state_rows(self) -> int:
+        """Rows of a head's state: one a feature, and one more with the mass of signed ones; 0 without features."""
+        return self.feature_dim + self.signed if self.feature_dim else 0
+
     def input_scaling(self, dtype: torch.dtype) -> InputScaling:
         """Return how queries and keys in ``dtype`` are prepared."""
         scale: Any = 1.0 if self.unit_norm else math.sqrt(self.scaling)

@@ -48,7 +48,7 @@ def local_padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
         return None
     if attention_mask.ndim != 2 or attention_mask.shape[-1] < length:
         raise ValueError(
-            "random feature attention takes a padding mask of shape (batch, tokens so far) with 0 for padding and 1 for "
+            "converted attention takes a padding mask of shape (batch, tokens so far) with 0 for padding and 1 for "
             f"tokens; got shape {tuple(attention_mask.shape)} for {length} new tokens. A mask per query cannot be "
             "honored, since all queries read one state; leave those layers softmax (softmax_layers)."
         )
@@ -120,7 +120,7 @@ def check_direction(is_causal: bool | None, *, causal: bool) -> None:
     """Raise a ValueError for a call's argument ``is_causal`` that is not what its RFA layers are, ``causal`` or not."""
     if is_causal is not None and bool(is_causal) != causal:
         raise ValueError(
-            f"is_causal={is_causal} is not what this model's random feature attention does, which sees "
+            f"is_causal={is_causal} is not what this model's converted attention does, which sees "
             f"{'the tokens up to each' if causal else 'all tokens of the source'}. Leave the argument out."
         )
 

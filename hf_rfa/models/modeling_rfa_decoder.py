@@ -39,7 +39,7 @@ from .rfa_classes import (
 )
 from .streaming import prepare_positions, prepare_step, rfa_layers, seen_keys
 
-#: Name of random feature attention in transformers' attention interface.
+#: Name of converted attention in transformers' attention interface.
 INTERFACE = "rfa"
 #: Names of the padding mask and of the softmax layers' masks, where `generate` asks for both.
 PADDING, SOFTMAX = "padding", "softmax"
@@ -128,7 +128,7 @@ AttentionInterface.register(INTERFACE, rfa_attention)
 
 
 class RFADecoderAttention(RFAAttentionMixin):
-    """Random feature attention for an attention module that calls transformers' attention interface."""
+    """Attention to a memory of fixed size for a module that calls transformers' attention interface."""
 
     layer_idx: int
     config: Any

@@ -42,7 +42,7 @@ ENCODER_KINDS: dict[str, AttentionKind] = {"self_attn": "encoder"}
 
 
 class RFASeq2SeqAttention(RFASeq2SeqAttentionMixin):
-    """Random feature attention for an attention class with ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``."""
+    """Attention to a memory of fixed size for a class with ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``."""
 
     num_heads: int
     head_dim: int

@@ -274,7 +274,7 @@ def make_model_class(
         return make_class(namespace, base, (RFAPreTrainedMixin,), text, **attributes)
     family = next(cls for cls in base.__mro__ if PreTrainedModel in cls.__bases__)
     parent = make_model_class(namespace, family, mixin, config_class, **attributes)
-    text = f"{base.__name__} with random feature attention."
+    text = f"{base.__name__} with attention to a memory of fixed size."
     model_class = make_class(namespace, base, (mixin, parent), text, config_class=config_class)
     # Files name some tensors otherwise than models, and hold experts one by one: by class or by model_type.
     base_config: Any = base.config_class
