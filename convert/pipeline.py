@@ -222,6 +222,7 @@ def _check(name: str | Path, destination: Path, options: ConversionOptions, *, o
         allow_pickle=options.allow_pickle,
         device=find_device(options.device),
     )
+    _files_beside(checkpoint.folder)  # whose list is read before there is work to lose
     check_destination(destination, overwrite=overwrite, sources=(checkpoint.folder,))
     remove_leftovers(destination.resolve())  # which may be what fills the disk
     check_space(destination, checkpoint.num_bytes // (1 if options.dtype in ("auto", "float32") else 2))
@@ -281,16 +282,32 @@ def _write(model: PreTrainedModel, tokenizer: Any, checkpoint: Checkpoint, folde
         )
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    copied = [*PROCESSOR_FILES]
-    modules = checkpoint.folder / SENTENCE_FILES[0]
-    if modules.is_file():
-        parts = json.loads(modules.read_text(encoding="utf-8"))
-        copied += [*SENTENCE_FILES, *filter(None, (Path(part["path"]).name for part in parts))]
-    for path in (checkpoint.folder / name for name in copied):
+    for path in _files_beside(checkpoint.folder):
         if path.is_dir():
             shutil.copytree(path, folder / path.name)
         elif path.is_file():
             shutil.copyfile(path, folder / path.name)
+
+
+def _files_beside(folder: Path) -> list[Path]:
+    """Return the files and folders that a converted model needs beside its weights and tokenizer as its base model does.
+
+    Some of them may not exist.
+
+    Raises:
+        InputError: if sentence-transformers' list of modules is none.
+    """
+    names, modules = [*PROCESSOR_FILES], folder / SENTENCE_FILES[0]
+    if modules.is_file():
+        try:
+            parts = [Path(part["path"]).name for part in json.loads(modules.read_text(encoding="utf-8"))]
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(
+                f"{modules} is not a list of the modules of sentence-transformers ({error!r}). Mend it, or remove it where "
+                "the model is none of theirs."
+            ) from error
+        names += [*SENTENCE_FILES, *filter(None, parts)]
+    return [folder / name for name in names]
 
 
 def _write_report(report: ConversionReport, checkpoint: Checkpoint, maps: list[HeadMap], folder: Path) -> None:

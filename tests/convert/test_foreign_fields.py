@@ -186,6 +186,13 @@ def test_what_sentence_transformers_does_with_outputs_stays_beside_the_model(tmp
     assert not (tmp_path / "out" / "2_Gone").exists()
 
 
+@pytest.mark.parametrize("text", ["[{", "[1]", '[{"name": "0"}]'])
+def test_a_broken_list_of_sentence_transformers_is_said_before_the_work(text, tmp_path):
+    folder = saved("llama", tmp_path / "parent")
+    (folder / "modules.json").write_text(text)
+    refused("modules.json is not a list of the modules of sentence-transformers", folder, tmp_path)
+
+
 def test_a_folder_of_several_models_names_them(tmp_path):
     for name in ("text_encoder", "prior"):
         saved("llama", tmp_path / "pipeline" / name)
