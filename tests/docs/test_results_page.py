@@ -6,8 +6,12 @@ import json
 
 import pytest
 
-from docs.make_pictures import EQUAL_BYTES, MEMORIES, PICTURES, RESULTS, main
+from docs.make_pictures import EQUAL_BYTES, MEMORIES, PICTURES, RESULTS, TRAINED, main
+from hf_rfa.convert import ConversionOptions
+from hf_rfa.convert.checkpoint import open_checkpoint
+from hf_rfa.convert.presets import with_preset
 from tests.conftest import ROOT
+from tests.families import save_softmax_model
 
 ROWS = {(row["name"], row["context"]): row["perplexity"] for row in json.loads((RESULTS / "memory.json").read_text())}
 #: Rows of the README's table, by that of the page's.
@@ -34,7 +38,8 @@ def table_row(label: str, values: list[float | None], digits: int) -> str:
 def test_the_page_has_the_rows_of_equal_bytes(label, context):
     page = (ROOT / "docs" / "results.md").read_text()
     table = page.partition(f"| at {context:,} tokens |")[2].partition("\n\n")[0]
-    values = [ratio(name + suffix, context) for name in EQUAL_BYTES[label][1] for suffix in ("", " trained")]
+    names = [row for name in EQUAL_BYTES[label][1] for row in (name, f"{TRAINED.get(name, name)} trained")]
+    values = [ratio(name, context) for name in names]
     assert len(values) == 2 * len(MEMORIES)
     assert table_row(label, values, 3) in table
 
@@ -45,8 +50,22 @@ def test_the_readme_has_the_same_figures(label):
     names = EQUAL_BYTES[label][1]
     assert table_row(README_ROWS[label], [ratio(name, 1024) for name in names], 2) in readme
     if label != "window + sinks":
-        trained = [ratio(f"{name} trained", 1024) for name in names]
+        trained = [ratio(f"{TRAINED.get(name, name)} trained", 1024) for name in names]
         assert table_row("… trained for half an hour on a CPU", trained, 2) in readme
+
+
+def test_the_rows_with_retrieval_heads_are_what_the_command_gives(tmp_path):
+    """`hf-rfa convert SMOLLM2 FOLDER --memory N --calibrate TEXT`, on the page and in the rows of figures."""
+    shape = {"hidden_size": 36, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+    save_softmax_model("llama", tmp_path, **shape, head_dim=64, max_position_embeddings=2048)
+    page = (ROOT / "docs" / "results.md").read_text()
+    row = "| exact with retrieval heads, `--memory N` |"
+    for memory, name in zip(MEMORIES, EQUAL_BYTES["exact with retrieval heads"][1], strict=True):
+        options = with_preset(open_checkpoint(tmp_path), ConversionOptions(memory=memory, calibrate_on="text.txt"))
+        sizes = (options.window_size, options.num_sinks, options.num_slots)
+        assert name == f"{'+'.join(map(str, sizes))}r{options.retrieval_heads}x{options.retrieval_window}"
+        row += f" {' + '.join(map(str, sizes))}, {options.retrieval_window:,} |"
+    assert row in page
 
 
 def test_the_page_shows_the_bars_of_recall():
