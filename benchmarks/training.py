@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_rfa  # noqa: F401  # registers the RFA models
-from hf_rfa.convert.retrieval_heads import repeated_passages
+from hf_rfa.convert.calibrate.retrieval_heads import repeated_passages
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.cards import markdown_table
 from hf_rfa.evaluation.recall.scoring import Rows, score_tokens

@@ -16,7 +16,7 @@ from hf_rfa.families import has_rotary_positions, position_count, scale_rotation
 from hf_rfa.models.configuration_rfa import AttentionKind, RFAConfigMixin
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
 
-from .checkpoint import Checkpoint
+from .checkpoint.source import Checkpoint
 from .options import ConversionOptions, Layers
 from .presets import RETRIEVAL_WINDOW
 

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .activations import capture_inputs, compare_weights, layer_activations, layer_divergence, padding_masks
-from .base_model import rfa_layers
-from .calibration_data import Inputs, cut, trim
+from .calibrate.activations import capture_inputs, compare_weights, layer_activations, layer_divergence, padding_masks
+from .checkpoint.base_model import rfa_layers
+from .inputs import Inputs, cut, trim
 
 #: Queries and keys in a map.
 SHOWN = 64

@@ -27,9 +27,17 @@ from hf_rfa.io.audio_io import read_utterances
 from hf_rfa.io.text_io import read_documents
 from hf_rfa.process_memory import give_back_memory
 
-from .base_model import extend_positions, rfa_layers
-from .calibration import calibrate, output_at_hand
-from .calibration_data import (
+from .calibrate.calibration import calibrate, output_at_hand
+from .calibrate.far_outputs import FITTED_FROM
+from .calibrate.retrieval_heads import find_retrieval_heads
+from .calibrate.sensitivity import LayerSensitivity, keep_softmax, measure_sensitivity
+from .card import model_card
+from .checkpoint.base_model import extend_positions, rfa_layers
+from .checkpoint.kept_weights import check_kept, digests
+from .checkpoint.loading import load_base_model, load_converted, load_models, probe_logits, quiet
+from .checkpoint.source import Checkpoint, open_checkpoint
+from .configuration import import_words, rfa_config, with_more_positions
+from .inputs import (
     AUDIO,
     FEATURE_TEXT_TOKENS,
     MEASURED_TOKENS,
@@ -42,16 +50,10 @@ from .calibration_data import (
     first_rows,
     speech_inputs,
 )
-from .checkpoint import Checkpoint, load_base_model, load_converted, load_models, open_checkpoint, probe_logits, quiet
-from .configuration import import_words, rfa_config, with_more_positions
-from .far_outputs import FITTED_FROM
-from .kept_weights import check_kept, digests
 from .options import ConversionOptions
 from .pictures import HeadMap, compare_attention, draw_attention
 from .presets import Trained, fits_features, with_preset
-from .report import ConversionReport, Perplexities, check_perplexity, model_card, model_figures, notes
-from .retrieval_heads import find_retrieval_heads
-from .sensitivity import LayerSensitivity, keep_softmax, measure_sensitivity
+from .report import ConversionReport, Perplexities, check_perplexity, model_figures, notes
 
 #: Most bytes of a shard of the result, which is held in memory while it is written.
 MAX_SHARD_SIZE = 2_000_000_000
@@ -81,12 +83,12 @@ def convert(
     """Convert a softmax checkpoint into an RFA checkpoint.
 
     The base model's weights are reused untouched. Feature maps (and gates) are added and calibrated, layer by layer, on the
-    softmax model's own queries and keys (`hf_rfa.convert.calibration`). The result is reloaded before it is moved to
-    ``destination``, and compared with the model in memory and with the weights that transformers loads from the source; on
+    softmax model's own queries and keys (`hf_rfa.convert.calibrate.calibration`). The result is reloaded before it is moved
+    to ``destination``, and compared with the model in memory and with the weights that transformers loads from the source; on
     any error nothing is left there.
 
     The blocks of a checkpoint over 1 GB stay in their files, and a matrix is read when it is needed
-    (`hf_rfa.convert.offload`); smaller ones and pickles are loaded whole.
+    (`hf_rfa.convert.checkpoint.offload`); smaller ones and pickles are loaded whole.
 
     Args:
         checkpoint: folder of the softmax checkpoint, or its name on the hub.

@@ -19,8 +19,8 @@ from hf_rfa.io.text_io import BLOCK_LENGTH
 from hf_rfa.models.feature_maps import FEATURE_MAPS
 from hf_rfa.models.memory import MemoryLayout
 
-from .checkpoint import Checkpoint
-from .far_outputs import FITTED_FROM
+from .calibrate.far_outputs import FITTED_FROM
+from .checkpoint.source import Checkpoint
 from .options import ConversionOptions, Preset
 
 #: What is trained after a conversion: features by attention transfer, or the whole model end to end.

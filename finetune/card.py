@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from hf_rfa.convert.report import TRAINING, UNTRAINED, head_of, use_section
+from hf_rfa.convert.card import TRAINING, UNTRAINED, head_of, use_section
 from hf_rfa.evaluation.cards import EVALUATION_HEADING, RECALL_HEADING
 from hf_rfa.io.atomic_io import new_folder
 

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel
 from transformers.utils import logging
 
-from hf_rfa.convert.calibration_data import AUDIO, UTTERANCES_AT_ONCE, Inputs, transcript_inputs
+from hf_rfa.convert.inputs import AUDIO, UTTERANCES_AT_ONCE, Inputs, transcript_inputs
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 from hf_rfa.inference.transcription import load_features, write_tokens

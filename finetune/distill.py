@@ -13,8 +13,8 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, default_data_collator
 
-from hf_rfa.convert.calibration_data import Inputs, shifted_positions
 from hf_rfa.convert.configuration import import_words
+from hf_rfa.convert.inputs import Inputs, shifted_positions
 from hf_rfa.convert.pictures import compare_attention, draw_attention
 from hf_rfa.convert.pipeline import MAX_SHARD_SIZE, Progress
 from hf_rfa.errors import InputError

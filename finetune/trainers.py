@@ -35,9 +35,9 @@ from transformers import (
     set_seed,
 )
 
-from hf_rfa.convert.activations import capture_inputs, layer_activations, layer_divergence, padding_masks
-from hf_rfa.convert.base_model import rfa_layers
-from hf_rfa.convert.calibration_data import Inputs
+from hf_rfa.convert.calibrate.activations import capture_inputs, layer_activations, layer_divergence, padding_masks
+from hf_rfa.convert.checkpoint.base_model import rfa_layers
+from hf_rfa.convert.inputs import Inputs
 from hf_rfa.convert.pipeline import Progress
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL, nats_of_labels
 

@@ -136,7 +136,7 @@ def convert_command(
         _convert(checkpoint, destination, overwrite=overwrite, **options)
         return
 
-    from hf_rfa.convert.checkpoint import locate
+    from hf_rfa.convert.checkpoint.source import locate
     from hf_rfa.finetune.distill import check_one_process, distill
     from hf_rfa.finetune.run_folder import check_run
     from hf_rfa.io.atomic_io import folder_beside

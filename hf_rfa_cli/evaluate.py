@@ -103,7 +103,7 @@ def evaluate_command(
             batch_size=batch_size,
         )
         return
-    from hf_rfa.convert.attention_shares import attention_shares
+    from hf_rfa.convert.calibrate.attention_shares import attention_shares
     from hf_rfa.evaluation import perplexity
     from hf_rfa.evaluation.cards import check_recordable, record_result
     from hf_rfa.evaluation.perplexity import shown

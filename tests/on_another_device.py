@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer, TrainingArguments
 
-from hf_rfa.convert import checkpoint, convert
+from hf_rfa.convert import convert
+from hf_rfa.convert.checkpoint import loading
 from hf_rfa.evaluation import perplexity
 from hf_rfa.evaluation.generation_scores import evaluate_generation
 from hf_rfa.evaluation.recall import Effort, recall_suite
@@ -220,16 +221,16 @@ def test_losses_and_gradients_of_long_texts(family, variant, packed, monkeypatch
 )
 def test_conversion(family, on_disk, options, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(offload, "safe_open", open_for_the_device)
-    monkeypatch.setattr(checkpoint, "MAX_BYTES_IN_MEMORY", 0 if on_disk else 10**9)
+    monkeypatch.setattr(loading, "MAX_BYTES_IN_MEMORY", 0 if on_disk else 10**9)
     given: dict[str, Any] = {"calibrate_on": folder / "text.txt", "command": "the command", **options}
-    load, places, reports = checkpoint._from_pretrained, [], {}
+    load, places, reports = loading._from_pretrained, [], {}
 
     def loaded(*args: Any, **options: Any) -> Any:
         model, info = load(*args, **options)
         places.append(model.device)
         return model, info
 
-    monkeypatch.setattr(checkpoint, "_from_pretrained", loaded)
+    monkeypatch.setattr(loading, "_from_pretrained", loaded)
     for device, place in (("cpu", torch.device("cpu")), ("auto", DEVICE)):
         places.clear()
         convert(folder / family, tmp_path / device, device=device, **given)

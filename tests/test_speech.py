@@ -17,7 +17,7 @@ from transformers import GenerationConfig, WhisperFeatureExtractor, WhisperToken
 
 from benchmarks.speech import read_aloud
 from hf_rfa.convert import InputError, convert
-from hf_rfa.convert.calibration_data import transcript_inputs
+from hf_rfa.convert.inputs import transcript_inputs
 from hf_rfa.evaluation.transcription import evaluate_transcription, word_error_rate
 from hf_rfa.finetune.data import SpeechCollator, speech_rows
 from hf_rfa.finetune.distill import distill

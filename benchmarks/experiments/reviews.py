@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_rfa.convert import convert
-from hf_rfa.convert.base_model import extend_positions
+from hf_rfa.convert.checkpoint.base_model import extend_positions
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, position_count
 from hf_rfa.finetune.distill import distill

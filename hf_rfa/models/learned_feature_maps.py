@@ -1,4 +1,4 @@
-"""Feature maps with learned matrices: by attention transfer, or on a text at conversion (`hf_rfa.convert.feature_fit`)."""
+"""Feature maps with learned matrices: by attention transfer, or on a text at conversion (`hf_rfa.convert.calibrate`)."""
 
 from __future__ import annotations
 

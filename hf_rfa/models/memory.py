@@ -183,7 +183,7 @@ def empty_memory(layout: MemoryLayout, batch: int, device: torch.device) -> Memo
 
 
 class Importance(nn.Module):
-    """The importance of tokens, in nats: calibrated (`hf_rfa.convert.importance`), not trained by gradients.
+    """The importance of tokens, in nats: calibrated (`hf_rfa.convert.calibrate.importance`), not trained by gradients.
 
     Attributes:
         weight: w, [H, width].

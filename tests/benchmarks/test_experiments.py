@@ -25,7 +25,7 @@ from transformers import (
 
 from benchmarks.experiments import __main__ as experiments
 from benchmarks.experiments import experiment, gate, images, language, listops, rows, speech, translation
-from hf_rfa.convert.base_model import rfa_layers
+from hf_rfa.convert.checkpoint.base_model import rfa_layers
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation import perplexity
 from hf_rfa.evaluation.generation_scores import evaluate_generation

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_rfa.convert import convert, pipeline
-from hf_rfa.convert.base_model import rfa_layers
+from hf_rfa.convert.checkpoint.base_model import rfa_layers
 from hf_rfa_cli import threads as threads_module
 from hf_rfa_cli.threads import take_threads
 from tests.conftest import DEMO_MODEL, DEMO_TEXT, words

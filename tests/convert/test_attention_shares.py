@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_rfa.convert import convert
-from hf_rfa.convert.attention_shares import attention_shares
+from hf_rfa.convert.calibrate.attention_shares import attention_shares
 from tests.families import draw_importance, make, softmax_model
 
 CASES = [

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hf_rfa import FEATURE_MAPS
-from hf_rfa.convert import calibration, convert, far_outputs, feature_fit, importance
-from hf_rfa.convert.activations import LayerActivations
-from hf_rfa.convert.attention_weights import key_exponents
-from hf_rfa.convert.base_model import rfa_layers
-from hf_rfa.convert.calibration import (
+from hf_rfa.convert import convert
+from hf_rfa.convert.calibrate import calibration, far_outputs, feature_fit, importance
+from hf_rfa.convert.calibrate.activations import LayerActivations
+from hf_rfa.convert.calibrate.attention_weights import key_exponents
+from hf_rfa.convert.calibrate.calibration import (
     CLOSED,
     GATE_TIME_SCALES,
     MAX_WINDOW_SHIFT,
@@ -26,9 +26,10 @@ from hf_rfa.convert.calibration import (
     calibrate_layer,
     output_at_hand,
 )
-from hf_rfa.convert.calibration_data import batches
-from hf_rfa.convert.far_outputs import FarText, far_queries, output_root
-from hf_rfa.convert.importance import far_weights, refine_importance, regress_importance
+from hf_rfa.convert.calibrate.far_outputs import FarText, far_queries, output_root
+from hf_rfa.convert.calibrate.importance import far_weights, refine_importance, regress_importance
+from hf_rfa.convert.checkpoint.base_model import rfa_layers
+from hf_rfa.convert.inputs import batches
 from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage

@@ -28,8 +28,7 @@ from transformers import (
 
 from hf_rfa import FEATURE_MAPS
 from hf_rfa.convert import ConversionOptions, convert
-from hf_rfa.convert import checkpoint as checkpoint_module
-from hf_rfa.convert.calibration_data import random_inputs
+from hf_rfa.convert.inputs import random_inputs
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa_cli.main import app
 from tests.conftest import DEMO_MODEL, DEMO_TEXT, copy_of, leftovers, refused, save_tiny_tokenizer, shared
@@ -312,7 +311,7 @@ def test_what_the_hub_does_not_have_is_refused(hub, monkeypatch):
         refused(words, "distilgpt2", hub)
     refused("in the revision v3.*hf download gpt2 --revision v3", "gpt2", hub, revision="v3")
     missing = Mock(side_effect=RevisionNotFoundError("no such", response=Mock()))
-    monkeypatch.setattr(checkpoint_module, "snapshot_download", missing)
+    monkeypatch.setattr("hf_rfa.convert.checkpoint.source.snapshot_download", missing)
     refused("has no revision v3. Pass a branch, a tag or a commit", "gpt2", hub, revision="v3")
 
 

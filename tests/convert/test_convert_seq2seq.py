@@ -16,11 +16,11 @@ from huggingface_hub import ModelCard
 from torch.testing import assert_close
 from transformers import AutoModelForSeq2SeqLM
 
-from hf_rfa.convert import InputError, calibration_data, convert
-from hf_rfa.convert.base_model import softmax_base_model
-from hf_rfa.convert.calibration import calibrate
-from hf_rfa.convert.calibration_data import add_outputs, text_sources
-from hf_rfa.convert.sensitivity import measure_sensitivity
+from hf_rfa.convert import InputError, convert
+from hf_rfa.convert.calibrate.calibration import calibrate
+from hf_rfa.convert.calibrate.sensitivity import measure_sensitivity
+from hf_rfa.convert.checkpoint.base_model import softmax_base_model
+from hf_rfa.convert.inputs import add_outputs, batches, text_sources
 from hf_rfa.evaluation.generation_scores import BleuMetric, RougeMetric, evaluate_generation
 from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.inference import generate_text, load_model
@@ -100,7 +100,7 @@ def test_answers_of_the_parent_are_masked_after_their_end(text, checkpoints, tmp
 
 @torch.no_grad()
 def test_a_perplexity_is_the_mean_over_tokens_and_not_over_batches(checkpoints, monkeypatch):
-    monkeypatch.setattr(calibration_data, "SCORED_TOKENS", 12)  # two rows at a time
+    monkeypatch.setattr("hf_rfa.convert.inputs.SCORED_TOKENS", 12)  # two rows at a time
     model, _ = load_model(str(checkpoints["bart"]))
     rows, counts = torch.randint(4, 61, (5, 6)), (6, 1, 4, 2, 5)
     kept = torch.tensor([[index < count for index in range(6)] for count in counts])
@@ -108,7 +108,7 @@ def test_a_perplexity_is_the_mean_over_tokens_and_not_over_batches(checkpoints, 
     inputs |= {"decoder_attention_mask": kept.long(), "labels": rows.masked_fill(~kept, -100)}
     losses = [float(model(**{key: each[n : n + 1] for key, each in inputs.items()}).loss) for n in range(5)]
     expected = math.exp(sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts))
-    score = score_labels(model, calibration_data.batches(inputs))
+    score = score_labels(model, batches(inputs))
     assert score.perplexity == pytest.approx(expected, rel=1e-5)
     assert score.tokens == sum(counts)
 

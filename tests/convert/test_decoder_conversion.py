@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from hf_rfa import FAMILIES, InputError
 from hf_rfa.convert import convert
-from hf_rfa.convert.activations import capture_inputs
-from hf_rfa.convert.calibration_data import calibration_inputs
+from hf_rfa.convert.calibrate.activations import capture_inputs
+from hf_rfa.convert.inputs import calibration_inputs
 from hf_rfa.families import has_rotary_positions
 from hf_rfa.inference import cache_num_bytes
 from tests.conftest import leftovers, refused

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from hf_rfa.convert import activations as activations_module
-from hf_rfa.convert.activations import (
+from hf_rfa.convert.calibrate import activations as activations_module
+from hf_rfa.convert.calibrate.activations import (
     LayerActivations,
     LayerInputs,
     compare_weights,

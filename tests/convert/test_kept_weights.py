@@ -17,8 +17,10 @@ from safetensors.torch import save_file
 from transformers import BartForConditionalGeneration, GPT2LMHeadModel, GPT2Model, LlamaForCausalLM
 
 from hf_rfa import RFABartConfig, RFABartForConditionalGeneration
-from hf_rfa.convert import calibration_data, checkpoint, convert, pipeline
-from hf_rfa.convert.offload import blocks_on_disk
+from hf_rfa.convert import convert, pipeline
+from hf_rfa.convert.checkpoint import loading
+from hf_rfa.convert.checkpoint.offload import blocks_on_disk
+from hf_rfa.convert.inputs import MEASURED_TOKENS, batches, calibration_inputs, first_rows
 from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.inference.loading import load_tokenizer
 from hf_rfa.io.text_io import read_documents
@@ -45,7 +47,7 @@ def test_a_head_that_the_configuration_does_not_tell_of_is_kept(
     name, on_disk, keep_softmax, text, tmp_path, monkeypatch
 ):
     if on_disk:
-        monkeypatch.setattr(checkpoint, "MAX_BYTES_IN_MEMORY", 0)
+        monkeypatch.setattr(loading, "MAX_BYTES_IN_MEMORY", 0)
     source = save_with_head(name, tmp_path / "source")
     report = convert(source, tmp_path / "out", calibrate_on=text, keep_softmax=keep_softmax)
     parent, result = load(source), load(tmp_path / "out")
@@ -60,10 +62,10 @@ def test_a_head_that_the_configuration_does_not_tell_of_is_kept(
 def perplexity_of(parent: Any, source: Path, text: Path) -> float:
     """Return a softmax model's own perplexity on the text that a conversion is calibrated on."""
     tokenizer, _ = load_tokenizer(source)
-    inputs = calibration_data.calibration_inputs(parent.config, tokenizer, list(read_documents(text)), seed=0)
+    inputs = calibration_inputs(parent.config, tokenizer, list(read_documents(text)), seed=0)
     inputs = pipeline._add_labels(parent, inputs, lambda step, total: None)
-    inputs = calibration_data.first_rows(inputs, calibration_data.MEASURED_TOKENS)
-    return score_labels(parent, calibration_data.batches(inputs)).perplexity
+    inputs = first_rows(inputs, MEASURED_TOKENS)
+    return score_labels(parent, batches(inputs)).perplexity
 
 
 def test_a_head_that_is_the_embedding_stays_one(tmp_path):
@@ -117,9 +119,9 @@ CASES = [
 @pytest.mark.parametrize(("name", "has_text", "options"), CASES)
 def test_the_result_is_that_of_a_conversion_in_memory(name, has_text, options, text, tmp_path, monkeypatch):
     """Pickles are loaded into memory, and everything else of the two conversions is the same."""
-    monkeypatch.setattr(checkpoint, "MAX_BYTES_IN_MEMORY", 0)
+    monkeypatch.setattr(loading, "MAX_BYTES_IN_MEMORY", 0)
     offloaded = Mock(wraps=blocks_on_disk)
-    monkeypatch.setattr(checkpoint, "blocks_on_disk", offloaded)
+    monkeypatch.setattr(loading, "blocks_on_disk", offloaded)
     torch.manual_seed(1)
     parent = PARENTS[name]()
     parent.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
@@ -153,7 +155,7 @@ def test_the_result_is_that_of_a_conversion_in_memory(name, has_text, options, t
 
 
 def test_small_checkpoints_are_loaded_whole(tiny_parent, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "blocks_on_disk", Mock(side_effect=AssertionError("left on disk")))
+    monkeypatch.setattr(loading, "blocks_on_disk", Mock(side_effect=AssertionError("left on disk")))
     convert(tiny_parent, tmp_path / "out")
 
 

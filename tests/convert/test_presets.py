@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_rfa.convert import ConversionOptions, convert
-from hf_rfa.convert.base_model import rfa_layers
-from hf_rfa.convert.checkpoint import open_checkpoint
+from hf_rfa.convert.checkpoint.base_model import rfa_layers
+from hf_rfa.convert.checkpoint.source import open_checkpoint
 from hf_rfa.convert.presets import with_preset
 from hf_rfa.errors import InputError
 from hf_rfa.inference import cache_num_bytes

@@ -9,11 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_rfa.convert import ConversionOptions, convert
-from hf_rfa.convert.base_model import rfa_layers
-from hf_rfa.convert.checkpoint import load_models, open_checkpoint
+from hf_rfa.convert.calibrate.retrieval_heads import choose_retrieval_heads, exact_shares, repeated_passages
+from hf_rfa.convert.checkpoint.base_model import rfa_layers
+from hf_rfa.convert.checkpoint.loading import load_models
+from hf_rfa.convert.checkpoint.source import open_checkpoint
 from hf_rfa.convert.configuration import rfa_config
 from hf_rfa.convert.presets import with_preset
-from hf_rfa.convert.retrieval_heads import choose_retrieval_heads, exact_shares, repeated_passages
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.memory import cache_memory
 
@@ -83,7 +84,7 @@ def test_the_first_head_is_that_of_the_steepest_descent(decoder):
                 slopes[layer.rfa_layer_idx, head] = values[0] - values[1]
     inputs = {"input_ids": ids}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_rfa.convert.retrieval_heads.repeated_passages", lambda *args, **kwargs: (ids, scored))
+        patch.setattr("hf_rfa.convert.calibrate.retrieval_heads.repeated_passages", lambda *args, seed: (ids, scored))
         chosen = choose_retrieval_heads(model, base_model, inputs, 1, seed=0, on_head=lambda: None)
     assert chosen.heads[0] == min(slopes, key=slopes.get)
     assert all(parameter.requires_grad for parameter in model.parameters())

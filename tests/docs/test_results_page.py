@@ -8,7 +8,7 @@ import pytest
 
 from docs.make_pictures import EQUAL_BYTES, MEMORIES, PICTURES, RESULTS, TRAINED, main
 from hf_rfa.convert import ConversionOptions
-from hf_rfa.convert.checkpoint import open_checkpoint
+from hf_rfa.convert.checkpoint.source import open_checkpoint
 from hf_rfa.convert.presets import with_preset
 from tests.conftest import ROOT
 from tests.families import save_softmax_model

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from hf_rfa import InputError
-from hf_rfa.convert.checkpoint import open_checkpoint
+from hf_rfa.convert.checkpoint.source import open_checkpoint
 from hf_rfa.evaluation import perplexity
 from hf_rfa.evaluation.perplexity import perplexity_of, shown
 from hf_rfa.finetune.arguments import FinetuneArguments

@@ -11,7 +11,7 @@ from transformers import GPT2ForSequenceClassification
 
 from hf_rfa import RFABartForConditionalGeneration, RFAGPT2ForSequenceClassification, RFAGPT2LMHeadModel
 from hf_rfa.convert import convert
-from hf_rfa.convert.report import UNTRAINED
+from hf_rfa.convert.card import UNTRAINED
 from hf_rfa.evaluation.cards import record_result
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage

@@ -19,7 +19,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from hf_rfa.convert import InputError, convert
-from hf_rfa.convert.report import UNTRAINED
+from hf_rfa.convert.card import UNTRAINED
 from hf_rfa.finetune import recipe as recipe_module
 from hf_rfa.finetune import trainers
 from hf_rfa.finetune.data import joined_blocks

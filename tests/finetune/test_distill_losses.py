@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, TrainingArguments
 
-from hf_rfa.convert import activations
-from hf_rfa.convert.activations import LayerActivations
-from hf_rfa.convert.base_model import rfa_layers
+from hf_rfa.convert.calibrate import activations
+from hf_rfa.convert.calibrate.activations import LayerActivations
+from hf_rfa.convert.checkpoint.base_model import rfa_layers
 from hf_rfa.finetune import trainers
 from hf_rfa.finetune.data import PairCollator
 from hf_rfa.finetune.recipe import Stage

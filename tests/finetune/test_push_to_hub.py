@@ -17,8 +17,8 @@ from safetensors.torch import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_rfa.convert import convert
-from hf_rfa.convert.checkpoint import open_checkpoint
-from hf_rfa.convert.report import UNTRAINED, model_card
+from hf_rfa.convert.card import UNTRAINED, model_card
+from hf_rfa.convert.checkpoint.source import open_checkpoint
 from tests.conftest import copy_of
 from tests.training import save_checkpoints
 

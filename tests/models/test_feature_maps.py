@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_rfa.convert.attention_weights import log_attention_weights
-from hf_rfa.convert.calibration import _set_log_scale, fit_projection
+from hf_rfa.convert.calibrate.attention_weights import log_attention_weights
+from hf_rfa.convert.calibrate.calibration import _set_log_scale, fit_projection
 from hf_rfa.models.feature_maps import FEATURE_MAPS, EluMap, FeatureMap
 from hf_rfa.models.learned_feature_maps import ExponentialMap
 from hf_rfa.models.masking import group_queries, ungroup

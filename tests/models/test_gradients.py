@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from hf_rfa import RFAGPT2LMHeadModel
-from hf_rfa.convert.attention_weights import key_exponents
+from hf_rfa.convert.calibrate.attention_weights import key_exponents
 from hf_rfa.families import FAMILIES
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.feature_maps import FEATURE_MAPS

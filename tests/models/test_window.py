@@ -17,8 +17,8 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 from transformers.cache_utils import EncoderDecoderCache
 
-from hf_rfa.convert.activations import exact_tokens
-from hf_rfa.convert.attention_weights import log_attention_weights
+from hf_rfa.convert.calibrate.activations import exact_tokens
+from hf_rfa.convert.calibrate.attention_weights import log_attention_weights
 from hf_rfa.models.feature_maps import FEATURE_MAPS
 from hf_rfa.models.linear_attention import mask_padding
 from hf_rfa.models.masking import group_queries, join_heads, split_heads, ungroup

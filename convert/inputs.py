@@ -22,7 +22,7 @@ from hf_rfa.io.text_io import BLOCK_LENGTH, tokenize
 TEXT_TOKENS = 4096
 #: The same where there are slots: regression on as many inputs as a model is wide takes more tokens.
 SLOT_TEXT_TOKENS = 8192
-#: The same where features are fitted to it (`hf_rfa.convert.feature_fit`).
+#: The same where features are fitted to it (`hf_rfa.convert.calibrate.feature_fit`).
 FEATURE_TEXT_TOKENS = 65_536
 #: The most of a text that perplexities, layers and attention weights are measured on.
 MEASURED_TOKENS = 4096

@@ -30,11 +30,12 @@ from hf_rfa.models.exact_attention import Reading
 from hf_rfa.models.masking import group_queries, ungroup
 from hf_rfa.process_memory import give_back_memory
 
-from .base_model import rfa_layers
+from ..checkpoint.base_model import rfa_layers
+from ..checkpoint.loading import load_models
+from ..checkpoint.source import Checkpoint
+from ..inputs import Inputs
+from ..options import ConversionOptions
 from .calibration import ReusableCalibration, calibrate, reusable_calibration
-from .calibration_data import Inputs
-from .checkpoint import Checkpoint, load_models
-from .options import ConversionOptions
 
 #: Passages at the end of a block, and their length as a share of it.
 PASSAGES, PASSAGE_SHARE = 3, 3 / 32

@@ -24,8 +24,8 @@ from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.feature_maps import FeatureMap
 from hf_rfa.models.masking import split_heads
 
+from ..checkpoint.offload import tensor_of
 from .activations import LayerActivations
-from .offload import tensor_of
 
 #: Queries of a step of gradient descent, and rows that they are of.
 STEP_QUERIES, STEP_ROWS = 480, 6
@@ -73,7 +73,7 @@ class FarQueries(NamedTuple):
         Args:
             score: of all tokens, [n, H, T].
             slots: K.
-            softness: that of the choice, in nats (`hf_rfa.convert.importance`); 0 chooses as the memory does.
+            softness: that of the choice, in nats (`hf_rfa.convert.calibrate.importance`); 0 chooses as the memory does.
         """
         scores = score[:, :, None].masked_fill(~self.far[:, None], UNSEEN)  # [n, H, Q, T]
         best = scores.topk(slots + 1, dim=-1).values[..., -2:]

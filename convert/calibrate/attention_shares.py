@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..checkpoint.base_model import rfa_layers
 from .activations import capture_inputs, compare_weights, layer_activations
 from .attention_weights import tokens_of
-from .base_model import rfa_layers
 
 #: Tokens of a text whose attention is looked at: the weights take quadratic memory.
 LOOKED_AT = 1024

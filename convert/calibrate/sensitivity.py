@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION, AttentionKind
 from hf_rfa.models.masking import read_mask
 
-from .base_model import rfa_layers, share_weights
-from .calibration_data import Inputs, batches
+from ..checkpoint.base_model import rfa_layers, share_weights
+from ..inputs import Inputs, batches
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def measure_sensitivity(
 ) -> list[LayerSensitivity]:
     """Return the sensitivity of each RFA layer on inputs of both models, the most sensitive first.
 
-    ``on_batch`` is called for every batch (`hf_rfa.convert.calibration_data.batches`), once per layer.
+    ``on_batch`` is called for every batch (`hf_rfa.convert.inputs.batches`), once per layer.
     """
     layers = [(layer.rfa_kind, layer.rfa_layer_idx) for layer in rfa_layers(model).values()]
     variants = [_with_rfa_layers(model, {layer}) for layer in layers]

@@ -80,7 +80,7 @@ def give_back_after_blocks(model: nn.Module) -> None:
 
 
 def share_offloaded(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """Let a model read the tensors from disk that ``model`` reads; see `hf_rfa.convert.base_model.share_weights`."""
+    """Let a model read the tensors from disk that ``model`` reads; see `base_model.share_weights`."""
     if not hasattr(model, "hf_device_map"):
         return
     modules = dict(model.named_modules())

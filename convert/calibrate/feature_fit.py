@@ -1,6 +1,6 @@
 """Fit learned features to the output of a layer, beside its exact tokens, by gradient descent.
 
-The loss is the error of the layer's outputs at places past its memory (`hf_rfa.convert.far_outputs`): features stand for the
+The loss is the error of the layer's outputs at places past its memory (`far_outputs.py`): features stand for the
 tokens that are not seen exactly, in units of the softmax weights of the others. Heads in which they do not lower the error on
 held-out rows are closed.
 """

@@ -4,7 +4,7 @@ First a ridge regression. The target of a token, per key-value head, is the loga
 from the queries that have it behind their window. Squares, because an error of the output goes with the weight that is lost,
 and few large weights count more than many small ones. The input is the layer's.
 
-Then gradient descent on what matters, the error of the layer's outputs (`hf_rfa.convert.far_outputs`). Which tokens the slots
+Then gradient descent on what matters, the error of the layer's outputs (`far_outputs.py`). Which tokens the slots
 hold has no gradient, so that token j counts for query t by a share, where θ_t is between the K-th and the next score of those
 behind the window:
 

@@ -11,11 +11,11 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
 5. temperature: σ = τ per head, the τ of a grid whose attention weights have the least divergence from softmax.
 6. scale: the constant c of a head's exponents, so that the features of its median key have mass 1.
 7. importance: how much attention a token will get from far away, by its hidden state, where there are slots
-   (`hf_rfa.convert.importance`). It comes first.
+   (`hf_rfa.convert.calibrate.importance`). It comes first.
 8. window: the shift between the weights of exact tokens and of features, where both are kept, with the least error of a
    head's outputs. It may close the features: adding them to exact tokens is then no worse than these alone. Where training
    follows, which has to find them open, and for features with signs, it is the shift with the least divergence.
-   On a long text learned features are fitted to the outputs instead (`hf_rfa.convert.feature_fit`).
+   On a long text learned features are fitted to the outputs instead (`hf_rfa.convert.calibrate.feature_fit`).
 
 A head is a key-value head here, and its queries are those of all query heads that share it.
 
@@ -41,6 +41,8 @@ from hf_rfa.models.gate import Gate
 from hf_rfa.models.projected_feature_maps import PositiveMap, ProjectedFeatureMap
 from hf_rfa.process_memory import give_back_memory
 
+from ..checkpoint.base_model import rfa_layers
+from ..inputs import Inputs, batches
 from .activations import (
     LayerActivations,
     LayerInputs,
@@ -52,8 +54,6 @@ from .activations import (
     visit_layers,
 )
 from .attention_weights import ExactTokens, key_exponents
-from .base_model import rfa_layers
-from .calibration_data import Inputs, batches
 from .far_outputs import FarText, output_root
 from .feature_fit import fit_features
 from .importance import refine_importance, regress_importance

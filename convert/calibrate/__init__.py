@@ -1,0 +1,1 @@
+"""Calibration on the softmax model's own activations, and what else is measured on them."""
