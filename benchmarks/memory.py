@@ -139,8 +139,8 @@ def score(model: PreTrainedModel, blocks: Tensor) -> dict[str, Any]:
     start = time.perf_counter()
     scores = score_tokens(model, Rows(blocks, scored))
     seconds = time.perf_counter() - start
-    bucket = torch.arange(blocks.shape[1]) // BUCKET
-    by_position = [math.exp(scores.among(scored & (bucket == each)).mean_nats) for each in bucket.unique()]
+    buckets = zip(scores.nats.sum(0).split(BUCKET), scored.sum(0).split(BUCKET), strict=True)
+    by_position = [math.exp(nats.sum() / counted.sum()) for nats, counted in buckets]
     return {"perplexity": math.exp(scores.mean_nats), "by_position": by_position, "seconds": seconds}
 
 

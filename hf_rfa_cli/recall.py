@@ -17,10 +17,7 @@ TEXT_TOKENS = 200_000
 
 def recall_command(
     model: Model,
-    text: Annotated[
-        Path | None,
-        typer.Argument(callback=text_file, help="Text, for the probes that need one: as for hf-rfa evaluate."),
-    ] = None,
+    text: Annotated[Path, typer.Argument(callback=text_file, help="Text, as for hf-rfa evaluate.")],
     teacher: Annotated[str | None, typer.Option(help="Softmax model that it was made from, to compare with.")] = None,
     control: Annotated[
         list[str] | None,
@@ -45,7 +42,7 @@ def recall_command(
     dtype: ModelDtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Measure what perplexity hides: recall, copying, needles, generation."""
+    """Measure what perplexity hides: text said again, and needles in a text."""
     controls = _views(control or [])
     starting(f"measuring the recall of {model}")
     from hf_rfa.evaluation.cards import check_recordable
@@ -59,18 +56,18 @@ def recall_command(
     for place, name in product((output, folder), FILES):
         if place is not None and place.exists():
             check_file(place / name)
-    documents = None if text is None else list(read_documents(text))
+    documents = list(read_documents(text))
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     softmax = None
     if teacher is not None:
         softmax, _ = load_model(teacher, need_tokenizer=False, dtype=dtype, device=device)
-    ids = None if documents is None else tokenize(tokenizer, documents, most=TEXT_TOKENS, end=document_end)
+    ids = tokenize(tokenizer, documents, most=TEXT_TOKENS, end=document_end)
     with shown_count("measuring recall") as progress:
         report = recall_suite(
             loaded,
             tokenizer,
+            ids,
             teacher=softmax,
-            text=ids,
             controls=controls,
             max_length=max_length,
             effort=QUICK if quick else FULL,
@@ -78,15 +75,12 @@ def recall_command(
             progress=progress,
         )
     console.print(report_table(report))
-    for probe, reason in report.skipped.items():
-        console.print(f"left out: {probe} ({reason})")
     console.print(f"protocol: {report.protocol}", soft_wrap=True)
-    data = None if text is None else text.name
     if output is not None:
-        write_report(report, output, data=data)
+        write_report(report, output, data=text.name)
         console.print(f"written: recall.json, recall.md and recall.png in {output}")
     if folder is not None:
-        write_report(report, folder, data=data, card=True)
+        write_report(report, folder, data=text.name, card=True)
 
 
 def _views(controls: list[str]) -> list[tuple[int, int]] | None:

@@ -42,7 +42,7 @@ main()
         (["finetune", "--help"], "listing the options"),
         (["evaluate", "a", DEMO_TEXT], f"evaluating a on {DEMO_TEXT}"),
         (["score", "a", DEMO_TEXT], f"scoring a on {DEMO_TEXT}"),
-        (["recall", "a"], "measuring the recall of a"),
+        (["recall", "a", DEMO_TEXT], "measuring the recall of a"),
         (["generate", "a", "--prompt", "x"], "loading a"),
         (["bench", "--model", "a", "--task", "prefill"], "timing a (prefill)"),
     ],

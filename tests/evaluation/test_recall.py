@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BartForConditionalGeneration,
@@ -24,23 +25,15 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache
 
+from hf_rfa import bench
 from hf_rfa.convert import convert
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation import perplexity
 from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.evaluation.recall import Effort, recall_suite, window_and_sinks
-from hf_rfa.evaluation.recall.generation import agreement, continuations, repeated_ngrams
-from hf_rfa.evaluation.recall.probes import (
-    DEPTHS,
-    Texts,
-    needle,
-    noise,
-    phone_book,
-    random_tokens,
-    repeated,
-    seen_bigrams,
-)
+from hf_rfa.evaluation.recall.probes import DEPTHS, blocks, needle, repeated
 from hf_rfa.evaluation.recall.scoring import Rows, score_tokens
-from hf_rfa.evaluation.recall.suite import check_model, make_probes, run_probe
+from hf_rfa.evaluation.recall.suite import Probe, check_model, make_probes, run_probe
 from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.cache_names import cache_argument
 from tests.conftest import DEMO_MODEL, DEMO_TEXT, leftovers, shared, tiny_parent_config, tiny_seq2seq_config
@@ -55,7 +48,7 @@ FIGURES = {
     (64, 4): (30.6, 0.37),
     (128, 4): (27.3, 0.39),
 }
-SMALL = Effort(text_tokens=256, repeated_tokens=256, books=4, needles=2, prompts=2, new_tokens=8, every=2)
+SMALL = Effort(repeated_tokens=256, needles=2, every=2)
 
 
 class Oracle(nn.Module):
@@ -101,87 +94,64 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def texts(tokenizer) -> Texts:
-    return Texts(tokenizer)
+def text() -> Tensor:
+    """Tokens each of which occurs once."""
+    return torch.tensor(Random(1).sample(range(3000), 1200))
 
 
-def all_probes(tokenizer, text=None):
-    return make_probes(tokenizer, 256, text, SMALL, 0)[0]
+def all_probes(tokenizer, text, seed=0):
+    return list(make_probes(tokenizer, 256, text, SMALL, seed))
 
 
 @pytest.mark.parametrize("view", [None, 40])
-def test_an_oracle_scores_as_far_as_it_sees(tokenizer, view):
+def test_an_oracle_scores_as_far_as_it_sees(tokenizer, text, view):
     """With all in view everything that was said before is recalled; with 40 tokens what lies within them, exactly."""
-    text = torch.tensor(Random(1).sample(range(3000), 2200))
     probes = all_probes(tokenizer, text)
-    again, needles = {"random tokens again", "text again"}, {"needle in noise", "needle in text"}
-    assert {probe.probe for probe in probes} == again | needles | {"phone book", "text"}
+    assert {(probe.name, probe.length) for probe in probes} == {("text again", 128), ("needle in text", 256)}
+    short = Probe("text again", 32, None, repeated(text[None, :32]))
     oracle = Oracle(len(tokenizer), view)
-    for probe in probes:
-        figure = next(run_probe(oracle, probe))
-        if probe.probe == "text":
-            assert figure.accuracy is None
-        elif view is None:
-            unsure = probe.probe == "random tokens again"  # the same token may be drawn twice
-            assert figure.accuracy >= 1.0 - 0.02 * unsure, probe
-        elif probe.probe in again:  # a token stands one length before its copy, after the one that it follows
-            length = int(probe.setting.split()[0])
-            assert figure.accuracy > 0.97 if length < view else figure.accuracy < 0.1, probe
-        elif probe.probe in needles:
-            near = probe.rows.ids.shape[1] * (1 - float(probe.setting.split("depth ")[1])) < view / 2
-            assert figure.accuracy == float(near), probe
+    for probe in [short, *probes]:
+        figure = run_probe(oracle, probe)
+        if view is None:
+            assert figure.accuracy == 1, probe
+        elif probe.depth is None:  # a token stands one length before its copy, after the one that it follows
+            assert figure.accuracy > 0.97 if probe.length < view else figure.accuracy < 0.1, probe
+        else:
+            assert figure.accuracy == float(probe.length * (1 - probe.depth) < view / 2), probe
 
 
-def test_a_guess_scores_chance(texts):
-    """Of ten digits a guess has one in ten, and a whole number of three has one in a thousand or so."""
-    digits = [texts.ids(f" {number}") for number in range(10)]
-    guess = Guess(len(texts.tokenizer), None)
-    rows = repeated(random_tokens([each[-1] for each in digits], 100, 20, Random(0)))
-    chance = score_tokens(guess, rows).accuracy
-    assert chance == pytest.approx(1 / len(texts.tokenizer), abs=0.01)
-    assert score_tokens(guess, phone_book(texts, 5, 50, Random(0))).answers().accuracy <= 0.02
-
-
-def test_a_phone_book_asks_for_the_number_of_one_of_its_lines(texts):
-    rows = phone_book(texts, 7, 30, Random(3))
-    for ids, scored in zip(rows.ids, rows.scored, strict=True):
-        text, answer = texts.tokenizer.decode(ids[: scored.nonzero().max() + 1]), texts.tokenizer.decode(ids[scored])
-        book, asked = text.split("\n\n")
-        lines, (*examples, question) = book.split("\n"), asked.split("\n")
-        assert len(set(lines)) == 7
-        assert question in lines
-        assert question.endswith(f":{answer}")
-        assert question not in examples
-        assert len(examples) == 2
-        assert set(examples) <= set(lines)
-        assert 100 <= int(answer) <= 999
+def test_a_guess_scores_chance(tokenizer, text):
+    """A whole number of three digits has one chance in a thousand or so, and a token one in the vocabulary."""
+    guess = Guess(len(tokenizer), None)
+    assert score_tokens(guess, repeated(text[:1000].view(10, 100))).accuracy < 0.01
+    rows = needle(tokenizer, text.tolist(), 100, 0.5, 50, Random(0))
+    assert score_tokens(guess, rows).answers().accuracy <= 0.02
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_needle_stands_at_its_depth(texts, depth):
+def test_a_needle_stands_at_its_depth(tokenizer, depth):
+    def ids(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
     length = 200
-    rows = needle(texts, noise(texts, length, Random(0)), length, depth, 3, Random(depth))
+    rows = needle(tokenizer, ids("The river is wide. The wind is cold. " * 20), length, depth, 3, Random(depth))
     assert rows.ids.shape[1] == pytest.approx(length, abs=2)
-    for ids, scored in zip(rows.ids, rows.scored, strict=True):
+    for row, scored in zip(rows.ids, rows.scored, strict=True):
         end = int(scored.nonzero().max()) + 1
-        text, answer = texts.tokenizer.decode(ids[:end]), texts.tokenizer.decode(ids[scored])
+        text, answer = tokenizer.decode(row[:end]), tokenizer.decode(row[scored])
         sentence = text[text.rindex("The secret") :]
         assert text.count(sentence) == 2
         assert sentence.endswith(answer)
-        before = len(texts.ids(text[: text.index("The secret")]))
-        assert before / (end - 2 * len(texts.ids(sentence))) == pytest.approx(depth, abs=0.03)
+        assert 100 <= int(answer) <= 999
+        before = len(ids(text[: text.index("The secret")]))
+        assert before / (end - 2 * len(ids(sentence))) == pytest.approx(depth, abs=0.03)
 
 
-def test_seen_bigrams_are_those_that_occurred_before():
-    ids = torch.tensor([[1, 2, 3, 1, 2, 2, 3, 3]])
-    assert seen_bigrams(ids).tolist() == [[False, False, False, False, True, False, True, False]]
-
-
-def test_a_seed_gives_the_same_rows(tokenizer):
-    first, again = all_probes(tokenizer), all_probes(tokenizer)
-    other = make_probes(tokenizer, 256, None, SMALL, 1)[0]
-    assert all(torch.equal(one.rows.ids, two.rows.ids) for one, two in zip(first, again, strict=True))
-    assert not any(torch.equal(one.rows.ids, two.rows.ids) for one, two in zip(first, other, strict=True))
+def test_a_seed_gives_the_same_needles(tokenizer, text):
+    first, again, other = (all_probes(tokenizer, text, seed) for seed in (0, 0, 1))
+    for one, two, different in zip(first, again, other, strict=True):
+        assert torch.equal(one.rows.ids, two.rows.ids)
+        assert torch.equal(one.rows.ids, different.rows.ids) == (one.depth is None)  # what is repeated is not drawn
 
 
 @torch.no_grad()
@@ -196,8 +166,6 @@ def test_scores_are_those_of_the_logits():
     assert score.mean_nats == pytest.approx(float(nats[scored[:, 1:]].mean()), rel=1e-5)
     right = log_probs.argmax(-1) == ids[:, 1:]
     assert score.accuracy == pytest.approx(float(right[scored[:, 1:]].double().mean()))
-    half = score.among(ids < 30)
-    assert half.mean_nats == pytest.approx(float(nats[(scored & (ids < 30))[:, 1:]].mean()), rel=1e-5)
 
 
 def test_likelihoods_that_are_not_finite_are_an_error():
@@ -253,21 +221,7 @@ def test_models_that_would_not_notice_the_window_are_refused():
             pass
 
 
-# Generation, memory
-
-
-def test_generation_figures():
-    assert agreement(torch.tensor([[1, 2, 3], [1, 2, 3]]), torch.tensor([[1, 2, 4], [0, 2, 3]])) == 1.0
-    assert repeated_ngrams(torch.tensor([[1, 2, 3, 4, 1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8]])) == pytest.approx(0.1)
-    model = GPT2LMHeadModel(tiny_parent_config()).eval()
-    prompts = torch.randint(0, 61, (2, 10))
-    ids = prompts
-    for _ in range(6):
-        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(continuations(model, prompts, 6), ids[:, 10:])
-    one, same, other = (continuations(model, prompts, 6, seed=seed) for seed in (3, 3, 4))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
+# The suite
 
 
 def test_memory_is_that_of_the_cache():
@@ -286,20 +240,13 @@ def test_memory_is_that_of_the_cache():
         assert memory.worth(parent, 100) == pytest.approx((memory.fixed + 100 * memory.per_token) / 384)
 
 
-# The suite
-
-
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    """The suite on the demo's model, converted, with its teacher."""
-    folder = tmp_path_factory.mktemp("recall") / "converted"
-    convert(DEMO_MODEL, folder, preset="rfa", window_size=8)
-    model, teacher = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (folder, DEMO_MODEL))
-    text = torch.randint(0, 256, (2200,), generator=torch.Generator().manual_seed(0))
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+def report(tokenizer, text):
+    """The suite on a model of the demo's shape, with its teacher."""
+    teacher, model = bench.pair(AutoConfig.from_pretrained(DEMO_MODEL), 1024, window_size=8)
 
     def run(**options):
-        return recall_suite(model, tokenizer, teacher=teacher, text=text, effort=SMALL, max_length=256, **options)
+        return recall_suite(model, tokenizer, text, teacher=teacher, effort=SMALL, max_length=256, **options)
 
     return run, run(), model, teacher
 
@@ -313,7 +260,6 @@ def test_the_suite_compares_with_the_teacher_and_a_window_of_the_same_bytes(repo
     assert control.num_bytes == pytest.approx(own.num_bytes, abs=cache_memory(teacher).per_token / 2)
     assert own.memory == cache_memory(model)
     assert own.worth == pytest.approx(cache_memory(model).worth(cache_memory(teacher), 0))
-    assert softmax.agreement == SMALL.new_tokens
     assert all(math.isfinite(figure.nats) for column in results.columns for figure in column.figures)
     assert len({len(column.figures) for column in results.columns}) == 1
 
@@ -333,35 +279,25 @@ def test_other_controls_may_be_asked_for(report):
     assert narrow.figures != softmax.figures
 
 
-def test_without_a_text_its_probes_are_left_out(report, tokenizer):
-    *_, teacher = report
-    results = recall_suite(teacher, tokenizer, effort=SMALL, max_length=256)
-    missing = dict.fromkeys(("text again", "needle in text", "text", "generation"), "no text was given")
-    assert results.skipped == missing | {"phone book, 40 entries": "389 tokens, but only 256 positions"}
-    probes = {figure.probe for figure in results.columns[0].figures}
-    assert probes == {"random tokens again", "phone book", "needle in noise"}
-
-
-def test_without_a_teacher_no_memory_is_counted_in_its_tokens(tokenizer, tmp_path):
+def test_without_a_teacher_no_memory_is_counted_in_its_tokens(tokenizer, text):
     """Of a model that grows too: its tokens are not those of the softmax model."""
-    convert(DEMO_MODEL, tmp_path / "grows", preset="rfa", window_size=8, keep_softmax=1)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "grows", dtype=torch.float32)
-    (own,) = recall_suite(model, tokenizer, effort=SMALL, max_length=256).columns
+    _, model = bench.pair(AutoConfig.from_pretrained(DEMO_MODEL), 1024, window_size=8, softmax_layers=[1])
+    (own,) = recall_suite(model, tokenizer, text, effort=Effort(64, 1, 9), max_length=128).columns
     assert own.memory.per_token > 0
     assert own.worth is None
 
 
 def test_rows_may_be_longer_than_the_positions_of_a_model_without_end():
     model = make("llama", {"feature_map": "none", "window_size": 6, "max_distance": 24, "distance_step": 8})
-    assert check_model(model, object(), None, 500) == 500
+    assert check_model(model, None, 500) == 500
     with pytest.raises(InputError, match=r"has 96 positions, but .* at least 128 tokens.* Ask for such a length"):
-        check_model(model, object(), None, None)
+        check_model(model, None, None)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer": None}, "needs the model's tokenizer"),
+        ({"text": torch.arange(900)}, "the text has 900 tokens, but the recall suite needs 1,024"),
         ({"max_length": 100}, "at least 128 tokens"),
         ({"max_length": 10**6}, "the tokens of a row are 1000000, but this model has"),
         ({"teacher": GPT2LMHeadModel(tiny_parent_config())}, "do not belong together"),
@@ -369,17 +305,17 @@ def test_rows_may_be_longer_than_the_positions_of_a_model_without_end():
         ({"model": BartForConditionalGeneration(tiny_seq2seq_config("bart"))}, "use hf-rfa score"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(report, tokenizer, change, message):
+def test_what_cannot_be_measured_is_refused(report, tokenizer, text, change, message):
     with pytest.raises(InputError, match=message):
-        recall_suite(**({"model": report[3], "tokenizer": tokenizer, "effort": SMALL} | change))
+        recall_suite(**({"model": report[3], "tokenizer": tokenizer, "text": text, "effort": SMALL} | change))
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--control", "3x"], r"such as 64 or 60\+4"),
+        (["--control", "3x", DEMO_TEXT], r"such as 64 or 60\+4"),
         (["--document-end", "<nope>", DEMO_TEXT], "no token '<nope>'"),
-        (["--output", DEMO_TEXT], "cannot write to .*heldout.txt.gz"),
+        (["--output", DEMO_TEXT, DEMO_TEXT], "cannot write to .*heldout.txt.gz"),
     ],
 )
 def test_a_command_that_cannot_be_run_says_so(words, message, run_cli, capsys):
@@ -414,13 +350,10 @@ def test_the_figures_of_a_real_model_under_windows_and_sinks(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     text = tokenize(tokenizer, read_documents(shared("data/enwiki/valid.jsonl.gz")), most=8192, end="<|endoftext|>")
-    effort = Effort(text_tokens=4096, repeated_tokens=2048, books=1, needles=1, prompts=1, new_tokens=1, every=1)
-    probes, _ = make_probes(tokenizer, 1024, text, effort, 0)
-    chosen = {"text": "context 1024", "text again": "256 tokens"}
-    rows = {probe.probe: probe for probe in probes if chosen.get(probe.probe) == probe.setting}
+    again = repeated(blocks(text, 1024, 4).ids[:, :256])
     found = {}
     for view in FIGURES:
         with nullcontext() if view is None else window_and_sinks(model, *view):
-            perplexity, again = (next(run_probe(model, rows[name])) for name in chosen)
-        found[view] = (round(math.exp(perplexity.nats), 1), round(again.accuracy, 2))
+            result = perplexity(model, text[:4096], context_length=1024)
+            found[view] = (round(result.perplexity, 1), round(score_tokens(model, again).accuracy, 2))
     assert found == FIGURES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +11,6 @@ from matplotlib.figure import Figure as Picture
 from rich.table import Table
 
 from hf_rfa.evaluation.cards import RECALL_HEADING, load_card, markdown_table, replace_section
-from hf_rfa.evaluation.perplexity import perplexity_of, shown
 from hf_rfa.io.atomic_io import folder_beside, new_file
 
 from .suite import Column, Figure, RecallReport
@@ -21,17 +19,13 @@ from .suite import Column, Figure, RecallReport
 FILES = ("recall.json", "recall.png", "recall.md")
 #: What the numbers of the table are.
 LEGEND = (
-    "text: perplexity, of all tokens, of those whose bigram occurred before in the row, and of the others. All else: % of "
-    "the tokens, of the numbers in the phone book or of the needles that the model gives the highest probability, and in "
-    "brackets nats per token, or per number."
+    "Percent of the tokens of a text that is said again, or of the needles' numbers, that the model gives the highest "
+    "probability, and in brackets nats per token, or per number. A guess gets one of 900 numbers."
 )
 #: Panels of the picture, by title: a probe, and whether it is drawn against depth instead of length.
 PANELS = {
-    "perplexity by context": ("text", False),
-    **{
-        f"{probe}: % right by length": (probe, False)
-        for probe in ("random tokens again", "text again", "phone book", "needle in text")
-    },
+    "text again: % right by length": ("text again", False),
+    "needle in text: % right by length": ("needle in text", False),
     "needle in text: % right by depth": ("needle in text", True),
 }
 
@@ -45,41 +39,26 @@ def report_rows(report: RecallReport) -> list[list[str]]:
 
 def _cells(column: Column) -> dict[str, str]:
     """Return the texts of a column by the names of the table's rows; one that says nothing is empty."""
-    memory, nats = column.memory, column.teacher_nats
+    memory = column.memory
     sizes = (memory.state, memory.window, memory.sinks, memory.slots, memory.retrieval)
     others = sum(size * most for size, most in memory.sliding) + memory.recurrent
-    by_setting: dict[str, list[Figure]] = {}
+    by_length: dict[str, list[Figure]] = {}
     for figure in column.figures:
-        chance = "" if figure.chance is None else f" (chance {100 * figure.chance:.2g} %)"
-        name = f"{figure.probe}, {figure.setting.split(', depth')[0]}{chance}"
-        by_setting.setdefault(name, []).append(figure)
+        by_length.setdefault(f"{figure.probe}, {figure.length} tokens", []).append(figure)
     return {
         "cache, bytes": f"{column.num_bytes:,}",
         "of it state + window + sinks + slots + retrieval heads": " + ".join(f"{size:,}" for size in sizes),
         "of it sliding and recurrent layers, at most": f"{others:,}" if others else "",
-        "cache, tokens of the teacher's": _number(column.worth, ",.0f"),
-        **{name: _cell(figures) for name, figures in by_setting.items()},
-        "greedy tokens like the teacher's": _number(column.agreement, ".1f"),
-        "teacher's perplexity of what it writes": "" if nats is None else shown(perplexity_of(nats), 1),
-        "4-grams written again": _number(column.repeated, ".1%"),
+        "cache, tokens of the teacher's": "" if column.worth is None else f"{column.worth:,.0f}",
+        **{
+            name: f"{_percent(figures):.1f} ({fmean(figure.nats for figure in figures):.2f})"
+            for name, figures in by_length.items()
+        },
     }
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _cell(figures: list[Figure]) -> str:
-    """Return perplexity for text, and else accuracy in percent with nats."""
-    if figures[0].accuracy is None:
-        return shown(_value(figures))
-    return f"{_value(figures):.1f} ({fmean(figure.nats for figure in figures):.2f})"
-
-
-def _value(figures: list[Figure]) -> float:
-    """Return perplexity for text, and else accuracy in percent."""
-    shares = [figure.accuracy for figure in figures if figure.accuracy is not None]
-    return 100 * fmean(shares) if shares else perplexity_of(fmean(figure.nats for figure in figures))
+def _percent(figures: list[Figure]) -> float:
+    return 100 * fmean(figure.accuracy for figure in figures)
 
 
 def report_table(report: RecallReport) -> Table:
@@ -91,34 +70,30 @@ def report_table(report: RecallReport) -> Table:
 
 
 def draw_report(report: RecallReport, path: Path) -> None:
-    """Draw perplexity and recall against distance to a PNG file, a line per model."""
-    picture = Picture(figsize=(13, 7))  # no pyplot: a notebook's backend is not ours to change
-    for panel, (title, (probe, by_depth)) in zip(picture.subplots(2, 3).flat, PANELS.items(), strict=True):
+    """Draw recall against distance to a PNG file, a line per model."""
+    picture = Picture(figsize=(13, 3.8))  # no pyplot: a notebook's backend is not ours to change
+    for panel, (title, (probe, by_depth)) in zip(picture.subplots(1, 3), PANELS.items(), strict=True):
         for column in report.columns:
             points: dict[float, list[Figure]] = {}
             for figure in column.figures:
-                if figure.probe == probe and not figure.setting.endswith(("seen bigrams", "others")):
-                    numbers = re.findall(r"[\d.]+", figure.setting)  # of tokens or entries, and the depth
-                    points.setdefault(float(numbers[-1 if by_depth else 0]), []).append(figure)
-            if points:
-                values = [_value(points[number]) for number in sorted(points)]
-                panel.plot(sorted(points), values, "o-", ms=3, label=column.name)
-        if not panel.has_data():
-            panel.text(0.5, 0.5, "not measured", ha="center", transform=panel.transAxes)
-        elif not by_depth:
+                if figure.probe == probe:
+                    place = figure.depth if by_depth and figure.depth is not None else figure.length
+                    points.setdefault(place, []).append(figure)
+            values = [_percent(points[place]) for place in sorted(points)]
+            panel.plot(sorted(points), values, "o-", ms=3, label=column.name)
+        if not by_depth:
             panel.set_xscale("log", base=2)
-        if probe != "text":
-            panel.set_ylim(-3, 103)
+        panel.set_ylim(-3, 103)
         panel.set_title(title, fontsize=9)
         panel.tick_params(labelsize=7)
         panel.grid(alpha=0.3)
-    lines, names = picture.axes[1].get_legend_handles_labels()
+    lines, names = picture.axes[0].get_legend_handles_labels()
     picture.legend(lines, names, loc="lower center", ncols=len(report.columns), fontsize=8)
-    picture.tight_layout(rect=(0, 0.05, 1, 1))
+    picture.tight_layout(rect=(0, 0.08, 1, 1))
     picture.savefig(path, dpi=130)
 
 
-def write_report(report: RecallReport, folder: Path, *, data: str | None = None, card: bool = False) -> None:
+def write_report(report: RecallReport, folder: Path, *, data: str, card: bool = False) -> None:
     """Write a report as JSON, as a picture, and as a table in Markdown or in a checkpoint's model card.
 
     Args:
@@ -134,10 +109,9 @@ def write_report(report: RecallReport, folder: Path, *, data: str | None = None,
         draw_report(report, beside / "recall.png")
         (beside / "recall.png").replace(folder / "recall.png")
     table = markdown_table(["", *(column.name for column in report.columns)], report_rows(report))
-    left_out = "".join(f" Left out: {name} ({why})." for name, why in report.skipped.items())
     text = (
-        f"![recall](recall.png)\n\n{table}\n\n{LEGEND[0].upper()}{LEGEND[1:]} Protocol: {report.protocol}.{left_out}\n\n"
-        f"{'' if data is None else f'Text: {data}. '}`recall.json` has the needles by depth.\n"
+        f"![recall](recall.png)\n\n{table}\n\n{LEGEND} Protocol: {report.protocol}.\n\n"
+        f"Text: {data}. `recall.json` has the needles by depth.\n"
     )
     if card:
         model_card = load_card(folder)

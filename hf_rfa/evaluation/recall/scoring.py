@@ -6,18 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.perplexity import nats_of_labels
 
 #: Tokens that a model reads at once, unless a row alone is longer.
 BATCH_TOKENS = 4096
 #: Logits that are held at once, unless those of a row alone are more.
 BATCH_LOGITS = 2**26
-#: Logits of which the softmax is computed at once.
-SOFTMAX_LOGITS = 2**24
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,6 @@ class TokenScores:
         parts = self.nats.sum(1), (self.correct | ~self.scored).all(1), self.scored.any(1)
         return TokenScores(*(part[:, None] for part in parts))
 
-    def among(self, chosen: Tensor) -> TokenScores:
-        """Return the scores of the scored tokens that are chosen as well, [N, T]."""
-        chosen = chosen & self.scored
-        return TokenScores(self.nats * chosen, self.correct & chosen, chosen)
-
 
 @torch.no_grad()
 def score_tokens(model: PreTrainedModel, rows: Rows) -> TokenScores:
@@ -96,11 +89,8 @@ def _score_batch(model: PreTrainedModel, ids: Tensor, scored: Tensor) -> tuple[T
     before = (columns - 1).to(model.device)
     logits = model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=before).logits  # [N, C, V]
     targets = ids[:, columns].to(logits.device)
-    step = max(1, SOFTMAX_LOGITS // (logits.shape[0] * logits.shape[2]))
-    pairs = list(zip(logits.split(step, 1), targets.split(step, 1), strict=True))
-    losses = [F.cross_entropy(part.float().mT, target, reduction="none") for part, target in pairs]
-    hits = [part.argmax(-1) == target for part, target in pairs]
+    losses = torch.stack([nats_of_labels(*row) for row in zip(logits, targets, strict=True)])
     nats = torch.zeros(ids.shape, dtype=torch.float64)
     correct = torch.zeros(ids.shape, dtype=torch.bool)
-    nats[:, columns], correct[:, columns] = torch.cat(losses, 1).double().cpu(), torch.cat(hits, 1).cpu()
+    nats[:, columns], correct[:, columns] = losses.double().cpu(), (logits.argmax(-1) == targets).cpu()
     return nats.where(scored, 0.0), correct & scored
