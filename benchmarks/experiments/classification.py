@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
+from transformers import AutoTokenizer, pipeline
+
+import hf_rfa  # noqa: F401  # registers the RFA models
+from hf_rfa.inference.devices import find_device
 
 
-@torch.no_grad()
-def accuracy(
-    model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], batch: int, *, max_length: int | None = None
-) -> float:
+def accuracy(folder: Path, rows: Sequence[dict[str, Any]], batch: int, *, max_length: int | None = None) -> float:
     """Return the share of rows with a "text" and a "label" that are classified rightly.
 
     Args:
-        model: for sequence classification.
-        tokenizer: its tokenizer.
+        folder: of a model for sequence classification, with its tokenizer.
         rows: the texts with their labels.
         batch: texts at a time.
         max_length: tokens to which texts are cut, or None to cut none.
     """
-    right = 0
-    for start in range(0, len(rows), batch):
-        few = rows[start : start + batch]
-        inputs = tokenizer(
-            [row["text"] for row in few],
-            truncation=max_length is not None,
-            max_length=max_length,
-            padding=True,
-            return_tensors="pt",
-        ).to(model.device)
-        answers = model(**{key: inputs[key] for key in ("input_ids", "attention_mask")}).logits.argmax(-1).tolist()
-        pairs = zip(answers, few, strict=True)
-        right += sum(model.config.id2label[answer] == str(row["label"]) for answer, row in pairs)
-    return right / len(rows)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    classify = pipeline("text-classification", str(folder), tokenizer=tokenizer, device=find_device("auto"))
+    texts = [row["text"] for row in rows]
+    answers = classify(texts, batch_size=batch, truncation=max_length is not None, max_length=max_length)
+    return sum(answer["label"] == str(row["label"]) for answer, row in zip(answers, rows, strict=True)) / len(rows)

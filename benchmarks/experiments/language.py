@@ -2,8 +2,7 @@
 
 ``--data`` is a folder with ``train.jsonl.gz`` and ``valid.jsonl.gz``, an article a line in the field "text"; ``--tokenizer``
 a folder with a tokenizer. Quality is perplexity in blocks as long as those of the training, and two and four times as long,
-which are read in pieces of that length with the state carried from piece to piece. Rows with gates of a fixed time scale are
-for the chart of `benchmarks.experiments.gate`.
+which are read in pieces of that length with the state carried from piece to piece.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_rfa  # noqa: F401  # registers the RFA models
@@ -22,10 +20,8 @@ from hf_rfa.inference.devices import find_device
 from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
-from .charts import draw_losses
 from .experiment import Column, Experiment, Options
-from .gate import draw_gates, gate_settings
-from .rows import COLORS, FIXED_GATES
+from .rows import USUAL
 
 FILES = {"train": "train.jsonl.gz", "evaluate": "valid.jsonl.gz"}
 #: Tokens of the text that are scored, and how many times the length of the training its blocks have.
@@ -67,26 +63,9 @@ def chance(options: Options) -> dict[str, float]:
     return {"perplexity": float(torch.exp(-(shares * shares.log()).sum()))}
 
 
-def draw(whole: dict[str, Any], path: Path) -> None:
-    """Draw the training losses, and perplexity by length; and the chart of the gates."""
-    figure = Figure(figsize=(9, 3.6), layout="tight")
-    left, right = figure.subplots(1, 2)
-    draw_losses(left, whole)
-    for row, runs in whole["rows"].items():
-        for each in runs:
-            found = [(times, each["values"].get(f"perplexity_{times}")) for times in TIMES]
-            right.plot(*zip(*[pair for pair in found if pair[1]], strict=True), "o-", color=COLORS[row], markersize=4)
-    right.set_xscale("log", base=2)
-    right.set_xticks(TIMES, [f"{times} ×" for times in TIMES])
-    right.set(xlabel="length, of that of the training", ylabel="perplexity")
-    right.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
-    draw_gates(path.parent)
-
-
 EXPERIMENT = Experiment(
     recipe="wikitext103-scratch",
-    rows=("softmax", "RFA-Gaussian", "RFA-arccos", "RFA-Gate-Gaussian", "elu", *FIXED_GATES),
+    rows=USUAL,
     columns=(
         Column("perplexity_1", "perplexity", ".1f", "perplexity"),
         *(Column(f"perplexity_{times}", f"… {times} times as long", ".1f") for times in TIMES[1:]),
@@ -94,7 +73,5 @@ EXPERIMENT = Experiment(
     prepare=prepare,
     measure=measure,
     chance=chance,
-    draw=draw,
-    settings=gate_settings,
     constants={"scored_tokens": TOKENS},
 )

@@ -11,15 +11,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-import hf_rfa  # noqa: F401  # registers the RFA models
-
 from ..synthetic import listops
-from .charts import draw_losses, mark_values
 from .classification import accuracy
 from .experiment import Column, Experiment, Options
+from .rows import USUAL
 
 #: Least and most symbols of the expressions to train on, and of those held out.
 LENGTHS, TWICE = (4, 16), (17, 32)
@@ -52,9 +47,7 @@ def prepare(data: Path | None, work: Path) -> Options:
 
 def measure(folder: Path, options: Options) -> dict[str, float]:
     """Return the share of right values, at the lengths of the training and at twice these."""
-    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return {name: accuracy(model, tokenizer, held_out(lengths), BATCH) for name, lengths in RANGES.items()}
+    return {name: accuracy(folder, held_out(lengths), BATCH) for name, lengths in RANGES.items()}
 
 
 def chance(options: Options) -> dict[str, float]:
@@ -63,20 +56,9 @@ def chance(options: Options) -> dict[str, float]:
     return {name: max(count.values()) / count.total() for name, count in counts.items()}
 
 
-def draw(whole: dict[str, Any], path: Path) -> None:
-    """Draw the training losses, and accuracy by length."""
-    figure = Figure(figsize=(9, 3.6), layout="tight")
-    left, right = figure.subplots(1, 2)
-    draw_losses(left, whole)
-    mark_values(right, whole, list(RANGES))
-    right.set_xticks([0, 1], [f"{least} to {most} symbols" for least, most in (LENGTHS, TWICE)])
-    right.set(ylabel="accuracy", ylim=(0, 1))
-    figure.savefig(path, dpi=130)
-
-
 EXPERIMENT = Experiment(
     recipe="listops-short",
-    rows=("softmax", "RFA-Gaussian", "RFA-arccos", "RFA-Gate-Gaussian", "elu"),
+    rows=USUAL,
     columns=(
         Column("right", "right, 4 to 16 symbols", ".3f", "right"),
         Column("right_twice", "17 to 32 symbols", ".3f", "right_twice"),
@@ -84,6 +66,5 @@ EXPERIMENT = Experiment(
     prepare=prepare,
     measure=measure,
     chance=chance,
-    draw=draw,
     constants={"lengths": LENGTHS, "twice": TWICE, "held_out": HELD_OUT},
 )

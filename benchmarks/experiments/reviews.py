@@ -15,8 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_rfa.convert import convert
 from hf_rfa.convert.checkpoint.base_model import extend_positions
@@ -36,14 +35,14 @@ from .language import prepare
 CONTEXTS = (256, 1024, 4096)
 SOFTMAX, CONVERTED, TRANSFERRED = "softmax", "RFA", "RFA after attention transfer"
 SLOTS, WINDOW = "window, sinks and slots", "window and sinks"
-COLORS = {SOFTMAX: "#555555", CONVERTED: "#7ba7d4", TRANSFERRED: "#174a80", SLOTS: "#8fbf6b", WINDOW: "#dd9464"}
+KINDS = (SOFTMAX, CONVERTED, TRANSFERRED, SLOTS, WINDOW)
 #: What is converted without any training before the fine-tuning, by the options of the conversion.
 CONVERSIONS: dict[str, dict[str, Any]] = {
     CONVERTED: {"preset": "rfa"},
     SLOTS: {"preset": "exact"},
     WINDOW: {"preset": "exact", "window_size": 60, "num_slots": 0},
 }
-ROWS = tuple(f"{kind}, {context}" for context in CONTEXTS for kind in COLORS)
+ROWS = tuple(f"{kind}, {context}" for context in CONTEXTS for kind in KINDS)
 #: Steps of attention transfer, of 2,048 tokens each, and the reviews that are classified at once.
 TRANSFER_STEPS, BATCH = 120, 8
 #: Tokens of a step that a processor and an accelerator hold at once: a step of more is taken in pieces.
@@ -97,40 +96,19 @@ def _start(kind: str, context: int, recipe: dict[str, Any], work: Path, seed: in
 
 def measure(folder: Path, options: Options) -> dict[str, float]:
     """Return the share of held-out reviews that are classified rightly."""
-    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).to(find_device("auto")).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     context = json.loads((folder / "finetuning.json").read_text())["settings"]["block_length"]
+    return {"right": accuracy(folder, held_out(options), BATCH, max_length=context)}
+
+
+def held_out(options: Options) -> list[dict[str, Any]]:
+    """Return the held-out reviews."""
     with open_text(Path(options["evaluate"])) as file:
-        rows = [json.loads(line) for line in file]
-    return {"right": accuracy(model, tokenizer, rows, BATCH, max_length=context)}
-
-
-def draw(whole: dict[str, Any], path: Path) -> None:
-    """Draw accuracy by context."""
-    figure = Figure(figsize=(5, 3.6), layout="tight")
-    axes = figure.subplots()
-    for place, (kind, color) in enumerate(COLORS.items(), start=-2):  # beside each other: many are equal
-        points = [
-            (context * 2 ** (place / 8), each["values"]["right"])
-            for context in CONTEXTS
-            for each in whole["rows"].get(f"{kind}, {context}", ())
-        ]
-        axes.plot(*zip(*points, strict=True), "o", color=color, markersize=4, label=kind) if points else None
-    axes.axhline(whole["chance"]["right"], color="#888888", linestyle="dotted", label="chance")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(CONTEXTS, [f"{each:,}" for each in CONTEXTS])
-    axes.set_xlim(CONTEXTS[0] / 1.3, CONTEXTS[-1] * 1.3)
-    axes.set(xlabel="context, tokens", ylabel="reviews classified rightly")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, frameon=False)
-    figure.savefig(path, dpi=130)
+        return [json.loads(line) for line in file]
 
 
 def chance(options: Options) -> dict[str, float]:
     """Return the share of the commoner label among the held-out reviews."""
-    with open_text(Path(options["evaluate"])) as file:
-        labels = [json.loads(line)["label"] for line in file]
+    labels = [row["label"] for row in held_out(options)]
     return {"right": max(labels.count(label) for label in labels) / len(labels)}
 
 
@@ -141,7 +119,6 @@ EXPERIMENT = Experiment(
     prepare=prepare,
     measure=measure,
     chance=chance,
-    draw=draw,
     settings=settings,
     constants={"transfer_steps": TRANSFER_STEPS},
 )

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForSpeechSeq2Seq
 
@@ -27,7 +26,7 @@ from hf_rfa.io.atomic_io import new_file
 from hf_rfa.models.cache_names import cache_argument, returned_cache
 
 from ..figures import print_as_is
-from .rows import COLORS, ROWS, SOFTMAX
+from .rows import ROWS, SOFTMAX
 
 SHAPE = {"d_model": 384, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 6}
 SHAPE |= {"decoder_attention_heads": 6, "encoder_ffn_dim": 1536, "decoder_ffn_dim": 1536}
@@ -77,38 +76,16 @@ def table(found: list[dict[str, Any]]) -> str:
     """Return the figures as a Markdown table: a row a length, milliseconds of reading, of a step, and peak memory."""
     rows = list(dict.fromkeys(each["row"] for each in found))
     head = ["seconds of audio", *(title for row in rows for title in (f"{row}: reads, ms", "step, ms", "MB"))]
-    lines = []
-    for seconds in dict.fromkeys(each["seconds"] for each in found):
-        here = {each["row"]: each for each in found if each["seconds"] == seconds}
-        cells = [
-            cell
-            for row in rows
-            for cell in (
-                f"{here[row]['reading_ms']:,.0f}",
-                f"{here[row]['step_ms']:.1f}",
-                "" if here[row]["peak_bytes"] is None else f"{here[row]['peak_bytes'] / 1e6:,.0f}",
-            )
-        ]
-        lines.append([str(seconds), *cells])
-    return markdown_table(head, lines)
-
-
-def draw(found: list[dict[str, Any]], path: Path) -> None:
-    """Draw the time of reading, and of a step, by length."""
-    figure = Figure(figsize=(9, 3.4), layout="tight")
-    panels = figure.subplots(1, 2)
-    for axes, value, title in zip(panels, ("reading_ms", "step_ms"), ("to read the audio", "of a step"), strict=True):
-        for row in dict.fromkeys(each["row"] for each in found):
-            points = [(each["seconds"], each[value]) for each in found if each["row"] == row]
-            axes.plot(*zip(*points, strict=True), "o-", color=COLORS[row], markersize=4, label=row)
-        axes.set(xscale="log", yscale="log", xlabel="audio, seconds", ylabel=f"milliseconds {title}")
-        axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=7, frameon=False)
-    figure.savefig(path, dpi=130)
+    lines: dict[int, list[str]] = {}
+    for each in found:
+        cells = lines.setdefault(each["seconds"], [str(each["seconds"])])
+        megabytes = "" if each["peak_bytes"] is None else f"{each['peak_bytes'] / 1e6:,.0f}"
+        cells += [f"{each['reading_ms']:,.0f}", f"{each['step_ms']:.1f}", megabytes]
+    return markdown_table(head, list(lines.values()))
 
 
 def main() -> None:
-    """Measure all lengths, shortest first, and write ``speech.json`` and ``speech.png``."""
+    """Measure all lengths, shortest first, and write ``speech.json``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, nargs="+", default=[8, 15, 30, 60, 120, 240])
     parser.add_argument("--steps", type=int, default=5)
@@ -124,7 +101,6 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     with new_file(arguments.output / "speech.json") as file:
         json.dump({"shape": SHAPE, "machine": str(load), "rows": found}, file, indent=1)
-    draw(found, arguments.output / "speech.png")
 
 
 if __name__ == "__main__":

@@ -19,9 +19,8 @@ from hf_rfa.finetune.recipe import merge
 from hf_rfa.inference.devices import find_device
 from hf_rfa.io.text_io import read_pairs
 
-from .charts import draw_values
 from .experiment import Column, Experiment, Options
-from .rows import ALONE, settings_of
+from .rows import ALONE, USUAL, settings_of
 
 LANGUAGES = ("en", "de")
 TEST = "test_2016_flickr"
@@ -60,23 +59,16 @@ def measure(folder: Path, options: Options) -> dict[str, float]:
     found = {}
     for beams in BEAMS:
         settings: Any = {"task": "translation", "num_beams": beams, "max_new_tokens": MAX_NEW_TOKENS, "batch_size": 50}
-        found[f"bleu_{beams}"] = evaluate_generation(model, tokenizer, sources, references, **settings).scores[
-            "sacreBLEU"
-        ]
+        report = evaluate_generation(model, tokenizer, sources, references, **settings)
+        found[f"bleu_{beams}"] = report.scores["sacreBLEU"]
     return found
-
-
-def draw(whole: dict[str, Any], path: Path) -> None:
-    """Draw BLEU."""
-    draw_values(whole, path, [("bleu_1", "BLEU, greedy"), ("bleu_4", "BLEU, 4 beams")])
 
 
 EXPERIMENT = Experiment(
     recipe="multi30k",
-    rows=("softmax", "RFA-Gaussian", "RFA-arccos", "RFA-Gate-Gaussian", "elu", *ALONE),
+    rows=(*USUAL, *ALONE),
     columns=(Column("bleu_1", "BLEU, greedy"), Column("bleu_4", "BLEU, 4 beams")),
     prepare=prepare,
     measure=measure,
-    draw=draw,
     settings=settings,
 )

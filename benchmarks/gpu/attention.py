@@ -10,12 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_rfa.models.attention import RFAAttentionMixin
-from hf_rfa.models.exact_attention import Reading, absorb, arrivals_of, block_mask
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
 from hf_rfa.models.linear_attention import Tokens, linear_attention
-from hf_rfa.models.masking import group_queries
-from hf_rfa.models.memory import empty_memory
 
 from .models import RFA, SOFTMAX, attention_layer
 from .trial import Case, Setting, milliseconds
@@ -36,33 +32,13 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 def exact(setting: Setting, batch: int, length: int) -> dict[str, Any]:
-    """Time a memory of 31 + 4 tokens and 28 slots, and its parts."""
+    """Time a memory of 31 + 4 tokens and 28 slots."""
     torch.compiler.reset()
     layer = attention_layer(setting, RFA)
-    query, key, value = inputs = _inputs(setting, (batch, HEADS, length), KEY_VALUE_HEADS)
+    inputs = _inputs(setting, (batch, HEADS, length), KEY_VALUE_HEADS)
     width = layer.importance.weight.shape[1]  # type: ignore[union-attr]
-    hidden = torch.randn(batch, length, width, device=setting.device, dtype=query.dtype)
-    figures = _times(setting, lambda *tensors: layer.attend(*tensors, hidden_states=hidden)[0], inputs)
-    return figures | _times_of_parts(setting, layer, hidden, query, torch.cat([key, value], dim=-1))
-
-
-@torch.no_grad()
-def _times_of_parts(
-    setting: Setting, layer: RFAAttentionMixin, hidden: Tensor, query: Tensor, keys_values: Tensor
-) -> dict[str, float]:
-    batch, _, length, _ = keys_values.shape
-    (layout,), groups = layer.memory_layouts(query.dtype), HEADS // KEY_VALUE_HEADS
-    memory, rows = empty_memory(layout, batch, setting.device), group_queries(query, KEY_VALUE_HEADS)
-    arrivals = arrivals_of(memory.count, length, layout, None, None, memory)
-    score = layer.importance.score(hidden, arrivals.ordinal)  # type: ignore[union-attr]
-    take_in = partial(absorb, memory, keys_values, score, arrivals, layout)
-    chunk, reading = take_in()[0], Reading(layer.scaling)
-    parts: dict[str, Callable[[], object]] = {
-        "absorb": take_in,
-        "block mask": partial(block_mask, chunk, groups),
-        "block mask and kernel": partial(reading.of_chunk, rows, chunk),
-    }
-    return {f"{name}, ms": milliseconds(part, _steps(setting)) for name, part in parts.items()}
+    hidden = torch.randn(batch, length, width, device=setting.device, dtype=torch.bfloat16)
+    return _times(setting, lambda *tensors: layer.attend(*tensors, hidden_states=hidden)[0], inputs)
 
 
 def features(setting: Setting, shape: tuple[int, int, int]) -> dict[str, Any]:

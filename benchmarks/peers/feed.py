@@ -9,8 +9,7 @@ likely ones, the bytes of the cache and the seconds. It prints a line after ever
 A press of kvpress scores the tokens of the cache at every step; the one with the lowest score is dropped, per layer and
 key-value head. kvpress' own `DecodingPress` with an interval of 1 differs in three ways: it keeps tokens in the order of
 their scores, while the window, SnapKV and LagKV read them in order of time; it forgets a layer's inputs at every
-compression, of which SnapKV and ExpectedAttention need the last ones; and it rotates all of SnapKV's queries by the last
-position. CAM merges tokens as well, and is fed by kvpress' own hook.
+compression, of which SnapKV needs the last ones; and it rotates all of SnapKV's queries by the last position.
 """
 
 from __future__ import annotations
@@ -27,30 +26,18 @@ import torch
 import torch.nn.functional as F
 from kvpress import (
     CAMPress,
-    ExpectedAttentionPress,
     KeyDiffPress,
     KnormPress,
     LagKVPress,
-    RandomPress,
     SnapKVPress,
     StreamingLLMPress,
     TOVAPress,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-#: Last inputs of a layer that SnapKV makes queries of, and that ExpectedAttention takes the queries' mean and covariance of.
-SNAPKV_WINDOW, STATISTICS_INPUTS = 8, 128
-
-
-class ExpectedAttention(ExpectedAttentionPress):
-    """ExpectedAttention whose future positions follow the last token, where kvpress has them follow the inputs it holds."""
-
-    position = 0
-
-    def apply_avg_rope(self, module: nn.Module, mu: Tensor, cov: Tensor | None, q_len: int) -> Any:
-        """Rotate mean and covariance by the positions after the last."""
-        return super().apply_avg_rope(module, mu, cov, self.position + 1)
+#: Last inputs of a layer that SnapKV makes queries of.
+SNAPKV_WINDOW = 8
 
 
 class HeavyHitters:
@@ -87,11 +74,9 @@ METHODS: dict[str, tuple[Callable[[int], Any], int]] = {
     "TOVA": (lambda budget: TOVAPress(), 1),
     "H2O": (HeavyHitters, 1),
     "SnapKV": (lambda budget: SnapKVPress(window_size=SNAPKV_WINDOW, kernel_size=5), SNAPKV_WINDOW + 1),
-    "ExpectedAttention": (lambda budget: ExpectedAttention(n_future_positions=512), STATISTICS_INPUTS),
     "LagKV": (lambda budget: LagKVPress(n_sink=4, lag_size=16), 1),
     "KeyDiff": (lambda budget: KeyDiffPress(), 1),
     "Knorm": (lambda budget: KnormPress(), 1),
-    "Random": (lambda budget: RandomPress(), 1),
 }
 
 
@@ -119,7 +104,6 @@ class Eviction:
         length = keys.shape[2]
         if length < self.budget and not counts:
             return
-        self.press.position = int(kwargs["cache_position"][-1])
         self.press.compression_ratio = 0.5 / length  # by which the window drops one token
         scores = self.press.score(module, hidden, keys, values, None, {"position_embeddings": self.rotations})
         if length < self.budget:
@@ -148,14 +132,6 @@ class Eviction:
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-class Merging(CAMPress):
-    """CAM (Zhang et al. 2024)."""
-
-    def num_bytes(self) -> int:
-        """Return the bytes of the sums of attention weights, of all rows."""
-        return sum(tensor.nbytes for tensor in self._running_attn_sum.values())
 
 
 @torch.no_grad()
@@ -197,7 +173,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("rows")
     parser.add_argument("scores")
-    parser.add_argument("--method", choices=[*METHODS, "CAM"], required=True)
+    parser.add_argument("--method", choices=METHODS, required=True)
     parser.add_argument(
         "--budget", type=int, required=True, help="tokens of the cache that a query sees at most, its own included"
     )
@@ -205,11 +181,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(arguments.model).eval()
     rows = torch.load(arguments.rows)
-    eviction: Merging | Eviction
-    if arguments.method == "CAM":
-        eviction = Merging(TOVAPress(), 1, arguments.budget - 1, 1, 8)
-    else:
-        eviction = Eviction(arguments.method, arguments.budget)
+    eviction = Eviction(arguments.method, arguments.budget)
     with eviction(model):
         scores = feed(model, rows["ids"], rows["scored"])
         scores["other_bytes"] = eviction.num_bytes() // len(rows["ids"])

@@ -4,8 +4,6 @@
     python -m benchmarks.streams ours BASE CHECKPOINT --memory 256 --texts … --tokens 1000000 --every 3 --output FOLDER
     python -m benchmarks.streams streaming-llm BASE --memory 256 --texts … --tokens 100000 --every 3 --output FOLDER
     python -m benchmarks.streams recomputed BASE --memory 64 128 256 --texts … --tokens 100000 --every 3 --output FOLDER
-    python -m benchmarks.streams fresh BASE --memory 64 128 256 --lengths 1024 2048 --texts … --tokens 32768 --output FOLDER
-    python -m benchmarks.streams step BASE CHECKPOINT --memory 256 --texts … --output FOLDER
     python -m benchmarks.streams show FOLDER
 
 The texts are joined, and read in blocks of 8,192 tokens, some of which are scored. *softmax* is the base model, which reads
@@ -13,10 +11,8 @@ each of these anew. *ours* is a converted model, whose cache has to have the byt
 *streaming-llm* is the base model by StreamingLLM's rule (`benchmarks.streams.readers`), with a window and 4 sinks that are
 ``--memory`` tokens together. *recomputed* is the base model that reads the last ``--memory`` tokens as a text of their own,
 for windows drawn from the scored blocks (`benchmarks.streams.measure`); it is compared with the streams on the same tokens.
-*fresh* is StreamingLLM's rule again, on blocks that are read as texts of their own, with the tokens of `benchmarks.memory`:
-perplexities go to ``fresh.json``. *step* times a step and a prompt at the beginning and at the end of the stream that *ours*
-has read. Every measurement has a folder of its own in FOLDER, so that several can run at a time, and goes on where it was
-stopped. *show*, and all others when they are done, writes ``streams.json`` and draws ``streams.png`` and ``streams.svg``.
+Every measurement has a folder of its own in FOLDER, so that several can run at a time, and goes on where it was stopped.
+*show*, and all others when they are done, writes ``streams.json`` and prints tables; `docs.make_pictures` draws them.
 """
 
 from __future__ import annotations
@@ -36,12 +32,12 @@ from torch import Tensor
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.inference import load_model
-from hf_rfa.io.text_io import read_documents, tokenize
+from hf_rfa.io.text_io import read_documents
 
-from ..figures import RowFile, print_as_is
-from .measure import BLOCK, Blocks, read_anew, read_fresh, read_stream, read_windows, time_steps, window_starts
-from .readers import CacheReader, StreamingLLM
-from .report import collect, draw, markdown, rich_tables, tables
+from ..figures import print_as_is
+from .measure import BLOCK, Blocks, read_anew, read_stream, read_windows, window_starts
+from .readers import CacheReader, Reader, StreamingLLM
+from .report import collect, tables
 
 #: How far the bytes of a converted model may be from those of ``--memory`` tokens, relative to them.
 TOLERANCE = 0.02
@@ -69,18 +65,9 @@ def parse() -> argparse.Namespace:
     recomputed.add_argument(
         "--windows", type=int, default=1000, help="windows of 9 scored tokens (default: %(default)s)"
     )
-    fresh = commands.add_parser("fresh", parents=[stream])
-    fresh.add_argument("--memory", type=int, nargs="+", required=True, help="tokens of the base model's cache")
-    fresh.add_argument("--lengths", type=int, nargs="+", default=[1024], help="of blocks (default: %(default)s)")
-    fresh.add_argument("--tokens", type=int, default=32_768, help="of the text (default: %(default)s)")
-    step = commands.add_parser("step", parents=[stream, one])
-    step.add_argument("--steps", type=int, default=200, help="at either place (default: %(default)s)")
-    step.add_argument("--prompts", type=int, default=10, help="of 1,024 tokens, at either place (default: %(default)s)")
-    for command in (ours, step):
-        command.add_argument("checkpoint", help="the converted model")
+    ours.add_argument("checkpoint", help="the converted model")
     show = commands.add_parser("show")
     show.add_argument("output", type=Path)
-    show.add_argument("--markdown", action="store_true", help="print tables for a page")
     return parser.parse_args()
 
 
@@ -118,60 +105,37 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> None:
     """Measure what a command asks for, as far as it is missing."""
     base, tokenizer = load_model(arguments.base)
     command, output = arguments.command, arguments.output
-    memory: Any = getattr(arguments, "memory", None)  # a list of windows read from scratch
-    if command == "fresh":
-        documents = (document for path in arguments.texts for document in read_documents(path))
-        ids = tokenize(tokenizer, documents, most=arguments.tokens)
-        settings = [(size, length) for size in memory for length in arguments.lengths]
-        task = progress.add_task(command, total=len(ids) * len(settings))
-        for size, length in settings:
-            read_fresh(base, ids, size, length, output / "fresh.json", partial(progress.advance, task))
-        return
-    ids = read_texts(tokenizer, arguments.texts, getattr(arguments, "tokens", CacheReader.piece))
+    ids = read_texts(tokenizer, arguments.texts, arguments.tokens)
+    blocks = Blocks(arguments.tokens, arguments.every, arguments.score_from)
 
     def bar(name: str, total: int) -> Callable[[int], object]:
         return partial(progress.advance, progress.add_task(name, total=total))
 
-    if command == "step":
-        model = load_converted(arguments.checkpoint, base, memory)
-        steps, prompts = arguments.steps, arguments.prompts
-        total = 2 * (steps + prompts * CacheReader.piece)
-        time_steps(model, ids, output / f"ours-{memory}", steps, prompts, bar(f"ours-{memory}", total))
-        return
-    blocks = Blocks(arguments.tokens, arguments.every, arguments.score_from)
     if command == "softmax":
         read_anew(base, ids, blocks, output / command, bar(command, len(blocks.scored()) * BLOCK))
     elif command == "recomputed":
         starts = window_starts(blocks, arguments.windows)
-        for size in memory:
+        for size in arguments.memory:
             name = f"recomputed-{size}"
             read_windows(base, ids, starts, size, output / name, bar(name, len(starts)))
     else:
-        name = f"{command}-{memory}"
-        model = load_converted(arguments.checkpoint, base, memory) if command == "ours" else base
-        reader = CacheReader(model) if command == "ours" else StreamingLLM(model, memory)
+        name = f"{command}-{arguments.memory}"
+        if command == "ours":
+            reader: Reader = CacheReader(load_converted(arguments.checkpoint, base, arguments.memory))
+        else:
+            reader = StreamingLLM(base, arguments.memory)
         read_stream(reader, ids, blocks, output / name, bar(name, len(blocks) * BLOCK))
 
 
 def main() -> None:
-    """Measure what is missing, and print and draw all."""
+    """Measure what is missing, and print all."""
     arguments = parse()
     console = Console()
     if arguments.command != "show":
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
             measure(arguments, progress)
-    if arguments.command == "fresh":
-        for row in RowFile(arguments.output / "fresh.json").rows:
-            console.print(f"memory {row['memory']}, blocks of {row['length']:,}: perplexity {row['perplexity']:.2f}")
-        return
-    data = collect(arguments.output)
-    draw(data, arguments.output / "streams")
-    if getattr(arguments, "markdown", False):
-        print_as_is(markdown(tables(data)), console)
-    else:
-        for table in rich_tables(tables(data)):
-            console.print(table)
+    print_as_is(tables(collect(arguments.output)), console)
 
 
 if __name__ == "__main__":

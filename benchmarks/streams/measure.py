@@ -1,28 +1,22 @@
-"""What is measured of readers: losses of blocks of a stream, of windows read from scratch, and seconds of a step."""
+"""What is measured of readers: losses of blocks of a stream, and of windows read from scratch."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_rfa.errors import InputError
-from hf_rfa.io.atomic_io import new_file
 from hf_rfa.process_memory import process_bytes
 
 from ..figures import RowFile
-from .readers import CacheReader, Reader, StreamingLLM
+from .readers import CacheReader, Reader
 
 #: Tokens of a block.
 BLOCK = 8192
@@ -32,8 +26,6 @@ SAVED_EVERY = 8
 SPAN, BATCH = 9, 16
 #: The first token of a stream that a window may be scored at.
 LEAST_CONTEXT = 1024
-#: Tokens after which a step is timed at the beginning of a stream.
-BEGIN = 1000
 
 
 @dataclass(frozen=True)
@@ -124,21 +116,6 @@ def read_stream(reader: Reader, ids: Tensor, blocks: Blocks, folder: Path, advan
 
 
 @torch.no_grad()
-def read_fresh(model: Any, ids: Tensor, memory: int, length: int, path: Path, advance: Callable[[int], object]) -> None:
-    """Read blocks of ``length`` tokens, each as a text of its own, by StreamingLLM's rule; add the perplexity to a file."""
-    file, key = RowFile(path), {"memory": memory, "length": length, "tokens": len(ids)}
-    if file.has(key):
-        advance(len(ids))
-        return
-    reader = StreamingLLM(model, memory)
-    nats = []
-    for block in ids[: len(ids) // length * length].split(length):
-        reader.count, reader.kept = 0, {}
-        nats.append(read_block(reader, block, scored=True, advance=advance))
-    file.add(key | {"perplexity": math.exp(float(torch.cat(cast(list[Tensor], nats)).mean()))})
-
-
-@torch.no_grad()
 def read_anew(model: Any, ids: Tensor, blocks: Blocks, folder: Path, advance: Callable[[int], object]) -> None:
     """Read every scored block as a text of its own, and write what `read_stream` does."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -212,60 +189,3 @@ def nats_in_blocks(folder: Path, starts: Tensor) -> Tensor:
                 first = int(starts[row]) % BLOCK - 1
                 found[row] = nats[first : first + SPAN]
     return found
-
-
-@torch.no_grad()
-def time_steps(
-    model: Any, ids: Tensor, folder: Path, steps: int, prompts: int, advance: Callable[[int], object]
-) -> None:
-    """Write to ``step.json`` the ms of a step, and of a prompt's token, at the beginning of a stream and at its end.
-
-    Both are measured in turns. A prompt is one of 1,024 tokens, read each time from the same cache.
-
-    Args:
-        model: the converted model.
-        ids: the stream's tokens, at least 1,024 at its beginning.
-        folder: that of the model's stream, with its rows and its cache at the end.
-        steps: the number of steps at either place, of which there is the median.
-        prompts: that of prompts.
-        advance: is called with the number of tokens that are done.
-    """
-    blocks, saved = last_saved(folder)
-    if saved is None:
-        raise InputError(
-            f"{folder} holds no cache of a stream. Let the model read one first: python -m benchmarks.streams ours."
-        )
-    text = ids[: CacheReader.piece]
-    milliseconds: dict[str, dict[int, list[float]]] = {"step": {}, "prompt": {}}
-
-    def timed(kind: str, place: int, reader: CacheReader, tokens: Tensor) -> None:
-        start = time.perf_counter()
-        reader.read(tokens, 1)
-        milliseconds[kind].setdefault(place, []).append(1000 * (time.perf_counter() - start) / len(tokens))
-        advance(len(tokens))
-
-    with TemporaryDirectory() as temporary:
-        begin, reader = Path(temporary) / "begin", CacheReader(model)
-        reader.read(ids[:BEGIN], 1)
-        reader.save(begin)
-        places = {BEGIN: begin, blocks * BLOCK: saved}
-        for _ in range(prompts):
-            for place, reader in readers(model, places):
-                timed("prompt", place, reader, text)
-        streams = dict(readers(model, places))
-    for step in range(steps):
-        for place, reader in streams.items():
-            timed("step", place, reader, text[step % len(text), None])
-    found: dict[str, Any] = {
-        kind: {str(place): median(times) for place, times in of_kind.items()} for kind, of_kind in milliseconds.items()
-    }
-    with new_file(folder / "step.json") as file:
-        file.write(json.dumps({**found, "steps": steps, "prompts": prompts}, indent=1) + "\n")
-
-
-def readers(model: Any, places: dict[int, Path]) -> Iterator[tuple[int, CacheReader]]:
-    """Yield readers that go on from files, by where in the stream they are."""
-    for place, path in places.items():
-        reader = CacheReader(model)
-        reader.load(path)
-        yield place, reader
