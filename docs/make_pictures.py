@@ -1,12 +1,12 @@
 """Draws the pictures of README.md and docs/results.md from benchmarks/results: python -m docs.make_pictures.
 
-How each JSON was made stands beside it: speed-smollm2.json in speed.md, memory.json and recall-smollm2.json in memory.md,
-peers.json in peers.md.
+The pages beside each JSON say how it was made.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ TRAINED = {
 }
 #: Methods of eviction in the chart beside ours, as they are drawn.
 PEERS = {"window with sinks, absolute positions": "s", "TOVA": "^", "SnapKV": "v", "H2O": "D"}
-RECALL_COLORS = {"softmax": "#555555", "window": SOFTMAX, "heads": SLOTS, "trained": OURS}
 
 
 def draw_token_life(axes: Axes) -> None:
@@ -168,24 +167,36 @@ def peers() -> Figure:
     return figure
 
 
-def recall() -> Figure:
-    """Return how much of a text said again is predicted, by how far back it stands."""
-    data = json.loads((RESULTS / "recall-smollm2.json").read_text())
-    figure = Figure(figsize=(8, 3.4))
-    for place, (axes, back) in enumerate(zip(figure.subplots(1, 2, sharey=True), data["tokens back"], strict=True)):
-        values = [row[place] for row in data["rows"].values()]
-        colors = [
-            next(RECALL_COLORS[word] for word in reversed(RECALL_COLORS) if word in name) for name in data["rows"]
-        ]
-        axes.barh(list(data["rows"]), values, color=colors)
-        axes.set(xlim=(0, 100))
-        axes.tick_params(labelsize=8)
-        axes.set_title(f"said again after {back} tokens, % predicted", fontsize=9)
-    figure.axes[0].invert_yaxis()  # the panels share it
+def streams() -> Figure:
+    """Return perplexity by position in a stream, and its ratio to softmax's in fresh blocks."""
+    blocks: dict[str, list[dict[str, Any]]] = json.loads((RESULTS / "streams.json").read_text())["blocks"]
+    nats: dict[str, dict[int, float]] = {}
+    for name, rows in blocks.items():
+        nats[name] = dict(sorted((row["block"] * row["tokens"], row["nats"]) for row in rows if "nats" in row))
+    softmax, ours = nats["softmax"], nats["ours-256"]
+    figure = Figure(figsize=(8, 5))
+    above, below = figure.subplots(2, 1, sharex=True)
+    for label, color, of_line in (("softmax", "#555555", softmax), ("hf-rfa, 256 tokens", OURS, ours)):
+        above.plot(list(of_line), [math.exp(each) for each in of_line.values()], color=color, marker=".", label=label)
+    shared = [start for start in ours if start in softmax]
+    below.plot(shared, [math.exp(ours[start] - softmax[start]) for start in shared], color=OURS, marker=".")
+    below.axhline(1, color="#555555")
+    above.set_ylabel("perplexity")
+    below.set(ylabel="perplexity / softmax's", xlabel="tokens so far")
+    below.xaxis.set_major_formatter("{x:,.0f}")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    above.legend(frameon=False, fontsize=7)
     return figure
 
 
-PICTURES = {"overview": overview, "equal-bytes": equal_bytes, "peers": peers, "recall": recall, "speed": speed}
+PICTURES = {
+    "overview": overview,
+    "equal-bytes": equal_bytes,
+    "peers": peers,
+    "speed": speed,
+    "streams": streams,
+}
 
 
 def main(folder: Path = FOLDER) -> None:

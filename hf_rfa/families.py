@@ -37,7 +37,7 @@ def interpolate_positions(embedding: nn.Embedding, count: int) -> Tensor:
     """Return learned positions stretched to ``count`` by linear interpolation (position interpolation, Chen et al. 2023).
 
     Position p of the new table lies at p (n − 1) / (count − 1) of the old one of n rows, so that sequences that fitted before
-    see other positions too; benchmarks/results/positions.md compares five other ways. Rows before position 0, which BART's
+    see other positions too; benchmarks/results/small-models.md compares other ways. Rows before position 0, which BART's
     tables have, are kept.
     """
     offset = int(getattr(embedding, "offset", 0))

@@ -68,12 +68,6 @@ def test_the_rows_with_retrieval_heads_are_what_the_command_gives(tmp_path):
     assert row in page
 
 
-def test_the_page_shows_the_bars_of_recall():
-    page = (ROOT / "docs" / "results.md").read_text().partition("## Recall")[2].partition("## Speed")[0]
-    for values in json.loads((RESULTS / "recall-smollm2.json").read_text())["rows"].values():
-        assert "| " + " | ".join(f"{value:.1f}" for value in values) + " |" in page
-
-
 def test_the_pictures_are_drawn_from_the_results(tmp_path):
     main(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.svg" for name in PICTURES}
