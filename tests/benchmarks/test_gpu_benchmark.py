@@ -17,7 +17,7 @@ from benchmarks.gpu.__main__ import cases
 from benchmarks.gpu.models import SOFTMAX
 from benchmarks.gpu.parity import judged
 from benchmarks.gpu.tables import TARGETS, Target, show
-from benchmarks.gpu.trial import FAILED, LEFT_OUT, Case, Setting, attempt, failures, run
+from benchmarks.gpu.trial import FAILED, LEFT_OUT, Case, Setting, failures, run
 from tests.conftest import ROOT
 
 
@@ -32,25 +32,20 @@ def figures_of(results):
     }
 
 
-def test_what_fails_is_recorded_with_its_reason_and_found():
-    results, save = {}, Mock()
-    run([Case("part", "case", "a", fails), Case("part", "case", "b", lambda: {"ms": 1.0})], results, 60, save)
-    reason = "MemoryError: 64 GiB are not there"
-    assert figures_of(results) == {"a": {FAILED: reason}, "b": {"ms": 1.0}}
-    assert failures(results) == [("part, case, a", reason)]
-    assert save.call_count == 2
-
-
-def test_a_call_runs_what_an_earlier_one_left_out_and_nothing_else():
+def test_what_fails_is_recorded_and_what_was_left_out_is_run():
     calls = {name: Mock(return_value={"ms": 2.0}) for name in ("done", "failed", "left out", "new")}
-    results = {
-        "part": {"case": {"done": {"ms": 1.0}, "failed": {FAILED: "why"}, "left out": {LEFT_OUT: "the deadline"}}}
-    }
-    run([Case("part", "case", name, call) for name, call in calls.items()], results, 60, Mock())
-    assert figures_of(results) == {
-        "done": {"ms": 1.0}, "failed": {FAILED: "why"}, "left out": {"ms": 2.0}, "new": {"ms": 2.0},
-    }  # fmt: skip
+    results, save = (
+        {"part": {"case": {"done": {"ms": 1.0}, "failed": {FAILED: "why"}, "left out": {LEFT_OUT: ""}}}},
+        Mock(),
+    )
+    cases_of_call = [Case("part", "case", name, call) for name, call in calls.items()]
+    run([*cases_of_call, Case("part", "case", "fails", fails)], results, 60, save)
+    reason = "MemoryError: 64 GiB are not there"
+    expected = {"done": {"ms": 1.0}, "failed": {FAILED: "why"}, "left out": {"ms": 2.0}, "new": {"ms": 2.0}}
+    assert figures_of(results) == {**expected, "fails": {FAILED: reason}}
+    assert failures(results) == [("part, case, failed", "why"), ("part, case, fails", reason)]
     assert [call.call_count for call in calls.values()] == [0, 0, 1, 1]
+    assert save.call_count == 3
 
 
 def test_what_has_no_time_left_is_left_out_and_what_does_not_end_is_interrupted(monkeypatch):
@@ -77,20 +72,6 @@ def test_nothing_is_run_on_a_broken_device(monkeypatch):
     next_one.assert_not_called()
 
 
-def test_an_interrupt_that_is_caught_comes_again():
-    caught = []
-
-    def catches():
-        try:
-            time.sleep(20)
-        except TimeoutError as error:
-            caught.append(error)
-        time.sleep(20)
-
-    assert attempt(catches, 0.1)[FAILED] == "TimeoutError: the deadline"
-    assert len(caught) == 1
-
-
 @pytest.mark.parametrize(("wrong", "names"), [(0.0, []), (1e-3, ["output", "value's gradient"]), (float("nan"), None)])
 def test_a_case_fails_if_an_error_is_over_the_limit(wrong, names):
     query, key, value = torch.randn(3, 1, 2, 5, 4)
@@ -104,15 +85,10 @@ def test_a_case_fails_if_an_error_is_over_the_limit(wrong, names):
 
 
 def test_targets_are_of_the_same_conditions(capsys):
-    results = {
-        "training": {
-            "8": {"softmax": {"s": 0.25}, "RFA": {"s": 0.3}},
-            "9": {"RFA": {FAILED: "why"}, "softmax": {"s": 1}},
-        }
-    }
-    assert Target("training", "8", "s", most=1.3, is_ratio=True).row(results)[1:] == (
-        "0.3", "0.25", "1.20 ×", "≤ 1.3 ×, met",
-    )  # fmt: skip
+    eight = {"softmax": {"s": 0.25}, "RFA": {"s": 0.3}}
+    results = {"training": {"8": eight, "9": {"RFA": {FAILED: "why"}, "softmax": {"s": 1}}}}
+    met = Target("training", "8", "s", most=1.3, is_ratio=True).row(results)
+    assert met[1:] == ("0.3", "0.25", "1.20 ×", "≤ 1.3 ×, met")
     assert Target("training", "8", "s", least=0.5).row(results)[-1] == "≥ 0.5, missed"
     assert Target("training", "9", "s", most=2).row(results)[1:] == ("", "1", "", "≤ 2")
     show(results, Console(width=140))

@@ -64,9 +64,9 @@ def test_every_method_keeps_to_the_budget_and_the_control_is_a_window_with_sinks
     }
     assert len(advanced) == 59 * len(METHODS)
     cache = BUDGET * 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, their width, float32
-    for method in (METHODS[0], "TOVA", "LagKV", "KeyDiff", "Knorm", "Random"):
+    for method in (METHODS[0], "TOVA", "LagKV", "KeyDiff", "Knorm"):
         assert rows[method]["bytes"] == cache
-    for method in ("H2O", "SnapKV", "ExpectedAttention", "CAM"):  # what they hold besides
+    for method in ("H2O", "SnapKV"):  # what they hold besides
         assert cache < rows[method]["bytes"] < 8 * cache
     with window_and_sinks(model, BUDGET - 4, 4):
         expected = task.figure(score_tokens(model, task.rows))

@@ -1,21 +1,16 @@
-"""Synthetic speech, and the decoding speed of a converted Whisper."""
+"""Synthetic speech: who reads what, and long files of it."""
 
 from __future__ import annotations
 
 import io
 import json
-import re
 
 import numpy as np
 import pytest
 import soundfile
-import torch
-from transformers.modeling_outputs import BaseModelOutput
 
-from benchmarks import speech, speech_decoding
-from hf_rfa.inference import cache_num_bytes
+from benchmarks import speech
 from hf_rfa.io.audio_io import load_samples, read_utterances
-from tests.families import make
 
 
 @pytest.fixture
@@ -73,25 +68,3 @@ def test_missing_espeak_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["speech", str(tmp_path / "out"), "--train", "a", "--held-out", "b"])
     with pytest.raises(ValueError, match=r"no espeak-ng here\. Install it"):
         speech.main()
-
-
-@torch.no_grad()
-def test_the_bytes_of_a_step_are_those_of_the_cache():
-    model = make("whisper")
-    noise = torch.randn(3, 20, 24)
-    seconds, num_bytes = speech_decoding.decode(model, BaseModelOutput(noise), 9)
-    assert seconds > 0
-    ids = torch.full((1, 9), 5)
-    cache = model(decoder_input_ids=ids, encoder_outputs=(noise[:1],), use_cache=True).past_key_values
-    assert num_bytes == cache_num_bytes(cache)
-
-
-def test_models_take_turns_and_the_table_names_them(tmp_path, monkeypatch, capsys):
-    names = [str(tmp_path / name) for name in ("a", "b")]
-    for name in names:
-        make("whisper").save_pretrained(name)
-    words = ["speech_decoding", *names, "--batch", "1", "2", "--tokens", "3", "--rounds", "2"]
-    monkeypatch.setattr("sys.argv", words)
-    monkeypatch.setenv("COLUMNS", "200")
-    speech_decoding.main()
-    assert len(re.findall(r"\d\.\d\d ", capsys.readouterr().out)) == 4

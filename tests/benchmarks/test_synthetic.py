@@ -45,7 +45,7 @@ def test_listops_are_worth_what_they_say():
         assert deepest <= 10
 
 
-@pytest.mark.parametrize("text", ["", "5]", "M", "M]", "M1", "12", "M1]2", "Mx]"])
+@pytest.mark.parametrize("text", ["", "5]", "M]", "M1", "M1]2", "Mx]"])
 def test_what_is_no_listops_expression_is_refused(text):
     with pytest.raises(ValueError, match="is no ListOps expression"):
         evaluate_listops(text)
