@@ -135,7 +135,8 @@ def locate(name: str, *, revision: str | None, allow_pickle: bool) -> Path:
     try:
         folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
         if Path(folder, "modules.json").is_file():  # of sentence-transformers: 1_Pooling, 2_Normalize
-            snapshot_download(name, revision=revision, allow_patterns=["[0-9]_*/*"])
+            of_parts = [f"[0-9]_*/{pattern}" for pattern in patterns]
+            snapshot_download(name, revision=revision, allow_patterns=of_parts)
         return Path(folder)
     except RepositoryNotFoundError as error:
         raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from hf_rfa.convert import InputError, convert
+from hf_rfa.convert.checkpoint.source import locate
 from hf_rfa.inference import generate_text, load_model, loading
 from tests.conftest import copy_of, leftovers, refused, save_tiny_tokenizer, words
 from tests.convert.conftest import fields, load
@@ -191,6 +193,22 @@ def test_a_broken_list_of_sentence_transformers_is_said_before_the_work(text, tm
     folder = saved("llama", tmp_path / "parent")
     (folder / "modules.json").write_text(text)
     refused("modules.json is not a list of the modules of sentence-transformers", folder, tmp_path)
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_a_hub_model_and_its_parts_bring_no_pickle_unasked(allow_pickle, tmp_path, monkeypatch):
+    asked = []
+
+    def download(name, revision, allow_patterns, ignore_patterns=()):
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    (tmp_path / "modules.json").write_text("[]")
+    monkeypatch.setattr("hf_rfa.convert.checkpoint.source.snapshot_download", download)
+    locate("some/model", revision=None, allow_pickle=allow_pickle)
+    for patterns, folder in zip(asked, ("", "2_Dense/"), strict=True):
+        for file, is_asked in (("config.json", True), ("pytorch_model.bin", allow_pickle)):
+            assert any(fnmatch(folder + file, pattern) for pattern in patterns) == is_asked
 
 
 def test_a_folder_of_several_models_names_them(tmp_path):
