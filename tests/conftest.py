@@ -172,6 +172,44 @@ def converted_demo(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def whisper(tmp_path_factory) -> Path:
+    """Folder of a tiny Whisper (`tests.speech.save_whisper`)."""
+    from .speech import save_whisper
+
+    folder = tmp_path_factory.mktemp("speech") / "whisper"
+    save_whisper(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def speech(tmp_path_factory) -> Path:
+    """A .jsonl file of files of speech (`tests.speech.save_speech`)."""
+    from .speech import save_speech
+
+    return save_speech(tmp_path_factory.mktemp("utterances"))
+
+
+@pytest.fixture(scope="session")
+def converted_whisper(whisper, speech, tmp_path_factory) -> Path:
+    """Folder of the tiny Whisper, converted with its cross attention."""
+    from hf_rfa.convert import convert
+
+    folder = tmp_path_factory.mktemp("converted") / "rfa"
+    options = {"preset": "rfa", "feature_map": "exponential", "num_features": 8, "cross_layers": "all"}
+    convert(whisper, folder, calibrate_on=speech, force=True, **options)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def speech_parts(whisper):
+    """The tiny Whisper with its tokenizer and what makes its features."""
+    from hf_rfa.inference import load_model
+    from hf_rfa.inference.transcription import load_feature_extractor
+
+    return (*load_model(str(whisper), kind="speech"), load_feature_extractor(whisper))
+
+
 @pytest.fixture
 def run_cli(monkeypatch):
     """The command line in this process: it takes words, and returns the exit status."""

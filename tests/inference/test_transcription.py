@@ -1,0 +1,138 @@
+"""Speech: its files and their errors, transcripts, and the pipeline."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from transformers import WhisperTokenizer, pipeline
+
+from hf_rfa.convert import InputError, convert
+from hf_rfa.evaluation.transcription import evaluate_transcription, word_error_rate
+from hf_rfa.inference import cache_num_bytes
+from hf_rfa.inference.transcription import load_features, transcribe
+from hf_rfa.io.audio_io import load_samples, read_utterances
+from tests.conftest import copy_of
+from tests.speech import RATE, tone
+
+
+@pytest.mark.parametrize("rate", [8000, 16_000, 22_050])
+def test_samples_are_resampled_and_channels_are_mixed(rate, tmp_path):
+    both = np.stack([tone(0.5, rate=rate), tone(0.5, rate=rate, pitch=880)], axis=1)
+    soundfile.write(tmp_path / "a.wav", both, rate, subtype="FLOAT")
+    samples = load_samples(tmp_path / "a.wav", RATE)
+    expected = (tone(0.5) + tone(0.5, pitch=880)) / 2
+    assert (samples.dtype, samples.shape) == (np.float32, expected.shape)
+    assert np.abs(samples - expected)[400:-400].max() < 2e-3  # the filter's edges left out
+
+
+def test_a_folder_and_a_list_name_the_same_files(speech):
+    listed, found = read_utterances(speech), read_utterances(speech.parent)
+    assert [each.path for each in listed] == [each.path for each in found]
+    assert [each.text for each in listed[:4]] == [None, "w5 w9", None, "w7 w9"]
+    assert all(each.text is None for each in found)
+    assert read_utterances(speech, limit=3) == listed[:3]
+    assert read_utterances(found[0].path) == found[:1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "has no speech in it"),
+        ('{"audio": "a.wav"}', r"line 1: no string field 'path' \(found: audio\)"),
+        (
+            '{"path": "a.wav", "text": " "}',
+            r"utterance 1: its text is ' '\. Write what is said, or leave the field out",
+        ),
+        ('{"path": "missing.wav"}', "there is no audio file .*missing.wav"),
+        ('{"path": "a.jsonl"}', "cannot read .*a.jsonl as audio"),
+        ('{"path": "empty.wav"}', r"empty\.wav is empty: there is no sound in it"),
+        ('{"path": "nan.wav"}', "samples that are no finite numbers"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused(line, message, tmp_path):
+    for name, samples in {"a": tone(0.1), "empty": np.zeros(0), "nan": np.full(9, np.nan)}.items():
+        soundfile.write(tmp_path / f"{name}.wav", samples, RATE, subtype="FLOAT")
+    (tmp_path / "a.jsonl").write_text(f"{line}\n")
+    with pytest.raises(InputError, match=message):
+        read_utterances(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("library", ["soundfile", "jiwer"])
+def test_missing_libraries_are_named(library, speech, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(InputError, match=rf"needs {library}.*pip install 'hf-rfa\[audio\]'"):
+        read_utterances(speech) if library == "soundfile" else word_error_rate(["a"], ["a"])
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_transcripts_are_those_of_generate(beams, speech_parts, speech):
+    model, tokenizer, extractor = speech_parts
+    utterances = read_utterances(speech, limit=5)
+    done = []
+    options = {"num_beams": beams, "batch_size": 2, "on_batch": lambda *counts: done.append(counts)}
+    found = evaluate_transcription(model, tokenizer, extractor, utterances, base_texts=["w4"] * 5, **options)
+    assert done == [(2, 5), (4, 5), (5, 5)]
+    for utterance, text in zip(utterances, found.transcripts.texts, strict=True):
+        options = {"num_beams": beams, "force_unique_generate_call": True}
+        ids = model.generate(load_features(extractor, [utterance.path]), **options)[0, 2:]
+        assert text == tokenizer.decode(ids, skip_special_tokens=True).strip()
+    assert set(found.scores) == {"WER", "WER to base model"}
+    references = [each.text for each in utterances if each.text]
+    texts = [text for each, text in zip(utterances, found.transcripts.texts, strict=True) if each.text]
+    assert found.scores["WER"] == word_error_rate(references, texts)
+    assert "5 files, 2 references" in found.protocol
+    longest = torch.full((1, found.transcripts.longest), 5)
+    cache = model(torch.zeros(1, 8, 100), decoder_input_ids=longest, use_cache=True).past_key_values
+    assert found.cache_bytes == cache_num_bytes(cache)
+
+
+def test_long_speech_is_transcribed_as_transformers_does(speech_parts):
+    model, tokenizer, extractor = speech_parts
+    long = tone(1.6, pitch=300).astype(np.float32)
+    (text,) = transcribe(model, tokenizer, extractor, [long]).texts
+    inputs = extractor(long, sampling_rate=RATE, return_tensors="pt", truncation=False, padding="longest")
+    ids = model.generate(inputs["input_features"], return_timestamps=True)[0]
+    expected = tokenizer.decode(ids[ids <= 50], skip_special_tokens=True).strip()
+    assert text.split() == expected.split()
+    both = transcribe(model, tokenizer, extractor, [long, long[:9000]])
+    assert both.texts[0] == text
+    assert len(both.texts) == 2
+
+
+@pytest.fixture(scope="module")
+def with_stamps(whisper, tmp_path_factory) -> tuple[Path, Path]:
+    """The tiny Whisper with a tokenizer of Whisper's own, and it converted with a window that holds all tokens."""
+    folder = tmp_path_factory.mktemp("stamps")
+    copy_of(whisper, folder / "whisper")
+    names = ["!", '"', "<|endoftext|>", "<|startoftranscript|>", *map(chr, range(35, 81)), "<|notimestamps|>"]
+    names += [f"<|{number / 50:.2f}|>" for number in range(10)]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    WhisperTokenizer(vocab=vocabulary, merges=[], pad_token="!").save_pretrained(folder / "whisper")
+    convert(folder / "whisper", folder / "rfa", preset="exact", window_size=96)
+    return folder / "whisper", folder / "rfa"
+
+
+def test_the_pipeline_is_the_base_models(with_stamps):
+    sounds = [tone(seconds, pitch=300 * seconds).astype(np.float32) for seconds in (0.3, 0.6, 0.9)]
+    long = np.concatenate([*sounds, *sounds])
+    found = []
+    for folder in with_stamps:
+        recognize = pipeline("automatic-speech-recognition", model=str(folder))
+        assert recognize.type == "seq2seq_whisper"
+        batch = recognize([each.copy() for each in sounds], batch_size=2, generate_kwargs={"num_beams": 3})
+        stamped = recognize(long.copy(), return_timestamps=True)
+        found.append([batch, stamped, recognize(long.copy(), chunk_length_s=0.8, ignore_warning=True)])
+    assert found[0] == found[1]
+    assert len(stamped["chunks"]) > 1
+    assert pipeline("automatic-speech-recognition", model=str(folder), return_timestamps=True)(long)["chunks"]
+
+
+def test_without_whispers_own_tokenizer_the_pipeline_transcribes_what_is_heard_at_once(converted_whisper):
+    recognize = pipeline("automatic-speech-recognition", model=str(converted_whisper))
+    assert recognize.type == "seq2seq"
+    assert recognize({"raw": tone(0.3).astype(np.float32), "sampling_rate": RATE})["text"]
