@@ -31,7 +31,7 @@ from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.utils import logging
 
 from hf_rfa.errors import InputError
-from hf_rfa.evaluation.generation_scores import BleuMetric, answer_length
+from hf_rfa.evaluation.generation_scores import answer_length, bleu
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL, perplexity_of, shown
 from hf_rfa.inference.loading import (
     CONFIG_ERRORS,
@@ -367,8 +367,7 @@ def _bleu(predictions: np.ndarray, labels: np.ndarray, *, tokenizer: Any) -> dic
             np.where(ids == IGNORED_LABEL, tokenizer.pad_token_id, ids), skip_special_tokens=True
         )
 
-    scores: Any = BleuMetric().compute(predictions=texts(predictions), references=texts(labels))
-    return {"bleu": scores["bleu"]}
+    return {"bleu": bleu(texts(predictions), texts(labels))[0]}
 
 
 def _mean_loss(

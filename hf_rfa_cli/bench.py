@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from enum import StrEnum
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,18 +15,10 @@ from rich.progress import track
 
 from .console import console, errors, starting, warn
 from .options import Device, UsageError, in_a_folder
+from .threads import Load
 
-
-def _sizes(text: str) -> list[int]:
-    """Read whole numbers: "128,2048"."""
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise typer.BadParameter(f"it must be whole numbers of at least 1, such as 128,2048, got {text!r}.")
-    return [int(word) for word in words]
-
-
-def _sizes_option(text: str) -> Any:
-    return typer.Option(parser=_sizes, metavar="SIZES", help=text)
+#: Positions, or tokens at once, by task.
+LENGTHS = {"decoding": [128, 512, 2048, 8192], "prefill": [1024, 4096], "training": [1024, 4096]}
 
 
 class Task(StrEnum):
@@ -36,34 +29,41 @@ class Task(StrEnum):
     training = "training"
 
 
+def _sizes(text: str) -> list[int]:
+    """Read whole numbers: "128,2048"."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise typer.BadParameter(f"it must be whole numbers of at least 1, such as 128,2048, got {text!r}.")
+    return [int(word) for word in words]
+
+
+sizes = partial(typer.Option, parser=_sizes, metavar="SIZES")
+
+
 def bench_command(
     model: Annotated[
         str | None, typer.Option(help="A checkpoint, softmax or RFA, for its shape. Default: GPT-2's shape.")
     ] = None,
     task: Annotated[list[Task] | None, typer.Option(help="What to time; may be repeated. Default: decoding.")] = None,
-    lengths: Annotated[Any, _sizes_option("Positions, or tokens at once: 128,2048,16384. Default: by task.")] = None,
-    batches: Annotated[Any, _sizes_option("Sequences at once: 1,8,32.")] = "8",
-    sources: Annotated[Any, _sizes_option("Tokens of the encoder's input, for models with an encoder.")] = "512",
+    lengths: Annotated[Any, sizes(help="Positions, or tokens at once: 128,2048,16384. Default: by task.")] = None,
+    batches: Annotated[Any, sizes(help="Sequences at once: 1,8,32.")] = "8",
+    sources: Annotated[Any, sizes(help="Tokens of the encoder's input, for models with an encoder.")] = "512",
     static: Annotated[bool, typer.Option("--static", help="Softmax on a StaticCache as well.")] = False,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Both under torch.compile too, as always on a GPU.")
     ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Steps timed per point; medians are reported.")] = 11,
     device: Device = "cpu",
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"],
-        typer.Option(help="Precision of both."),
-    ] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Precision of both.")] = "float32",
     output: Annotated[
         Path | None,
         typer.Option(callback=in_a_folder, help="Write OUTPUT.json, and one picture a task, OUTPUT-TASK.png."),
     ] = None,
 ) -> None:
     """Time RFA against its softmax parent (SDPA), same weights, in one process, in turn: medians and ratios."""
-    tasks = task or [Task.decoding]
+    tasks = [each.value for each in task or [Task.decoding]]
     if (static or compiled) and "decoding" not in tasks:
         raise UsageError("--static and --compile are about decoding: pass --task decoding with them.")
-
     name = model or "gpt2"
     starting(f"timing {name} ({', '.join(tasks)})")
     import torch
@@ -83,27 +83,26 @@ def bench_command(
     config: Any = GPT2Config() if model is None else read_config(model)
     if config.is_encoder_decoder and set(tasks) != {"decoding"}:
         raise InputError("models with an encoder are timed at decoding: pass --task decoding.")
-    torch_device, load = find_device(device), bench.Load()
+    torch_device, load = find_device(device), Load.now()
     if torch_device.type == "cpu" and (warning := load.warning()):
         warn(warning)
     compiled = compiled or torch_device.type in COMPILING_DEVICES
     sources = sources if config.is_encoder_decoder else [0]
-    sizes = {each: lengths or ([128, 512, 2048, 8192] if each == "decoding" else [1024, 4096]) for each in tasks}
+    cases = {each: list(product(sources, batches, lengths or LENGTHS[each])) for each in tasks}
+    positions = max(max(source, length) for each in tasks for source, _, length in cases[each])
     try:
-        pair = bench.pair(config, max(*sources, *map(max, sizes.values())) + steps + 16)
+        pair = bench.pair(config, positions + steps + 16)
     except (ValueError, StrictDataclassError) as error:
         raise InputError(f"cannot make the models: {error}") from error
     softmax, rfa = (each.to(torch_device, getattr(torch, dtype)) for each in pair)
     caption = f"{name}, {dtype}, {torch_device}, {load}"
     points: dict[str, list[bench.Point]] = {each: [] for each in tasks}
     for each in tasks:
-        for source, batch, length in track(list(product(sources, batches, sizes[each])), each, console=errors):
-            case = {"length": length, "batch": batch, "steps": steps}
+        for source, batch, length in track(cases[each], each, console=errors):
+            time = partial(bench.whole_sequences, each)
             if each == "decoding":
-                point = bench.decoding(softmax, rfa, source=source, static=static, compiled=compiled, **case)
-            else:
-                point = bench.whole_sequences(each, softmax, rfa, **case)
-            points[each].append(point)
+                time = partial(bench.decoding, source=source, static=static, compiled=compiled)
+            points[each].append(time(softmax, rfa, length=length, batch=batch, steps=steps))
         console.print(bench.table(points[each], caption))
         if output is not None:
             bench.plot(points[each], files[f"-{each}.png"], f"{each}, {caption}")

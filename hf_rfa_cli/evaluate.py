@@ -2,75 +2,53 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from . import options
 from .console import console, shown_count, starting, warn
-from .options import (
-    BatchSize,
-    Beams,
-    Device,
-    Model,
-    ModelDtype,
-    Record,
-    References,
-    UsageError,
-    data_path,
-    in_a_folder,
-    text_file,
-)
 
 #: Two samples of 1,000 tokens of one text differ by a seventh in perplexity (the demo's model on its text).
 FEW_TOKENS = 1000
-
-AttentionComponent = Annotated[
-    Literal["both", "linear", "window"],
-    typer.Option(help="Of attention with a sliding window: both components, or one alone."),
-]
+#: Panels of the help, whose options have no effect with the other task.
+TEXT, SPEECH = "Perplexity of a text", "Transcripts of speech, with --task transcription"
+of_text = partial(typer.Option, rich_help_panel=TEXT)
+of_speech = partial(typer.Option, rich_help_panel=SPEECH)
 
 
 def evaluate_command(
-    model: Model,
+    context: typer.Context,
+    model: options.Model,
     data: Annotated[
         Path,
         typer.Argument(
-            callback=data_path,
-            help="Text: .txt, or .jsonl with a 'text' field; plain or .gz. For transcription speech: a folder of .wav or "
-            ".flac files, or .jsonl with a 'path', relative to its folder, and maybe a 'text'.",
+            callback=options.data_path,
+            help="Text: .txt, or .jsonl with a 'text' field; plain or .gz. Speech: a folder of .wav or .flac files, or .jsonl"
+            " with a 'path' and maybe a 'text'.",
         ),
     ],
     task: Annotated[
-        Literal["perplexity", "transcription"],
-        typer.Option(help="Perplexity of a text, or word error rate, speed and cache of transcripts."),
+        Literal["perplexity", "transcription"], typer.Option(help="Of a text, or word error rate of transcripts.")
     ] = "perplexity",
-    teacher: Annotated[
-        str | None,
-        typer.Option(help="The base model, a folder or a name on the hub, to compare transcripts with."),
-    ] = None,
-    num_beams: Beams = 1,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most files of speech that are read.")] = None,
     context_length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens per window. Default: the positions, at most 1024.")
+        int | None, of_text(min=2, help="Tokens per window. Default: the positions, at most 1024.")
     ] = None,
-    stride: Annotated[
-        int | None, typer.Option(min=1, help="Tokens from window to window. Default: disjoint windows.")
-    ] = None,
-    carry_state: Annotated[
-        bool,
-        typer.Option(
-            "--carry-state",
-            help="Windows may be longer than the positions: they are read piece by piece, and the state goes on.",
-        ),
-    ] = False,
-    max_tokens: Annotated[int | None, typer.Option(min=2, help="Most tokens of the text that are read.")] = None,
-    attention_component: AttentionComponent = "both",
-    record: Record = False,
-    batch_size: BatchSize = 8,
-    dtype: ModelDtype = "auto",
-    device: Device = "auto",
+    stride: Annotated[int | None, of_text(min=1, help="Tokens from window to window. Default: their length.")] = None,
+    carry_state: Annotated[bool, of_text("--carry-state", help="Read past the positions, and keep the state.")] = False,
+    max_tokens: Annotated[int | None, of_text(min=2, help="Most tokens of the text that are read.")] = None,
+    attention_component: Annotated[
+        Literal["both", "linear", "window"], of_text(help="Of attention with a sliding window, one part alone.")
+    ] = "both",
+    teacher: Annotated[str | None, of_speech(help="The base model, to compare transcripts with.")] = None,
+    num_beams: Annotated[int, of_speech(min=1, help="Beams of generation; 1 for none.")] = 1,
+    limit: Annotated[int | None, of_speech(min=1, help="Most files of speech that are read.")] = None,
+    record: options.Record = False,
+    batch_size: options.BatchSize = 8,
+    dtype: options.ModelDtype = "auto",
+    device: options.Device = "auto",
 ) -> None:
     """Measure the perplexity of a text, or the transcripts of speech.
 
@@ -78,39 +56,20 @@ def evaluate_command(
 
     Below 1,000 tokens a perplexity says little, and a warning says so.
     """
-    of_text = {
-        "--context-length": context_length,
-        "--stride": stride,
-        "--carry-state": carry_state or None,
-        "--max-tokens": max_tokens,
-    }
-    of_speech = {"--teacher": teacher, "--num-beams": num_beams if num_beams > 1 else None, "--limit": limit}
-    for flag, value in (of_speech if task == "perplexity" else of_text).items():
-        if value is not None:
-            raise UsageError(f"{flag} has no effect with --task {task}. Leave it out.")
+    options.refuse(
+        context, f"has no effect with --task {task}. Leave it out.", SPEECH if task == "perplexity" else TEXT
+    )
     starting(f"evaluating {model} on {data}")
     if task == "transcription":
-        _evaluate_transcripts(
-            model,
-            data,
-            teacher=teacher,
-            limit=limit,
-            component=attention_component,
-            record=record,
-            dtype=dtype,
-            device=device,
-            num_beams=num_beams,
-            batch_size=batch_size,
-        )
+        _evaluate_speech(model, data, teacher, limit, num_beams, batch_size, dtype, device, record=record)
         return
     from hf_rfa.convert.calibrate.attention_shares import attention_shares
     from hf_rfa.evaluation import perplexity
-    from hf_rfa.evaluation.cards import check_recordable, record_result
     from hf_rfa.evaluation.perplexity import shown
     from hf_rfa.inference import load_model, use_attention_component
     from hf_rfa.io.text_io import read_documents, tokenize
 
-    folder = check_recordable(model) if record else None
+    folder = _folder_to_record(model, record)
     documents = list(read_documents(data))
     loaded, tokenizer = load_model(model, kind="causal", dtype=dtype, device=device)
     use_attention_component(loaded, attention_component)
@@ -131,144 +90,118 @@ def evaluate_command(
             f"{result.tokens} tokens were scored; below {FEW_TOKENS:,} a perplexity is a matter of chance, by a "
             "seventh and more. Pass a longer text."
         )
-    protocol = _print_protocol(result.protocol, attention_component)
+    protocol = result.protocol
+    if attention_component != "both":
+        protocol += f"; {attention_component} component alone"
+    _finish(folder, task, data, {"perplexity": result.perplexity}, protocol)
     shares = attention_shares(loaded, ids) if attention_component == "both" else None
     if shares is not None:
         console.print(f"attention on the first {shares.tokens:,} tokens: {shares}", soft_wrap=True)
+
+
+def _folder_to_record(model: str, record: bool) -> Path | None:
+    """Return the folder that a result is written into, or None."""
+    from hf_rfa.evaluation.cards import check_recordable
+
+    return check_recordable(model) if record else None
+
+
+def _finish(folder: Path | None, task: str, data: Path, scores: dict[str, float], protocol: str) -> None:
+    """Print the protocol of some scores, and record both where there is a folder."""
+    from hf_rfa.evaluation.cards import record_result
+
+    console.print(f"protocol: {protocol}", soft_wrap=True)
     if folder is not None:
-        scores = {"perplexity": result.perplexity}
-        record_result(folder, task="perplexity", data=data.name, scores=scores, protocol=protocol)
+        record_result(folder, task=task, data=data.name, scores=scores, protocol=protocol)
 
 
-def _evaluate_transcripts(
+def _evaluate_speech(
     model: str,
     data: Path,
-    *,
     teacher: str | None,
     limit: int | None,
-    component: AttentionComponent,
-    record: bool,
+    num_beams: int,
+    batch_size: int,
     dtype: str,
     device: str,
-    **options: int,
+    *,
+    record: bool,
 ) -> None:
     """Print word error rates of a model, and of its base model where there is one, with speed and bytes of the cache."""
     from rich.table import Table
 
-    from hf_rfa.evaluation.cards import check_recordable, record_result
     from hf_rfa.evaluation.transcription import evaluate_transcription
-    from hf_rfa.inference import load_model, use_attention_component
+    from hf_rfa.inference import load_model
     from hf_rfa.inference.transcription import load_feature_extractor
     from hf_rfa.io.audio_io import read_utterances
 
-    folder = check_recordable(model) if record else None
+    folder = _folder_to_record(model, record)
     utterances = read_utterances(data, limit=limit)
     if teacher is None and all(utterance.text is None for utterance in utterances):
-        raise UsageError(
+        raise options.UsageError(
             f"{data} has no texts to score by. Pass a .jsonl file with path and text, or the base model (--teacher)."
         )
     results, base_texts = {}, None
     for name in filter(None, (teacher, model)):
         loaded, tokenizer = load_model(name, kind="speech", dtype=dtype, device=device)
-        extractor = load_feature_extractor(name)
-        if name == model:
-            use_attention_component(loaded, component)
         with shown_count(f"transcribing with {name}") as on_batch:
             result = evaluate_transcription(
-                loaded, tokenizer, extractor, utterances, base_texts=base_texts, on_batch=on_batch, **options
+                loaded,
+                tokenizer,
+                load_feature_extractor(name),
+                utterances,
+                base_texts=base_texts,
+                num_beams=num_beams,
+                batch_size=batch_size,
+                on_batch=on_batch,
             )
         results[name], base_texts = result, result.transcripts.texts
-    measures = [*result.scores]
-    table = Table("", *measures, "tokens/s", "cache, bytes")
-    for name, result in results.items():
-        scores = [f"{result.scores[measure]:.2f} %" if measure in result.scores else "" for measure in measures]
-        table.add_row(name, *scores, f"{result.tokens_per_second:.1f}", f"{result.cache_bytes:,}")
+    table = Table("", *result.scores, "tokens/s", "cache, bytes")
+    for name, each in results.items():
+        scores = [f"{each.scores[measure]:.2f} %" if measure in each.scores else "" for measure in result.scores]
+        table.add_row(name, *scores, f"{each.tokens_per_second:.1f}", f"{each.cache_bytes:,}")
     console.print(table)
-    protocol = _print_protocol(result.protocol, component)
-    if folder is not None:
-        record_result(folder, task="transcription", data=data.name, scores=result.scores, protocol=protocol)
+    _finish(folder, "transcription", data, result.scores, result.protocol)
 
 
 def score_command(
-    model: Model,
+    model: options.Model,
     sources: Annotated[
         Path,
-        typer.Argument(callback=text_file, help="Sources, one a line, or a .jsonl file with the references too."),
+        typer.Argument(callback=options.text_file, help="Sources, one a line, or .jsonl with 'source' and 'target'."),
     ],
     task: Annotated[
-        Literal["translation", "summarization"],
-        typer.Option(help="BLEU of translations, or ROUGE of summaries."),
+        Literal["translation", "summarization"], typer.Option(help="BLEU of translations, or ROUGE of summaries.")
     ] = "translation",
-    references: References = None,
-    source_field: Annotated[str, typer.Option(help="The sources' name in a .jsonl file.")] = "source",
-    target_field: Annotated[str, typer.Option(help="The references' name in it.")] = "target",
-    num_beams: Beams = 1,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer. Default: the checkpoint's, or the positions.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most sources that are read.")] = None,
-    truncate: Annotated[
-        bool, typer.Option("--truncate", help="Cut sources longer than the encoder's positions.")
-    ] = False,
-    bleu_tokenizer: Annotated[
-        str | None, typer.Option(help="sacreBLEU's tokenizer, for translations. Default: 13a.")
-    ] = None,
-    save_predictions: Annotated[
-        Path | None,
-        typer.Option(callback=in_a_folder, help="Write sources, references and answers to this .jsonl file."),
-    ] = None,
-    attention_component: AttentionComponent = "both",
-    record: Record = False,
-    batch_size: BatchSize = 8,
-    dtype: ModelDtype = "auto",
-    device: Device = "auto",
+    references: options.References = None,
+    num_beams: options.Beams = 1,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
+    record: options.Record = False,
+    batch_size: options.BatchSize = 8,
+    dtype: options.ModelDtype = "auto",
+    device: options.Device = "auto",
 ) -> None:
-    """Let a model with an encoder translate or summarise sources, and score its answers by references."""
-    if bleu_tokenizer is not None and task != "translation":
-        raise UsageError(f"--bleu-tokenizer has no effect with --task {task}. Leave it out.")
+    """Let a model with an encoder translate or summarize sources, and score its answers by references."""
     starting(f"scoring {model} on {sources}")
-    from hf_rfa.evaluation.cards import check_recordable, record_result
     from hf_rfa.evaluation.generation_scores import evaluate_generation
-    from hf_rfa.inference import load_model, use_attention_component
-    from hf_rfa.io.atomic_io import check_file, new_file
+    from hf_rfa.inference import load_model
     from hf_rfa.io.text_io import read_pairs
 
-    folder = check_recordable(model) if record else None
-    source_texts, targets = read_pairs(
-        sources, references, source_field=source_field, target_field=target_field, limit=limit
-    )
-    if save_predictions is not None:
-        check_file(save_predictions, replace=False)
+    folder = _folder_to_record(model, record)
+    texts, targets = read_pairs(sources, references)
     loaded, tokenizer = load_model(model, kind="seq2seq", dtype=dtype, device=device)
-    use_attention_component(loaded, attention_component)
     with shown_count("answering the sources") as on_batch:
         result = evaluate_generation(
             loaded,
             tokenizer,
-            source_texts,
+            texts,
             targets,
             task=task,
             num_beams=num_beams,
             max_new_tokens=max_new_tokens,
             batch_size=batch_size,
-            truncate=truncate,
-            bleu_tokenizer=bleu_tokenizer or "13a",
             on_batch=on_batch,
         )
-    if save_predictions is not None:
-        with new_file(save_predictions) as file:
-            for source, target, prediction in zip(source_texts, targets, result.predictions, strict=True):
-                row = {"source": source, "target": target, "prediction": prediction}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
     for name, value in result.scores.items():
         console.print(f"{name} {value:.2f}")
-    protocol = _print_protocol(result.protocol, attention_component)
-    if folder is not None:
-        record_result(folder, task=task, data=sources.name, scores=result.scores, protocol=protocol)
-
-
-def _print_protocol(protocol: str, component: str) -> str:
-    """Print a protocol, with the component of attention that was used alone, if one was; return this."""
-    protocol += "" if component == "both" else f"; {component} component alone"
-    console.print(f"protocol: {protocol}", soft_wrap=True)
-    return protocol
+    _finish(folder, task, sources, result.scores, result.protocol)

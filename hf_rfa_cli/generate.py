@@ -4,156 +4,113 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from . import options
 from .console import errors, shown_stream, starting
-from .options import (
-    BatchSize,
-    Beams,
-    Device,
-    Model,
-    ModelDtype,
-    Seed,
-    UsageError,
-    existing_file,
-    in_a_folder,
-    positive,
-    text_file,
-)
 
 STDIN = Path("-")
 #: Exit status after Ctrl-C.
 INTERRUPTED = 130
+#: Panels of the help. `refuse` knows by them which options do not go together.
+TEXT, PROMPTS, SAMPLING, STREAMS = "Text", "Prompts and chat", "Sampling, with --sample", "Texts without end"
+of_text = partial(typer.Option, rich_help_panel=TEXT)
+of_prompts = partial(typer.Option, rich_help_panel=PROMPTS)
+of_sampling = partial(typer.Option, rich_help_panel=SAMPLING)
+of_streams = partial(typer.Option, rich_help_panel=STREAMS)
+
+
+def _file(path: Path | None) -> Path | None:
+    return path if path == STDIN else options.text_file(path)
 
 
 def generate_command(
-    model: Model,
+    context: typer.Context,
+    model: options.Model,
     prompt: Annotated[
-        list[str] | None,
-        typer.Option(help="Text to continue; for a model with an encoder, the source. May be repeated."),
+        list[str] | None, of_text(help="Text to continue, or an encoder's source. May be repeated.")
     ] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            callback=lambda path: path if path == STDIN else text_file(path),
-            help="More of them, one a line; - for stdin.",
-        ),
-    ] = None,
-    audio: Annotated[
-        list[Path] | None,
-        typer.Option(help="Speech to transcribe instead, a .wav or .flac file of any length. May be repeated."),
-    ] = None,
-    stream_from: Annotated[
-        Path | None,
-        typer.Option(
-            callback=lambda path: path if path == STDIN else text_file(path),
-            help="A text of any length, to continue or to read before the prompt, plain or .gz; - for stdin.",
-        ),
-    ] = None,
-    save_cache: Annotated[
-        Path | None,
-        typer.Option(callback=in_a_folder, help="Write what it takes to go on to this file, after Ctrl-C too."),
-    ] = None,
-    load_cache: Annotated[
-        Path | None, typer.Option(callback=existing_file, help="Go on from a file of --save-cache.")
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat",
-            help="Take each prompt as a message, by the tokenizer's chat template, and show the answer alone.",
-        ),
-    ] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: a system message, before the prompt.")] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Most tokens to generate for each. Default: 100.")
-    ] = None,
-    num_beams: Beams = 1,
-    sample: Annotated[bool, typer.Option("--sample/--greedy", help="Sample, or take the likeliest token.")] = False,
-    temperature: Annotated[float, typer.Option(callback=positive, help="Of the sampling.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the likeliest tokens, this many; 0 for all.")] = 50,
-    top_p: Annotated[
-        float,
-        typer.Option(max=1, callback=positive, help="Sample from the likeliest tokens of this total probability."),
-    ] = 1.0,
-    seed: Seed = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
-    batch_size: BatchSize = 8,
-    dtype: ModelDtype = "auto",
-    device: Device = "auto",
+    max_new_tokens: Annotated[int, of_text(min=0, help="Most tokens to generate for each prompt.")] = 100,
+    sample: Annotated[bool, of_text("--sample/--greedy", help="Sample, or take the likeliest token.")] = False,
+    ignore_eos: Annotated[bool, of_text("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
+    prompt_file: Annotated[Path | None, of_prompts(callback=_file, help="Prompts, one a line; - for stdin.")] = None,
+    chat: Annotated[bool, of_prompts("--chat", help="Apply the chat template, and show the answers alone.")] = False,
+    system: Annotated[str | None, of_prompts(help="With --chat: a system message, before the prompt.")] = None,
     compiled: Annotated[
         bool | None,
-        typer.Option(
+        of_prompts(
             "--compile/--no-compile",
-            help="Compile decoding steps, which takes up to minutes and makes each faster: for thousands of tokens.",
+            help="Compile decoding steps: a minute for long outputs, of which each token is faster.",
             show_default="on a GPU, but for beams and models with an encoder",
         ),
     ] = None,
+    temperature: Annotated[float, of_sampling(callback=options.positive, help="Of the sampling.")] = 1.0,
+    top_k: Annotated[int, of_sampling(min=0, help="Sample from the likeliest tokens; 0 for all.")] = 50,
+    top_p: Annotated[float, of_sampling(max=1, callback=options.positive, help="Sample from this probability.")] = 1.0,
+    seed: Annotated[int, of_sampling(min=0, max=options.LARGEST_SEED, help="Seed of what is drawn at random.")] = 0,
+    stream_from: Annotated[
+        Path | None, of_streams(callback=_file, help="A text of any length to read, plain or .gz; - for stdin.")
+    ] = None,
+    save_cache: Annotated[
+        Path | None, of_streams(callback=options.in_a_folder, help="Write what it takes to go on, after Ctrl-C too.")
+    ] = None,
+    load_cache: Annotated[
+        Path | None, of_streams(callback=options.existing_file, help="Go on from a file of --save-cache.")
+    ] = None,
+    audio: Annotated[
+        list[Path] | None, typer.Option(help="Speech to transcribe instead, .wav or .flac. May be repeated.")
+    ] = None,
+    num_beams: options.Beams = 1,
+    batch_size: options.BatchSize = 8,
+    dtype: options.ModelDtype = "auto",
+    device: options.Device = "auto",
 ) -> None:
-    """Continue prompts, translate or summarise sources, or transcribe speech, and report speed and memory.
+    """Continue prompts, translate or summarize sources, or transcribe speech, and report speed and memory.
 
-    A decoder without an encoder shows each prompt and its continuation, a model with an encoder its answers. With --chat
-    the answers alone are shown.
-
-    A single prompt is streamed, except with beams, which are chosen at the end.
+    A decoder without an encoder shows each prompt and its continuation, a model with an encoder its answers. A single
+    prompt is streamed, except with beams, which are chosen at the end.
     """
-    if not sample and (temperature, top_k, top_p, seed) != (1.0, 50, 1.0, 0):
-        raise UsageError("--temperature, --top-k, --top-p and --seed act on sampling: pass --sample with them.")
-    if max_new_tokens == 0 and save_cache is None:
-        raise UsageError("--max-new-tokens 0 reads, and generates nothing: pass --save-cache FILE with it.")
-    streams = {"--stream-from": stream_from, "--save-cache": save_cache, "--load-cache": load_cache}
     if audio:
-        of_text = {
-            "--prompt": prompt,
-            "--prompt-file": prompt_file,
-            **streams,
-            "--chat": chat,
-            "--system": system,
-            "--max-new-tokens": max_new_tokens,
-            "--sample": sample,
-            "--ignore-eos": ignore_eos,
-            "--compile": compiled,
-        }
-        for flag in (flag for flag, value in of_text.items() if value):
-            raise UsageError(f"{flag} has no effect with --audio. Leave it out.")
+        options.refuse(context, "has no effect with --audio. Leave it out.", TEXT, PROMPTS, SAMPLING, STREAMS)
         _transcribe(model, audio, num_beams=num_beams, batch_size=batch_size, dtype=dtype, device=device)
         return
-    prompts = [*(prompt or []), *(_lines(prompt_file) if prompt_file else [])]
-    if "" in prompts:
-        raise UsageError(f"prompt {prompts.index('') + 1} of {len(prompts)} is empty: there is nothing to start from.")
-    for number, text in enumerate((*prompts, system or ""), start=1):
-        if any("\ud800" <= letter <= "\udfff" for letter in text):
-            which = "--system" if number > len(prompts) else f"prompt {number} of {len(prompts)}"
-            raise UsageError(f"{which} is not UTF-8 text. Pass it in a file (--prompt-file), or convert it.")
+    wanted: dict[str, Any] = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos, "do_sample": sample}
+    if sample:
+        wanted |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    else:
+        options.refuse(context, "acts on sampling: pass --sample with it.", SAMPLING)
+    if max_new_tokens == 0 and save_cache is None:
+        raise options.UsageError("--max-new-tokens 0 reads, and generates nothing: pass --save-cache FILE with it.")
     if system is not None and not chat:
-        raise UsageError("--system is of a chat template: pass --chat with it.")
-    if not (prompts or stream_from or load_cache):
-        raise UsageError("there is nothing to start from: pass --prompt, --prompt-file or --audio, or --stream-from.")
+        raise options.UsageError("--system is of a chat template: pass --chat with it.")
+    if not (prompt or prompt_file or stream_from or load_cache):
+        raise options.UsageError(
+            "there is nothing to start from: pass --prompt, --prompt-file or --audio, or --stream-from."
+        )
     if compiled and num_beams > 1:
-        raise UsageError(
+        raise options.UsageError(
             "--compile is not for beams, whose steps transformers does not compile: leave out one of the two."
         )
-
-    max_new_tokens = 100 if max_new_tokens is None else max_new_tokens
-    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if sample else {}
-    if any(streams.values()):
-        name = next(flag for flag, value in streams.items() if value)
-        others = {"--prompt-file": prompt_file, "--chat": chat, "--num-beams": num_beams > 1, "--compile": compiled}
-        for flag in (flag for flag, value in others.items() if value):
-            raise UsageError(f"{flag} does not go with {name}. Leave out one of the two.")
-        if len(prompts) > 1:
-            raise UsageError(f"{name} is for one text: pass one prompt, not {len(prompts)}.")
+    if streaming := options.given(context, STREAMS):
+        options.refuse(context, f"does not go with {streaming[0]}. Leave out one of the two.", PROMPTS)
+        if num_beams > 1 or len(prompt or []) > 1:
+            raise options.UsageError(f"{streaming[0]} is for one text: pass one prompt, and no beams.")
         if stream_from is not None and stream_from.name.removesuffix(".gz").endswith(".jsonl"):
-            raise UsageError(f"--stream-from reads plain text, and {stream_from} is JSON. Write its texts to stdin.")
-        sampling |= {"do_sample": sample, "seed": seed, "ignore_eos": ignore_eos, "max_new_tokens": max_new_tokens}
-        _stream(model, stream_from, "".join(prompts), save_cache, load_cache, dtype=dtype, device=device, **sampling)
-        return
+            raise options.UsageError(
+                f"--stream-from reads plain text, and {stream_from} is JSON. Write its texts to stdin."
+            )
 
     starting(f"loading {model}")
+    prompts = _prompts(prompt or [], prompt_file, system)
+    if streaming:
+        start = "".join(prompts)
+        _stream(model, stream_from, start, save_cache, load_cache, dtype=dtype, device=device, seed=seed, **wanted)
+        return
     from transformers import TextStreamer
 
     from hf_rfa.inference import generate_text, load_model
@@ -162,33 +119,41 @@ def generate_command(
     streamer = None
     if num_beams == 1 and len(prompts) == 1:
         streamer = TextStreamer(tokenizer, skip_prompt=chat, skip_special_tokens=True)
+    wanted |= {"chat": chat, "system": system, "compiled": compiled, "num_beams": num_beams, "streamer": streamer}
     generations = []
-    for start in range(0, len(prompts), batch_size):
-        generation = generate_text(
-            loaded,
-            tokenizer,
-            prompts[start : start + batch_size],
-            max_new_tokens=max_new_tokens,
-            streamer=streamer,
-            seed=(seed + start) % 2**32,
-            ignore_eos=ignore_eos,
-            chat=chat,
-            system=system,
-            compiled=compiled,
-            do_sample=sample,
-            num_beams=num_beams,
-            **sampling,
-        )
+    for first in range(0, len(prompts), batch_size):
+        batch = prompts[first : first + batch_size]
+        generation = generate_text(loaded, tokenizer, batch, seed=(seed + first) % 2**32, **wanted)
         generations.append(generation)
         for text in () if streamer else generation.texts if chat else generation.whole_texts:
             typer.echo(text, color=True)  # as it is
-    tokens, seconds = sum(one.new_tokens for one in generations), sum(one.seconds for one in generations)
-    cached = f"after {tokens + generations[0].prompt_tokens} tokens"
+    tokens = sum(each.new_tokens for each in generations)
+    cache = f", cache {max(each.cache_bytes for each in generations):,} bytes "
     if len(prompts) > 1:
-        cached = f"for {min(batch_size, len(prompts))} texts at a time"
-    num_bytes = max(one.cache_bytes for one in generations)
-    speed = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)"
-    errors.print(f"{speed}, cache {num_bytes:,} bytes {cached}")
+        cache += f"for {min(batch_size, len(prompts))} texts at a time"
+    else:
+        cache += f"after {tokens + generations[0].prompt_tokens} tokens"
+    _print_speed("", tokens, sum(each.seconds for each in generations), cache)
+
+
+def _prompts(prompts: list[str], file: Path | None, system: str | None) -> list[str]:
+    """Return the prompts of the options and of a file or stdin; raise a `UsageError` for one that cannot be used."""
+    from hf_rfa.io.text_io import is_text, read_lines, stream_text
+
+    if file == STDIN:
+        prompts = prompts + [line.rstrip("\n") for line in StringIO("".join(stream_text(None)))]
+    elif file is not None:
+        prompts = prompts + read_lines(file)
+    for number, text in enumerate(prompts, start=1):
+        if not text:
+            raise options.UsageError(f"prompt {number} of {len(prompts)} is empty: there is nothing to start from.")
+        if not is_text(text):
+            raise options.UsageError(
+                f"prompt {number} of {len(prompts)} is not UTF-8 text. Pass it in a file (--prompt-file)."
+            )
+    if not is_text(system or ""):
+        raise options.UsageError("--system is not UTF-8 text. Convert it.")
+    return prompts
 
 
 def _stream(
@@ -200,11 +165,9 @@ def _stream(
     *,
     dtype: str,
     device: str,
-    max_new_tokens: int,
-    **options: Any,
+    **wanted: Any,
 ) -> None:
     """Let a model read a text of any length and go on with it. Ctrl-C ends both, and what was read and written is kept."""
-    starting(f"loading {model}")
     from transformers import TextStreamer
 
     from hf_rfa.errors import InputError
@@ -240,12 +203,10 @@ def _stream(
             with shown_stream(f"reading {path.name if path else 'stdin'}", begin) as (show_bytes, show_tokens):
                 texts = stream_text(path, skip=skip, on_bytes=show_bytes)
                 read_stream(loaded, tokenizer, texts, reading, on_tokens=show_tokens)
-            _print_speed("read", reading.tokens - begin, time.perf_counter() - start)
+            _print_speed("read ", reading.tokens - begin, time.perf_counter() - start)
         streamer = TextStreamer(tokenizer, skip_prompt=not prompt, skip_special_tokens=True)
-        written = continue_stream(
-            loaded, tokenizer, reading, prompt=prompt, max_new_tokens=max_new_tokens, streamer=streamer, **options
-        )
-        _print_speed("written", written.new_tokens, written.seconds)
+        written = continue_stream(loaded, tokenizer, reading, prompt=prompt, streamer=streamer, **wanted)
+        _print_speed("written ", written.new_tokens, written.seconds)
     except (KeyboardInterrupt, InputError) as error:
         stopped = error
     if reading.cache is not None:
@@ -263,9 +224,9 @@ def _stream(
         raise typer.Exit(INTERRUPTED)
 
 
-def _print_speed(what: str, tokens: int, seconds: float) -> None:
-    """Print how many tokens were read or written."""
-    errors.print(f"{tokens:,} tokens {what} in {seconds:.2f} s ({tokens / seconds:,.1f} tokens/s)")
+def _print_speed(what: str, tokens: int, seconds: float, cache: str = "") -> None:
+    """Print how many tokens were read or written, and what the cache holds."""
+    errors.print(f"{tokens:,} tokens {what}in {seconds:.2f} s ({tokens / seconds:,.1f} tokens/s){cache}")
 
 
 def _transcribe(model: str, paths: list[Path], *, num_beams: int, batch_size: int, dtype: str, device: str) -> None:
@@ -286,21 +247,5 @@ def _transcribe(model: str, paths: list[Path], *, num_beams: int, batch_size: in
         for text in part.texts:
             typer.echo(text, color=True)  # as it is
     total = sum(parts[1:], parts[0])
-    num_bytes = cache_memory(loaded).after(total.longest)
-    speed = f"{total.tokens} tokens in {total.seconds:.2f} s ({total.tokens / total.seconds:.1f} tokens/s)"
-    errors.print(f"{speed}, cache {num_bytes:,} bytes after {total.longest} tokens of a file")
-
-
-def _lines(path: Path) -> list[str]:
-    """Return the lines of a file, or of stdin."""
-    if path != STDIN:
-        from hf_rfa.io.text_io import read_lines
-
-        return read_lines(path)
-    from hf_rfa.io.text_io import UTF_8
-
-    try:  # whatever encoding the terminal has, as of a file
-        text = sys.stdin.buffer.read().decode(UTF_8)
-        return [line.rstrip("\n") for line in StringIO(text, newline=None)]
-    except UnicodeDecodeError as error:
-        raise UsageError(f"cannot read the prompts in stdin as UTF-8 text: {error}") from error
+    cache = f", cache {cache_memory(loaded).after(total.longest):,} bytes after {total.longest} tokens of a file"
+    _print_speed("", total.tokens, total.seconds, cache)

@@ -11,6 +11,20 @@ import typer
 
 #: What typer raises for a command line that it cannot read, and commands for options that do not go together.
 UsageError: Any = typer.BadParameter.__base__
+#: Of the seeds that numpy and torch both take.
+LARGEST_SEED = 2**32 - 1
+
+
+def given(context: typer.Context, *panels: str) -> list[str]:
+    """Return the flags of some panels of the help whose values are not the defaults."""
+    params = [param for param in context.command.params if getattr(param, "rich_help_panel", None) in panels]
+    return [param.opts[0] for param in params if context.params[param.name] not in (param.default, None, ())]
+
+
+def refuse(context: typer.Context, why: str, *panels: str) -> None:
+    """Raise a `UsageError` if the command line has an option of some panels of the help; the flag comes before ``why``."""
+    for flag in given(context, *panels):
+        raise UsageError(f"{flag} {why}")
 
 
 def positive(value: float) -> float:
@@ -54,8 +68,7 @@ ModelDtype = Annotated[
 Device = Annotated[
     str, typer.Option(help="What to compute on: cpu, cuda, cuda:1, …; auto for an accelerator where there is one.")
 ]
-#: numpy and torch both take these.
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of what is drawn at random.")]
+Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of what is drawn at random.")]
 Beams = Annotated[int, typer.Option(min=1, help="Beams of generation; 1 for none.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Texts, or windows of one, at a time.")]
 References = Annotated[

@@ -22,9 +22,7 @@ def recall_command(
     control: Annotated[
         list[str] | None,
         typer.Option(
-            help="Also the teacher, or a softmax model itself, limited to WINDOW+SINKS tokens; repeatable. Default: one of "
-            "the same bytes.",
-            metavar="WINDOW+SINKS",
+            metavar="WINDOW+SINKS", help="Softmax that sees these alone; repeatable. Default: of the same bytes."
         ),
     ] = None,
     max_length: Annotated[
@@ -32,11 +30,9 @@ def recall_command(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rows and lengths: about a fifth of the time.")] = False,
     seed: Seed = 0,
-    document_end: Annotated[
-        str | None, typer.Option(help="Token after each document. Default: the tokenizer's end of text.")
-    ] = None,
+    document_end: Annotated[str | None, typer.Option(help="Token after each document. Default: end of text.")] = None,
     output: Annotated[
-        Path | None, typer.Option(callback=in_a_folder, help="Folder for the table, its JSON and PNG.")
+        Path | None, typer.Option(callback=in_a_folder, help="Folder for the table and its JSON.")
     ] = None,
     record: Record = False,
     dtype: ModelDtype = "auto",
@@ -46,7 +42,7 @@ def recall_command(
     controls = _views(control or [])
     starting(f"measuring the recall of {model}")
     from hf_rfa.evaluation.cards import check_recordable
-    from hf_rfa.evaluation.recall import FULL, QUICK, recall_suite, report_table, write_report
+    from hf_rfa.evaluation.recall import recall_suite, report_table, write_report
     from hf_rfa.evaluation.recall.report import FILES
     from hf_rfa.inference import load_model
     from hf_rfa.io.atomic_io import check_file
@@ -70,7 +66,7 @@ def recall_command(
             teacher=softmax,
             controls=controls,
             max_length=max_length,
-            effort=QUICK if quick else FULL,
+            quick=quick,
             seed=seed,
             progress=progress,
         )
@@ -78,7 +74,7 @@ def recall_command(
     console.print(f"protocol: {report.protocol}", soft_wrap=True)
     if output is not None:
         write_report(report, output, data=text.name)
-        console.print(f"written: recall.json, recall.md and recall.png in {output}")
+        console.print(f"written: recall.json and recall.md in {output}")
     if folder is not None:
         write_report(report, folder, data=text.name, card=True)
 

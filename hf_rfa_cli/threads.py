@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 
 import psutil
 
@@ -15,10 +16,45 @@ SAMPLE = 0.2
 NAMED: list[int] = []
 
 
-def free_cores() -> float:
-    """Return how many cores other programs leave free, while this one waits."""
-    cores = psutil.cpu_count() or 1
-    return cores * (1 - psutil.cpu_percent(interval=SAMPLE) / 100)
+def busy_cores() -> float:
+    """Return how many cores other programs keep busy, while this one waits."""
+    return psutil.cpu_percent(interval=SAMPLE) / 100 * (psutil.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Load of the machine, which stands beside what is timed on it.
+
+    Attributes:
+        threads: torch's threads on a CPU.
+        cores: cores of the machine.
+        load: cores that other programs keep busy.
+    """
+
+    threads: int
+    cores: int
+    load: float
+
+    @classmethod
+    def now(cls) -> Load:
+        """Return the present load: before a measurement, which is a load itself."""
+        import torch
+
+        return cls(torch.get_num_threads(), os.cpu_count() or 1, busy_cores())
+
+    def __str__(self) -> str:
+        """Return a line for a caption."""
+        return f"{self.threads} thread{'s' if self.threads > 1 else ''} on {self.cores} cores, {self.load:.1f} of them busy"
+
+    def warning(self) -> str | None:
+        """Return a warning if there are fewer free cores than threads, or None."""
+        if self.load <= self.cores - self.threads + 0.5:
+            return None
+        return (
+            f"{self}: other processes take cores that this needs. Threads then wait for each other at every operation, which "
+            "slows a step of many small ones most, RFA's more than softmax's: no figure holds, and no ratio. Wait until the "
+            "machine is idle, or time fewer threads, say with OMP_NUM_THREADS=1."
+        )
 
 
 def usable_cores() -> int:
@@ -51,7 +87,7 @@ def take_threads(asked: int | None = None) -> str | None:
     usable = usable_cores()
     if NAMED or "torch" in sys.modules or "RANK" in os.environ or usable == 1:
         return None
-    threads = max(1, min(usable, round(free_cores())))
+    threads = max(1, min(usable, round((psutil.cpu_count() or 1) - busy_cores())))
     if threads == usable:
         return None
     os.environ[VARIABLE] = str(threads)

@@ -19,11 +19,11 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForSpeechSeq2Seq
 
 import hf_rfa  # noqa: F401  # registers the RFA models
-from hf_rfa.bench import Load
 from hf_rfa.bench.measure import interleaved, peak_bytes
 from hf_rfa.evaluation.cards import markdown_table
 from hf_rfa.io.atomic_io import new_file
 from hf_rfa.models.cache_names import cache_argument, returned_cache
+from hf_rfa_cli.threads import Load
 
 from ..figures import print_as_is
 from .rows import ROWS, SOFTMAX
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/experiments"))
     arguments = parser.parse_args()
-    console, load = Console(), Load()
+    console, load = Console(), Load.now()
     if warning := load.warning():
         console.print(warning, soft_wrap=True)
     found: list[dict[str, Any]] = []

@@ -1,12 +1,10 @@
 """Speed and memory of an RFA model and of its softmax base model: decoding, reading a prompt, a training step."""
 
-from .measure import Load
 from .models import pair
 from .report import plot, table
 from .tasks import Point, decoding, whole_sequences
 
 __all__ = [
-    "Load",
     "Point",
     "decoding",
     "pair",

@@ -1,4 +1,4 @@
-"""What a model keeps of the tokens that it has read: bytes by kind, as its cache says them, and their worth in tokens."""
+"""What a model keeps of the tokens that it has read: bytes, as its cache says them, and their worth in tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_rfa.families import reads_audio
 from hf_rfa.inference.cache_files import recurrent_num_bytes
 from hf_rfa.models.cache_names import cache_argument, returned_cache
-from hf_rfa.models.memory import MemoryLayout
 
 
 @dataclass(frozen=True)
@@ -22,11 +21,7 @@ class CacheMemory:
     """Bytes of a model's cache for one sequence, in the precision that it runs in.
 
     Attributes:
-        state: recurrent states of all RFA layers.
-        window: keys, values and scores of the last tokens.
-        sinks: those of the sinks.
-        slots: those of the slots.
-        retrieval: those of retrieval heads.
+        fixed: states, and tokens that are kept, of RFA layers.
         per_token: keys and values that softmax layers add with every token.
         per_source_token: those that softmax cross attention adds with every token of a source of text.
         audio: those of softmax cross attention to audio, which has all of its positions at any length.
@@ -34,21 +29,12 @@ class CacheMemory:
         recurrent: states of its recurrent layers.
     """
 
-    state: int = 0
-    window: int = 0
-    sinks: int = 0
-    slots: int = 0
-    retrieval: int = 0
+    fixed: int = 0
     per_token: int = 0
     per_source_token: int = 0
     audio: int = 0
     sliding: tuple[tuple[int, int], ...] = ()
     recurrent: int = 0
-
-    @property
-    def fixed(self) -> int:
-        """Bytes of RFA layers, which do not grow."""
-        return self.state + self.window + self.sinks + self.slots + self.retrieval
 
     def sliding_after(self, tokens: int) -> int:
         """Return the bytes of layers with a sliding window after some tokens."""
@@ -88,14 +74,8 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
     sliding = []
     for growth, layer in ((growth, layer) for growth, part in caches.items() for layer in part.layers):
         if hasattr(layer, "holds"):  # an RFA layer
-            layout, *retrieval = layer.layouts or [
-                MemoryLayout(heads=0, head_dim=0)
-            ]  # cross attention has a state alone
-            exact = {name: getattr(layout, name) * layout.bytes_per_place() for name in ("window", "sinks", "slots")}
-            exact["retrieval"] = sum(memory.num_bytes() for memory in retrieval)
-            sizes.update(exact)
-            beside = sum(tensor.nbytes for name, tensor in layer.tensors().items() if not name.endswith(".origin"))
-            sizes["state"] += beside - sum(exact.values())
+            tensors = layer.tensors().items()
+            sizes["fixed"] += sum(tensor.nbytes for name, tensor in tensors if not name.endswith(".origin"))
         elif getattr(layer, "keys", None) is not None:
             size = layer.keys.nbytes + layer.values.nbytes
             if layer.is_sliding and layer.sliding_window < config.max_position_embeddings:

@@ -217,13 +217,15 @@ def _check_carries_state(model: PreTrainedModel, length: int) -> None:
     Rotary positions are not counted anew, so that they end where ``length`` is past them.
     """
     config: Any = model.config
-    advice = "Convert all of its layers, or leave carry_state out."
     if getattr(config, "max_position_embeddings", None) is None:
         raise InputError(f"carry_state: {config.model_type} has no number of positions, and reads any length at once.")
-    if not isinstance(config, RFAConfigMixin):
-        raise InputError(f"carry_state: {config.model_type} has keys and values that grow instead of a state. {advice}")
-    growing = [index for index, kind in enumerate(config.cache_layer_types()) if kind != RFA_LAYER_TYPE]
+    growing = "every layer"
+    if isinstance(config, RFAConfigMixin):
+        growing = ", ".join(str(at) for at, kind in enumerate(config.cache_layer_types()) if kind != RFA_LAYER_TYPE)
     if growing:
-        raise InputError(f"carry_state: the cache of layers {growing} is not a state of fixed size. {advice}")
+        raise InputError(
+            f"carry_state: the cache of {config.model_type} grows ({growing}), instead of a state of fixed size. Convert all "
+            "layers, or leave carry_state out."
+        )
     if has_rotary_positions(config):
         check_length(model, length, what="carry_state: rotary positions go on, and the tokens of a window are")

@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import CompileConfig, PreTrainedModel, TextStreamer, set_seed
 
@@ -147,17 +148,21 @@ def generate_text(
     output: Any = model.generate(ids, attention_mask=mask, **options)  # type: ignore[operator]
     seconds = time.perf_counter() - start
     new = output.sequences[:, 1 if seq2seq else ids.shape[1] :]
-    end: Any = model.generation_config.eos_token_id
-    ends = torch.tensor([] if end is None else end, dtype=torch.long, device=new.device)
-    ended = torch.isin(new, ends).cumsum(-1)[:, :-1]  # tokens after the first end are padding
     return Generation(
         texts=tuple(tokenizer.batch_decode(new, skip_special_tokens=True)),
         whole_texts=tuple(tokenizer.batch_decode(output.sequences, skip_special_tokens=True)),
         prompt_tokens=int(mask.sum()),
-        new_tokens=len(new) + int((ended == 0).sum()),
+        new_tokens=int(written(new, model).sum()),
         seconds=seconds,
         cache_bytes=cache_num_bytes(returned_cache(output)),
     )
+
+
+def written(new: Tensor, model: PreTrainedModel) -> Tensor:
+    """Return how many of each row's new tokens [N, T] a model wrote, its first end included: what follows is padding."""
+    end: Any = model.generation_config.eos_token_id
+    ends = torch.tensor([] if end is None else end, dtype=torch.long, device=new.device)
+    return 1 + (torch.isin(new, ends).cumsum(-1)[:, :-1] == 0).sum(-1)
 
 
 def compiled_steps() -> dict[str, Any]:

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..errors import InputError
 from ..families import position_count
 from ..io.audio_io import Samples, load_samples
+from .generation import written
 
 
 def load_feature_extractor(source: str | Path, name: str | None = None) -> Any:
@@ -118,11 +119,9 @@ def transcribe(
     start = time.perf_counter()
     tokens = write_tokens(model, features, max_new_tokens=most, encoder_outputs=encoded, **options)[:, prompt:]
     seconds = time.perf_counter() - start
-    end: Any = model.generation_config.eos_token_id
-    ended = torch.isin(tokens, torch.tensor(end, device=tokens.device)).cumsum(-1)[:, :-1]
-    written = 1 + (ended == 0).sum(-1)
+    counts = written(tokens, model)
     texts = tuple(text.strip() for text in tokenizer.batch_decode(tokens, skip_special_tokens=True))
-    return Transcripts(texts, int(written.sum()), seconds, prompt + int(written.max()))
+    return Transcripts(texts, int(counts.sum()), seconds, prompt + int(counts.max()))
 
 
 def _transcribe_long(

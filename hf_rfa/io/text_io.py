@@ -47,23 +47,13 @@ def read_documents(path: str | Path) -> Iterator[str]:
         raise InputError(f"{path} has no text in it.")
 
 
-def read_pairs(
-    path: str | Path,
-    references: str | Path | None = None,
-    *,
-    source_field: str = "source",
-    target_field: str = "target",
-    limit: int | None = None,
-) -> tuple[list[str], list[str]]:
+def read_pairs(path: str | Path, references: str | Path | None = None) -> tuple[list[str], list[str]]:
     """Return sources and references.
 
     Args:
-        path: a text file with one source a line, or, without ``references``, a ``.jsonl`` file of objects with both. Either
-            may be gzipped. UTF-8.
+        path: a text file with one source a line, or, without ``references``, a ``.jsonl`` file of objects with a ``source``
+            and a ``target``. Either may be gzipped. UTF-8.
         references: a text file with one reference a line.
-        source_field: name of the source in a ``.jsonl`` file.
-        target_field: name of the reference in it.
-        limit: read only so many pairs.
 
     Raises:
         InputError: if a file cannot be read or has no pairs, if two files differ in their number of lines, or if a source is
@@ -76,8 +66,8 @@ def read_pairs(
                 f"{path} holds no references. Pass --references with one a line, or a .jsonl file with both in each object."
             )
         with open_text(path) as file:
-            records = list(read_json_lines(file, path, source_field, target_field))
-        sources, targets = ([record[name] for record in records] for name in (source_field, target_field))
+            records = list(read_json_lines(file, path, "source", "target"))
+        sources, targets = ([record[name] for record in records] for name in ("source", "target"))
     else:
         sources, targets = (read_lines(Path(file)) for file in (path, references))
         if len(sources) != len(targets):
@@ -87,7 +77,6 @@ def read_pairs(
             )
     if not sources:
         raise InputError(f"{path} has no text in it.")
-    sources, targets = sources[:limit], targets[:limit]
     for number, source in enumerate(sources, start=1):
         if not source.strip():
             raise InputError(f"{path}, line {number}: the source is empty. Remove it and its reference.")

@@ -15,6 +15,7 @@ from hf_rfa.bench.measure import peak_bytes
 from hf_rfa.bench.models import cache_at, step_inputs
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.cache_names import cache_argument
+from hf_rfa_cli.threads import Load
 from tests.conftest import tiny_parent_config
 from tests.families import FAMILIES, base_config, every_family
 
@@ -86,7 +87,7 @@ def test_the_command_writes_figures_and_pictures(run_cli, tmp_path, capsys):
 )
 def test_threads_without_a_core_of_their_own_are_warned_of(load, cores, threads, warned):
     """They wait for others' work, and at every operation for each other."""
-    assert ("OMP_NUM_THREADS" in (bench.Load(threads, cores, load).warning() or "")) == warned
+    assert ("OMP_NUM_THREADS" in (Load(threads, cores, load).warning() or "")) == warned
 
 
 def test_compiled_steps_stay_compiled(monkeypatch):

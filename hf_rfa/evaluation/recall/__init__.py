@@ -5,16 +5,7 @@ same bytes.
 """
 
 from .report import report_table, write_report
-from .suite import FULL, QUICK, Effort, RecallReport, recall_suite
+from .suite import RecallReport, recall_suite
 from .window_control import window_and_sinks
 
-__all__ = [
-    "FULL",
-    "QUICK",
-    "Effort",
-    "RecallReport",
-    "recall_suite",
-    "report_table",
-    "window_and_sinks",
-    "write_report",
-]
+__all__ = ["RecallReport", "recall_suite", "report_table", "window_and_sinks", "write_report"]

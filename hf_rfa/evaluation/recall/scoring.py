@@ -73,24 +73,18 @@ def score_tokens(model: PreTrainedModel, rows: Rows) -> TokenScores:
         InputError: if a likelihood is not finite.
     """
     embeddings: Any = model.get_input_embeddings()
-    columns = int(rows.scored.any(0).sum())
-    size = max(1, min(BATCH_TOKENS // rows.ids.shape[1], BATCH_LOGITS // (embeddings.num_embeddings * columns)))
-    batches = zip(rows.ids.split(size), rows.scored.split(size), strict=True)
-    scores = [_score_batch(model, ids, scored) for ids, scored in batches]
-    nats, correct = (torch.cat(parts) for parts in zip(*scores, strict=True))
+    columns = rows.scored.any(0).nonzero()[:, 0]  # [C]
+    size = max(1, min(BATCH_TOKENS // rows.ids.shape[1], BATCH_LOGITS // (embeddings.num_embeddings * len(columns))))
+    nats, correct = torch.zeros(rows.ids.shape, dtype=torch.float64), torch.zeros_like(rows.scored)
+    for first in range(0, len(rows.ids), size):
+        ids = rows.ids[first : first + size].to(model.device)
+        before = (columns - 1).to(model.device)
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=before).logits  # [N, C, V]
+        targets = ids[:, before + 1]
+        losses = torch.stack([nats_of_labels(*row) for row in zip(logits, targets, strict=True)])
+        nats[first : first + size, columns] = losses.double().cpu()
+        correct[first : first + size, columns] = (logits.argmax(-1) == targets).cpu()
+    nats = nats.where(rows.scored, 0.0)
     if not bool(nats.isfinite().all()):
         raise InputError("the model's likelihoods are not finite: its weights or its dtype are at fault.")
-    return TokenScores(nats, correct, rows.scored)
-
-
-def _score_batch(model: PreTrainedModel, ids: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (nats, correct) of a batch, [N, T] each."""
-    columns = scored.any(0).nonzero()[:, 0]  # [C]
-    before = (columns - 1).to(model.device)
-    logits = model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=before).logits  # [N, C, V]
-    targets = ids[:, columns].to(logits.device)
-    losses = torch.stack([nats_of_labels(*row) for row in zip(logits, targets, strict=True)])
-    nats = torch.zeros(ids.shape, dtype=torch.float64)
-    correct = torch.zeros(ids.shape, dtype=torch.bool)
-    nats[:, columns], correct[:, columns] = losses.double().cpu(), (logits.argmax(-1) == targets).cpu()
-    return nats.where(scored, 0.0), correct & scored
+    return TokenScores(nats, correct & rows.scored, rows.scored)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import count, product
 from random import Random
 from typing import Any
@@ -30,34 +30,6 @@ SHORTEST_REPETITION = 64
 SPACING = 1024
 #: First tokens that the window of the same bytes keeps.
 SINKS = 4
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much is read.
-
-    Attributes:
-        repeated_tokens: tokens of each length of repetitions.
-        needles: most haystacks of each length and depth; of long ones there are fewer, see `needles_of`.
-        every: which of the lengths are tried: every first, second or third, from the longest down.
-    """
-
-    repeated_tokens: int = 8192
-    needles: int = 8
-    every: int = 1
-
-    def needles_of(self, length: int) -> int:
-        """Return the number of haystacks of a length and depth."""
-        return max(1, min(self.needles, self.needles * 256 // length, 2048 // length + self.needles // 8))
-
-    def lengths(self, first: int, last: int) -> list[int]:
-        """Return the powers of two that are tried, between two of them."""
-        powers = [2**k for k in range(first.bit_length() - 1, last.bit_length())]
-        return sorted(powers[:: -self.every])
-
-
-FULL = Effort()
-QUICK = Effort(repeated_tokens=2048, needles=2, every=2)
 
 
 @dataclass(frozen=True)
@@ -87,7 +59,6 @@ class Figure:
         depth: its depth.
         accuracy: share of the tokens, or of the needles' numbers, that the model gives the highest probability.
         nats: mean negative log-likelihood per token, or per number.
-        count: tokens or numbers scored.
     """
 
     probe: str
@@ -95,61 +66,60 @@ class Figure:
     depth: float | None
     accuracy: float
     nats: float
-    count: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Column:
     """All results of one model.
 
     Attributes:
         name: what the column is called.
-        memory: bytes by kind.
-        num_bytes: bytes after the longest row.
+        num_bytes: bytes of its cache after the longest row.
         worth: the same in tokens of the teacher's cache; None without a softmax teacher, and where that does not grow.
         figures: by probe.
     """
 
     name: str
-    memory: CacheMemory
     num_bytes: int
     worth: float | None
-    figures: list[Figure] = field(default_factory=list)
+    figures: list[Figure]
 
 
-@dataclass
+@dataclass(frozen=True)
 class RecallReport:
     """Results of the suite.
 
     Attributes:
         columns: one per model.
-        seed: of all that is drawn.
         protocol: what was read, in words.
     """
 
     columns: list[Column]
-    seed: int
     protocol: str
 
 
-def make_probes(tokenizer: Any, positions: int, text: Tensor, effort: Effort, seed: int) -> Iterator[Probe]:
+def make_probes(tokenizer: Any, positions: int, text: Tensor, *, quick: bool, seed: int) -> Iterator[Probe]:
     """Yield the probes for a model.
 
     Args:
         tokenizer: the model's.
         positions: most tokens of a row.
         text: token ids, [N], at least `SPACING` and half of the positions.
-        effort: how much is read.
+        quick: fewer rows, and every other length.
         seed: of all that is drawn.
     """
+    every, most, repeated_tokens = (2, 2, 2048) if quick else (1, 8, 8192)
+
+    def lengths(first: int, last: int) -> list[int]:  # powers of two, from the longest down
+        return sorted([2**k for k in range(first.bit_length() - 1, last.bit_length())][::-every])
+
     hay = text.tolist()
-    for length, depth in product(effort.lengths(SHORTEST_HAYSTACK, positions), DEPTHS):
-        random = Random(f"{seed} text {length} {depth}")
-        rows = needle(tokenizer, hay, length, depth, effort.needles_of(length), random)
+    for length, depth in product(lengths(SHORTEST_HAYSTACK, positions), DEPTHS):
+        number = max(1, min(most, most * 256 // length, 2048 // length + most // 8))  # of long ones there are fewer
+        rows = needle(tokenizer, hay, length, depth, number, Random(f"{seed} text {length} {depth}"))
         yield Probe("needle in text", length, depth, rows)
-    for length in effort.lengths(SHORTEST_REPETITION, positions // 2):
-        most = max(2, effort.repeated_tokens // (2 * length))
-        starts = blocks(text, max(length, SPACING), most).ids[:, :length]
+    for length in lengths(SHORTEST_REPETITION, positions // 2):
+        starts = blocks(text, max(length, SPACING), max(2, repeated_tokens // (2 * length))).ids[:, :length]
         yield Probe("text again", length, None, repeated(starts))
 
 
@@ -157,9 +127,7 @@ def run_probe(model: PreTrainedModel, probe: Probe) -> Figure:
     """Return the result of a probe. The tokens of a needle's number count together."""
     scores = score_tokens(model, probe.rows)
     scores = scores if probe.depth is None else scores.answers()
-    return Figure(
-        probe.name, probe.length, probe.depth, scores.accuracy, scores.mean_nats, count=int(scores.scored.sum())
-    )
+    return Figure(probe.name, probe.length, probe.depth, scores.accuracy, scores.mean_nats)
 
 
 def recall_suite(
@@ -170,7 +138,7 @@ def recall_suite(
     teacher: PreTrainedModel | None = None,
     controls: Sequence[tuple[int, int]] | None = None,
     max_length: int | None = None,
-    effort: Effort = FULL,
+    quick: bool = False,
     seed: int = 0,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> RecallReport:
@@ -186,7 +154,7 @@ def recall_suite(
             teacher, and with none where there is not.
         max_length: most tokens of a row; None takes the model's positions, but at most `LONGEST`. More than its positions are
             for models that read texts of any length.
-        effort: how much is read.
+        quick: fewer rows, and every other length: about a fifth of the time.
         seed: of all that is drawn.
         progress: called with (probes done, probes in all).
 
@@ -202,34 +170,33 @@ def recall_suite(
     if len(text) < least:
         raise InputError(f"the text has {len(text):,} tokens, but the recall suite needs {least:,}: pass a longer one.")
     check_tokens([tokenizer.vocab_size - 1, int(text.max())], model.config)
-    probes = list(make_probes(tokenizer, length, text, effort, seed))
+    probes = list(make_probes(tokenizer, length, text, quick=quick, seed=seed))
 
     memory = cache_memory(model)
     base = memory if teacher is None else cache_memory(teacher)
     if controls is None:
         controls = [] if teacher is None else [(max(1, round(memory.worth(base, length)) - SINKS), SINKS)]
-    models: list[tuple[str, CacheMemory, PreTrainedModel, tuple[int, int] | None]] = []
+    models: list[tuple[str, CacheMemory, PreTrainedModel, AbstractContextManager]] = []
     if teacher is not None:
-        models.append(("softmax", base, teacher, None))
+        models.append(("softmax", base, teacher, nullcontext()))
     for window, sinks in controls:
-        limited = replace(base, window=base.per_token * window, sinks=base.per_token * sinks, per_token=0)
-        models.append((f"window {window} + {sinks} sinks", limited, teacher or model, (window, sinks)))
-    models.append(("this model", memory, model, None))
+        limited = replace(base, fixed=base.per_token * (window + sinks), per_token=0)
+        softmax = teacher or model
+        models.append((f"window {window} + {sinks} sinks", limited, softmax, window_and_sinks(softmax, window, sinks)))
+    models.append(("this model", memory, model, nullcontext()))
 
     columns, total, done = [], len(models) * len(probes), count(1)
-    for name, memory, measured, view in models:
-        worth = memory.worth(base, length) if base.per_token and not base.fixed else None
-        column = Column(name, memory, memory.after(length), worth)
-        columns.append(column)
-        with nullcontext() if view is None else window_and_sinks(measured, *view):
+    for name, held, measured, view in models:
+        figures = []
+        with view:
             for probe in probes:
-                column.figures.append(run_probe(measured, probe))
+                figures.append(run_probe(measured, probe))
                 progress(next(done), total)
-    protocol = (
-        f"rows of at most {length} tokens; about {effort.repeated_tokens:,} tokens of text said again at each length; up to "
-        f"{effort.needles} needles of each length at {len(DEPTHS)} depths; seed {seed}"
-    )
-    return RecallReport(columns, seed, protocol)
+        worth = held.worth(base, length) if base.per_token and not base.fixed else None
+        columns.append(Column(name, held.after(length), worth, figures))
+    depths = f"needles of each length at {len(DEPTHS)} depths, text said again after each length"
+    protocol = f"{'quick: ' if quick else ''}rows of at most {length} tokens; {depths}; seed {seed}"
+    return RecallReport(columns, protocol)
 
 
 def check_model(model: Any, teacher: Any, max_length: int | None) -> int:
