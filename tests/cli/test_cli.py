@@ -11,7 +11,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-import torch
 
 from hf_rfa import __version__
 from hf_rfa.convert.options import ConversionOptions, help_texts
@@ -28,32 +27,26 @@ def run(*arguments, check=True) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, check=check, env=environment)
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
-    folder = tmp_path_factory.mktemp("cli") / "rfa"
-    return folder, run("convert", DEMO_MODEL, folder, "--max-positions", "2048", "--num-features", "32")
-
-
-def test_convert_prints_its_table(converted):
-    folder, result = converted
-    assert (folder / "README.md").is_file()
-    for words in ("attention layers converted", "4 of 4", "state per sequence", "cache at 2,048 tokens"):
+def test_convert_prints_its_table(tiny_parent, tmp_path):
+    result = run("convert", tiny_parent, tmp_path / "rfa", "--max-positions", "200", "--num-features", "32")
+    assert (tmp_path / "rfa" / "README.md").is_file()
+    for words in ("attention layers converted", "2 of 2", "state per sequence", "cache at 200 tokens"):
         assert words in result.stdout
     assert "Traceback" not in result.stderr
     assert "Warning" not in result.stderr
 
 
-def test_evaluate_states_its_protocol(converted, run_cli, capsys):
-    assert run_cli("evaluate", converted[0], DEMO_TEXT, "--context-length", 256, "--max-tokens", 2000) == 0
+def test_evaluate_states_its_protocol(converted_demo, run_cli, capsys):
+    assert run_cli("evaluate", converted_demo, DEMO_TEXT, "--context-length", 256, "--max-tokens", 2000) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert float(re.search(r"perplexity ([\d.]+)", printed).group(1)) < 250
     assert "disjoint windows of 256 tokens" in printed
     assert "1,992 of 2,000 tokens counted" in printed
 
 
-def test_generate_streams_and_reports(converted, run_cli, capsys):
+def test_generate_streams_and_reports(converted_demo, run_cli, capsys):
     def generate(*options: object) -> tuple[str, str]:
-        assert run_cli("generate", converted[0], "--prompt", "Call me", "--max-new-tokens", 12, *options) == 0
+        assert run_cli("generate", converted_demo, "--prompt", "Call me", "--max-new-tokens", 12, *options) == 0
         return capsys.readouterr()
 
     text, report = generate("--ignore-eos")
@@ -62,21 +55,6 @@ def test_generate_streams_and_reports(converted, run_cli, capsys):
     assert generate("--num-beams", 2)[0].startswith("Call me")
     sampled = [generate("--sample", "--seed", seed)[0] for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
-
-
-@pytest.mark.slow
-def test_generate_compiles(converted, run_cli, capsys):
-    """The same text, from both models."""
-    options = ("--prompt", "Call me", "--prompt", "The", "--max-new-tokens", "12")
-    for model in (converted[0], DEMO_MODEL):
-        torch._dynamo.reset()
-        assert run_cli("generate", model, *options) == 0
-        assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        expected = capsys.readouterr().out
-        assert run_cli("generate", model, *options, "--compile") == 0
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-        assert capsys.readouterr().out == expected
-        torch._dynamo.utils.counters.clear()
 
 
 def test_prompts_come_from_options_a_file_and_stdin(run_cli, tmp_path, monkeypatch, capsys):
@@ -114,13 +92,10 @@ def test_answers_are_printed_as_they_are(run_cli, capsys):
         (["convert", DEMO_MODEL, "out", "--layers", "9"], "indices from 0 to 3"),
         (["convert", DEMO_MODEL, "out", "--feature-map", "nope"], "feature_map='nope' is unknown"),
         (["evaluate", DEMO_MODEL, "missing.txt"], "there is no text file missing.txt"),
-        (["evaluate", DEMO_MODEL, "."], "there is no text file ."),
         (["evaluate", DEMO_MODEL, DEMO_TEXT, "--context-length", "1"], "'--context-length'"),
         (["evaluate", DEMO_MODEL, DEMO_TEXT, "--stride", "0"], "'--stride'"),
         (["evaluate", DEMO_MODEL], "Missing argument 'data'"),
         (["score", DEMO_MODEL, DEMO_TEXT, "--references", "."], "there is no text file ."),
-        (["score", DEMO_MODEL, DEMO_TEXT, "--save-predictions", "a/b"], "cannot write to"),
-        (["score", DEMO_MODEL, DEMO_TEXT, "--task", "summarization", "--bleu-tokenizer", "zh"], "has no effect with"),
         (["distill", "a", "--teacher", "b", "--data", "missing.txt"], "there is no text file missing.txt"),
         (["distill", "a", "--teacher", "b", "--data", DEMO_TEXT, "--transfer-steps", "-1"], "'--transfer-steps'"),
         (["convert", DEMO_MODEL, "out", "--memory", "7"], "'--memory'"),
@@ -134,10 +109,8 @@ def test_answers_are_printed_as_they_are(run_cli, capsys):
         (["convert", DEMO_MODEL], "Missing"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "0"], "a number above 0, got 0.0"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "nan"], "a number above 0, got nan"),
-        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "inf"], "a number above 0, got inf"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--top-p", "0"], "a number above 0, got 0.0"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--top-p", "2"], "'--top-p'"),
-        (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--top-p", "nan"], "'--top-p'"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--seed", 2**32], "'--seed'"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--dtype", "int4"], "'--dtype'"),
         (["generate", DEMO_MODEL], "pass --prompt, --prompt-file or --audio"),
@@ -147,7 +120,6 @@ def test_answers_are_printed_as_they_are(run_cli, capsys):
         (["generate", DEMO_MODEL, "--prompt", "a", "--chat", "--system", "\udce9"], "--system is not UTF-8 text"),
         (["generate", DEMO_MODEL, "--prompt-file", "missing.txt"], "there is no text file missing.txt"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--temperature", "0.5"], "pass --sample"),
-        (["generate", DEMO_MODEL, "--prompt", "x", "--seed", "1"], "pass --sample"),
         (["generate", DEMO_MODEL, "--prompt", "x", "--max-new-tokens", "5000"], "--max-positions"),
     ],
 )
@@ -182,11 +154,15 @@ def test_the_installed_command_is_the_light_one():
     assert "from hf_rfa_cli.main import main" in SCRIPT.read_text()
 
 
-def test_version_and_help():
+def test_version_and_help(run_cli, capsys):
+    def said(*words: object) -> str:
+        assert run_cli(*words) == 0
+        return capsys.readouterr().out
+
     assert run("--version").stdout.split() == ["hf-rfa", __version__]
-    assert run("-h").stdout == run("--help").stdout == run().stdout
+    assert said("-h") == said("--help") == said()
     for command in ("convert", "distill", "evaluate", "score", "recall", "generate", "bench"):
-        shown = run(command, "-h").stdout
+        shown = said(command, "-h")
         assert "--help" in shown
         assert "bool" not in shown
 

@@ -15,6 +15,7 @@ from hf_rfa.convert.checkpoint.base_model import rfa_layers
 from hf_rfa_cli import threads as threads_module
 from hf_rfa_cli.threads import take_threads
 from tests.conftest import DEMO_MODEL, DEMO_TEXT, words
+from tests.families import save_softmax_model
 
 #: Runs a command that ends as soon as anything looks for torch.
 WITHOUT_TORCH = """
@@ -62,9 +63,7 @@ def test_the_first_line_comes_before_torch_is_imported(command, line, tmp_path):
     ("busy", "usable", "variable", "threads"),
     [
         (0.0, 4, None, None),
-        (8.0, 4, None, None),
         (25.0, 4, None, 3),
-        (60.0, 4, None, 2),
         (100.0, 4, None, 1),
         (60.0, 4, "2", None),
         (100.0, 4, "2,1", 1),
@@ -121,9 +120,10 @@ def test_bars_name_what_is_scored(tmp_path, monkeypatch):
         return score_labels(model, batches)
 
     monkeypatch.setattr(pipeline, "score_labels", score)
+    save_softmax_model("gpt2", tmp_path / "gpt2")
     (tmp_path / "text.txt").write_text(words(600))
     convert(
-        DEMO_MODEL,
+        tmp_path / "gpt2",
         tmp_path / "out",
         num_features=8,
         calibrate_on=tmp_path / "text.txt",

@@ -27,7 +27,7 @@ from tests.conftest import words
 from tests.families import has_encoder, save_softmax_model
 from tests.training import write_rows
 
-FAMILIES = ("gpt2", "llama", "bart")
+FAMILIES = ("gpt2", "bart")
 
 
 def of_the_machine(record: logging.LogRecord) -> bool:

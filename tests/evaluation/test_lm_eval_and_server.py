@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import subprocess
@@ -23,7 +22,6 @@ from tests.conftest import DEMO_MODEL, ROOT
 from tests.training import write_rows
 
 pytestmark = pytest.mark.slow
-TEXTS = ["Call me Ishmael. Some years ago I went to sea.", "The whale swam on. " * 300]
 CHOICES = [("The captain of the", [" ship", " moon"]), ("He went to", [" sea for a year", " sea"])]
 
 
@@ -43,13 +41,16 @@ def score(model, tokens: list[int], start: int) -> tuple[float, bool]:
     return float(log_probs.gather(-1, answer[:, None]).sum()), bool((log_probs.argmax(-1) == answer).all())
 
 
-def evaluate(tmp_path: Path, tasks: dict[str, dict], checkpoint: Path) -> dict:
-    """Run lm-eval's command line, as a user without `import hf_rfa` does: the checkpoint brings its code."""
+def test_lm_eval_scores_a_language_model(checkpoint, tmp_path):
+    """By its command line, as a user without `import hf_rfa` does: the checkpoint brings its code."""
     pytest.importorskip("lm_eval")
-    for name, task in tasks.items():
-        task = {"task": name, "dataset_path": "json", "test_split": "test", "metadata": {"version": 1}} | task
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(task))
-    words = ["--model", "hf", "--model_args", f"pretrained={checkpoint},dtype=float32", "--tasks", ",".join(tasks)]
+    file = write_rows(tmp_path / "c.jsonl", [{"q": q, "choices": c, "label": 0} for q, c in CHOICES])
+    task = {"task": "choice", "dataset_path": "json", "test_split": "test", "metadata": {"version": 1}}
+    task |= {"dataset_kwargs": {"data_files": {"test": str(file)}}, "output_type": "multiple_choice"}
+    task |= {"doc_to_text": "{{q}}", "doc_to_target": "{{label}}", "doc_to_choice": "{{choices}}"}
+    task |= {"target_delimiter": "", "metric_list": [{"metric": "acc"}]}
+    (tmp_path / "choice.yaml").write_text(yaml.safe_dump(task))
+    words = ["--model", "hf", "--model_args", f"pretrained={checkpoint},dtype=float32", "--tasks", "choice"]
     words += ["--include_path", tmp_path, "--output_path", tmp_path / "out", "--batch_size", "2", "--device", "cpu"]
     ran = subprocess.run(
         [sys.executable, "-m", "lm_eval", *map(str, words), "--log_samples", "--trust_remote_code"],
@@ -61,47 +62,17 @@ def evaluate(tmp_path: Path, tasks: dict[str, dict], checkpoint: Path) -> dict:
     (results,) = (tmp_path / "out").rglob("results_*.json")
     (samples,) = (tmp_path / "out").rglob("samples_choice_*.jsonl")
     ordered = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda sample: sample["doc_id"])
-    return {"results": json.loads(results.read_text())["results"], "choices": ordered}
-
-
-def test_lm_eval_scores_a_language_model(checkpoint, tmp_path):
-    texts = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
-    choices = write_rows(tmp_path / "c.jsonl", [{"q": q, "choices": c, "label": 0} for q, c in CHOICES])
-
-    def task(output_type: str, file: Path, metric: str, text: str, target: str, **more) -> dict:
-        described = {"output_type": output_type, "doc_to_text": text, "doc_to_target": target, **more}
-        data = {"dataset_kwargs": {"data_files": {"test": str(file)}}}
-        return described | data | {"metric_list": [{"metric": metric}]}
-
-    chosen = {"doc_to_choice": "{{choices}}", "target_delimiter": ""}
-    tasks = {
-        "rolling": task("loglikelihood_rolling", texts, "byte_perplexity", "", "{{text}}"),
-        "choice": task("multiple_choice", choices, "acc", "{{q}}", "{{label}}", **chosen),
-    }
-    scores = evaluate(tmp_path, tasks, checkpoint)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
-
-    # Texts longer than the model's positions are scored in pieces: the first in its own, the rest from n tokens on.
-    length, total = model.config.n_positions, 0.0
-    for text in TEXTS:
-        tokens = [tokenizer.eos_token_id, *tokenizer(text)["input_ids"]]
-        assert len(tokens) - 1 <= 2 * length
-        total += score(model, tokens[: length + 1], 1)[0]
-        if len(tokens) > length + 1:
-            rest = tokens[length + 1 :]
-            total += score(model, tokens[-length - 1 :], length + 1 - len(rest))[0]
-    expected = math.exp(-total / sum(len(text.encode()) for text in TEXTS))
-    assert scores["results"]["rolling"]["byte_perplexity,none"] == pytest.approx(expected, rel=1e-5)
-
     right = []
-    for sample, (question, answers) in zip(scores["choices"], CHOICES, strict=True):
+    for sample, (question, answers) in zip(ordered, CHOICES, strict=True):
         prompt = tokenizer(question)["input_ids"]
         expected = [score(model, [*prompt, *tokenizer(answer)["input_ids"]], len(prompt)) for answer in answers]
         for response, (log_prob, greedy) in zip(sample["filtered_resps"], expected, strict=True):
             assert float(response[0]) == pytest.approx(log_prob, abs=2e-4)
             assert str(response[1]) == str(greedy)
         right.append(expected[0][0] > expected[1][0])
-    assert scores["results"]["choice"]["acc,none"] == pytest.approx(sum(right) / len(right))
+    found = json.loads(results.read_text())["results"]["choice"]["acc,none"]
+    assert found == pytest.approx(sum(right) / len(right))
 
 
 @contextmanager

@@ -77,11 +77,7 @@ def test_a_decoder_reads_what_begins_a_text_and_one_end_where_it_ends(template, 
         ("c.jsonl", b"[1]\n", "line 1: no string field 'text'"),
         ("c.jsonl", b'{"text": "x"}\n{"text": null}\n', "c.jsonl, line 2: field 'text' is null, not text"),
         ("c.jsonl", b'{"text": 5}\n', "c.jsonl, line 1: field 'text' is of type int, not text"),
-        (
-            "c.jsonl",
-            b'{"text": "x"}\n{"text": "half \\ud83d"}\n',
-            "c.jsonl, line 2: field 'text' has half of a character",
-        ),
+        ("c.jsonl", b'{"text": "half \\ud83d"}\n', "c.jsonl, line 1: field 'text' has half of a character"),
         ("d.txt", b"  \n ", "has no text in it"),
         ("e.txt", b"\xff\xfe\x00", "cannot read .*e.txt as UTF-8"),
         ("f.txt.gz", b"not gzip", "cannot read .*f.txt.gz"),
@@ -204,7 +200,6 @@ READERS = {
 BROKEN_CONFIGS = {
     "feature_map": ({"model_type": "rfa_gpt2", "feature_map": "nope"}, "feature_map='nope' is unknown"),
     "type": ({"n_layer": "four"}, "'n_layer' expected int"),
-    "model_type": ({"model_type": "nope"}, "nope"),
 }
 
 
@@ -220,7 +215,7 @@ def test_a_configuration_that_cannot_be_used_is_told_in_one_line(name, reader, t
         READERS[reader](str(tmp_path))
     assert match in str(error.value)
     assert str(tmp_path) in str(error.value)
-    assert name == "model_type" or "\n" not in str(error.value)  # transformers' own words there
+    assert "\n" not in str(error.value)
 
 
 def load_to_train(path: str):

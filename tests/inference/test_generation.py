@@ -28,12 +28,12 @@ from tests.families import (
     tokens,
 )
 
-DECODERS = ["positive", "positive-gate", "gaussian-paper", "hybrid", "retrieval", "elu", "window", "window-gate"]
-TRANSLATORS = ["both", "both-gate", "paper", "cross-only", "causal-only", "everything", "per-layer"]
+DECODERS = ["positive-gate", "gaussian-paper", "hybrid", "retrieval", "window-gate"]
+TRANSLATORS = ["both-gate", "paper", "causal-only", "everything", "per-layer"]
 DECODER_CASES = [("gpt2", variant) for variant in DECODERS]
 BART_CASES = [("bart", variant) for variant in TRANSLATORS]
 #: Marian differs from BART in embeddings and norms only.
-CASES = [*DECODER_CASES, *BART_CASES, ("marian", "both-gate"), ("marian", "per-layer")]
+CASES = [*DECODER_CASES, *BART_CASES, ("marian", "both-gate")]
 ALONE = [("bart", "decoder-alone"), ("marian", "decoder-alone")]
 #: Lengths of the prompts of a decoder, or of the sources of an encoder.
 LENGTHS = (11, 3, 1, 7)
@@ -59,7 +59,7 @@ def generate(model: Any, ids: Tensor, **options: Any) -> Any:
 @pytest.mark.parametrize(("family", "variant"), CASES + ALONE)
 def test_greedy_is_the_argmax_of_a_full_forward(family, variant):
     """Every token is the one that the text before it makes most likely, without a cache; a static cache changes none."""
-    model, ids, count = long(family, variant), prompt_for(family), 200 if not has_encoder(family) else 60
+    model, ids, count = long(family, variant), prompt_for(family), 100 if not has_encoder(family) else 40
     written = generate(model, ids, max_new_tokens=count)
     first, sources = ids, {}
     if model.config.is_encoder_decoder:
@@ -107,7 +107,7 @@ def test_batches_of_mixed_lengths_equal_single_runs(family, variant, beams):
 
 
 @every_generating_head
-@pytest.mark.parametrize("options", [{}, {"window_size": 3}, {"softmax_layers": [0]}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window_size": 3, "softmax_layers": [0]}], ids=str)
 def test_a_cache_changes_no_token(family, head, options):
     """From a prompt or from nothing, with options in a configuration or not."""
     model, ids = make_head(family, head, **options).double(), tokens(1, 9)
@@ -122,7 +122,7 @@ def test_a_cache_changes_no_token(family, head, options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("family", "variant"), [*DECODER_CASES, ("bart", "both-gate")])
+@pytest.mark.parametrize(("family", "variant"), [("gpt2", "positive-gate"), ("gpt2", "hybrid"), ("bart", "both-gate")])
 def test_a_cache_handed_back_continues_the_text_and_copies_of_it_fork(family, variant):
     """A prompt, or sources, and two continuations."""
     model, ids = long(family, variant), prompt_for(family)
@@ -150,11 +150,10 @@ def test_what_a_prompt_or_source_is_read_as_is_taken_in_its_place(family, varian
     assert torch.equal(written[:, -20:], generate(model, ids, max_new_tokens=20)[:, -20:])
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 100])
-def test_chunked_prefill(chunk):
+def test_chunked_prefill():
     model, ids = long("gpt2", "positive-gate"), tokens(2, 21)
     expected = generate(model, ids, max_new_tokens=10)
-    assert torch.equal(generate(model, ids, max_new_tokens=10, prefill_chunk_size=chunk), expected)
+    assert torch.equal(generate(model, ids, max_new_tokens=10, prefill_chunk_size=4), expected)
 
 
 @pytest.mark.parametrize("variant", ["both", "paper"])

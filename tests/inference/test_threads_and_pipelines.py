@@ -71,9 +71,8 @@ def offloaded(model, folder, how):
 
 
 HYBRID, BART_HYBRID = {"softmax_layers": [0], "feature_map": "exponential"}, VARIANTS["bart"]["per-layer"]
-FAMILIES = ["gpt2", "bart"]
-OFFLOADED = [*product(FAMILIES, [{"gate": True}, {"window_size": 3}, HYBRID], ["device_map"])]
-OFFLOADED += [*product(FAMILIES, [HYBRID], ["auto", "cpu_offload"])]
+OFFLOADED = [("gpt2", {"gate": True, "window_size": 3}, "device_map"), ("bart", HYBRID, "device_map")]
+OFFLOADED += [*product(["gpt2", "bart"], [HYBRID], ["auto", "cpu_offload"])]
 OFFLOADED += [("gpt2", {"gate": True}, "blocks"), ("bart", BART_HYBRID, "blocks")]
 
 
