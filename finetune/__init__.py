@@ -1,1 +1,1 @@
-"""Distillation and fine-tuning of RFA models: `hf_rfa.finetune.distill` and `hf_rfa.finetune.finetune`."""
+"""Distillation and fine-tuning of RFA models: `hf_rfa.finetune.distill` and `hf_rfa.finetune.tasks`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,7 +15,6 @@ from transformers import TrainingArguments
 from hf_rfa.errors import InputError
 
 from .param_groups import PARAMETER_KINDS, ParameterKind
-from .recipe import read_overrides
 
 TrainingTask = Literal["clm", "seq2seq", "classify"]
 
@@ -37,9 +38,20 @@ def check_minutes(minutes: float | None) -> None:
         raise InputError(f"max_minutes must be a number above 0, got {minutes}.")
 
 
-def _option(help: str, **default: Any) -> Any:
-    """Return a field with a help text; one without a ``default`` has to be given."""
-    return field(**default, metadata={"help": help})
+def _option(help: str, default: Any = MISSING) -> Any:
+    """Return a field with a help text; one without a default has to be given."""
+    return field(default=default, metadata={"help": help})
+
+
+def read_overrides(overrides: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return fields of a configuration, which may be given as a JSON object; raise an `InputError` if a text is none."""
+    try:
+        fields = json.loads(overrides) if isinstance(overrides, str) else overrides or {}
+    except json.JSONDecodeError as error:
+        raise InputError(f"config_overrides must be a JSON object, got {overrides!r}: {error}") from error
+    if not isinstance(fields, Mapping):
+        raise InputError(f'config_overrides must be a JSON object such as {{"n_layer": 4}}, got {fields!r}.')
+    return dict(fields)
 
 
 @dataclass
@@ -48,55 +60,42 @@ class FinetuneArguments:
 
     task: str = _option("clm, seq2seq or classify.")
     train: str = _option("Training data: .txt, .jsonl, .csv or .parquet (plain or .gz), or a data set on the hub.")
-    model: str | None = _option("Folder of a checkpoint, RFA or softmax, or its name on the hub.", default=None)
+    model: str | None = _option("Folder of a checkpoint, RFA or softmax, or its name on the hub.", None)
     model_type: str | None = _option(
-        "Instead of --model: train a new model of this type, such as rfa_gpt2 or gpt2.", default=None
+        "Instead of --model: train a new model of this type, such as rfa_gpt2 or gpt2.", None
     )
-    config_overrides: str | None = _option(
-        "Fields of the new model's configuration, as a JSON object; feature_seed: --seed if not given.", default=None
+    config_overrides: dict[str, Any] | str | None = _option(  # noqa: RUF009  # a field
+        "Fields of the new model's configuration, as a JSON object; feature_seed: --seed if not given.", None
     )
-    tokenizer: str | None = _option("Folder or name of a tokenizer, if not the model's.", default=None)
-    evaluate: str | None = _option("Data to evaluate on, in the same forms.", default=None)
-    dataset_config: str | None = _option("Configuration of a data set on the hub.", default=None)
-    train_split: str = _option("Split of a data set on the hub to train on.", default="train")
-    evaluate_split: str = _option("Split of it to evaluate on.", default="validation")
-    text_column: str = _option("Column with the text (clm, classify).", default="text")
-    prompt_column: str | None = _option(
-        "Column with prompts, which precede the texts and are not learned (clm).", default=None
-    )
-    label_column: str = _option("Column with the label (classify).", default="label")
-    source_column: str = _option(
-        "Column with the source (seq2seq); a.b for the field b of a column a.", default="source"
-    )
-    target_column: str = _option("Column with the target (seq2seq), in the same form.", default="target")
-    train_references: str | None = _option(
-        "Targets, one a line, for training data of one source a line (seq2seq).", default=None
-    )
-    evaluate_references: str | None = _option(
-        "Targets, one a line, for the data to evaluate on (seq2seq).", default=None
-    )
+    tokenizer: str | None = _option("Folder or name of a tokenizer, if not the model's.", None)
+    evaluate: str | None = _option("Data to evaluate on, in the same forms.", None)
+    dataset_config: str | None = _option("Configuration of a data set on the hub.", None)
+    train_split: str = _option("Split of a data set on the hub to train on.", "train")
+    evaluate_split: str = _option("Split of it to evaluate on.", "validation")
+    text_column: str = _option("Column with the text (clm, classify).", "text")
+    prompt_column: str | None = _option("Column with prompts, which precede the texts and are not learned (clm).", None)
+    label_column: str = _option("Column with the label (classify).", "label")
+    source_column: str = _option("Column with the source (seq2seq); a.b for the field b of a column a.", "source")
+    target_column: str = _option("Column with the target (seq2seq), in the same form.", "target")
+    train_references: str | None = _option("Targets, one a line, for sources to train on, one a line (seq2seq).", None)
+    evaluate_references: str | None = _option("Targets, one a line, for the data to evaluate on (seq2seq).", None)
     block_length: int | None = _option(
-        "Tokens per block (clm), or most tokens of a text. Default: the positions, at most 1024.", default=None
+        "Tokens per block (clm), or most tokens of a text. Default: the positions, at most 1024.", None
     )
-    unpacked: bool = _option("A document a row, cut and padded, instead of full blocks (clm).", default=False)
-    streaming: bool = _option("Read the data during training; needs --max-steps.", default=False)
-    byte_tokenizer: bool = _option("Take every byte as a token (ByT5's ids).", default=False)
-    from_scratch: bool = _option("Take only the model's config.json, and new weights.", default=False)
-    feature_map_rate: float | None = _option("Learning rate of feature maps; 0 freezes.", default=None)
-    sigma_rate: float | None = _option("Learning rate of σ; 0 freezes.", default=None)
-    gate_rate: float | None = _option("Learning rate of gates; 0 freezes.", default=None)
-    projection_rate: float | None = _option("Learning rate of the projections of attention; 0 freezes.", default=None)
-    rest_rate: float | None = _option("Learning rate of all else; 0 freezes.", default=None)
+    unpacked: bool = _option("A document a row, cut and padded, instead of full blocks (clm).", False)
+    streaming: bool = _option("Read the data during training; needs --max-steps.", False)
+    byte_tokenizer: bool = _option("Take every byte as a token (ByT5's ids).", False)
+    feature_map_rate: float | None = _option("Learning rate of feature maps; 0 freezes.", None)
+    sigma_rate: float | None = _option("Learning rate of σ; 0 freezes.", None)
+    gate_rate: float | None = _option("Learning rate of gates; 0 freezes.", None)
+    projection_rate: float | None = _option("Learning rate of the projections of attention; 0 freezes.", None)
+    rest_rate: float | None = _option("Learning rate of all else; 0 freezes.", None)
     max_minutes: float | None = _option(
         "End the training after so many minutes, if its steps are not over before; the learning rate falls by the time.",
-        default=None,
+        None,
     )
-    resume: bool = _option("Continue an interrupted run.", default=False)
-    overwrite: bool = _option("Replace a checkpoint at the output.", default=False)
-
-    def source(self) -> str | None:
-        """Return the checkpoint whose weights are trained; None for a new model."""
-        return None if self.from_scratch else self.model
+    resume: bool = _option("Continue an interrupted run.", False)
+    overwrite: bool = _option("Replace a checkpoint at the output.", False)
 
     def rates(self) -> dict[ParameterKind, float]:
         """Return the learning rates that are set, by kind."""
@@ -111,22 +110,14 @@ class FinetuneArguments:
 
     def overrides(self) -> dict[str, Any]:
         """Return the fields of the new model's configuration; raise an `InputError` if they are not a JSON object."""
-        return read_overrides(self.config_overrides or "{}")
+        return read_overrides(self.config_overrides)
 
     def without_effect(self) -> list[str]:
-        """Return the options that say what to take of a data set on the hub, where there is a file, or none."""
-        of: dict[str, list[str | None]] = {
-            "train_split": [self.train],
-            "evaluate_split": [self.evaluate],
-            "dataset_config": [self.train, self.evaluate],
-        }
-        fields = type(self).__dataclass_fields__
-        return [
-            f"--{name.replace('_', '-')}"
-            for name, sources in of.items()
-            if getattr(self, name) != fields[name].default
-            and all(source is None or Path(source).expanduser().exists() for source in sources)
-        ]
+        """Return the options that say what to take of data sets on the hub, where all data are files."""
+        if not all(Path(source).expanduser().exists() for source in (self.train, self.evaluate) if source):
+            return []
+        defaults = {"dataset_config": None, "train_split": "train", "evaluate_split": "validation"}
+        return [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(self, name) != default]
 
     def check(self, arguments: TrainingArguments) -> None:
         """Raise an `InputError` for what is wrong with these options and training arguments, before anything is read."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,13 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from hf_rfa.convert.card import TRAINING, UNTRAINED, head_of, use_section
-from hf_rfa.evaluation.cards import EVALUATION_HEADING, RECALL_HEADING
+from hf_rfa.evaluation.cards import EVALUATION_HEADING, RECALL_HEADING, markdown_table
 from hf_rfa.io.atomic_io import new_folder
 
 from .run_folder import training_folder
 
 #: Files beside a checkpoint that its card refers to. Figures of an evaluation are not among them: they hold for old weights.
-REFERRED = (
-    *("conversion.json", "attention.png"),
-    *("distillation.json", "distillation.png", "attention-distilled.png"),
-    *("finetuning.json", "finetuning.png"),
-)
+REFERRED = ("conversion.json", "attention.png", "distillation.json", "finetuning.json")
 #: The hub's tasks of models with an encoder, of which a card may state any.
 SEQ2SEQ_TASKS = ("translation", "summarization", "text2text-generation")
 
@@ -35,27 +32,40 @@ def data_name(source: str) -> str:
 
 def table_of(figures: Iterable[tuple[str, str]]) -> str:
     """Return (name, value) pairs as a Markdown table."""
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in figures)])
+    return markdown_table(("", ""), figures)
 
 
 @contextmanager
-def trained_folder(destination: Path, source: str | None) -> Iterator[Path]:
-    """Yield a `new_folder` for a trained checkpoint, with what its card refers to of its source; the training folder goes."""
+def trained_folder(
+    destination: Path, source: str | None, card: ModelCard, figures: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Path]:
+    """Yield a `new_folder` for a trained checkpoint; at the end the training folder goes.
+
+    Args:
+        destination: where it will be.
+        source: the checkpoint that was trained, if any: its figures go along.
+        card: the model card to write.
+        figures: JSON files to write, by name.
+    """
     with new_folder(destination) as folder:
         for name in REFERRED if source is not None else ():
             path = Path(str(source)).expanduser() / name
             if path.is_file():
                 shutil.copyfile(path, folder / name)
         yield folder
+        for name, content in figures.items():
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        card.save(folder / "README.md")
     shutil.rmtree(training_folder(destination), ignore_errors=True)
 
 
-def trained_card(model: Any, *, name: str, source: str | None, summary: str, section: str) -> ModelCard:
-    """Return the card of a trained model in a folder ``name``, with a sentence on what was done and a section on how.
+def trained_card(model: Any, destination: Path, source: str | None, *, summary: str, section: str) -> ModelCard:
+    """Return the card of a trained model for a folder, with a sentence on what was done and a section on how.
 
     The card of its source (a folder or hub name; None for a new model) keeps its text if hf-rfa wrote it, but for its title,
     its use and the results of other weights. Of any other card only the metadata for the hub are kept.
     """
+    name = destination.resolve().name
     folder = None if source is None else Path(source).expanduser()
     old = ModelCard.load(folder / "README.md") if folder is not None and (folder / "README.md").is_file() else None
     data: Any = old.data if old is not None else ModelCardData(library_name="transformers", tags=["hf-rfa"])
@@ -78,8 +88,5 @@ def trained_card(model: Any, *, name: str, source: str | None, summary: str, sec
     use = use_section(auto_class, name, getattr(model.config, "feature_map", None))
     replaced = ("## Use\n", f"{EVALUATION_HEADING}\n", f"{RECALL_HEADING}\n")
     sections = [text for text in sections if not text.startswith(replaced)]
-    heading = section.partition("\n")[0] + "\n"
-    pictures = re.compile(r"(?m)^!\[.*\]\(.*\)\n")  # of an earlier training of this kind: the file is this one's now
-    sections = [pictures.sub("", text) if text.startswith(heading) else text for text in sections]
     body = "\n\n".join(part.strip() for part in (start, use, *sections, section))
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from numpy.typing import NDArray
-from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel
 from transformers.utils import logging
 
@@ -24,7 +22,7 @@ from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 from hf_rfa.inference.transcription import load_features, write_tokens
 from hf_rfa.io.audio_io import Utterance
-from hf_rfa.io.text_io import UTF_8, is_text, open_text, read_pairs, start_tokens, text_ids, tokenize
+from hf_rfa.io.text_io import UTF_8, is_text, open_text, read_json_lines, read_pairs, start_tokens, text_ids, tokenize
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 #: The `datasets` builder of a file, by its ending without ``.gz``.
@@ -77,7 +75,8 @@ def load_data(source: str, *, split: str = "train", config: str | None = None, s
         data = load_dataset(**options, streaming=streaming)
     except (OSError, ValueError, DatasetGenerationError) as error:
         if builder == "json":
-            _check_json_lines(path)
+            with open_text(path) as file:
+                list(read_json_lines(file, path))  # names the first line that is no JSON object
         raise InputError(f"cannot read {source}: {error.__cause__ or error}") from error
     if not streaming and len(data) == 0:
         raise InputError(f"{source} has no rows in it.")
@@ -88,18 +87,6 @@ def load_pairs(sources: str | Path, references: str | Path | None) -> Dataset:
     """Load pairs of texts as `read_pairs` does, as a data set with the columns ``source`` and ``target``."""
     texts, targets = read_pairs(sources, references)
     return Dataset.from_dict({"source": texts, "target": targets})
-
-
-def _check_json_lines(path: Path) -> None:
-    """Raise an `InputError` that names the first line which is no JSON object."""
-    with open_text(path) as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line) if line.strip() else {}
-            except json.JSONDecodeError as error:
-                raise InputError(f"{path}, line {number}: not a JSON object ({error}).") from error
-            if not isinstance(row, dict):
-                raise InputError(f"{path}, line {number}: a {type(row).__name__} instead of a JSON object.")
 
 
 def select_columns(data: Data, source: str, columns: Mapping[str, str]) -> Data:
@@ -185,28 +172,28 @@ def rows_to_learn(rows: Data, source: str, *, ahead: bool = False) -> Data:
     return labeled
 
 
-def joined_blocks(
-    tokenizer: Any, documents: Iterable[str], length: int, *, repeating_share: float = 0.0, seed: int = 0, last: int = 0
-) -> Dataset:
-    """Return documents as blocks of ``length`` tokens, joined, each document followed by the end-of-text token.
+def joined_blocks(tokenizer: Any, documents: Iterable[str], length: int) -> Dataset:
+    """Return documents as `text_blocks` of ``length`` tokens, joined, each document followed by the end-of-text token."""
+    return text_blocks(tokenize(tokenizer, documents), length)
+
+
+def text_blocks(ids: torch.Tensor, length: int, *, repeating_share: float = 0.0, seed: int = 0) -> Dataset:
+    """Return the tokens of a text as rows for language modeling; those at its end that fill no block are left out.
 
     Args:
-        tokenizer: the model's tokenizer.
-        documents: texts.
+        ids: the tokens, [N].
         length: tokens of a block.
         repeating_share: share of the blocks that repeat themselves, see `add_repeats`.
         seed: what these and their passages are drawn with.
-        last: number of blocks at the end that never repeat themselves.
 
     Raises:
         InputError: if there is not a single full block.
     """
-    ids = tokenize(tokenizer, documents)
     count = len(ids) // length
     if count == 0:
         raise InputError(f"the text has {len(ids)} tokens; at least one block of {length} is needed.")
-    blocks = ids[: count * length].view(count, length).numpy()
-    add_repeats(blocks[: max(0, count - last)], repeating_share, seed=seed)
+    blocks = ids[: count * length].view(count, length).numpy().copy()
+    add_repeats(blocks, repeating_share, seed=seed)
     return Dataset.from_dict({"input_ids": blocks, "labels": blocks}).with_format("torch")
 
 
@@ -341,43 +328,13 @@ def speech_rows(
     for start in range(0, len(others), UTTERANCES_AT_ONCE):
         paths = others[start : start + UTTERANCES_AT_ONCE]
         inputs = transcript_inputs(teacher, load_features(extractor, paths))
-        columns = (inputs[name] for name in ("decoder_input_ids", "labels", "decoder_attention_mask"))
-        for path, ids, labels, mask in zip(paths, *columns, strict=True):
-            rows[path] = (ids[mask.bool()].tolist(), labels[mask.bool()].tolist())
-    ordered = [(utterance.path, *rows[utterance.path]) for utterance in utterances]
-    return Dataset.from_list(
-        [
-            {"path": str(path), "decoder_input_ids": ids[:length], "labels": labels[:length]}
-            for path, ids, labels in ordered
-        ]
-    )
-
-
-class SpeechCollator:
-    """Makes batches of what `speech_rows` returns, with mel features.
-
-    Args:
-        extractor: what makes these.
-        pad: token after the last one.
-    """
-
-    def __init__(self, extractor: Any, pad: int) -> None:
-        self.extractor, self.pad = extractor, pad
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Inputs:
-        """Return a batch as the model takes it."""
-
-        def padded(name: str, value: int) -> torch.Tensor:
-            return pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=value)
-
-        return {
-            AUDIO: load_features(self.extractor, [Path(row["path"]) for row in rows]),
-            "decoder_input_ids": padded("decoder_input_ids", self.pad),
-            "decoder_attention_mask": pad_sequence(
-                [torch.ones(len(row["labels"]), dtype=torch.long) for row in rows], batch_first=True
-            ),
-            "labels": padded("labels", IGNORED_LABEL),
-        }
+        masks = inputs["decoder_attention_mask"].bool()
+        for path, ids, labels, mask in zip(paths, inputs["decoder_input_ids"], inputs["labels"], masks, strict=True):
+            rows[path] = (ids[mask].tolist(), labels[mask].tolist())
+    paths = [utterance.path for utterance in utterances]
+    columns = {"decoder_input_ids": [rows[path][0][:length] for path in paths]}
+    columns |= {"labels": [rows[path][1][:length] for path in paths]}
+    return Dataset.from_dict({"path": list(map(str, paths)), **columns})
 
 
 def padding_right(tokenizer: Any) -> Any:
@@ -397,6 +354,30 @@ class PairCollator(DataCollatorForSeq2Seq):
         """Return a batch as the model takes it."""
         batch = dict(super().__call__(features, return_tensors))
         return {**batch, "decoder_attention_mask": (batch["labels"] != IGNORED_LABEL).long()}
+
+
+class SpeechCollator(DataCollatorForSeq2Seq):
+    """Makes batches of what `speech_rows` returns, with mel features.
+
+    Args:
+        extractor: what makes these.
+        tokenizer: what pads the transcripts.
+    """
+
+    def __init__(self, extractor: Any, tokenizer: Any) -> None:
+        super().__init__(padding_right(tokenizer))
+        self.extractor = extractor
+
+    def __call__(self, features: Any, return_tensors: Any = None) -> Inputs:
+        """Return a batch as the model takes it."""
+        rows = [{"input_ids": row["decoder_input_ids"], "labels": row["labels"]} for row in features]
+        batch = super().__call__(rows, return_tensors)
+        return {
+            AUDIO: load_features(self.extractor, [Path(row["path"]) for row in features]),
+            "decoder_input_ids": batch["input_ids"],
+            "decoder_attention_mask": batch["attention_mask"],
+            "labels": batch["labels"],
+        }
 
 
 def labelled_texts(data: Data, tokenizer: Any, *, labels: Sequence[str], length: int) -> Data:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, cast
 
 import torch
 from datasets import Dataset
+from rich.table import Table
+from torch import Tensor
 from transformers import PreTrainedModel, default_data_collator
 
 from hf_rfa.convert.configuration import import_words
 from hf_rfa.convert.inputs import Inputs, shifted_positions
-from hf_rfa.convert.pictures import compare_attention, draw_attention
 from hf_rfa.convert.pipeline import MAX_SHARD_SIZE, Progress
 from hf_rfa.errors import InputError
-from hf_rfa.evaluation.perplexity import score_labels
+from hf_rfa.evaluation.perplexity import score_labels, shown
 from hf_rfa.families import FAMILIES, has_rotary_positions, position_count
 from hf_rfa.inference.loading import check_tokens, kind_of, load_model, read_config
 from hf_rfa.inference.transcription import load_feature_extractor
 from hf_rfa.io.audio_io import read_utterances
-from hf_rfa.io.text_io import read_documents
+from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 from hf_rfa.models.rfa_classes import own_prefixes
 
@@ -32,17 +33,80 @@ from .card import data_name, table_of, trained_card, trained_folder
 from .data import (
     PairCollator,
     SpeechCollator,
-    joined_blocks,
     load_pairs,
     padding_right,
     rows_to_learn,
     speech_rows,
+    text_blocks,
     token_pairs,
 )
-from .recipe import Recipe, Stage
-from .report import HELD_OUT, DistillationReport, plot_losses
-from .run_folder import check_run, check_settings, read_settings
-from .trainers import train_stage, transfer_losses
+from .recipe import Recipe
+from .run_folder import check_run, check_settings
+from .trainers import StageResult, train_stage, transfer_losses
+
+#: Items at the end of the data that are not trained on: perplexities and divergences are measured on them.
+HELD_OUT = 8
+
+
+@dataclass
+class DistillationReport:
+    """The figures of one distillation.
+
+    Attributes:
+        command: the command that repeats it.
+        data: name of the text that was learned from.
+        recipe: its settings.
+        divergence_before: KL(softmax weights ‖ weights that the features imply) by layer and head on held-out data, in nats
+            per query, before training.
+        divergence_after: the same after attention transfer; empty if that stage was left out.
+        stages: the course of each stage.
+        perplexities: on the held-out items: of the teacher, of the converted model, and after each stage.
+    """
+
+    command: str
+    data: str
+    recipe: Recipe
+    divergence_before: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    divergence_after: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    stages: list[StageResult] = field(default_factory=list)
+    perplexities: dict[str, float] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """Return the course of the training in words."""
+        words = {
+            "attention transfer": "feature maps and gates learned the teacher's attention",
+            "end to end": "the whole model learned the teacher's outputs",
+        }
+        stages = ", then ".join(f"{words[stage.name]} ({stage.name}, {stage.steps:,} steps)" for stage in self.stages)
+        others = "" if self.stages[-1].name == "end to end" else " All other weights were left as they were."
+        return f"distilled on {self.data}: {stages}.{others}"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the figures as (name, value) pairs, for the table and the model card."""
+        rows = []
+        if self.divergence_after:
+            both = (self.divergence_before, self.divergence_after)
+            before, after = (fmean(sum(heads.values(), ())) for heads in both)
+            rows.append(("KL to the softmax weights, held-out text", f"{before:.3f} nats, {after:.3f} after transfer"))
+        end_to_end = self.recipe.end_to_end
+        rates = {
+            "attention transfer": f"{self.recipe.transfer.learning_rate:g}",
+            "end to end": f"{end_to_end.learning_rate:g}, of feature maps and gates {end_to_end.rfa_learning_rate:g}",
+        }
+        for stage in self.stages:
+            losses = [entry["loss"] for entry in stage.log if "loss" in entry]
+            if losses:
+                course = f"loss {losses[0]:.3f} → {losses[-1]:.3f}, learning rate {rates[stage.name]}"
+                rows.append((f"{stage.name}, {stage.steps:,} steps", course))
+        perplexities = ", ".join(f"{name} {shown(value)}" for name, value in self.perplexities.items())
+        return [*rows, (f"perplexity of the {HELD_OUT} items held out", perplexities)]
+
+    def table(self) -> Table:
+        """Return the figures as a table to print."""
+        table = Table(title="distillation", show_header=False)
+        for row in self.rows():
+            table.add_row(*row)
+        return table
 
 
 def distill(
@@ -107,56 +171,42 @@ def distill(
     softmax_model, _ = load_model(str(teacher), kind=kind, dtype="float32", need_tokenizer=False)
     _check_teacher(model, softmax_model, str(checkpoint), str(teacher), transfer=settings.transfer.steps > 0)
     extractor = load_feature_extractor(checkpoint) if kind == "speech" else None
-    positions = min(map(position_count, (model.config, softmax_model.config)))
-    settings = settings.resolve(model.config, positions, read_settings(work).get("recipe"))
+    settings = settings.resolve(model.config, min(map(position_count, (model.config, softmax_model.config))))
     report_progress("reading the data", 1)
-    stages = settings.stages()
-    if extractor is None:
-        data_by_stage = {
-            name: _load(model, tokenizer, data, references, stage, settings.seed)
-            for name, stage in stages.items()
-            if stage.steps
-        }
+    if kind == "causal":
+        held_out, learned = _load_text(model, tokenizer, data, references, settings)
     else:
-        data_by_stage = _load_speech(softmax_model, tokenizer, extractor, data, references, stages)
-    held_out, learned = _hold_out(data_by_stage, settings, pairs=kind != "causal")
+        held_out, learned = _load_pairs(softmax_model, tokenizer, extractor, data, references, settings)
     paths = {"teacher": teacher, "data": data, "references": references}
     described = {name: None if path is None else str(Path(path).resolve()) for name, path in paths.items()}
     check_settings(work, described | {"recipe": asdict(settings)}, resume=resume)
-    options: dict[str, Any] = {
-        **paths,
-        "recipe": recipe,
-        "transfer_steps": transfer_steps,
-        "end_to_end_steps": end_to_end_steps,
-    }
-    options["max_minutes"] = max_minutes
+    steps = {"transfer_steps": transfer_steps, "end_to_end_steps": end_to_end_steps, "max_minutes": max_minutes}
+    options = {**paths, "recipe": recipe, **steps}
     command = command or _command(checkpoint, destination, model.config.feature_map, **options)
     report = DistillationReport(command, data_name(str(data)), settings)
 
     collate: Any = default_data_collator
     if extractor is not None:
-        collate = SpeechCollator(extractor, tokenizer.eos_token_id)
+        collate = SpeechCollator(extractor, tokenizer)
     elif kind == "seq2seq":
         collate = PairCollator(padding_right(tokenizer), model=model)
     batch: Inputs = collate([held_out[index] for index in range(HELD_OUT)])
+    # A row at a time: logits take the most memory.
     rows = [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(HELD_OUT)]
-    for who, scored in (
-        ("teacher", softmax_model),
-        ("converted", model),
-    ):  # a row at a time: logits take the most memory
-        report_progress(f"scoring the {who} model", 1)
-        report.perplexities[who] = score_labels(scored, rows).perplexity
+    for name, scored in (("teacher", softmax_model), ("converted", model)):
+        report_progress(f"scoring the {name} model", 1)
+        report.perplexities[name] = score_labels(scored, rows).perplexity
     end = None if max_minutes is None else time.monotonic() + 60 * max_minutes
     for name, dataset in learned.items():
         if name == "transfer":
             report_progress("comparing attention weights", 1)
-            report.before = _divergences(model, softmax_model, batch)
+            report.divergence_before = _divergences(model, softmax_model, batch)
         result = train_stage(
             cast(Any, name),
             model,
             softmax_model,
             dataset,
-            stages[name],
+            settings.stages()[name],
             work / name,
             seed=settings.seed,
             collate=collate,
@@ -166,16 +216,19 @@ def distill(
         )
         if name == "transfer":
             report_progress("comparing attention weights", 1)
-            report.after = _divergences(model, softmax_model, batch)
-            report.maps = compare_attention(model, softmax_model, batch)
+            report.divergence_after = _divergences(model, softmax_model, batch)
         report.stages.append(result)
         report_progress("scoring the trained model", 1)
         report.perplexities[result.name] = score_labels(model, rows).perplexity
     report_progress("writing", 1)
-    with trained_folder(destination, str(checkpoint)) as folder:
+    section = f"## How it was distilled\n\n```bash\n{report.command}\n```\n\n{table_of(report.rows())}\n"
+    card = trained_card(model, destination, str(checkpoint), summary=report.summary(), section=section)
+    with trained_folder(destination, str(checkpoint), card, {"distillation.json": asdict(report)}) as folder:
         if extractor is not None:
             extractor.save_pretrained(folder)
-        _write(model, tokenizer, report, str(checkpoint), folder, destination.resolve().name)
+        tokenizer.save_pretrained(folder)
+        _to_dtype(model, cast(torch.dtype, read_config(checkpoint).dtype) or torch.float32)
+        model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     return report
 
 
@@ -227,57 +280,60 @@ def _check_teacher(
             )
 
 
-def _load(model: PreTrainedModel, tokenizer: Any, data: Any, references: Any, stage: Stage, seed: int) -> Dataset:
-    """Return the training data of a stage: blocks of a text, or pairs for a model with an encoder."""
-    length = cast(int, stage.block_length)
-    if kind_of(model.config) == "seq2seq":
-        pairs = rows_to_learn(token_pairs(load_pairs(data, references), tokenizer, length=length), str(data))
-        for name in ("input_ids", "labels"):
-            check_tokens((index for row in pairs[name] for index in row), model.config)
-        return pairs
+def _load_text(
+    model: PreTrainedModel, tokenizer: Any, data: Any, references: Any, recipe: Recipe
+) -> tuple[Dataset, dict[str, Dataset]]:
+    """Return the last `HELD_OUT` blocks of a text, cut as for the first stage, and of every stage those before them."""
     if references is not None:
         raise InputError("references belong to a model with an encoder; this one is a decoder that stands alone.")
-    repeats: dict[str, Any] = {"repeating_share": stage.repeating_share, "seed": seed, "last": HELD_OUT}
-    blocks = joined_blocks(tokenizer, read_documents(data), length, **repeats)
-    check_tokens((int(row.max()) for row in blocks["input_ids"]), model.config)
-    if not has_rotary_positions(model.config):
-        return blocks
-    positions = shifted_positions(model.config, len(blocks), length, seed=seed)
-    return blocks.add_column("position_ids", list(positions.numpy()))
+    ids = tokenize(tokenizer, read_documents(data))
+    check_tokens(ids.tolist(), model.config)
+    stages = {name: stage for name, stage in recipe.stages().items() if stage.steps}
+    lengths = {name: cast(int, stage.block_length) for name, stage in stages.items()}
+    first, size = next(iter(lengths.items()))
+    if len(ids) // size <= HELD_OUT:
+        raise InputError(f"the data gives {len(ids) // size} items for {first}; more than {HELD_OUT} are needed.")
+    end = (len(ids) // size - HELD_OUT) * size
 
+    def blocks(ids: Tensor, length: int, share: float = 0.0) -> Dataset:
+        rows = text_blocks(ids, length, repeating_share=share, seed=recipe.seed)
+        if not has_rotary_positions(model.config):
+            return rows
+        positions = shifted_positions(model.config, len(rows), length, seed=recipe.seed)
+        return rows.add_column("position_ids", list(positions.numpy()))
 
-def _load_speech(
-    teacher: PreTrainedModel, tokenizer: Any, extractor: Any, data: Any, references: Any, stages: dict[str, Stage]
-) -> dict[str, Dataset]:
-    """Return the training data of every stage that has steps, of a model that reads audio; texts are written once."""
-    if references is not None:
-        raise InputError("what is said belongs into the .jsonl file, beside the path of each utterance, as text.")
-    lengths = [cast(int, stage.block_length) for stage in stages.values() if stage.steps]
-    rows = speech_rows(teacher, tokenizer, extractor, read_utterances(data), length=min(lengths))
-    for name in ("decoder_input_ids", "labels"):
-        check_tokens((index for row in rows[name] for index in row), teacher.config)
-    return {name: rows for name, stage in stages.items() if stage.steps}
-
-
-def _hold_out(datasets: dict[str, Dataset], recipe: Recipe, *, pairs: bool) -> tuple[Dataset, dict[str, Dataset]]:
-    """Return the last `HELD_OUT` items of the first stage, and what every stage learns: its items that end before those.
-
-    Blocks of another length end elsewhere in the text; pairs are the same in all stages.
-    """
-    stages = recipe.stages()
-    size = {name: 1 if pairs else cast(int, stages[name].block_length) for name in datasets}
-    first, dataset = next(iter(datasets.items()))
-    before = len(dataset) - HELD_OUT
-    if before < 1:
-        raise InputError(f"the data gives {len(dataset)} items for {first}; more than {HELD_OUT} are needed.")
-    held_out, learned = dataset.select(range(before, len(dataset))), {}
-    for name, dataset in datasets.items():
-        count = before * size[first] // size[name]
-        if count < 1:
-            what = f"no block of {size[name]} tokens for {name} before the {HELD_OUT} that are held out"
+    for name, length in lengths.items():
+        if length > end:
+            what = f"no block of {length} tokens for {name} before the {HELD_OUT} that are held out"
             raise InputError(f"the data gives {what}: more text is needed.")
-        learned[name] = dataset.select(range(count))
-    return held_out, learned
+    learned = {name: blocks(ids[:end], lengths[name], stage.repeating_share) for name, stage in stages.items()}
+    return blocks(ids[end:], size), learned
+
+
+def _load_pairs(
+    teacher: PreTrainedModel, tokenizer: Any, extractor: Any, data: Any, references: Any, recipe: Recipe
+) -> tuple[Dataset, dict[str, Dataset]]:
+    """Return the last `HELD_OUT` pairs of texts, or utterances for an extractor, and of every stage those before them."""
+    lengths = {name: cast(int, stage.block_length) for name, stage in recipe.stages().items() if stage.steps}
+    if extractor is None:
+        texts = load_pairs(data, references)
+        rows = {
+            name: rows_to_learn(token_pairs(texts, tokenizer, length=length), str(data))
+            for name, length in lengths.items()
+        }
+    elif references is None:
+        length = min(lengths.values())
+        rows = dict.fromkeys(lengths, speech_rows(teacher, tokenizer, extractor, read_utterances(data), length=length))
+    else:
+        raise InputError("what is said belongs into the .jsonl file, beside the path of each utterance, as text.")
+    first, dataset = next(iter(rows.items()))
+    for column in {"input_ids", "decoder_input_ids", "labels"}.intersection(dataset.column_names):
+        check_tokens((index for row in dataset[column] for index in row), teacher.config)
+    count = len(dataset) - HELD_OUT
+    if count < 1:
+        raise InputError(f"the data gives {len(dataset)} items for {first}; more than {HELD_OUT} are needed.")
+    held_out = dataset.select(range(count, len(dataset)))
+    return held_out, {name: each.select(range(count)) for name, each in rows.items()}
 
 
 def _command(checkpoint: str | Path, destination: Path, feature_map: str, **options: object) -> str:
@@ -296,25 +352,9 @@ def _divergences(model: PreTrainedModel, teacher: PreTrainedModel, batch: Inputs
     return {name: tuple(loss.tolist()) for name, loss in transfer_losses(model, teacher, inputs)}
 
 
-def _write(
-    model: PreTrainedModel, tokenizer: Any, report: DistillationReport, checkpoint: str, folder: Path, name: str
-) -> None:
-    """Write the distilled checkpoint in the precision that it had, its report, and its card, which calls it ``name``."""
-    dtype = read_config(checkpoint).dtype or torch.float32
+def _to_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give a model's tensors a precision, all but feature maps and gates, which stay in float32."""
     rfa_prefixes = own_prefixes(model)
-    for key, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and not key.startswith(rfa_prefixes):  # these stay in float32
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and not name.startswith(rfa_prefixes):
             tensor.data = tensor.data.to(dtype)
-    model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
-    tokenizer.save_pretrained(folder)
-    (folder / "distillation.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-    plot_losses(folder / "distillation.png", {stage.name: stage.log for stage in report.stages})
-    section = f"## How it was distilled\n\n```bash\n{report.command}\n```\n\n{table_of(report.rows())}\n\n"
-    section += "![loss](distillation.png)\n"
-    if report.after:
-        stages = {"before": report.before, "attention transfer": report.after}
-        draw_attention(folder / "attention-distilled.png", stages, report.maps)
-        section += "\n![attention](attention-distilled.png)\n"
-    trained_card(model, name=name, source=checkpoint, summary=report.summary(), section=section).save(
-        folder / "README.md"
-    )

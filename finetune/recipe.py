@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from difflib import get_close_matches
+from inspect import formatannotation
 from pathlib import Path
-from statistics import median
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args, get_type_hints
 
 import torch
 import yaml
+from huggingface_hub.dataclasses import type_validator
+from transformers import Seq2SeqTrainingArguments
 
 from hf_rfa.errors import InputError
 from hf_rfa.io.text_io import BLOCK_LENGTH
+
+from .arguments import FinetuneArguments, read_overrides
 
 #: Tokens per step if a recipe does not say how many blocks, and pairs per step.
 TOKENS_PER_STEP, PAIRS_PER_STEP = 2048, 8
 #: Recipes that come with the package, a folder for each command.
 FOLDER = Path(__file__).parent / "recipes"
+#: Least and most of the numbers among a stage's settings.
+LIMITS = {
+    "steps": (0, math.inf),
+    "batch_size": (1, math.inf),
+    "block_length": (2, math.inf),
+    "learning_rate": (0, math.inf),
+    "rfa_learning_rate": (0, math.inf),
+    "kl_weight": (0, 1),
+    "lora_rank": (0, math.inf),
+    "repeating_share": (0, 1),
+}
 
 
 def read_recipe(command: Literal["distill", "finetune"], name: str | Path) -> tuple[Path, dict[str, Any]]:
-    """Return a YAML file of settings for a command, and what it holds: a recipe that comes with the package, or a path.
+    """Return the YAML file of a recipe for a command, and what it holds.
+
+    Args:
+        command: the command.
+        name: of a recipe that comes with the package, or the path of a YAML file.
 
     Raises:
         InputError: if there is none, or if it holds no settings.
@@ -44,28 +62,34 @@ def read_recipe(command: Literal["distill", "finetune"], name: str | Path) -> tu
     return path, settings
 
 
-def _whole(least: int) -> tuple[str, Callable[[Any], bool]]:
-    return f"a whole number of at least {least}", lambda value: isinstance(value, int) and value >= least
+def checked(settings: Any, *classes: type, where: str) -> dict[str, Any]:
+    """Return settings that are fields of dataclasses, with whole numbers and texts such as 1e-3 as numbers if asked for.
 
+    Args:
+        settings: values by name, as YAML has them.
+        classes: the dataclasses.
+        where: what holds the settings, for errors.
 
-_NUMBER = ("a number of at least 0", lambda value: isinstance(value, (int, float)) and 0 <= value < float("inf"))
-_SHARE = ("from 0 to 1", lambda value: isinstance(value, (int, float)) and 0 <= value <= 1)
-_SWITCH = ("true or false", lambda value: isinstance(value, bool))
-_SWITCH_OR_AUTO = ("true, false or auto", lambda value: isinstance(value, bool) or value == "auto")
-#: The values that the settings of a stage may have, in words and as a check.
-ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "steps": _whole(0),
-    "batch_size": _whole(1),
-    "block_length": _whole(2),
-    "learning_rate": _NUMBER,
-    "rfa_learning_rate": _NUMBER,
-    "kl_weight": _SHARE,
-    "dropout": _SWITCH,
-    "lora_rank": _whole(0),
-    "bf16": _SWITCH_OR_AUTO,
-    "compiled": _SWITCH,
-    "repeating_share": _SHARE,
-}
+    Raises:
+        InputError: for a name that no class has, with the nearest that one has, and for a value of another type.
+    """
+    if not isinstance(settings, Mapping):
+        raise InputError(f"{where} holds no settings.")
+    types = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
+    values = {}
+    for name, value in settings.items():
+        if name not in types:
+            (nearest,) = get_close_matches(str(name), types, n=1, cutoff=0.0)
+            raise InputError(f"{where} has no setting {name}. Did you mean {nearest}?")
+        kind = types[name]
+        try:
+            if float in (kind, *get_args(kind)) and isinstance(value, (int, str)) and not isinstance(value, bool):
+                value = float(value)  # YAML reads 1e-3 as a text
+            type_validator(name, value, kind)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{where}: {name} must be {formatannotation(kind)}, got {value!r}.") from error
+        values[name] = value
+    return values
 
 
 @dataclass(frozen=True)
@@ -82,8 +106,7 @@ class Stage:
         kl_weight: share of the KL in the loss, end to end.
         dropout: whether the model's own dropout acts, end to end.
         lora_rank: rank of LoRA matrices to train end to end instead of the model's own weights; 0 trains these.
-        bf16: compute in mixed precision; phases, features, gates and states stay in float32. "auto" does so where the
-            accelerator, or the processor where there is none, is faster in it.
+        bf16: compute in mixed precision; phases, features, gates and states stay in float32. "auto" asks `fast_bf16`.
         compiled: compute the model under ``torch.compile``, end to end: for many steps on blocks of text on a GPU. The first
             step takes minutes; pairs have lengths of their own, each of which may be compiled anew.
         repeating_share: share of the blocks of text that repeat themselves, from which heads that copy learn; 0 for pairs.
@@ -119,10 +142,11 @@ class Recipe:
     def __post_init__(self) -> None:
         """Raise an `InputError` that names a setting which cannot be, its value and the values it may have."""
         for name, stage in self.stages().items():
-            for setting, (words, is_allowed) in ALLOWED.items():
-                value = getattr(stage, setting)
-                if not is_allowed(value) and not (value is None and setting in ("batch_size", "block_length")):
-                    raise InputError(f"recipe: {name}.{setting} must be {words}, got {value!r}.")
+            for setting, value in checked(vars(stage), Stage, where=f"recipe, {name}").items():
+                least, most = LIMITS.get(setting, (0, math.inf))
+                if isinstance(value, (int, float)) and not (least <= value <= most and math.isfinite(value)):
+                    allowed = f"from {least} to {most}" if math.isfinite(most) else f"a number of at least {least}"
+                    raise InputError(f"recipe: {name}.{setting} must be {allowed}, got {value!r}.")
 
     @classmethod
     def load(cls, name: str | Path) -> Self:
@@ -138,17 +162,11 @@ class Recipe:
             InputError: if there is none, or if it has an unknown setting.
         """
         path, settings = read_recipe("distill", name)
-        stages = {}
+        stages: dict[str, Any] = {}
         for stage, default in cls().stages().items():
             changes = settings.pop(stage, None) or {}
-            if unknown := ", ".join(sorted(changes.keys() - ALLOWED.keys())):
-                raise InputError(f"recipe {path}: {stage} has no setting {unknown}. There are: {', '.join(ALLOWED)}.")
-            stages[stage] = replace(default, **changes)
-        seed = settings.pop("seed", 0)
-        if settings or not isinstance(seed, int):
-            wrong = ", ".join(sorted(settings)) or f"seed {seed!r}"
-            raise InputError(f"recipe {path}: {wrong} is not understood. There are: transfer, end_to_end, seed.")
-        return cls(**stages, seed=seed)
+            stages[stage] = replace(default, **checked(changes, Stage, where=f"recipe {path}, {stage}"))
+        return cls(**stages, **checked(settings, cls, where=f"recipe {path}"))
 
     def stages(self) -> dict[str, Stage]:
         """Return the stages by name, in order."""
@@ -156,20 +174,16 @@ class Recipe:
 
     def with_steps(self, *, transfer: int | None = None, end_to_end: int | None = None) -> Recipe:
         """Return this recipe with other numbers of steps."""
-        steps = {"transfer": transfer, "end_to_end": end_to_end}
-        stages: Any = {
-            name: replace(self.stages()[name], steps=count) for name, count in steps.items() if count is not None
-        }
+        counts = zip(self.stages().items(), (transfer, end_to_end), strict=True)
+        stages: Any = {name: replace(stage, steps=steps) for (name, stage), steps in counts if steps is not None}
         return replace(self, **stages)
 
-    def resolve(self, config: Any, positions: int, interrupted: Mapping[str, Any] | None = None) -> Recipe:
+    def resolve(self, config: Any, positions: int) -> Recipe:
         """Return this recipe with the block length, the batch size, the precision and the repetitions of its stages.
 
         Args:
             config: the model's configuration.
             positions: the most tokens that both models take.
-            interrupted: the resolved recipe, as a dictionary, of a run that is to go on in the precision it began in, where
-                this recipe leaves that open.
 
         Raises:
             InputError: if a stage's blocks are longer than that.
@@ -183,78 +197,49 @@ class Recipe:
             if stage.steps and length > positions:
                 raise InputError(f"recipe: {name}.block_length is {length}, but the models have {positions} positions.")
             size = PAIRS_PER_STEP if config.is_encoder_decoder else max(1, TOKENS_PER_STEP // length)
-            bf16 = stage.bf16
-            if bf16 == "auto":
-                bf16 = interrupted[name]["bf16"] if interrupted else bf16_pays()
-            share = 0.0 if config.is_encoder_decoder else stage.repeating_share  # which pairs have none of
-            size = stage.batch_size or size
-            stages[name] = replace(stage, block_length=length, batch_size=size, bf16=bf16, repeating_share=share)
+            stages[name] = replace(
+                stage,
+                block_length=length,
+                batch_size=stage.batch_size or size,
+                bf16=fast_bf16() if stage.bf16 == "auto" else stage.bf16,
+                repeating_share=0.0 if config.is_encoder_decoder else stage.repeating_share,
+            )
         return replace(self, **stages)
 
 
-@cache
-def bf16_pays() -> bool:
-    """Return whether the accelerator, or the processor where there is none, multiplies matrices faster in bf16.
+def fast_bf16() -> bool:
+    """Return whether the hardware is known to train faster in bf16: a GPU that computes in it, or a processor with AMX.
 
-    That processors can is not enough: a Xeon with AVX-512 alone has 84 GFLOP/s in bf16 and 150 in float32, others have twice
-    as many in bf16. So it is timed there, once a process, and has to be a fifth faster.
+    Other instructions for bf16 do not tell: a Xeon with AVX-512's does 84 GFLOP/s in bf16 and 150 in float32.
     """
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
     if torch.accelerator.is_available():
-        return False
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    if not any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16")):
-        return False
-    ratios = (product_seconds(torch.float32) / product_seconds(torch.bfloat16) for _ in range(7))
-    return median(ratios) > 1.2
-
-
-def product_seconds(dtype: torch.dtype) -> float:
-    """Return how long the processor takes for the product of two matrices of 768 rows and columns."""
-    matrix = torch.ones(768, 768, dtype=dtype)
-    matrix @ matrix
-    start = time.perf_counter()
-    matrix @ matrix
-    return time.perf_counter() - start
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+    return capabilities.get("amx_bf16", False)
 
 
 def load_settings(name: str | Path, *, small: bool = False) -> dict[str, Any]:
-    """Load a recipe of `hf-rfa finetune`, named as in `read_recipe`: its options by name, those under ``small`` if asked for.
+    """Load a recipe of `hf-rfa finetune`: options by name, those under ``small`` if asked for.
+
+    Args:
+        name: of a recipe that comes with the package, or the path of a YAML file.
+        small: take the recipe's small variant.
 
     Raises:
-        InputError: if there is no such recipe, it cannot be read, or has no small variant.
+        InputError: if there is no such recipe, it cannot be read, has an unknown option, or has no small variant.
     """
     path, settings = read_recipe("finetune", name)
-    small_settings = settings.pop("small", None)
-    if not small:
-        return settings
-    if not isinstance(small_settings, dict):
+    changes = settings.pop("small", None) if small else {}
+    settings.pop("small", None)
+    if not isinstance(changes, dict):
         raise InputError(f"the recipe {path} has no small variant.")
-    return merge(settings, small_settings)
+    return checked(merge(settings, changes), FinetuneArguments, Seq2SeqTrainingArguments, where=f"recipe {path}")
 
 
-def merge(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def merge(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in which ``changes`` win; fields of ``config_overrides`` one by one."""
-    overrides = {**settings.get("config_overrides", {}), **changes.get("config_overrides", {})}
-    return {**settings, **changes, **({"config_overrides": overrides} if overrides else {})}
-
-
-def read_overrides(text: str) -> dict[str, Any]:
-    """Return the fields of a configuration that are given as a JSON object; raise an `InputError` if the text is none."""
-    try:
-        overrides = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"config_overrides must be a JSON object, got {text!r}: {error}") from error
-    if not isinstance(overrides, dict):
-        raise InputError(f'config_overrides must be a JSON object such as {{"n_layer": 4}}, got {overrides!r}.')
-    return overrides
-
-
-def to_words(settings: dict[str, Any]) -> list[str]:
-    """Return settings as words of a command line, whose parser checks them."""
-    words = []
-    for name, value in settings.items():
-        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
-        words += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return words
+    merged = {**settings, **changes}
+    if merged.get("config_overrides") is not None:
+        before, after = (read_overrides(each.get("config_overrides")) for each in (settings, changes))
+        merged["config_overrides"] = {**before, **after}
+    return merged

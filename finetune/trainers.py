@@ -42,61 +42,78 @@ from hf_rfa.convert.pipeline import Progress
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL, nats_of_labels
 
 from .param_groups import PARAMETER_KINDS, ParameterKind, Rates, freeze, lora, parameter_groups
-from .recipe import Stage, bf16_pays
+from .recipe import Stage, fast_bf16
 from .run_folder import last_checkpoint
 
 #: Logits whose probabilities are held at once, in float32.
 CHUNK_LOGITS = 2**21
 
 
-class Clock(TrainerCallback):
-    """Ends a training after some time, at the end of a step.
+class Watch(TrainerCallback):
+    """Ends a training whose time is over or whose loss is not finite any more, and tells its steps.
 
     Args:
-        seconds: counted from the beginning of the training, or of its resumed part.
+        seconds: counted from the beginning of the training, or of its resumed part; None for no limit.
+        name: the name of the training.
+        progress: what is told the steps; of a resumed training, those that are left.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float | None, name: str, progress: Progress) -> None:
+        self.seconds, self.name, self.progress = seconds, name, progress
         self.start = time.monotonic()
 
-    def share(self) -> float:
-        """Return the share of the time that is over, at most 1."""
-        return min(1.0, (time.monotonic() - self.start) / self.seconds)
+    def time_over(self) -> float:
+        """Return the share of the time that is over, from 0 to 1."""
+        return 0.0 if self.seconds is None else min(1.0, (time.monotonic() - self.start) / self.seconds)
 
     def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """Start."""
+        """Start the clock, and tell the number of steps."""
         self.start = time.monotonic()
+        self.progress(self.name, state.max_steps - state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """End the training when the time is over."""
-        if self.share() == 1.0:
+        """Tell that a step is done, and end the training when the time is over."""
+        self.progress(None, 1)
+        if self.time_over() == 1.0:
             control.should_training_stop = control.should_log = True
+
+    def on_log(self, args: Any, state: Any, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        """End the training if the loss that was logged is not finite."""
+        if logs and not math.isfinite(float(logs.get("loss", 0.0))):
+            control.should_training_stop = True
 
 
 class GroupedTrainer(Trainer):
-    """A `Trainer` whose optimizer, any that it knows, gets the groups of `parameter_groups`.
+    """A `Trainer` whose optimizer, any that it knows, gets the groups of `parameter_groups`, under a `Watch`.
 
     Args:
         rates: learning rate by kind; a kind that is not named has ``args.learning_rate``, and 0 freezes it.
         max_seconds: end the training after some time, if its steps are not over before. The learning rate then falls as a
             cosine of what is further on, the steps or the time.
+        name: of the training, for ``progress``.
+        progress: called with (name, number of steps) at the beginning, and with (None, 1) when a step is done.
     """
 
-    def __init__(self, *args: Any, rates: Rates | None = None, max_seconds: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        rates: Rates | None = None,
+        max_seconds: float | None = None,
+        name: str = "training",
+        progress: Progress | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.rates = rates or {}
-        self.clock = None if max_seconds is None else Clock(max_seconds)
-        if self.clock is not None:
-            self.add_callback(self.clock)
+        self.watch = Watch(max_seconds, name, progress or (lambda step, total: None))
+        self.add_callback(self.watch)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make the schedule of the learning rate once."""
-        clock = self.clock
-        if clock is not None and self.lr_scheduler is None:
+        if self.watch.seconds is not None and self.lr_scheduler is None:
 
             def factor(step: int) -> float:
-                return 0.5 + 0.5 * math.cos(math.pi * max(clock.share(), min(1.0, step / num_training_steps)))
+                return 0.5 + 0.5 * math.cos(math.pi * max(self.watch.time_over(), min(1.0, step / num_training_steps)))
 
             self.lr_scheduler = LambdaLR(cast(Any, optimizer or self.optimizer), factor)
         return super().create_scheduler(num_training_steps, optimizer)
@@ -116,40 +133,33 @@ class GroupedTrainer(Trainer):
 class GroupedSeq2SeqTrainer(GroupedTrainer, Seq2SeqTrainer):
     """`Seq2SeqTrainer` with the groups of `GroupedTrainer`, which leaves the generation configuration as it is."""
 
-    def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Take a step with a copy of the generation configuration: the step fills it in with transformers' defaults.
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **options: Any) -> Any:
+        """Return the loss, (generated sequences, nats of the labels), and the labels of a batch.
 
-        Beside generated sequences it returns the nats of the labels.
+        Without labels `Seq2SeqTrainer` generates alone; its own forward would not say the nats. It fills in the generation
+        configuration with transformers' defaults: here a copy.
         """
+        if prediction_loss_only or not cast(Any, self.args).predict_with_generate:
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **options)
         trained: Any = self.model
+        outputs: Any
+        loss, outputs, labels = Trainer.prediction_step(self, model, inputs, prediction_loss_only=False)
+        source = {name: each for name, each in inputs.items() if name != "labels" and not name.startswith("decoder_")}
         generation_config = trained.generation_config
         trained.generation_config = copy.deepcopy(generation_config)
         trained.generation_config.max_new_tokens = None  # it would win over generation_max_length
         try:
-            loss, predictions, labels = super().prediction_step(model, inputs, *args, **options)
+            _, sequences, _ = super().prediction_step(model, source, False, *args, **options)
         finally:
             trained.generation_config = generation_config
-        arguments: Any = self.args
-        if arguments.predict_with_generate and predictions is not None:
-            inputs = self._prepare_inputs(inputs)
-            with torch.no_grad(), self.compute_loss_context_manager():
-                return loss, (predictions, label_nats(model(**inputs).logits, inputs["labels"])), labels
-        return loss, predictions, labels
+        logits = outputs[0] if isinstance(outputs, tuple) else outputs
+        return loss, (sequences, label_nats(logits, cast(Tensor, labels))), labels
 
 
 def label_nats(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the nats of labels of any shape, and `IGNORED_LABEL`, with which the Trainer pads, where they do not count."""
     nats = nats_of_labels(logits.flatten(0, -2), labels.flatten()).view_as(labels)
     return nats.masked_fill(labels == IGNORED_LABEL, IGNORED_LABEL)
-
-
-class StopAtNaN(TrainerCallback):
-    """Ends a training whose loss is not finite any more."""
-
-    def on_log(self, args: Any, state: Any, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        """Look at a loss that was logged."""
-        if logs and not math.isfinite(float(logs.get("loss", 0.0))):
-            control.should_training_stop = True
 
 
 def transfer_losses(model: nn.Module, teacher: PreTrainedModel, inputs: Inputs) -> Iterator[tuple[str, Tensor]]:
@@ -204,6 +214,7 @@ class LogitDistillationTrainer(DistillationTrainer):
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **options: Any) -> Any:
         """Return the loss of one batch."""
+        model.train(self.stage.dropout)  # the modes differ in dropout alone
         share, labels = self.stage.kl_weight, inputs["labels"]
         unlabeled = {name: tensor for name, tensor in inputs.items() if name != "labels"}
         has_encoder = self.model.config.is_encoder_decoder  # type: ignore[union-attr]
@@ -245,21 +256,6 @@ def _summed_divergence(logits: Tensor, expected: Tensor, learned: Tensor) -> Ten
     return divergences.masked_fill(~learned, 0.0).sum()
 
 
-class ReportSteps(TrainerCallback):
-    """Passes a training's steps to a `Progress`; of a resumed training, those that are left."""
-
-    def __init__(self, name: str, progress: Progress) -> None:
-        self.name, self.progress = name, progress
-
-    def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """Pass the number of steps."""
-        self.progress(self.name, state.max_steps - state.global_step)
-
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """Pass that a step is done."""
-        self.progress(None, 1)
-
-
 @dataclass(frozen=True)
 class StageResult:
     """A stage of training: its name, its optimizer steps, and the Trainer's log (losses, learning rates, gradient norms)."""
@@ -267,21 +263,6 @@ class StageResult:
     name: str
     steps: int
     log: tuple[dict[str, float], ...]
-
-
-@contextmanager
-def no_dropout(model: nn.Module) -> Iterator[None]:
-    """Set the rates of a model's dropout to 0, and back at the end.
-
-    BART's layers hold rates as numbers, besides dropout layers: ``dropout``, ``activation_dropout``, ``layerdrop``.
-    """
-    with ExitStack() as undone:
-        for module in model.modules():
-            for name in ("p",) if isinstance(module, nn.Dropout) else ("dropout", "activation_dropout", "layerdrop"):
-                if isinstance(rate := getattr(module, name, None), float):
-                    undone.callback(setattr, module, name, rate)
-                    setattr(module, name, 0.0)
-        yield
 
 
 @contextmanager
@@ -308,7 +289,7 @@ def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArgu
         max_steps=stage.steps,
         per_device_train_batch_size=cast(int, stage.batch_size),
         learning_rate=stage.learning_rate,
-        bf16=bf16_pays() if stage.bf16 == "auto" else stage.bf16,
+        bf16=fast_bf16() if stage.bf16 == "auto" else stage.bf16,
         torch_compile=stage.compiled,
         use_cpu=not torch.accelerator.is_available(),
         optim="adamw_torch",
@@ -366,9 +347,8 @@ def train_stage(
     }
     arguments = training_arguments(stage, folder, seed=seed)
     with ExitStack() as undone:
-        for network in (model, teacher) if teacher is not None else (model,):
-            for parameter in network.parameters():
-                undone.callback(parameter.requires_grad_, parameter.requires_grad)
+        for parameter in nn.ModuleList([model, teacher] if teacher is not None else [model]).parameters():
+            undone.callback(parameter.requires_grad_, parameter.requires_grad)
         undone.enter_context(unprepared(model))
         undone.callback(model.eval)
         undone.callback(setattr, model.config, "use_cache", model.config.use_cache)  # which a Trainer turns off
@@ -380,22 +360,19 @@ def train_stage(
         elif stage.lora_rank:
             set_seed(seed)
             undone.enter_context(lora(model, stage.lora_rank))
-        if not (transfer or stage.dropout):
-            undone.enter_context(no_dropout(model))
         trainer = (AttentionTransferTrainer if transfer else LogitDistillationTrainer)(
             stage=stage,
             teacher=teacher,
             rates=rates,
             max_seconds=max_seconds,
+            name=title,
+            progress=progress,
             model=model,
             args=arguments,
             train_dataset=data,
             data_collator=collate,
-            callbacks=[StopAtNaN()],
         )
         trainer.remove_callback(PrinterCallback)  # a line for every loss; they are in the result
-        if progress is not None:
-            trainer.add_callback(ReportSteps(title, progress))
         result = trainer.train(resume_from_checkpoint=last_checkpoint(folder) if resume else None)
         finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     if not (math.isfinite(result.training_loss) and finite):

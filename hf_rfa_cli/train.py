@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from argparse import SUPPRESS, ArgumentParser
+from argparse import SUPPRESS
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -66,7 +66,7 @@ def distill_command(
     console.print(f"written to {destination}")
 
 
-def finetune_parser(*parents: ArgumentParser) -> Any:
+def finetune_parser() -> Any:
     """Return the parser of `finetune_command`'s options, which raises a `UsageError` for those it cannot read."""
     import torch
     from transformers import HfArgumentParser, Seq2SeqTrainingArguments
@@ -79,14 +79,16 @@ def finetune_parser(*parents: ArgumentParser) -> Any:
         usage="hf-rfa finetune --model MODEL --task TASK --train DATA [--recipe NAME [--small]] [options]",
         description="Options on the command line win over those of a recipe. --import MODULE, a name or a .py file, imports "
         "a feature map first.",
-        parents=parents,
     )
+    parser.add_argument("--recipe", help="Recipe with options: a name, or a YAML file.")
+    parser.add_argument("--small", action="store_true", help="Take the recipe's small variant.")
     help = "Folder to write, as --output-dir. Default: MODEL-finetuned."
     parser.add_argument("--output", dest="output_dir", default=SUPPRESS, help=help)
     for action in parser._actions:
         # Help shows the names with dashes alone; those with underscores are read too.
         action.option_strings = [name for name in action.option_strings if "_" not in name]
         action.metavar = "true|false" if action.nargs == "?" else action.metavar
+        action.required = False  # a recipe may have it
     parser.error = _refuse
     # transformers joins several processes on CPUs, or takes bf16 there, only with --use-cpu.
     parser.set_defaults(use_cpu=not torch.accelerator.is_available())
@@ -94,29 +96,28 @@ def finetune_parser(*parents: ArgumentParser) -> Any:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise UsageError(f"{message.rstrip('.')}. See hf-rfa finetune --help.")
+    raise UsageError(message if message.endswith((".", "?")) else f"{message}.")
 
 
 def finetune_values(words: list[str]) -> dict[str, Any]:
-    """Return the values of a command line's options by name, and of the recipe that it names where it has none."""
-    from hf_rfa.finetune.recipe import load_settings, merge, read_overrides, to_words
+    """Return the values of all options by name: a command line's, or those of the recipe that it names, or the defaults."""
+    from hf_rfa.finetune.recipe import load_settings, merge
 
-    recipe_parser: Any = ArgumentParser(add_help=False, allow_abbrev=False)
-    recipe_parser.error = _refuse
-    recipe_parser.add_argument("--recipe", help="Recipe with options: a name, or a YAML file.")
-    recipe_parser.add_argument("--small", action="store_true", help="Take the recipe's small variant.")
-    chosen, words = recipe_parser.parse_known_args(words)
-    if chosen.small and chosen.recipe is None:
+    parser = finetune_parser()
+    given, unknown = parser.parse_known_args(words)
+    if unknown:
+        names = [name for name in parser._option_string_actions if "_" not in name]
+        (nearest,) = get_close_matches(unknown[0], names, n=1, cutoff=0.0)
+        _refuse(f"there is no option {unknown[0]}. Did you mean {nearest}?")
+    if given.small and given.recipe is None:
         _refuse("--small is a variant of a recipe: pass --recipe with it")
-    settings = {} if chosen.recipe is None else load_settings(chosen.recipe, small=chosen.small)
-    values = vars(finetune_parser(recipe_parser).parse_args([*to_words(settings), *words]))
-    if values["config_overrides"] is not None:
-        overrides = {"config_overrides": read_overrides(values["config_overrides"])}
-        values["config_overrides"] = json.dumps(merge(settings, overrides)["config_overrides"])
-    if values["output_dir"] is None:
-        if values["model"] is None:
-            _refuse("--output is missing")
+    settings = {} if given.recipe is None else load_settings(given.recipe, small=given.small)
+    parser.set_defaults(**settings)
+    values = merge(settings, vars(parser.parse_args(words)))
+    if values["output_dir"] is None and values["model"] is not None:
         values["output_dir"] = values["model"].rstrip("/") + "-finetuned"
+    if missing := [name for name in ("task", "train", "output_dir") if values[name] is None]:
+        _refuse(f"--{missing[0].removesuffix('_dir')} is missing")
     return values
 
 
@@ -124,7 +125,7 @@ def finetune_command(context: typer.Context) -> None:
     """Fine-tune a checkpoint, RFA or softmax, with transformers' Trainer (--help lists all of its options)."""
     starting("listing the options" if {"-h", "--help"} & {*context.args} else "preparing the fine-tuning")
     from hf_rfa.evaluation.perplexity import shown
-    from hf_rfa.finetune.finetune import finetune
+    from hf_rfa.finetune.tasks import finetune
 
     values = finetune_values(context.args)
     try:

@@ -14,7 +14,7 @@ from transformers import Seq2SeqTrainingArguments
 
 from hf_rfa.convert import convert
 from hf_rfa.finetune.arguments import FinetuneArguments
-from hf_rfa.finetune.finetune import finetune
+from hf_rfa.finetune.tasks import finetune
 from tests.families import has_encoder, save_softmax_model
 
 

@@ -21,8 +21,8 @@ from transformers.utils import logging as transformers_logging
 from hf_rfa.convert import convert
 from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.distill import distill
-from hf_rfa.finetune.finetune import finetune
 from hf_rfa.finetune.recipe import Recipe, Stage
+from hf_rfa.finetune.tasks import finetune
 from tests.conftest import words
 from tests.families import has_encoder, save_softmax_model
 from tests.training import write_rows

@@ -98,7 +98,7 @@ def commands() -> dict[str, typer.core.TyperCommand]:
 @cache
 def options_of(command: str) -> set[str]:
     if command == "finetune":
-        return {*cli_train.finetune_parser()._option_string_actions, "--recipe", "--small"}
+        return {*cli_train.finetune_parser()._option_string_actions}
     return {"--help", *(name for each in commands()[command].params for name in (*each.opts, *each.secondary_opts))}
 
 

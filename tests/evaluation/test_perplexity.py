@@ -20,7 +20,7 @@ from hf_rfa.evaluation import perplexity
 from hf_rfa.evaluation.perplexity import perplexity_of, shown
 from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.data import single_documents
-from hf_rfa.finetune.finetune import load_config_and_tokenizer, load_model_to_train
+from hf_rfa.finetune.tasks import load_config_and_tokenizer, load_model_to_train
 from hf_rfa.inference import generate_text, load_model
 from hf_rfa.io.text_io import read_documents, text_ids, tokenize
 from hf_rfa_cli.bench import bench_command

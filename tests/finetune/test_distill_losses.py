@@ -21,19 +21,8 @@ from hf_rfa.finetune.trainers import (
     transfer_losses,
 )
 from hf_rfa.inference import load_model
-from hf_rfa.models.feature_maps import FEATURE_MAPS
 from tests.families import has_encoder, make, softmax_model
 from tests.training import assert_same
-
-
-def test_before_training_the_exponential_map_is_the_positive_one():
-    options = {"num_heads": 2, "head_dim": 5, "num_features": 11, "seed": 4, "layer_idx": 1, "scaling": 0.4}
-    positive, exponential = (FEATURE_MAPS[name](**options) for name in ("positive", "exponential"))
-    query, key = torch.randn(2, 2, 7, 5), torch.randn(2, 2, 7, 5)
-    torch.testing.assert_close(exponential(query, key), positive(query, key))
-    exponential(query, key)[1].sum().backward()
-    grads = {name for name, parameter in exponential.named_parameters() if parameter.grad is not None}
-    assert grads == {"key_projection", "key_bias", "norm_weight", "sigma"}, "queries and keys have their own matrices"
 
 
 @pytest.mark.parametrize("gated", [False, True])

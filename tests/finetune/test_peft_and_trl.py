@@ -8,42 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import Trainer, TrainingArguments
+from transformers import AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 
-from hf_rfa.convert import convert
-from hf_rfa.inference import load_model
-from tests.families import is_own
-from tests.training import save_checkpoints
+from tests.conftest import save_tiny_tokenizer
+from tests.families import is_own, make
 
 # peft 0.21 and TRL 1.16 still read transformers' old name of it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> Path:
-    options = {"preset": "rfa", "feature_map": "exponential", "num_features": 8}
-    return save_checkpoints(tmp_path_factory.mktemp("peers"), "gpt2", "bart", "marian", **options)
-
-
-@pytest.fixture(scope="module")
-def gated(checkpoints):
-    """Return a function that loads a converted model with gates, whose weights are not at their initial values."""
-
-    def load(name: str):
-        model, _ = load_model(str(checkpoints / f"{name}-gated"))
-        return model
-
-    for name in ("gpt2", "bart"):
-        folder = checkpoints / f"{name}-gated"
-        options = {"preset": "rfa", "feature_map": "exponential", "num_features": 8, "gate": True}
-        convert(checkpoints / name, folder, **options, **({"cross_layers": "all"} if name == "bart" else {}))
-        model = load(name)
-        with torch.no_grad():
-            for key, tensor in model.named_parameters():
-                if ".gate.weight" in key:
-                    tensor.normal_(0.0, 0.5)
-        model.save_pretrained(folder)
-    return load
+def new_model(name: str, *, gate: bool = False) -> PreTrainedModel:
+    """Return an RFA model, the same every time; gates are not at their initial values."""
+    model = make(name, {"feature_map": "exponential", "num_features": 8, "gate": gate})
+    for key, parameter in model.named_parameters():
+        if ".gate.weight" in key:
+            torch.nn.init.normal_(parameter, 0.0, 0.5, generator=torch.Generator().manual_seed(1))
+    return model
 
 
 def batch_for(model) -> dict[str, torch.Tensor]:
@@ -79,9 +59,9 @@ def assert_reloads(adapted, fresh, folder: Path, data, *, merged: bool = True):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bart", "marian"])
-def test_lora_by_peft_with_its_default_targets(name, checkpoints, tmp_path):
+def test_lora_by_peft_with_its_default_targets(name, tmp_path):
     """It adapts the softmax model's modules, trains nothing else, and loads and merges to the same outputs."""
-    model, _ = load_model(str(checkpoints / f"{name}-rfa"))
+    model = new_model(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     adapted = get_peft_model(model, LoraConfig(r=2, fan_in_fan_out=name == "gpt2"))
     targets = {"gpt2": {"c_attn"}, "bart": {"q_proj", "v_proj"}, "marian": {"q_proj", "v_proj"}}[name]
@@ -91,7 +71,7 @@ def test_lora_by_peft_with_its_default_targets(name, checkpoints, tmp_path):
     data = batch_for(model)
     losses = train(adapted, data, steps=12, rate=0.05)
     assert losses[-1] < losses[0] - 0.05
-    fresh, _ = load_model(str(checkpoints / f"{name}-rfa"))
+    fresh = new_model(name)
     for key, value in fresh.state_dict().items():
         torch.testing.assert_close(value, before[key])
     assert_reloads(adapted, fresh, tmp_path / "adapter", data)
@@ -99,9 +79,9 @@ def test_lora_by_peft_with_its_default_targets(name, checkpoints, tmp_path):
 
 @pytest.mark.parametrize("how", [{"use_dora": True}, {"modules_to_save": ["gate"]}, {"target_modules": None}])
 @pytest.mark.parametrize("name", ["gpt2", "bart"])
-def test_adapters_of_all_linear_layers_of_a_gated_model(name, how, gated, tmp_path):
+def test_adapters_of_all_linear_layers_of_a_gated_model(name, how, tmp_path):
     """Gates stay as they are, or are trained whole; adapters are saved, loaded and merged to the same outputs."""
-    model = gated(name)
+    model = new_model(name, gate=True)
     before = {key: value.clone() for key, value in model.state_dict().items() if ".gate." in key}
     assert before
     options = {"r": 2, "fan_in_fan_out": name == "gpt2", "target_modules": "all-linear"} | how
@@ -109,22 +89,21 @@ def test_adapters_of_all_linear_layers_of_a_gated_model(name, how, gated, tmp_pa
     data = batch_for(model)
     losses = train(adapted, data)
     assert losses[-1] < losses[0] - 0.05
-    after = assert_reloads(adapted, gated(name), tmp_path / "adapter", data).state_dict()
+    after = assert_reloads(adapted, new_model(name, gate=True), tmp_path / "adapter", data).state_dict()
     same = [torch.equal(after[key], value) for key, value in before.items()]
     assert not any(same) if "modules_to_save" in how else all(same)
 
 
-def test_adapters_of_an_rfa_model_generate_with_a_cache(checkpoints):
-    model, tokenizer = load_model(str(checkpoints / "gpt2-rfa"))
-    adapted = get_peft_model(model, LoraConfig(r=2, fan_in_fan_out=True, init_lora_weights=False)).eval()
+def test_adapters_of_an_rfa_model_generate_with_a_cache():
+    adapted = get_peft_model(new_model("gpt2"), LoraConfig(r=2, fan_in_fan_out=True, init_lora_weights=False)).eval()
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
-    inputs = tokenizer("w5 w6 w7", return_tensors="pt")
-    assert torch.equal(adapted.generate(**inputs, **options), adapted.generate(**inputs, **options, use_cache=False))
+    inputs = torch.tensor([[5, 6, 7]])
+    assert torch.equal(adapted.generate(inputs, **options), adapted.generate(inputs, **options, use_cache=False))
 
 
-def test_feature_maps_train_beside_an_adapter(checkpoints, tmp_path):
+def test_feature_maps_train_beside_an_adapter(tmp_path):
     """`modules_to_save` keeps what RFA adds trainable beside LoRA, and saves it with the adapter."""
-    model, _ = load_model(str(checkpoints / "gpt2-rfa"))
+    model = new_model("gpt2")
     adapted = get_peft_model(model, LoraConfig(r=2, fan_in_fan_out=True, modules_to_save=["feature_map"]))
     trained = {key for key, parameter in adapted.named_parameters() if parameter.requires_grad}
     assert any(is_own(key) for key in trained)
@@ -133,18 +112,19 @@ def test_feature_maps_train_beside_an_adapter(checkpoints, tmp_path):
         output_dir=str(tmp_path / "t"), use_cpu=True, max_steps=3, learning_rate=0.1, disable_tqdm=True, save_steps=3
     )
     Trainer(model=adapted, args=arguments, train_dataset=dataset).train()
-    fresh, _ = load_model(str(checkpoints / "gpt2-rfa"))
+    fresh = new_model("gpt2")
     assert_reloads(adapted, fresh, tmp_path / "adapter", batch_for(model), merged=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("targets", [None, "all-linear"])
-def test_trl_trains_an_rfa_model(targets, gated, checkpoints, tmp_path):
+def test_trl_trains_an_rfa_model(targets, tmp_path):
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     from datasets import Dataset
 
-    model, (_, tokenizer) = gated("gpt2"), load_model(str(checkpoints / "gpt2-rfa"))
-    tokenizer.pad_token = tokenizer.eos_token
+    save_tiny_tokenizer(tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    model = new_model("gpt2", gate=True)
     rows = [{"prompt": "w5 w6 ", "completion": f"w{7 + n % 3} w9"} for n in range(16)]
     options = {"max_steps": 8, "learning_rate": 0.05, "per_device_train_batch_size": 4, "max_length": 32}
     options |= {"use_cpu": True, "bf16": False, "logging_steps": 1, "disable_tqdm": True, "report_to": "none"}

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -19,8 +20,8 @@ from transformers import (
 from hf_rfa.convert import InputError
 from hf_rfa.finetune.arguments import FinetuneArguments
 from hf_rfa.finetune.data import load_data, load_pairs, packed_blocks, select_columns, single_documents, token_pairs
-from hf_rfa.finetune.finetune import finetune
 from hf_rfa.finetune.recipe import FOLDER, load_settings
+from hf_rfa.finetune.tasks import finetune
 from hf_rfa_cli.options import UsageError
 from hf_rfa_cli.train import finetune_parser, finetune_values
 from tests.conftest import leftovers, save_tiny_tokenizer
@@ -70,9 +71,9 @@ def test_every_recipe_trains(name, small, material, tmp_path):
         options["config-overrides"] = json.dumps(TINY[family] | {positions: 32})
     else:
         AutoTokenizer.from_pretrained(material / "tokenizer").save_pretrained(tmp_path / "model")
-        config = {"model_type": "rfa_gpt2", "vocab_size": 64, "n_positions": 32, **TINY["gpt2"]}
-        (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-        options |= {"model": tmp_path / "model", "from-scratch": True}
+        config = AutoConfig.for_model("rfa_gpt2", vocab_size=64, n_positions=32, pad_token_id=1, **TINY["gpt2"])
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+        options |= {"model": tmp_path / "model"}
     if "tokenizer" in recipe:
         options["tokenizer"] = material / "tokenizer"
     words = ["--recipe", name, *(["--small"] if small else [])]
@@ -113,8 +114,9 @@ def test_options_of_the_command_line_win_over_the_recipe(tmp_path):
         (["--recipe", "none.yaml", "--small"], "has no small variant"),
         (["--small"], "pass --recipe with it"),
         (["--recipe"], "argument --recipe: expected one argument"),
-        (["--recipe", "wrong.yaml"], "argument --max-steps: invalid int value: 'many'"),
-        (["--recipe", "unknown.yaml"], "unrecognized arguments: --steps 3"),
+        (["--recipe", "wrong.yaml"], "wrong.yaml: max_steps must be int, got 'many'"),
+        (["--recipe", "unknown.yaml"], r"unknown.yaml has no setting max_step. Did you mean max_steps\?"),
+        (["--task", "clm", "--train", "x", "--max-step-s", "3"], r"no option --max-step-s. Did you mean --max-steps\?"),
         (["--recipe", "copy", "--train", "x", "--config_overrides", "{"], "must be a JSON object, got '{'"),
         (["--recipe", "copy", "--train", "x"], "--output is missing"),
     ],
@@ -123,7 +125,7 @@ def test_a_recipe_that_cannot_be_used_is_named(words, match, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "none.yaml").write_text("task: clm\n")
     (tmp_path / "wrong.yaml").write_text("{task: clm, train: x, max_steps: many}\n")
-    (tmp_path / "unknown.yaml").write_text("{task: clm, train: x, steps: 3}\n")
+    (tmp_path / "unknown.yaml").write_text("{task: clm, train: x, max_step: 3}\n")
     with pytest.raises((InputError, UsageError), match=match):
         finetune_values(words)
 

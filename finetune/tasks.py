@@ -1,8 +1,7 @@
-"""Fine-tuning: a checkpoint, RFA or softmax, and data in; a trained checkpoint with its curves and figures out."""
+"""Fine-tuning for a task: a checkpoint, RFA or softmax, and data in; a trained checkpoint with its figures out."""
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -63,9 +62,8 @@ from .data import (
     token_pairs,
 )
 from .param_groups import freeze, parameter_kinds
-from .report import plot_losses
 from .run_folder import check_run, check_settings, last_checkpoint, training_folder
-from .trainers import GroupedSeq2SeqTrainer, GroupedTrainer, StopAtNaN, label_nats
+from .trainers import GroupedSeq2SeqTrainer, GroupedTrainer, label_nats
 
 logger = logging.get_logger(__name__)
 
@@ -202,22 +200,14 @@ def _write(
         ("learning rate", ", ".join(rates)),
         *((name, shown(value, 4)) for name, value in metrics.items() if isinstance(value, float)),
     ]
-    card = trained_card(
-        trainer.model,
-        name=destination.resolve().name,
-        source=options.source(),
-        summary=f"{'fine-tuned' if options.source() else 'trained from scratch'} on {data} ({task}, {steps:,} steps).",
-        section=f"## How it was fine-tuned\n\n{table_of(rows)}\n\n![loss](finetuning.png)\n",
-    )
-    log = trainer.state.log_history
-    figures = {"settings": vars(options), "metrics": metrics, "log": log}
-    with trained_folder(destination, options.source()) as folder:
+    summary = f"{'fine-tuned' if options.model else 'trained from scratch'} on {data} ({task}, {steps:,} steps)."
+    section = f"## How it was fine-tuned\n\n{table_of(rows)}\n"
+    card = trained_card(trainer.model, destination, options.model, summary=summary, section=section)
+    figures = {"settings": vars(options), "metrics": metrics, "log": trainer.state.log_history}
+    with trained_folder(destination, options.model, card, {"finetuning.json": figures}) as folder:
         shutil.copytree(work / "final", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.bin"))
         if (work / "runs").is_dir():  # TensorBoard's
             shutil.copytree(work / "runs", folder / "runs")
-        (folder / "finetuning.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        plot_losses(folder / "finetuning.png", {task: log})
-        card.save(folder / "README.md")
 
 
 def load_config_and_tokenizer(options: FinetuneArguments, *, seed: int = 0) -> tuple[Any, Any]:
@@ -267,7 +257,7 @@ def load_model_to_train(options: FinetuneArguments, config: Any) -> Any:
     """Return the model, with the checkpoint's weights or new ones; raise an `InputError` if there is none for the task."""
     _, auto_class = TASKS[options.task]
     try:
-        if options.source() is None:
+        if options.model is None:
             model = auto_class.from_config(config)
         else:
             model = auto_class.from_pretrained(options.model, config=config, dtype="float32", use_safetensors=True)
@@ -406,7 +396,6 @@ def _trainer(
         eval_dataset=prepared.get("evaluate"),
         data_collator=collator,
         processing_class=tokenizer,
-        callbacks=[StopAtNaN()],
         rates=options.rates(),
         max_seconds=None if options.max_minutes is None else 60 * options.max_minutes,
         compute_metrics=partial(_metrics, task=options.task, tokenizer=tokenizer if generates else None),
