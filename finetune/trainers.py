@@ -181,9 +181,9 @@ def transfer_losses(model: nn.Module, teacher: PreTrainedModel, inputs: Inputs) 
 
 
 class DistillationTrainer(GroupedTrainer):
-    """A trainer of one stage, with its settings and the softmax model, which may be None where the loss does not need it."""
+    """A trainer of one stage, with its settings and the softmax model."""
 
-    def __init__(self, *args: Any, stage: Stage, teacher: PreTrainedModel | None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, stage: Stage, teacher: PreTrainedModel, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.stage = stage
         self.teacher: Any = teacher
@@ -218,9 +218,9 @@ class LogitDistillationTrainer(DistillationTrainer):
         share, labels = self.stage.kl_weight, inputs["labels"]
         unlabeled = {name: tensor for name, tensor in inputs.items() if name != "labels"}
         has_encoder = self.model.config.is_encoder_decoder  # type: ignore[union-attr]
-        teacher_alone = share == 1 and self.teacher is not None and (not has_encoder or "decoder_input_ids" in inputs)
+        teacher_alone = share == 1 and (not has_encoder or "decoder_input_ids" in inputs)
         outputs = model(**(unlabeled if teacher_alone else inputs), use_cache=False)
-        if share == 0 or self.teacher is None:
+        if share == 0:
             return outputs.loss
         with torch.no_grad(), self.accelerator.autocast():  # which the Trainer sets for the model alone
             expected = self.teacher(**unlabeled, use_cache=False).logits
@@ -310,7 +310,7 @@ def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArgu
 def train_stage(
     name: Literal["transfer", "end_to_end"],
     model: PreTrainedModel,
-    teacher: PreTrainedModel | None,
+    teacher: PreTrainedModel,
     data: Any,
     stage: Stage,
     folder: Path,
@@ -326,7 +326,7 @@ def train_stage(
     Args:
         name: the stage; "transfer" needs a model whose projections are still the teacher's.
         model: the model.
-        teacher: the softmax model, which may not share weights with ``model``; None if the stage's ``kl_weight`` is 0.
+        teacher: the softmax model, which may not share weights with ``model``.
         data: items of the training data.
         stage: the settings, with a batch size.
         folder: of the Trainer's checkpoints.
@@ -347,14 +347,13 @@ def train_stage(
     }
     arguments = training_arguments(stage, folder, seed=seed)
     with ExitStack() as undone:
-        for parameter in nn.ModuleList([model, teacher] if teacher is not None else [model]).parameters():
+        for parameter in nn.ModuleList([model, teacher]).parameters():
             undone.callback(parameter.requires_grad_, parameter.requires_grad)
         undone.enter_context(unprepared(model))
         undone.callback(model.eval)
         undone.callback(setattr, model.config, "use_cache", model.config.use_cache)  # which a Trainer turns off
-        if teacher is not None:
-            undone.callback(teacher.train, teacher.training)
-            teacher.to(arguments.device).eval().requires_grad_(False)  # type: ignore[arg-type]
+        undone.callback(teacher.train, teacher.training)
+        teacher.to(arguments.device).eval().requires_grad_(False)  # type: ignore[arg-type]
         if transfer:
             freeze(model, rates)
         elif stage.lora_rank:

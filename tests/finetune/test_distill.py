@@ -214,12 +214,13 @@ def test_no_stage_learns_what_is_held_out_when_its_blocks_have_another_length(le
 @pytest.mark.parametrize("family", ["gpt2", "bart"])
 def test_dropout_is_off_unless_asked_for(family, tmp_path):
     model = make(family, **({"resid_pdrop": 0.5} if not has_encoder(family) else {"dropout": 0.5}))
+    teacher = softmax_model(model, family)
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4, 61, (2, 9))]
     batch = {name: torch.stack([row[name] for row in data]) for name in data[0]}
-    expected = float(model.eval()(**batch).loss)
+    expected = float(model.eval()(**batch).loss.detach())
     for dropout in (False, True):
         stage = Stage(steps=1, batch_size=2, dropout=dropout, kl_weight=0.0)
-        result = train_stage("end_to_end", copy.deepcopy(model), None, data, stage, tmp_path / str(dropout))
+        result = train_stage("end_to_end", copy.deepcopy(model), teacher, data, stage, tmp_path / str(dropout))
         assert (result.log[0]["loss"] == pytest.approx(expected, rel=1e-3)) is not dropout
 
 
