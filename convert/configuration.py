@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from typing import Any
 
@@ -49,7 +50,7 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
     if options.layers == [] and "cross" not in config_class.SOFTMAX_LAYERS.values():
         raise InputError(NOTHING_TO_CONVERT)
     values: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAMES}
-    values |= _other_fields(options) | {"feature_seed": options.seed}
+    values |= (options.config or {}) | {"feature_seed": options.seed}
     if not options.retrieval_heads or isinstance(options.retrieval_heads, list):  # a number of them is chosen later
         values |= {"retrieval_heads": options.retrieval_heads or [], "retrieval_window": options.retrieval_window or 0}
     values |= {field: getattr(options, OPTIONS_BY_KIND[kind][1]) for field, kind in config_class.FEATURE_COUNTS.items()}
@@ -77,14 +78,17 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
     return config
 
 
-def _other_fields(options: ConversionOptions) -> dict[str, Any]:
-    """Return the fields of the configuration that have no option of their own; an `InputError` for others."""
-    fields = [name for name in RFAConfigMixin.__dataclass_fields__ if name not in (*SAME_NAMES, *OTHER_NAMES)]
-    values = options.config or {}
-    for name in values:
-        if name not in fields:
-            raise InputError(f"config names {name!r}, which is none of the fields {', '.join(fields)}.")
-    return values
+def check_names(options: ConversionOptions) -> None:
+    """Raise an `InputError` for a name in ``config`` that is no field of the configuration, or has an option of its own."""
+    names = [field.name for field in fields(RFAConfigMixin) if field.name not in (*SAME_NAMES, *OTHER_NAMES)]
+    others = [field.name for field in fields(options) if field.name != "config"]
+    for name in options.config or {}:
+        if name not in names:
+            nearest = get_close_matches(name, [*names, *others], n=1, cutoff=0.0)[0]
+            raise InputError(
+                f"config names {name!r}, which is no field; the nearest is {nearest}. The configuration has "
+                f"{', '.join(names)}; the options are {', '.join(others)}."
+            )
 
 
 def _softmax_layers(checkpoint: Checkpoint, config: Any, kind: AttentionKind, layers: Layers) -> list[int]:
@@ -123,10 +127,6 @@ def _check_layers(checkpoint: Checkpoint, config: Any, options: ConversionOption
     total = sum(converted.values())
     if not total:
         raise InputError(NOTHING_TO_CONVERT)
-    if options.keep_softmax >= total:
-        raise InputError(
-            f"keep_softmax={options.keep_softmax} must leave at least one of the {total} layers to convert."
-        )
 
 
 def _check_retrieval_heads(checkpoint: Checkpoint, config: Any, options: ConversionOptions) -> None:
@@ -149,7 +149,7 @@ def _check_retrieval_heads(checkpoint: Checkpoint, config: Any, options: Convers
     if number > most:
         raise InputError(
             f"retrieval_heads={number} are too many: {layers} layers of {heads} key-value heads have at most {most}, for one "
-            "of every layer has to be left. Keep layers softmax instead (keep_softmax)."
+            "of every layer has to be left. Leave layers out instead (layers)."
         )
 
 

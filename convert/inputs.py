@@ -24,7 +24,7 @@ TEXT_TOKENS = 4096
 SLOT_TEXT_TOKENS = 8192
 #: The same where features are fitted to it (`hf_rfa.convert.calibrate.feature_fit`).
 FEATURE_TEXT_TOKENS = 65_536
-#: The most of a text that perplexities, layers and attention weights are measured on.
+#: The most of a text that perplexities are measured on.
 MEASURED_TOKENS = 4096
 #: Random tokens that calibration reads where there is no text.
 RANDOM_TOKENS = 1024
@@ -33,7 +33,7 @@ OUTPUT_TOKENS = 128
 #: Utterances that it transcribes at a time.
 UTTERANCES_AT_ONCE = 8
 
-#: Tokens whose logits are held at once, to measure a perplexity or a layer's sensitivity.
+#: Tokens whose logits are held at once, to measure a perplexity.
 SCORED_TOKENS = 1024
 
 #: The input whose columns are no tokens: mel features of audio, [N, bins, frames].

@@ -1,11 +1,10 @@
 """The options of a conversion, declared once: for the function, the command line and the command on a model card.
 
-Imports nothing but the standard library: the command line reads this file by its path, without loading torch.
+Imports nothing but the standard library: the command line loads this file by its path, without hf_rfa and so without torch.
 """
 
-import inspect
 import json
-import re
+from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,90 +19,120 @@ Layers = list[int] | Literal["all"]
 RetrievalHeads = int | list[list[int]]
 
 
+def option(default: Any, help: str, *, flag: str | None = None, least: int | None = None) -> Any:
+    """Return a field of `ConversionOptions`.
+
+    Args:
+        default: its default.
+        help: what it says, in one sentence or two.
+        flag: its option on the command line; None for a field that ``--config FIELD=VALUE`` sets.
+        least: the least value of a number.
+    """
+    return field(default=default, metadata={"help": help, "flag": flag, "least": least})
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConversionOptions:
     """The options of a conversion.
 
-    Attributes:
-        preset: what causal attention keeps: exact (first, last and most important tokens), mixed (the same, and features) or
-            rfa (random features alone, with a gate where they are trained). Default: the family's.
-        memory: cache of causal attention in tokens of the base model's, which the preset divides by rule, with a text a third
-            to retrieval heads. Default: the preset's own sizes, about 64.
-        window_size: number of last tokens seen exactly; 0 for features alone.
-        num_sinks: number of first tokens seen exactly.
-        num_slots: number of most important tokens before the window seen exactly.
-        retrieval_heads: number of key-value heads that see more tokens exactly, those that recall the most; or the heads, as
-            layer.head (18.2,7.2). Default: by rule with a memory and a text, else none.
-        retrieval_window: number of last tokens that these heads see. Default: by rule with a memory, else 1,024, or a smaller
-            model's positions.
-        feature_map: name of the feature map. Default: positive; exponential where it is trained; with preset mixed mlp in
-            decoders other than GPT-2.
-        num_features: D, rows of W per head of causal attention.
-        num_cross_features: D of cross attention. Default: the map's own.
-        num_encoder_features: D of an encoder's attention. Default: the map's own.
-        merged_source_length: number of positions of audio that softmax cross attention keeps: similar neighbours are merged.
-            Default: all.
-        gate: add a recency gate per head. Default: where preset rfa is trained.
-        config: other fields of the RFA configuration, as key=value: --config unit_norm=true.
-        layers: layers whose causal attention to convert: all, none, or indices (0,2,4-7). The others stay softmax, and
-            their cache grows.
-        cross_layers: decoder layers whose cross attention to convert. Default: none; all where training follows, if
-            there are features.
-        encoder_layers: encoder layers to convert. Default: none.
-        keep_softmax: keep this number of those layers softmax: the most sensitive ones, as measured after calibration.
-        calibrate_on: text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder one source a line), or speech (a
-            folder, or a .jsonl file with paths). Default: random tokens.
-        calibration_tokens: tokens of that text, or 128 for each utterance; from 16,384 on, slots and learned features are
-            fitted by gradient descent. Default: 4,096, with slots 8,192, with mlp 65,536.
-        seed: seed of W, of random tokens, and of the queries of a text that scores and features are fitted to.
-        max_positions: extend the positions to this number. Default: keep them.
-        dtype: precision of the weights; auto for the checkpoint's.
-        force: write the model even if its perplexity on the text says that the conversion has ruined it.
-        device: what to compute on: cpu, cuda, cuda:1, …; auto for an accelerator where there is one.
-        revision: branch, tag or commit of a checkpoint on the hub. Default: main.
-        allow_pickle: load weights that exist only as a pickle. Only if you trust them.
+    What a field says is in its metadata, which ``hf-rfa convert --help`` shows and docs/api.md lists.
 
     Raises:
         ValueError: for a number out of range, or a value that is not one of a field's choices.
     """
 
-    # In the metadata: the least value of a number, a flag that is not the field's name, and the group of the command line's
-    # help that begins with the field.
-    preset: Preset | None = field(default=None, metadata={"panel": "What is kept"})
-    memory: int | None = field(default=None, metadata={"minimum": 8})
-    window_size: int | None = field(
-        default=None, metadata={"minimum": 0, "panel": "Exact tokens, in place of the preset's"}
+    preset: Preset | None = option(
+        None,
+        "What causal attention keeps: exact (first, last and most important tokens), mixed (the same, and features) or rfa "
+        "(random features alone). Default: the family's.",
+        flag="--preset",
     )
-    num_sinks: int | None = field(default=None, metadata={"minimum": 0, "flag": "--sinks"})
-    num_slots: int | None = field(default=None, metadata={"minimum": 0, "flag": "--slots"})
-    retrieval_heads: RetrievalHeads | None = field(default=None, metadata={"minimum": 0})
-    retrieval_window: int | None = field(default=None, metadata={"minimum": 1})
-    feature_map: str | None = field(default=None, metadata={"panel": "Features, in place of the preset's"})
-    num_features: int | None = field(default=None, metadata={"minimum": 1})
-    num_cross_features: int | None = field(default=None, metadata={"minimum": 1})
-    num_encoder_features: int | None = field(default=None, metadata={"minimum": 1})
-    merged_source_length: int | None = field(default=None, metadata={"minimum": 1})
-    gate: bool | None = field(default=None, metadata={"flag": "--gate/--no-gate"})
-    config: dict[str, Any] | None = None
-    layers: Layers = field(default="all", metadata={"panel": "Which layers"})
-    cross_layers: Layers | None = None
-    encoder_layers: Layers | None = None
-    keep_softmax: int = field(default=0, metadata={"minimum": 0})
-    calibrate_on: str | Path | None = field(default=None, metadata={"flag": "--calibrate", "panel": "Calibration"})
-    calibration_tokens: int | None = field(default=None, metadata={"minimum": 2})
-    seed: int = field(default=0, metadata={"minimum": 0})
-    max_positions: int | None = field(default=None, metadata={"minimum": 1, "panel": "Output"})
-    dtype: Dtype = "auto"
-    force: bool = False
-    device: str = field(default="auto", metadata={"panel": "Computation"})
-    revision: str | None = field(default=None, metadata={"panel": "Checkpoint"})
-    allow_pickle: bool = False
+    memory: int | None = option(
+        None,
+        "Cache budget, in tokens of the base model's cache, of which with a text a third goes to retrieval heads. Default: "
+        "the preset's own sizes, about 64.",
+        flag="--memory",
+        least=8,
+    )
+    window_size: int | None = option(
+        None, "Last tokens seen exactly; 0 for features alone.", flag="--window-size", least=0
+    )
+    num_slots: int | None = option(
+        None, "Most important tokens before the window, seen exactly.", flag="--slots", least=0
+    )
+    num_sinks: int | None = option(None, "First tokens seen exactly.", least=0)
+    retrieval_heads: RetrievalHeads | None = option(
+        None,
+        "Key-value heads that see more tokens, those that recall the most: how many, or which, as layer.head (18.2,7.2). "
+        "Default: by rule with a memory and a text, else none.",
+        flag="--retrieval-heads",
+        least=0,
+    )
+    retrieval_window: int | None = option(
+        None,
+        "Last tokens that retrieval heads see. Default: by rule with a memory, else 1,024, or a smaller model's positions.",
+        least=1,
+    )
+    feature_map: str | None = option(
+        None,
+        "Name of the feature map. Default: positive; exponential where it is trained; with preset mixed mlp in decoders "
+        "other than GPT-2.",
+        flag="--feature-map",
+    )
+    num_features: int | None = option(
+        None, "D, rows of W per head of causal attention.", flag="--num-features", least=1
+    )
+    num_cross_features: int | None = option(None, "D of cross attention. Default: the map's own.", least=1)
+    num_encoder_features: int | None = option(None, "D of an encoder's attention. Default: the map's own.", least=1)
+    merged_source_length: int | None = option(
+        None, "Positions of audio that softmax cross attention keeps, by merging neighbours. Default: all.", least=1
+    )
+    gate: bool | None = option(None, "Whether heads have a recency gate. Default: where preset rfa is trained.")
+    config: dict[str, Any] | None = option(
+        None,
+        "Set a field without an option of its own; may be repeated. docs/guide.md lists the fields.",
+        flag="--config",
+    )
+    layers: Layers = option(
+        "all",
+        "Layers whose causal attention to convert: all, none, or indices (0,2,4-7). The cache of the others grows.",
+        flag="--layers",
+    )
+    cross_layers: Layers | None = option(
+        None, "Decoder layers whose cross attention to convert. Default: none; all where features are trained."
+    )
+    encoder_layers: Layers | None = option(None, "Encoder layers to convert. Default: none.")
+    calibrate_on: str | Path | None = option(
+        None,
+        "Text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder a source a line), or speech (a folder, or a "
+        ".jsonl file with paths). Default: random tokens.",
+        flag="--calibrate",
+    )
+    calibration_tokens: int | None = option(
+        None,
+        "Tokens of that text, or 128 an utterance; from 16,384 on, slots and learned features are fitted by gradient "
+        "descent. Default: 4,096, with slots 8,192, with mlp 65,536.",
+        least=2,
+    )
+    seed: int = option(
+        0, "Seed of W, of random tokens, and of the queries that scores and features are fitted to.", least=0
+    )
+    max_positions: int | None = option(
+        None, "Extend the positions to this number. Default: keep them.", flag="--max-positions", least=1
+    )
+    dtype: Dtype = option("auto", "Precision of the weights: float32, bfloat16, float16; auto for the checkpoint's.")
+    force: bool = option(False, "Write the model even if its perplexity on the text says that it is ruined.")
+    device: str = option(
+        "auto", "What to compute on: cpu, cuda, cuda:1, …; auto for an accelerator where there is one."
+    )
+    revision: str | None = option(None, "Branch, tag or commit of a checkpoint on the hub. Default: main.")
+    allow_pickle: bool = option(False, "Load weights that exist only as a pickle. Only if you trust them.")
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if isinstance(value, int) and value < option.metadata.get("minimum", value):
-                raise ValueError(f"{option.name} must be at least {option.metadata['minimum']}, got {value}.")
+        for one in fields(self):
+            value, least = getattr(self, one.name), one.metadata["least"]
+            if isinstance(value, int) and least is not None and value < least:
+                raise ValueError(f"{one.name} must be at least {least}, got {value}.")
         for name, choices in (("preset", (None, *get_args(Preset))), ("dtype", get_args(Dtype))):
             value = getattr(self, name)
             if value not in choices:
@@ -112,31 +141,73 @@ class ConversionOptions:
     def words(self) -> list[str]:
         """Return the words of a command line that set the options other than their defaults."""
         words = []
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value == option.default:
+        for one in fields(self):
+            value, flag = getattr(self, one.name), one.metadata["flag"]
+            if value == one.default:
                 continue
-            on, _, off = flag_of(option).partition("/")
-            if isinstance(value, bool):
-                words.append(on if value else off)
-            elif isinstance(value, dict):
-                for key, item in value.items():
-                    words += [on, f"{key}={item if isinstance(item, str) else json.dumps(item)}"]
-            elif isinstance(value, list | tuple):
-                pairs = option.name == "retrieval_heads"
-                items = [f"{item[0]}.{item[1]}" if pairs else str(item) for item in value]
-                words += [on, ",".join(items) or "none"]
+            if one.name == "config":
+                texts = (item if isinstance(item, str) else json.dumps(item) for item in value.values())
+                words += [word for name, text in zip(value, texts, strict=True) for word in (flag, f"{name}={text}")]
             else:
-                words += [on, str(value)]
+                words += ["--config", f"{one.name}={_text(value)}"] if flag is None else [flag, _text(value)]
         return words
 
 
-def flag_of(option: Field) -> str:
-    """Return the flag of an option, and of some switches the one that turns it off: ``--on/--off``."""
-    return option.metadata.get("flag", "--" + option.name.replace("_", "-"))
+def _text(value: Any) -> str:
+    """Return a value as the command line reads it."""
+    if isinstance(value, list | tuple):
+        return ",".join(str(item) if isinstance(item, int) else f"{item[0]}.{item[1]}" for item in value) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def help_texts() -> dict[str, str]:
-    """Return the descriptions of the options from the docstring of `ConversionOptions`, by name."""
-    section = inspect.cleandoc(ConversionOptions.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
-    return {name: " ".join(text.split()) for name, text in re.findall(r"(?m)^ {4}(\w+): (.*(?:\n {6,}.*)*)", section)}
+def _read_number(text: str) -> int:
+    if not text.removeprefix("-").isdigit():
+        raise ValueError("a whole number")
+    return int(text)
+
+
+def _read_switch(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError("true or false")
+    return text == "true"
+
+
+def _read_layers(text: str) -> Layers:
+    """Read "0,2,4-7", "all" or "none"."""
+    if text == "all":
+        return "all"
+    indices: list[int] = []
+    for part in [] if text == "none" else text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise ValueError("all, none, or indices and ranges such as 0,2,4-7")
+        indices += range(int(first), int(last or first) + 1)
+    return indices
+
+
+def _read_heads(text: str) -> RetrievalHeads:
+    """Read the number of heads, or "18.2,7.2"."""
+    if text.isdigit():
+        return int(text)
+    pairs = [part.strip().partition(".") for part in text.split(",")]
+    if not all(layer.isdigit() and head.isdigit() for layer, _, head in pairs):
+        raise ValueError("a number of heads, or layer.head of each such as 18.2,7.2")
+    return [[int(layer), int(head)] for layer, _, head in pairs]
+
+
+#: How a field is read from a command line, by its type; other types are read as they are.
+READERS: dict[Any, Callable[[str], Any]] = {
+    int: _read_number,
+    bool: _read_switch,
+    Layers: _read_layers,
+    RetrievalHeads: _read_heads,
+}
+
+
+def read(one: Field, text: str) -> Any:
+    """Return the value of a field that a command line gives; a `ValueError` says what the field takes."""
+    reader = next((reader for kind, reader in READERS.items() if one.type in (kind, kind | None)), str)
+    try:
+        return reader(text)
+    except ValueError as error:
+        raise ValueError(f"it takes {error}, got {text!r}.") from error

@@ -138,22 +138,21 @@ def with_preset(
         InputError: for options that exclude each other or have no effect, and for a memory that is too little or too much.
     """
     preset = options.preset or ("rfa" if trained == "features" else checkpoint.family.preset)
-    if options.cross_layers is None and "cross" in checkpoint.family.rfa_config.SOFTMAX_LAYERS.values():
+    cross_layers = options.cross_layers
+    if cross_layers is None and "cross" in checkpoint.family.rfa_config.SOFTMAX_LAYERS.values():
         converts_cross = trained and preset != "exact" and options.merged_source_length is None
-        options = replace(options, cross_layers="all" if converts_cross else [])
-    _check_preset(checkpoint, options, preset, trained)
+        cross_layers = "all" if converts_cross else []
+    _check_preset(checkpoint, replace(options, cross_layers=cross_layers), preset, trained)
     feature_map = options.feature_map or _feature_map(checkpoint, preset, trained)
-    options = replace(options, preset=preset, feature_map=feature_map)
-    if fits_features(options, trained) and options.calibrate_on is None:
+    named = replace(options, preset=preset, feature_map=feature_map, cross_layers=cross_layers)
+    if fits_features(named, trained) and named.calibrate_on is None:
         raise InputError(
             f"feature_map={feature_map} is fitted to a text, and there is none. Pass one of at least {FITTED_FROM:,} tokens "
             "(--calibrate), or another map, such as positive."
         )
-    options = _with_sizes(checkpoint, options)
-    if options.gate is None:
-        gate = preset == "rfa" and trained is not None and not options.window_size and options.layers != []
-        options = replace(options, gate=gate)
-    return options
+    sized = _with_sizes(checkpoint, named)
+    gated = preset == "rfa" and trained is not None and not sized.window_size and sized.layers != []
+    return replace(sized, gate=gated if options.gate is None else options.gate)
 
 
 def _feature_map(checkpoint: Checkpoint, preset: Preset, trained: Trained | None) -> str:
@@ -227,8 +226,10 @@ def _has_fixed_size(feature_map: str) -> bool:
 
 def _check_preset(checkpoint: Checkpoint, options: ConversionOptions, preset: Preset, trained: Trained | None) -> None:
     """Raise an `InputError` for options that a preset excludes, or that have no effect."""
-    unused = [name for name in ("num_features", "gate", "config") if getattr(options, name)]
-    unused += ["feature_map"] if options.feature_map not in (None, "none") else []
+    of_features = {name: getattr(options, name) for name in ("num_features", "gate")}
+    of_features |= {name: (options.config or {}).get(name) for name in ("unit_norm", "trainable_projection")}
+    unused = [f"{name}={value!r}" for name, value in of_features.items() if value]
+    unused += [f"feature_map={options.feature_map!r}"] if options.feature_map not in (None, "none") else []
     kinds = checkpoint.family.rfa_config.SOFTMAX_LAYERS.values()
     causal = [name for name in ("preset", "memory") if getattr(options, name) is not None]
     if options.layers == [] and causal:
@@ -238,8 +239,8 @@ def _check_preset(checkpoint: Checkpoint, options: ConversionOptions, preset: Pr
         )
     elif preset == "exact" and unused:
         problem = (
-            f"{unused[0]}={getattr(options, unused[0])!r} has no effect with preset=exact, which keeps no features. Pass "
-            "preset mixed, with features in half of the memory, or rfa, of features alone."
+            f"{unused[0]} has no effect with preset=exact, which keeps no features. Pass preset mixed, with features in half "
+            "of the memory, or rfa, of features alone."
         )
     elif preset == "exact" and trained == "features":
         problem = (
@@ -248,8 +249,8 @@ def _check_preset(checkpoint: Checkpoint, options: ConversionOptions, preset: Pr
         )
     elif preset == "exact" and "cross" in kinds and options.cross_layers != []:
         problem = (
-            "preset=exact keeps no features, and cross attention needs them. Leave it softmax (--cross-layers none), or pass "
-            "another preset."
+            "preset=exact keeps no features, and cross attention needs them. Leave it softmax (--config "
+            "cross_layers=none), or pass another preset."
         )
     elif preset != "exact" and options.feature_map == "none":
         problem = f"feature_map='none' leaves preset={preset} no features. Pass preset exact instead."

@@ -5,6 +5,7 @@ griffe2md renders each object; this file holds the order and the tables.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import pkgutil
 import re
@@ -16,6 +17,7 @@ import griffe
 import griffe2md
 
 import hf_rfa
+from hf_rfa.convert import ConversionOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
@@ -23,7 +25,7 @@ WRAPPER = textwrap.TextWrapper(120, subsequent_indent="    ", break_long_words=F
 
 #: Headings, what stands under each, and which methods are shown (None: all that have a docstring): what a user calls.
 SECTIONS: dict[str, dict[str, list[str] | None]] = {
-    "Converting": {"hf_rfa.convert.convert": None, "hf_rfa.convert.ConversionOptions": []},
+    "Converting": {"hf_rfa.convert.convert": None},
     "Loading and generating": {
         "hf_rfa.inference.load_model": None,
         "hf_rfa.inference.generate_text": None,
@@ -130,6 +132,15 @@ def others() -> str:
     )
 
 
+def conversion_options() -> str:
+    """Return the section of the options of a conversion, whose fields describe themselves."""
+    options = dataclasses.fields(ConversionOptions)
+    rows = ((f"`{option.name}`", f"`{option.default!r}`", option.metadata["help"]) for option in options)
+    return f"### `hf_rfa.convert.ConversionOptions`\n\n{table(('field', 'default', 'what it says'), *rows)}"
+
+
+#: Text by the heading whose section it ends.
+ENDS = {"Converting": conversion_options()}
 #: Text by the heading that it follows.
 TEXTS = {"Models": MODELS, "Families and feature maps of your own": feature_maps()}
 
@@ -144,6 +155,7 @@ def make_page() -> str:
         parts.append(f"## {heading}")
         parts += [TEXTS[heading]] if heading in TEXTS else []
         parts += [render(package[name.removeprefix("hf_rfa.")], members) for name, members in objects.items()]
+        parts += [ENDS[heading]] if heading in ENDS else []
     parts += ["## Other names", others()]
     return "\n\n".join(re.sub(r"\n{3,}", "\n\n", part) for part in parts) + "\n"
 

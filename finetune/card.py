@@ -19,7 +19,7 @@ from hf_rfa.io.atomic_io import new_folder
 from .run_folder import training_folder
 
 #: Files beside a checkpoint that its card refers to. Figures of an evaluation are not among them: they hold for old weights.
-REFERRED = ("conversion.json", "attention.png", "distillation.json", "finetuning.json")
+REFERRED = ("conversion.json", "distillation.json", "finetuning.json")
 #: The hub's tasks of models with an encoder, of which a card may state any.
 SEQ2SEQ_TASKS = ("translation", "summarization", "text2text-generation")
 

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel, default_data_collator
 
 from hf_rfa.convert.configuration import import_words
 from hf_rfa.convert.inputs import Inputs, shifted_positions
-from hf_rfa.convert.pipeline import MAX_SHARD_SIZE, Progress
+from hf_rfa.convert.plan import Progress
+from hf_rfa.convert.writing import MAX_SHARD_SIZE
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import score_labels, shown
 from hf_rfa.families import FAMILIES, has_rotary_positions, position_count
@@ -259,7 +260,7 @@ def _check_teacher(
         raise InputError(
             f"{checkpoint} has nothing that attention transfer could train: feature_map={config.feature_map!r} has no "
             "parameters, and there is no gate. Pass --recipe pretrained or --transfer-steps 0 to train the whole model, or "
-            "convert it with another map or with --gate."
+            "convert it with another map or with a gate (--config gate=true)."
         )
     teacher_parameters = dict(teacher.named_parameters())
     positions = {family.position_embedding for family in FAMILIES.values()}

@@ -38,7 +38,7 @@ from transformers import (
 from hf_rfa.convert.calibrate.activations import capture_inputs, layer_activations, layer_divergence, padding_masks
 from hf_rfa.convert.checkpoint.base_model import rfa_layers
 from hf_rfa.convert.inputs import Inputs
-from hf_rfa.convert.pipeline import Progress
+from hf_rfa.convert.plan import Progress
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL, nats_of_labels
 
 from .param_groups import PARAMETER_KINDS, ParameterKind, Rates, freeze, lora, parameter_groups

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
-import runpy
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import fields
-from importlib.util import find_spec
+from collections.abc import Iterator
+from dataclasses import Field, fields
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -18,71 +17,69 @@ import typer
 from .console import console, report_of, starting
 from .options import Overwrite, References, Resume, UsageError, data_path
 
-#: What convert/options.py defines, read by its path: importing it as a module of `hf_rfa` would load torch.
-_PACKAGE: Any = find_spec("hf_rfa")
-OPTIONS = SimpleNamespace(**runpy.run_path(f"{_PACKAGE.submodule_search_locations[0]}/convert/options.py"))
+
+def _load_options() -> Any:
+    """Return the module convert/options.py, loaded by its path: as a module of `hf_rfa` it would load torch."""
+    package: Any = importlib.util.find_spec("hf_rfa")
+    path = Path(package.submodule_search_locations[0], "convert", "options.py")
+    spec: Any = importlib.util.spec_from_file_location("conversion_options", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def _layers(text: str) -> Any:
-    """Read the layers that an option names: "0,2,4-7", "all" or "none"."""
-    if text == "all":
-        return text
-    indices: list[int] = []
-    for part in [] if text == "none" else text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
-            raise typer.BadParameter(f"it takes all, none, or indices and ranges such as 0,2,4-7, got {text!r}.")
-        indices += range(int(first), int(last or first) + 1)
-    return indices
+OPTIONS = _load_options()
+FIELDS: dict[str, Field] = {field.name: field for field in fields(OPTIONS.ConversionOptions)}
+#: What stands in the help for values that are no numbers and no names.
+METAVARS = {"layers": "LAYERS", "retrieval_heads": "HEADS", "config": "FIELD=VALUE", "calibrate_on": "PATH"}
 
 
-def _heads(text: str) -> Any:
-    """Read the heads that an option names: their number, or "18.2,7.2"."""
-    if text.isdigit():
-        return int(text)
-    pairs = [part.strip().partition(".") for part in text.split(",")]
-    if not all(layer.isdigit() and head.isdigit() for layer, _, head in pairs):
-        raise typer.BadParameter(f"it takes a number of heads, or layer.head of each such as 18.2,7.2, got {text!r}.")
-    return [[int(layer), int(head)] for layer, _, head in pairs]
+def _read(name: str, text: str) -> Any:
+    """Read the value of an option."""
+    if name in ("config", "calibrate_on"):
+        return text if name == "config" else data_path(Path(text))
+    try:
+        return OPTIONS.read(FIELDS[name], text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
-def _config_field(text: str) -> tuple[str, Any]:
-    """Read a field of the configuration, "unit_norm=true", with a value as YAML reads it."""
+def _fields_of(texts: list[str] | None) -> dict[str, Any]:
+    """Return the options that ``--config FIELD=VALUE`` sets; those that are none of a conversion are of its ``config``.
+
+    Values of these are read as YAML; whether there are such fields is checked before the conversion begins.
+    """
     import yaml
 
-    name, _, value = text.partition("=")
-    if not name or not value:
-        raise typer.BadParameter(f"it takes a field and its value such as unit_norm=true, got {text!r}.")
-    return name, yaml.safe_load(value)
-
-
-#: How options are read that are no numbers, names or switches, with what stands for their values in the help.
-PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    **dict.fromkeys(("layers", "cross_layers", "encoder_layers"), (_layers, "LAYERS")),
-    "retrieval_heads": (_heads, "HEADS"),
-    "config": (_config_field, "FIELD=VALUE"),
-    "calibrate_on": (lambda text: data_path(Path(text)), "PATH"),
-}
+    options: dict[str, Any] = {"config": None}
+    for name, found, text in (text.partition("=") for text in texts or ()):
+        if not found or not name:
+            raise UsageError(f"--config takes a field and its value such as num_sinks=2, got {name!r}.")
+        if name not in FIELDS:
+            options["config"] = (options["config"] or {}) | {name: yaml.safe_load(text)}
+        elif flag := FIELDS[name].metadata["flag"]:
+            raise UsageError(f"--config {name}: it has an option of its own, {flag}.")
+        else:
+            try:
+                options[name] = OPTIONS.read(FIELDS[name], text)
+            except ValueError as error:
+                raise UsageError(f"--config {name}: {error}") from error
+    return options
 
 
 def _conversion_options() -> Iterator[inspect.Parameter]:
-    """Yield the fields of `hf_rfa.convert.ConversionOptions` as parameters of a typer command."""
-    texts, panel = OPTIONS.help_texts(), None
-    for field in fields(OPTIONS.ConversionOptions):
-        name, panel = field.name, field.metadata.get("panel", panel)
-        parser, metavar = PARSERS.get(name, (None, None))
+    """Yield the fields of `hf_rfa.convert.ConversionOptions` that have options as parameters of a typer command."""
+    for name, field in FIELDS.items():
+        help, flag, least = (field.metadata[key] for key in ("help", "flag", "least"))
+        if flag is None:
+            continue
+        reads = name in METAVARS
         option = typer.Option(
-            OPTIONS.flag_of(field),
-            parser=parser,
-            metavar=metavar,
-            min=field.metadata.get("minimum"),
-            help=texts[name][0].upper() + texts[name][1:],
-            rich_help_panel=panel,
+            flag, parser=partial(_read, name) if reads else None, metavar=METAVARS.get(name), min=least, help=help
         )
-        kind: Any = field.type if parser is None else list[Any] | None if name == "config" else Any
-        default = field.default if parser is None or field.default is None else str(field.default)
+        kind: Any = list[Any] | None if name == "config" else Any if reads else field.type
         yield inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+            name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[kind, option]
         )
 
 
@@ -129,8 +126,12 @@ def convert_command(
     for flag, given in (("--references", references is not None), ("--resume", resume)):
         if given and data is None:
             raise UsageError(f"{flag} has no effect without --data. Leave it out.")
-    options["config"] = dict(options["config"] or ()) or None
     options["calibrate_on"] = options["calibrate_on"] or data
+    options |= _fields_of(options["config"])
+    try:
+        OPTIONS.ConversionOptions(**options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     starting(f"converting {checkpoint} to {destination}")
     if not trains:
         _convert(checkpoint, destination, overwrite=overwrite, **options)
@@ -148,7 +149,7 @@ def convert_command(
         command = shlex.join(["hf-rfa", *(word for word in sys.argv[1:] if word != "--resume")])
         trained = "model" if transfer_steps is None else "features"
         _convert(checkpoint, converted, command=command, trained=trained, **options)
-        revision = options["revision"]
+        revision = options.get("revision")
         teacher = checkpoint if revision is None else locate(checkpoint, revision=revision, allow_pickle=False)
         report_of(
             distill,

@@ -43,13 +43,13 @@ LINES = {
     "hf_rfa/inference": 1_140,
     "hf_rfa/evaluation": 1_200,
     "hf_rfa/bench": 380,
-    "hf_rfa/convert": 4_060,  # 40 more: the heads of files in folders of their own
+    "hf_rfa/convert": 4_000,
     "hf_rfa/finetune": 2_210,
     "hf_rfa_cli": 1_460,
     "hf-rfa-vllm": 1_160,
-    "tests": 17_850,
+    "tests": 17_780,
     "benchmarks": 3_350,
-    "docs": 560,
+    "docs": 580,  # 12 more: the table of a conversion's options, which docstrings no longer hold
     "examples": 380,
 }
 #: Lines by which a folder may be below its number, before that is lowered.

@@ -25,7 +25,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 def run(setting: Setting) -> dict[str, Any]:
     """Convert in a folder that is removed again."""
-    from hf_rfa.convert import convert  # draws pictures, for which a bare machine may have no library
+    from hf_rfa.convert import convert  # not needed to list the cases
 
     with TemporaryDirectory() as folder:
         base = setting.model or (DEMO / "model" if setting.dry else _random(Path(folder) / "base"))

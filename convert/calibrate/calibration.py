@@ -25,24 +25,23 @@ Steps 1 to 3 apply to positive features with the norm carried, step 5 to maps wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
 
 from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.configuration_rfa import AttentionKind
 from hf_rfa.models.feature_maps import FeatureMap, NoFeatures
 from hf_rfa.models.gate import Gate
 from hf_rfa.models.projected_feature_maps import PositiveMap, ProjectedFeatureMap
 from hf_rfa.process_memory import give_back_memory
 
 from ..checkpoint.base_model import rfa_layers
-from ..inputs import Inputs, batches
+from ..inputs import Inputs
 from .activations import (
     LayerActivations,
     LayerInputs,
@@ -85,20 +84,9 @@ class LayerGain:
     """
 
     name: str
+    kind: AttentionKind
     before: tuple[float, ...]
     after: tuple[float, ...]
-
-
-class Calibration(NamedTuple):
-    """What a calibration says beside what it set.
-
-    Attributes:
-        gains: of all layers with features; there is nothing to calibrate in the others but the importance of tokens.
-        output: what the base model's body made of the inputs, or None if no layer was visited.
-    """
-
-    gains: list[LayerGain]
-    output: ModelOutput | None
 
 
 @torch.no_grad()
@@ -109,7 +97,7 @@ def calibrate(
     *,
     on_layer: Callable[[], None],
     to_train: bool = False,
-) -> Calibration:
+) -> list[LayerGain]:
     """Calibrate every RFA layer that ``inputs`` reach, in place, and call ``on_layer`` after each.
 
     A decoder's cross attention that no encoder feeds is not reached. The base model has modules of the same names.
@@ -120,6 +108,9 @@ def calibrate(
         inputs: of both.
         on_layer: called after each layer.
         to_train: whether the model is going to be trained (step 8 of the module).
+
+    Returns:
+        The gains of all layers with features; in the others nothing is calibrated but the importance of tokens.
     """
     masks = padding_masks(inputs)
     has_features = {name: not isinstance(layer.feature_map, NoFeatures) for name, layer in rfa_layers(model).items()}
@@ -137,12 +128,13 @@ def calibrate(
                 refine_importance(layer, text, hidden_states)
         if has_features[name]:
             before, after = calibrate_layer(layer, activations, hidden_states, text=text, to_train=to_train)
-            gains.append(LayerGain(name, tuple(before.tolist()), tuple(after.tolist())))
+            gains.append(LayerGain(name, layer.rfa_kind, tuple(before.tolist()), tuple(after.tolist())))
         give_back_memory()
         on_layer()
 
-    output = visit_layers(base_model, layers, inputs, calibrate_named) if layers else None
-    return Calibration(gains, output)
+    if layers:
+        visit_layers(base_model, layers, inputs, calibrate_named)
+    return gains
 
 
 class ReusableCalibration(NamedTuple):
@@ -152,11 +144,11 @@ class ReusableCalibration(NamedTuple):
 
     Attributes:
         importance: state of `Importance` of all heads, by the layer's name.
-        calibration: what the calibration said.
+        gains: what the calibration returned.
     """
 
     importance: dict[str, dict[str, Tensor]]
-    calibration: Calibration
+    gains: list[LayerGain]
 
     def carry_to(self, model: PreTrainedModel) -> None:
         """Set the importance of the heads of ``model`` that are no retrieval heads."""
@@ -167,7 +159,7 @@ class ReusableCalibration(NamedTuple):
                 layer.importance.load_state_dict({part: tensor[left] for part, tensor in state.items()})
 
 
-def reusable_calibration(model: PreTrainedModel, calibration: Calibration) -> ReusableCalibration | None:
+def reusable_calibration(model: PreTrainedModel, gains: list[LayerGain]) -> ReusableCalibration | None:
     """Return the calibration of a model without retrieval heads for one with them, or None where features are fitted."""
     layers = rfa_layers(model)
     if not all(isinstance(layer.feature_map, NoFeatures) for layer in layers.values()):
@@ -177,28 +169,7 @@ def reusable_calibration(model: PreTrainedModel, calibration: Calibration) -> Re
         for name, layer in layers.items()
         if layer.importance is not None
     }
-    return ReusableCalibration(importance, calibration)
-
-
-@contextmanager
-def output_at_hand(base_model: PreTrainedModel, inputs: Inputs, output: ModelOutput | None) -> Iterator[None]:
-    """Let a base model's head read ``output``, which the body made before, while the context lasts.
-
-    ``inputs`` are the rows that it made it of, or the first ones. The model has to be called with the `batches` of the
-    inputs, in order. The body computes where there is no output, and where a head goes to a part of it.
-    """
-    body: Any = base_model.base_model
-    if output is None or body is base_model:
-        yield
-        return
-    name, compute = "last_hidden_state", body.forward
-    rows = len(next(iter(inputs.values())))
-    hidden_states = iter([batch[name] for batch in batches(inputs | {name: output[name][:rows]})])
-    body.forward = lambda *args, **kwargs: type(output)(last_hidden_state=next(hidden_states))
-    try:
-        yield
-    finally:
-        body.forward = compute
+    return ReusableCalibration(importance, gains)
 
 
 class _Comparison:

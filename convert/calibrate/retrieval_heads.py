@@ -31,11 +31,7 @@ from hf_rfa.models.masking import group_queries, ungroup
 from hf_rfa.process_memory import give_back_memory
 
 from ..checkpoint.base_model import rfa_layers
-from ..checkpoint.loading import load_models
-from ..checkpoint.source import Checkpoint
 from ..inputs import Inputs
-from ..options import ConversionOptions
-from .calibration import ReusableCalibration, calibrate, reusable_calibration
 
 #: Passages at the end of a block, and their length as a share of it.
 PASSAGES, PASSAGE_SHARE = 3, 3 / 32
@@ -56,6 +52,12 @@ class RetrievalHeads:
     heads: tuple[tuple[int, int], ...]
     before: float
     after: float
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        names = ", ".join(f"{layer}.{head}" for layer, head in self.heads)
+        gained = f"{self.before:.3f} nats without them, {self.after:.3f} with them"
+        return f"{names}; KL to softmax on repeated passages {gained}"
 
 
 def repeated_passages(ids: Tensor, *, seed: int) -> tuple[Tensor, Tensor]:
@@ -120,39 +122,6 @@ def _attend_in_part(
     return output + share * (exact - output), weights
 
 
-def find_retrieval_heads(
-    checkpoint: Checkpoint,
-    config: Any,
-    options: ConversionOptions,
-    inputs: Inputs,
-    count: int,
-    progress: Callable[[str | None, int], None],
-) -> tuple[RetrievalHeads, ReusableCalibration | None]:
-    """Return at most ``count`` retrieval heads of the model that a checkpoint becomes, calibrated on blocks of text.
-
-    The calibration comes too, where the model that has these heads can take it over.
-
-    Raises:
-        InputError: if no head would gain anything.
-    """
-    progress("loading the weights", 1)
-    model, base_model = load_models(checkpoint, config, options)
-    progress("calibrating", len(rfa_layers(model)))
-    calibration = calibrate(model, base_model, inputs, on_layer=lambda: progress(None, 1))
-    progress("choosing retrieval heads", count)
-    heads = choose_retrieval_heads(
-        model, base_model, inputs, count, seed=options.seed, on_head=lambda: progress(None, 1)
-    )
-    if not heads.heads:
-        raise InputError(
-            "no head tells more of the text when it sees all of it. Leave retrieval_heads out, or take a longer text."
-        )
-    reusable = reusable_calibration(model, calibration)
-    del model, base_model
-    give_back_memory()
-    return heads, reusable
-
-
 def choose_retrieval_heads(
     model: PreTrainedModel,
     base_model: PreTrainedModel,
@@ -168,7 +137,7 @@ def choose_retrieval_heads(
     a head that follows from the one before matters more.
 
     Args:
-        model: the converted and calibrated model, whose heads are not chosen yet.
+        model: the converted and calibrated model, whose heads are not chosen yet; its parameters need no gradients then.
         base_model: its softmax model.
         inputs: blocks of text, without padding.
         count: number of heads. One of every layer is left as it is.
@@ -179,7 +148,6 @@ def choose_retrieval_heads(
     ids, scored = repeated_passages(inputs["input_ids"], seed=seed)
     blocks = {"input_ids": ids}
     blocks |= {name: inputs[name] for name in ("position_ids",) if name in inputs}
-    were_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     model.requires_grad_(False)
     heads: list[tuple[int, int]] = []
     before = 0.0
@@ -198,27 +166,23 @@ def choose_retrieval_heads(
             expected = predictions(base_model, index)
         return F.kl_div(predictions(model, index), expected, log_target=True, reduction="batchmean")
 
-    try:
-        with exact_shares(layers, model.device) as shares:
-            while len(heads) < count:
-                with torch.enable_grad():
-                    without = divergence(len(heads) % len(ids))
-                    (gradient,) = torch.autograd.grad(without, shares)
-                before = before if heads else float(without.detach())
-                chosen = shares.detach() > 0
-                is_last = chosen.sum(1, keepdim=True) == shares.shape[1] - 1  # one head of a layer is left as it is
-                gradient = gradient.masked_fill(chosen | is_last, 0.0)
-                row, head = divmod(int(gradient.argmin()), shares.shape[1])
-                if not float(gradient[row, head]) < 0:
-                    break
-                with torch.no_grad():
-                    shares[row, head] = 1.0
-                heads.append((layers[row].rfa_layer_idx, head))
-                give_back_memory()
-                on_head()
+    with exact_shares(layers, model.device) as shares:
+        while len(heads) < count:
+            with torch.enable_grad():
+                without = divergence(len(heads) % len(ids))
+                (gradient,) = torch.autograd.grad(without, shares)
+            before = before if heads else float(without.detach())
+            chosen = shares.detach() > 0
+            is_last = chosen.sum(1, keepdim=True) == shares.shape[1] - 1  # one head of a layer is left as it is
+            gradient = gradient.masked_fill(chosen | is_last, 0.0)
+            row, head = divmod(int(gradient.argmin()), shares.shape[1])
+            if not float(gradient[row, head]) < 0:
+                break
             with torch.no_grad():
-                after = float(divergence(0))
-    finally:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(were_trained[name])
+                shares[row, head] = 1.0
+            heads.append((layers[row].rfa_layer_idx, head))
+            give_back_memory()
+            on_head()
+        with torch.no_grad():
+            after = float(divergence(0))
     return RetrievalHeads(tuple(heads), before, after)

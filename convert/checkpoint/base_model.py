@@ -1,4 +1,4 @@
-"""The RFA layers of a model, and models that share its weights: its softmax base model, and others of its class."""
+"""The RFA layers of a model, and its softmax base model, which shares its weights."""
 
 from __future__ import annotations
 
@@ -18,20 +18,13 @@ def rfa_layers(model: nn.Module) -> dict[str, RFAAttentionMixin]:
 
 
 def softmax_base_model(model: PreTrainedModel, architecture: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the softmax model of class ``architecture`` that shares every weight with an RFA model, at no cost in memory.
+    """Return the softmax model of class ``architecture`` that shares every weight with an RFA model, and is tied as that one.
 
-    ``config`` is the softmax configuration, whose number of positions has to fit ``model``.
-    """
-    return share_weights(model, FAMILIES[config.model_type].architectures[architecture][0], config)
-
-
-def share_weights(model: PreTrainedModel, cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model of another class or configuration, all of whose weights are shared with ``model``, and tied as there.
-
-    Checkpoints may hold a head of their own although the configuration says that it is the embedding.
+    ``config`` is the softmax configuration, whose number of positions has to fit ``model``. Checkpoints may hold a head of
+    their own although the configuration says that it is the embedding.
     """
     with torch.device("meta"):
-        other = cls(config)
+        other = FAMILIES[config.model_type].architectures[architecture][0](config)
     needed = other.state_dict().keys()
     other.load_state_dict({key: value for key, value in model.state_dict().items() if key in needed}, assign=True)
     other.all_tied_weights_keys = dict(model.all_tied_weights_keys)

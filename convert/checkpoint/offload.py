@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate.hooks import add_hook_to_module, remove_hook_from_module
+from accelerate.hooks import add_hook_to_module
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -54,17 +54,6 @@ def tensor_of(module: nn.Module, name: str) -> torch.Tensor:
     return hook.weights_map[name].to(hook.execution_device)
 
 
-def keep_in_memory(module: nn.Module) -> None:
-    """Hold the tensors of a module that stays on disk in memory, so that they can be changed; other models keep reading."""
-    hook = _disk_hook(module)
-    if hook is None:
-        return
-    weights = {name: tensor_of(module, name) for name, _ in module.named_parameters(recurse=False)}
-    remove_hook_from_module(module)
-    for name, weight in weights.items():
-        setattr(module, name, nn.Parameter(weight, requires_grad=getattr(module, name).requires_grad))
-
-
 def give_back_after_blocks(model: nn.Module) -> None:
     """Return freed memory to the operating system after every block that has a large output."""
 
@@ -80,7 +69,7 @@ def give_back_after_blocks(model: nn.Module) -> None:
 
 
 def share_offloaded(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """Let a model read the tensors from disk that ``model`` reads; see `base_model.share_weights`."""
+    """Let a model read the tensors from disk that ``model`` reads."""
     if not hasattr(model, "hf_device_map"):
         return
     modules = dict(model.named_modules())

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     HFValidationError,
@@ -23,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import FAMILIES, Family
-from hf_rfa.inference.loading import check_is_checkpoint, read_config, warn_once
+from hf_rfa.inference.loading import check_is_checkpoint, read_config
 
 #: Files of a hub checkpoint that are downloaded: weights, configurations, tokenizers and the model card.
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.spm", "*.jinja", "README.md")
@@ -76,7 +74,7 @@ def open_checkpoint(
     ``revision`` is a branch, a tag or a commit on the hub; ``device`` is what its model will compute on, None for any.
 
     Raises:
-        InputError: if it is missing, unreadable, broken, of a family that is not supported, quantised, RFA already, or a
+        InputError: if it is missing, unreadable, broken, of a family that is not supported, quantized, RFA already, or a
             pickle without ``allow_pickle``.
     """
     name = str(name)
@@ -96,29 +94,15 @@ def open_checkpoint(
     return checkpoint
 
 
-#: What the name of a model class ends in.
-HEAD = re.compile(r"(LMHeadModel|DoubleHeadsModel|MTModel|For[A-Z]\w*|Model)$")
-
-
 def _architecture(config: Any, family: Family, name: str) -> str:
-    """Return the name of a checkpoint's model class; an `InputError` if it cannot be converted.
-
-    Of a class that transformers does not have, an earlier name for instance, it is the family's class with the same head:
-    transformers goes by the ``model_type`` too.
-    """
-    stated = (config.architectures or [family.default_architecture])[0]
-    if stated in family.architectures:
-        return stated
-    head = HEAD.search(stated)
-    same = [name for name in family.architectures if head and HEAD.search(name)[0] == head[0]]  # type: ignore[index]
-    if head and head[0] in ("LMHeadModel", "ForCausalLM"):
-        same.append(family.default_architecture)
-    if hasattr(transformers, stated) or not same:
+    """Return the name of a checkpoint's model class; an `InputError` if it cannot be converted."""
+    stated: str = (config.architectures or [family.default_architecture])[0]
+    if stated not in family.architectures:
         raise InputError(
-            f"{name} is a {stated}, which cannot be converted. Supported: {', '.join(family.architectures)}."
+            f"{name} is a {stated}, which cannot be converted. Supported: {', '.join(family.architectures)}. If it is one of "
+            "these under an earlier name, write the name into its config.json (architectures)."
         )
-    warn_once(f"{name} is a {stated}, which transformers does not have: it is taken for a {same[0]}.")
-    return same[0]
+    return stated
 
 
 def locate(name: str, *, revision: str | None, allow_pickle: bool) -> Path:
@@ -146,7 +130,7 @@ def locate(name: str, *, revision: str | None, allow_pickle: bool) -> Path:
     except RevisionNotFoundError as error:
         raise InputError(
             f"the model {name} on the hub has no revision {revision}. Pass a branch, a tag or a commit that it has, or "
-            "leave --revision out."
+            "leave the revision out."
         ) from error
     except HFValidationError as error:
         raise InputError(f"{name!r} is neither a folder nor a possible hub name: {error}") from error
@@ -174,8 +158,8 @@ def _check_config(folder: Path, name: str) -> None:
         )
     if quantization:
         raise InputError(
-            f"{name} is quantised ({_quantization_name(quantization)}, in its config.json), and the conversion needs "
-            "full-precision weights. Pass the checkpoint that it was made from."
+            f"{name} is quantized (quantization_config, in its config.json), and conversion needs full-precision weights. "
+            "Pass the checkpoint that it was made from."
         )
 
 
@@ -185,17 +169,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
-
-
-def _quantization_name(quantization: Any) -> str:
-    """Return what a configuration's ``quantization_config`` says of the method and its bits."""
-    if not isinstance(quantization, dict):
-        return str(quantization)
-    bits = (
-        4 if quantization.get("load_in_4bit") else 8 if quantization.get("load_in_8bit") else quantization.get("bits")
-    )
-    method = str(quantization.get("quant_method") or "bitsandbytes")
-    return f"{method} {bits} bits" if bits else method
 
 
 def _weight_files(folder: Path, name: str, *, allow_pickle: bool) -> tuple[Path, ...]:
@@ -213,8 +186,8 @@ def _weight_files(folder: Path, name: str, *, allow_pickle: bool) -> tuple[Path,
         if single == WEIGHTS_NAME and not allow_pickle:
             raise InputError(
                 f"{name} has its weights only as a pickle ({files[0].name}), which can run code when it is loaded. Pass "
-                "--allow-pickle if you trust it (it is then loaded with torch's weights_only=True), or get a safetensors "
-                "version."
+                "--config allow_pickle=true if you trust it (it is then loaded with torch's weights_only=True), or get a "
+                "safetensors version."
             )
         missing = [path.name for path in files if not path.is_file()]
         if missing:

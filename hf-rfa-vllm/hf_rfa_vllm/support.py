@@ -28,7 +28,7 @@ def checkpoint_problems(config: Any) -> list[str]:
     others = {each: index for index, each in enumerate(types) if each != RFA_LAYER_TYPE}
     for kind, index in others.items():
         problems.append(
-            f"layer {index} is of type {kind!r}, and all layers have to be RFA. Convert without --keep-softmax."
+            f"layer {index} is of type {kind!r}, and all layers have to be RFA. Convert all of them (--layers all)."
         )
     return problems
 

@@ -175,7 +175,7 @@ def settings(family, variant, **changes):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (settings("llama", "hybrid"), r"layer 1 is of type 'full_attention'.*--keep-softmax"),
+        (settings("llama", "hybrid"), r"layer 1 is of type 'full_attention'.*--layers all"),
         (settings("llama", "slots", prefix_caching=True), "--no-enable-prefix-caching"),
         (settings("llama", "slots", speculative=object()), "speculative"),
         (settings("llama", "slots", pipeline_parallel_size=2), "--pipeline-parallel-size"),

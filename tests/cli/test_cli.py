@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hf_rfa import __version__
-from hf_rfa.convert.options import ConversionOptions, help_texts
+from hf_rfa.convert.options import ConversionOptions
 from hf_rfa_cli import convert as cli_convert
 from hf_rfa_cli import train
 from tests.conftest import DEMO_MODEL, DEMO_TEXT
@@ -99,7 +100,7 @@ def test_answers_are_printed_as_they_are(run_cli, capsys):
         (["distill", "a", "--teacher", "b", "--data", "missing.txt"], "there is no text file missing.txt"),
         (["distill", "a", "--teacher", "b", "--data", DEMO_TEXT, "--transfer-steps", "-1"], "'--transfer-steps'"),
         (["convert", DEMO_MODEL, "out", "--memory", "7"], "'--memory'"),
-        (["convert", DEMO_MODEL, "out", "--config", "gate"], "'--config': it takes a field and its value"),
+        (["convert", DEMO_MODEL, "out", "--config", "gate"], "--config takes a field and its value"),
         (["convert", DEMO_MODEL, "out", "--retrieval-heads", "1."], "'--retrieval-heads': it takes a number of heads"),
         (["convert", DEMO_MODEL, "out", "--calibrate", "."], "there is no text file ."),
         (["bench", "--steps", "0"], "'--steps'"),
@@ -197,11 +198,6 @@ def test_a_few_tokens_are_scored_with_a_warning(run_cli, tmp_path, capsys):
         assert (f"warning: {counted} tokens were scored" in " ".join(shown.err.split())) == few
 
 
-def test_layers_are_read_as_indices_and_ranges():
-    assert cli_convert._layers("0,2,4-7") == [0, 2, 4, 5, 6, 7]
-    assert [cli_convert._layers(text) for text in ("all", "none")] == ["all", []]
-
-
 @pytest.mark.parametrize(
     ("words", "trained"),
     [([], None), (["--transfer-steps", "3"], "features"), (["--end-to-end-steps", "3"], "model")],
@@ -210,8 +206,9 @@ def test_options_reach_the_conversion(words, trained, run_cli, tmp_path, monkeyp
     given = {}
     monkeypatch.setattr(cli_convert, "_convert", lambda *paths, **options: given.update(options) or sys.exit(0))
     words = [*words, *(["--data", DEMO_TEXT] if trained else ["--calibrate", DEMO_TEXT])]
-    words += ["--preset", "mixed", "--memory", 80, "--sinks", 2, "--no-gate", "--retrieval-heads", "1.2,0.1"]
-    words += ["--config", "unit_norm=true", "--config", "chunk_size=9"]
+    words += ["--preset", "mixed", "--memory", 80, "--retrieval-heads", "1.2,0.1", "--layers", "0,2,4-6"]
+    for field in ("num_sinks=2", "gate=false", "cross_layers=none", "dtype=bfloat16", "unit_norm=true", "chunk_size=9"):
+        words += ["--config", field]
     assert run_cli("convert", "parent", tmp_path / "out", *words) == 0
     for name in ("overwrite", "command"):
         given.pop(name, None)
@@ -221,6 +218,9 @@ def test_options_reach_the_conversion(words, trained, run_cli, tmp_path, monkeyp
         memory=80,
         num_sinks=2,
         gate=False,
+        layers=[0, 2, 4, 5, 6],
+        cross_layers=[],
+        dtype="bfloat16",
         retrieval_heads=[[1, 2], [0, 1]],
         config={"unit_norm": True, "chunk_size": 9},
         calibrate_on=DEMO_TEXT,
@@ -228,6 +228,16 @@ def test_options_reach_the_conversion(words, trained, run_cli, tmp_path, monkeyp
 
 
 def test_help_says_a_thing_in_two_sentences_at_most():
-    for name, text in help_texts().items():
-        assert len(text) < 240, name
-        assert len(re.findall(r"\.(?: |$)", text)) <= 2, name
+    for field in dataclasses.fields(ConversionOptions):
+        text = field.metadata["help"]
+        assert len(text) < 240, field.name
+        assert len(re.findall(r"\.(?: |$)", text)) <= 2, field.name
+
+
+def test_the_help_of_convert_fits_on_two_screens(run_cli, capsys, monkeypatch):
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 120)
+    assert run_cli("convert", "--help") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("\n") <= 100
+    assert len(set(re.findall(r"(?m)^│ +(--[a-z-]+)", shown))) <= 20
+    assert "docs/guide.md lists the fields" in " ".join(shown.split())

@@ -133,5 +133,5 @@ def test_bars_name_what_is_scored(tmp_path, monkeypatch):
     assert scored == list(zip(names, [True, False, True], strict=True))
     assert steps == [
         *("checking the checkpoint", "loading the weights", names[0], "calibrating", names[1], names[2]),
-        *("comparing attention weights", "writing", "checking the result"),
+        *("writing", "checking the result"),
     ]

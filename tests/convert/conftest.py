@@ -51,5 +51,5 @@ def decoder(request, checkpoints) -> Path:
 def text(tmp_path_factory) -> Path:
     """A text of lines of different lengths."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(words(3 + n % 9, n) + "\n" for n in range(80)))
+    path.write_text("".join(words(3 + n % 9, n) + "\n" for n in range(40)))
     return path

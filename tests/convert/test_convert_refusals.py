@@ -14,8 +14,8 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import GPT2LMHeadModel
 
-from hf_rfa.convert import InputError, convert, pipeline
-from hf_rfa.convert.report import Perplexities, check_perplexity
+from hf_rfa.convert import InputError, convert, writing
+from hf_rfa.convert.refusal import Perplexities, check_perplexity
 from hf_rfa.io import atomic_io
 from tests.conftest import DEMO_MODEL, DEMO_TEXT, copy_of, leftovers, refused
 from tests.families import make
@@ -47,21 +47,13 @@ def test_unsupported_and_converted_models(tiny_parent, tmp_path):
     refused("RFA checkpoint already", tmp_path / "rfa", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("quantization", "found"),
-    [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes 4 bits"),
-        ({"load_in_8bit": True}, "bitsandbytes 8 bits"),
-        ({"quant_method": "gptq", "bits": 4}, "gptq 4 bits"),
-        ({"quant_method": "fp8"}, "fp8"),
-    ],
-)
-def test_quantised_checkpoints(quantization, found, tiny_parent, tmp_path):
+def test_quantized_checkpoints(tiny_parent, tmp_path):
     source = copy_of(tiny_parent, tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
-    said = refused(rf"is quantised \({found}, in its config\.json\)", source, tmp_path)
-    assert "full-precision weights" in said
+    for quantization in ({"quant_method": "gptq", "bits": 4}, {"load_in_8bit": True}):
+        (source / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+        said = refused(r"is quantized \(quantization_config, in its config\.json\)", source, tmp_path)
+        assert "full-precision weights" in said
     (source / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
     convert(source, tmp_path / "out", num_features=8)
 
@@ -106,7 +98,7 @@ def test_pickles_are_refused_unless_asked_for(tiny_parent, tmp_path):
     tensors = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
     torch.save(tensors, source / "pytorch_model.bin")
-    refused("pickle.*--allow-pickle", source, tmp_path)
+    refused("pickle.*--config allow_pickle=true", source, tmp_path)
     torch.save({**tensors, "transformer.ln_f.bias": torch.full((24,), float("nan"))}, source / "pytorch_model.bin")
     refused("transformer.ln_f.bias holds 24 values", source, tmp_path, allow_pickle=True)
 
@@ -146,14 +138,18 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"memory": 97}, "memory=97 is more than the positions"),
     ("gpt2", {"layers": [2]}, r"indices from 0 to 1, got \[2\]"),
     ("gpt2", {"max_positions": 96}, "max_positions=96 does not extend the 96 positions"),
-    ("gpt2", {"keep_softmax": 2}, "keep_softmax=2 must leave at least one of the 2 layers"),
     ("gpt2", {"calibrate_on": "no/such/text.txt"}, "no text file no/such/text.txt"),
     (
         "gpt2",
         {"config": {"unitnorm": True}},
-        "config names 'unitnorm', which is none of the fields unit_norm, train",
+        "config names 'unitnorm', which is no field; the nearest is unit_norm. The",
     ),
-    ("gpt2", {"config": {"window_size": 3}}, "config names 'window_size', which is none of"),
+    (
+        "gpt2",
+        {"config": {"num_sink": 3}},
+        "the nearest is num_sinks. The configuration has unit_norm, .* chunk_size; the",
+    ),
+    ("gpt2", {"config": {"window_size": 3}}, "config names 'window_size', which is no field"),
     ("gpt2", {"config": {"unit_norm": 3}}, "unit_norm.*bool.*int"),
     ("bart", {"num_cross_features": 0}, "num_cross_features must be at least 1, got 0"),
     ("bart", {"cross_layers": [3]}, r"cross_layers to convert must be indices from 0 to 2, got \[3\]"),
@@ -176,9 +172,9 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"num_features": 8}, "num_features=8 has no effect with preset=exact.*mixed.*rfa"),
     ("llama", {"gate": True}, "gate=True has no effect with preset=exact"),
     ("llama", {"feature_map": "positive"}, "feature_map='positive' has no effect with preset=exact"),
-    ("llama", {"config": {"unit_norm": True}}, "config={'unit_norm': True} has no effect with preset=exact"),
+    ("llama", {"config": {"unit_norm": True}}, "unit_norm=True has no effect with preset=exact"),
     ("llama", {"trained": "features", "preset": "exact"}, "has no features, which attention transfer trains"),
-    ("bart", {"preset": "exact", "cross_layers": "all"}, "cross attention needs them.*--cross-layers none"),
+    ("bart", {"preset": "exact", "cross_layers": "all"}, "cross attention needs them.*--config cross_layers=none"),
     ("gpt2", {"feature_map": "none"}, "leaves preset=mixed no features. Pass preset exact"),
     ("gpt2", {"feature_map": "elu", "num_features": 3}, "num_features=3"),
     ("gpt2", {"force": True}, r"force=True has no effect: nothing is measured without a text \(--calibrate\)"),
@@ -209,7 +205,11 @@ def test_options_that_cannot_be_are_refused(family, options, message, checkpoint
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--config", "unit_norm", "'--config': it takes a field and its value such as unit_norm=true, got 'unit_norm'"),
+        ("--config", "unit_norm", "--config takes a field and its value such as num_sinks=2, got 'unit_norm'"),
+        ("--config", "num_sinks=few", "--config num_sinks: it takes a whole number, got 'few'"),
+        ("--config", "gate=maybe", "--config gate: it takes true or false, got 'maybe'"),
+        ("--config", "memory=64", "--config memory: it has an option of its own, --memory"),
+        ("--config", "num_sinks=-1", "num_sinks must be at least 0, got -1"),
         ("--retrieval-heads", "0-1", "layer.head of each such as 18.2,7.2"),
     ],
 )
@@ -235,22 +235,24 @@ def test_full_disk(tiny_parent, tmp_path, monkeypatch):
 
 def test_a_ruined_model_is_refused_unless_forced_or_trained_at_once(tmp_path, monkeypatch, run_cli, refused_command):
     """One feature a head costs the demo's model a quarter of its perplexity: its attention says little."""
-    monkeypatch.setattr("hf_rfa.convert.report.MAX_PERPLEXITY_RATIO", 1.2)
-    words = ("convert", DEMO_MODEL, tmp_path / "out", "--preset", "rfa", "--num-features", 1, "--calibrate", DEMO_TEXT)
+    monkeypatch.setattr("hf_rfa.convert.refusal.MAX_PERPLEXITY_RATIO", 1.2)
+    words = ("convert", DEMO_MODEL, tmp_path / "out", "--preset", "rfa", "--num-features", 1)
+    words += ("--calibrate", DEMO_TEXT, "--config", "calibration_tokens=1024")
     said = refused_command(*words)
     found = re.search(r"its perplexity is ([\d.]+), more than 1.2 times the base model's ([\d.]+)\. ", said)
     assert float(found[1]) > 1.2 * float(found[2])
-    for advice in ("--memory", "--keep-softmax", "--data", "--force"):
+    for advice in ("--memory", "--layers", "--data", "--config force=true"):
         assert advice in said
     assert "nothing was written" in said
-    assert "--cross-layers" not in said
+    assert "cross_layers" not in said
     assert leftovers(tmp_path) == []
-    assert run_cli(*words, "--force") == 0
+    assert run_cli(*words, "--config", "force=true") == 0
     card = (tmp_path / "out" / "README.md").read_text()
     ratio = float(found[1]) / float(found[2])
     assert f"The conversion has ruined the model: on the text its perplexity is {ratio:.1f} times the base" in card
-    assert "--force" in card
-    options = {"preset": "rfa", "num_features": 1, "calibrate_on": DEMO_TEXT, "trained": "features"}
+    assert "--config force=true" in card
+    options = {"preset": "rfa", "num_features": 1, "calibrate_on": DEMO_TEXT, "calibration_tokens": 1024}
+    options["trained"] = "features"
     assert convert(DEMO_MODEL, tmp_path / "to train", **options).perplexities.ruined
     refused("force=True has no effect: training follows", DEMO_MODEL, tmp_path, force=True, **options)
 
@@ -258,19 +260,19 @@ def test_a_ruined_model_is_refused_unless_forced_or_trained_at_once(tmp_path, mo
 def test_a_perplexity_that_is_no_number_is_of_a_ruined_model():
     figures = Perplexities(softmax=10.0, swapped=30.0, calibrated=float("nan"), tokens=9, own_outputs=True)
     config = make("bart").config
-    with pytest.raises(InputError, match=r"or cross attention \(--cross-layers none\) softmax"):
+    with pytest.raises(InputError, match=r"or cross attention \(--config cross_layers=none\) softmax"):
         check_perplexity(figures, config)
     check_perplexity(replace(figures, calibrated=20.0), config)
     with pytest.raises(InputError, match=r"is 20\.01, more than 2 times the base model's 10\.00"):
         check_perplexity(replace(figures, calibrated=20.01), config)
-    with pytest.raises(InputError, match=r"keep layers \(--keep-softmax\) softmax"):
+    with pytest.raises(InputError, match=r"keep layers \(--layers\) softmax"):
         check_perplexity(figures, make("bart", {"softmax_cross_layers": [0, 1, 2]}).config)
 
 
 def test_a_result_that_does_not_reload_the_same_is_not_kept(tiny_parent, tmp_path, monkeypatch):
-    true_logits = pipeline.probe_logits
+    true_logits = writing.probe_logits
     shifts = iter([0.0, 1.0])  # before it is written, and reloaded
-    monkeypatch.setattr(pipeline, "probe_logits", lambda *args: true_logits(*args) + next(shifts))
+    monkeypatch.setattr(writing, "probe_logits", lambda *args: true_logits(*args) + next(shifts))
     refused("gives other logits", tiny_parent, tmp_path)
 
 
@@ -281,7 +283,7 @@ def test_an_interrupt_leaves_the_old_result(tiny_parent, tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipeline, "_verify", interrupt)
+    monkeypatch.setattr(writing, "check_kept", interrupt)
     with pytest.raises(KeyboardInterrupt):
         convert(tiny_parent, tmp_path / "out", seed=1, overwrite=True)
     assert leftovers(tmp_path) == ["out"]

@@ -17,7 +17,6 @@ from transformers import AutoModelForSeq2SeqLM
 
 from hf_rfa.convert import InputError, convert
 from hf_rfa.convert.calibrate.calibration import calibrate
-from hf_rfa.convert.calibrate.sensitivity import measure_sensitivity
 from hf_rfa.convert.checkpoint.base_model import softmax_base_model
 from hf_rfa.convert.inputs import add_outputs, batches, text_sources
 from hf_rfa.evaluation.generation_scores import bleu, evaluate_generation, rouge
@@ -39,7 +38,7 @@ def test_features_are_counted_apart(checkpoints, tmp_path):
     counts = {"num_features": 5, "num_cross_features": 7, "num_encoder_features": 9, "encoder_layers": "all"}
     report = convert(checkpoints["bart"], tmp_path / "b", **options, **counts)
     assert report.feature_dims == {"causal": 10, "cross": 14, "encoder": 18}
-    assert "--num-cross-features 7" in report.command
+    assert "--config num_cross_features=7" in report.command
 
 
 @pytest.mark.parametrize("family", ["bart", "marian"])
@@ -88,7 +87,7 @@ def test_answers_of_the_parent_are_masked_after_their_end(text, checkpoints, tmp
     twin = softmax_base_model(model, "BartForConditionalGeneration", config)
     sources = text_sources(tokenizer, [text.read_text()], 96)
     answers = add_outputs(twin, sources)
-    for row in range(0, 80, 9):
+    for row in range(0, 40, 9):
         ids = sources["input_ids"][row][sources["attention_mask"][row].bool()][None]
         alone = twin.generate(ids, max_new_tokens=95, num_beams=1, do_sample=False)[0]
         kept = answers["decoder_attention_mask"][row].bool()
@@ -123,13 +122,13 @@ def test_the_perplexity_of_a_decoder_alone_is_that_of_the_next_token(tiny_parent
 
 
 @torch.no_grad()
-def test_padding_enters_neither_calibration_nor_the_sensitivity_of_a_layer():
-    """Any tokens after sources and outputs give the same constants, and a divergence is the mean over those of outputs."""
+def test_padding_does_not_enter_calibration():
+    """Any tokens after sources and outputs give the same constants."""
     sizes = {"encoder_layers": 1, "decoder_layers": 1}
     model = make("bart", {"softmax_encoder_layers": [], "num_features": 8}, **sizes)
     parent = softmax_model(model, "bart", **sizes)
     ids, lengths = torch.randint(4, 61, (3, 11)), {"": [5, 11, 7], "decoder_": [9, 2, 4]}
-    constants, divergences = [], []
+    constants = []
     for pads in (0, 4):
         inputs = {}
         for side, counts in lengths.items():
@@ -138,17 +137,7 @@ def test_padding_enters_neither_calibration_nor_the_sensitivity_of_a_layer():
             inputs[f"{side}attention_mask"] = mask.long()
         calibrate(model, parent, inputs, on_layer=lambda: None)
         constants.append({name: tensor.clone() for name, tensor in model.state_dict().items() if "feature_map" in name})
-        for rows in ([0], [1], [2], [0, 1, 2]):
-            part = {name: tensor[rows] for name, tensor in inputs.items()}
-            measured = measure_sensitivity(model, parent, part, on_batch=lambda: None)
-            divergences.append(
-                [layer.divergence for layer in sorted(measured, key=lambda layer: (layer.kind, layer.layer))]
-            )
     assert_close(constants[1], constants[0])
-    assert_close(divergences[4:], divergences[:4], rtol=1e-3, atol=0)
-    *alone, together = torch.tensor(divergences[:4])
-    weights = torch.tensor(lengths["decoder_"]) / sum(lengths["decoder_"])
-    assert_close(together, weights @ torch.stack(alone), rtol=1e-3, atol=0)
 
 
 # Bad input
@@ -279,8 +268,8 @@ def test_the_shared_model_has_its_published_bleu(beams, bleu, test_set):
 
 def test_the_shared_model_converts_and_translates(test_set, tmp_path):
     """Without any training: causal attention alone costs little, cross attention is what has to be trained."""
-    folder, (sources, references) = shared("data/multi30k"), (lines[:150] for lines in test_set)
-    (tmp_path / "sentences.txt").write_text("\n".join(read_lines(folder / "val.en.gz")[:300]), encoding="utf-8")
+    folder, (sources, references) = shared("data/multi30k"), ([*lines[:60]] for lines in test_set)
+    (tmp_path / "sentences.txt").write_text("\n".join(read_lines(folder / "val.en.gz")[:100]), encoding="utf-8")
     scores = {}
     paper = {"preset": "rfa", "feature_map": "gaussian", "config": {"unit_norm": True}, "cross_layers": "all"}
     paper |= {"force": True}
@@ -289,12 +278,8 @@ def test_the_shared_model_converts_and_translates(test_set, tmp_path):
             shared("models/bart-multi30k-mini"), tmp_path / name, calibrate_on=tmp_path / "sentences.txt", **options
         )
         model, tokenizer = load_model(str(tmp_path / name), kind="seq2seq")
-        for beams in (1, 4) if name == "both" else (1,):
-            options = {"task": "translation", "num_beams": beams, "max_new_tokens": 60, "batch_size": 50}
-            scored = evaluate_generation(model, tokenizer, sources, references, **options)
-            scores[name, beams] = scored.scores["sacreBLEU"]
-    print(scores)  # noqa: T201
-    assert scores["causal", 1] > 28, scores
-    assert scores["both", 1] > 15, scores
-    assert scores["both", 4] > 15, scores
-    assert scores["both", 1] > scores["paper", 1], scores
+        options = {"task": "translation", "num_beams": 1, "max_new_tokens": 60, "batch_size": 60}
+        scored = evaluate_generation(model, tokenizer, sources, references, **options)
+        scores[name] = scored.scores["sacreBLEU"]
+    assert scores["causal"] > 28, scores
+    assert scores["both"] > max(15, scores["paper"]), scores

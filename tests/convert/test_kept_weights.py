@@ -20,7 +20,7 @@ from hf_rfa import RFABartConfig, RFABartForConditionalGeneration
 from hf_rfa.convert import convert, pipeline
 from hf_rfa.convert.checkpoint import loading
 from hf_rfa.convert.checkpoint.offload import blocks_on_disk
-from hf_rfa.convert.inputs import MEASURED_TOKENS, batches, calibration_inputs, first_rows
+from hf_rfa.convert.inputs import MEASURED_TOKENS, add_outputs, batches, calibration_inputs, first_rows
 from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.inference.loading import load_tokenizer
 from hf_rfa.io.text_io import read_documents
@@ -28,6 +28,8 @@ from tests.conftest import refused, save_tiny_tokenizer, tiny_parent_config, tin
 from tests.convert.conftest import fields, load, tensors
 from tests.families import base_config, save_softmax_model
 
+#: Tokens of a text to calibrate on.
+TOKENS = 200
 #: The embedding, which the configuration says is the head too, by family.
 TIED = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight", "bart": "model.shared.weight"}
 
@@ -41,15 +43,13 @@ def save_with_head(name: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("on_disk", "keep_softmax"), [(False, 1), (True, 0)])
+@pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("name", TIED)
-def test_a_head_that_the_configuration_does_not_tell_of_is_kept(
-    name, on_disk, keep_softmax, text, tmp_path, monkeypatch
-):
+def test_a_head_that_the_configuration_does_not_tell_of_is_kept(name, on_disk, text, tmp_path, monkeypatch):
     if on_disk:
         monkeypatch.setattr(loading, "MAX_BYTES_IN_MEMORY", 0)
     source = save_with_head(name, tmp_path / "source")
-    report = convert(source, tmp_path / "out", calibrate_on=text, keep_softmax=keep_softmax)
+    report = convert(source, tmp_path / "out", calibrate_on=text, calibration_tokens=TOKENS)
     parent, result = load(source), load(tmp_path / "out")
     assert not torch.equal(parent.lm_head.weight, parent.get_input_embeddings().weight)
     theirs = result.state_dict()
@@ -62,8 +62,10 @@ def test_a_head_that_the_configuration_does_not_tell_of_is_kept(
 def perplexity_of(parent: Any, source: Path, text: Path) -> float:
     """Return a softmax model's own perplexity on the text that a conversion is calibrated on."""
     tokenizer, _ = load_tokenizer(source)
-    inputs = calibration_inputs(parent.config, tokenizer, list(read_documents(text)), seed=0)
-    inputs = pipeline._add_labels(parent, inputs, lambda step, total: None)
+    inputs = calibration_inputs(parent.config, tokenizer, list(read_documents(text)), seed=0, tokens=TOKENS)
+    inputs = (
+        add_outputs(parent, inputs) if parent.config.is_encoder_decoder else inputs | {"labels": inputs["input_ids"]}
+    )
     inputs = first_rows(inputs, MEASURED_TOKENS)
     return score_labels(parent, batches(inputs)).perplexity
 
@@ -74,7 +76,7 @@ def test_a_head_that_is_the_embedding_stays_one(tmp_path):
     weights = tensors(source)
     weights["lm_head.weight"] = weights["transformer.wte.weight"].clone()
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
-    convert(source, tmp_path / "out", keep_softmax=1)
+    convert(source, tmp_path / "out")
     result = load(tmp_path / "out")
     assert result.lm_head.weight is result.transformer.wte.weight
     assert result.config.tie_word_embeddings
@@ -105,14 +107,12 @@ PARENTS = {
     "bart": lambda: BartForConditionalGeneration(tiny_seq2seq_config("bart")),
 }
 CASES = [
-    ("gpt2", True, {"window_size": 3, "keep_softmax": 1, "max_positions": 150}),
+    ("gpt2", True, {"window_size": 3, "layers": [1], "max_positions": 150}),
     ("untied", True, {"dtype": "bfloat16", "feature_map": "exponential"}),
-    ("body", False, {"keep_softmax": 1}),
-    ("llama", False, {}),  # a window, sinks and slots
+    ("body", False, {"layers": [1]}),
     ("llama", True, {"memory": 12}),
     ("gpt2", True, {"retrieval_heads": 1, "retrieval_window": 8, "window_size": 4, "feature_map": "hedgehog"}),
-    ("bart", False, {"encoder_layers": "all", "max_positions": 150}),
-    ("bart", True, {"gate": True, "keep_softmax": 2}),
+    ("bart", True, {"encoder_layers": "all", "gate": True, "layers": [0], "max_positions": 150, "force": True}),
 ]
 
 
@@ -131,7 +131,7 @@ def test_the_result_is_that_of_a_conversion_in_memory(name, has_text, options, t
     shutil.copytree(tmp_path / "shards", tmp_path / "pickle", ignore=weights)
     torch.save(parent.state_dict(), tmp_path / "pickle" / "pytorch_model.bin")
     if has_text:
-        options = {**options, "calibrate_on": text}
+        options = {**options, "calibrate_on": text, "calibration_tokens": TOKENS}
     reports = {}
     for folder in ("shards", "pickle"):
         given = {"allow_pickle": folder == "pickle", "command": "the command"}

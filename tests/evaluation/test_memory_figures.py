@@ -57,7 +57,7 @@ def test_the_bytes_of_a_cache_are_those_that_it_takes_and_that_a_benchmark_times
     ("family", "positions", "options", "lengths"),
     [
         ("gpt2", 15, {}, [15]),
-        ("gpt2", 96, {"keep_softmax": 1, "num_features": 8}, [96]),
+        ("gpt2", 96, {"layers": [1], "num_features": 8}, [96]),
         ("gpt2", 96, {"max_positions": 1500}, [1024, 1500]),
         ("bart", 96, {}, [96]),
         ("bart", 96, {"cross_layers": "all"}, [96]),
@@ -75,10 +75,9 @@ def test_reports_and_cards_say_how_much_less_or_more(family, positions, options,
     else:
         softmax = auto_class.from_pretrained(parent)
     sizes = {length: (taken(model, length), taken(softmax, length)) for length in lengths}
-    assert report.own_cache_bytes == {length: own for length, (own, _) in sizes.items()}
-    assert report.cache_bytes == {length: theirs for length, (_, theirs) in sizes.items()}
+    assert report.cache_bytes == sizes
     card = ModelCard.load(tmp_path / "out" / "README.md").content
-    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["own_cache_bytes"]
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["cache_bytes"]
     rows = dict(report.rows())
     assert sum("cache at" in what for what in rows) == len(lengths)
     for length, (own, theirs) in sizes.items():

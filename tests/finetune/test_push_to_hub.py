@@ -96,7 +96,7 @@ def test_the_folder_is_uploaded_with_its_card_which_a_push_leaves(converted, hub
     """As docs/guide.md has it: upload the folder first."""
     HfApi().upload_folder(repo_id="me/rfa", folder_path=converted)  # as `hf upload` does
     assert hub == {path.name: path.read_bytes() for path in converted.iterdir()}
-    assert {"README.md", "conversion.json", "attention.png", "tokenizer.json"} <= hub.keys()
+    assert {"README.md", "conversion.json", "tokenizer.json"} <= hub.keys()
     AutoModelForCausalLM.from_pretrained(converted).push_to_hub("me/rfa", tags=["more"])
     card = ModelCard(hub["README.md"].decode())
     assert UNTRAINED in card.content

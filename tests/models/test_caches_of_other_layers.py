@@ -53,17 +53,18 @@ def test_a_report_says_what_each_kind_of_layer_takes(name, tmp_path):
     assert not report.grows
     rows, positions = dict(report.rows()), model.config.max_position_embeddings
     assert rows["state per sequence"].endswith("at any length")
-    assert report.other_bytes == {what: bytes_after(softmax, positions, others)}
+    kept = {"sliding layers": report.memory.sliding_after(positions), "recurrent layers": report.memory.recurrent}
+    assert kept == dict.fromkeys(kept, 0) | {what: bytes_after(softmax, positions, others)}
     assert rows[f"cache of the {what}"].endswith(", at any length")
     card = " ".join(ModelCard.load(tmp_path / "out" / "README.md").content.split())
     assert "the same time and memory at any length" in card
     for length in report.cache_bytes:
-        assert report.cache_bytes[length] == bytes_after(softmax, length)
-        assert report.own_cache_bytes[length] == cache_num_bytes(
+        assert report.cache_bytes[length][1] == bytes_after(softmax, length)
+        assert report.cache_bytes[length][0] == cache_num_bytes(
             model(torch.full((1, length), 5), use_cache=True).past_key_values
         )
     per_token = (bytes_after(softmax, positions) - bytes_after(softmax, positions, others)) / positions
-    assert report.state_tokens == pytest.approx(report.state_bytes / per_token)
+    assert report.state_tokens == pytest.approx(report.memory.fixed / per_token)
 
 
 def test_a_softmax_layer_beside_sliding_ones_grows(tmp_path):

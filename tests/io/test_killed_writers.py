@@ -16,7 +16,7 @@ from tests.conftest import leftovers
 
 #: Processes that start from one in which everything has been imported.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["hf_rfa.io.atomic_io", "tests.convert.test_killed_conversions"])
+processes.set_forkserver_preload(["hf_rfa.io.atomic_io", "tests.io.test_killed_writers"])
 
 FILES = {"config.json": 1, "model.safetensors": 2, "sub/README.md": 3}
 

@@ -1,0 +1,197 @@
+"""The plan of a conversion: all that can be decided, and refused, before any weight is loaded."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hf_rfa.errors import InputError
+from hf_rfa.families import reads_audio
+from hf_rfa.inference.devices import find_device
+from hf_rfa.inference.loading import check_tokens, check_vocabulary, load_tokenizer
+from hf_rfa.inference.transcription import load_feature_extractor
+from hf_rfa.io.atomic_io import check_destination, check_space, remove_leftovers
+from hf_rfa.io.audio_io import read_utterances
+from hf_rfa.io.text_io import read_documents
+
+from .calibrate.calibration import ReusableCalibration
+from .calibrate.far_outputs import FITTED_FROM
+from .calibrate.retrieval_heads import RetrievalHeads
+from .checkpoint.source import Checkpoint, open_checkpoint
+from .configuration import check_names, import_words, rfa_config, with_more_positions
+from .inputs import FEATURE_TEXT_TOKENS, SLOT_TEXT_TOKENS, TEXT_TOKENS, Inputs, calibration_inputs, speech_inputs
+from .options import ConversionOptions
+from .presets import Trained, fits_features, with_preset
+
+#: Files that say how audio becomes features, and what else a processor holds beside a tokenizer.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+#: Files of a model within sentence-transformers, of which the first names the folders of what follows it.
+SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
+
+#: Called as the work goes on: (name of a step, its number of parts) when it begins, (None, 1) when a part is done.
+Progress = Callable[[str | None, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a conversion does.
+
+    Attributes:
+        source: the softmax checkpoint.
+        destination: the folder to write.
+        options: its options, none of which is open but a number of retrieval heads.
+        config: the RFA model's configuration.
+        tokenizer: the checkpoint's, or None.
+        no_tokenizer: why there is none.
+        inputs: what to calibrate on; of a model with an encoder the sources.
+        trained: what is trained on the base model afterwards.
+        files: files and folders that go beside the weights; some may not exist.
+        command: the command line that repeats the conversion.
+        progress: called as the work goes on.
+        heads: retrieval heads that were chosen, and what they change.
+        calibration: the calibration on which they were chosen, where that of the models with them is the same.
+    """
+
+    source: Checkpoint
+    destination: Path
+    options: ConversionOptions
+    config: Any
+    tokenizer: Any
+    no_tokenizer: str | None
+    inputs: Inputs
+    trained: Trained | None
+    files: tuple[Path, ...]
+    command: str
+    progress: Progress
+    heads: RetrievalHeads | None = None
+    calibration: ReusableCalibration | None = None
+
+    def with_heads(self, heads: RetrievalHeads, calibration: ReusableCalibration | None) -> Plan:
+        """Return the plan with retrieval heads that were chosen."""
+        options = replace(self.options, retrieval_heads=[list(head) for head in heads.heads])
+        config = rfa_config(self.source, options)
+        return replace(self, options=options, config=config, heads=heads, calibration=calibration)
+
+    def begin(self, stage: str, parts: int = 1) -> Callable[[], None]:
+        """Say that a stage of some parts begins, and return what says that one of them is done."""
+        self.progress(stage, parts)
+        return lambda: self.progress(None, 1)
+
+
+def make_plan(
+    checkpoint: str | Path,
+    destination: str | Path,
+    options: ConversionOptions,
+    *,
+    trained: Trained | None,
+    overwrite: bool,
+    command: str | None,
+    progress: Progress,
+) -> Plan:
+    """Return the plan of a conversion; the arguments are those of `hf_rfa.convert.convert`.
+
+    Raises:
+        InputError: if the checkpoint, the destination, an option or the text cannot be used, or has no effect.
+    """
+    progress("checking the checkpoint", 1)
+    check_names(options)
+    source = _check_source(checkpoint, Path(destination), options, overwrite=overwrite)
+    files = _files_beside(source.folder)
+    base = with_more_positions(source, options)
+    _check_force(options, trained)
+    resolved = with_preset(base, options, trained)
+    config = rfa_config(base, resolved)
+    tokenizer, no_tokenizer = load_tokenizer(base.folder)
+    words = ["hf-rfa", "convert", str(checkpoint), str(destination), *options.words()]
+    return Plan(
+        source=base,
+        destination=Path(destination),
+        options=resolved,
+        config=config,
+        tokenizer=tokenizer,
+        no_tokenizer=no_tokenizer,
+        inputs=_calibration_inputs(base, resolved, trained, tokenizer, no_tokenizer),
+        trained=trained,
+        files=files,
+        command=command or shlex.join(words + import_words(options.feature_map)),
+        progress=progress,
+    )
+
+
+def _check_force(options: ConversionOptions, trained: Trained | None) -> None:
+    """Raise an `InputError` where there is nothing to force."""
+    if options.force and (options.calibrate_on is None or trained is not None):
+        why = "nothing is measured without a text (--calibrate)" if trained is None else "training follows"
+        raise InputError(f"force=True has no effect: {why}, and then no model is refused. Leave it out.")
+
+
+def _check_source(name: str | Path, destination: Path, options: ConversionOptions, *, overwrite: bool) -> Checkpoint:
+    """Return the checkpoint, after checking it, the destination and the space on its disk."""
+    checkpoint = open_checkpoint(
+        name,
+        revision=options.revision,
+        allow_pickle=options.allow_pickle,
+        device=find_device(options.device),
+    )
+    check_destination(destination, overwrite=overwrite, sources=(checkpoint.folder,))
+    remove_leftovers(destination.resolve())  # which may be what fills the disk
+    check_space(destination, checkpoint.num_bytes // (1 if options.dtype in ("auto", "float32") else 2))
+    return checkpoint
+
+
+def _files_beside(folder: Path) -> tuple[Path, ...]:
+    """Return the files and folders that a converted model needs beside its weights and tokenizer as its base model does.
+
+    Raises:
+        InputError: if sentence-transformers' list of modules is none.
+    """
+    names, modules = [*PROCESSOR_FILES], folder / SENTENCE_FILES[0]
+    if modules.is_file():
+        try:
+            parts = [Path(part["path"]).name for part in json.loads(modules.read_text(encoding="utf-8"))]
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(
+                f"{modules} is not a list of the modules of sentence-transformers ({error!r}). Mend it, or remove it where "
+                "the model is none of theirs."
+            ) from error
+        names += [*SENTENCE_FILES, *filter(None, parts)]
+    return tuple(folder / name for name in names)
+
+
+def _calibration_inputs(
+    checkpoint: Checkpoint,
+    options: ConversionOptions,
+    trained: Trained | None,
+    tokenizer: Any,
+    no_tokenizer: str | None,
+) -> Inputs:
+    """Return what to calibrate on; an `InputError` for a text that the model cannot read, or that is too short."""
+    data, fits = options.calibrate_on, fits_features(options, trained)
+    if options.calibration_tokens is not None and data is None:
+        raise InputError(
+            "calibration_tokens are of a text, and there is none: pass one (--calibrate), or leave them out."
+        )
+    default = FEATURE_TEXT_TOKENS if fits else SLOT_TEXT_TOKENS if options.num_slots else TEXT_TOKENS
+    tokens = options.calibration_tokens or default
+    if data is not None and reads_audio(checkpoint.config):
+        extractor = load_feature_extractor(checkpoint.folder, checkpoint.name)
+        return speech_inputs(extractor, read_utterances(data), tokens=tokens)
+    documents = None if data is None else list(read_documents(data))
+    if documents is not None and tokenizer is None:
+        raise InputError(f"cannot calibrate on {data} with {checkpoint.name}: {no_tokenizer}. Leave the text out.")
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, checkpoint.config, checkpoint.name)
+    inputs = calibration_inputs(checkpoint.config, tokenizer, documents, seed=options.seed, tokens=tokens)
+    if documents is not None:
+        check_tokens(inputs["input_ids"].unique().tolist(), checkpoint.config)
+    of_decoder = not checkpoint.config.is_encoder_decoder
+    if fits and of_decoder and (count := inputs["input_ids"].numel()) < FITTED_FROM:
+        raise InputError(
+            f"feature_map={options.feature_map} is fitted to at least {FITTED_FROM:,} tokens of text, and there are "
+            f"{count:,}. Pass a longer text (--calibrate), or another map, such as positive."
+        )
+    return inputs
