@@ -18,6 +18,7 @@ from hf_rfa.families import position_count
 from hf_rfa.io.text_io import BLOCK_LENGTH
 from hf_rfa.models.feature_maps import FEATURE_MAPS
 from hf_rfa.models.memory import MemoryLayout
+from hf_rfa.models.no_features import NoFeatures, feature_map_class
 
 from .calibrate.far_outputs import FITTED_FROM
 from .checkpoint.source import Checkpoint
@@ -79,6 +80,8 @@ class Budget:
 
     def state_rows(self, feature_map: str, num_features: int | None) -> int:
         """Return the rows of a map's state; 0 for the map without features."""
+        if feature_map == NoFeatures.name:
+            return 0
         with torch.device("meta"):
             width = self.layout.head_dim
             features = FEATURE_MAPS[feature_map](num_heads=1, head_dim=width, num_features=num_features)
@@ -174,7 +177,8 @@ def fits_features(options: ConversionOptions, trained: Trained | None) -> bool:
 
 def needs_text(feature_map: str | None) -> bool:
     """Return whether a map is fitted to a text at conversion; False for a map that is unknown."""
-    return feature_map in FEATURE_MAPS and FEATURE_MAPS[feature_map].needs_text
+    known = feature_map_class(str(feature_map))
+    return known is not None and known.needs_text
 
 
 def _with_sizes(checkpoint: Checkpoint, options: ConversionOptions) -> ConversionOptions:
@@ -221,7 +225,8 @@ def _sizes(checkpoint: Checkpoint, options: ConversionOptions) -> Sizes:
 
 def _has_fixed_size(feature_map: str) -> bool:
     """Return whether a map's number of features follows from the head's width; False for a map that is unknown."""
-    return feature_map in FEATURE_MAPS and FEATURE_MAPS[feature_map].default_num_features is None
+    known = feature_map_class(feature_map)
+    return known is not None and known.default_num_features is None
 
 
 def _check_preset(checkpoint: Checkpoint, options: ConversionOptions, preset: Preset, trained: Trained | None) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_rfa.evaluation.memory import CacheMemory, cache_memory
 from hf_rfa.families import position_count, reads_audio
 from hf_rfa.models.configuration_rfa import AttentionKind
-from hf_rfa.models.feature_maps import FEATURE_MAPS
+from hf_rfa.models.no_features import feature_map_class
 from hf_rfa.models.projected_feature_maps import RandomFeatureMap
 
 from .calibrate.calibration import LayerGain
@@ -195,7 +195,7 @@ def what_layers_keep(config: Any, feature_dims: dict[str, int]) -> str:
         config: the RFA model's configuration.
         feature_dims: F, features per head, of every kind that is converted.
     """
-    random = "random " if issubclass(FEATURE_MAPS[config.feature_map], RandomFeatureMap) else ""
+    random = "random " if issubclass(feature_map_class(config.feature_map), RandomFeatureMap) else ""
     lines = {kind: f"{count} {random}features ({config.feature_map})" for kind, count in feature_dims.items()}
     if "causal" in feature_dims:
         features = lines["causal"].replace(")", ", gated)") if config.gate else lines["causal"]

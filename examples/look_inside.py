@@ -35,9 +35,8 @@ COLORS = {"evicted": "white", "sink": "#6a9a4c", "slot": "#d9752b", "window": "#
 def kept_tokens(layer: RFALayer, length: int, window: int) -> Tensor:
     """Return how every head keeps every token of one text, [heads, length]."""
     kept = []
-    for memory in layer.memories:
-        _, score, arrival = memory.filled()
-        for head_score, head_arrival in zip(score[0], arrival[0], strict=True):
+    for places in (memory.places for memory in layer.memories if memory.places is not None):
+        for head_score, head_arrival in zip(places.score[0], places.arrival[0], strict=True):
             row = torch.full((length,), EVICTED)
             filled = head_arrival >= 0
             row[head_arrival[filled].long()] = SLOT

@@ -15,15 +15,19 @@ from .models.cache_rfa import RFALayer
 from .models.cache_rfa_seq2seq import RFASourceLayer
 from .models.configuration_rfa import RFAConfigMixin
 from .models.configuration_rfa_seq2seq import RFASeq2SeqConfigMixin
-from .models.feature_maps import FEATURE_MAPS, FeatureMap, register_feature_map
+from .models.feature_maps import FeatureMap, register_feature_map
+from .models.importance import IMPORTANCES, Importance, register_importance
+from .models.learned_feature_maps import FEATURE_MAPS
 from .models.rfa_classes import base_class
 from .version import __version__, warn_of_untested_transformers
 
 __all__ = [
     "FAMILIES",
     "FEATURE_MAPS",
+    "IMPORTANCES",
     "Family",
     "FeatureMap",
+    "Importance",
     "InputError",
     "RFAConfigMixin",
     "RFALayer",
@@ -32,6 +36,7 @@ __all__ = [
     "__version__",
     "register_family",
     "register_feature_map",
+    "register_importance",
 ]
 
 warn_of_untested_transformers()

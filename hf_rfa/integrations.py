@@ -28,10 +28,5 @@ def register_with_peft() -> None:
                     modules.setdefault(family.rfa_config.model_type, known)
 
 
-def _to_dict(self: Any) -> dict[str, Any]:
-    register_with_peft()
-    return super(RFAConfigMixin, self).to_dict()
-
-
 # PEFT asks for a model's configuration before it looks the model type up. Importing PEFT here would take longer.
-RFAConfigMixin.to_dict = _to_dict  # type: ignore[attr-defined]
+RFAConfigMixin.BEFORE_FIELDS.append(register_with_peft)

@@ -17,8 +17,8 @@ from hf_rfa.families import FAMILIES
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.configuration_rfa_seq2seq import RFASeq2SeqConfigMixin
+from hf_rfa.models.importance import LearnedImportance
 from hf_rfa.models.linear_attention import Tokens, linear_attention
-from hf_rfa.models.memory import Importance
 from tests.conftest import save_tiny_tokenizer, tiny_parent_config, tiny_seq2seq_config
 from tests.tiny_models import tiny_config
 
@@ -168,7 +168,7 @@ def draw_importance(model: torch.nn.Module) -> None:
     """Give the tokens of a model with slots any importance, which is 0 until it is calibrated."""
     generator = torch.Generator().manual_seed(5)
     for module in model.modules():
-        if isinstance(module, Importance):
+        if isinstance(module, LearnedImportance):
             module.weight.copy_(torch.randn(module.weight.shape, generator=generator))
             module.recency.copy_(torch.rand(module.recency.shape, generator=generator) * 0.2)
 
@@ -221,8 +221,8 @@ def use_flex_attention(patch: pytest.MonkeyPatch, block: int = 128) -> None:
     exact = "hf_rfa.models.exact_attention"
     patch.setattr(f"{exact}.uses_flex_attention", lambda keys_values: True)
     patch.setattr(f"{exact}._flex_attention", lambda: flex_attention)
-    patch.setattr(f"{exact}.COMPARED_AT_ONCE", 0)
-    patch.setattr(f"{exact}.BLOCK", block)
+    patch.setattr("hf_rfa.models.lifetimes.COMPARED_AT_ONCE", 0)
+    patch.setattr("hf_rfa.models.lifetimes.BLOCK", block)
     # It refuses gradients on a CPU, which its fused form lacks.
     patch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
 

@@ -185,7 +185,7 @@ def test_generation(family, variant, options, tmp_path):
 )
 def test_losses_and_gradients_of_long_texts(family, variant, packed, monkeypatch):
     """In segments of several chunks, which an accelerator takes at once; packed rows hold two documents."""
-    monkeypatch.setattr("hf_rfa.models.attention.ACCELERATOR_SEGMENT_LENGTH", 24)
+    monkeypatch.setattr("hf_rfa.models.state_attention.ACCELERATOR_SEGMENT_LENGTH", 24)
     at_once = Mock(wraps=linear_attention._chunked_at_once)
     monkeypatch.setattr(linear_attention, "_chunked_at_once", at_once)
     model, ids = make(family, variant, chunk_size=5).train(), tokens(2, 60)

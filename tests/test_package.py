@@ -38,7 +38,7 @@ LAYERS = [
 #: rises with its reason in a comment beside it.
 LINES = {
     "hf_rfa": 580,
-    "hf_rfa/models": 5_880,
+    "hf_rfa/models": 6_050,  # 170 more: rules of importance are a registry, and features are left out of checkpoints
     "hf_rfa/io": 520,
     "hf_rfa/inference": 1_140,
     "hf_rfa/evaluation": 1_200,

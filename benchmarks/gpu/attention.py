@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
+from hf_rfa.models.importance import LearnedImportance
 from hf_rfa.models.linear_attention import Tokens, linear_attention
 
 from .models import RFA, SOFTMAX, attention_layer
@@ -36,7 +37,7 @@ def exact(setting: Setting, batch: int, length: int) -> dict[str, Any]:
     torch.compiler.reset()
     layer = attention_layer(setting, RFA)
     inputs = _inputs(setting, (batch, HEADS, length), KEY_VALUE_HEADS)
-    width = layer.importance.weight.shape[1]  # type: ignore[union-attr]
+    width = cast(LearnedImportance, layer.importance).weight.shape[1]
     hidden = torch.randn(batch, length, width, device=setting.device, dtype=torch.bfloat16)
     return _times(setting, lambda *tensors: layer.attend(*tensors, hidden_states=hidden)[0], inputs)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
+from hf_rfa.models.importance import LearnedImportance
 from hf_rfa.models.linear_attention import DEFAULT_CHUNK_SIZE, Tokens, linear_attention
 from tests.memory_by_loop import memory_by_loop
 
@@ -67,7 +68,7 @@ def exact(setting: Setting, name: str, dtype: torch.dtype, length: int) -> dict[
     layer = attention_layer(setting, name)
     heads, width = layer.rfa_heads, layer.rfa_width
     torch.manual_seed(length)
-    hidden = torch.randint(-2, 3, (2, length, layer.importance.weight.shape[1]))  # type: ignore[union-attr]
+    hidden = torch.randint(-2, 3, (2, length, cast(LearnedImportance, layer.importance).weight.shape[1]))
     padding = torch.ones(2, length, dtype=torch.long)
     padding[1, : length // 3] = 0
     starts = torch.zeros(2, length, dtype=torch.bool)

@@ -17,11 +17,12 @@ from transformers.utils import ModelOutput
 
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.attention_seq2seq import RFASeq2SeqAttentionMixin
-from hf_rfa.models.exact_attention import FOREVER, arrivals_of, ends_of
-from hf_rfa.models.feature_maps import compute_dtype
+from hf_rfa.models.feature_maps import Features
+from hf_rfa.models.importance import Importance
+from hf_rfa.models.lifetimes import Lifetimes, arrivals_of, lifetimes
 from hf_rfa.models.linear_attention import mask_padding
 from hf_rfa.models.masking import MASKED_LOGIT, group_queries, rows_per_token, split_heads, to_rows
-from hf_rfa.models.memory import EMPTY
+from hf_rfa.models.memory import EMPTY, MemoryLayout, compute_dtype
 
 from .attention_weights import ExactTokens, log_attention_weights, seen_by
 
@@ -120,10 +121,13 @@ def compare_weights(
     dtype = compute_dtype(activations.query.dtype)
     query, key = activations.query.to(dtype), activations.key.to(dtype)
     least_shift = layer.feature_map.least_shift(None)
-    features = layer.feature_map(query, key, least_shift=least_shift, offset=layer.window_size > 0)
+    if layer.feature_map.feature_dim:
+        features = layer.feature_map(query, key, least_shift=least_shift, offset=layer.window_size > 0)
+    else:
+        features = Features(query[..., :0], key[..., :0], torch.zeros_like(query[..., :1]), None)
     window = exact_tokens(layer, query, key, features.offset, activations.key_mask, hidden_states)
     gated = layer.gate is not None and hidden_states is not None
-    log_decay, input_scale = layer.gate(hidden_states) if gated else (None, None)  # type: ignore[misc]
+    log_decay, input_scale = layer.gate(hidden_states) if gated else (None, None)
     log_decay, input_scale = mask_padding(activations.key_mask, log_decay, input_scale)
     for target in softmax_weights(layer, activations) if targets is None else targets:
         log_weights = log_attention_weights(
@@ -154,21 +158,40 @@ def exact_tokens(
     layout = layer.memory_layout(key.dtype)
     if not layout.places:
         return None
+    if hidden_states is None:
+        layout = replace(layout, slots=0)
+    tokens, ordinal = lifetimes_of(layer, layout, key, key_mask, hidden_states)
+    return ExactTokens(query * layer.scaling, key, cast(Tensor, offset), tokens, ordinal)
+
+
+def lifetimes_of(
+    layer: RFAAttentionMixin,
+    layout: MemoryLayout,
+    key: Tensor,
+    key_mask: Tensor | None,
+    hidden_states: Tensor | None = None,
+) -> tuple[Lifetimes, Tensor]:
+    """Return when whole texts' tokens are seen exactly in a memory of some layout, and their ordinals, [N, T].
+
+    Args:
+        layer: the layer.
+        layout: its own, or one with other numbers of tokens.
+        key: [N, H, T, d].
+        key_mask: [N, T], True for tokens, or None.
+        hidden_states: the layer's input, [N, T, width], which importance reads; None without slots.
+    """
     rows, heads, length, _ = key.shape
-    none_so_far = torch.zeros(rows, dtype=torch.int32, device=key.device)
-    tokens = arrivals_of(none_so_far, length, layout, key_mask, None)
-    arrival = tokens.ordinal if key_mask is None else tokens.ordinal.masked_fill(~key_mask, EMPTY)
-    if layer.importance is None or hidden_states is None:
-        layout, score = replace(layout, slots=0), torch.zeros(rows, heads, length, device=key.device)
-    else:
-        score = layer.importance.score(hidden_states, tokens.ordinal)
-    score = score.masked_fill(cast(Tensor, tokens.is_sink)[:, None], math.inf)
+    arrivals = arrivals_of(torch.zeros(rows, dtype=torch.int32, device=key.device), length, layout, key_mask, None)
+    ordinal = arrivals.ordinal
+    arrival = ordinal if key_mask is None else ordinal.masked_fill(~key_mask, EMPTY)
+    score = torch.zeros(rows, heads, length, device=key.device)
+    if layout.slots:
+        score = cast(Importance, layer.importance).score(cast(Tensor, hidden_states), key, ordinal)
+    score = score.masked_fill(arrivals.is_sink[:, None], math.inf)
     arrival = arrival[:, None].expand_as(score)
-    heads_apart = zip(score.split(1, dim=1), arrival.split(1, dim=1), strict=True)  # each takes quadratic memory
-    until = torch.cat([ends_of(scores, arrivals, layout) for scores, arrivals in heads_apart], dim=1)
-    # Places instead of ordinals: padding stands before the tokens, or after them.
-    first = 0 if key_mask is None else key_mask.int().argmax(1)[:, None, None]
-    return ExactTokens(query * layer.scaling, key, cast(Tensor, offset), (until + first).clamp(0, FOREVER).long())
+    by_head = zip(score.split(1, dim=1), arrival.split(1, dim=1), strict=True)  # each takes quadratic memory
+    parts = zip(*(lifetimes(scores, arrived, layout) for scores, arrived in by_head), strict=True)
+    return Lifetimes(*(torch.cat(part, dim=1) for part in parts)), ordinal
 
 
 def layer_divergence(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_rfa.models.feature_maps import FeatureMap
 from hf_rfa.models.learned_feature_maps import ExponentialMap, HedgehogMap, MLPMap
+from hf_rfa.models.lifetimes import Lifetimes
 from hf_rfa.models.linear_attention import denominator, differentiable, divide
 from hf_rfa.models.masking import MASKED_LOGIT, rows_per_token, to_rows
 from hf_rfa.models.projected_feature_maps import GaussianMap, PositiveMap, from_heads, to_heads
@@ -46,21 +47,29 @@ class ExactTokens(NamedTuple):
         query: scaled, [B, H, Tq G, d].
         key: [B, H, Tk, d].
         offset: makes exp(q·k·s) commensurate with φ(q)·φ(k), [B, H, Tq G, 1].
-        until: the place of the first token whose queries do not see a key any more, [B, H, Tk].
+        tokens: when each key is seen, [B, H, Tk].
+        ordinal: how many tokens came before each, [B, Tk].
     """
 
     query: Tensor
     key: Tensor
     offset: Tensor
-    until: Tensor
+    tokens: Lifetimes
+    ordinal: Tensor
 
     def near(self, rows: slice) -> Tensor:
         """Return which of the keys up to theirs some queries see exactly, [B, H, rows, keys]."""
         groups = rows_per_token(self.query, self.key)
         tokens = tokens_of(rows, groups)
-        now = torch.arange(tokens.start, tokens.stop, device=self.until.device)[:, None]
-        near = now < self.until[:, :, None, : tokens.stop]
+        near = self.tokens.visible(self.ordinal[:, tokens])[..., : tokens.stop]
         return to_rows(near, groups) & seen_by(rows, self.query, self.key)
+
+    def joins_with(self) -> Tensor:
+        """Return the place of the token with which each key joins the state, [B, H, Tk]; the last one where none does."""
+        place = self.tokens.until
+        is_token = self.tokens.arrival[:, 0] >= 0
+        place = place + is_token.int().argmax(1)[:, None, None]  # padding stands before the tokens, or after them
+        return place.clamp(0, self.key.shape[2] - 1).long()
 
 
 def log_attention_weights(
@@ -130,7 +139,7 @@ def absorbed(per_token: Tensor, window: ExactTokens | None) -> Tensor:
     """Return what there is per token, [B, H or 1, T], of the token with which each one joins the state, [B, H, T]."""
     if window is None:
         return per_token
-    joins_with = window.until.clamp_max(per_token.shape[-1] - 1)
+    joins_with = window.joins_with()
     return per_token.expand(-1, joins_with.shape[1], -1).gather(-1, joins_with)
 
 

@@ -35,8 +35,10 @@ from transformers import PreTrainedModel
 
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.configuration_rfa import AttentionKind
-from hf_rfa.models.feature_maps import FeatureMap, NoFeatures
+from hf_rfa.models.feature_maps import FeatureMap
 from hf_rfa.models.gate import Gate
+from hf_rfa.models.importance import LearnedImportance
+from hf_rfa.models.no_features import NoFeatures
 from hf_rfa.models.projected_feature_maps import PositiveMap, ProjectedFeatureMap
 from hf_rfa.process_memory import give_back_memory
 
@@ -114,7 +116,8 @@ def calibrate(
     """
     masks = padding_masks(inputs)
     has_features = {name: not isinstance(layer.feature_map, NoFeatures) for name, layer in rfa_layers(model).items()}
-    layers = {name: layer for name, layer in rfa_layers(model).items() if has_features[name] or layer.num_slots}
+    learns = {name: isinstance(layer.importance, LearnedImportance) for name, layer in rfa_layers(model).items()}
+    layers = {name: layer for name, layer in rfa_layers(model).items() if has_features[name] or learns[name]}
     gains: list[LayerGain] = []
 
     def calibrate_named(name: str, layer_inputs: LayerInputs, projection: str | None) -> None:
@@ -122,7 +125,7 @@ def calibrate(
         layer, hidden_states = layers[name], layer_inputs.hidden_states
         activations = layer_activations(layer, layer_inputs, masks)
         text = FarText(layer, activations, None if projection is None else output_root(layer, projection))
-        if layer.num_slots:
+        if learns[name]:
             regress_importance(layer, activations, hidden_states)
             if text.is_long:
                 refine_importance(layer, text, hidden_states)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from hf_rfa.models.feature_maps import FeatureMap
 from hf_rfa.models.masking import split_heads
 
 from ..checkpoint.offload import tensor_of
-from .activations import LayerActivations
+from .activations import LayerActivations, lifetimes_of
 
 #: Queries of a step of gradient descent, and rows that they are of.
 STEP_QUERIES, STEP_ROWS = 480, 6
@@ -114,10 +114,10 @@ def far_queries(
     query, key, value = (x[rows].float() for x in (activations.query, activations.key, activations.value))
     length, mask = key.shape[2], activations.key_mask
     is_token = torch.ones(key.shape[0], length, dtype=torch.bool, device=places.device) if mask is None else mask[rows]
-    ordinal = is_token.cumsum(1) - 1
-    age = ordinal[:, places, None] - ordinal[:, None]
+    layout = replace(layer.memory_layout(key.dtype), slots=0)
+    tokens, ordinal = lifetimes_of(layer, layout, key[:, :1], is_token)
     seen = (places[:, None] >= torch.arange(length, device=places.device)) & is_token[:, None]
-    near = seen & ((age < layer.window_size) | (ordinal[:, None] < layer.num_sinks))
+    near = seen & tokens.visible(ordinal[:, places])[:, 0]
     query = query.unflatten(2, (length, -1))[:, :, places]  # [n, H, Q, G, d]
     logits = (query.flatten(2, 3) @ key.mT * layer.scaling).unflatten(2, query.shape[2:4])
     logits = logits.masked_fill_(~seen[:, None, :, None], UNSEEN)

@@ -34,7 +34,7 @@ def fit_features(text: FarText, hidden_states: Tensor) -> Tensor:
     if layer.importance is None:
         score = torch.zeros(text.activations.key.shape[:3], device=hidden_states.device)
     else:
-        score = layer.importance.score(hidden_states, text.is_token.cumsum(1) - 1)
+        score = layer.importance.score(hidden_states, text.activations.key, text.is_token.cumsum(1) - 1)
 
     def held_out_errors(feature_map: FeatureMap | None) -> Tensor:
         errors = [

@@ -18,14 +18,16 @@ what is trained on.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.importance import LearnedImportance
 
-from .activations import LayerActivations, softmax_weights
+from .activations import LayerActivations, lifetimes_of, softmax_weights
 from .attention_weights import tokens_of
 from .far_outputs import STEP_QUERIES, FarQueries, FarText
 
@@ -57,7 +59,9 @@ def regress_importance(layer: RFAAttentionMixin, activations: LayerActivations, 
         hidden_states: its input there, [N, T, width].
     """
     target, weight = far_weights(layer, activations)
-    if layer.importance is None or not bool(weight.any()):  # no text is longer than the window
+    if not isinstance(layer.importance, LearnedImportance) or not bool(
+        weight.any()
+    ):  # no text is longer than the window
         return
     target = (target + LEAST_MEAN * (target * weight).sum((0, 2), keepdim=True) / weight.sum()).clamp_min(1e-30).log()
     rows = weight[:, 0].flatten().nonzero()[:, 0]
@@ -84,19 +88,19 @@ def far_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> tupl
         The means [N, H, T], and how many queries they are of, up to `ENOUGH_QUERIES` and 0 for padding and sinks, [N, 1, T].
     """
     rows, heads, length, _ = activations.key.shape
-    groups = activations.query.shape[2] // length
+    groups, key = activations.query.shape[2] // length, activations.key
     mask = activations.key_mask
-    mask = torch.ones(rows, length, dtype=torch.bool, device=activations.key.device) if mask is None else mask
-    count = mask.cumsum(1)
-    total = torch.zeros(rows, heads, length, device=count.device)
+    mask = torch.ones(rows, length, dtype=torch.bool, device=key.device) if mask is None else mask
+    window = replace(layer.memory_layout(key.dtype), slots=0, sinks=0)
+    in_window, ordinal = lifetimes_of(layer, window, key[:, :1], mask)
+    total = torch.zeros(rows, heads, length, device=key.device)
     for target in softmax_weights(layer, activations):
         tokens, keys = tokens_of(target.rows, groups), target.softmax.shape[-1]
-        far = count[:, tokens, None] - count[:, None, :keys] >= layer.window_size
-        far = far & mask[:, tokens, None]
+        far = (in_window.until[:, :, None, :keys] <= ordinal[:, None, tokens, None]) & mask[:, None, tokens, None]
         squares = target.softmax.square().unflatten(2, (-1, groups)).sum(3)
-        total[..., :keys] += squares.mul_(far[:, None]).sum(2)
-    queries = (count[:, -1:] - count - layer.window_size + 1).clamp_min(0)
-    weight = queries.clamp_max(ENOUGH_QUERIES) * (mask & (count > layer.num_sinks))
+        total[..., :keys] += squares.mul_(far).sum(2)
+    queries = (ordinal[:, -1:] - in_window.until[:, 0] + 1).clamp_min(0)
+    weight = queries.clamp_max(ENOUGH_QUERIES) * (mask & (ordinal >= layer.num_sinks))
     return total / queries[:, None].clamp_min(1), weight[:, None].float()
 
 
@@ -108,7 +112,7 @@ def refine_importance(layer: RFAAttentionMixin, text: FarText, hidden_states: Te
         text: its queries in the softmax model.
         hidden_states: its input there, [N, T, width].
     """
-    if layer.importance is None:
+    if not isinstance(layer.importance, LearnedImportance):
         return
     is_token = text.is_token
     ordinal = is_token.cumsum(1) - 1

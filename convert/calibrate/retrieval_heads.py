@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
 from hf_rfa.models.attention import RFAAttentionMixin
-from hf_rfa.models.exact_attention import Reading
+from hf_rfa.models.exact_attention import read_tokens
 from hf_rfa.models.masking import group_queries, ungroup
 from hf_rfa.process_memory import give_back_memory
 
@@ -114,8 +114,8 @@ def _attend_in_part(
     else:
         length = query.shape[2]
         visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
-        reading = Reading(scaling=layer.scaling, joined=True, sink_logits=sink_logits)
-        exact, _ = reading(group_queries(query, key.shape[1]), torch.cat([key, value.to(key.dtype)], dim=-1), visible)
+        rows, keys_values = group_queries(query, key.shape[1]), torch.cat([key, value.to(key.dtype)], dim=-1)
+        exact, _ = read_tokens(rows, keys_values, visible, layer.scaling, sink_logits=sink_logits)
         exact = ungroup(exact, query.shape[1])
     exact = exact.to(value.dtype)
     share = shares[row].repeat_interleave(query.shape[1] // key.shape[1])[:, None, None].to(value.dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.cache_rfa import RFALayer
+from hf_rfa.models.memory import Places
 from hf_rfa.models.positions import origins
 
 
@@ -146,9 +147,8 @@ class ServedAttention(RFAAttentionMixin):
     def _move(self, layer: RFALayer) -> None:
         """Move what a cache layer holds to where the next token's epoch has it."""
         if self.max_distance:
-            memory = layer.memories[0]
-            origin = origins(memory.count, self.memory_layout(memory.filled()[0].dtype))
-            layer.move(self.motions(), origin)
+            places = cast(Places, layer.memories[0].places)
+            layer.move(origins(places.count, self.memory_layout(places.keys_values.dtype)), self.motions())
 
 
 @cache

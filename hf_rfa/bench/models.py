@@ -94,8 +94,8 @@ def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0
         if isinstance(layer, RFALayer):
             layer.cumulative_length.add_(missing)
             for memory in layer.memories:
-                if memory.arrival is not None:
-                    memory.arrival.add_(missing)  # as far below 0 as before for an empty place
+                if memory.places is not None:
+                    memory.places.arrival.add_(missing)  # as far below 0 as before for an empty place
         else:
             rows, heads, _, width = layer.keys.shape
             layer.update(*torch.randn(2, rows, heads, missing, width, device=model.device, dtype=model.dtype))

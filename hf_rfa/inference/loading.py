@@ -28,7 +28,7 @@ from ..errors import InputError
 from ..families import has_rotary_positions, reads_audio
 from ..models.attention import AttentionComponent, RFAAttentionMixin
 from ..models.configuration_rfa import RFAConfigMixin
-from ..models.feature_maps import NoFeatures
+from ..models.no_features import NoFeatures
 from ..models.streaming import can_move
 from .devices import find_device
 

@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.import_utils import is_tracing
 
-from .attention import RFAAttentionMixin, without_autocast
+from .attention import without_autocast
 from .cache_rfa_seq2seq import cross_layer_of
 from .feature_maps import Features
 from .linear_attention import Tokens, denominator, divide, final_state, mask_padding, rescale, split_norm_row
 from .masking import group_queries, ungroup
+from .state_attention import StateAttentionMixin
 
 
 def beams_per_source(encoder_hidden_states: Tensor, padding_mask: Tensor | None) -> int:
@@ -61,7 +62,7 @@ def one_hot_values(key: Tensor) -> Tensor:
     return torch.eye(key.shape[-2], dtype=key.dtype, device=key.device).expand(*key.shape[:-1], -1)
 
 
-class RFASeq2SeqAttentionMixin(RFAAttentionMixin):
+class RFASeq2SeqAttentionMixin(StateAttentionMixin):
     """Converted attention of an encoder and a decoder: causal attention, and of every query to every key."""
 
     def project_query(self, hidden_states: Tensor) -> Tensor:

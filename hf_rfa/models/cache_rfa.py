@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +16,9 @@ from transformers.cache_utils import (
 )
 
 from .cache_names import CACHE_NAME
-from .exact_attention import arrivals_of, take_in
-from .linear_attention import Tokens, final_state, updates_in_place
-from .memory import Memory, MemoryLayout, Target, empty_memory, in_order, targets_of
+from .exact_attention import HeadGroup, NewTokens, take_in
+from .lifetimes import Target, arrivals_of, targets_of
+from .memory import Memory, MemoryLayout, Places, empty_memory, updates_in_place
 from .positions import Motion
 
 #: Name of the layer type in ``config.layer_types``; `DynamicCache` makes one `RFALayer` for each entry of that name.
@@ -27,49 +26,6 @@ RFA_LAYER_TYPE = "rfa"
 
 #: Most steps that are recorded, so that a recording that nobody crops stays small. No assistant drafts as many tokens.
 MAX_RECORDED_STEPS = 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedStep:
-    """The new tokens of one step, of which `RFALayer.crop` can take in a part again.
-
-    Attributes:
-        keys_values: keys and values of the tokens, [B, H, T, 2d].
-        score: theirs for slots, [B, H, T], or None.
-        is_token: False for padding, [B, T], or None where nothing is padded.
-        layout: of the memory that takes them in.
-        motion: how the memory's tokens move where an epoch begins, or None where they stay.
-        absorbed: what joined the state with each of them: features of keys, [B, H, T, F], values, decays and scales; None for
-            heads without features.
-        denominator_floor: that of the feature map.
-    """
-
-    keys_values: Tensor
-    score: Tensor | None
-    is_token: Tensor | None
-    layout: MemoryLayout
-    motion: Motion | None
-    absorbed: Tokens | None
-    denominator_floor: float | None
-
-    def moved_as(self, memory: Memory, other: Memory) -> Memory:
-        """Return a memory with its tokens in the epoch of another one."""
-        return memory if self.motion is None else self.motion.move(memory, other.origin_of_rows())
-
-    def replay(self, count: int, memory: Memory) -> Memory:
-        """Return a memory after the first ``count`` tokens."""
-        if memory.arrival is not None:
-            is_token = None if self.is_token is None else self.is_token[:, :count]
-            arrivals = arrivals_of(memory.count, count, self.layout, is_token, None, memory)
-            score = None if self.score is None else self.score[..., :count]
-            keys_values = self.keys_values[:, :, :count]
-            memory = take_in(keys_values, score, arrivals, in_order(memory), self.layout, self.motion)
-        if self.absorbed is None:
-            return memory
-        state = final_state(
-            self.absorbed.first(count), initial_state=memory.state, denominator_floor=self.denominator_floor
-        )
-        return replace(memory, state=state)
 
 
 class RFALayer(CacheLayerMixin):
@@ -85,7 +41,9 @@ class RFALayer(CacheLayerMixin):
     Attributes:
         memories: that of the layer's heads, and that of its retrieval heads where it has some; empty before the first token.
         layouts: those of the memories.
-        targets: where the next token goes in each of the memories that have places, or None until `next_targets` is asked.
+        motions: how the tokens of each memory move where an epoch begins; None for those that stay.
+        targets: where the next token goes in each memory, None for those without places; empty where `find_targets` was not
+            called since the last token, or no step may change the memories in place.
         cumulative_length: number of tokens seen, padding included: a tensor, so that no compiler takes it for a constant.
         tokens_left: tokens that may follow before it has to be asked again where a text's positions stand
             (`hf_rfa.models.streaming`); read of a cache's first layer alone, and a number, so that nobody waits for a device.
@@ -109,6 +67,7 @@ class RFALayer(CacheLayerMixin):
         self.cumulative_length = torch.tensor(0)
         self.memories = []
         self.layouts: list[MemoryLayout] = []
+        self.motions: list[Motion | None] = []
         self.record_past = False
         self.ask_again()
         self._forget()
@@ -126,7 +85,7 @@ class RFALayer(CacheLayerMixin):
     @memories.setter
     def memories(self, memories: list[Memory]) -> None:
         self._memories = memories
-        self.targets: list[Target | None] | None = None
+        self.targets: list[Target | None] = []
         # As transformers' static caches do, so that CUDA graphs take the addresses as they are.
         for tensor in () if torch.compiler.is_compiling() else (*self.tensors().values(), self.cumulative_length):
             if tensor.is_cuda:
@@ -135,7 +94,7 @@ class RFALayer(CacheLayerMixin):
     def _forget(self) -> None:
         """Drop what was recorded."""
         self._before: list[Memory] = []
-        self._steps: list[tuple[list[RecordedStep], int]] = []
+        self._steps: list[tuple[list[tuple[NewTokens, Any]], int]] = []
 
     def activate_past_recording(self) -> None:
         """Keep what `crop` needs to remove tokens that come from now on."""
@@ -151,13 +110,12 @@ class RFALayer(CacheLayerMixin):
 
     def restore(self, tensors: dict[str, Tensor], length: int) -> None:
         """Hold tensors by the names of `tensors`, after ``length`` tokens."""
-        self.ask_again()
-        self.memories = []
-        for name, tensor in sorted(tensors.items()):
+        parts: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
             index, attribute = name.split(".")
-            while len(self.memories) <= int(index):
-                self.memories.append(Memory())
-            setattr(self.memories[int(index)], attribute, tensor)
+            parts.setdefault(int(index), {})[attribute] = tensor
+        self.ask_again()
+        self.memories = [Memory.of(parts[index]) for index in sorted(parts)]
         first = next(iter(tensors.values()))
         self.lazy_initialization(first, first)
         self.cumulative_length.fill_(length)
@@ -173,19 +131,20 @@ class RFALayer(CacheLayerMixin):
         self.cumulative_length = self.cumulative_length.to(self.device)
         self.is_initialized = True
 
-    def read(self, layouts: list[MemoryLayout], batch: int, device: torch.device) -> list[Memory]:
+    def read(
+        self, layouts: list[MemoryLayout], motions: list[Motion | None], batch: int, device: torch.device
+    ) -> list[Memory]:
         """Return what the layer's memories of some layouts hold, on a device; a step may change them in place."""
-        both = [tensor for memory in self.memories for tensor in (memory.keys_values, memory.state)]
-        tensors = [tensor for tensor in both if tensor is not None]  # what else there is goes with keys and values
+        tensors = list(self.tensors().values())
         if not tensors or (
             tensors[0].shape[0] != batch and not bool(self.cumulative_length)
         ):  # after `reset` any batch
             self.memories = [empty_memory(layout, batch, device) for layout in layouts]
             self.ask_again()
-        elif not all(_is_usable(tensor, device) for tensor in tensors):
+        elif not self.is_usable(device):
             self._change(lambda tensor: _usable(tensor, device))
             self.cumulative_length = _usable(self.cumulative_length, device)
-        self.layouts = layouts
+        self.layouts, self.motions = layouts, motions
         if not self.is_initialized:
             first = torch.empty(0, dtype=layouts[0].dtype, device=device)
             self.lazy_initialization(first, first)
@@ -195,22 +154,43 @@ class RFALayer(CacheLayerMixin):
             self._before = [memory.map(torch.clone) for memory in self.memories]
         return self.memories
 
-    def is_like(self, layer: RFALayer) -> bool:
-        """Return whether this layer keeps what another one keeps, and may be changed in place where that one is."""
-        if self is layer or self.record_past or self.layouts != layer.layouts:
-            return False
-        ours, theirs = self.memories[0].arrival, layer.memories[0].arrival
-        if ours is None or theirs is None:  # a state alone
-            return False
-        return ours.shape[0] == theirs.shape[0] and _is_usable(ours, theirs.device)
+    def is_usable(self, device: torch.device) -> bool:
+        """Return whether the memories are on a device and can be changed in place there: one tensor goes with all others."""
+        for memory in self.memories:
+            tensor = memory.state if memory.places is None else memory.places.arrival
+            if tensor is not None and not _is_usable(tensor, device):
+                return False
+        return True
 
-    def step_taken(self, cache: Cache, key: Tensor, value: Tensor) -> None:
-        """Count a token that was taken in place, of whose key and value only the device matters, as a layer of ``cache``."""
-        if cache.offloading:
-            cache.update(key, value, cache.layers.index(self), memories=self.memories, num_tokens=1)
-        else:
-            self.targets = None
+    def take(
+        self,
+        cache: Cache,
+        key: Tensor,
+        value: Tensor,
+        *,
+        memories: list[Memory],
+        recorded: list[tuple[NewTokens, Any]] | None,
+        in_place: bool,
+    ) -> None:
+        """Hold memories after new tokens, as a layer of ``cache``.
+
+        Args:
+            cache: the cache.
+            key: of the new tokens, [B, H, T, d]; only device and length matter.
+            value: of the new tokens.
+            memories: those of `read`, after the tokens.
+            recorded: the tokens for every memory, and what joined its state with them
+                (`hf_rfa.models.linear_attention.Absorbed`) or None, while the layer records.
+            in_place: whether the memories are those of `read` themselves.
+        """
+        if in_place and recorded is None and not cache.offloading:
+            for before, after in zip(self.memories, memories, strict=True):
+                before.places, before.state = after.places, after.state
+            self.targets = []
             self.cumulative_length.add_(1)
+        else:
+            index = cache.layers.index(self)
+            cache.update(key, value, index, memories=memories, num_tokens=key.shape[-2], recorded=recorded)
 
     def update(
         self,
@@ -219,7 +199,7 @@ class RFALayer(CacheLayerMixin):
         *args: Any,
         memories: list[Memory] | None = None,
         num_tokens: int = 0,
-        recorded: list[RecordedStep] | None = None,
+        recorded: list[tuple[NewTokens, Any]] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """Store the memories after some tokens.
@@ -230,7 +210,7 @@ class RFALayer(CacheLayerMixin):
             *args: what transformers adds.
             memories: those of `read`, after the tokens.
             num_tokens: number of the tokens since `read`, padding included.
-            recorded: the tokens, for every memory, while the layer records.
+            recorded: as for `take`.
             **kwargs: what transformers adds.
 
         Raises:
@@ -271,7 +251,7 @@ class RFALayer(CacheLayerMixin):
         """Forget all tokens; every tensor stays where it lies."""
         for memory in self.memories:
             memory.clear()
-        self.targets = None
+        self.targets = []
         self.cumulative_length.zero_()
         self.ask_again()
         self._forget()
@@ -311,29 +291,40 @@ class RFALayer(CacheLayerMixin):
             memories, remaining = self._before, recorded - count
             for steps, length in self._steps:
                 if remaining > 0:
-                    replayed = zip(steps, memories, strict=True)
-                    memories = [step.replay(min(length, remaining), memory) for step, memory in replayed]
+                    memories = self._replayed(steps, min(length, remaining), memories)
                 remaining -= length
             # Sliding softmax layers stay in the epoch that they are in.
-            last = zip(self._steps[-1][0], memories, self.memories, strict=True)
-            memories = [step.moved_as(memory, now) for step, memory, now in last]
+            origin = None if self.memories[0].places is None else self.memories[0].places.origin
+            memories = [_moved(memory, motion, origin) for memory, motion in zip(memories, self.motions, strict=True)]
             self.memories = [memory.stored_in(before) for memory, before in zip(memories, self.memories, strict=True)]
             self.cumulative_length.sub_(count)
             self.ask_again()
         self._forget()
 
-    def move(self, motions: list[Motion | None], origin: Tensor) -> None:
+    def _replayed(self, steps: list[tuple[NewTokens, Any]], count: int, memories: list[Memory]) -> list[Memory]:
+        """Return memories after the first ``count`` tokens of a recorded step."""
+        after = []
+        for (new, absorbed), memory, layout, motion in zip(steps, memories, self.layouts, self.motions, strict=True):
+            places, state = memory.places, memory.state
+            if places is not None:
+                first = new.first(count)
+                first.arrivals = arrivals_of(places.count, count, layout, first.is_token, None, places)
+                places = take_in(first, HeadGroup(memory, layout, None, motion))
+            if absorbed is not None:
+                state = absorbed.state_after(count, state)
+            after.append(Memory(places, state))
+        return after
+
+    def move(self, origin: Tensor, motions: list[Motion | None]) -> None:
         """Move the memories' tokens to where an epoch has them, in place where that may be.
 
         Args:
-            motions: of the memories.
             origin: eB of the epoch, [B] (`hf_rfa.models.positions`).
+            motions: of the memories.
         """
-        moved = []
-        for memory, motion in zip(self.memories, motions, strict=True):
-            after = memory if motion is None else motion.move(memory, origin.to(memory.filled()[0].device))
-            in_place = all(_is_usable(tensor, tensor.device) for tensor in memory.tensors().values())
-            moved.append(after.stored_in(memory) if in_place else after)
+        moved = [_moved(memory, motion, origin) for memory, motion in zip(self.memories, motions, strict=True)]
+        if all(_is_usable(tensor, tensor.device) for tensor in self.tensors().values()):
+            moved = [memory.stored_in(before) for memory, before in zip(moved, self.memories, strict=True)]
         self.memories = moved
 
 
@@ -365,29 +356,26 @@ def rfa_layer_of(cache: Cache, layer_idx: int) -> RFALayer:
     return new
 
 
-def next_targets(cache: Cache, layer: RFALayer, layouts: list[MemoryLayout], key: Tensor) -> list[Target | None] | None:
-    """Return where the next token goes in each memory of a cache's layer, or None where no step may change it in place.
+def find_targets(cache: Cache | None, device: torch.device) -> None:
+    """Find where the next token goes in all memories of a cache at once: one operation costs as much for one.
 
-    The targets of all layers are found at once, when the first of them is asked for, and stay with the layers until these
-    take the token in.
-
-    Args:
-        cache: the cache.
-        layer: one of its layers.
-        layouts: of the layer's memories.
-        key: [B, ·, ·, ·], on the layer's device.
+    Layers that record, or whose memories lie elsewhere, are left out; attention asks `hf_rfa.models.lifetimes.targets_of`
+    for these itself. A stack of layers calls it before each of its steps.
     """
-    if not updates_in_place():
-        return None
-    layer.read(layouts, key.shape[0], key.device)
-    alike = [layer, *(other for other in cache.layers if isinstance(other, RFALayer) and other.is_like(layer))]
-    parts: list[list[Target | None]] = []
-    for index, layout in enumerate(layouts):
-        memories = [member.memories[index] for member in alike]
-        parts.append(list(targets_of(memories, layout)) if layout.places else [None] * len(alike))
-    for member, *targets in zip(alike, *parts, strict=True):
-        member.targets = targets
-    return layer.targets
+    kinds: dict[Any, list[tuple[RFALayer, int]]] = {}
+    layers: list[Any] = [] if cache is None or not updates_in_place() else cache.layers
+    for layer in layers:
+        if getattr(layer, "holds", None) == RFALayer.holds:
+            usable = bool(layer.layouts) and not layer.record_past and layer.is_usable(device)
+            layer.targets = [None] * len(layer.memories) if usable else []
+            for index, layout in enumerate(layer.layouts if usable else []):
+                if layout.places:
+                    kinds.setdefault(layout.kind, []).append((layer, index))
+    for members in kinds.values():
+        places = [cast(Places, layer.memories[index].places) for layer, index in members]
+        targets = targets_of(places, [layer.layouts[index] for layer, index in members])
+        for (layer, index), target in zip(members, targets, strict=True):
+            layer.targets[index] = target
 
 
 def layer_at(cache: Cache, layer_idx: int) -> Any:
@@ -395,6 +383,13 @@ def layer_at(cache: Cache, layer_idx: int) -> Any:
     while len(cache.layers) <= layer_idx:
         cache.layers.append(DynamicLayer())
     return cache.layers[layer_idx]
+
+
+def _moved(memory: Memory, motion: Motion | None, origin: Tensor | None) -> Memory:
+    """Return a memory with its tokens where an epoch has them, [B], if they move."""
+    if memory.places is None or motion is None or origin is None:
+        return memory
+    return Memory(motion.move(memory.places, origin), memory.state)
 
 
 def _is_usable(tensor: Tensor, device: torch.device) -> bool:

@@ -5,21 +5,28 @@ where the annotation is a type, and not its name.
 """
 
 import copy
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from os import PathLike
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from .cache_rfa import RFA_LAYER_TYPE
-from .feature_maps import FEATURE_MAPS, NoFeatures
-from .learned_feature_maps import ExponentialMap, LearnedFeatureMap
-from .projected_feature_maps import RandomFeatureMap
+from .importance import DEFAULT_IMPORTANCE, IMPORTANCES
+from .no_features import NoFeatures, all_feature_maps, feature_map_class
 from .rfa_classes import base_class, make_class
 
+#: The module that a checkpoint with features loads first.
+FEATURES = "modeling_rfa_features"
+#: The modules that it takes the place of.
+DECODERS = ("configuration_rfa", "modeling_rfa_decoder")
 #: Seeds from 0 to this draw different matrices: torch's generator for the CPU reads 32 bits of a seed.
 MAX_SEED = 2**32 - 1
 
@@ -50,11 +57,12 @@ class RFAConfigMixin:
         trainable_projection: make the random W a parameter instead of a fixed buffer.
         feature_seed: seed of all random matrices, from 0 to 2³² − 1.
         gate: multiply the state by a learned gate per head and token (RFA-Gate).
-        window_size: W, the number of last tokens (the query's own included) that causal attention sees exactly, by softmax
+        window_size: N, the number of last tokens (the query's own included) that causal attention sees exactly, by softmax
             under one normalizer with the features of all tokens before them; 0 for features alone, at most the model's
             positions. The cache holds their keys and values next to the state.
         num_sinks: S, the number of first tokens that causal attention with a window keeps exactly for good.
         num_slots: K, the number of most important tokens before the window that it keeps exactly as well.
+        importance: name of the rule by which slots rank tokens, one of `hf_rfa.models.importance.IMPORTANCES`.
         retrieval_heads: [layer, key-value head] of every retrieval head: one that attends exactly, without features, to the
             sinks and its own window. A layer has to have other heads too.
         retrieval_window: the number of last tokens that retrieval heads see.
@@ -75,6 +83,7 @@ class RFAConfigMixin:
     window_size: int = 0
     num_sinks: int = 0
     num_slots: int = 0
+    importance: str = DEFAULT_IMPORTANCE
     retrieval_heads: list[Any] = field(default_factory=list)
     retrieval_window: int = 0
     max_distance: int | None = None
@@ -84,6 +93,8 @@ class RFAConfigMixin:
 
     #: What is called when the first configuration of a class is made.
     ON_FIRST_USE: ClassVar[dict[type, Callable[[], None]]] = {}
+    #: What is called before anybody gets the fields: other libraries ask for these first.
+    BEFORE_FIELDS: ClassVar[list[Callable[[], None]]] = []
     #: Where transformers finds the classes of this family in a checkpoint that holds their code, by auto class.
     AUTO_MAP: ClassVar[dict[str, str]] = {}
     #: The fields that count features, and the attention that each is for.
@@ -100,7 +111,7 @@ class RFAConfigMixin:
         super().__post_init__(**kwargs)  # type: ignore[misc]
         if (register := self.ON_FIRST_USE.pop(type(self), None)) is not None:
             register()
-        feature_map = FEATURE_MAPS.get(self.feature_map)
+        feature_map = feature_map_class(self.feature_map)
         if feature_map is None or self.unusable_size() is not None:  # `validate_rfa` says so
             return
         for name, kind in self.FEATURE_COUNTS.items():
@@ -113,7 +124,7 @@ class RFAConfigMixin:
         They do with rotary positions, where every token of every full-attention layer that is kept is kept exactly.
         """
         rotary = bool(getattr(self, "rope_parameters", None)) and self.max_position_embeddings > 1  # type: ignore[attr-defined]
-        exact = self.window_size > 0 and FEATURE_MAPS.get(self.feature_map) is NoFeatures
+        exact = self.window_size > 0 and self.feature_map == NoFeatures.name
         return rotary and exact and not any(kind in FULL_ATTENTION for kind in self.cache_layer_types())
 
     def trained_positions(self) -> int:
@@ -258,14 +269,24 @@ class RFAConfigMixin:
         if problem := self.unusable_size():
             raise ValueError(problem)
         self.check_causal()
-        if self.feature_map not in FEATURE_MAPS:
+        feature_map = feature_map_class(self.feature_map)
+        if feature_map is None:
+            names = ", ".join(sorted([NoFeatures.name, *all_feature_maps()]))
             raise ValueError(
-                f"feature_map={self.feature_map!r} is unknown. Known: {', '.join(sorted(FEATURE_MAPS))}. For a map of your "
-                "own, import its module first: in Python, or with --import MODULE on the command line."
+                f"feature_map={self.feature_map!r} is unknown. Known: {names}. For a map of your own, import its module "
+                "first: in Python, or with --import MODULE on the command line."
             )
-        feature_map = FEATURE_MAPS[self.feature_map]
         for name, kind in self.FEATURE_COUNTS.items():
             feature_map.resolve_num_features(getattr(self, name), self.head_dim_for(kind), name=name)
+        if self.importance not in IMPORTANCES:
+            raise ValueError(
+                f"importance={self.importance!r} is unknown. Known: {', '.join(sorted(IMPORTANCES))}. For a rule of your "
+                "own, import its module first: in Python, or with --import MODULE on the command line."
+            )
+        if self.importance != DEFAULT_IMPORTANCE and not self.num_slots:
+            raise ValueError(
+                f"importance={self.importance!r} has no effect without slots. Set num_slots, or leave it out."
+            )
         positions = self.max_position_embeddings  # type: ignore[attr-defined]
         exact = ("window_size", "num_sinks", "num_slots", "retrieval_window")
         ranges = {"chunk_size": (1, torch.iinfo(torch.int64).max), **dict.fromkeys(exact, (0, positions))}
@@ -289,12 +310,11 @@ class RFAConfigMixin:
         for name, value in needs_window.items():
             if value and not self.window_size:
                 raise ValueError(f"{name}={value!r} must come with a sliding window: set window_size to 1 or more.")
-        random = issubclass(feature_map, RandomFeatureMap) and not issubclass(feature_map, ExponentialMap)
         no_matrix = f"has no effect with feature_map={self.feature_map!r}, which has no random matrix that stays"
         raw = f"does not apply to feature_map={self.feature_map!r}, which learns from raw q and k"
         for name, refused, problem in (
-            ("trainable_projection", not random, no_matrix),
-            ("unit_norm", issubclass(feature_map, LearnedFeatureMap), raw),
+            ("trainable_projection", not feature_map.has_random_matrix, no_matrix),
+            ("unit_norm", feature_map.learns_from_raw, raw),
             ("unit_norm", feature_map is NoFeatures, "has no effect without features"),
             ("gate", feature_map is NoFeatures, "has no effect without features: there is no state to decay"),
         ):
@@ -344,11 +364,32 @@ class RFAConfigMixin:
         if window and not pairs:
             raise ValueError(f"retrieval_window={window} has no effect without retrieval_heads. Leave it out.")
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
         """Save the configuration, and with it the code of its class; arguments as for `PreTrainedConfig.save_pretrained`."""
         if self.AUTO_MAP:
             self.auto_map = dict(self.AUTO_MAP)
-        super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if self.loads_features and getattr(self, "auto_map", None):
+            entry = Path(__file__).with_name(f"{FEATURES}.py")
+            for path in (entry, *map(Path, get_relative_import_files(entry))):
+                shutil.copyfile(path, Path(save_directory, path.name))
+
+    @property
+    def loads_features(self) -> bool:
+        """Whether a checkpoint's code begins with the module of features, which imports those of all decoders."""
+        return self.feature_map != NoFeatures.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields; where there are features, the code of the classes begins with theirs."""
+        for tell in self.BEFORE_FIELDS:
+            tell()
+        fields: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        if self.loads_features and fields.get("auto_map"):
+            names = {auto: name.split(".") for auto, name in fields["auto_map"].items()}
+            fields["auto_map"] |= {
+                auto: f"{FEATURES}.{cls}" for auto, (module, cls) in names.items() if module in DECODERS
+            }
+        return fields
 
     @classmethod
     def from_base(cls, config: Any, **options: Any) -> Self:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from .configuration_rfa import AttentionKind, RFAConfigMixin, make_config_class
-from .feature_maps import FEATURE_MAPS
+from .learned_feature_maps import FEATURE_MAPS
 from .rfa_classes import base_class
 
 
@@ -40,6 +40,8 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
     # A decoder that stands alone may come without any layers of an encoder.
     SIZES = {"vocab_size": 1, "d_model": 1, "max_position_embeddings": 1, "decoder_layers": 1, "encoder_layers": 0}
     SIZES |= {"encoder_attention_heads": 1, "decoder_attention_heads": 1}
+
+    loads_features = False  # the modules of its classes import those of features
 
     def __post_init__(self, **kwargs: Any) -> None:
         """State every default, so that a checkpoint says which of its layers are RFA."""

@@ -29,6 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .memory import compute_dtype
+
 #: Largest exponent of a key's feature relative to the head's constant: e^25 ≈ 7e10 leaves float32 room to sum over.
 MAX_EXPONENT = 25.0
 #: A query's largest feature is e^40, so that products with the features of light keys do not underflow.
@@ -53,11 +55,6 @@ def register_feature_map(name: str) -> Callable[[type[FeatureMap]], type[Feature
         return cls
 
     return register
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that phases, features, gates and states of a model in ``dtype`` are computed in."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def into(x: Tensor, operation: str, *args: Any) -> Tensor:
@@ -154,6 +151,10 @@ class FeatureMap(nn.Module, ABC):
     has_sigma: ClassVar[bool] = False
     has_exponent: ClassVar[bool] = False
     uses_scaling: ClassVar[bool] = True
+    #: Whether the map has a random matrix that stays as it is, unless ``trainable`` makes it a parameter.
+    has_random_matrix: ClassVar[bool] = False
+    #: Whether the map learns from queries and keys as they are, so that they cannot be normalized.
+    learns_from_raw: ClassVar[bool] = False
     #: Whether the features stand for nothing before conversion has fitted them to a text.
     needs_text: ClassVar[bool] = False
     #: None where D follows from the head's width.
@@ -337,35 +338,3 @@ class EluMap(FeatureMap):
     def key(self, key: Tensor) -> Tensor:
         """Return elu(k̂) + 1."""
         return F.elu(self.key_input(key)) + 1
-
-
-@register_feature_map("none")
-class NoFeatures(FeatureMap):
-    """No features, F = 0: attention sees its sliding window and its sinks alone, and keeps nothing of other tokens."""
-
-    @classmethod
-    def resolve_num_features(cls, num_features: int | None, head_dim: int, *, name: str = "num_features") -> int:
-        """Return 0, or raise a ValueError for another number."""
-        if num_features:
-            raise ValueError(
-                f"{name}={num_features} does not fit feature_map='none', which has no features. Leave it out."
-            )
-        return 0
-
-    def build(self) -> None:
-        """Add nothing: there is nothing that the window's weights have to be commensurate with."""
-
-    def query(self, query: Tensor) -> Tensor:
-        """Return no features."""
-        return query.new_empty(*query.shape[:-1], 0, dtype=compute_dtype(query.dtype))
-
-    def key(self, key: Tensor) -> Tensor:
-        """Return no features."""
-        return self.query(key)
-
-    def forward(
-        self, query: Tensor, key: Tensor | None = None, *, least_shift: Tensor | None = None, offset: bool = False
-    ) -> Features:
-        """Return no features, and an offset of 0."""
-        keys = query if key is None else key
-        return Features(self.query(query), self.key(keys), torch.zeros_like(query[..., :1]) if offset else None, None)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .feature_maps import compute_dtype
+from .memory import compute_dtype
 
 
 class Gate(nn.Module):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import initialization as init
 
+from .feature_maps import FEATURE_MAPS as FEATURE_MAPS
 from .feature_maps import Features, register_feature_map
 from .projected_feature_maps import (
     FeatureSpec,
@@ -30,6 +31,7 @@ class ExponentialMap(PositiveMap):
     """
 
     learned = query_head_matrices = True
+    has_random_matrix = False
 
     key_projection: Tensor
     query_bias: Tensor
@@ -142,7 +144,7 @@ class MLPMap(ProjectedFeatureMap):
 class LearnedFeatureMap(ProjectedFeatureMap):
     """A map with a learned matrix and bias per head, the same for queries and keys."""
 
-    learned = True
+    learned = learns_from_raw = True
     bias: Tensor
 
     def build(self) -> None:

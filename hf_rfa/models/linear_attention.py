@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .masking import rows_per_token, to_rows, up_to_own_token
+from .memory import updates_in_place
 
 DEFAULT_CHUNK_SIZE = 64
 #: Least divisor that gradients flow through, e^−45.
@@ -234,12 +235,6 @@ def _chunked_in_place(query: Tensor, tokens: Tokens, state: Tensor | None, chunk
     return outputs.view(batch, heads, length * groups, columns), sums.view(batch, heads, features, columns)
 
 
-def updates_in_place() -> bool:
-    """Return whether one token may update its state in place: not with gradients, nor in torch's old tracer."""
-    # ``torch.onnx.export(…, dynamo=False)`` uses that tracer, which loses such updates.
-    return not (torch.is_grad_enabled() or torch.jit.is_tracing())
-
-
 def recurrent(query: Tensor, tokens: Tokens, initial_state: Tensor) -> tuple[Tensor, Tensor]:
     """Advance the recurrence by one token (T = 1); arguments and results are those of `parallel`.
 
@@ -401,3 +396,19 @@ def final_state(
         return rows
     key_norm = scale_rows(key.norm(dim=-1, keepdim=True), input_scale)
     return with_norm_row(rows, _advance(torch.ones_like(key_norm), key_norm, log_decay, norms))
+
+
+class Absorbed(NamedTuple):
+    """Tokens that joined a state, which can join it again.
+
+    Attributes:
+        tokens: features of their keys, values, decays and scales.
+        denominator_floor: that of the feature map.
+    """
+
+    tokens: Tokens
+    denominator_floor: float | None
+
+    def state_after(self, count: int, state: Tensor | None) -> Tensor:
+        """Return a state after the first ``count`` of the tokens."""
+        return final_state(self.tokens.first(count), initial_state=state, denominator_floor=self.denominator_floor)

@@ -10,6 +10,7 @@ Features, outputs and what else there is per query have the same rows. Between f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -34,6 +35,11 @@ MASKED_LOGIT = -1e30
 def can_ask(condition: Tensor) -> bool:
     """Return whether the value of a condition is to be had: no compiler traces it, and no training waits for a device."""
     return not is_tracing(condition) and (condition.device.type == "cpu" or not torch.is_grad_enabled())
+
+
+def is_known(condition: Tensor) -> bool:
+    """Return whether a condition is known to hold everywhere, where asking makes nobody wait for a device."""
+    return condition.device.type == "cpu" and not is_tracing(condition) and bool(condition.all())
 
 
 def local_padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
@@ -146,18 +152,38 @@ def ungroup(rows: Tensor, num_query_heads: int) -> Tensor:
 
 def split_heads(tensor: Tensor, chosen: list[int]) -> tuple[Tensor, Tensor]:
     """Return the heads of [B, H, …] that are not chosen, and those that are, in this order."""
-    others = [head for head in range(tensor.shape[1]) if head not in chosen]
-    return torch.stack([tensor[:, head] for head in others], 1), torch.stack([tensor[:, head] for head in chosen], 1)
+    order, _ = head_orders(tensor.shape[1], tuple(chosen))
+    others, last = tensor.index_select(1, head_index(order, tensor.device)).split(
+        [len(order) - len(chosen), len(chosen)], 1
+    )
+    return others, last
 
 
-def join_heads(groups: Sequence[Tensor], chosen: list[int]) -> Tensor:
-    """Return all heads in order: the inverse of `split_heads` by ascending numbers. Without any there is one group."""
+def join_heads(parts: Sequence[Tensor], chosen: list[int]) -> Tensor:
+    """Return all heads in order: the inverse of `split_heads`. If none is chosen there is one part."""
     if not chosen:
-        return groups[0]
-    heads = list(groups[0].unbind(1))
-    for head, rows in zip(chosen, groups[1].unbind(1), strict=True):
-        heads.insert(head, rows)
-    return torch.stack(heads, 1)
+        return parts[0]
+    joined = torch.cat(list(parts), dim=1)
+    _, order = head_orders(joined.shape[1], tuple(chosen))
+    return joined.index_select(1, head_index(order, joined.device))
+
+
+@cache
+def head_orders(heads: int, chosen: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the order that has the chosen heads last, and the one that undoes it."""
+    order = (*(head for head in range(heads) if head not in chosen), *chosen)
+    return order, tuple(order.index(head) for head in range(heads))
+
+
+def head_index(order: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return an order of heads as an index, which a step of decoding does not make anew."""
+    return torch.tensor(order, device=device) if torch.compiler.is_compiling() else _stored_index(order, device)
+
+
+@cache
+def _stored_index(order: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # gradients may need it
+        return torch.tensor(order, device=device)
 
 
 def rows_per_token(query: Tensor, key: Tensor) -> int:

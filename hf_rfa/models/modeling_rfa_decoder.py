@@ -11,6 +11,7 @@ built as its base model first; then its attention modules become RFA by their cl
 from __future__ import annotations
 
 import copy
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from transformers.utils.import_utils import is_tracing, is_triton_available
 
 from .attention import RFAAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, has_cache, take_cache
-from .cache_rfa import RFA_LAYER_TYPE, self_attention_cache
-from .configuration_rfa import FULL_ATTENTION, base_config_class, decoder_config_class
+from .cache_rfa import RFA_LAYER_TYPE, find_targets, self_attention_cache
+from .configuration_rfa import FEATURES, FULL_ATTENTION, base_config_class, decoder_config_class
 from .masking import check_one_document, check_positions, document_starts, read_mask
 from .rfa_classes import (
     RFAPreTrainedMixin,
@@ -74,7 +75,7 @@ def rfa_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with random features, as a function of transformers' attention interface.
+    """Attend to a memory of fixed size, as a function of transformers' attention interface.
 
     Args:
         module: the attention module.
@@ -134,7 +135,7 @@ class RFADecoderAttention(RFAAttentionMixin):
     config: Any
 
     def become_rfa(self, config: Any) -> None:
-        """Add feature map and gate to a module that was built as the base model's; ``config`` is the RFA model's."""
+        """Add RFA's own parts to a module that was built as the base model's; ``config`` is the RFA model's."""
         if isinstance(getattr(self, "sinks", None), nn.Parameter) and not config.window_size:
             raise ValueError(
                 "attention with learned sinks needs a sliding window next to its features: set window_size."
@@ -227,7 +228,10 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         for module in list(self.modules()):  # type: ignore[attr-defined]
             if is_attention(module) and not isinstance(module, RFAAttentionMixin):
                 if config.is_rfa("causal", module.layer_idx):
-                    module.__class__ = rfa_attention_class(type(module))
+                    parts = (
+                        globals() if config.feature_map == "none" else vars(import_module(f".{FEATURES}", __package__))
+                    )
+                    module.__class__ = parts["rfa_attention_class"](type(module))
                     module.become_rfa(config)
             elif isinstance(module, PreTrainedModel) and any(map(is_attention, module.modules())):
                 stack = module  # the innermost one; heads may call it past the model around it
@@ -368,6 +372,8 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
         )
         if turns is not None:
             arguments["turns"] = turns
+    if length == 1 and starts is None:
+        find_targets(self_attention_cache(cache), call.tokens.device)
     if "encoder_hidden_states" in stack.reads_inputs and getattr(config, "add_cross_attention", False):
         cache = call.cache_with_source(config)
     if cache is not None:
@@ -402,8 +408,8 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def rfa_attention_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Return the RFA class of a family's attention class."""
-    return make_class(globals(), base, (RFADecoderAttention,), f"{base.__name__} with random features.")
+    """Return the RFA class of a family's attention class, of heads without features."""
+    return make_class(globals(), base, (RFADecoderAttention,), f"{base.__name__} with a memory of fixed size.")
 
 
 def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -19,7 +19,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .attention_seq2seq import RFASeq2SeqAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, take_cache
-from .cache_rfa import self_attention_cache
+from .cache_rfa import find_targets, self_attention_cache
 from .cache_rfa_seq2seq import cross_layer_of
 from .configuration_rfa import AttentionKind
 from .configuration_rfa_seq2seq import seq2seq_config_class
@@ -215,6 +215,8 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
     arguments["attention_mask"] = read_mask(attention_mask)
     if config.any_rfa("causal"):
         call.add_padding(config, arguments["attention_mask"])
+    if call.length == 1:
+        find_targets(self_attention_cache(cache), call.tokens.device)
     no_mask = unread_mask(call.tokens.device)
     if not config.softmax_layers_for("causal"):
         arguments["attention_mask"] = no_mask
@@ -237,7 +239,7 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
 
 def rfa_attention_class(base: type[nn.Module]) -> type[nn.Module]:
     """Return the RFA class of a family's attention class."""
-    return make_class(globals(), base, (RFASeq2SeqAttention,), f"{base.__name__} with random features.")
+    return make_class(globals(), base, (RFASeq2SeqAttention,), f"{base.__name__} with a memory of fixed size.")
 
 
 def rfa_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .memory import Memory, MemoryLayout
+from .memory import MemoryLayout, Places
 
 
 def origins(number: Tensor, layout: MemoryLayout) -> Tensor:
@@ -97,19 +97,19 @@ class Motion(NamedTuple):
     sinks: int
     recency: Tensor | None
 
-    def move(self, memory: Memory, origin: Tensor, start: Tensor | None = None) -> Memory:
-        """Return a memory whose tokens are where queries of an epoch see them.
+    def move(self, places: Places, origin: Tensor, start: Tensor | None = None) -> Places:
+        """Return places whose tokens are where queries of an epoch see them.
 
         Args:
-            memory: as it is at any other epoch.
+            places: as they are at any other epoch.
             origin: eB of the epoch, [B] (`origins`).
             start: ordinal of the first token of the document that the memory is of, [B]; None for 0.
         """
-        keys_values, score, arrival = memory.filled()
-        number = arrival if start is None else arrival - start[:, None, None]
-        before, after = memory.origin_of_rows(), origin.to(torch.int32)
+        number = places.arrival if start is None else places.arrival - start[:, None, None]
+        before, after = places.origin, origin.to(places.origin)
         least = number.clamp_max(self.sinks)
         by = torch.maximum(number - after[:, None, None], least) - torch.maximum(number - before[:, None, None], least)
+        score = places.score
         if self.recency is not None:
             score = score - self.recency.to(score)[:, None] * (after - before)[:, None, None]
-        return replace(memory, keys_values=self.rotation.turn(keys_values, by), score=score, origin=after)
+        return replace(places, keys_values=self.rotation.turn(places.keys_values, by), score=score, origin=after)

@@ -289,7 +289,7 @@ def draw_projection(shape: Sequence[int], *, seed: int, layer_idx: int) -> Tenso
 class RandomFeatureMap(ProjectedFeatureMap):
     """A map with a random matrix, fixed, or trained from its random initial value."""
 
-    has_sigma = True
+    has_sigma = has_random_matrix = True
 
 
 @register_feature_map("gaussian")

@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_tracing
 from .attention import RFAAttentionMixin
 from .cache_names import cache_name
 from .cache_rfa import RFALayer
-from .exact_attention import arrivals_of
+from .lifetimes import arrivals_of
 from .masking import can_ask, check_positions
 from .positions import NO_ROTATION, Rotation, origins, tokens_left
 
@@ -133,11 +133,11 @@ def move_caches(stack: Any, cache: Cache, origin: Tensor, *, memories: bool = Tr
     """
     modules = {module.rfa_layer_idx: module for module in rfa_layers(stack)}
     layers: list[Any] = cache.layers
-    before = layers[min(modules)].memories[0].origin_of_rows().clone()
+    before = layers[min(modules)].memories[0].places.origin.clone()
     for index, layer in enumerate(layers):
         if index in modules:
             if memories:
-                layer.move(modules[index].motions(), origin)
+                layer.move(origin, modules[index].motions())
         elif isinstance(getattr(layer, "keys", None), Tensor) and layer.keys.numel():
             by = (before - origin)[:, None, None].to(layer.keys.device)
             turned = stack.rotations[index].turn(layer.keys, by)
@@ -164,10 +164,11 @@ def prepare_step(stack: Any, cache: Cache | None) -> None:
     if cache is None or layer is None:
         return
     if layer.steps_left < 1:
-        count, layout = layer.memories[0].count, stack.first_rfa_attention[0].memory_layout(torch.float32)
-        origin = origins(count, layout)
-        layer.steps_left = 1 + tokens_left(count + 1, layout)
-        if bool((origin != layer.memories[0].origin_of_rows()).any()) and can_move(stack):
+        places: Any = layer.memories[0].places
+        layout = stack.first_rfa_attention[0].memory_layout(torch.float32)
+        origin = origins(places.count, layout)
+        layer.steps_left = 1 + tokens_left(places.count + 1, layout)
+        if bool((origin != places.origin).any()) and can_move(stack):
             move_caches(stack, cache, origin)
     layer.steps_left -= 1
 
@@ -217,9 +218,10 @@ def prepare_positions(
             most = stack.first_rfa_attention[0].max_distance
             torch._check(length <= most, lambda: TOO_LONG_TO_COMPILE.format(length, most))
             return position_ids, None
-        taken_off = layer.memories[0].origin_of_rows()
+        places: Any = layer.memories[0].places
+        taken_off = places.origin
         if not torch.compiler.is_exporting():
-            ahead = layer.memories[0].count + length - taken_off
+            ahead = places.count + length - taken_off
             torch._assert_async((ahead <= stack.first_rfa_attention[0].max_distance).all(), EPOCH_IS_DUE)
         return given() - taken_off[:, None], None
     if layer is not None and length <= layer.tokens_left:
@@ -231,10 +233,10 @@ def prepare_positions(
     is_far = position_ids is not None and can_ask(position_ids) and int(position_ids.max()) >= most
     if layer is None and length <= layout.max_distance and not is_far:
         return position_ids, None
-    memory = None if layer is None else layer.memories[0]
-    count = tokens.new_zeros(tokens.shape[0], dtype=torch.int32) if memory is None else memory.count
-    arrivals = arrivals_of(count, length, layout, padding_mask, starts, memory)
-    number = arrivals.ordinal if arrivals.start is None else arrivals.ordinal - arrivals.start
+    before = None if layer is None else layer.memories[0].places
+    count = tokens.new_zeros(tokens.shape[0], dtype=torch.int32) if before is None else before.count
+    arrivals = arrivals_of(count, length, layout, padding_mask, starts, before)
+    number = arrivals.in_document()
     origin, turns, shift = arrivals.origin, None, None
     if is_far:  # a text that starts there: its positions' differences are all that matters
         ahead = given() - number
@@ -249,12 +251,9 @@ def prepare_positions(
             turns = base - origin if stack.has_sliding_layers else None
             shift = base if shift is None else base + shift
         if cache is not None and layer is not None:
-            device = layer.memories[0].filled()[0].device
             is_step = length == 1
-            if stack.rotations is not None and (is_step or stack.has_sliding_layers):
-                move_caches(stack, cache, origin[:, -1].to(device), memories=is_step)
-            elif is_step:
-                move_caches(stack, cache, origin[:, -1].to(device))
+            if is_step or (stack.rotations is not None and stack.has_sliding_layers):
+                move_caches(stack, cache, origin[:, -1], memories=is_step)
     if layer is not None:
         layer.tokens_left = tokens_left(arrivals.ordinal[:, -1] + 1, layout)
         layer.shift = None if shift is None else shift[:, -1:]

@@ -19,9 +19,9 @@ from transformers import DynamicCache, EncoderDecoderCache
 from hf_rfa import RFALayer, RFASourceLayer
 from hf_rfa.errors import InputError
 from hf_rfa.inference import cache_num_bytes, use_attention_component
-from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.rfa_classes import own_prefixes
+from hf_rfa.models.state_attention import StateAttentionMixin
 from tests.families import (
     LENGTH,
     RETRIEVAL,
@@ -159,8 +159,8 @@ def test_weights_of_a_step_are_those_of_one_pass(family, name):
                 expected = row[:, :, t].sort(-1).values[..., -places:]
                 assert_close(found[:, :, 0].sort(-1).values, expected, atol=1e-5, rtol=1e-4)
                 assert_close(found.sum(-1), torch.ones_like(found.sum(-1)))
-            memory = cache.layers[layer].memories[0]
-            assert bool((memory.arrival.amax(-1) == t).all())
+            arrival = cache.layers[layer].memories[0].places.arrival
+            assert bool((arrival.amax(-1) == t).all())
             assert_close(found[..., -1], row[:, :, t : t + 1, t], atol=1e-5, rtol=1e-4)  # the token itself
     options = {"output_attentions": True, "return_dict_in_generate": True, "do_sample": False}
     generated = model.generate(ids, max_new_tokens=3, **options)
@@ -408,18 +408,18 @@ def test_own_tensors_are_told_by_their_layer():
 @pytest.mark.parametrize(("features", "segments"), [(4, 1), (8, 3), (16, 3)])
 def test_in_training_few_features_of_a_long_text_are_made_at_once(features, segments, monkeypatch):
     """Those of 20 tokens, where 8 features may be of 10: 4 may be of 20."""
-    path = "hf_rfa.models.attention"
+    path = "hf_rfa.models.state_attention"
     for name, value in (("SEGMENT_LENGTH", 8), ("MAX_LENGTH_WITHOUT_SEGMENTS", 10), ("FEW_FEATURES", 8)):
         monkeypatch.setattr(f"{path}.{name}", value)
     model = make("gpt2", {"num_features": features, "feature_map": "positive"})
     calls = []
-    attend = RFAAttentionMixin._attend_segment
+    attend = StateAttentionMixin._attend_segment
 
-    def counted(self, group, shift):
-        calls.append(group.length)
-        return attend(self, group, shift)
+    def counted(self, new, group, shift):
+        calls.append(new.length)
+        return attend(self, new, group, shift)
 
-    monkeypatch.setattr(RFAAttentionMixin, "_attend_segment", counted)
+    monkeypatch.setattr(StateAttentionMixin, "_attend_segment", counted)
     ids = tokens()[:, :20]
     model(ids)
     layers = len(rfa_modules(model))

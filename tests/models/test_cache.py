@@ -47,7 +47,7 @@ GENERATE = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 1}
 @torch.no_grad()
 @pytest.mark.parametrize("features", [0, 16])
 def test_a_step_that_ends_early_leaves_the_other_layers_as_they_were(features):
-    """What the next token replaces is found for all layers by the first one: it is forgotten when anything changes."""
+    """What the next token replaces is found for all layers before a step: it is forgotten when anything changes."""
     sizes = {"window_size": 4, "num_sinks": 2, "num_slots": 3}
     model = make("llama", {"feature_map": "positive" if features else "none", **sizes})
     ids = tokens(2, 24)
@@ -58,13 +58,13 @@ def test_a_step_that_ends_early_leaves_the_other_layers_as_they_were(features):
     model.config.num_hidden_layers = count
     ended, others = cache.layers[0], list(zip(cache.layers[1:], before.layers[1:], strict=True))
     assert others
-    assert ended.targets is None
+    assert not ended.targets
     for layer, expected in others:
-        assert layer.targets is not None
+        assert layer.targets
         assert all(torch.equal(tensor, expected.tensors()[name]) for name, tensor in layer.tensors().items())
     fresh = copy.deepcopy(cache)
     for layer in fresh.layers:
-        layer.targets = None
+        layer.targets = []
     for each in (cache, fresh):
         each.batch_select_indices(torch.tensor([1]))
     outputs = [model(ids[1:, 21:22], **cache_argument(each)).logits for each in (cache, fresh)]

@@ -168,7 +168,7 @@ CHANCE = ([0.0, 0.4, 1.0], [])
 
 #: Good and bad values of a field; those that transformers checks as it builds a model are left to it.
 RFA_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
-    "feature_map": (sorted(FEATURE_MAPS), [None, 3, "cosine", "", ["positive"]]),
+    "feature_map": (["none", *sorted(FEATURE_MAPS)], [None, 3, "cosine", "", ["positive"]]),
     "num_features": COUNT,
     "unit_norm": FLAG,
     "trainable_projection": FLAG,
@@ -177,6 +177,7 @@ RFA_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "window_size": ([0, 1, 2, 5, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "num_sinks": ([0, 1, 3, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "num_slots": ([0, 1, 3, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
+    "importance": (["learned", "key_norm"], [None, 3, "luck"]),
     "retrieval_heads": ([[], [[0, 0]], [[0, 1]], [[1, 0], [0, 2]]], WRONG_HEADS),
     "retrieval_window": ([0, 1, 4, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "max_distance": ([None, 2, 9, POSITIONS], [0, 1, -1, POSITIONS + 1, HUGE, 1.5, True]),
@@ -278,6 +279,8 @@ def wrong_fields(family: str, options: dict[str, Any]) -> set[str]:
             wrong.add(layers)
     if options.get("trainable_projection") and name not in RANDOM_MAPS:
         wrong.add("trainable_projection")
+    if options.get("importance", "learned") != "learned" and not options.get("num_slots"):
+        wrong.add("importance")
     if options.get("unit_norm") and name in (*LEARNED_MAPS, "none"):
         wrong.add("unit_norm")
     wrong |= {name for name in ("num_sinks", "num_slots") if options.get(name) and not options.get("window_size")}

@@ -185,7 +185,7 @@ def test_the_cache_has_one_size_and_a_state_per_key_value_head(name):
         heads, width = config.num_heads_for("causal"), config.head_dim_for("causal")
         (memory,) = layer.memories
         assert memory.state.nbytes == 2 * heads * 16 * (width + 1) * 4
-        assert memory.keys_values.shape[:3] == (2, heads, 5)
+        assert memory.places.keys_values.shape[:3] == (2, heads, 5)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.inference import cache_num_bytes
-from hf_rfa.models.memory import in_order
+from hf_rfa.models.importance import LearnedImportance
 from tests.families import logits_by_steps, make, rfa_modules, softmax_model
 from tests.memory_by_loop import memory_by_loop
 
@@ -26,6 +26,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "more places than tokens": ("gpt2", {"window_size": 60, "num_sinks": 4}),
     "slots": ("gpt2", {**SIZES, "num_slots": 5}),
     "grouped slots": ("llama", {**SIZES, "num_slots": 5}),
+    "key norm": ("llama", {**SIZES, "num_slots": 5, "importance": "key_norm"}),
     "retrieval": ("gpt2", {**SIZES, "retrieval_heads": [[0, 2], [0, 0], [1, 1]], "retrieval_window": 9}),
     "grouped retrieval": ("llama", {**SIZES, "num_slots": 3, "retrieval_heads": [[1, 1]], "retrieval_window": 96}),
 }
@@ -56,9 +57,11 @@ def pair(request) -> tuple[Any, Any]:
         others = [head for head in range(heads) if head not in layer.retrieval_heads]
         seen = torch.empty(batch, heads, length, length, dtype=torch.bool)
         importance, recency = torch.zeros(batch, len(others), length), [0.0] * len(others)
-        if layer.importance is not None:
+        if isinstance(layer.importance, LearnedImportance):
             importance = torch.einsum("btn,hn->bht", inputs[module.layer_idx].detach(), layer.importance.weight)
             recency = layer.importance.recency.tolist()
+        elif layer.importance is not None:
+            importance = -key[:, :: key.shape[1] // heads].detach().norm(dim=-1)
         sizes = {"window": config.window_size, "sinks": config.num_sinks, "slots": config.num_slots}
         seen[:, others] = memory_by_loop(importance, recency, **sizes)[0]
         if layer.retrieval_heads:
@@ -163,7 +166,7 @@ def test_in_16_bits_keys_and_values_are_kept_as_they_came(features, dtype):
         pieces.append(output[:, :, : 8 if start == 17 else None])
     assert_close(torch.cat(pieces, dim=2), whole, rtol=1e-2, atol=1e-2)
     assert torch.isfinite(whole).all()
-    others, retrieval = (in_order(memory).keys_values for memory in cache.layers[1].memories)
+    others, retrieval = (memory.places.in_order().keys_values for memory in cache.layers[1].memories)
     assert others.dtype == retrieval.dtype == dtype
     assert torch.equal(retrieval[:, 0, -9:, :6], key[:, 1, -9:])
     is_held = (others[:, 0, :, None, :6] == key[:, 0, None]).all(-1).any(-1)

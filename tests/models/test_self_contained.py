@@ -71,7 +71,8 @@ def checkpoints(tmp_path_factory):
         save_softmax_model(
             family, folder / f"parent-{family}", **({"eos_token_id": 2} if not has_encoder(family) else {})
         )
-        convert(folder / f"parent-{family}", folder / family, preset="rfa", num_features=8, window_size=3)
+        fields = {"preset": "exact"} if family == "llama" else {"preset": "rfa", "num_features": 8}
+        convert(folder / f"parent-{family}", folder / family, window_size=3, **fields)
     return folder
 
 
@@ -129,10 +130,14 @@ def test_with_the_package_its_own_classes_are_loaded_without_trust(family, check
 
 
 def test_no_module_of_a_checkpoint_imports_the_package(checkpoints):
-    files = sorted(checkpoints.glob("gpt2/*.py"))
+    files = sorted(path for name in ("gpt2", "llama") for path in checkpoints.glob(f"{name}/*.py"))
     modules = {file.name for file in (ROOT / "hf_rfa" / "models").glob("*.py")}
     of_encoders = {name for name in modules if "seq2seq" in name} | {"merged_attention.py"}
-    assert {file.name for file in files} == modules - of_encoders - {"__init__.py"}
+    of_features = {name for name in modules if "feature" in name and name != "no_features.py"}
+    of_features |= {"gate.py", "linear_attention.py", "state_attention.py"}
+    decoders = modules - of_encoders - {"__init__.py"}
+    assert {file.name for file in files if file.parent.name == "gpt2"} == decoders
+    assert {file.name for file in files if file.parent.name == "llama"} == decoders - of_features
     for file in files:
         assert "import hf_rfa" not in file.read_text()
         assert "from hf_rfa" not in file.read_text()

@@ -10,29 +10,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_rfa.models import exact_attention
-from hf_rfa.models.exact_attention import Chunk, arrivals_of
-from hf_rfa.models.memory import Memory, MemoryLayout, empty_memory
+from hf_rfa.models import lifetimes
+from hf_rfa.models.exact_attention import NewTokens, absorb
+from hf_rfa.models.lifetimes import arrivals_of
+from hf_rfa.models.memory import MemoryLayout, Places, empty_memory
 from tests.memory_by_loop import memory_by_loop
 
 ROWS, HEADS = 2, 2
 
 
 def take_piece(
-    memory: Memory,
+    places: Places,
     layout: MemoryLayout,
     start: int,
     importance: Tensor,
     padding: Tensor | None = None,
     starts: Tensor | None = None,
-) -> list[tuple[Chunk, Memory]]:
-    """Take tokens in, a chunk at a time, whose only key and value is their number in the text, counted from 1."""
+) -> tuple[Places, Tensor, Tensor, Tensor]:
+    """Take tokens in whose only key and value is their number in the text, counted from 1.
+
+    Returns the places after them; which tokens they see, [B, H, T, N]; the numbers of these, [B, H, N]; and which token
+    leaves with each of them, counted from 0, [B, H, T], or −1.
+    """
     length = importance.shape[2]
     number = torch.arange(start, start + length, dtype=torch.float32) + 1
     keys_values = number[:, None].expand(ROWS, HEADS, -1, 2)
-    arrivals = arrivals_of(memory.count, length, layout, padding, starts, memory)
-    lengths = exact_attention._chunk_lengths(keys_values, arrivals)
-    return list(exact_attention._chunks(keys_values, importance, arrivals, memory, layout, None, lengths))
+    arrivals = arrivals_of(places.count, length, layout, padding, starts, places)
+    new = NewTokens(query=keys_values, keys_values=keys_values, arrivals=arrivals, score=importance)
+    after, tokens, rows = absorb(new, places, layout)
+    leaves = tokens.leaves(places.count, arrivals)
+    visible = tokens.visible(arrivals.ordinal)
+    left = torch.where(leaves < 0, -1, rows[..., 0].gather(-1, leaves.clamp_min(0)).long() - 1)
+    return after, visible, rows[..., 0].long(), left
 
 
 @settings(max_examples=60, deadline=None)
@@ -60,40 +69,34 @@ def test_a_text_in_pieces_is_seen_and_forgotten_as_by_a_loop_over_its_tokens(
     sizes = {"window": window, "sinks": sinks, "slots": slots}
     seen, forgotten = memory_by_loop(importance, [0.0] * HEADS, padding=padding, starts=starts, **sizes)
     layout = MemoryLayout(heads=HEADS, head_dim=1, **sizes)
-    memory, start = empty_memory(layout, ROWS, torch.device("cpu")), 0
-    for piece in pieces:
-        stop = start + piece
+    places, start = empty_memory(layout, ROWS, torch.device("cpu")).places, 0
+    lengths = [min(chunk_length, piece - done) for piece in pieces for done in range(0, piece, chunk_length)]
+    for count in lengths:
+        stop = start + count
         now, begins = (None if mask is None else mask[:, start:stop] for mask in (padding, starts))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exact_attention, "CHUNK_LENGTH", chunk_length)
-            taken = take_piece(memory, layout, start, importance[:, :, start:stop], now, begins)
-        for chunk, after in taken:
-            memory, stop = after, start + chunk.leaves.shape[-1]
-            number = chunk.keys_values[..., 0].long()
-            by_number = torch.zeros(ROWS, HEADS, stop - start, length + 1, dtype=torch.bool)
-            places = number[:, :, None].expand(-1, -1, stop - start, -1)
-            by_number.scatter_reduce_(-1, places, chunk.visible(), "amax")
-            differs = by_number[..., 1:] != seen[:, :, start:stop]
-            if padding is not None:
-                differs &= (padding[:, start:stop] != 0)[:, None, :, None]
-            assert not differs.any(), f"tokens {differs.nonzero().tolist()} from {start} on"
-            leaves = number.gather(-1, chunk.leaves) - 1
-            assert torch.equal(leaves.masked_fill(~chunk.forgets, -1), forgotten[:, :, start:stop])
-            start = stop
+        places, visible, number, left = take_piece(places, layout, start, importance[:, :, start:stop], now, begins)
+        by_number = torch.zeros(ROWS, HEADS, count, length + 1, dtype=torch.bool)
+        by_number.scatter_reduce_(-1, number[:, :, None].expand(-1, -1, count, -1), visible, "amax")
+        differs = by_number[..., 1:] != seen[:, :, start:stop]
+        if padding is not None:
+            differs &= (padding[:, start:stop] != 0)[:, None, :, None]
+        assert not differs.any(), f"tokens {differs.nonzero().tolist()} from {start} on"
+        assert torch.equal(left, forgotten[:, :, start:stop])
+        places, start = places.in_order(), stop
 
 
 def test_a_piece_shorter_than_the_slots_is_compared_with_those_it_can_push_out(monkeypatch: pytest.MonkeyPatch):
     """With many slots all tokens of a memory would be compared with each other at every piece."""
     sizes: list[int] = []
-    compare = exact_attention._ends_among
+    compare = lifetimes._until_among
 
     def counted(score: Tensor, *arguments: Any) -> Tensor:
         sizes.append(score.shape[-1])
         return compare(score, *arguments)
 
-    monkeypatch.setattr(exact_attention, "_ends_among", counted)
+    monkeypatch.setattr(lifetimes, "_until_among", counted)
     layout = MemoryLayout(heads=HEADS, head_dim=1, window=6, sinks=2, slots=700)
-    memory = empty_memory(layout, ROWS, torch.device("cpu"))
+    places = empty_memory(layout, ROWS, torch.device("cpu")).places
     for start in range(0, 800, 10):
-        ((_, memory),) = take_piece(memory, layout, start, torch.rand(ROWS, HEADS, 10))
+        places, *_ = take_piece(places, layout, start, torch.rand(ROWS, HEADS, 10))
     assert set(sizes) == {6 + 10 + 10}

@@ -16,7 +16,7 @@ from transformers import CompileConfig, DynamicCache, LlamaForCausalLM
 
 from hf_rfa.inference.cache_files import load_cache, save_cache
 from hf_rfa.models.cache_names import cache_argument
-from hf_rfa.models.memory import Importance
+from hf_rfa.models.importance import LearnedImportance
 from hf_rfa.models.streaming import can_move, prepare_step
 from tests.conftest import DEMO_TEXT, ROOT
 from tests.decoders import converted, every_decoder, parent
@@ -50,7 +50,7 @@ def models(
     softmax = parent(name, **fields).to(dtype)
     rfa = converted(softmax, feature_map="none", max_distance=L, distance_step=B, **SIZES[sizes])
     for module in rfa.modules():
-        if isinstance(module, Importance):
+        if isinstance(module, LearnedImportance):
             module.weight.normal_()
             module.recency.uniform_(0, 0.3)
     return softmax, rfa
@@ -294,10 +294,10 @@ def test_token_ten_million_is_as_good_as_token_ten():
     cache = rfa(ids[:, :20], use_cache=True).past_key_values
     expected = read_on(rfa, copy.deepcopy(cache), ids[:, 20:])
     for layer in cache.layers:
-        (memory,) = layer.memories
-        memory.arrival[memory.arrival >= 0] += far  # sinks too: they are behind all others from here on
-        memory.arrival[memory.score == float("inf")] -= far
-        memory.origin += far
+        (places,) = (memory.places for memory in layer.memories)
+        places.arrival[places.arrival >= 0] += far  # sinks too: they are behind all others from here on
+        places.arrival[places.score == float("inf")] -= far
+        places.origin += far
         layer.cumulative_length += far
         layer.ask_again()
     assert_close(read_on(rfa, cache, ids[:, 20:]), expected)

@@ -218,7 +218,7 @@ def test_attention_is_what_a_loop_over_tokens_gives_however_it_is_cut(signed, da
     case.assert_same(implied, weights)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_rfa.models.exact_attention.CHUNK_LENGTH", length)
-        patch.setattr("hf_rfa.models.attention.SEGMENT_LENGTH", data.draw(st.integers(1, 20)))
+        patch.setattr("hf_rfa.models.state_attention.SEGMENT_LENGTH", data.draw(st.integers(1, 20)))
         case.assert_same(case.run(cuts), expected)
     if case.starts is None:
         case.assert_same(case.run(range(1, case.length)), expected)
@@ -281,9 +281,9 @@ def test_gradients_are_those_of_the_loop(dtype, tolerance, flex, data):
     truth, other = case.to(torch.float64), case.to(dtype)
     expected = gradients(truth, truth.loop()[0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_rfa.models.attention.SEGMENT_LENGTH", size)
-        patch.setattr("hf_rfa.models.attention.MAX_LENGTH_WITHOUT_SEGMENTS", size)
-        patch.setattr("hf_rfa.models.attention.FEW_FEATURES", 1)
+        patch.setattr("hf_rfa.models.state_attention.SEGMENT_LENGTH", size)
+        patch.setattr("hf_rfa.models.state_attention.MAX_LENGTH_WITHOUT_SEGMENTS", size)
+        patch.setattr("hf_rfa.models.state_attention.FEW_FEATURES", 1)
         if flex:
             use_flex_attention(patch, size)
         found = gradients(other, other.run(cuts))
