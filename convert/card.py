@@ -7,10 +7,11 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from hf_rfa.models.configuration_rfa import RFAConfigMixin
 from hf_rfa.version import __version__
 
 from .checkpoint.source import Checkpoint
-from .configuration import outside_module
+from .configuration import outside_modules
 from .report import ConversionReport
 
 #: Beginning of the card's paragraph on training, which trainings replace.
@@ -54,19 +55,19 @@ def head_of(architecture: str) -> tuple[str, str]:
     return next(heads, ("AutoModel", "feature-extraction"))
 
 
-def use_section(auto_class: str, name: str, feature_map: str | None) -> str:
-    """Return the section of a card that says how a model is loaded; ``feature_map`` is None for a softmax model."""
-    if feature_map is None:
+def use_section(auto_class: str, name: str, config: Any) -> str:
+    """Return the section of a card that says how a model with a configuration is loaded."""
+    if not isinstance(config, RFAConfigMixin):
         return USE.format(auto_class=auto_class, name=name, imports="")
     imports = "import hf_rfa  # registers the RFA models with transformers\n"
-    module = outside_module(feature_map)
-    if module not in (None, "__main__"):
-        imports += f"import {module}  # registers the feature map {feature_map}\n"
+    for what, module in outside_modules(config).items():
+        if module != "__main__":
+            imports += f"import {module}  # registers the {what}\n"
     return (USE + USE_WITHOUT_PACKAGE).format(auto_class=auto_class, name=name, imports=imports)
 
 
-def model_card(report: ConversionReport, checkpoint: Checkpoint) -> ModelCard:
-    """Return the model card of a conversion, with the license, the languages and the task that the checkpoint's states."""
+def model_card(report: ConversionReport, checkpoint: Checkpoint, config: Any) -> ModelCard:
+    """Return the model card of a conversion to a configuration, with license, languages and task of the checkpoint's."""
     auto_class, task = head_of(checkpoint.architecture)
     path = checkpoint.folder / "README.md"
     theirs = ModelCard.load(path).data if path.is_file() else ModelCardData()
@@ -86,7 +87,7 @@ def model_card(report: ConversionReport, checkpoint: Checkpoint) -> ModelCard:
         link=f"https://huggingface.co/{hub_name}{tree}" if hub_name else "#how-it-was-made",
         version=__version__,
         untrained=UNTRAINED,
-        use=use_section(auto_class, title, report.feature_map),
+        use=use_section(auto_class, title, config),
         has_features=has_features,
         report=report,
     )

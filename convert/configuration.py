@@ -15,7 +15,8 @@ from huggingface_hub.errors import StrictDataclassError
 from hf_rfa.errors import InputError
 from hf_rfa.families import has_rotary_positions, position_count, scale_rotations
 from hf_rfa.models.configuration_rfa import AttentionKind, RFAConfigMixin
-from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
+from hf_rfa.models.importance import IMPORTANCES
+from hf_rfa.models.no_features import NoFeatures, feature_map_class
 
 from .checkpoint.source import Checkpoint
 from .options import ConversionOptions, Layers
@@ -180,20 +181,21 @@ def with_more_positions(checkpoint: Checkpoint, options: ConversionOptions) -> C
         raise InputError(f"cannot extend the positions of {checkpoint.name}: {error}") from error
 
 
-def outside_module(feature_map: str | None) -> str | None:
-    """Return the module that registered a feature map, or None for one of hf-rfa's own (and for one that is unknown)."""
-    if feature_map is None:
-        return None
-    module = getattr(FEATURE_MAPS.get(feature_map), "__module__", FeatureMap.__module__)
-    package = FeatureMap.__module__.rpartition(".")[0]
-    return None if module.startswith(f"{package}.") else module
+def outside_modules(config: Any) -> dict[str, str]:
+    """Return the modules from outside hf-rfa that a configuration needs, by what they register: ``feature map squares``."""
+    own = NoFeatures.__module__.rpartition(".")[0]
+    classes = {
+        f"feature map {config.feature_map}": feature_map_class(config.feature_map),
+        f"rule of importance {config.importance}": IMPORTANCES[config.importance],
+    }
+    return {name: cls.__module__ for name, cls in classes.items() if not cls.__module__.startswith(f"{own}.")}
 
 
-def import_words(feature_map: str | None) -> list[str]:
-    """Return the words of a command line that import a feature map from outside hf-rfa, if a command can."""
-    module = outside_module(feature_map)
-    if module is None or module == "__main__":
-        return []
-    if PathFinder.find_spec(module.partition(".")[0]) is not None:
-        return ["--import", module]
-    return ["--import", os.path.relpath(str(sys.modules[module].__file__))]
+def import_words(config: Any) -> list[str]:
+    """Return the words of a command line that import what a configuration needs from outside hf-rfa, if a command can."""
+    words: list[str] = []
+    for module in dict.fromkeys(outside_modules(config).values()):
+        if module != "__main__":
+            on_path = PathFinder.find_spec(module.partition(".")[0]) is not None
+            words += ["--import", module if on_path else os.path.relpath(str(sys.modules[module].__file__))]
+    return words

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hf_rfa.families import reads_audio
+from hf_rfa.models.importance import IMPORTANCES
 
-from .configuration import outside_module
+from .configuration import outside_modules
 from .plan import Plan
 from .refusal import Perplexities
 
@@ -19,14 +20,11 @@ def notes(plan: Plan, config: Any, perplexities: Perplexities | None) -> tuple[s
             f"The conversion has ruined the model: on the text its perplexity is {perplexities.ratio:.1f} times the base "
             "model's. Train it before you use it."
         )
-    module = outside_module(config.feature_map)
-    if module is not None:
+    for name, module in outside_modules(config).items():
         advice = f"Import its module {module} before the checkpoint is loaded, in Python or with --import."
         if module == "__main__":
             advice = "Put its class into a module, and import that before the checkpoint is loaded."
-        hints.append(
-            f"The feature map {config.feature_map} is not hf-rfa's own, and the checkpoint does not hold its code. {advice}"
-        )
+        hints.append(f"The {name} is not hf-rfa's own, and the checkpoint does not hold its code. {advice}")
     if plan.no_tokenizer is not None:
         hints.append(f"The result has no tokenizer (of the checkpoint: {plan.no_tokenizer}).")
     for name, kind in config.SOFTMAX_LAYERS.items():
@@ -37,7 +35,8 @@ def notes(plan: Plan, config: Any, perplexities: Perplexities | None) -> tuple[s
             hints.append(f"The {kind} attention of {layers} is softmax: its cache {growth}.")
     if plan.options.max_positions is not None:
         hints.append(plan.source.family.note_on_positions(config, plan.options.max_positions))
-    if plan.options.calibrate_on is None and (config.feature_map != "none" or config.num_slots):
+    fits_slots = config.num_slots and IMPORTANCES[config.importance].needs_text
+    if plan.options.calibrate_on is None and (config.feature_map != "none" or fits_slots):
         better = "; text like the model's inputs (--calibrate) does better"
         if plan.source.predicts_tokens and config.feature_map == "none" and config.num_heads_for("causal") > 1:
             better += ", and brings --memory N retrieval heads, which recall what is far back"

@@ -117,7 +117,7 @@ def make_plan(
         inputs=_calibration_inputs(base, resolved, trained, tokenizer, no_tokenizer),
         trained=trained,
         files=files,
-        command=command or shlex.join(words + import_words(options.feature_map)),
+        command=command or shlex.join(words + import_words(config)),
         progress=progress,
     )
 

@@ -89,7 +89,7 @@ def check_written(plan: Plan, written: Written, folder: Path) -> ConversionRepor
             f"{difference:.2e}); it is not kept."
         )
     report = replace(written.report, max_logit_difference=difference)
-    model_card(report, plan.source).save(folder / "README.md")
+    model_card(report, plan.source, plan.config).save(folder / "README.md")
     (folder / "conversion.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     return report
 

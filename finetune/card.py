@@ -85,7 +85,7 @@ def trained_card(model: Any, destination: Path, source: str | None, *, summary: 
         origin = "" if source is None else f", made from {data_name(source)}"
         start = f"# {name}\n\nThis is a model of type {model.config.model_type}{origin}.\n\n{TRAINING} {summary}"
         sections = []
-    use = use_section(auto_class, name, getattr(model.config, "feature_map", None))
+    use = use_section(auto_class, name, model.config)
     replaced = ("## Use\n", f"{EVALUATION_HEADING}\n", f"{RECALL_HEADING}\n")
     sections = [text for text in sections if not text.startswith(replaced)]
     body = "\n\n".join(part.strip() for part in (start, use, *sections, section))

@@ -183,7 +183,7 @@ def distill(
     check_settings(work, described | {"recipe": asdict(settings)}, resume=resume)
     steps = {"transfer_steps": transfer_steps, "end_to_end_steps": end_to_end_steps, "max_minutes": max_minutes}
     options = {**paths, "recipe": recipe, **steps}
-    command = command or _command(checkpoint, destination, model.config.feature_map, **options)
+    command = command or _command(checkpoint, destination, model.config, **options)
     report = DistillationReport(command, data_name(str(data)), settings)
 
     collate: Any = default_data_collator
@@ -337,13 +337,13 @@ def _load_pairs(
     return held_out, {name: each.select(range(count)) for name, each in rows.items()}
 
 
-def _command(checkpoint: str | Path, destination: Path, feature_map: str, **options: object) -> str:
-    """Return the command line that stands for the arguments of `distill`, of a model with such a feature map."""
+def _command(checkpoint: str | Path, destination: Path, config: Any, **options: object) -> str:
+    """Return the command line that stands for the arguments of `distill`, of a model with a configuration."""
     words = ["hf-rfa", "distill", str(checkpoint), "--output", str(destination)]
     for name, value in options.items():
         if value is not None and not isinstance(value, Recipe):
             words += ["--" + name.replace("_", "-"), str(value)]
-    return shlex.join(words + import_words(feature_map))
+    return shlex.join(words + import_words(config))
 
 
 @torch.no_grad()
