@@ -52,12 +52,17 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
         "hf_rfa.finetune.tasks.finetune": None,
     },
     "Models": {"hf_rfa.RFAConfigMixin": [], "hf_rfa.RFASeq2SeqConfigMixin": []},
-    "Families and feature maps of your own": {"hf_rfa.register_family": None, "hf_rfa.register_feature_map": None},
+    "Families and feature maps of your own": {
+        "hf_rfa.register_family": None,
+        "hf_rfa.register_feature_map": None,
+        "hf_rfa.register_importance": None,
+    },
 }
 #: What goes with these, by one sentence each.
 OTHERS = (
     "hf_rfa.Family",
     "hf_rfa.FeatureMap",
+    "hf_rfa.Importance",
     "hf_rfa.InputError",
     "hf_rfa.RFASourceLayer",
     "hf_rfa.convert.ConversionReport",
@@ -121,8 +126,14 @@ def first_sentence(obj: Any) -> str:
 
 def feature_maps() -> str:
     """Return the classes of the registry, by name."""
-    names = (f"`{name}` (`{cls.__name__}`)" for name, cls in hf_rfa.FEATURE_MAPS.items())
-    return f"`hf_rfa.FEATURE_MAPS` has, by name: {', '.join(names)}. What they are says [method.md](method.md#feature-maps)."
+    maps, rules = (
+        ", ".join(f"`{name}` (`{cls.__name__}`)" for name, cls in registry.items())
+        for registry in (hf_rfa.FEATURE_MAPS, hf_rfa.IMPORTANCES)
+    )
+    return (
+        f"`hf_rfa.FEATURE_MAPS` has, by name: {maps}. `hf_rfa.IMPORTANCES` has {rules}. What they are says "
+        "[method.md](method.md#feature-maps)."
+    )
 
 
 def others() -> str:

@@ -49,7 +49,7 @@ LINES = {
     "hf-rfa-vllm": 1_160,
     "tests": 17_840,  # 60 more: the example of a rule of importance, and a lean checkpoint
     "benchmarks": 3_350,
-    "docs": 580,  # 12 more: the table of a conversion's options, which docstrings no longer hold
+    "docs": 590,  # 22 more: the tables of options and of rules of importance, which docstrings no longer hold
     "examples": 380,
 }
 #: Lines by which a folder may be below its number, before that is lowered.
