@@ -1,4 +1,4 @@
-"""``--import``: feature maps and families from outside this package, for the commands that load or make models."""
+"""``--import``: feature maps, rules of importance and families from outside, for the commands that load or make models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Imports = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE",
-        help="Module to import first, a name or a .py file: it registers a feature map or a family. May be repeated.",
+        help="Module to import first, a name or a .py file: it registers a feature map, a rule of importance or a family. "
+        "May be repeated.",
     ),
 ]
 

@@ -69,7 +69,8 @@ def stream_by_loop(
         if layer is None:
             kept = {"window": softmax.config.sliding_window}
         elif layer.importance is not None:
-            importance, recency = layer.importance(module.inputs), layer.importance.recency.tolist()
+            importance = torch.einsum("btn,hn->bht", module.inputs.to(layer.importance.weight), layer.importance.weight)
+            recency = layer.importance.recency.tolist()
         seen[:, others] = memory_by_loop(importance, recency, **kept, **marks)[0]
         if chosen:
             nothing = importance.new_zeros(len(ids), len(chosen), length)

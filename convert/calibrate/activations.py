@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import ModelOutput
 
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.attention_seq2seq import RFASeq2SeqAttentionMixin
@@ -227,8 +226,8 @@ def visit_layers(
     names: Iterable[str],
     inputs: dict[str, Tensor],
     visit: Callable[[str, LayerInputs, str | None], None],
-) -> ModelOutput:
-    """Run a model without its head, call ``visit`` at some of its attention modules, and return the output.
+) -> None:
+    """Run a model without its head, and call ``visit`` at some of its attention modules.
 
     Args:
         model: the softmax model, or the RFA model.
@@ -257,7 +256,7 @@ def visit_layers(
                     hooks.enter_context(part.register_forward_hook(partial(after_linear, name, linear)))
             hooks.enter_context(module.register_forward_hook(partial(after_layer, name), with_kwargs=True))
         on_device = {name: tensor.to(model.device) for name, tensor in inputs.items() if name != "labels"}
-        return body(**on_device, use_cache=False)
+        body(**on_device, use_cache=False)
 
 
 def capture_inputs(model: PreTrainedModel, names: Iterable[str], inputs: dict[str, Tensor]) -> dict[str, LayerInputs]:

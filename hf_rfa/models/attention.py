@@ -108,7 +108,7 @@ class RFAAttentionMixin(nn.Module):
         key = dtype, self.attention_component
         if key in self._layouts:  # asked for at every step
             return self._layouts[key]
-        layout = MemoryLayout(heads=self.rfa_heads - len(self.retrieval_heads), head_dim=self.rfa_width, dtype=dtype)
+        layout = MemoryLayout(heads=self.feature_map.num_heads, head_dim=self.rfa_width, dtype=dtype)
         places = replace(layout, sinks=self.num_sinks, max_distance=self.max_distance, distance_step=self.distance_step)
         if self.attention_component != "linear":
             layout = replace(places, window=self.window_size, slots=self.num_slots)

@@ -285,7 +285,7 @@ class RFAConfigMixin:
             )
         if self.importance != DEFAULT_IMPORTANCE and not self.num_slots:
             raise ValueError(
-                f"importance={self.importance!r} has no effect without slots. Set num_slots, or leave it out."
+                f"importance={self.importance!r} has no effect without slots. Leave it out, or set num_slots."
             )
         positions = self.max_position_embeddings  # type: ignore[attr-defined]
         exact = ("window_size", "num_sinks", "num_slots", "retrieval_window")

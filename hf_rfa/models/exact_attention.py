@@ -159,15 +159,14 @@ def attend_to_places(
     outputs, totals, left, leaves = [], [], [], []
     for part, after, tokens, keys_values in _take_in(new, group):
         output, log_total = _read_chunk(part, tokens, keys_values, scaling, joined)
-        places = after
         outputs.append(output)
         if joined:
-            arrivals = cast(Arrivals, part.arrivals)
-            index = tokens.leaves(_count_before(arrivals), arrivals)
+            index = tokens.leaves(places.count, cast(Arrivals, part.arrivals))
             own = torch.arange(group.layout.places, keys_values.shape[2], device=index.device)
             left.append(keys_values.gather(2, rows_at(torch.where(index >= 0, index, own), keys_values)))
             leaves.append(index >= 0)
             totals.append(cast(Tensor, log_total))
+        places = after
     if not joined:
         return _joined(outputs), places, None, None
     return _joined(outputs), places, _joined(totals), (_joined(left), _joined(leaves))
@@ -180,12 +179,6 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def take_in(new: NewTokens, group: HeadGroup) -> Places:
     """Return a memory's places after new tokens."""
     return [after for _, after, *_ in _take_in(new, group)][-1]
-
-
-def _count_before(arrivals: Arrivals) -> Tensor:
-    """Return the number of tokens of each text before some new ones, [B]."""
-    first = arrivals.ordinal[:, 0]
-    return first if arrivals.is_token is None else first + (~arrivals.is_token[:, 0]).to(first.dtype)
 
 
 def _attend_in_place(

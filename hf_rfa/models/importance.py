@@ -105,8 +105,15 @@ class LearnedImportance(Importance):
 
 @register_importance("key_norm")
 class KeyNorm(Importance):
-    """i_j = −‖k_j‖: tokens with short keys receive most attention (Devoto et al. 2024, arXiv 2406.11430)."""
+    """i_j = −log ‖k_j‖: tokens with short keys receive most attention (Devoto et al. 2024, arXiv 2406.11430).
+
+    A word that comes again has a key of the same length up to rounding. Steps of `STEP` make the two equal, so that the
+    earlier one stays however the text is split.
+    """
+
+    STEP: ClassVar[float] = 2.0**-12
 
     def score(self, hidden_states: Tensor, key: Tensor, ordinal: Tensor) -> Tensor:
-        """Return −‖k_j‖; see the base class."""
-        return -key.detach().float().norm(dim=-1)
+        """Return −log ‖k_j‖, rounded; see the base class."""
+        norm = key.detach().float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        return -(norm.log() / self.STEP).round() * self.STEP

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.utils.import_utils import is_tracing
 
-from .masking import is_known, to_rows
+from .masking import head_index, is_known, to_rows
 from .memory import EMPTY, MemoryLayout, Places
 from .positions import origins
 
@@ -358,11 +359,9 @@ def targets_of(memories: Sequence[Places], layouts: Sequence[MemoryLayout]) -> l
     place = arrival.masked_fill(better, -(2**31)).argmax(-1, keepdim=True)  # of several, the last to come
     ordinal: Sequence[Tensor | None] = [None] * len(heads)
     if layout.slots:
-        since = now
-        if layout.max_distance:
-            origin = [places.origin[:, None].expand(-1, count) for places, count in zip(memories, heads, strict=True)]
-            since = now - torch.cat(origin, dim=1)[..., None]
-        ordinal = [part[:, 0] for part in since.float().split(heads, dim=1)]
+        first = head_index(tuple(accumulate(heads[:-1], initial=0)), now.device)  # head of each memory
+        since = now[..., 0].index_select(1, first) - torch.stack([places.origin for places in memories], dim=1)
+        ordinal = since.float().split(1, dim=1)
     is_sink: Sequence[Tensor | None] = [None] * len(heads)
     leaves, visible = is_sink, is_sink
     if not is_known(arrival >= 0):

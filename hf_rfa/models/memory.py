@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,10 +69,11 @@ class MemoryLayout:
         """P, the number of tokens that are kept exactly."""
         return self.sinks + self.slots + self.window
 
-    @cached_property
+    @property
     def kind(self) -> tuple[Any, ...]:
         """What is the same of layouts that differ in their heads alone."""
-        return astuple(replace(self, heads=1))
+        sizes = (self.head_dim, self.window, self.sinks, self.slots, self.state_rows)
+        return (*sizes, self.max_distance, self.distance_step, self.dtype)
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape, without the batch, and dtype of every tensor of a `Memory` by its name."""

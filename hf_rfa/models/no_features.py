@@ -23,7 +23,7 @@ class NoFeatures(nn.Module):
 
     name: ClassVar[str] = "none"
     feature_dim = state_rows = 0
-    windowed = False
+    windowed = signed = has_exponent = False
     denominator_floor = None
     has_random_matrix = learns_from_raw = needs_text = False
     default_num_features = None

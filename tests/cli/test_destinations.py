@@ -107,17 +107,13 @@ def test_bench_replaces_files_alone_and_says_so_before_it_starts(name, tmp_path,
 
 
 @pytest.mark.parametrize("name", ["evaluation.json", "README.md"])
-def test_evaluate_replaces_files_alone(name, tiny_parent, tmp_path, refused_command):
+def test_evaluate_replaces_files_alone(name, tiny_parent, tmp_path):
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     shutil.copyfile(tiny_parent / "config.json", checkpoint / "config.json")
     os.mkfifo(checkpoint / name)
     with pytest.raises(InputError, match=f"{name} exists and is not a file"):
         check_recordable(str(checkpoint))
-    os.mkfifo(tmp_path / "answers")
-    (tmp_path / "sources").write_text("a")
-    words = ["--references", tmp_path / "sources", "--save-predictions", tmp_path / "answers"]
-    assert "answers exists and is kept" in refused_command("score", checkpoint, tmp_path / "sources", *words)
 
 
 def test_the_folder_around_a_source_is_kept(tiny_parent, tmp_path):

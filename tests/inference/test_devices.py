@@ -47,7 +47,13 @@ def test_a_full_accelerator_is_said_in_short(refused_command, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "words", ["convert none out", "generate none --prompt w", f"evaluate none {__file__}", "bench --task prefill"]
+    "words",
+    [
+        "convert none out --config device=nowhere",
+        "generate none --prompt w --device nowhere",
+        f"evaluate none {__file__} --device nowhere",
+        "bench --task prefill --device nowhere",
+    ],
 )
 def test_a_device_that_is_not_there_is_refused_first(words, refused_command):
-    assert "cannot compute on the device 'nowhere'" in refused_command(*words.split(), "--device", "nowhere")
+    assert "cannot compute on the device 'nowhere'" in refused_command(*words.split())

@@ -61,7 +61,8 @@ def pair(request) -> tuple[Any, Any]:
             importance = torch.einsum("btn,hn->bht", inputs[module.layer_idx].detach(), layer.importance.weight)
             recency = layer.importance.recency.tolist()
         elif layer.importance is not None:
-            importance = -key[:, :: key.shape[1] // heads].detach().norm(dim=-1)
+            norm = key[:, :: key.shape[1] // heads].detach().norm(dim=-1)
+            importance = -(norm.log() * 4096).round()
         sizes = {"window": config.window_size, "sinks": config.num_sinks, "slots": config.num_slots}
         seen[:, others] = memory_by_loop(importance, recency, **sizes)[0]
         if layer.retrieval_heads:
