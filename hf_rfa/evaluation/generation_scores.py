@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, get_args
 
+import evaluate
+from datasets import Features, Value
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu import BLEU
 from transformers import PreTrainedModel
@@ -22,17 +24,42 @@ GenerationTask = Literal["translation", "summarization"]
 ROUGES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
+class _TextMetric(evaluate.Metric):
+    """A metric of `evaluate` that needs no download."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        features = Features({"predictions": Value("string"), "references": Value("string")})
+        return evaluate.MetricInfo(description=str(self.__doc__), citation="", features=features)
+
+
+class BleuMetric(_TextMetric):
+    """Corpus BLEU by sacreBLEU (Post 2018), cased, one reference each, and its signature."""
+
+    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, Any]:
+        metric = BLEU()
+        score = metric.corpus_score(predictions, [references]).score
+        return {"sacreBLEU": score, "signature": str(metric.get_signature())}
+
+
+class RougeMetric(_TextMetric):
+    """`ROUGES` (Lin 2004) by rouge_score, with stemming: mean F1 × 100."""
+
+    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, Any]:
+        scorer = RougeScorer(ROUGES, use_stemmer=True)
+        scores = [scorer.score(*pair) for pair in zip(references, predictions, strict=True)]
+        return {name: 100.0 * fmean(score[name].fmeasure for score in scores) for name in ROUGES}
+
+
 def bleu(predictions: list[str], references: list[str]) -> tuple[float, str]:
-    """Return corpus BLEU by sacreBLEU (Post 2018), cased, one reference each, and its signature."""
-    metric = BLEU()
-    return metric.corpus_score(predictions, [references]).score, str(metric.get_signature())
+    """Return corpus BLEU and its signature."""
+    figures: Any = BleuMetric(keep_in_memory=True).compute(predictions=predictions, references=references)
+    return figures["sacreBLEU"], figures["signature"]
 
 
 def rouge(predictions: list[str], references: list[str]) -> dict[str, float]:
-    """Return `ROUGES` (Lin 2004) by rouge_score, with stemming: mean F1 × 100."""
-    scorer = RougeScorer(ROUGES, use_stemmer=True)
-    scores = [scorer.score(*pair) for pair in zip(references, predictions, strict=True)]
-    return {name: 100.0 * fmean(score[name].fmeasure for score in scores) for name in ROUGES}
+    """Return `ROUGES` by name."""
+    figures: Any = RougeMetric(keep_in_memory=True).compute(predictions=predictions, references=references)
+    return figures
 
 
 @dataclass(frozen=True)
