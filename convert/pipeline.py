@@ -1,30 +1,48 @@
-"""The conversion, stage by stage: plan, choose heads, calibrate, refuse, write."""
+"""The conversion, stage by stage: plan, choose heads, calibrate, refuse, write, check what was written."""
 
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
+import json
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.evaluation.perplexity import Perplexity, score_labels
+from hf_rfa.inference.devices import find_device
 from hf_rfa.io.atomic_io import new_folder
 from hf_rfa.process_memory import give_back_memory
 
 from .calibrate.calibration import LayerGain, calibrate, reusable_calibration
 from .calibrate.retrieval_heads import choose_retrieval_heads
-from .checkpoint.base_model import rfa_layers
-from .checkpoint.loading import load_models
+from .card import model_card
+from .checkpoint.base_model import extend_positions, rfa_layers
+from .checkpoint.loading import (
+    check_kept,
+    digests,
+    load_base_model,
+    load_converted,
+    load_models,
+    probe_logits,
+    quiet,
+)
 from .inputs import AUDIO, MEASURED_TOKENS, Inputs, add_outputs, batches, first_rows
 from .options import ConversionOptions
 from .plan import Plan, Progress, make_plan
 from .presets import Trained
-from .refusal import Perplexities, check_perplexity
-from .report import ConversionReport
-from .writing import check_written, write
+from .report import ConversionReport, Perplexities, check_perplexity, make_report
+
+#: Most bytes of a shard of the result, which is held in memory while it is written.
+MAX_SHARD_SIZE = 2_000_000_000
+#: Largest difference between the logits of the model in memory and of the reloaded one, relative to the largest logit.
+MAX_RELOAD_ERROR = 1e-5
 
 
 class Models(NamedTuple):
@@ -90,13 +108,15 @@ def convert(
     )
     models = load(plan)
     gains, perplexities = calibrate_and_measure(plan, models)
-    refuse_if_ruined(plan, perplexities)
+    if perplexities is not None and plan.trained is None and not plan.options.force:
+        check_perplexity(perplexities, plan.config)
     with new_folder(plan.destination) as folder:
-        written = write(plan, models.rfa, models.base, gains, perplexities, folder)
+        report, logits = write(plan, models, gains, perplexities, folder)
+        model_class = type(models.rfa)
         del models
         gc.collect()
         give_back_memory()
-        return check_written(plan, written, folder)
+        return check_written(plan, report, logits, model_class, folder)
 
 
 def choose_heads(plan: Plan) -> Plan:
@@ -167,7 +187,64 @@ def calibrate_and_measure(plan: Plan, models: Models) -> tuple[list[LayerGain], 
     return gains, perplexities
 
 
-def refuse_if_ruined(plan: Plan, perplexities: Perplexities | None) -> None:
-    """Raise an `InputError` for a ruined model, unless it is trained afterwards, or forced."""
-    if perplexities is not None and plan.trained is None and not plan.options.force:
-        check_perplexity(perplexities, plan.config)
+def write(
+    plan: Plan, models: Models, gains: list[LayerGain], perplexities: Perplexities | None, folder: Path
+) -> tuple[ConversionReport, Tensor]:
+    """Write the calibrated model to a folder, with what goes beside its weights; return the report and its first logits."""
+    plan.begin("writing")
+    base_memory = cache_memory(models.base)
+    if plan.options.max_positions is not None:
+        extend_positions(plan.source.family, models.rfa, plan.options.max_positions)
+    logits = probe_logits(models.rfa, plan.options.seed)
+    report = make_report(plan, models.rfa, base_memory, gains, perplexities)
+    sizes = [path.stat().st_size for path in plan.source.weight_files]  # shards are no larger than theirs
+    size = min(MAX_SHARD_SIZE, max(sizes) if len(sizes) > 1 else MAX_SHARD_SIZE)
+    with quiet():
+        models.rfa.save_pretrained(folder, max_shard_size=size)
+    if plan.tokenizer is not None:
+        plan.tokenizer.save_pretrained(folder)
+    for path in plan.files:
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name)
+        elif path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    return report, logits
+
+
+def check_written(
+    plan: Plan, report: ConversionReport, logits: Tensor, model_class: type[PreTrainedModel], folder: Path
+) -> ConversionReport:
+    """Load the folder and compare the model with what it was made from; write the card and the figures, and return these.
+
+    Raises:
+        InputError: if its logits are not those before it was written, or its weights not those that transformers loads from
+            the source.
+    """
+    plan.begin("checking the result")
+    source = _source_digests(plan)
+    model = load_converted(plan.source, model_class, folder, find_device(plan.options.device))
+    check_kept(digests(model), source, plan.source.name)
+    reloaded = probe_logits(model, plan.options.seed)
+    difference = float((reloaded - logits).abs().max())
+    if not torch.isfinite(reloaded).all() or difference > MAX_RELOAD_ERROR * float(logits.abs().max()):
+        raise InputError(
+            f"the written checkpoint gives other logits than the model it was written from (largest difference "
+            f"{difference:.2e}); it is not kept."
+        )
+    report = replace(report, max_logit_difference=difference)
+    model_card(report, plan.source, plan.config).save(folder / "README.md")
+    (folder / "conversion.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def _source_digests(plan: Plan) -> dict[str, str]:
+    """Return the digests of the source's tensors as transformers loads them, without a table that was extended."""
+    base_model = load_base_model(plan.source, plan.options)
+    source = digests(base_model)
+    if plan.options.max_positions is not None:
+        positions = plan.source.family.position_embeddings(base_model)
+        for name in (name for name, module in base_model.named_modules() if module in positions):
+            del source[f"{name}.weight"]
+    del base_model
+    give_back_memory()
+    return source

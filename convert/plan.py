@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hf_rfa.errors import InputError
 from hf_rfa.families import reads_audio
 from hf_rfa.inference.devices import find_device
 from hf_rfa.inference.loading import check_tokens, check_vocabulary, load_tokenizer
-from hf_rfa.inference.transcription import load_feature_extractor
+from hf_rfa.inference.transcription import load_feature_extractor, load_features
 from hf_rfa.io.atomic_io import check_destination, check_space, remove_leftovers
 from hf_rfa.io.audio_io import read_utterances
 from hf_rfa.io.text_io import read_documents
@@ -23,7 +24,15 @@ from .calibrate.far_outputs import FITTED_FROM
 from .calibrate.retrieval_heads import RetrievalHeads
 from .checkpoint.source import Checkpoint, open_checkpoint
 from .configuration import check_names, import_words, rfa_config, with_more_positions
-from .inputs import FEATURE_TEXT_TOKENS, SLOT_TEXT_TOKENS, TEXT_TOKENS, Inputs, calibration_inputs, speech_inputs
+from .inputs import (
+    AUDIO,
+    FEATURE_TEXT_TOKENS,
+    OUTPUT_TOKENS,
+    SLOT_TEXT_TOKENS,
+    TEXT_TOKENS,
+    Inputs,
+    calibration_inputs,
+)
 from .options import ConversionOptions
 from .presets import Trained, fits_features, with_preset
 
@@ -99,17 +108,28 @@ def make_plan(
     """
     progress("checking the checkpoint", 1)
     check_names(options)
-    source = _check_source(checkpoint, Path(destination), options, overwrite=overwrite)
+    destination = Path(destination)
+    source = open_checkpoint(
+        checkpoint,
+        revision=options.revision,
+        allow_pickle=options.allow_pickle,
+        device=find_device(options.device),
+    )
+    check_destination(destination, overwrite=overwrite, sources=(source.folder,))
+    remove_leftovers(destination.resolve())  # which may be what fills the disk
+    check_space(destination, source.num_bytes // (1 if options.dtype in ("auto", "float32") else 2))
     files = _files_beside(source.folder)
     base = with_more_positions(source, options)
-    _check_force(options, trained)
+    if options.force and (options.calibrate_on is None or trained is not None):
+        why = "nothing is measured without a text (--calibrate)" if trained is None else "training follows"
+        raise InputError(f"force=True has no effect: {why}, and then no model is refused. Leave it out.")
     resolved = with_preset(base, options, trained)
     config = rfa_config(base, resolved)
     tokenizer, no_tokenizer = load_tokenizer(base.folder)
     words = ["hf-rfa", "convert", str(checkpoint), str(destination), *options.words()]
     return Plan(
         source=base,
-        destination=Path(destination),
+        destination=destination,
         options=resolved,
         config=config,
         tokenizer=tokenizer,
@@ -120,27 +140,6 @@ def make_plan(
         command=command or shlex.join(words + import_words(config)),
         progress=progress,
     )
-
-
-def _check_force(options: ConversionOptions, trained: Trained | None) -> None:
-    """Raise an `InputError` where there is nothing to force."""
-    if options.force and (options.calibrate_on is None or trained is not None):
-        why = "nothing is measured without a text (--calibrate)" if trained is None else "training follows"
-        raise InputError(f"force=True has no effect: {why}, and then no model is refused. Leave it out.")
-
-
-def _check_source(name: str | Path, destination: Path, options: ConversionOptions, *, overwrite: bool) -> Checkpoint:
-    """Return the checkpoint, after checking it, the destination and the space on its disk."""
-    checkpoint = open_checkpoint(
-        name,
-        revision=options.revision,
-        allow_pickle=options.allow_pickle,
-        device=find_device(options.device),
-    )
-    check_destination(destination, overwrite=overwrite, sources=(checkpoint.folder,))
-    remove_leftovers(destination.resolve())  # which may be what fills the disk
-    check_space(destination, checkpoint.num_bytes // (1 if options.dtype in ("auto", "float32") else 2))
-    return checkpoint
 
 
 def _files_beside(folder: Path) -> tuple[Path, ...]:
@@ -179,7 +178,8 @@ def _calibration_inputs(
     tokens = options.calibration_tokens or default
     if data is not None and reads_audio(checkpoint.config):
         extractor = load_feature_extractor(checkpoint.folder, checkpoint.name)
-        return speech_inputs(extractor, read_utterances(data), tokens=tokens)
+        utterances = read_utterances(data)[: ceil(tokens / OUTPUT_TOKENS)]
+        return {AUDIO: load_features(extractor, [utterance.path for utterance in utterances])}
     documents = None if data is None else list(read_documents(data))
     if documents is not None and tokenizer is None:
         raise InputError(f"cannot calibrate on {data} with {checkpoint.name}: {no_tokenizer}. Leave the text out.")

@@ -1,20 +1,22 @@
-"""The report of a conversion: its figures, and their table."""
+"""The report of a conversion: its figures, what it tells its user beside them, and when they are those of a ruined model."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
 from typing import Any, get_args
 
-from rich.table import Table
 from transformers import PreTrainedModel
 
+from hf_rfa.errors import InputError
 from hf_rfa.evaluation.memory import CacheMemory, cache_memory
+from hf_rfa.evaluation.perplexity import shown
 from hf_rfa.families import position_count, reads_audio
 from hf_rfa.models.configuration_rfa import AttentionKind
+from hf_rfa.models.importance import IMPORTANCES
 from hf_rfa.models.no_features import feature_map_class
 from hf_rfa.models.projected_feature_maps import RandomFeatureMap
 
@@ -22,12 +24,42 @@ from .calibrate.calibration import LayerGain
 from .calibrate.retrieval_heads import RetrievalHeads
 from .checkpoint.base_model import rfa_layers
 from .checkpoint.loading import new_keys
-from .notes import notes
+from .configuration import converted_layers, outside_modules
 from .plan import Plan
-from .refusal import Perplexities
 
 #: Lengths at which caches are compared with a softmax model's, with the model's own number of positions.
 CACHE_LENGTHS = (1024, 2048, 8192)
+#: A conversion whose perplexity is more than so many times the base model's has ruined the model.
+MAX_PERPLEXITY_RATIO = 2.0
+
+
+@dataclass(frozen=True)
+class Perplexities:
+    """Perplexity on the calibration text: of the base model, of the swap before calibration, and after it.
+
+    With ``own_outputs`` the labels are the base model's own outputs for the sources of the text.
+    """
+
+    softmax: float
+    swapped: float
+    calibrated: float
+    tokens: int
+    own_outputs: bool = False
+
+    def __str__(self) -> str:
+        """Say them in words."""
+        stages = ("softmax", "swapped", "calibrated")
+        return ", ".join(f"{stage} {shown(getattr(self, stage))}" for stage in stages)
+
+    @property
+    def ratio(self) -> float:
+        """The result's perplexity relative to the base model's."""
+        return self.calibrated / self.softmax
+
+    @property
+    def ruined(self) -> bool:
+        """Whether the conversion has ruined the model; so it has where a perplexity is not a number."""
+        return not self.ratio <= MAX_PERPLEXITY_RATIO
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,17 +201,6 @@ class ConversionReport:
             )
         return costs
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values."""
-        return asdict(self)
-
-    def table(self) -> Table:
-        """Return the figures as a table to print."""
-        table = Table(title=f"{self.source} → {self.destination}", show_header=False)
-        for name, value in self.rows():
-            table.add_row(name, value)
-        return table
-
 
 def _tokens(sinks: int, recent: int, important: int = 0) -> str:
     """Return tokens that are kept exactly in words: "4 sinks, 31 recent and 28 important tokens"."""
@@ -270,5 +291,49 @@ def make_report(
         gains=tuple(gains),
         retrieval_heads=plan.heads,
         perplexities=perplexities,
-        notes=notes(plan, config, perplexities),
+        notes=_notes(plan, config, perplexities),
     )
+
+
+def _notes(plan: Plan, config: Any, perplexities: Perplexities | None) -> tuple[str, ...]:
+    """Return hints: a ruined model, the code that a feature map needs, growing caches, what would be better."""
+    hints = []
+    if perplexities is not None and perplexities.ruined:
+        hints.append(
+            f"The conversion has ruined the model: on the text its perplexity is {perplexities.ratio:.1f} times the base "
+            "model's. Train it before you use it."
+        )
+    for name, module in outside_modules(config).items():
+        advice = f"Import its module {module} before the checkpoint is loaded, in Python or with --import."
+        if module == "__main__":
+            advice = "Put its class into a module, and import that before the checkpoint is loaded."
+        hints.append(f"The {name} is not hf-rfa's own, and the checkpoint does not hold its code. {advice}")
+    if plan.no_tokenizer is not None:
+        hints.append(f"The result has no tokenizer (of the checkpoint: {plan.no_tokenizer}).")
+    for name, kind in config.SOFTMAX_LAYERS.items():
+        indices = getattr(config, name)
+        if kind != "encoder" and indices:
+            layers = ("layer " if len(indices) == 1 else "layers ") + ", ".join(map(str, indices))
+            growth = "grows with the sequence" if kind == "causal" else "has the source's length, whatever the output's"
+            hints.append(f"The {kind} attention of {layers} is softmax: its cache {growth}.")
+    if plan.options.max_positions is not None:
+        hints.append(plan.source.family.note_on_positions(config, plan.options.max_positions))
+    fits_slots = config.num_slots and IMPORTANCES[config.importance].needs_text
+    if plan.options.calibrate_on is None and (config.feature_map != "none" or fits_slots):
+        better = "; text like the model's inputs (--calibrate) does better"
+        if plan.source.predicts_tokens and config.feature_map == "none" and config.num_heads_for("causal") > 1:
+            better += ", and brings --memory N retrieval heads, which recall what is far back"
+        hints.append("Calibrated on random tokens" + (" and noise for audio" if reads_audio(config) else better) + ".")
+    return tuple(hints)
+
+
+def check_perplexity(perplexities: Perplexities, config: Any) -> None:
+    """Raise an `InputError` where a conversion, to such a configuration, has ruined the model."""
+    if perplexities.ruined:
+        cross = " or cross attention (--config cross_layers=none)" if converted_layers(config, "cross") else ""
+        raise InputError(
+            "the conversion has ruined the model, and nothing was written: on the text its perplexity is "
+            f"{shown(perplexities.calibrated)}, more than {MAX_PERPLEXITY_RATIO:g} times the base model's "
+            f"{shown(perplexities.softmax)}. Calibrate on other text, give it more memory (--memory), keep layers "
+            f"(--layers){cross} softmax, or train it at once (--data). To write it all the same, pass --config force=true."
+        )

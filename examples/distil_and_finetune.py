@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 
 from hf_rfa.convert import convert
 from hf_rfa.evaluation import perplexity
-from hf_rfa.finetune.data import joined_blocks
+from hf_rfa.finetune.data import text_blocks
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
 from hf_rfa.io.text_io import read_documents, tokenize
@@ -64,7 +64,7 @@ def main() -> None:
         report_to=[],
         dataloader_pin_memory=torch.cuda.is_available(),
     )
-    blocks: Any = joined_blocks(tokenizer, read_documents(args.train), args.block_length)
+    blocks: Any = text_blocks(tokenize(tokenizer, read_documents(args.train)), args.block_length)
     Trainer(model=model, args=arguments, train_dataset=blocks).train()
     model = model.merge_and_unload() if args.lora_rank else model
     model.config.use_cache = True  # the Trainer turned it off

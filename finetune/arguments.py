@@ -108,10 +108,6 @@ class FinetuneArguments:
         columns = {name: getattr(self, f"{name}_column") for name in names}
         return {name: column for name, column in columns.items() if column}
 
-    def overrides(self) -> dict[str, Any]:
-        """Return the fields of the new model's configuration; raise an `InputError` if they are not a JSON object."""
-        return read_overrides(self.config_overrides)
-
     def without_effect(self) -> list[str]:
         """Return the options that say what to take of data sets on the hub, where all data are files."""
         if not all(Path(source).expanduser().exists() for source in (self.train, self.evaluate) if source):
@@ -132,7 +128,7 @@ class FinetuneArguments:
             raise InputError("--model-type needs a tokenizer: pass --tokenizer, or --byte-tokenizer.")
         if self.tokenizer is not None and self.byte_tokenizer:
             raise InputError("pass either --tokenizer or --byte-tokenizer.")
-        self.overrides()
+        read_overrides(self.config_overrides)
         for name, task in OPTIONS_OF_A_TASK.items():
             if getattr(self, name) and task != self.task:
                 raise InputError(f"--{name.replace('_', '-')} is an option of the task {task}, not of {self.task}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from hf_rfa.convert.card import TRAINING, UNTRAINED, head_of, use_section
-from hf_rfa.evaluation.cards import EVALUATION_HEADING, RECALL_HEADING, markdown_table
+from hf_rfa.evaluation.cards import EVALUATION_HEADING, RECALL_HEADING
 from hf_rfa.io.atomic_io import new_folder
 
 from .run_folder import training_folder
@@ -30,22 +30,13 @@ def data_name(source: str) -> str:
     return path.name if path.exists() else source
 
 
-def table_of(figures: Iterable[tuple[str, str]]) -> str:
-    """Return (name, value) pairs as a Markdown table."""
-    return markdown_table(("", ""), figures)
-
-
 @contextmanager
 def trained_folder(
     destination: Path, source: str | None, card: ModelCard, figures: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Path]:
-    """Yield a `new_folder` for a trained checkpoint; at the end the training folder goes.
+    """Yield a `new_folder` for a trained checkpoint, with its card, the source's figures and new ones by the names of files.
 
-    Args:
-        destination: where it will be.
-        source: the checkpoint that was trained, if any: its figures go along.
-        card: the model card to write.
-        figures: JSON files to write, by name.
+    At the end the training folder goes.
     """
     with new_folder(destination) as folder:
         for name in REFERRED if source is not None else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 from hf_rfa.inference.transcription import load_features, write_tokens
 from hf_rfa.io.audio_io import Utterance
-from hf_rfa.io.text_io import UTF_8, is_text, open_text, read_json_lines, read_pairs, start_tokens, text_ids, tokenize
+from hf_rfa.io.text_io import UTF_8, is_text, open_text, read_json_lines, read_pairs, start_tokens, text_ids
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
 #: The `datasets` builder of a file, by its ending without ``.gz``.
@@ -170,11 +170,6 @@ def rows_to_learn(rows: Data, source: str, *, ahead: bool = False) -> Data:
     if not streamed and len(labeled) < len(rows):
         logger.warning(f"{source}: {len(rows) - len(labeled):,} of {len(rows):,} rows are left out: {why}.")
     return labeled
-
-
-def joined_blocks(tokenizer: Any, documents: Iterable[str], length: int) -> Dataset:
-    """Return documents as `text_blocks` of ``length`` tokens, joined, each document followed by the end-of-text token."""
-    return text_blocks(tokenize(tokenizer, documents), length)
 
 
 def text_blocks(ids: torch.Tensor, length: int, *, repeating_share: float = 0.0, seed: int = 0) -> Dataset:

@@ -11,15 +11,15 @@ from typing import Any, cast
 
 import torch
 from datasets import Dataset
-from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, default_data_collator
 
 from hf_rfa.convert.configuration import import_words
 from hf_rfa.convert.inputs import Inputs, shifted_positions
+from hf_rfa.convert.pipeline import MAX_SHARD_SIZE
 from hf_rfa.convert.plan import Progress
-from hf_rfa.convert.writing import MAX_SHARD_SIZE
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.cards import markdown_table
 from hf_rfa.evaluation.perplexity import score_labels, shown
 from hf_rfa.families import FAMILIES, has_rotary_positions, position_count
 from hf_rfa.inference.loading import check_tokens, kind_of, load_model, read_config
@@ -30,7 +30,7 @@ from hf_rfa.models.configuration_rfa import RFAConfigMixin
 from hf_rfa.models.rfa_classes import own_prefixes
 
 from .arguments import check_minutes, processes_started
-from .card import data_name, table_of, trained_card, trained_folder
+from .card import data_name, trained_card, trained_folder
 from .data import (
     PairCollator,
     SpeechCollator,
@@ -101,13 +101,6 @@ class DistillationReport:
                 rows.append((f"{stage.name}, {stage.steps:,} steps", course))
         perplexities = ", ".join(f"{name} {shown(value)}" for name, value in self.perplexities.items())
         return [*rows, (f"perplexity of the {HELD_OUT} items held out", perplexities)]
-
-    def table(self) -> Table:
-        """Return the figures as a table to print."""
-        table = Table(title="distillation", show_header=False)
-        for row in self.rows():
-            table.add_row(*row)
-        return table
 
 
 def distill(
@@ -222,7 +215,8 @@ def distill(
         report_progress("scoring the trained model", 1)
         report.perplexities[result.name] = score_labels(model, rows).perplexity
     report_progress("writing", 1)
-    section = f"## How it was distilled\n\n```bash\n{report.command}\n```\n\n{table_of(report.rows())}\n"
+    table = markdown_table(("", ""), report.rows())
+    section = f"## How it was distilled\n\n```bash\n{report.command}\n```\n\n{table}\n"
     card = trained_card(model, destination, str(checkpoint), summary=report.summary(), section=section)
     with trained_folder(destination, str(checkpoint), card, {"distillation.json": asdict(report)}) as folder:
         if extractor is not None:
@@ -235,10 +229,9 @@ def distill(
 
 def check_one_process() -> None:
     """Raise an `InputError` if several processes were started: each would train alone, and write the same folder."""
-    if processes_started() > 1:
+    if (count := processes_started()) > 1:
         raise InputError(
-            f"{processes_started()} processes were started, but distillation runs in one. Start it without torchrun or "
-            "accelerate launch."
+            f"{count} processes were started, but distillation runs in one. Start it without torchrun or accelerate launch."
         )
 
 
@@ -292,9 +285,9 @@ def _load_text(
     stages = {name: stage for name, stage in recipe.stages().items() if stage.steps}
     lengths = {name: cast(int, stage.block_length) for name, stage in stages.items()}
     first, size = next(iter(lengths.items()))
-    if len(ids) // size <= HELD_OUT:
-        raise InputError(f"the data gives {len(ids) // size} items for {first}; more than {HELD_OUT} are needed.")
     end = (len(ids) // size - HELD_OUT) * size
+    if end <= 0:
+        raise InputError(f"the data gives {len(ids) // size} items for {first}; more than {HELD_OUT} are needed.")
 
     def blocks(ids: Tensor, length: int, share: float = 0.0) -> Dataset:
         rows = text_blocks(ids, length, repeating_share=share, seed=recipe.seed)
@@ -305,8 +298,10 @@ def _load_text(
 
     for name, length in lengths.items():
         if length > end:
-            what = f"no block of {length} tokens for {name} before the {HELD_OUT} that are held out"
-            raise InputError(f"the data gives {what}: more text is needed.")
+            raise InputError(
+                f"the data gives no block of {length} tokens for {name} before the {HELD_OUT} that are held out: more text "
+                "is needed."
+            )
     learned = {name: blocks(ids[:end], lengths[name], stage.repeating_share) for name, stage in stages.items()}
     return blocks(ids[end:], size), learned
 

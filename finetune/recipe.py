@@ -24,29 +24,12 @@ from .arguments import FinetuneArguments, read_overrides
 TOKENS_PER_STEP, PAIRS_PER_STEP = 2048, 8
 #: Recipes that come with the package, a folder for each command.
 FOLDER = Path(__file__).parent / "recipes"
-#: Least and most of the numbers among a stage's settings.
-LIMITS = {
-    "steps": (0, math.inf),
-    "batch_size": (1, math.inf),
-    "block_length": (2, math.inf),
-    "learning_rate": (0, math.inf),
-    "rfa_learning_rate": (0, math.inf),
-    "kl_weight": (0, 1),
-    "lora_rank": (0, math.inf),
-    "repeating_share": (0, 1),
-}
+#: Least and most of a stage's numbers, where these are not 0 and any.
+LIMITS = {"batch_size": (1, math.inf), "block_length": (2, math.inf), "kl_weight": (0, 1), "repeating_share": (0, 1)}
 
 
 def read_recipe(command: Literal["distill", "finetune"], name: str | Path) -> tuple[Path, dict[str, Any]]:
-    """Return the YAML file of a recipe for a command, and what it holds.
-
-    Args:
-        command: the command.
-        name: of a recipe that comes with the package, or the path of a YAML file.
-
-    Raises:
-        InputError: if there is none, or if it holds no settings.
-    """
+    """Return the YAML file of a recipe for a command, a name or a path, and what it holds; an `InputError` if nothing."""
     path = FOLDER / command / f"{name}.yaml"
     if not path.is_file():
         path = Path(name)
@@ -63,15 +46,11 @@ def read_recipe(command: Literal["distill", "finetune"], name: str | Path) -> tu
 
 
 def checked(settings: Any, *classes: type, where: str) -> dict[str, Any]:
-    """Return settings that are fields of dataclasses, with whole numbers and texts such as 1e-3 as numbers if asked for.
-
-    Args:
-        settings: values by name, as YAML has them.
-        classes: the dataclasses.
-        where: what holds the settings, for errors.
+    """Return settings, as YAML has them, that are fields of dataclasses; numbers may be whole, and texts such as 1e-3.
 
     Raises:
-        InputError: for a name that no class has, with the nearest that one has, and for a value of another type.
+        InputError: for a name that no class has, with the nearest that one has, and for a value of another type; it says
+            ``where``.
     """
     if not isinstance(settings, Mapping):
         raise InputError(f"{where} holds no settings.")
@@ -150,13 +129,7 @@ class Recipe:
 
     @classmethod
     def load(cls, name: str | Path) -> Self:
-        """Load a recipe.
-
-        Args:
-            name: of a recipe that comes with the package, or the path of a YAML file.
-
-        Returns:
-            The recipe, its settings checked.
+        """Load a recipe that comes with the package, by its name, or a YAML file.
 
         Raises:
             InputError: if there is none, or if it has an unknown setting.
@@ -174,8 +147,8 @@ class Recipe:
 
     def with_steps(self, *, transfer: int | None = None, end_to_end: int | None = None) -> Recipe:
         """Return this recipe with other numbers of steps."""
-        counts = zip(self.stages().items(), (transfer, end_to_end), strict=True)
-        stages: Any = {name: replace(stage, steps=steps) for (name, stage), steps in counts if steps is not None}
+        counts = {"transfer": transfer, "end_to_end": end_to_end}
+        stages: Any = {name: replace(self.stages()[name], steps=n) for name, n in counts.items() if n is not None}
         return replace(self, **stages)
 
     def resolve(self, config: Any, positions: int) -> Recipe:
@@ -219,18 +192,14 @@ def fast_bf16() -> bool:
 
 
 def load_settings(name: str | Path, *, small: bool = False) -> dict[str, Any]:
-    """Load a recipe of `hf-rfa finetune`: options by name, those under ``small`` if asked for.
-
-    Args:
-        name: of a recipe that comes with the package, or the path of a YAML file.
-        small: take the recipe's small variant.
+    """Load a recipe of `hf-rfa finetune`, a name or a YAML file: options by name, with those of its ``small`` variant.
 
     Raises:
         InputError: if there is no such recipe, it cannot be read, has an unknown option, or has no small variant.
     """
     path, settings = read_recipe("finetune", name)
-    changes = settings.pop("small", None) if small else {}
-    settings.pop("small", None)
+    variant = settings.pop("small", None)
+    changes = variant if small else {}
     if not isinstance(changes, dict):
         raise InputError(f"the recipe {path} has no small variant.")
     return checked(merge(settings, changes), FinetuneArguments, Seq2SeqTrainingArguments, where=f"recipe {path}")

@@ -30,6 +30,7 @@ from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.utils import logging
 
 from hf_rfa.errors import InputError
+from hf_rfa.evaluation.cards import markdown_table
 from hf_rfa.evaluation.generation_scores import answer_length, bleu
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL, perplexity_of, shown
 from hf_rfa.inference.loading import (
@@ -46,8 +47,8 @@ from hf_rfa.inference.loading import (
 from hf_rfa.io.text_io import BLOCK_LENGTH
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 
-from .arguments import FinetuneArguments
-from .card import data_name, table_of, trained_card, trained_folder
+from .arguments import FinetuneArguments, read_overrides
+from .card import data_name, trained_card, trained_folder
 from .data import (
     Data,
     keeps_documents_apart,
@@ -201,7 +202,7 @@ def _write(
         *((name, shown(value, 4)) for name, value in metrics.items() if isinstance(value, float)),
     ]
     summary = f"{'fine-tuned' if options.model else 'trained from scratch'} on {data} ({task}, {steps:,} steps)."
-    section = f"## How it was fine-tuned\n\n{table_of(rows)}\n"
+    section = "## How it was fine-tuned\n\n" + markdown_table(("", ""), rows) + "\n"
     card = trained_card(trainer.model, destination, options.model, summary=summary, section=section)
     figures = {"settings": vars(options), "metrics": metrics, "log": trainer.state.log_history}
     with trained_folder(destination, options.model, card, {"finetuning.json": figures}) as folder:
@@ -227,7 +228,7 @@ def load_config_and_tokenizer(options: FinetuneArguments, *, seed: int = 0) -> t
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config is None:
-        config = _new_config(str(options.model_type), options.overrides(), tokenizer, seed)
+        config = _new_config(str(options.model_type), read_overrides(options.config_overrides), tokenizer, seed)
     check_vocabulary(tokenizer, config, options.model or f"config_overrides for {options.model_type}")
     check_tokens([tokenizer.pad_token_id or 0], config)
     return config, tokenizer

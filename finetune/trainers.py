@@ -50,12 +50,9 @@ CHUNK_LOGITS = 2**21
 
 
 class Watch(TrainerCallback):
-    """Ends a training whose time is over or whose loss is not finite any more, and tells its steps.
+    """Ends a training whose seconds are over or whose loss is not finite any more, and tells its steps, those that are left.
 
-    Args:
-        seconds: counted from the beginning of the training, or of its resumed part; None for no limit.
-        name: the name of the training.
-        progress: what is told the steps; of a resumed training, those that are left.
+    Seconds are counted from the beginning of the training, or of its resumed part.
     """
 
     def __init__(self, seconds: float | None, name: str, progress: Progress) -> None:
@@ -239,7 +236,7 @@ def logit_divergence(logits: Tensor, expected: Tensor, learned: Tensor) -> Tenso
     wait for its device.
 
     Args:
-        logits: the student's, [N, vocabulary], in any floating dtype. Their gradient has it too.
+        logits: the student's, [N, vocabulary], in any floating dtype, which their gradient has too.
         expected: the teacher's, [N, vocabulary]; they get no gradient.
         learned: which rows count, [N].
     """

@@ -19,14 +19,8 @@ from .threads import Load
 
 #: Positions, or tokens at once, by task.
 LENGTHS = {"decoding": [128, 512, 2048, 8192], "prefill": [1024, 4096], "training": [1024, 4096]}
-
-
-class Task(StrEnum):
-    """The tasks that `bench_command` times."""
-
-    decoding = "decoding"
-    prefill = "prefill"
-    training = "training"
+#: Their names; typer reads no list of `Literal`.
+Task = StrEnum("Task", ["decoding", "prefill", "training"])
 
 
 def _sizes(text: str) -> list[int]:

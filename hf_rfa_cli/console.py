@@ -20,6 +20,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 from .threads import take_threads
 
@@ -46,18 +47,17 @@ def warn(message: str) -> None:
     errors.print(f"warning: {message}", style="yellow", soft_wrap=True)
 
 
-class _Warnings(logging.Handler):
+def print_speed(what: str, tokens: int, seconds: float, cache: str = "") -> None:
+    """Print how many tokens were read or written, and what the cache holds."""
+    errors.print(f"{tokens:,} tokens {what}in {seconds:.2f} s ({tokens / seconds:,.1f} tokens/s){cache}")
+
+
+class Warnings(logging.Handler):
     """Prints what hf_rfa's loggers warn of."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print a warning on stderr, as the commands do."""
         warn(record.getMessage())
-
-
-def show_warnings() -> None:
-    """Let hf_rfa's loggers warn on stderr, as the commands do."""
-    logger = logging.getLogger("hf_rfa")
-    if not any(isinstance(handler, _Warnings) for handler in logger.handlers):
-        logger.addHandler(_Warnings())
 
 
 def _progress(*counts: ProgressColumn) -> Progress:
@@ -106,5 +106,8 @@ def report_of(work: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
         report = work(*args, progress=report_progress, **options)
         finish()
-    console.print(report.table())
+    table = Table(show_header=False)
+    for row in report.rows():
+        table.add_row(*row)
+    console.print(table)
     return report

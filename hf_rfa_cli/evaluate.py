@@ -1,10 +1,10 @@
-"""``hf-rfa evaluate`` and ``hf-rfa score``."""
+"""``hf-rfa evaluate``."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -13,10 +13,20 @@ from .console import console, shown_count, starting, warn
 
 #: Two samples of 1,000 tokens of one text differ by a seventh in perplexity (the demo's model on its text).
 FEW_TOKENS = 1000
-#: Panels of the help, whose options have no effect with the other task.
+#: Panels of the help, and those whose options have an effect with a task.
 TEXT, SPEECH = "Perplexity of a text", "Transcripts of speech, with --task transcription"
+ANSWERS, GENERATED = "Answers to sources, with --task translation or summarization", "Transcripts and answers"
+PANELS = {
+    "perplexity": (TEXT,),
+    "transcription": (SPEECH, GENERATED),
+    "translation": (ANSWERS, GENERATED),
+    "summarization": (ANSWERS, GENERATED),
+}
+#: Scores by metric, and their protocol.
+Scores = tuple[dict[str, float], str]
 of_text = partial(typer.Option, rich_help_panel=TEXT)
 of_speech = partial(typer.Option, rich_help_panel=SPEECH)
+of_answers = partial(typer.Option, rich_help_panel=ANSWERS)
 
 
 def evaluate_command(
@@ -26,12 +36,13 @@ def evaluate_command(
         Path,
         typer.Argument(
             callback=options.data_path,
-            help="Text: .txt, or .jsonl with a 'text' field; plain or .gz. Speech: a folder of .wav or .flac files, or .jsonl"
-            " with a 'path' and maybe a 'text'.",
+            help="Text: .txt, or .jsonl with a 'text'. Speech: a folder of .wav or .flac files, or .jsonl with a 'path' and "
+            "maybe a 'text'. Sources: one a line, or .jsonl with 'source' and 'target'.",
         ),
     ],
     task: Annotated[
-        Literal["perplexity", "transcription"], typer.Option(help="Of a text, or word error rate of transcripts.")
+        Literal["perplexity", "transcription", "translation", "summarization"],
+        typer.Option(help="Perplexity, word error rate of transcripts, BLEU of translations or ROUGE of summaries."),
     ] = "perplexity",
     context_length: Annotated[
         int | None, of_text(min=2, help="Tokens per window. Default: the positions, at most 1024.")
@@ -43,99 +54,85 @@ def evaluate_command(
         Literal["both", "linear", "window"], of_text(help="Of attention with a sliding window, one part alone.")
     ] = "both",
     teacher: Annotated[str | None, of_speech(help="The base model, to compare transcripts with.")] = None,
-    num_beams: Annotated[int, of_speech(min=1, help="Beams of generation; 1 for none.")] = 1,
     limit: Annotated[int | None, of_speech(min=1, help="Most files of speech that are read.")] = None,
+    references: Annotated[
+        Path | None, of_answers(callback=options.text_file, help="Outputs that belong to the sources, one a line.")
+    ] = None,
+    max_new_tokens: Annotated[int | None, of_answers(min=1, help="Most tokens of an answer.")] = None,
+    num_beams: Annotated[
+        int, typer.Option(min=1, rich_help_panel=GENERATED, help="Beams of generation; 1 for none.")
+    ] = 1,
     record: options.Record = False,
     batch_size: options.BatchSize = 8,
     dtype: options.ModelDtype = "auto",
     device: options.Device = "auto",
 ) -> None:
-    """Measure the perplexity of a text, or the transcripts of speech.
+    """Measure the perplexity of a text, the transcripts of speech, or the answers of a model with an encoder.
 
     Of a converted model it also says how much of its attention goes to what is kept.
 
     Below 1,000 tokens a perplexity says little, and a warning says so.
     """
-    options.refuse(
-        context, f"has no effect with --task {task}. Leave it out.", SPEECH if task == "perplexity" else TEXT
-    )
+    others = {TEXT, SPEECH, ANSWERS, GENERATED}.difference(PANELS[task])
+    options.refuse(context, f"has no effect with --task {task}. Leave it out.", *others)
     starting(f"evaluating {model} on {data}")
-    if task == "transcription":
-        _evaluate_speech(model, data, teacher, limit, num_beams, batch_size, dtype, device, record=record)
-        return
+    from hf_rfa.evaluation.cards import check_recordable, record_result
+    from hf_rfa.inference import load_model
+
+    folder = check_recordable(model) if record else None
+    load = partial(load_model, dtype=dtype, device=device)
+    if task == "perplexity":
+        score = partial(_score_text, context_length=context_length, stride=stride, carry_state=carry_state)
+        scores, protocol = score(load, model, data, max_tokens, attention_component, batch_size=batch_size)
+    elif task == "transcription":
+        score = partial(_score_speech, num_beams=num_beams, batch_size=batch_size)
+        scores, protocol = score(load, model, data, teacher, limit)
+    else:
+        score = partial(_score_answers, num_beams=num_beams, batch_size=batch_size, max_new_tokens=max_new_tokens)
+        scores, protocol = score(load, model, data, references, task=task)
+    console.print(f"protocol: {protocol}", soft_wrap=True)
+    if folder is not None:
+        record_result(folder, task=task, data=data.name, scores=scores, protocol=protocol)
+
+
+def _score_text(load: Any, model: str, data: Path, max_tokens: int | None, component: Any, **windows: Any) -> Scores:
+    """Print the perplexity of a text, and what attention goes to."""
     from hf_rfa.convert.calibrate.attention_shares import attention_shares
     from hf_rfa.evaluation import perplexity
     from hf_rfa.evaluation.perplexity import shown
-    from hf_rfa.inference import load_model, use_attention_component
+    from hf_rfa.inference import use_attention_component
     from hf_rfa.io.text_io import read_documents, tokenize
 
-    folder = _folder_to_record(model, record)
     documents = list(read_documents(data))
-    loaded, tokenizer = load_model(model, kind="causal", dtype=dtype, device=device)
-    use_attention_component(loaded, attention_component)
+    loaded, tokenizer = load(model, kind="causal")
+    use_attention_component(loaded, component)
     ids = tokenize(tokenizer, documents)[:max_tokens]
     with shown_count("scoring the text") as on_batch:
-        result = perplexity(
-            loaded,
-            ids,
-            context_length=context_length,
-            stride=stride,
-            carry_state=carry_state,
-            batch_size=batch_size,
-            on_batch=on_batch,
-        )
+        result = perplexity(loaded, ids, on_batch=on_batch, **windows)
     console.print(f"perplexity {shown(result.perplexity)} ({result.nats:.4f} nats per token)")
     if result.tokens < FEW_TOKENS:
         warn(
             f"{result.tokens} tokens were scored; below {FEW_TOKENS:,} a perplexity is a matter of chance, by a "
             "seventh and more. Pass a longer text."
         )
-    protocol = result.protocol
-    if attention_component != "both":
-        protocol += f"; {attention_component} component alone"
-    _finish(folder, task, data, {"perplexity": result.perplexity}, protocol)
-    shares = attention_shares(loaded, ids) if attention_component == "both" else None
-    if shares is not None:
+    scores = {"perplexity": result.perplexity}
+    if component != "both":
+        return scores, f"{result.protocol}; {component} component alone"
+    if (shares := attention_shares(loaded, ids)) is not None:
         console.print(f"attention on the first {shares.tokens:,} tokens: {shares}", soft_wrap=True)
+    return scores, result.protocol
 
 
-def _folder_to_record(model: str, record: bool) -> Path | None:
-    """Return the folder that a result is written into, or None."""
-    from hf_rfa.evaluation.cards import check_recordable
-
-    return check_recordable(model) if record else None
-
-
-def _finish(folder: Path | None, task: str, data: Path, scores: dict[str, float], protocol: str) -> None:
-    """Print the protocol of some scores, and record both where there is a folder."""
-    from hf_rfa.evaluation.cards import record_result
-
-    console.print(f"protocol: {protocol}", soft_wrap=True)
-    if folder is not None:
-        record_result(folder, task=task, data=data.name, scores=scores, protocol=protocol)
-
-
-def _evaluate_speech(
-    model: str,
-    data: Path,
-    teacher: str | None,
-    limit: int | None,
-    num_beams: int,
-    batch_size: int,
-    dtype: str,
-    device: str,
-    *,
-    record: bool,
-) -> None:
+def _score_speech(
+    load: Any, model: str, data: Path, teacher: str | None, limit: int | None, **generation: Any
+) -> Scores:
     """Print word error rates of a model, and of its base model where there is one, with speed and bytes of the cache."""
     from rich.table import Table
 
     from hf_rfa.evaluation.transcription import evaluate_transcription
-    from hf_rfa.inference import load_model
     from hf_rfa.inference.transcription import load_feature_extractor
     from hf_rfa.io.audio_io import read_utterances
 
-    folder = _folder_to_record(model, record)
     utterances = read_utterances(data, limit=limit)
     if teacher is None and all(utterance.text is None for utterance in utterances):
         raise options.UsageError(
@@ -143,65 +140,27 @@ def _evaluate_speech(
         )
     results, base_texts = {}, None
     for name in filter(None, (teacher, model)):
-        loaded, tokenizer = load_model(name, kind="speech", dtype=dtype, device=device)
+        parts: tuple[Any, Any, Any] = (*load(name, kind="speech"), load_feature_extractor(name))
         with shown_count(f"transcribing with {name}") as on_batch:
-            result = evaluate_transcription(
-                loaded,
-                tokenizer,
-                load_feature_extractor(name),
-                utterances,
-                base_texts=base_texts,
-                num_beams=num_beams,
-                batch_size=batch_size,
-                on_batch=on_batch,
-            )
+            result = evaluate_transcription(*parts, utterances, base_texts=base_texts, on_batch=on_batch, **generation)
         results[name], base_texts = result, result.transcripts.texts
     table = Table("", *result.scores, "tokens/s", "cache, bytes")
     for name, each in results.items():
         scores = [f"{each.scores[measure]:.2f} %" if measure in each.scores else "" for measure in result.scores]
         table.add_row(name, *scores, f"{each.tokens_per_second:.1f}", f"{each.cache_bytes:,}")
     console.print(table)
-    _finish(folder, "transcription", data, result.scores, result.protocol)
+    return result.scores, result.protocol
 
 
-def score_command(
-    model: options.Model,
-    sources: Annotated[
-        Path,
-        typer.Argument(callback=options.text_file, help="Sources, one a line, or .jsonl with 'source' and 'target'."),
-    ],
-    task: Annotated[
-        Literal["translation", "summarization"], typer.Option(help="BLEU of translations, or ROUGE of summaries.")
-    ] = "translation",
-    references: options.References = None,
-    num_beams: options.Beams = 1,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
-    record: options.Record = False,
-    batch_size: options.BatchSize = 8,
-    dtype: options.ModelDtype = "auto",
-    device: options.Device = "auto",
-) -> None:
-    """Let a model with an encoder translate or summarize sources, and score its answers by references."""
-    starting(f"scoring {model} on {sources}")
+def _score_answers(load: Any, model: str, data: Path, references: Path | None, **generation: Any) -> Scores:
+    """Print the scores of a model's translations or summaries."""
     from hf_rfa.evaluation.generation_scores import evaluate_generation
-    from hf_rfa.inference import load_model
     from hf_rfa.io.text_io import read_pairs
 
-    folder = _folder_to_record(model, record)
-    texts, targets = read_pairs(sources, references)
-    loaded, tokenizer = load_model(model, kind="seq2seq", dtype=dtype, device=device)
+    sources, targets = read_pairs(data, references)
+    loaded, tokenizer = load(model, kind="seq2seq")
     with shown_count("answering the sources") as on_batch:
-        result = evaluate_generation(
-            loaded,
-            tokenizer,
-            texts,
-            targets,
-            task=task,
-            num_beams=num_beams,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            on_batch=on_batch,
-        )
+        result = evaluate_generation(loaded, tokenizer, sources, targets, on_batch=on_batch, **generation)
     for name, value in result.scores.items():
         console.print(f"{name} {value:.2f}")
-    _finish(folder, task, sources, result.scores, result.protocol)
+    return result.scores, result.protocol

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -12,11 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from . import options
-from .console import errors, shown_stream, starting
+from .console import print_speed, starting
+from .streams import STDIN, stream
 
-STDIN = Path("-")
-#: Exit status after Ctrl-C.
-INTERRUPTED = 130
 #: Panels of the help. `refuse` knows by them which options do not go together.
 TEXT, PROMPTS, SAMPLING, STREAMS = "Text", "Prompts and chat", "Sampling, with --sample", "Texts without end"
 of_text = partial(typer.Option, rich_help_panel=TEXT)
@@ -109,7 +105,7 @@ def generate_command(
     prompts = _prompts(prompt or [], prompt_file, system)
     if streaming:
         start = "".join(prompts)
-        _stream(model, stream_from, start, save_cache, load_cache, dtype=dtype, device=device, seed=seed, **wanted)
+        stream(model, stream_from, start, save_cache, load_cache, dtype=dtype, device=device, seed=seed, **wanted)
         return
     from transformers import TextStreamer
 
@@ -133,7 +129,7 @@ def generate_command(
         cache += f"for {min(batch_size, len(prompts))} texts at a time"
     else:
         cache += f"after {tokens + generations[0].prompt_tokens} tokens"
-    _print_speed("", tokens, sum(each.seconds for each in generations), cache)
+    print_speed("", tokens, sum(each.seconds for each in generations), cache)
 
 
 def _prompts(prompts: list[str], file: Path | None, system: str | None) -> list[str]:
@@ -156,96 +152,21 @@ def _prompts(prompts: list[str], file: Path | None, system: str | None) -> list[
     return prompts
 
 
-def _stream(
-    model: str,
-    text: Path | None,
-    prompt: str,
-    save_cache: Path | None,
-    load_cache: Path | None,
-    *,
-    dtype: str,
-    device: str,
-    **wanted: Any,
-) -> None:
-    """Let a model read a text of any length and go on with it. Ctrl-C ends both, and what was read and written is kept."""
-    from transformers import TextStreamer
-
-    from hf_rfa.errors import InputError
-    from hf_rfa.inference import Reading, cache_num_bytes, continue_stream, load_model, read_stream
-    from hf_rfa.inference.cache_files import check_can_be_saved
-    from hf_rfa.inference.loading import position_limit
-    from hf_rfa.io.atomic_io import check_file
-    from hf_rfa.io.text_io import stream_text
-    from hf_rfa.process_memory import process_bytes
-
-    loaded, tokenizer = load_model(model, kind="causal", dtype=dtype, device=device)
-    if save_cache is not None:
-        check_file(save_cache)
-        check_can_be_saved(loaded)
-    reading = Reading() if load_cache is None else Reading.load(load_cache, loaded)
-    path = None if text == STDIN else text
-    source = "" if path is None else str(path.resolve())
-    skip = reading.characters if source and source == reading.source else 0
-    if (limit := position_limit(loaded)) is not None:
-        errors.print(
-            f"note: this model's positions end at {limit}. Wherever they do, it reads its last {limit // 4} tokens again, "
-            "and has forgotten what came before.",
-            soft_wrap=True,
-        )
-    begin, start, stopped = reading.tokens, time.perf_counter(), None
-    try:
-        if skip:
-            errors.print(f"going on in {path} after {skip:,} characters", soft_wrap=True)
-        else:  # what an interruption left of another text comes first
-            read_stream(loaded, tokenizer, (), reading)
-        if text is not None:
-            reading.source = source
-            with shown_stream(f"reading {path.name if path else 'stdin'}", begin) as (show_bytes, show_tokens):
-                texts = stream_text(path, skip=skip, on_bytes=show_bytes)
-                read_stream(loaded, tokenizer, texts, reading, on_tokens=show_tokens)
-            _print_speed("read ", reading.tokens - begin, time.perf_counter() - start)
-        streamer = TextStreamer(tokenizer, skip_prompt=not prompt, skip_special_tokens=True)
-        written = continue_stream(loaded, tokenizer, reading, prompt=prompt, streamer=streamer, **wanted)
-        _print_speed("written ", written.new_tokens, written.seconds)
-    except (KeyboardInterrupt, InputError) as error:
-        stopped = error
-    if reading.cache is not None:
-        memory = f", process {process_bytes():,} bytes" if sys.platform == "linux" else ""
-        errors.print(f"cache {cache_num_bytes(reading.cache):,} bytes after {reading.tokens:,} tokens{memory}")
-    if save_cache is not None and (reading.cache is not None or isinstance(stopped, KeyboardInterrupt)):
-        reading.save(save_cache, loaded)
-        rest = f" --stream-from {reading.source}" if reading.source else ""
-        errors.print(f"kept in {save_cache}: go on with --load-cache {save_cache}{rest}", soft_wrap=True)
-    if isinstance(stopped, InputError):
-        raise stopped
-    if stopped is not None:
-        kept = "" if save_cache else ", which are lost: --save-cache FILE keeps them"
-        errors.print(f"interrupted after {reading.tokens:,} tokens{kept}")
-        raise typer.Exit(INTERRUPTED)
-
-
-def _print_speed(what: str, tokens: int, seconds: float, cache: str = "") -> None:
-    """Print how many tokens were read or written, and what the cache holds."""
-    errors.print(f"{tokens:,} tokens {what}in {seconds:.2f} s ({tokens / seconds:,.1f} tokens/s){cache}")
-
-
 def _transcribe(model: str, paths: list[Path], *, num_beams: int, batch_size: int, dtype: str, device: str) -> None:
     """Print what a model writes of files of speech."""
     starting(f"loading {model}")
     from hf_rfa.evaluation.memory import cache_memory
     from hf_rfa.inference import load_model
-    from hf_rfa.inference.transcription import load_feature_extractor, transcribe
-    from hf_rfa.io.audio_io import load_samples
+    from hf_rfa.inference.transcription import Transcripts, load_feature_extractor, transcribe_files
+    from hf_rfa.io.audio_io import read_utterances
 
     extractor = load_feature_extractor(model)
-    speech = [load_samples(path, extractor.sampling_rate) for path in paths]
+    files = [utterance.path for path in paths for utterance in read_utterances(path)]
     loaded, tokenizer = load_model(model, kind="speech", dtype=dtype, device=device)
-    parts = []
-    for start in range(0, len(speech), batch_size):
-        part = transcribe(loaded, tokenizer, extractor, speech[start : start + batch_size], num_beams=num_beams)
-        parts.append(part)
+    total = Transcripts()
+    for part in transcribe_files(loaded, tokenizer, extractor, files, batch_size=batch_size, num_beams=num_beams):
+        total += part
         for text in part.texts:
             typer.echo(text, color=True)  # as it is
-    total = sum(parts[1:], parts[0])
     cache = f", cache {cache_memory(loaded).after(total.longest):,} bytes after {total.longest} tokens of a file"
-    _print_speed("", total.tokens, total.seconds, cache)
+    print_speed("", total.tokens, total.seconds, cache)

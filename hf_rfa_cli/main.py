@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -11,9 +12,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .bench import bench_command
-from .console import errors, show_warnings
+from .console import Warnings, errors
 from .convert import convert_command
-from .evaluate import evaluate_command, score_command
+from .evaluate import evaluate_command
 from .generate import generate_command
 from .imports import importing
 from .options import UsageError
@@ -48,10 +49,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "finetune": finetune_command,
     "generate": generate_command,
     "evaluate": evaluate_command,
-    "score": score_command,
     "recall": recall_command,
     "bench": bench_command,
 }
+WARNINGS = Warnings()
 for _name, _command in COMMANDS.items():
     app.command(_name, cls=_Command, context_settings=RAW if _name == "finetune" else None)(importing(_command))
 
@@ -76,7 +77,7 @@ def main() -> None:
 
     Input that cannot be used, and a full accelerator, end it with a message and status 1, an interrupt with 130 (typer).
     """
-    show_warnings()
+    logging.getLogger("hf_rfa").addHandler(WARNINGS)
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name="hf-rfa", standalone_mode=False) or 0)
     except UsageError as error:

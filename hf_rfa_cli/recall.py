@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from .console import console, shown_count, starting
-from .options import Device, Model, ModelDtype, Record, Seed, UsageError, in_a_folder, text_file
+from .options import Device, Model, ModelDtype, Record, Seed, in_a_folder, text_file
 
 #: Most tokens of a text that are read.
 TEXT_TOKENS = 200_000
+
+
+def _view(text: str) -> tuple[int, int]:
+    """Return (window, sinks) of a control such as "64" or "60+4"."""
+    window, plus, sinks = text.partition("+")
+    if not (window.isdigit() and int(window) > 0 and (sinks.isdigit() if plus else not sinks)):
+        raise typer.BadParameter(f"it must be a window, or window+sinks, such as 64 or 60+4, got {text!r}.")
+    return int(window), int(sinks or 0)
 
 
 def recall_command(
@@ -20,9 +28,11 @@ def recall_command(
     text: Annotated[Path, typer.Argument(callback=text_file, help="Text, as for hf-rfa evaluate.")],
     teacher: Annotated[str | None, typer.Option(help="Softmax model that it was made from, to compare with.")] = None,
     control: Annotated[
-        list[str] | None,
+        list[Any] | None,
         typer.Option(
-            metavar="WINDOW+SINKS", help="Softmax that sees these alone; repeatable. Default: of the same bytes."
+            parser=_view,
+            metavar="WINDOW+SINKS",
+            help="Softmax that sees these alone; repeatable. Default: of the same bytes.",
         ),
     ] = None,
     max_length: Annotated[
@@ -39,7 +49,6 @@ def recall_command(
     device: Device = "auto",
 ) -> None:
     """Measure what perplexity hides: text said again, and needles in a text."""
-    controls = _views(control or [])
     starting(f"measuring the recall of {model}")
     from hf_rfa.evaluation.cards import check_recordable
     from hf_rfa.evaluation.recall import recall_suite, report_table, write_report
@@ -64,7 +73,7 @@ def recall_command(
             tokenizer,
             ids,
             teacher=softmax,
-            controls=controls,
+            controls=control or None,
             max_length=max_length,
             quick=quick,
             seed=seed,
@@ -77,14 +86,3 @@ def recall_command(
         console.print(f"written: recall.json and recall.md in {output}")
     if folder is not None:
         write_report(report, folder, data=text.name, card=True)
-
-
-def _views(controls: list[str]) -> list[tuple[int, int]] | None:
-    """Return (window, sinks) of controls such as "64" and "60+4", or None where none is named."""
-    views = []
-    for control in controls:
-        window, plus, sinks = control.partition("+")
-        if not (window.isdigit() and int(window) > 0 and (sinks.isdigit() if plus else not sinks)):
-            raise UsageError(f"--control takes a window, or window+sinks, such as 64 or 60+4, got {control!r}.")
-        views.append((int(window), int(sinks or 0)))
-    return views or None

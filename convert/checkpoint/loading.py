@@ -1,8 +1,9 @@
-"""Loading: the RFA model of a softmax checkpoint and its base model, which share their weights, and what was written."""
+"""Loading: the RFA model of a softmax checkpoint and its base model, which share their weights; and comparing weights."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging as standard_logging
 import warnings
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from hf_rfa.inference.devices import find_device
 from ..inputs import cut, random_inputs
 from ..options import ConversionOptions
 from .base_model import rfa_layers, softmax_base_model
-from .offload import blocks_on_disk, give_back_after_blocks, offloaded_shapes
+from .offload import blocks_on_disk, give_back_after_blocks, offloaded_shapes, tensor_of
 from .source import Checkpoint, check_finite
 
 #: Bytes of the largest checkpoint that is loaded whole: blocks that stay on disk are read for every token generated.
@@ -144,3 +145,39 @@ def new_keys(model: PreTrainedModel) -> list[str]:
     new = ("feature_map.", "gate.", "importance.")
     layers = rfa_layers(model).items()
     return [f"{name}.{key}" for name, layer in layers for key in layer.state_dict() if key.startswith(new)]
+
+
+def digests(model: PreTrainedModel) -> dict[str, str]:
+    """Return the SHA-256 of every tensor of a model's files by its names, those that stay on disk among them.
+
+    Two models are compared by it without holding both. A buffer that is in no file follows from the configuration by a
+    formula, which may be rounded otherwise every time (M2M100's positions).
+    """
+    found: dict[str, str] = {}
+    names = model.state_dict().keys()
+    for owner, module in model.named_modules():
+        for key, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            name = f"{owner}.{key}" if owner else key  # a tied parameter has a second name too
+            if name in names:
+                values = tensor_of(module, key).detach().cpu().contiguous()
+                content: Any = values.flatten().view(torch.uint8).numpy()
+                digest = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}".encode())
+                digest.update(content)
+                found[name] = digest.hexdigest()
+    return found
+
+
+def check_kept(result: dict[str, str], source: dict[str, str], name: str) -> None:
+    """Raise an `InputError` if a result does not have the tensors of its source.
+
+    Args:
+        result: those of the converted model.
+        source: those of the softmax model, but for what the conversion changes.
+        name: the source, for the error.
+    """
+    for key, digest in source.items():
+        if result.get(key) != digest:
+            raise InputError(
+                f"tensor {key} of the result is not that of {name} as transformers loads it; the result is not kept. "
+                "Please report it."
+            )

@@ -25,8 +25,6 @@ from hf_rfa.inference.loading import check_is_checkpoint, read_config
 
 #: Files of a hub checkpoint that are downloaded: weights, configurations, tokenizers and the model card.
 HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.spm", "*.jinja", "README.md")
-#: What to do with a GGUF file.
-GGUF_ADVICE = "transformers makes a folder of a GGUF file: docs/guide.md has the lines."
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,7 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    name: str | Path,
-    *,
-    revision: str | None = None,
-    allow_pickle: bool = False,
-    device: torch.device | None = None,
+    name: str | Path, *, revision: str | None = None, allow_pickle: bool = False, device: torch.device | None = None
 ) -> Checkpoint:
     """Find a checkpoint and check it: a folder, or a name on the hub, for which alone the network is used.
 
@@ -85,7 +79,12 @@ def open_checkpoint(
     _check_config(folder, name)
     config = read_config(folder, device)
     family = FAMILIES[config.model_type]
-    architecture = _architecture(config, family, name)
+    architecture: str = (config.architectures or [family.default_architecture])[0]
+    if architecture not in family.architectures:
+        raise InputError(
+            f"{name} is a {architecture}, which cannot be converted. Supported: {', '.join(family.architectures)}. If it is "
+            "one of these under an earlier name, write the name into its config.json (architectures)."
+        )
     files = _weight_files(folder, name, allow_pickle=allow_pickle)
     commit = folder.name if not path.exists() and folder.parent.name == "snapshots" else None
     checkpoint = Checkpoint(name, folder, config, family, architecture, files, commit)
@@ -94,24 +93,14 @@ def open_checkpoint(
     return checkpoint
 
 
-def _architecture(config: Any, family: Family, name: str) -> str:
-    """Return the name of a checkpoint's model class; an `InputError` if it cannot be converted."""
-    stated: str = (config.architectures or [family.default_architecture])[0]
-    if stated not in family.architectures:
-        raise InputError(
-            f"{name} is a {stated}, which cannot be converted. Supported: {', '.join(family.architectures)}. If it is one of "
-            "these under an earlier name, write the name into its config.json (architectures)."
-        )
-    return stated
-
-
 def locate(name: str, *, revision: str | None, allow_pickle: bool) -> Path:
     """Return a checkpoint's folder, downloaded from the hub if need be; an `InputError` if there is none."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     if path.exists():
-        advice = f" {GGUF_ADVICE}" if path.suffix == ".gguf" else ""
+        gguf = " transformers makes a folder of a GGUF file: docs/guide.md has the lines."
+        advice = gguf if path.suffix == ".gguf" else ""
         raise InputError(f"{name} is a file. Pass the checkpoint's folder, the one with config.json in it.{advice}")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise InputError(f"there is no folder {name}. Pass a checkpoint's folder, or its name on the hub.")

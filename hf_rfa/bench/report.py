@@ -19,13 +19,9 @@ MEMORY = {"decoding": "cache", "prefill": "peak", "training": "peak"}
 
 
 def table(points: Sequence[Point], caption: str | None = None) -> Table:
-    """Return the points of one task as a table, a row per contestant.
+    """Return the points of one task as a table, a row per contestant; the caption says how they were measured.
 
     "speed-up" is the time of the fastest softmax contestant over the row's.
-
-    Args:
-        points: of one task.
-        caption: says how they were measured.
     """
     task = points[0].task
     shown = Table(title=TITLES[task], caption=caption)

@@ -18,8 +18,6 @@ from ..inference.generation import generate_text
 from ..inference.loading import check_length, check_tokens
 
 GenerationTask = Literal["translation", "summarization"]
-
-
 #: Kinds of ROUGE. Lsum takes every line of a text as one sentence.
 ROUGES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
@@ -99,23 +97,18 @@ def evaluate_generation(
     batch_size: int = 16,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> GenerationScores:
-    """Generate an answer to every source and score the answers.
+    """Let a model with an encoder generate an answer to every source, and score the answers.
 
     Args:
-        model: a model with an encoder.
+        model: the model.
         tokenizer: its tokenizer.
         sources: texts to translate or to summarize.
         references: what is expected, one per source.
         task: "translation" (sacreBLEU) or "summarization" (ROUGE).
-        num_beams: 1 for greedy search. What else the checkpoint's generation configuration sets (length penalty, forced
-            tokens, …) holds.
-        max_new_tokens: most tokens of an answer; None takes what the generation configuration sets, or else what the
-            positions allow.
+        num_beams: 1 for greedy search. What else the checkpoint's generation configuration sets holds.
+        max_new_tokens: most tokens of an answer; None takes the generation configuration's, or what the positions allow.
         batch_size: sources at a time, those of like length together.
         on_batch: called with (sources done, sources in all) after each batch.
-
-    Returns:
-        The scores, their protocol and the answers.
 
     Raises:
         InputError: for sources that cannot be used, before anything is generated.
@@ -142,16 +135,13 @@ def evaluate_generation(
                 f"model with --max-positions {len(ids)} or more."
             )
 
-    order = sorted(range(len(encoded)), key=lambda index: len(encoded[index]), reverse=True)
     predictions = [""] * len(sources)
+    order = sorted(range(len(encoded)), key=lambda index: len(encoded[index]), reverse=True)
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         batch = [sources[row] for row in rows]
         answers = generate_text(
-            *(model, tokenizer, batch),
-            max_new_tokens=max_new_tokens,
-            num_beams=num_beams,
-            do_sample=False,
+            model, tokenizer, batch, max_new_tokens=max_new_tokens, num_beams=num_beams, do_sample=False
         )
         for row, text in zip(rows, answers.texts, strict=True):
             predictions[row] = text.strip()

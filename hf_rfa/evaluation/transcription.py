@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.models.whisper.english_normalizer import BasicTextNormalizer
 
 from ..errors import InputError
-from ..inference.transcription import Transcripts, transcribe
-from ..io.audio_io import Utterance, load_samples
+from ..inference.transcription import Transcripts, transcribe_files
+from ..io.audio_io import Utterance
 from .memory import cache_memory
 
 
@@ -67,10 +68,10 @@ def evaluate_transcription(
     batch_size: int = 8,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> TranscriptionScores:
-    """Transcribe utterances and score the transcripts.
+    """Transcribe utterances with a model that reads audio, and score the transcripts.
 
     Args:
-        model: a model that reads audio, RFA or softmax.
+        model: the model, RFA or softmax.
         tokenizer: its tokenizer.
         extractor: what makes mel features.
         utterances: the files; those with a text have a reference.
@@ -79,14 +80,12 @@ def evaluate_transcription(
         batch_size: files at a time.
         on_batch: called with (files done, files in all) after each batch.
     """
-    parts = []
-    for start in range(0, len(utterances), batch_size):
-        batch = utterances[start : start + batch_size]
-        speech = [load_samples(utterance.path, extractor.sampling_rate) for utterance in batch]
-        parts.append(transcribe(model, tokenizer, extractor, speech, num_beams=num_beams))
+    transcripts, paths = Transcripts(), [utterance.path for utterance in utterances]
+    transcribed = partial(transcribe_files, batch_size=batch_size, num_beams=num_beams)
+    for part in transcribed(model, tokenizer, extractor, paths):
+        transcripts += part
         if on_batch is not None:
-            on_batch(start + len(batch), len(utterances))
-    transcripts = sum(parts[1:], parts[0])
+            on_batch(len(transcripts.texts), len(utterances))
     written = list(zip(utterances, transcripts.texts, strict=True))
     referenced = [(utterance.text, text) for utterance, text in written if utterance.text is not None]
     scores = {}

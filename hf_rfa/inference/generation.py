@@ -48,12 +48,7 @@ class Generation:
 
 
 def chat_text(tokenizer: Any, prompt: str, system: str | None = None) -> str:
-    """Return a message as the tokenizer's chat template writes it, up to where the answer begins.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        prompt: the user's message.
-        system: a system message before it.
+    """Return a user's message, after a system's, as the tokenizer's chat template writes it, up to where the answer begins.
 
     Raises:
         InputError: if the tokenizer has no chat template, or the template refuses the messages.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,10 @@ def prompt_length(model: Any, features: Tensor) -> int:
 
 @torch.no_grad()
 def write_tokens(model: Any, features: Tensor, *, max_new_tokens: int, **options: Any) -> Tensor:
-    """Return the tokens [N, T] that a model writes of mel features: its prompt, a transcript and its end, then padding.
+    """Return the tokens [N, T] that a model writes of mel features [N, bins, frames], of speech that it hears at once.
 
-    Args:
-        model: a model that reads audio.
-        features: of speech that it hears at once, [N, bins, frames].
-        max_new_tokens: most tokens after the prompt, where the model has positions for them.
-        **options: further arguments of ``model.generate``.
+    They are its prompt, a transcript and its end, then padding. ``max_new_tokens`` are the most after the prompt, where the
+    model has positions for them; options are further arguments of ``model.generate``.
     """
     # Whisper's max_length is that of what follows the prompt; ``max_new_tokens`` beside a checkpoint's draws a warning.
     options |= {"max_length": max_new_tokens, "return_timestamps": False, "return_dict_in_generate": True}
@@ -84,14 +81,29 @@ class Transcripts:
         longest: tokens of the longest of them, its prompt included, that one cache held.
     """
 
-    texts: tuple[str, ...]
-    tokens: int
-    seconds: float
-    longest: int
+    texts: tuple[str, ...] = ()
+    tokens: int = 0
+    seconds: float = 0.0
+    longest: int = 0
 
     def __add__(self, other: Transcripts) -> Transcripts:
         tokens, seconds = self.tokens + other.tokens, self.seconds + other.seconds
         return Transcripts(self.texts + other.texts, tokens, seconds, max(self.longest, other.longest))
+
+
+def transcribe_files(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    extractor: Any,
+    paths: Sequence[Path],
+    *,
+    batch_size: int = 8,
+    **options: Any,
+) -> Iterator[Transcripts]:
+    """Yield the transcripts of files of speech, ``batch_size`` at a time; the rest is as in `transcribe`."""
+    for start in range(0, len(paths), batch_size):
+        speech = [load_samples(path, extractor.sampling_rate) for path in paths[start : start + batch_size]]
+        yield transcribe(model, tokenizer, extractor, speech, **options)
 
 
 @torch.no_grad()
@@ -102,16 +114,11 @@ def transcribe(
 
     The pieces are transformers' own: each ends at the last time stamp that the model writes in it.
 
-    Args:
-        model: a model that reads audio, RFA or softmax.
-        tokenizer: its tokenizer.
-        extractor: what makes mel features.
-        speech: samples of one channel each, at the extractor's rate.
-        **options: arguments of ``model.generate``, such as ``num_beams``.
+    The samples are of one channel each, at the extractor's rate; options are arguments of ``model.generate``.
     """
     if any(len(samples) > extractor.n_samples for samples in speech):
-        parts = [_transcribe_long(model, tokenizer, extractor, samples, options) for samples in speech]
-        return sum(parts[1:], parts[0])
+        parts = (_transcribe_long(model, tokenizer, extractor, samples, options) for samples in speech)
+        return sum(parts, Transcripts())
     features = audio_features(extractor, speech).to(model.device, model.dtype)
     prompt = prompt_length(model, features)
     encoded = BaseModelOutput(model.get_encoder()(features).last_hidden_state)

@@ -96,7 +96,7 @@ def test_answers_are_printed_as_they_are(run_cli, capsys):
         (["evaluate", DEMO_MODEL, DEMO_TEXT, "--context-length", "1"], "'--context-length'"),
         (["evaluate", DEMO_MODEL, DEMO_TEXT, "--stride", "0"], "'--stride'"),
         (["evaluate", DEMO_MODEL], "Missing argument 'data'"),
-        (["score", DEMO_MODEL, DEMO_TEXT, "--references", "."], "there is no text file ."),
+        (["evaluate", DEMO_MODEL, DEMO_TEXT, "--task", "translation", "--references", "."], "there is no text file ."),
         (["distill", "a", "--teacher", "b", "--data", "missing.txt"], "there is no text file missing.txt"),
         (["distill", "a", "--teacher", "b", "--data", DEMO_TEXT, "--transfer-steps", "-1"], "'--transfer-steps'"),
         (["convert", DEMO_MODEL, "out", "--memory", "7"], "'--memory'"),
@@ -162,7 +162,7 @@ def test_version_and_help(run_cli, capsys):
 
     assert run("--version").stdout.split() == ["hf-rfa", __version__]
     assert said("-h") == said("--help") == said()
-    for command in ("convert", "distill", "evaluate", "score", "recall", "generate", "bench"):
+    for command in ("convert", "distill", "evaluate", "recall", "generate", "bench"):
         shown = said(command, "-h")
         assert "--help" in shown
         assert "bool" not in shown

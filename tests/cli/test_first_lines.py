@@ -42,7 +42,6 @@ main()
         (["finetune", "--model", "a", "--task", "clm", "--train", "b"], "preparing the fine-tuning"),
         (["finetune", "--help"], "listing the options"),
         (["evaluate", "a", DEMO_TEXT], f"evaluating a on {DEMO_TEXT}"),
-        (["score", "a", DEMO_TEXT], f"scoring a on {DEMO_TEXT}"),
         (["recall", "a", DEMO_TEXT], "measuring the recall of a"),
         (["generate", "a", "--prompt", "x"], "loading a"),
         (["bench", "--model", "a", "--task", "prefill"], "timing a (prefill)"),

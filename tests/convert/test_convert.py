@@ -172,7 +172,7 @@ def test_other_heads(name, auto_class, text, tmp_path):
 def test_report_and_model_card_state_command_figures_and_every_head(tmp_path):
     report = convert(DEMO_MODEL, tmp_path / "out", calibrate_on=DEMO_TEXT, calibration_tokens=2048, num_features=64)
     saved = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert saved == json.loads(json.dumps(report.to_dict()))
+    assert saved == json.loads(json.dumps(dataclasses.asdict(report)))
     assert [len(gain["after"]) for gain in saved["gains"]] == [4] * 4
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert report.command in card.content

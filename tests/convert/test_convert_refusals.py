@@ -14,8 +14,8 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import GPT2LMHeadModel
 
-from hf_rfa.convert import InputError, convert, writing
-from hf_rfa.convert.refusal import Perplexities, check_perplexity
+from hf_rfa.convert import InputError, convert, pipeline
+from hf_rfa.convert.report import Perplexities, check_perplexity
 from hf_rfa.io import atomic_io
 from tests.conftest import DEMO_MODEL, DEMO_TEXT, copy_of, leftovers, refused
 from tests.families import make
@@ -235,7 +235,7 @@ def test_full_disk(tiny_parent, tmp_path, monkeypatch):
 
 def test_a_ruined_model_is_refused_unless_forced_or_trained_at_once(tmp_path, monkeypatch, run_cli, refused_command):
     """One feature a head costs the demo's model a quarter of its perplexity: its attention says little."""
-    monkeypatch.setattr("hf_rfa.convert.refusal.MAX_PERPLEXITY_RATIO", 1.2)
+    monkeypatch.setattr("hf_rfa.convert.report.MAX_PERPLEXITY_RATIO", 1.2)
     words = ("convert", DEMO_MODEL, tmp_path / "out", "--preset", "rfa", "--num-features", 1)
     words += ("--calibrate", DEMO_TEXT, "--config", "calibration_tokens=1024")
     said = refused_command(*words)
@@ -270,9 +270,9 @@ def test_a_perplexity_that_is_no_number_is_of_a_ruined_model():
 
 
 def test_a_result_that_does_not_reload_the_same_is_not_kept(tiny_parent, tmp_path, monkeypatch):
-    true_logits = writing.probe_logits
+    true_logits = pipeline.probe_logits
     shifts = iter([0.0, 1.0])  # before it is written, and reloaded
-    monkeypatch.setattr(writing, "probe_logits", lambda *args: true_logits(*args) + next(shifts))
+    monkeypatch.setattr(pipeline, "probe_logits", lambda *args: true_logits(*args) + next(shifts))
     refused("gives other logits", tiny_parent, tmp_path)
 
 
@@ -283,7 +283,7 @@ def test_an_interrupt_leaves_the_old_result(tiny_parent, tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writing, "check_kept", interrupt)
+    monkeypatch.setattr(pipeline, "check_kept", interrupt)
     with pytest.raises(KeyboardInterrupt):
         convert(tiny_parent, tmp_path / "out", seed=1, overwrite=True)
     assert leftovers(tmp_path) == ["out"]

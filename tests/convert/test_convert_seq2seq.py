@@ -173,7 +173,7 @@ PAIR = ["a.en", "--references", "a.de"]
 def test_bad_pairs_are_refused(model, arguments, words, pairs, checkpoints, monkeypatch, refused_command):
     before = leftovers(pairs)
     monkeypatch.chdir(pairs)
-    assert words in refused_command("score", checkpoints[model], *arguments)
+    assert words in refused_command("evaluate", checkpoints[model], *arguments, "--task", "translation")
     assert leftovers(pairs) == before
 
 
@@ -242,7 +242,7 @@ def test_evaluation_generates_as_the_model_does(beams, pairs, checkpoints):
 
 def test_the_command_line_scores(pairs, checkpoints, run_cli, capsys):
     options = ("--references", pairs / "a.de", "--max-new-tokens", 5, "--num-beams", 2)
-    assert run_cli("score", checkpoints["bart"], pairs / "a.en", *options) == 0
+    assert run_cli("evaluate", checkpoints["bart"], pairs / "a.en", "--task", "translation", *options) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "sacreBLEU" in printed
     assert "signature nrefs:1|case:mixed" in printed

@@ -263,7 +263,7 @@ def test_rows_may_be_longer_than_the_positions_of_a_model_without_end():
         ({"max_length": 10**6}, "the tokens of a row are 1000000, but this model has"),
         ({"teacher": GPT2LMHeadModel(tiny_parent_config())}, "do not belong together"),
         ({"controls": [(0, 4)]}, "at least 1"),
-        ({"model": BartForConditionalGeneration(tiny_seq2seq_config("bart"))}, "use hf-rfa score"),
+        ({"model": BartForConditionalGeneration(tiny_seq2seq_config("bart"))}, "use hf-rfa evaluate --task"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(report, tokenizer, text, change, message):

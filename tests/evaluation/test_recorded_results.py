@@ -42,7 +42,7 @@ def test_translations_are_recorded_too(tmp_path, run_cli):
     (tmp_path / "a.en").write_text("w5 w6\nw7 w8\n")
     (tmp_path / "a.de").write_text("w9 w6\nw7\n")
     options = ["--references", tmp_path / "a.de", "--max-new-tokens", 4, "--record"]
-    assert run_cli("score", tmp_path / "bart", tmp_path / "a.en", *options) == 0
+    assert run_cli("evaluate", tmp_path / "bart", tmp_path / "a.en", "--task", "translation", *options) == 0
     (result,) = json.loads((tmp_path / "bart" / "evaluation.json").read_text())
     card = ModelCard.load(tmp_path / "bart" / "README.md")
     (found,) = card.data.eval_results

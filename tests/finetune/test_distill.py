@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from hf_rfa.convert import InputError
 from hf_rfa.convert.card import UNTRAINED
 from hf_rfa.finetune import trainers
-from hf_rfa.finetune.data import joined_blocks
+from hf_rfa.finetune.data import text_blocks
 from hf_rfa.finetune.distill import HELD_OUT, distill
 from hf_rfa.finetune.recipe import Recipe, Stage
 from hf_rfa.finetune.trainers import AttentionTransferTrainer, LogitDistillationTrainer, train_stage, transfer_losses
 from hf_rfa.inference import load_model
-from hf_rfa.io.text_io import read_documents
+from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.feature_maps import FEATURE_MAPS
 from hf_rfa.models.projected_feature_maps import ProjectedFeatureMap
 from hf_rfa_cli import convert as cli_convert
@@ -88,7 +88,7 @@ def recipe_of(material, *, transfer=None, end_to_end=None, **settings) -> Recipe
 def blocks_of(material, length: int) -> torch.Tensor:
     """Return the blocks of the text that trains."""
     tokenizer = AutoTokenizer.from_pretrained(material / "gpt2")
-    return joined_blocks(tokenizer, read_documents(material / "text.txt"), length)["input_ids"][:]
+    return text_blocks(tokenize(tokenizer, read_documents(material / "text.txt")), length)["input_ids"][:]
 
 
 def gained(report) -> bool:
@@ -170,7 +170,7 @@ def test_the_window_and_the_features_of_the_tokens_before_it_learn_together(mate
     assert list(report.perplexities) == ["teacher", "converted", "attention transfer", "end to end"]
     model, tokenizer = load_model(str(tmp_path / "out"))
     length = report.recipe.transfer.block_length
-    held_out = joined_blocks(tokenizer, read_documents(material / "text.txt"), length)[-8:]
+    held_out = text_blocks(tokenize(tokenizer, read_documents(material / "text.txt")), length)[-8:]
     loss = model(**held_out).loss.detach()
     assert math.log(report.perplexities["end to end"]) == pytest.approx(float(loss), rel=1e-5)
     old, new = weights(tmp_path / "rfa"), weights(tmp_path / "out")

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hf_rfa.convert import InputError
-from hf_rfa.finetune.arguments import FinetuneArguments
+from hf_rfa.finetune.arguments import FinetuneArguments, read_overrides
 from hf_rfa.finetune.data import load_data, load_pairs, packed_blocks, select_columns, single_documents, token_pairs
 from hf_rfa.finetune.recipe import FOLDER, load_settings
 from hf_rfa.finetune.tasks import finetune
@@ -98,13 +98,13 @@ def test_options_of_the_command_line_win_over_the_recipe(tmp_path):
     )
     shared = ["--train", "x", "--recipe", str(tmp_path / "my.yaml"), "--output_dir", "y", "--use_cpu"]
     options, arguments = parse(shared)
-    assert (arguments.max_steps, options.overrides()) == (9, {"n_layer": 3, "n_head": 2})
+    assert (arguments.max_steps, read_overrides(options.config_overrides)) == (9, {"n_layer": 3, "n_head": 2})
     options, arguments = parse([*shared, "--small"])
-    assert (arguments.max_steps, options.overrides()) == (5, {"n_layer": 2, "n_head": 2})
+    assert (arguments.max_steps, read_overrides(options.config_overrides)) == (5, {"n_layer": 2, "n_head": 2})
     for dash in "_-":
         words = ["--small", f"--max{dash}steps", "7", f"--config{dash}overrides", '{"n_head": 4}']
         options, arguments = parse([*shared, *words])
-        assert (arguments.max_steps, options.overrides()) == (7, {"n_layer": 2, "n_head": 4})
+        assert (arguments.max_steps, read_overrides(options.config_overrides)) == (7, {"n_layer": 2, "n_head": 4})
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,17 @@ from transformers import AutoTokenizer
 from hf_rfa import InputError
 from hf_rfa.finetune.data import (
     PairCollator,
-    joined_blocks,
     labelled_texts,
     load_data,
     packed_blocks,
     rows_to_learn,
     select_columns,
     single_documents,
+    text_blocks,
     token_pairs,
 )
 from hf_rfa.inference import load_model
+from hf_rfa.io.text_io import tokenize
 from tests.conftest import save_tiny_tokenizer
 
 
@@ -56,7 +57,7 @@ def test_targets_are_read_as_targets():
 
 def test_blocks_join_documents(tmp_path):
     save_tiny_tokenizer(tmp_path)
-    blocks = joined_blocks(AutoTokenizer.from_pretrained(tmp_path), ["w5 w6", "w7"], length=2)
+    blocks = text_blocks(tokenize(AutoTokenizer.from_pretrained(tmp_path), ["w5 w6", "w7"]), 2)
     assert [block["input_ids"].tolist() for block in blocks] == [[5, 6], [2, 7]]
 
 

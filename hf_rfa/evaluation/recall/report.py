@@ -37,9 +37,7 @@ def _cells(column: Column) -> dict[str, str]:
     cells = {"cache, bytes": f"{column.num_bytes:,}"}
     cells["cache, tokens of the teacher's"] = "" if column.worth is None else f"{column.worth:,.0f}"
     for name, figures in by_length.items():
-        accuracy, nats = (
-            fmean(values) for values in zip(*((each.accuracy, each.nats) for each in figures), strict=True)
-        )
+        accuracy, nats = fmean(each.accuracy for each in figures), fmean(each.nats for each in figures)
         cells[name] = f"{100 * accuracy:.1f} ({nats:.2f})"
     return cells
 
@@ -53,14 +51,7 @@ def report_table(report: RecallReport) -> Table:
 
 
 def write_report(report: RecallReport, folder: Path, *, data: str, card: bool = False) -> None:
-    """Write a report as JSON, and as a table in Markdown or in a checkpoint's model card.
-
-    Args:
-        report: the figures.
-        folder: where to; made if it is not there.
-        data: name of the text.
-        card: whether the folder is a checkpoint, in whose model card the table becomes a section.
-    """
+    """Write a report on a text into a folder: as JSON, and as a table in Markdown or, with ``card``, in its model card."""
     folder.mkdir(parents=True, exist_ok=True)
     with new_file(folder / "recall.json") as file:
         json.dump({"data": data, **asdict(report)}, file, indent=2)

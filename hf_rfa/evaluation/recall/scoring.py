@@ -63,11 +63,9 @@ class TokenScores:
 
 @torch.no_grad()
 def score_tokens(model: PreTrainedModel, rows: Rows) -> TokenScores:
-    """Return how well a model predicts the scored tokens of some rows.
+    """Return how well a causal model, in evaluation mode, predicts the scored tokens of some rows.
 
-    Args:
-        model: a causal language model, softmax or RFA, in evaluation mode.
-        rows: the tokens. Their logits are computed where a token is to be predicted, and nowhere else.
+    Logits are computed where a token is to be predicted, and nowhere else.
 
     Raises:
         InputError: if a likelihood is not finite.

@@ -99,14 +99,9 @@ class RecallReport:
 
 
 def make_probes(tokenizer: Any, positions: int, text: Tensor, *, quick: bool, seed: int) -> Iterator[Probe]:
-    """Yield the probes for a model.
+    """Yield the probes for a model, of a text of at least `SPACING` and half of the positions, [N].
 
-    Args:
-        tokenizer: the model's.
-        positions: most tokens of a row.
-        text: token ids, [N], at least `SPACING` and half of the positions.
-        quick: fewer rows, and every other length.
-        seed: of all that is drawn.
+    ``positions`` are the most tokens of a row; ``quick`` takes fewer rows, and every other length.
     """
     every, most, repeated_tokens = (2, 2, 2048) if quick else (1, 8, 8192)
 
@@ -208,7 +203,7 @@ def check_model(model: Any, teacher: Any, max_length: int | None) -> int:
     if model.config.is_encoder_decoder:
         raise InputError(
             "the recall suite is for decoders that stand alone: its probes are texts to be continued. For a model with an "
-            "encoder use hf-rfa score."
+            "encoder use hf-rfa evaluate --task translation."
         )
     positions = getattr(model.config, "max_position_embeddings", None) or LONGEST
     length = max_length or min(positions, LONGEST)
