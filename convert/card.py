@@ -12,7 +12,7 @@ from hf_rfa.version import __version__
 
 from .checkpoint.source import Checkpoint
 from .configuration import outside_modules
-from .report import ConversionReport
+from .report import ConversionReport, in_units
 
 #: Beginning of the card's paragraph on training, which trainings replace.
 TRAINING = "**Training**:"
@@ -89,5 +89,6 @@ def model_card(report: ConversionReport, checkpoint: Checkpoint, config: Any) ->
         untrained=UNTRAINED,
         use=use_section(auto_class, title, config),
         has_features=has_features,
+        state=in_units(report.memory.fixed),
         report=report,
     )

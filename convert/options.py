@@ -20,13 +20,9 @@ RetrievalHeads = int | list[list[int]]
 
 
 def option(default: Any, help: str, *, flag: str | None = None, least: int | None = None) -> Any:
-    """Return a field of `ConversionOptions`.
+    """Return a field of `ConversionOptions`, with what it says, its flag, and a number's least value.
 
-    Args:
-        default: its default.
-        help: what it says, in one sentence or two.
-        flag: its option on the command line; None for a field that ``--config FIELD=VALUE`` sets.
-        least: the least value of a number.
+    Without a flag it is set by ``--config FIELD=VALUE``.
     """
     return field(default=default, metadata={"help": help, "flag": flag, "least": least})
 
@@ -54,12 +50,8 @@ class ConversionOptions:
         flag="--memory",
         least=8,
     )
-    window_size: int | None = option(
-        None, "Last tokens seen exactly; 0 for features alone.", flag="--window-size", least=0
-    )
-    num_slots: int | None = option(
-        None, "Most important tokens before the window, seen exactly.", flag="--slots", least=0
-    )
+    window_size: int | None = option(None, "Last tokens kept; 0 for features alone.", flag="--window-size", least=0)
+    num_slots: int | None = option(None, "Most important tokens before these, kept.", flag="--slots", least=0)
     num_sinks: int | None = option(None, "First tokens seen exactly.", least=0)
     retrieval_heads: RetrievalHeads | None = option(
         None,
@@ -79,9 +71,7 @@ class ConversionOptions:
         "other than GPT-2.",
         flag="--feature-map",
     )
-    num_features: int | None = option(
-        None, "D, rows of W per head of causal attention.", flag="--num-features", least=1
-    )
+    num_features: int | None = option(None, "D, rows of W per causal head.", flag="--num-features", least=1)
     num_cross_features: int | None = option(None, "D of cross attention. Default: the map's own.", least=1)
     num_encoder_features: int | None = option(None, "D of an encoder's attention. Default: the map's own.", least=1)
     merged_source_length: int | None = option(
@@ -89,14 +79,10 @@ class ConversionOptions:
     )
     gate: bool | None = option(None, "Whether heads have a recency gate. Default: where preset rfa is trained.")
     config: dict[str, Any] | None = option(
-        None,
-        "Set a field without an option of its own; may be repeated. docs/guide.md lists the fields.",
-        flag="--config",
+        None, "Set a field without an option; may be repeated. docs/guide.md lists the fields.", flag="--config"
     )
     layers: Layers = option(
-        "all",
-        "Layers whose causal attention to convert: all, none, or indices (0,2,4-7). The cache of the others grows.",
-        flag="--layers",
+        "all", "Layers to convert: all, none, or indices (0,2,4-7). The cache of the others grows.", flag="--layers"
     )
     cross_layers: Layers | None = option(
         None, "Decoder layers whose cross attention to convert. Default: none; all where features are trained."
@@ -114,17 +100,13 @@ class ConversionOptions:
         "descent. Default: 4,096, with slots 8,192, with mlp 65,536.",
         least=2,
     )
-    seed: int = option(
-        0, "Seed of W, of random tokens, and of the queries that scores and features are fitted to.", least=0
-    )
+    seed: int = option(0, "Seed of W, random tokens, and queries that scores and features are fitted to.", least=0)
     max_positions: int | None = option(
         None, "Extend the positions to this number. Default: keep them.", flag="--max-positions", least=1
     )
     dtype: Dtype = option("auto", "Precision of the weights: float32, bfloat16, float16; auto for the checkpoint's.")
     force: bool = option(False, "Write the model even if its perplexity on the text says that it is ruined.")
-    device: str = option(
-        "auto", "What to compute on: cpu, cuda, cuda:1, …; auto for an accelerator where there is one."
-    )
+    device: str = option("auto", "What to compute on: cpu, cuda, cuda:1, …; auto for an accelerator if there is one.")
     revision: str | None = option(None, "Branch, tag or commit of a checkpoint on the hub. Default: main.")
     allow_pickle: bool = option(False, "Load weights that exist only as a pickle. Only if you trust them.")
 

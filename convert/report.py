@@ -142,13 +142,16 @@ class ConversionReport:
         growth = "and the softmax layers' growing cache" if self.grows else "at any length"
         share = f"{self.added_parameters / self.num_parameters:.3%} of {self.num_parameters:,}"
         of = "a token of the source" if self.audio_positions is None else "for the audio"
-        tokens = "" if perplexities is None else f" ({perplexities.tokens:,} tokens)"
+        scored = ""
+        if perplexities is not None:
+            text = "the base model's own outputs" if perplexities.own_outputs else "the calibration text"
+            scored = f"perplexity on {text} ({perplexities.tokens:,} tokens)"
         rows = [
             ("attention layers converted", ", ".join(f"{kind} {rfa} of {n}" for kind, (rfa, n) in self.layers.items())),
             ("every layer keeps, per head", self.keeps),
             ("parameters added", f"{self.added_parameters:,} ({share})"),
             ("numbers in buffers added", f"{self.added_buffers:,}"),
-            ("state per sequence", f"{_size(memory.fixed)} ({self.state_tokens:,.0f} tokens' worth), {growth}"),
+            ("state per sequence", f"{in_units(memory.fixed)} ({self.state_tokens:,.0f} tokens' worth), {growth}"),
             ("cache of the sliding layers", _constant(memory.sliding_after(max(self.cache_bytes)), "at any length")),
             ("cache of the recurrent layers", _constant(memory.recurrent, "at any length")),
             ("cache of softmax cross attention", _constant(self.source_bytes, "at any length of output", of)),
@@ -158,48 +161,19 @@ class ConversionReport:
                 for kind, (before, after) in self.divergences.items()
             ),
             ("retrieval heads (layer.head)", str(self.retrieval_heads or "")),
-            (f"perplexity on {self._text('calibration text')}{tokens}", str(perplexities or "")),
+            (scored, str(perplexities or "")),
             ("largest logit difference after reloading", f"{self.max_logit_difference:.1e}"),
         ]
         return [(name, value) for name, value in rows if value]
 
     def _cache_rows(self) -> Iterator[tuple[str, str]]:
         """Yield the rows of both models' caches by length."""
-        of = (
-            " of source and output"
-            if self.audio_positions is None
-            else f" of output and {self.audio_positions:,} of audio"
-        )
+        of = f" of output and {self.audio_positions:,} of audio" if self.audio_positions else " of source and output"
         for length, (size, whole) in self.cache_bytes.items():
             times = f"{max(whole / size, size / whole):.1f}"
             ratio = "as much" if times == "1.0" else f"{times} × {'less' if size < whole else 'more'}"
             name = f"cache at {length:,} tokens{of if 'cross' in self.layers else ''}"
-            yield name, f"{_size(size)}, all softmax {_size(whole)} ({ratio})"
-
-    def _text(self, text: str) -> str:
-        """Return what the perplexities are of: the base model's own outputs, or a text under some name."""
-        own = self.perplexities is not None and self.perplexities.own_outputs
-        return "the base model's own outputs" if own else f"the {text}"
-
-    def costs(self) -> list[str]:
-        """Return what a user of the model gives up, one sentence or two each: memory, recall, quality."""
-        beside = "at any length of the text"
-        if self.grows:
-            beside = "beside the cache of the softmax layers, which grows with the text"
-        elif self.source_bytes:
-            beside = "beside the cache of softmax cross attention, which has the source's length"
-        tokens = f"{self.state_tokens:,.0f} tokens of the base model's cache"
-        costs = [f"**Memory**: {_size(self.memory.fixed)} per sequence, the bytes of {tokens}, {beside}."]
-        if "causal" in self.feature_dims:
-            fate = "part of a sum, from which it can hardly be told" if self.feature_dims["causal"] else "forgotten"
-            costs.append(f"**Recall**: a token that a head does not keep exactly is {fate}.")
-        if self.perplexities is not None:
-            text = self._text("text of the calibration")
-            costs.append(
-                f"**Quality**, as converted: {self.perplexities.ratio:.3f} times the base model's perplexity on {text} "
-                f"({self.perplexities.tokens:,} tokens). Expect more on other text."
-            )
-        return costs
+            yield name, f"{in_units(size)}, all softmax {in_units(whole)} ({ratio})"
 
 
 def _tokens(sinks: int, recent: int, important: int = 0) -> str:
@@ -231,7 +205,7 @@ def what_layers_keep(config: Any, feature_dims: dict[str, int]) -> str:
     return "; ".join(line if lines.keys() == {"causal"} else f"{kind}: {line}" for kind, line in lines.items())
 
 
-def _size(num_bytes: int) -> str:
+def in_units(num_bytes: int) -> str:
     """Return a number of bytes with a binary unit."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
@@ -243,7 +217,7 @@ def _size(num_bytes: int) -> str:
 
 def _constant(num_bytes: int, when: str, of: str = "") -> str:
     """Return the size of a cache that does not grow, in words; nothing of no bytes."""
-    return f"{_size(num_bytes)}{of and f' {of}'}, {when}" if num_bytes else ""
+    return f"{in_units(num_bytes)}{of and f' {of}'}, {when}" if num_bytes else ""
 
 
 def make_report(

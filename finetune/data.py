@@ -43,14 +43,9 @@ Data = Any
 
 
 def load_data(source: str, *, split: str = "train", config: str | None = None, streaming: bool = False) -> Data:
-    """Load a data set.
+    """Load a file (.txt, one document; .jsonl, .csv or .parquet, with columns; plain or .gz), or a data set on the hub.
 
-    Args:
-        source: a file (.txt, which is one document; .jsonl, .csv or .parquet with columns; plain or .gz), or the name of a
-            data set on the hub.
-        split: of a hub data set.
-        config: of a hub data set, if it has several.
-        streaming: read during the training instead of before it.
+    ``split`` and ``config`` are of the latter. With ``streaming`` it is read during the training instead of before it.
 
     Raises:
         InputError: if it cannot be read, or is empty.
@@ -98,8 +93,7 @@ def select_columns(data: Data, source: str, columns: Mapping[str, str]) -> Data:
         columns: names in the data set by the new ones; ``a.b`` is the field b of a column a.
 
     Raises:
-        InputError: if there is no such column, or if a row has no text or label there. Streamed rows are checked as they are
-            read.
+        InputError: if there is no such column, or a row has nothing there; of streamed rows as they are read.
     """
     first = next(iter(data))
     for column in columns.values():
@@ -144,10 +138,7 @@ def _map(data: Data, function: Callable[..., dict[str, list[Any]]], **options: A
 def rows_to_learn(rows: Data, source: str, *, ahead: bool = False) -> Data:
     """Return the rows that have tokens and a label to learn; a warning counts the others.
 
-    Args:
-        rows: what `packed_blocks`, `single_documents`, `token_pairs` or `labelled_texts` returns.
-        source: the name of the data, for the warning.
-        ahead: labels are tokens that the tokens before them predict, so that the first one of a row is not learned.
+    With ``ahead`` labels are tokens that the tokens before them predict, so that the first one of a row is not learned.
 
     Raises:
         InputError: if there is no such row.
@@ -178,7 +169,7 @@ def text_blocks(ids: torch.Tensor, length: int, *, repeating_share: float = 0.0,
     Args:
         ids: the tokens, [N].
         length: tokens of a block.
-        repeating_share: share of the blocks that repeat themselves, see `add_repeats`.
+        repeating_share: share of the blocks that repeat themselves (`add_repeats`).
         seed: what these and their passages are drawn with.
 
     Raises:
@@ -278,14 +269,12 @@ def single_documents(data: Data, tokenizer: Any, *, length: int, in_pieces: bool
     """
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[list[int]]]:
-        rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
-        for ids, labels in _documents(batch, tokenizer):
-            for start in range(0, len(ids), length) if in_pieces else [0]:
-                piece = slice(start, start + length)
-                rows["input_ids"].append(ids[piece])
-                rows["attention_mask"].append([1] * len(ids[piece]))
-                rows["labels"].append(labels[piece])
-        return rows
+        pieces = [
+            (ids[start : start + length], labels[start : start + length])
+            for ids, labels in _documents(batch, tokenizer)
+            for start in (range(0, len(ids), length) if in_pieces else [0])
+        ]
+        return {"input_ids": [ids for ids, _ in pieces], "labels": [labels for _, labels in pieces]}
 
     return _map(data, encode)
 

@@ -222,7 +222,10 @@ def distill(
         if extractor is not None:
             extractor.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        _to_dtype(model, cast(torch.dtype, read_config(checkpoint).dtype) or torch.float32)
+        rfa_prefixes, dtype = own_prefixes(model), cast(torch.dtype, read_config(checkpoint).dtype) or torch.float32
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_floating_point() and not name.startswith(rfa_prefixes):  # which stay in float32
+                tensor.data = tensor.data.to(dtype)
         model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     return report
 
@@ -346,11 +349,3 @@ def _divergences(model: PreTrainedModel, teacher: PreTrainedModel, batch: Inputs
     """Return the divergence of every layer's heads on a batch."""
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
     return {name: tuple(loss.tolist()) for name, loss in transfer_losses(model, teacher, inputs)}
-
-
-def _to_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give a model's tensors a precision, all but feature maps and gates, which stay in float32."""
-    rfa_prefixes = own_prefixes(model)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and not name.startswith(rfa_prefixes):
-            tensor.data = tensor.data.to(dtype)

@@ -46,20 +46,15 @@ def last_checkpoint(work: Path) -> str | None:
     return max(checkpoints)[1] if checkpoints else None
 
 
-def read_settings(work: Path) -> dict[str, Any]:
-    """Return the settings of an interrupted run; none if it was killed before they were written."""
-    path = work / "settings.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
 def check_settings(work: Path, settings: dict[str, Any], *, resume: bool) -> None:
     """Write the settings of a run into its folder; raise an `InputError` if the interrupted run there had others."""
-    before, now = read_settings(work), json.loads(json.dumps(settings))
-    if not before:
+    path, now = work / "settings.json", json.loads(json.dumps(settings))
+    if not path.exists():  # of an interrupted run too, if it was killed before
         work.mkdir(parents=True, exist_ok=resume)
-        with new_file(work / "settings.json") as file:
+        with new_file(path) as file:
             json.dump(settings, file, indent=2)
         return
+    before = json.loads(path.read_text(encoding="utf-8"))
     changed = [name for name in now if now[name] != before.get(name)]
     if changed:
         raise InputError(

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.progress import track
+from typer import Option
 
 from .console import console, errors, starting, warn
 from .options import Device, UsageError, in_a_folder
@@ -31,28 +32,21 @@ def _sizes(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-sizes = partial(typer.Option, parser=_sizes, metavar="SIZES")
+sizes = partial(Option, parser=_sizes, metavar="SIZES")
 
 
 def bench_command(
-    model: Annotated[
-        str | None, typer.Option(help="A checkpoint, softmax or RFA, for its shape. Default: GPT-2's shape.")
-    ] = None,
-    task: Annotated[list[Task] | None, typer.Option(help="What to time; may be repeated. Default: decoding.")] = None,
+    model: Annotated[str | None, Option(help="A checkpoint, for its shape. Default: GPT-2's shape.")] = None,
+    task: Annotated[list[Task] | None, Option(help="What to time; may be repeated. Default: decoding.")] = None,
     lengths: Annotated[Any, sizes(help="Positions, or tokens at once: 128,2048,16384. Default: by task.")] = None,
     batches: Annotated[Any, sizes(help="Sequences at once: 1,8,32.")] = "8",
     sources: Annotated[Any, sizes(help="Tokens of the encoder's input, for models with an encoder.")] = "512",
-    static: Annotated[bool, typer.Option("--static", help="Softmax on a StaticCache as well.")] = False,
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="Both under torch.compile too, as always on a GPU.")
-    ] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Steps timed per point; medians are reported.")] = 11,
+    static: Annotated[bool, Option("--static", help="Softmax on a StaticCache as well.")] = False,
+    compiled: Annotated[bool, Option("--compile", help="Both under torch.compile too, as always on a GPU.")] = False,
+    steps: Annotated[int, Option(min=1, help="Steps timed per point; medians are reported.")] = 11,
     device: Device = "cpu",
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Precision of both.")] = "float32",
-    output: Annotated[
-        Path | None,
-        typer.Option(callback=in_a_folder, help="Write OUTPUT.json, and one picture a task, OUTPUT-TASK.png."),
-    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], Option(help="Precision of both.")] = "float32",
+    output: Annotated[Path | None, Option(callback=in_a_folder, help="Write OUTPUT.json, OUTPUT-TASK.png.")] = None,
 ) -> None:
     """Time RFA against its softmax parent (SDPA), same weights, in one process, in turn: medians and ratios."""
     tasks = [each.value for each in task or [Task.decoding]]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from .console import console, report_of, starting
 from .options import Overwrite, References, Resume, UsageError, data_path
@@ -74,7 +75,7 @@ def _conversion_options() -> Iterator[inspect.Parameter]:
         if flag is None:
             continue
         reads = name in METAVARS
-        option = typer.Option(
+        option = Option(
             flag, parser=partial(_read, name) if reads else None, metavar=METAVARS.get(name), min=least, help=help
         )
         kind: Any = list[Any] | None if name == "config" else Any if reads else field.type
@@ -92,22 +93,15 @@ def _with_conversion_options(command: Any) -> Any:
 
 @_with_conversion_options
 def convert_command(
-    checkpoint: Annotated[str, typer.Argument(help="Folder of a softmax checkpoint, or its name on the hub.")],
-    destination: Annotated[Path, typer.Argument(help="Folder to write.")],
+    checkpoint: Annotated[str, Argument(help="Folder of a softmax checkpoint, or its name on the hub.")],
+    destination: Annotated[Path, Argument(help="Folder to write.")],
     *,
     overwrite: Overwrite = False,
-    transfer_steps: Annotated[
-        int | None, typer.Option(min=1, help="Then learn the base model's attention from --data for this many steps.")
-    ] = None,
-    end_to_end_steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Then train the whole model on the base model's predictions of --data for this many steps."
-        ),
-    ] = None,
+    transfer_steps: Annotated[int | None, Option(min=1, help="Then attention transfer: its steps on --data.")] = None,
+    end_to_end_steps: Annotated[int | None, Option(min=1, help="Then training of the whole model: steps.")] = None,
     data: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             callback=data_path,
             help="Text or speech to learn from (see distill); without --calibrate also what to calibrate on.",
         ),

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
-from . import options
 from .console import console, shown_count, starting, warn
+from .options import BatchSize, Device, Model, ModelDtype, Record, UsageError, data_path, refuse, text_file
 
 #: Two samples of 1,000 tokens of one text differ by a seventh in perplexity (the demo's model on its text).
 FEW_TOKENS = 1000
+Task = Literal["perplexity", "transcription", "translation", "summarization"]
+Part = Literal["both", "linear", "window"]
 #: Panels of the help, and those whose options have an effect with a task.
 TEXT, SPEECH = "Perplexity of a text", "Transcripts of speech, with --task transcription"
 ANSWERS, GENERATED = "Answers to sources, with --task translation or summarization", "Transcripts and answers"
@@ -24,48 +27,37 @@ PANELS = {
 }
 #: Scores by metric, and their protocol.
 Scores = tuple[dict[str, float], str]
-of_text = partial(typer.Option, rich_help_panel=TEXT)
-of_speech = partial(typer.Option, rich_help_panel=SPEECH)
-of_answers = partial(typer.Option, rich_help_panel=ANSWERS)
+of_text = partial(Option, rich_help_panel=TEXT)
+of_speech = partial(Option, rich_help_panel=SPEECH)
+of_answers = partial(Option, rich_help_panel=ANSWERS)
 
 
 def evaluate_command(
     context: typer.Context,
-    model: options.Model,
+    model: Model,
     data: Annotated[
         Path,
-        typer.Argument(
-            callback=options.data_path,
+        Argument(
+            callback=data_path,
             help="Text: .txt, or .jsonl with a 'text'. Speech: a folder of .wav or .flac files, or .jsonl with a 'path' and "
             "maybe a 'text'. Sources: one a line, or .jsonl with 'source' and 'target'.",
         ),
     ],
-    task: Annotated[
-        Literal["perplexity", "transcription", "translation", "summarization"],
-        typer.Option(help="Perplexity, word error rate of transcripts, BLEU of translations or ROUGE of summaries."),
-    ] = "perplexity",
-    context_length: Annotated[
-        int | None, of_text(min=2, help="Tokens per window. Default: the positions, at most 1024.")
-    ] = None,
+    task: Annotated[Task, Option(help="Perplexity, word error rate, BLEU or ROUGE.")] = "perplexity",
+    context_length: Annotated[int | None, of_text(min=2, help="Tokens of a window. Default: at most 1024.")] = None,
     stride: Annotated[int | None, of_text(min=1, help="Tokens from window to window. Default: their length.")] = None,
     carry_state: Annotated[bool, of_text("--carry-state", help="Read past the positions, and keep the state.")] = False,
     max_tokens: Annotated[int | None, of_text(min=2, help="Most tokens of the text that are read.")] = None,
-    attention_component: Annotated[
-        Literal["both", "linear", "window"], of_text(help="Of attention with a sliding window, one part alone.")
-    ] = "both",
+    attention_component: Annotated[Part, of_text(help="Of attention with a sliding window, one part alone.")] = "both",
     teacher: Annotated[str | None, of_speech(help="The base model, to compare transcripts with.")] = None,
     limit: Annotated[int | None, of_speech(min=1, help="Most files of speech that are read.")] = None,
-    references: Annotated[
-        Path | None, of_answers(callback=options.text_file, help="Outputs that belong to the sources, one a line.")
-    ] = None,
+    references: Annotated[Path | None, of_answers(callback=text_file, help="Outputs of sources, one a line.")] = None,
     max_new_tokens: Annotated[int | None, of_answers(min=1, help="Most tokens of an answer.")] = None,
-    num_beams: Annotated[
-        int, typer.Option(min=1, rich_help_panel=GENERATED, help="Beams of generation; 1 for none.")
-    ] = 1,
-    record: options.Record = False,
-    batch_size: options.BatchSize = 8,
-    dtype: options.ModelDtype = "auto",
-    device: options.Device = "auto",
+    num_beams: Annotated[int, Option(min=1, rich_help_panel=GENERATED, help="Beams of generation; 1 for none.")] = 1,
+    record: Record = False,
+    batch_size: BatchSize = 8,
+    dtype: ModelDtype = "auto",
+    device: Device = "auto",
 ) -> None:
     """Measure the perplexity of a text, the transcripts of speech, or the answers of a model with an encoder.
 
@@ -74,7 +66,7 @@ def evaluate_command(
     Below 1,000 tokens a perplexity says little, and a warning says so.
     """
     others = {TEXT, SPEECH, ANSWERS, GENERATED}.difference(PANELS[task])
-    options.refuse(context, f"has no effect with --task {task}. Leave it out.", *others)
+    refuse(context, f"has no effect with --task {task}. Leave it out.", *others)
     starting(f"evaluating {model} on {data}")
     from hf_rfa.evaluation.cards import check_recordable, record_result
     from hf_rfa.inference import load_model
@@ -135,7 +127,7 @@ def _score_speech(
 
     utterances = read_utterances(data, limit=limit)
     if teacher is None and all(utterance.text is None for utterance in utterances):
-        raise options.UsageError(
+        raise UsageError(
             f"{data} has no texts to score by. Pass a .jsonl file with path and text, or the base model (--teacher)."
         )
     results, base_texts = {}, None

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from . import options
 from .console import print_speed, starting
 from .streams import STDIN, stream
 
-#: Panels of the help. `refuse` knows by them which options do not go together.
+#: Panels of the help. `options.refuse` knows by them which options do not go together.
 TEXT, PROMPTS, SAMPLING, STREAMS = "Text", "Prompts and chat", "Sampling, with --sample", "Texts without end"
-of_text = partial(typer.Option, rich_help_panel=TEXT)
-of_prompts = partial(typer.Option, rich_help_panel=PROMPTS)
-of_sampling = partial(typer.Option, rich_help_panel=SAMPLING)
-of_streams = partial(typer.Option, rich_help_panel=STREAMS)
+of_text = partial(Option, rich_help_panel=TEXT)
+of_prompts = partial(Option, rich_help_panel=PROMPTS)
+of_sampling = partial(Option, rich_help_panel=SAMPLING)
+of_streams = partial(Option, rich_help_panel=STREAMS)
 
 
 def _file(path: Path | None) -> Path | None:
@@ -28,9 +29,7 @@ def _file(path: Path | None) -> Path | None:
 def generate_command(
     context: typer.Context,
     model: options.Model,
-    prompt: Annotated[
-        list[str] | None, of_text(help="Text to continue, or an encoder's source. May be repeated.")
-    ] = None,
+    prompt: Annotated[list[str] | None, of_text(help="Text to continue, or a source. May be repeated.")] = None,
     max_new_tokens: Annotated[int, of_text(min=0, help="Most tokens to generate for each prompt.")] = 100,
     sample: Annotated[bool, of_text("--sample/--greedy", help="Sample, or take the likeliest token.")] = False,
     ignore_eos: Annotated[bool, of_text("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
@@ -49,18 +48,10 @@ def generate_command(
     top_k: Annotated[int, of_sampling(min=0, help="Sample from the likeliest tokens; 0 for all.")] = 50,
     top_p: Annotated[float, of_sampling(max=1, callback=options.positive, help="Sample from this probability.")] = 1.0,
     seed: Annotated[int, of_sampling(min=0, max=options.LARGEST_SEED, help="Seed of what is drawn at random.")] = 0,
-    stream_from: Annotated[
-        Path | None, of_streams(callback=_file, help="A text of any length to read, plain or .gz; - for stdin.")
-    ] = None,
-    save_cache: Annotated[
-        Path | None, of_streams(callback=options.in_a_folder, help="Write what it takes to go on, after Ctrl-C too.")
-    ] = None,
-    load_cache: Annotated[
-        Path | None, of_streams(callback=options.existing_file, help="Go on from a file of --save-cache.")
-    ] = None,
-    audio: Annotated[
-        list[Path] | None, typer.Option(help="Speech to transcribe instead, .wav or .flac. May be repeated.")
-    ] = None,
+    stream_from: Annotated[Path | None, of_streams(callback=_file, help="A long text to read; - for stdin.")] = None,
+    save_cache: Annotated[Path | None, of_streams(callback=options.in_a_folder, help="To go on from later.")] = None,
+    load_cache: Annotated[Path | None, of_streams(callback=options.existing_file, help="Go on from that file.")] = None,
+    audio: Annotated[list[Path] | None, Option(help="Speech to transcribe instead. May be repeated.")] = None,
     num_beams: options.Beams = 1,
     batch_size: options.BatchSize = 8,
     dtype: options.ModelDtype = "auto",
@@ -133,7 +124,7 @@ def generate_command(
 
 
 def _prompts(prompts: list[str], file: Path | None, system: str | None) -> list[str]:
-    """Return the prompts of the options and of a file or stdin; raise a `UsageError` for one that cannot be used."""
+    """Return the prompts of the options and of a file or stdin; raise a `options.UsageError` for one that cannot be used."""
     from hf_rfa.io.text_io import is_text, read_lines, stream_text
 
     if file == STDIN:
@@ -141,12 +132,11 @@ def _prompts(prompts: list[str], file: Path | None, system: str | None) -> list[
     elif file is not None:
         prompts = prompts + read_lines(file)
     for number, text in enumerate(prompts, start=1):
+        which = f"prompt {number} of {len(prompts)}"
         if not text:
-            raise options.UsageError(f"prompt {number} of {len(prompts)} is empty: there is nothing to start from.")
+            raise options.UsageError(f"{which} is empty: there is nothing to start from.")
         if not is_text(text):
-            raise options.UsageError(
-                f"prompt {number} of {len(prompts)} is not UTF-8 text. Pass it in a file (--prompt-file)."
-            )
+            raise options.UsageError(f"{which} is not UTF-8 text. Pass it in a file (--prompt-file).")
     if not is_text(system or ""):
         raise options.UsageError("--system is not UTF-8 text. Convert it.")
     return prompts

@@ -14,7 +14,7 @@ import typer
 
 from .console import starting
 from .options import UsageError
-from .threads import take_threads
+from .threads import name_threads
 
 Imports = Annotated[
     list[str] | None,
@@ -25,8 +25,6 @@ Imports = Annotated[
         "May be repeated.",
     ),
 ]
-
-
 Threads = Annotated[
     int | None,
     typer.Option(min=1, help="Threads on a CPU. Default: as many as cores are free when the command starts."),
@@ -39,7 +37,7 @@ def importing(command: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(command)
     def run(import_first: Sequence[str] | None = None, threads: int | None = None, **options: Any) -> Any:
         if threads is not None:
-            take_threads(threads)
+            name_threads(threads)
         import_modules(import_first or ())
         return command(**options)
 

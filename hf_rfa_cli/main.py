@@ -32,12 +32,10 @@ class _Flags:
         return params
 
 
-class _Command(_Flags, TyperCommand):
-    """A command."""
+class _Command(_Flags, TyperCommand): ...
 
 
-class _Group(_Flags, TyperGroup):
-    """All of them."""
+class _Group(_Flags, TyperGroup): ...
 
 
 app = typer.Typer(cls=_Group, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
 #: What typer raises for a command line that it cannot read, and commands for options that do not go together.
 UsageError: Any = typer.BadParameter.__base__
@@ -60,22 +61,22 @@ def in_a_folder(path: Path | None) -> Path | None:
     return path
 
 
-Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its name on the hub.")]
+Model = Annotated[str, Argument(help="Folder of a checkpoint, or its name on the hub.")]
 ModelDtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option(help="Precision; auto for the checkpoint's own."),
+    Option(help="Precision; auto for the checkpoint's own."),
 ]
 Device = Annotated[
-    str, typer.Option(help="What to compute on: cpu, cuda, cuda:1, …; auto for an accelerator where there is one.")
+    str, Option(help="What to compute on: cpu, cuda, cuda:1, …; auto for an accelerator where there is one.")
 ]
-Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of what is drawn at random.")]
-Beams = Annotated[int, typer.Option(min=1, help="Beams of generation; 1 for none.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Texts, or windows of one, at a time.")]
+Seed = Annotated[int, Option(min=0, max=LARGEST_SEED, help="Seed of what is drawn at random.")]
+Beams = Annotated[int, Option(min=1, help="Beams of generation; 1 for none.")]
+BatchSize = Annotated[int, Option(min=1, help="Texts, or windows of one, at a time.")]
 References = Annotated[
-    Path | None, typer.Option(callback=text_file, help="Outputs that belong to the sources of an encoder, one a line.")
+    Path | None, Option(callback=text_file, help="Outputs that belong to the sources of an encoder, one a line.")
 ]
 Record = Annotated[
-    bool, typer.Option("--record", help="Add the result to the folder of the checkpoint, and to its model card.")
+    bool, Option("--record", help="Add the result to the folder of the checkpoint, and to its model card.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is at the output.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted training stopped.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace a checkpoint that is at the output.")]
+Resume = Annotated[bool, Option("--resume", help="Go on where an interrupted training stopped.")]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from .console import console, shown_count, starting
 from .options import Device, Model, ModelDtype, Record, Seed, in_a_folder, text_file
@@ -25,25 +26,21 @@ def _view(text: str) -> tuple[int, int]:
 
 def recall_command(
     model: Model,
-    text: Annotated[Path, typer.Argument(callback=text_file, help="Text, as for hf-rfa evaluate.")],
-    teacher: Annotated[str | None, typer.Option(help="Softmax model that it was made from, to compare with.")] = None,
+    text: Annotated[Path, Argument(callback=text_file, help="Text, as for hf-rfa evaluate.")],
+    teacher: Annotated[str | None, Option(help="Softmax model that it was made from, to compare with.")] = None,
     control: Annotated[
         list[Any] | None,
-        typer.Option(
+        Option(
             parser=_view,
             metavar="WINDOW+SINKS",
             help="Softmax that sees these alone; repeatable. Default: of the same bytes.",
         ),
     ] = None,
-    max_length: Annotated[
-        int | None, typer.Option(min=128, help="Most tokens of a row. Default: the positions, at most 2048.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rows and lengths: about a fifth of the time.")] = False,
+    max_length: Annotated[int | None, Option(min=128, help="Tokens a row. Default: positions, at most 2048.")] = None,
+    quick: Annotated[bool, Option("--quick", help="Fewer rows and lengths: about a fifth of the time.")] = False,
     seed: Seed = 0,
-    document_end: Annotated[str | None, typer.Option(help="Token after each document. Default: end of text.")] = None,
-    output: Annotated[
-        Path | None, typer.Option(callback=in_a_folder, help="Folder for the table and its JSON.")
-    ] = None,
+    document_end: Annotated[str | None, Option(help="Token after each document. Default: end of text.")] = None,
+    output: Annotated[Path | None, Option(callback=in_a_folder, help="Folder for the table and its JSON.")] = None,
     record: Record = False,
     dtype: ModelDtype = "auto",
     device: Device = "auto",

@@ -23,13 +23,7 @@ def busy_cores() -> float:
 
 @dataclass(frozen=True)
 class Load:
-    """Load of the machine, which stands beside what is timed on it.
-
-    Attributes:
-        threads: torch's threads on a CPU.
-        cores: cores of the machine.
-        load: cores that other programs keep busy.
-    """
+    """What stands beside times: torch's threads on a CPU, the machine's cores, and how many of them others keep busy."""
 
     threads: int
     cores: int
@@ -57,34 +51,25 @@ class Load:
         )
 
 
-def usable_cores() -> int:
-    """Return how many threads torch would take by itself."""
+def name_threads(number: int) -> None:
+    """Set the number of torch's threads to one that a command line names."""
+    NAMED.append(number)
+    os.environ[VARIABLE] = str(number)
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(number)
+
+
+def take_threads() -> str | None:
+    """Set the number of torch's threads before it is imported, and return what there is to say of it, or None.
+
+    They are as many as cores are free, at least one, and no more than `OMP_NUM_THREADS` says. Where a number was named, torch
+    is imported already, or one of several processes starts, nothing is decided.
+    """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     asked = os.environ.get(VARIABLE, "").partition(",")[0]
-    return min(allowed, int(asked)) if asked.isdigit() and int(asked) else allowed
-
-
-def take_threads(asked: int | None = None) -> str | None:
-    """Set the number of torch's threads before it is imported.
-
-    By default these are as many as cores are free, at least one, and no more than `OMP_NUM_THREADS` says. Where torch is
-    imported already, or one of several processes starts, nothing is decided by itself.
-
-    Args:
-        asked: the number; None for the default.
-
-    Returns:
-        What there is to say, or None.
-    """
-    if asked is not None:
-        NAMED.append(asked)
-        os.environ[VARIABLE] = str(asked)
-        if "torch" in sys.modules:
-            import torch
-
-            torch.set_num_threads(asked)
-        return None
-    usable = usable_cores()
+    usable = min(allowed, int(asked)) if asked.isdigit() and int(asked) else allowed
     if NAMED or "torch" in sys.modules or "RANK" in os.environ or usable == 1:
         return None
     threads = max(1, min(usable, round((psutil.cpu_count() or 1) - busy_cores())))

@@ -8,39 +8,29 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer import Argument, Option
 
 from .console import console, report_of, starting
 from .options import Overwrite, References, Resume, UsageError, data_path
 
 
 def distill_command(
-    checkpoint: Annotated[str, typer.Argument(help="Folder of a converted checkpoint, or its name on the hub.")],
-    teacher: Annotated[
-        str, typer.Option(help="The softmax model that it was made from: a folder, or a name on the hub.")
-    ],
+    checkpoint: Annotated[str, Argument(help="Folder of a converted checkpoint, or its name on the hub.")],
+    teacher: Annotated[str, Option(help="The softmax model that it was made from: a folder, or a name on the hub.")],
     data: Annotated[
         Path,
-        typer.Option(
+        Option(
             callback=data_path,
             help="Text to learn from (.txt or .jsonl, plain or .gz); with an encoder sources, one a line, or a .jsonl file "
             "with source and target; for speech a folder, or a .jsonl file with path and maybe text.",
         ),
     ],
-    output: Annotated[Path | None, typer.Option(help="Folder to write. Default: CHECKPOINT-distilled.")] = None,
+    output: Annotated[Path | None, Option(help="Folder to write. Default: CHECKPOINT-distilled.")] = None,
     references: References = None,
-    recipe: Annotated[str, typer.Option(help="A recipe that comes with hf-rfa, or a YAML file.")] = "default",
-    transfer_steps: Annotated[
-        int | None, typer.Option(min=0, help="Steps of attention transfer, instead of the recipe's.")
-    ] = None,
-    end_to_end_steps: Annotated[
-        int | None, typer.Option(min=0, help="Steps of training end to end, instead of the recipe's.")
-    ] = None,
-    max_minutes: Annotated[
-        float | None,
-        typer.Option(
-            help="End after so many minutes, if the steps are not over before; learning rates fall by the time."
-        ),
-    ] = None,
+    recipe: Annotated[str, Option(help="A recipe that comes with hf-rfa, or a YAML file.")] = "default",
+    transfer_steps: Annotated[int | None, Option(min=0, help="Attention transfer; else the recipe's steps.")] = None,
+    end_to_end_steps: Annotated[int | None, Option(min=0, help="The same, end to end.")] = None,
+    max_minutes: Annotated[float | None, Option(help="End after so many minutes; rates fall by the time.")] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
 ) -> None:

@@ -39,13 +39,13 @@ LAYERS = [
 LINES = {
     "hf_rfa": 580,
     "hf_rfa/models": 6_050,  # 170 more: rules of importance are a registry, and features are left out of checkpoints
-    "hf_rfa/io": 500,
+    "hf_rfa/io": 490,
     "hf_rfa/inference": 1_140,
     "hf_rfa/evaluation": 1_200,  # 30 more: scores are metrics of the evaluate library
     "hf_rfa/bench": 340,
-    "hf_rfa/convert": 3_940,  # 50 more: it asks the law, and knows rules of importance
-    "hf_rfa/finetune": 2_160,
-    "hf_rfa_cli": 1_420,
+    "hf_rfa/convert": 3_890,  # 50 more: it asks the law, and knows rules of importance
+    "hf_rfa/finetune": 2_130,
+    "hf_rfa_cli": 1_360,
     "hf-rfa-vllm": 1_160,
     "tests": 18_000,  # 220 more: commits side by side, the example of a rule of importance, a lean checkpoint
     "benchmarks": 3_350,

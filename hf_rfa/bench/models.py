@@ -47,7 +47,10 @@ def pair(config: Any, positions: int, **options: Any) -> tuple[Any, Any]:
     setattr(stretched, FAMILIES[config.model_type.removeprefix("rfa_")].positions_field, positions)
     stretched._attn_implementation = None  # the best that both classes have
     if is_rfa:
-        configs = _base_config(stretched), stretched
+        left_out = {field.name for field in fields(RFASeq2SeqConfigMixin)}
+        left_out |= {"model_type", "architectures", "transformers_version", "auto_map"}
+        values = {name: value for name, value in stretched.to_dict().items() if name not in left_out}
+        configs = AutoConfig.for_model(config.model_type.removeprefix("rfa_"), **values), stretched
     else:
         configs = stretched, FAMILIES[config.model_type].rfa_config.from_base(stretched, **options)
     auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -55,14 +58,6 @@ def pair(config: Any, positions: int, **options: Any) -> tuple[Any, Any]:
     softmax, rfa = (auto_class.from_config(config).eval() for config in configs)
     rfa.load_state_dict(softmax.state_dict(), strict=False)
     return softmax, rfa
-
-
-def _base_config(config: Any) -> Any:
-    """Return the softmax configuration that an RFA configuration extends."""
-    left_out = {field.name for field in fields(RFASeq2SeqConfigMixin)}
-    left_out |= {"model_type", "architectures", "transformers_version", "auto_map"}
-    values = {name: value for name, value in config.to_dict().items() if name not in left_out}
-    return AutoConfig.for_model(config.model_type.removeprefix("rfa_"), **values)
 
 
 def step_inputs(model: Any, batch: int, source: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,15 +77,19 @@ def load_samples(path: Path, rate: int) -> Samples:
     from scipy.signal import resample_poly
 
     samples, own_rate = _read(path)
+    if own_rate == rate:
+        return samples
     common = math.gcd(rate, own_rate)
-    return (
-        samples if own_rate == rate else resample_poly(samples, rate // common, own_rate // common).astype(np.float32)
-    )
+    return resample_poly(samples, rate // common, own_rate // common).astype(np.float32)
 
 
 def _read(path: Path) -> tuple[Samples, int]:
     """Return the samples of a file and their rate; raise an `InputError` if it holds no sound."""
-    soundfile = _soundfile()
+    try:
+        import scipy  # noqa: F401  # which resamples
+        import soundfile
+    except ImportError as error:
+        raise InputError("reading audio needs soundfile and scipy: pip install 'hf-rfa[audio]'.") from error
     if not path.is_file():
         raise InputError(f"there is no audio file {path}.")
     try:
@@ -98,13 +101,3 @@ def _read(path: Path) -> tuple[Samples, int]:
     if not np.isfinite(samples).all():
         raise InputError(f"{path} has samples that are no finite numbers.")
     return samples.mean(1), rate
-
-
-def _soundfile() -> Any:
-    """Return the library that reads audio."""
-    try:
-        import scipy  # noqa: F401
-        import soundfile
-    except ImportError as error:
-        raise InputError("reading audio needs soundfile and scipy: pip install 'hf-rfa[audio]'.") from error
-    return soundfile

@@ -87,7 +87,7 @@ def test_threads_are_as_many_as_cores_are_free(busy, usable, variable, threads, 
     with monkeypatch.context() as patch:
         patch.setenv("RANK", "0")
         assert take_threads() is None
-    take_threads(usable)
+    threads_module.name_threads(usable)
     assert take_threads() is None, "a number that was named is changed"
     assert os.environ["OMP_NUM_THREADS"] == str(usable)
 

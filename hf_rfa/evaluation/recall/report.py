@@ -12,7 +12,7 @@ from rich.table import Table
 from hf_rfa.evaluation.cards import RECALL_HEADING, load_card, markdown_table, replace_section
 from hf_rfa.io.atomic_io import new_file
 
-from .suite import Column, Figure, RecallReport
+from .suite import Figure, RecallReport
 
 #: The files that `write_report` writes.
 FILES = ("recall.json", "recall.md")
@@ -25,21 +25,17 @@ LEGEND = (
 
 def report_rows(report: RecallReport) -> list[list[str]]:
     """Return what was measured and a text per column: bytes, then a row per length, needles averaged over their depths."""
-    columns = [_cells(column) for column in report.columns]
-    return [[name, *(cells[name] for cells in columns)] for name in columns[0]]
-
-
-def _cells(column: Column) -> dict[str, str]:
-    """Return the texts of a column by the names of the table's rows."""
-    by_length: dict[str, list[Figure]] = {}
-    for figure in column.figures:
-        by_length.setdefault(f"{figure.probe}, {figure.length} tokens", []).append(figure)
-    cells = {"cache, bytes": f"{column.num_bytes:,}"}
-    cells["cache, tokens of the teacher's"] = "" if column.worth is None else f"{column.worth:,.0f}"
-    for name, figures in by_length.items():
-        accuracy, nats = fmean(each.accuracy for each in figures), fmean(each.nats for each in figures)
-        cells[name] = f"{100 * accuracy:.1f} ({nats:.2f})"
-    return cells
+    rows = {"cache, bytes": [f"{column.num_bytes:,}" for column in report.columns]}
+    worth = ["" if column.worth is None else f"{column.worth:,.0f}" for column in report.columns]
+    rows["cache, tokens of the teacher's"] = worth
+    for column in report.columns:
+        by_length: dict[str, list[Figure]] = {}
+        for figure in column.figures:
+            by_length.setdefault(f"{figure.probe}, {figure.length} tokens", []).append(figure)
+        for name, figures in by_length.items():
+            accuracy, nats = fmean(each.accuracy for each in figures), fmean(each.nats for each in figures)
+            rows.setdefault(name, []).append(f"{100 * accuracy:.1f} ({nats:.2f})")
+    return [[name, *texts] for name, texts in rows.items()]
 
 
 def report_table(report: RecallReport) -> Table:
