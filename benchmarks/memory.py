@@ -28,7 +28,7 @@ from hf_rfa.evaluation import perplexity
 from hf_rfa.evaluation.cards import markdown_table
 from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.evaluation.recall import window_and_sinks
-from hf_rfa.inference.devices import find_device
+from hf_rfa.inference.loading import find_device
 from hf_rfa.io.text_io import read_documents, tokenize
 
 from .figures import RowFile, print_as_is

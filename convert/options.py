@@ -79,7 +79,9 @@ class ConversionOptions:
     )
     gate: bool | None = option(None, "Whether heads have a recency gate. Default: where preset rfa is trained.")
     config: dict[str, Any] | None = option(
-        None, "Set a field without an option; may be repeated. docs/guide.md lists the fields.", flag="--config"
+        None,
+        "Set a field without an option of its own; may be repeated. docs/guide.md lists the fields.",
+        flag="--config",
     )
     layers: Layers = option(
         "all", "Layers to convert: all, none, or indices (0,2,4-7). The cache of the others grows.", flag="--layers"

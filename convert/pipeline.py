@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.evaluation.perplexity import Perplexity, score_labels
-from hf_rfa.inference.devices import find_device
+from hf_rfa.inference.loading import find_device
 from hf_rfa.io.atomic_io import new_folder
 from hf_rfa.process_memory import give_back_memory
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import reads_audio
-from hf_rfa.inference.devices import find_device
-from hf_rfa.inference.loading import check_tokens, check_vocabulary, load_tokenizer
+from hf_rfa.inference.loading import check_tokens, check_vocabulary, find_device, load_tokenizer
 from hf_rfa.inference.transcription import load_feature_extractor, load_features
 from hf_rfa.io.atomic_io import check_destination, check_space, remove_leftovers
 from hf_rfa.io.audio_io import read_utterances

@@ -60,8 +60,7 @@ def bench_command(
 
     from hf_rfa import bench
     from hf_rfa.errors import InputError
-    from hf_rfa.inference.devices import find_device
-    from hf_rfa.inference.loading import read_config
+    from hf_rfa.inference.loading import find_device, read_config
     from hf_rfa.io.atomic_io import check_file, new_file
     from hf_rfa.models.modeling_rfa_decoder import COMPILING_DEVICES
 

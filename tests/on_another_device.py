@@ -30,7 +30,7 @@ from hf_rfa.finetune import trainers
 from hf_rfa.finetune.recipe import Stage
 from hf_rfa.finetune.trainers import LogitDistillationTrainer
 from hf_rfa.inference import generate_text, load_model
-from hf_rfa.inference.devices import find_device
+from hf_rfa.inference.loading import find_device
 from hf_rfa.models import linear_attention
 from tests.conftest import save_tiny_tokenizer, words
 from tests.families import has_encoder, make, save_softmax_model, softmax_model, tokens

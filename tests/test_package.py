@@ -40,9 +40,9 @@ LINES = {
     "hf_rfa": 580,
     "hf_rfa/models": 6_050,  # 170 more: rules of importance are a registry, and features are left out of checkpoints
     "hf_rfa/io": 490,
-    "hf_rfa/inference": 1_140,
-    "hf_rfa/evaluation": 1_200,  # 30 more: scores are metrics of the evaluate library
-    "hf_rfa/bench": 340,
+    "hf_rfa/inference": 1_130,
+    "hf_rfa/evaluation": 1_190,  # 30 more: scores are metrics of the evaluate library
+    "hf_rfa/bench": 330,
     "hf_rfa/convert": 3_890,  # 50 more: it asks the law, and knows rules of importance
     "hf_rfa/finetune": 2_130,
     "hf_rfa_cli": 1_360,

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer, pipeline
 
 import hf_rfa  # noqa: F401  # registers the RFA models
-from hf_rfa.inference.devices import find_device
+from hf_rfa.inference.loading import find_device
 
 
 def accuracy(folder: Path, rows: Sequence[dict[str, Any]], batch: int, *, max_length: int | None = None) -> float:

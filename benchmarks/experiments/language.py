@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation import perplexity
-from hf_rfa.inference.devices import find_device
+from hf_rfa.inference.loading import find_device
 from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 

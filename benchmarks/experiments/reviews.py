@@ -24,7 +24,7 @@ from hf_rfa.families import FAMILIES, position_count
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe
 from hf_rfa.finetune.run_folder import training_folder
-from hf_rfa.inference.devices import find_device
+from hf_rfa.inference.loading import find_device
 from hf_rfa.io.atomic_io import new_folder
 from hf_rfa.io.text_io import open_text
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForSpeechSeq2Seq
 
 import hf_rfa  # noqa: F401  # registers the RFA models
-from hf_rfa.bench.measure import interleaved, peak_bytes
+from hf_rfa.bench.tasks import interleaved, peak_bytes
 from hf_rfa.evaluation.cards import markdown_table
 from hf_rfa.io.atomic_io import new_file
 from hf_rfa.models.cache_names import cache_argument, returned_cache

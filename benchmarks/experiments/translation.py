@@ -16,7 +16,7 @@ import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.generation_scores import evaluate_generation
 from hf_rfa.finetune.recipe import merge
-from hf_rfa.inference.devices import find_device
+from hf_rfa.inference.loading import find_device
 from hf_rfa.io.text_io import read_pairs
 
 from .experiment import Column, Experiment, Options

@@ -36,8 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import hf_rfa  # noqa: F401  # registers the RFA models
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.memory import cache_memory
-from hf_rfa.evaluation.recall.probes import DEPTHS, blocks, needle, repeated
-from hf_rfa.evaluation.recall.scoring import Rows, TokenScores, score_tokens
+from hf_rfa.evaluation.recall.probes import DEPTHS, Rows, TokenScores, blocks, needle, repeated, score_tokens
 from hf_rfa.io.text_io import read_documents, tokenize
 
 from ..figures import RowFile

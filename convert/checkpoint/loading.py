@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_rfa.errors import InputError
-from hf_rfa.inference.devices import find_device
+from hf_rfa.inference.loading import find_device
 
 from ..inputs import cut, random_inputs
 from ..options import ConversionOptions

@@ -30,7 +30,6 @@ from ..models.attention import AttentionComponent, RFAAttentionMixin
 from ..models.configuration_rfa import RFAConfigMixin
 from ..models.no_features import NoFeatures
 from ..models.streaming import can_move
-from .devices import find_device
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -70,6 +69,28 @@ logger = logging.getLogger(__name__)
 def warn_once(message: str) -> None:
     """Log a warning, the first time that it is given: a command may read a configuration several times."""
     logger.warning(message)
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device of a name such as cpu, cuda or cuda:1.
+
+    "auto" is the accelerator that torch finds, or else the CPU. Apple's is left out, for it lacks float64, which conversion
+    computes in.
+
+    Raises:
+        InputError: if there is no such device.
+    """
+    if name == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        name = "cpu" if accelerator is None or accelerator.type == "mps" else str(accelerator)
+    try:
+        device = torch.empty(0, device=name).device  # cuda is cuda:0 then
+    except (RuntimeError, AssertionError) as error:  # the latter by a torch without CUDA
+        reason = str(error).splitlines()[0]
+        raise InputError(f"cannot compute on the device {name!r}: {reason}. Pass cpu, cuda, or auto.") from error
+    if device.type == "meta":
+        raise InputError("a model on the device 'meta' has no numbers. Pass cpu, cuda, or auto.")
+    return device
 
 
 def read_config(source: str | Path, device: torch.device | None = None) -> PreTrainedConfig:

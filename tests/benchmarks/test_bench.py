@@ -11,8 +11,8 @@ import torch
 from transformers import BartConfig, Gemma2Config
 
 from hf_rfa import InputError, RFAGPT2Config, bench
-from hf_rfa.bench.measure import peak_bytes
 from hf_rfa.bench.models import cache_at, step_inputs
+from hf_rfa.bench.tasks import peak_bytes
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa_cli.threads import Load

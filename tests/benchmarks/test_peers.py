@@ -14,8 +14,7 @@ from benchmarks.peers.__main__ import METHODS, Task, check_control, measure, mea
 from benchmarks.peers.environment import python_with_kvpress
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.recall import window_and_sinks
-from hf_rfa.evaluation.recall.probes import blocks
-from hf_rfa.evaluation.recall.scoring import score_tokens
+from hf_rfa.evaluation.recall.probes import blocks, score_tokens
 
 BUDGET = 40  # LagKV with less than 4 + 2 * 16 tokens is a window with sinks
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}

@@ -27,8 +27,7 @@ from hf_rfa.convert import convert
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.evaluation.recall import recall_suite, window_and_sinks
-from hf_rfa.evaluation.recall.probes import DEPTHS, needle, repeated
-from hf_rfa.evaluation.recall.scoring import Rows, score_tokens
+from hf_rfa.evaluation.recall.probes import DEPTHS, Rows, needle, repeated, score_tokens
 from hf_rfa.evaluation.recall.suite import Probe, check_model, make_probes, run_probe
 from hf_rfa.models.cache_names import cache_argument
 from tests.conftest import DEMO_MODEL, DEMO_TEXT, leftovers, tiny_parent_config, tiny_seq2seq_config

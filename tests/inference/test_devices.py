@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_rfa.errors import InputError
-from hf_rfa.inference.devices import find_device
+from hf_rfa.inference.loading import find_device
 from tests.conftest import ROOT
 
 

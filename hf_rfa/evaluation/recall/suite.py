@@ -16,8 +16,7 @@ from hf_rfa.errors import InputError
 from hf_rfa.evaluation.memory import CacheMemory, cache_memory
 from hf_rfa.inference.loading import check_length, check_tokens, position_limit
 
-from .probes import DEPTHS, blocks, needle, repeated
-from .scoring import Rows, score_tokens
+from .probes import DEPTHS, Rows, blocks, needle, repeated, score_tokens
 from .window_control import window_and_sinks
 
 #: Most tokens of a row, unless asked for: beyond, a pass over a text costs more than it tells.
