@@ -18,10 +18,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     CONFIG_MAPPING,
-    BartForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
-    MarianMTModel,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
 )
@@ -116,14 +114,13 @@ def copy_of(source: Path, destination: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_seq2seq_parents(tmp_path_factory) -> dict[str, Path]:
-    """Folders of tiny softmax checkpoints with an encoder, by family."""
-    folders = {}
-    for family, cls in (("bart", BartForConditionalGeneration), ("marian", MarianMTModel)):
-        folders[family] = tmp_path_factory.mktemp(f"tiny-{family}")
-        torch.manual_seed(1)
-        cls(tiny_seq2seq_config(family)).save_pretrained(folders[family])
-        save_tiny_tokenizer(folders[family])
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    """Folders of tiny softmax checkpoints with a tokenizer, by family; for reading alone."""
+    from .families import COMMON, save_softmax_model
+
+    folders = {family: tmp_path_factory.mktemp("checkpoints") / family for family in COMMON}
+    for family, folder in folders.items():
+        save_softmax_model(family, folder)
     return folders
 
 
@@ -141,7 +138,8 @@ def material(tmp_path_factory) -> Path:
     """What trainings start from: a GPT-2 and a BART, and converted (FAMILY-rfa), ``rows.jsonl`` and ``text.txt``."""
     from .training import save_checkpoints, write_rows
 
-    card = "---\nlicense: mit\npipeline_tag: translation\n---\n# The parent\n"
+    license_of = "license: other\nlicense_name: tiny\nlicense_link: LICENSE.md"
+    card = f"---\n{license_of}\nlanguage:\n- en\npipeline_tag: translation\n---\n# The parent\n"
     options = {"preset": "rfa", "feature_map": "exponential", "num_features": 8, "gate": True}
     folder = save_checkpoints(tmp_path_factory.mktemp("material"), "gpt2", card=card, **options)
     save_checkpoints(folder, "bart", card=card, encoder_layers="all", **options)

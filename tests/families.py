@@ -29,6 +29,9 @@ ROWS, LENGTH, SOURCE_LENGTH, WIDTH = 3, 29, 17, 24
 COMMON = ("gpt2", "bart", "marian", "llama")
 
 RETRIEVAL = {"retrieval_heads": [[0, 1], [1, 0]], "retrieval_window": 6}
+#: What a Llama that reads texts without end keeps.
+WITHOUT_END = {"feature_map": "none", "window_size": 6, "num_sinks": 2, "num_slots": 4}
+WITHOUT_END |= {"max_distance": 24, "distance_step": 8}
 DECODER_VARIANTS: dict[str, dict[str, Any]] = {
     "positive": {},
     "positive-gate": {"gate": True},
@@ -36,14 +39,12 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
     "gaussian-paper": {"feature_map": "gaussian", "unit_norm": True, "num_features": 16},
     "gaussian-gate": {"feature_map": "gaussian", "gate": True, "num_features": 16},
     "arccos": {"feature_map": "arccos", "unit_norm": True},
-    "elu": {"feature_map": "elu"},
     "t2r": {"feature_map": "t2r", "gate": True},
     "hedgehog": {"feature_map": "hedgehog"},
     "mlp": {"feature_map": "mlp", "num_features": 3, "window_size": 4, "num_slots": 2},
     "hybrid": {"softmax_layers": [1]},
     "window": {"window_size": 5},
     "window-gate": {"window_size": 4, "gate": True, "chunk_size": 7, "feature_map": "exponential"},
-    "window-elu": {"window_size": 1, "feature_map": "elu"},
     "window-gaussian": {"window_size": 6, "feature_map": "gaussian", "num_features": 16, "softmax_layers": [1]},
     "window-sinks": {"window_size": 4, "num_sinks": 3, "gate": True, "softmax_layers": [0]},
     "none": {"feature_map": "none", "window_size": 5, "num_sinks": 2},
@@ -52,7 +53,6 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
     "slots-features": {"window_size": 4, "num_slots": 3, "num_features": 16, "chunk_size": 7},
     "retrieval": {"feature_map": "none", **RETRIEVAL, "window_size": 3, "num_sinks": 2, "num_slots": 2},
     "retrieval-gate": {**RETRIEVAL, "gate": True, "chunk_size": 7},
-    "small-chunks": {"chunk_size": 3, "gate": True},
 }
 SEQ2SEQ_VARIANTS: dict[str, dict[str, Any]] = {
     "both": {},
@@ -63,8 +63,6 @@ SEQ2SEQ_VARIANTS: dict[str, dict[str, Any]] = {
     "everything": {"softmax_encoder_layers": []},
     "everything-signed": {"feature_map": "gaussian", "unit_norm": True, "softmax_encoder_layers": []},
     "per-layer": {"softmax_layers": [0], "softmax_cross_layers": [1], "softmax_encoder_layers": [1]},
-    "elu": {"feature_map": "elu", "softmax_encoder_layers": []},
-    "hedgehog": {"feature_map": "hedgehog", "num_features": 8},
     "none": {"feature_map": "none", "window_size": 4, "num_sinks": 1, "softmax_cross_layers": [0, 1, 2]},
     "slots": {"window_size": 3, "num_sinks": 1, "num_slots": 4},
     "retrieval": {**RETRIEVAL, "window_size": 3, "num_sinks": 1},
@@ -72,45 +70,23 @@ SEQ2SEQ_VARIANTS: dict[str, dict[str, Any]] = {
 }
 VARIANTS = {"gpt2": DECODER_VARIANTS, "llama": DECODER_VARIANTS}
 VARIANTS |= dict.fromkeys(("bart", "marian"), SEQ2SEQ_VARIANTS)
-#: The variants that tests run over; those after the bar repeat what others show, and are left to `pytest -m slow`.
+#: The variants that tests run over. `tests/models/test_window.py` has attention of any sizes and maps.
 #: Llama adds grouped queries and rotary positions to GPT-2; Marian differs from BART in embeddings and norms only.
 RUN = {
     "gpt2": """positive-gate positive-trainable gaussian-paper t2r hedgehog hybrid window-gate window-gaussian none
-        mlp slots-gate retrieval retrieval-gate | positive gaussian-gate arccos elu window window-elu window-sinks slots
-        slots-features small-chunks""",
-    "llama": """positive-gate mlp window-sinks window-gaussian slots-features retrieval-gate | positive hybrid window
-        window-gate none slots slots-gate retrieval""",
-    "bart": """both-gate paper everything-signed per-layer none slots retrieval decoder-alone | both cross-only causal-only
-        everything elu hedgehog""",
-    "marian": "per-layer | both-gate decoder-alone",
+        mlp slots-gate retrieval retrieval-gate""",
+    "llama": "positive-gate mlp window-sinks window-gaussian slots-features retrieval-gate",
+    "bart": "both-gate paper everything-signed per-layer none slots retrieval decoder-alone",
+    "marian": "per-layer",
 }
-#: (family, variant) of those before the bar.
-QUICK = [(family, name) for family, names in RUN.items() for name in names.split("|")[0].split()]
-
+CASES = [(family, name) for family, names in RUN.items() for name in names.split()]
 
 #: What models keep of a short text: some tokens exactly, some by features, or all of them.
 TINY_MEMORIES: dict[str, dict[str, Any]] = {
     "exact": {"feature_map": "none", "window_size": 2, "num_sinks": 1, "num_slots": 2},
-    "mixed": {
-        "feature_map": "positive",
-        "num_features": 8,
-        "window_size": 2,
-        "num_sinks": 1,
-        "num_slots": 1,
-        "gate": True,
-    },
+    "mixed": {"num_features": 8, "window_size": 2, "num_sinks": 1, "num_slots": 1, "gate": True},
     "whole": {"feature_map": "none", "window_size": 64},
 }
-
-
-def run_over(families: Iterable[str], without: Iterable[str] = ()) -> list[Any]:
-    """Return the cases of some families, (family, variant)."""
-    marked = []
-    for family in families:
-        for name in RUN[family].replace("|", "").split():
-            marks = [] if (family, name) in QUICK else [pytest.mark.slow]
-            marked += [] if name in without else [pytest.param(family, name, marks=marks)]
-    return marked
 
 
 def has_encoder(family: str) -> bool:
@@ -118,15 +94,12 @@ def has_encoder(family: str) -> bool:
     return issubclass(FAMILIES[family].rfa_config, RFASeq2SeqConfigMixin)
 
 
-CASES = run_over(("gpt2", "llama", "bart", "marian"))
 HEADS = [(family, head) for family in COMMON for head in FAMILIES[family].architectures]
 GENERATING_HEADS = [each for each in HEADS if each[1].endswith(("LMHeadModel", "CausalLM", "MTModel", "Generation"))]
 
 uncompiled_flex_attention = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 every_family = pytest.mark.parametrize("family", COMMON)
 every_case = pytest.mark.parametrize(("family", "variant"), CASES)
-every_decoder_case = pytest.mark.parametrize(("family", "variant"), run_over(("gpt2", "llama")))
-every_seq2seq_case = pytest.mark.parametrize(("family", "variant"), run_over(("bart", "marian"), ["decoder-alone"]))
 every_head = pytest.mark.parametrize(("family", "head"), HEADS)
 every_generating_head = pytest.mark.parametrize(("family", "head"), GENERATING_HEADS)
 every_model = pytest.mark.parametrize(("family", "name"), HEADS + CASES)

@@ -1,35 +1,39 @@
-"""The data of a training: pairs, blocks of documents, and rows that miss something."""
+"""The data of a training: pairs, blocks of documents, repeating ones too, and rows that miss something."""
 
 from __future__ import annotations
 
 import gzip
-import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_rfa import InputError
+from hf_rfa.evaluation.perplexity import Perplexity
+from hf_rfa.finetune import trainers
 from hf_rfa.finetune.data import (
+    PASSAGE_TOKENS,
     PairCollator,
+    add_repeats,
     labelled_texts,
     load_data,
     packed_blocks,
     rows_to_learn,
     select_columns,
     single_documents,
-    text_blocks,
     token_pairs,
 )
+from hf_rfa.finetune.distill import HELD_OUT, distill
+from hf_rfa.finetune.recipe import Recipe, Stage
 from hf_rfa.inference import load_model
-from hf_rfa.io.text_io import tokenize
-from tests.conftest import save_tiny_tokenizer
 
 
-def test_pairs_are_padded_and_shifted(tiny_seq2seq_parents):
-    model, tokenizer = load_model(str(tiny_seq2seq_parents["bart"]))
+def test_pairs_are_padded_and_shifted(checkpoints):
+    model, tokenizer = load_model(str(checkpoints["bart"]))
     data = Dataset.from_dict({"source": ["w5 w6", "w7"], "target": ["w8", "w9 w10 w11"]})
     pairs = list(token_pairs(data, tokenizer, length=3))
     collate = PairCollator(tokenizer, model=model)
@@ -55,12 +59,6 @@ def test_targets_are_read_as_targets():
     assert list(token_pairs(data, sides, length=3)) == [{"input_ids": [4], "labels": [5]}]
 
 
-def test_blocks_join_documents(tmp_path):
-    save_tiny_tokenizer(tmp_path)
-    blocks = text_blocks(tokenize(AutoTokenizer.from_pretrained(tmp_path), ["w5 w6", "w7"]), 2)
-    assert [block["input_ids"].tolist() for block in blocks] == [[5, 6], [2, 7]]
-
-
 def selected(path: Path, streaming: bool = False, **columns: str):
     return select_columns(load_data(str(path), streaming=streaming), str(path), columns)
 
@@ -69,24 +67,13 @@ def selected(path: Path, streaming: bool = False, **columns: str):
     ("name", "content", "columns", "match"),
     [
         ("a.jsonl", '{"t": "x"}\n\n{"t": null}', {}, "a.jsonl, row 2: column 't' is null, not text"),
-        ("a.jsonl", '{"t": "x"}\n{"u": "y"}', {}, "a.jsonl, row 2: column 't' is null"),
         ("a.jsonl", '{"t": 5}', {}, "a.jsonl, row 1: column 't' is of type int, not text"),
-        ("a.jsonl", '{"t": ["x"]}', {}, "a.jsonl, row 1: column 't' is of type list, not text"),
         ("a.jsonl.gz", '{"t": "x"}\n{"t": null}', {}, "a.jsonl.gz, row 2: column 't' is null"),
         ("a.json", '[{"t": "x"},\n\n{"t": null}]', {}, "a.json, row 2: column 't' is null"),
         ("a.csv", 't,l\n"x\ny",a\n\n,b\n', {"label": "l"}, "a.csv, row 2: column 't' is null"),
-        ("a.csv", "t\n1\n2\n", {}, "a.csv, row 1: column 't' is of type int, not text"),
-        (
-            "a.jsonl",
-            '{"t": "x", "l": 0}\n{"t": "y", "l": null}',
-            {"label": "l"},
-            "row 2: column 'l' is null, not a label",
-        ),
-        ("a.jsonl", '{"t": "x", "l": "a"}\n{"t": "y"}', {"label": "l"}, "row 2: column 'l' is null, not a label"),
+        ("a.jsonl", '{"t": "x", "l": 0}\n{"t": "y", "l": null}', {"label": "l"}, "row 2: column 'l' is null, not"),
         ("a.jsonl", '{"t": "x", "l": [1]}', {"label": "l"}, "row 1: column 'l' is of type list, not a label"),
-        ("a.csv", "t,l\nx,1\ny,\nz,2\n", {"label": "l"}, "a.csv, row 2: column 'l' is null, not a label"),
         ("a.jsonl", '{"t": {"u": "x"}}\n{"t": {"u": null}}', {"text": "t.u"}, "row 2: column 't.u' is null"),
-        ("a.jsonl", '{"t": null}\n{"t": {"u": "x"}}', {"text": "t.u"}, "row 1: column 't.u' is null"),
         ("a.jsonl", '{"t": "user"}', {"text": "t.u"}, "has no column 't.u'. It has: t"),
     ],
 )
@@ -96,13 +83,6 @@ def test_rows_that_miss_something_are_named(name, content, columns, match, strea
     path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
     with pytest.raises(InputError, match=match):
         list(selected(path, streaming, **{"text": "t", **columns}))
-
-
-def test_a_label_that_is_no_number_is_missing(tmp_path):
-    path = tmp_path / "rows.parquet"
-    Dataset.from_dict({"t": ["x", "y"], "l": [1.0, math.nan]}).to_parquet(path)
-    with pytest.raises(InputError, match=r"rows.parquet, row 2: column 'l' is null, not a label"):
-        selected(path, text="t", label="l")
 
 
 def test_words_for_nothing_in_a_csv_file_are_texts_and_labels(tmp_path):
@@ -162,3 +142,69 @@ def test_documents_in_pieces_lose_nothing():
     rows = single_documents(data, Words(), length=3, in_pieces=True)
     assert rows["input_ids"][:] == [[3, 3, 3], [4, 5, 6], [7, 2], [3, 2]]
     assert rows["labels"][:] == [[-100, -100, 3], [4, 5, 6], [7, 2], [3, 2]]
+
+
+# Blocks of text that repeat themselves: what is copied from where, and what a training sees
+
+
+def made(rows: int, length: int, share: float, seed: int = 0):
+    """Return blocks of which every token is another one, and the same with repeats."""
+    blocks = np.arange(rows * length).reshape(rows, length)
+    found = blocks.copy()
+    add_repeats(found, share, seed=seed)
+    return blocks, found
+
+
+@settings(max_examples=40, deadline=None)
+@given(length=st.integers(2, 700), seed=st.integers(0, 2**16))
+def test_a_block_copies_passages_from_before_them(length, seed):
+    blocks, found = made(3, length, 1.0, seed)
+    for block, copy in zip(blocks, found, strict=True):
+        back = np.arange(length) - (copy - block[0])  # where a token stood first
+        assert back.min() >= 0, "a copy is of this block, and of what is before it"
+        ends = [0, *(np.flatnonzero(np.diff(back)) + 1), length]
+        starts = [start for start in ends[:-1] if back[start]]
+        assert (length <= PASSAGE_TOKENS[0]) == (not starts), "nothing is before the first passage"
+        assert set(copy[: PASSAGE_TOKENS[0]]) == set(block[: PASSAGE_TOKENS[0]])
+
+
+def test_half_of_such_a_block_is_copied_from_near_and_from_far():
+    blocks, found = made(400, 1024, 1.0)
+    distance = (blocks - found).ravel()
+    copied = distance[distance > 0]
+    assert 0.4 < len(copied) / found.size < 0.6
+    shares = [float(np.mean((low <= copied) & (copied < 2 * low))) for low in (32, 64, 128, 256, 512)]
+    assert min(shares) > 0.05, "no distance is rare"
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.25, 70, 130), (1.0, 400, 400)])
+def test_the_share_of_blocks_that_repeat(share, least, most):
+    blocks, found = made(400, 300, share)
+    assert least <= (blocks != found).any(1).sum() <= most
+
+
+def test_a_training_sees_them_and_is_not_measured_on_them(material, tmp_path, monkeypatch):
+    drawn = np.random.default_rng(0).integers(4, 61, 1600)
+    (tmp_path / "text.txt").write_text(" ".join(f"w{number}" for number in drawn))
+    rows: list[list[int]] = []
+    scored: list[list[int]] = []
+    compute_loss = trainers.LogitDistillationTrainer.compute_loss
+
+    def watched(self, model, inputs, *args, **options):
+        rows.extend(inputs["input_ids"].tolist())
+        assert (inputs["labels"] == inputs["input_ids"]).all()
+        return compute_loss(self, model, inputs, *args, **options)
+
+    def score(model, batches):
+        scored.extend(row["input_ids"][0].tolist() for row in batches)
+        return Perplexity(1.0, 1)
+
+    monkeypatch.setattr(trainers.LogitDistillationTrainer, "compute_loss", watched)
+    monkeypatch.setattr("hf_rfa.finetune.distill.score_labels", score)
+    stage = Stage(steps=2, batch_size=8, block_length=64, kl_weight=1.0, repeating_share=1.0)
+    texts = {"teacher": material / "gpt2", "data": tmp_path / "text.txt"}
+    distill(material / "gpt2-rfa", tmp_path / "out", **texts, recipe=Recipe(end_to_end=stage))
+    plain = drawn[: 64 * 25].reshape(25, 64).tolist()
+    assert len(rows) == 2 * 8
+    assert not [row for row in rows if row in plain]
+    assert scored == 3 * plain[-HELD_OUT:]

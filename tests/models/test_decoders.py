@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_rfa import FAMILIES, RFALayer
@@ -136,13 +134,6 @@ def test_a_row_of_a_batch_is_the_row_alone_and_padding_is_not_seen(name):
                 ),
             ), (side, row)
 
-    def by_steps(each: Any) -> tuple[Tensor, Tensor]:
-        mask = padded("left")
-        found, _ = logits_by_steps(each, ids, [24, 25, 26], mask=mask, **positions_of(each, mask))
-        return found[2, -6:], logits(each, ids[2:, -6:])[0]
-
-    assert is_exact(softmax, model, by_steps)
-
 
 @torch.no_grad()
 @every_decoder
@@ -191,17 +182,9 @@ def test_the_cache_has_one_size_and_a_state_per_key_value_head(name):
 @torch.no_grad()
 @every_decoder
 def test_operations_on_the_cache(name):
-    """A crop while recording, and rows that are repeated, reordered and chosen, go on as if those had been read."""
+    """Rows that are repeated, reordered and chosen go on as if those had been read."""
     _, model = pair(name, dtype=torch.float64)
     ids = tokens(2, 20)
-    cache = model(ids[:, :9], use_cache=True).past_key_values
-    if all(isinstance(layer, RFALayer) for layer in cache.layers):
-        for layer in cache.layers:
-            layer.activate_past_recording()
-        model(ids[:, 9:14], **cache_argument(cache))
-        cache.crop(-3)
-        assert cache.get_seq_length() == 11
-        assert relative_error(model(ids[:, 11:], **cache_argument(cache)).logits, logits(model, ids)[:, 11:]) < 1e-5
     cache, order = model(ids[:, :9], use_cache=True).past_key_values, torch.tensor([1, 0, 0, 1])
     if not all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
         pytest.skip("transformers' layers for recurrences and convolutions cannot repeat their rows")
@@ -215,48 +198,15 @@ def test_operations_on_the_cache(name):
 @torch.no_grad()
 @every_decoder
 def test_a_static_cache_holds_the_state(name):
-    softmax, model = pair(name, dtype=torch.float64)
-    ids = tokens(2, 20)
-
-    def by_steps(each: Any) -> tuple[Tensor, Tensor]:
-        cache = StaticCache(config=each.config, max_cache_len=32)
-        found, _ = logits_by_steps(each, ids[:, :11], [9, 10], cache=cache)
-        if each is model:
-            assert isinstance(cache.layers[rfa_indices(model)[0]], RFALayer)
-        return found, logits(each, ids)[:, :11]
-
-    assert is_exact(softmax, model, by_steps)
+    _, model = pair(name, dtype=torch.float64)
+    ids, cache = tokens(2, 20), StaticCache(config=model.config, max_cache_len=32)
+    assert all(isinstance(cache.layers[index], RFALayer) for index in rfa_indices(model))
     options = {"do_sample": False, "max_new_tokens": 9, "eos_token_id": None, "disable_compile": True}
     found, expected = (model.generate(ids, cache_implementation=each, **options) for each in ("static", None))
     assert torch.equal(found, expected)
 
 
 # Files
-
-
-@every_decoder
-def test_checkpoints_say_what_they_are_and_come_back_equal(name, tmp_path):
-    softmax, model = pair(name)
-    model.save_pretrained(tmp_path / "one")
-    config = json.loads((tmp_path / "one" / "config.json").read_text())
-    assert config["model_type"] == f"rfa_{name}"
-    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "one", output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
-    assert type(again) is type(model)
-    again.save_pretrained(tmp_path / "two")
-    files = [sorted(path.name for path in (tmp_path / each).iterdir()) for each in ("one", "two")]
-    assert files[0] == files[1]
-    for file in files[0]:
-        first, second = ((tmp_path / each / file).read_bytes() for each in ("one", "two"))
-        assert first == second, file
-    ids = tokens(2, 9)
-    assert relative_error(logits(again.eval(), ids), logits(model, ids)) < 1e-5
-    written = load_file(tmp_path / "one" / "model.safetensors")
-    for key, tensor in softmax.state_dict().items():
-        assert key not in written or torch.equal(written[key], tensor), key
-    assert again.config.to_dict() == AutoConfig.from_pretrained(tmp_path / "two").to_dict() | {
-        key: again.config.to_dict()[key] for key in ("_name_or_path",) if key in again.config.to_dict()
-    }
 
 
 def is_own(key: str) -> bool:

@@ -6,14 +6,10 @@ import pytest
 import torch
 from transformers import (
     AutoModelForSeq2SeqLM,
-    BigBirdPegasusConfig,
     BigBirdPegasusForConditionalGeneration,
-    MBartConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
-from hf_rfa import FAMILIES, Family, InputError, RFABartConfig, RFABartModel, bench, register_family
-from hf_rfa.convert import convert
+from hf_rfa import FAMILIES, register_family
 from hf_rfa.families import family_of
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa_cli import main as cli
@@ -57,22 +53,9 @@ def test_it_decodes_with_a_cache_of_one_size_as_without(folders):
     assert len(sizes) == 1
 
 
-def test_everything_that_goes_by_family_knows_it(folders):
-    names = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    assert names["rfa_bigbird_pegasus"] == "RFABigBirdPegasusForConditionalGeneration"
-    softmax, rfa = bench.pair(BigBirdPegasusConfig.from_pretrained(folders[0]), 30)
-    assert (softmax.config.model_type, rfa.config.model_type) == ("bigbird_pegasus", "rfa_bigbird_pegasus")
-
-
 def test_its_checkpoints_carry_their_code(folders, tmp_path):
     models = {folders[1].name: AutoModelForSeq2SeqLM.from_pretrained(folders[1])}
     assert_loads_without_package(folders[1].parent, "AutoModelForSeq2SeqLM", models, tmp_path)
-
-
-def test_attention_of_another_form_is_refused(folders, tmp_path):
-    """Its encoder's attention is no q_proj, k_proj, v_proj and out_proj."""
-    with pytest.raises(InputError, match=r"not supported: leave these layers softmax \(softmax_encoder_layers\)"):
-        convert(folders[0], tmp_path / "out", encoder_layers="all")
 
 
 @pytest.fixture
@@ -99,41 +82,3 @@ def test_layers_of_another_call_are_refused(model_type, options, message, famili
     AutoModelForSeq2SeqLM.from_config(tiny_seq2seq_config(model_type)).save_pretrained(tmp_path / "base")
     save_tiny_tokenizer(tmp_path / "base")
     refused(message, tmp_path / "base", tmp_path, **options)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "message"),
-    [
-        ("nosuch", "transformers knows no model_type 'nosuch'"),
-        ("t5", "T5Config has no decoder_layers: its models are not built as BART's are"),
-    ],
-)
-def test_what_is_no_such_family_is_refused(model_type, message):
-    with pytest.raises(ValueError, match=message):
-        family_of(model_type)
-
-
-class Misnamed(RFABartModel):
-    """Has no softmax class of its name."""
-
-
-MISNAMED = "Misnamed subclasses no class Misnamed. Name it RFA and the name of its softmax class."
-
-
-class SameModelType(RFABartConfig):
-    model_type = "bart"
-
-
-@pytest.mark.parametrize(
-    ("config", "model", "message"),
-    [
-        (MBartConfig, RFABartModel, "MBartConfig has no RFA fields. Mix RFAConfigMixin"),
-        (RFABartConfig, Misnamed, MISNAMED),
-        (SameModelType, RFABartModel, "'bart' is already used by a Transformers config"),
-    ],
-)
-def test_what_is_not_declared_right_is_refused(config, model, message):
-    before = dict(FAMILIES)
-    with pytest.raises(ValueError, match=message):
-        register_family(Family(rfa_config=config, models=(model,)))
-    assert before == FAMILIES

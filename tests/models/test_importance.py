@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import re
 
-import pytest
 import torch
-from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoModelForCausalLM
 
 from hf_rfa import IMPORTANCES
 from hf_rfa.models.cache_names import returned_cache
 from tests.conftest import DEMO_MODEL, ROOT
-from tests.families import make
-
-SIZES = {"feature_map": "none", "window_size": 4, "num_sinks": 1}
 
 
 def test_the_example_of_a_rule_converts_a_model_that_keeps_what_it_says(tmp_path, monkeypatch, run_cli):
@@ -34,15 +29,3 @@ def test_the_example_of_a_rule_converts_a_model_that_keeps_what_it_says(tmp_path
     best = norms[sinks:-8].topk(4).indices + sinks
     assert set(places.arrival[0, 0].tolist()) == {*range(sinks), *best.tolist(), *range(52, 60)}
     del IMPORTANCES["input_norm"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"importance": "luck", "num_slots": 2}, "importance='luck' is unknown. Known: key_norm, learned.*--import"),
-        ({"importance": "key_norm"}, "has no effect without slots"),
-    ],
-)
-def test_rules_that_cannot_be_are_refused(fields, said):
-    with pytest.raises(StrictDataclassClassValidationError, match=said):
-        make("llama", {**SIZES, **fields})

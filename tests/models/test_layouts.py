@@ -12,8 +12,6 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from hf_rfa.evaluation.memory import cache_memory
-from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.importance import LearnedImportance
 from tests.families import logits_by_steps, make, rfa_modules, softmax_model
 from tests.memory_by_loop import memory_by_loop
@@ -122,27 +120,6 @@ def test_it_generates_what_softmax_with_that_mask_would(pair, beams):
         else:
             mean = scores.gather(-1, text[:, -30:, None]).mean()
             assert_close(mean, answer.sequences_scores[row], rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("features", [0, 16])
-def test_the_cache_has_one_size_however_long_the_text(features):
-    fields = {"num_features": features, "feature_map": "positive"} if features else {"feature_map": "none"}
-    model = make("gpt2", {"window_size": 5, "num_sinks": 3, "num_slots": 4, **fields})
-    caches = [model(torch.randint(1, 61, (1, length))).past_key_values for length in (1, 2, 7, 8, 9, 90)]
-    assert {cache_num_bytes(cache) for cache in caches} == {2 * 3 * (12 * 18 + features * 9) * 4}
-    assert cache_memory(model).fixed == 2 * 3 * (12 * 18 + features * 9) * 4
-
-
-@torch.no_grad()
-def test_retrieval_heads_take_the_same_bytes_however_long_the_text():
-    model = make("llama", {"feature_map": "none", **SIZES, "retrieval_heads": [[1, 1]], "retrieval_window": 9})
-    row = (2 * 6 + 2) * 4
-    expected = (3 * 2 - 1) * (4 + 2) * row + (9 + 2) * row
-    for length in (1, 5, 11, 90):
-        assert cache_num_bytes(model(torch.randint(3, 61, (1, length))).past_key_values) == expected
-    memory = cache_memory(model)
-    assert (memory.fixed, memory.per_token) == (expected, 0)
 
 
 @torch.no_grad()

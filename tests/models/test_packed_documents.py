@@ -13,9 +13,8 @@ from hf_rfa import FAMILIES
 from hf_rfa.finetune.data import keeps_documents_apart
 from hf_rfa.models import modeling_rfa_seq2seq
 from tests.conftest import save_tiny_tokenizer, tiny_seq2seq_config, words
-from tests.decoders import LENGTH, NAMES, WINDOWED, case, converted, pair, parent, rfa_indices
-from tests.families import logits, make, relative_error, tokens
-from tests.tiny_models import tiny_model
+from tests.decoders import LENGTH, NAMES, WINDOWED, case, converted, pair, rfa_indices
+from tests.families import logits, relative_error, tokens
 from tests.training import run, write_rows
 
 #: Families whose other layers are convolutions or recurrences, which read a row as one text.
@@ -26,7 +25,8 @@ READ_ON = (
 #: Families whose softmax attention is handed a mask made without positions.
 WITHOUT_POSITIONS = ("biogpt", "opt")
 LENGTHS = (9, 3, 17)
-POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+#: The second is a piece from the middle of a document: one starts wherever positions do not continue.
+POSITIONS = torch.cat([torch.arange(9), torch.arange(3) + 4, torch.arange(17)])[None]
 
 every_decoder = pytest.mark.parametrize(
     "name", [name if name in (*READ_ON, *WITHOUT_POSITIONS) else case(name) for name in NAMES]
@@ -36,7 +36,8 @@ every_decoder = pytest.mark.parametrize(
 def error_of_packing(model: Any) -> float:
     """Return how far the logits of packed documents are from those of the documents in rows of their own."""
     ids = tokens(1, LENGTH)
-    alone = [logits(model, document) for document in ids.split(LENGTHS, dim=1)]
+    documents = zip(ids.split(LENGTHS, dim=1), POSITIONS.split(LENGTHS, dim=1), strict=True)
+    alone = [logits(model, document, position_ids=positions) for document, positions in documents]
     return relative_error(model(ids, position_ids=POSITIONS, use_cache=False).logits, torch.cat(alone, dim=1))
 
 
@@ -77,20 +78,6 @@ def test_training_packs_where_documents_stay_apart(name):
     softmax, model = pair(name)
     assert keeps_documents_apart(softmax) == (error_of_packing(softmax) < 1e-4) == (name in ("llama", "gemma3_text"))
     assert keeps_documents_apart(model) == (name not in READ_ON)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["mamba", "bloom", "bart"])
-def test_models_that_take_no_positions_are_not_packed(name):
-    """Trainers leave a column out that a model does not take."""
-    assert not keeps_documents_apart(tiny_model(name))
-
-
-def test_trying_a_model_leaves_it_training():
-    model = parent("llama", attention_dropout=0.5).train()
-    assert keeps_documents_apart(model)
-    assert model.training
-    assert keeps_documents_apart(make("gpt2", "positive").train())
 
 
 @torch.no_grad()

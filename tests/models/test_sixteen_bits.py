@@ -13,15 +13,12 @@ from tests.decoders import NAMES, converted, parent
 from tests.families import (
     COMMON,
     base_config,
-    every_family,
     every_head,
     inputs_for,
     is_own,
     logits,
-    make,
     make_head,
     relative_error,
-    save_softmax_model,
     tokens,
 )
 
@@ -73,33 +70,6 @@ def test_a_head_that_is_loaded_is_rounded_but_for_its_own_parts(family, head, dt
     found, expected = (each(**inputs_for(model), use_cache=False)[0] for each in (small, model))
     assert found.dtype == dtype
     assert relative_error(found, expected) < 0.3
-
-
-@every_option
-@every_family
-def test_softmax_weights_in_16_bits_get_own_parts_in_float32(family, options, tmp_path):
-    save_softmax_model(family, tmp_path)
-    cls = FAMILIES[family].architectures[FAMILIES[family].default_architecture][1]
-    config = FAMILIES[family].rfa_config.from_base(base_config(family), **options)
-    small, exact = (cls.from_pretrained(tmp_path, config=config, dtype=each) for each in (torch.bfloat16, None))
-    assert_own_parts_are_exact(small, exact)
-
-
-def test_a_new_model_in_64_bits_has_64_everywhere():
-    made = AutoModelForCausalLM.from_config(make("llama", GATED).config, dtype=torch.float64)
-    assert {tensor.dtype for tensor in made.state_dict().values()} == {torch.float64}
-
-
-@every_option
-@every_family
-def test_what_is_kept_in_float32_is_named_by_whole_tensors_that_there_are(family, options):
-    """A name means the same to whoever reads it: as a regular expression, as a part of a tensor's name, or as all of it."""
-    model = make(family, options)
-    base = FAMILIES[family].architectures[FAMILIES[family].default_architecture][0](base_config(family))
-    named = set(model._keep_in_fp32_modules_strict) - set(base._keep_in_fp32_modules_strict)
-    body = model.base_model_prefix
-    assert own_names(model) <= named
-    assert {name if name in own_names(model) else f"{body}.{name}" for name in named} == own_names(model)
 
 
 @pytest.mark.skipif("afmoe" not in NAMES, reason="this transformers has no AFMoE")

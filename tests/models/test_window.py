@@ -166,7 +166,7 @@ def cases(draw, signed: bool = False, packed: bool = True, all_heads: bool = Fal
     generator = torch.Generator().manual_seed(seed)
     batch, heads, groups, length = (draw(st.integers(1, most)) for most in (2, 3, 3, 40))
     window = draw(st.integers(0, 9))
-    sinks, slots = (draw(st.integers(0, most)) if window else 0 for most in (5, 7))
+    sinks, slots = (draw(st.integers(0, most)) if window else 0 for most in (5, 12))
     name = "gaussian" if signed else draw(st.sampled_from([*UNSIGNED, *(["none"] if window and not all_heads else [])]))
     fields = {"window_size": window, "num_sinks": sinks, "num_slots": slots, "feature_map": name}
     fields |= {"gate": name != "none" and draw(st.booleans()), "chunk_size": draw(st.integers(1, 20))}
@@ -226,7 +226,7 @@ def test_attention_is_what_a_loop_over_tokens_gives_however_it_is_cut(signed, da
 
 @uncompiled_flex_attention
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=30)
 @torch.no_grad()
 def test_attention_by_flex_attention_is_what_a_loop_over_tokens_gives(data):
     """All tokens at once, in blocks that somebody sees."""
@@ -264,7 +264,7 @@ def test_tokens_that_are_taken_back_leave_nothing(signed, data):
     [(torch.float32, 1e-4, False), (torch.float64, 1e-8, False), (torch.float32, 1e-4, True)],
 )
 @given(data=st.data())
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_gradients_are_those_of_the_loop(dtype, tolerance, flex, data):
     """Also those of parameters of gates and feature maps, in which the query heads of a group are summed."""
     case = data.draw(cases())
@@ -395,9 +395,3 @@ def test_attention_to_all_keys_is_what_the_features_say(feature_map):
         options = {"past_key_values": cache, "padding_mask": padding[:1].expand(2, -1)}
         found = cross.attend_to_source(hidden[:, start:stop], source, **options)[0]
         assert_close(found, expected[:, :, start:stop])
-
-
-def test_learned_sinks_need_a_window():
-    tensors = torch.randn(3, 1, 2, 5, WIDTH)
-    with pytest.raises(ValueError, match="sink_logits need a sliding window"):
-        Layer(2, 1).attend(*tensors, hidden_states=torch.randn(1, 5, HIDDEN), sink_logits=torch.zeros(2))
