@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tests.conftest import words
-from tests.families import save_softmax_model
 
 
 def load(folder: Path, **options: Any) -> Any:
@@ -29,16 +28,6 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def fields(folder: Path) -> dict[str, Any]:
     """Return the configuration of a checkpoint."""
     return json.loads((folder / "config.json").read_text())
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory) -> dict[str, Path]:
-    """Folders of tiny softmax checkpoints with a tokenizer, by family."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    families = ("gpt2", "llama", "bart", "marian")
-    for family in families:
-        save_softmax_model(family, folder / family)
-    return {family: folder / family for family in families}
 
 
 @pytest.fixture(params=["gpt2", "llama"])

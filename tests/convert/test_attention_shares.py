@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_rfa.convert import convert
 from hf_rfa.convert.calibrate.attention_shares import attention_shares
-from tests.families import draw_importance, make, softmax_model
+from tests.families import draw_importance, make
 
 CASES = [
     ("gpt2", {"window_size": 4, "num_sinks": 2, "num_slots": 3, "num_features": 8}),
@@ -41,19 +40,3 @@ def test_shares_are_sums_of_the_weights_of_the_model(family, fields):
     assert (shares.features > 1e-6) == (model.config.feature_map != "none")
     assert (0 < shares.forgotten < 1) == (model.config.window_size > 0)
     assert shares.tokens == 30
-
-
-def test_there_are_none_without_converted_layers():
-    model = make("gpt2", {"softmax_layers": [0, 1]})
-    assert attention_shares(model, torch.arange(9)) is None
-    assert attention_shares(softmax_model(model, "gpt2"), torch.arange(9)) is None
-
-
-@pytest.mark.parametrize(("component", "is_said"), [("both", True), ("linear", False), ("window", False)])
-def test_evaluate_says_them_of_attention_as_it_is_alone(
-    component, is_said, run_cli, capsys, checkpoints, text, tmp_path
-):
-    convert(checkpoints["gpt2"], tmp_path / "rfa", preset="mixed")
-    options = ("--context-length", 32, "--max-tokens", 64, "--attention-component", component)
-    assert run_cli("evaluate", tmp_path / "rfa", text, *options) == 0
-    assert ("attention on the first 64 tokens: window" in capsys.readouterr().out) == is_said

@@ -10,7 +10,6 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from huggingface_hub import ModelCard
 from torch.testing import assert_close
 from transformers import AutoModelForSeq2SeqLM
@@ -23,22 +22,8 @@ from hf_rfa.evaluation.generation_scores import bleu, evaluate_generation, rouge
 from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.inference import generate_text, load_model
 from hf_rfa.io.text_io import read_lines, read_pairs
-from tests.conftest import leftovers, save_tiny_tokenizer, shared, tiny_seq2seq_config
-from tests.families import make, softmax_model
-
-
-def test_features_are_counted_apart(checkpoints, tmp_path):
-    """Peng et al. 2021, section 4.2: D = 64 for causal and 128 for cross attention."""
-    report = convert(checkpoints["bart"], tmp_path / "mixed", cross_layers="all")
-    assert report.feature_dims == {"causal": 64, "cross": 256}
-    options = {"preset": "rfa", "feature_map": "gaussian", "config": {"unit_norm": True}, "cross_layers": "all"}
-    report = convert(checkpoints["bart"], tmp_path / "a", **options)
-    assert report.feature_dims == {"causal": 128, "cross": 256}
-    assert report.added_parameters == 3 * 2 * 24  # σ: one number per head and dimension of a layer
-    counts = {"num_features": 5, "num_cross_features": 7, "num_encoder_features": 9, "encoder_layers": "all"}
-    report = convert(checkpoints["bart"], tmp_path / "b", **options, **counts)
-    assert report.feature_dims == {"causal": 10, "cross": 14, "encoder": 18}
-    assert "--config num_cross_features=7" in report.command
+from tests.conftest import leftovers, shared, tiny_seq2seq_config
+from tests.families import make, save_softmax_model, softmax_model
 
 
 @pytest.mark.parametrize("family", ["bart", "marian"])
@@ -67,14 +52,10 @@ def test_calibration_on_text_brings_every_kind_closer_to_the_parent(family, text
 def test_a_decoder_may_have_a_vocabulary_of_its_own(text, tmp_path):
     """Marian's: what it writes has other tokens than what it reads."""
     unshared = {"decoder_vocab_size": 40, "share_encoder_decoder_embeddings": False, "tie_word_embeddings": False}
-    for name in ("MarianMTModel", "MarianModel"):
-        parent = getattr(transformers, name)(tiny_seq2seq_config("marian", **unshared))
-        parent.save_pretrained(tmp_path / name)
-        save_tiny_tokenizer(tmp_path / name)
-        convert(tmp_path / name, tmp_path / f"{name}-random")
-        convert(tmp_path / name, tmp_path / f"{name}-rfa", calibrate_on=text, force=True)
-    folders = (tmp_path / "MarianMTModel-rfa", tmp_path / "MarianMTModel")
-    model, softmax = (AutoModelForSeq2SeqLM.from_pretrained(folder).eval() for folder in folders)
+    save_softmax_model("marian", tmp_path / "softmax", **unshared)
+    convert(tmp_path / "softmax", tmp_path / "random")
+    convert(tmp_path / "softmax", tmp_path / "rfa", calibrate_on=text, force=True)
+    model, softmax = (AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name).eval() for name in ("rfa", "softmax"))
     source = torch.randint(40, 61, (2, 9))
     options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 1}
     assert torch.equal(model.generate(source, **options), softmax.generate(source, **options))
@@ -109,16 +90,6 @@ def test_a_perplexity_is_the_mean_over_tokens_and_not_over_batches(checkpoints, 
     score = score_labels(model, batches(inputs))
     assert score.perplexity == pytest.approx(expected, rel=1e-5)
     assert score.tokens == sum(counts)
-
-
-@torch.no_grad()
-def test_the_perplexity_of_a_decoder_alone_is_that_of_the_next_token(tiny_parent):
-    model, _ = load_model(str(tiny_parent), need_tokenizer=False)
-    ids = torch.randint(1, 61, (3, 20))
-    score = score_labels(model, [{"input_ids": ids[:2], "labels": ids[:2]}, {"input_ids": ids[2:], "labels": ids[2:]}])
-    expected = F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    assert score.nats == pytest.approx(float(expected), rel=1e-5)
-    assert score.tokens == 57
 
 
 @torch.no_grad()
@@ -177,11 +148,6 @@ def test_bad_pairs_are_refused(model, arguments, words, pairs, checkpoints, monk
     assert leftovers(pairs) == before
 
 
-def test_a_model_with_an_encoder_has_no_perplexity_of_a_text(checkpoints, text, refused_command):
-    said = "is a bart model, an encoder and a decoder, but this needs a decoder that stands alone"
-    assert said in refused_command("evaluate", checkpoints["bart"], text)
-
-
 def test_an_empty_or_too_long_source(checkpoints):
     model, tokenizer = load_model(str(checkpoints["bart"]))
     with pytest.raises(InputError, match="the source is empty"):
@@ -190,12 +156,6 @@ def test_an_empty_or_too_long_source(checkpoints):
         generate_text(model, tokenizer, "w5 " * 100, max_new_tokens=3)
     with pytest.raises(InputError, match="start token and the new tokens are 97"):
         generate_text(model, tokenizer, "w5", max_new_tokens=96)
-    with pytest.raises(InputError, match="3 sources and 2 references"):
-        evaluate_generation(model, tokenizer, ["w5"] * 3, ["w5"] * 2, task="translation")
-    with pytest.raises(InputError, match="no source"):
-        evaluate_generation(model, tokenizer, [], [], task="translation")
-    with pytest.raises(InputError, match="task must be one of translation, summarization, got 'qa'"):
-        evaluate_generation(model, tokenizer, ["w5"], ["w5"], task="qa")
 
 
 # Evaluation
@@ -240,14 +200,6 @@ def test_evaluation_generates_as_the_model_does(beams, pairs, checkpoints):
     assert ("3 beams" if beams == 3 else "greedy search") in found.protocol
 
 
-def test_the_command_line_scores(pairs, checkpoints, run_cli, capsys):
-    options = ("--references", pairs / "a.de", "--max-new-tokens", 5, "--num-beams", 2)
-    assert run_cli("evaluate", checkpoints["bart"], pairs / "a.en", "--task", "translation", *options) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "sacreBLEU" in printed
-    assert "signature nrefs:1|case:mixed" in printed
-
-
 # Shared checkpoints
 
 
@@ -270,16 +222,12 @@ def test_the_shared_model_converts_and_translates(test_set, tmp_path):
     """Without any training: causal attention alone costs little, cross attention is what has to be trained."""
     folder, (sources, references) = shared("data/multi30k"), ([*lines[:60]] for lines in test_set)
     (tmp_path / "sentences.txt").write_text("\n".join(read_lines(folder / "val.en.gz")[:100]), encoding="utf-8")
-    scores = {}
-    paper = {"preset": "rfa", "feature_map": "gaussian", "config": {"unit_norm": True}, "cross_layers": "all"}
-    paper |= {"force": True}
-    for name, options in {"both": {"cross_layers": "all"}, "causal": {}, "paper": paper}.items():
-        convert(
-            shared("models/bart-multi30k-mini"), tmp_path / name, calibrate_on=tmp_path / "sentences.txt", **options
-        )
+    scores, text = {}, tmp_path / "sentences.txt"
+    for name, options in {"both": {"cross_layers": "all"}, "causal": {}}.items():
+        convert(shared("models/bart-multi30k-mini"), tmp_path / name, calibrate_on=text, **options)
         model, tokenizer = load_model(str(tmp_path / name), kind="seq2seq")
         options = {"task": "translation", "num_beams": 1, "max_new_tokens": 60, "batch_size": 60}
         scored = evaluate_generation(model, tokenizer, sources, references, **options)
         scores[name] = scored.scores["sacreBLEU"]
     assert scores["causal"] > 28, scores
-    assert scores["both"] > max(15, scores["paper"]), scores
+    assert scores["both"] > 15, scores

@@ -56,20 +56,18 @@ def test_what_calls_return_is_no_obstacle(field, value, source, tmp_path, warned
     with_fields(source, **{field: value})
     convert(source, tmp_path / "out", **EXACT)
     said = [message for message in warned() if field in message]
-    config = fields(tmp_path / "out")
-    if field in ("output_attentions", "return_dict"):
-        assert len(said) == 1
-        assert f"has {field}={value}, and is read with {field}={not value}" in said[0]
-        assert config.get(field, not value) != value
-    else:
+    kept = fields(tmp_path / "out").get(field, not value)
+    if field == "use_cache":
         assert not said
-        assert config[field] == value
-    assert_same_logits(with_fields(source, **{field: config.get(field, not value)}), tmp_path / "out")
-    with_fields(source, **{field: value})
+        assert kept == value
+    else:
+        assert [f"has {field}={value}, and is read with {field}={not value}" in message for message in said] == [True]
+        assert kept != value
     for folder in (source, tmp_path / "out"):
         model, tokenizer = load_model(str(folder))
         assert generate_text(model, tokenizer, words(5), max_new_tokens=3, ignore_eos=True).new_tokens == 3
         model.save_pretrained(tmp_path / "again")
+    assert_same_logits(with_fields(source, **{field: kept}), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -85,17 +83,10 @@ def test_attention_that_this_machine_lacks_is_chosen_anew(field, stated, taken, 
     assert_same_logits(with_fields(source, **{field: taken}), tmp_path / "out")
 
 
-@pytest.mark.parametrize("heads", [2, 3])
-def test_a_field_of_another_family_counts_as_little_as_in_transformers(heads, tmp_path):
-    source = with_fields(saved("opt", tmp_path / "source"), num_key_value_heads=heads)
+def test_a_field_of_another_family_counts_as_little_as_in_transformers(tmp_path):
+    source = with_fields(saved("opt", tmp_path / "source"), num_key_value_heads=3)
     convert(source, tmp_path / "out", **EXACT)
     assert_same_logits(source, tmp_path / "out")
-
-
-def test_a_width_that_attention_does_not_go_by_is_refused_in_a_line(tmp_path):
-    source = with_fields(saved("opt", tmp_path / "source"), head_dim=5)
-    said = refused("cannot be converted: RFAOPTAttention has keys", source, tmp_path)
-    assert "\n" not in said
 
 
 def test_a_source_has_no_fields_of_features(source, tmp_path):
@@ -105,16 +96,14 @@ def test_a_source_has_no_fields_of_features(source, tmp_path):
     assert fields(tmp_path / "a") == fields(tmp_path / "b")
 
 
-@pytest.mark.parametrize("stated", ["LLaMAForCausalLM", "BertModel"])
-def test_other_classes_are_refused(stated, source, tmp_path):
-    with_fields(source, architectures=[stated])
-    refused(f"is a {stated}, which cannot be converted. Supported: Llama", source, tmp_path)
+def test_other_classes_are_refused(source, tmp_path):
+    with_fields(source, architectures=["BertModel"])
+    refused("is a BertModel, which cannot be converted. Supported: Llama", source, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bart"])
-def test_a_tokenizer_with_one_entry_more(family, checkpoints, text, tmp_path, warned):
+def test_a_tokenizer_with_one_entry_more(source, text, tmp_path, warned):
     """It is warned of; a text with that entry is refused, and no other."""
-    source, other = copy_of(checkpoints[family], tmp_path / "source"), tmp_path / "other.txt"
+    other = tmp_path / "other.txt"
     save_tiny_tokenizer(source, size=62)
     other.write_text(f"w61 {text.read_text()}")
     convert(source, tmp_path / "out", calibrate_on=text, force=True)
@@ -125,16 +114,6 @@ def test_a_tokenizer_with_one_entry_more(family, checkpoints, text, tmp_path, wa
     assert generate_text(model, tokenizer, words(5), max_new_tokens=3, ignore_eos=True).new_tokens == 3
     with pytest.raises(InputError, match=match):
         generate_text(model, tokenizer, "w5 w61", max_new_tokens=3)
-
-
-def test_padding_without_an_embedding(source, warned):
-    """The entry that was added most often is one for padding, which no model reads."""
-    model, tokenizer = load_model(str(source))
-    prompts = [words(5), words(3)]
-    expected = generate_text(model, tokenizer, prompts, max_new_tokens=4, ignore_eos=True).texts
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    assert tokenizer.pad_token_id == 61
-    assert generate_text(model, tokenizer, prompts, max_new_tokens=4, ignore_eos=True).texts == expected
 
 
 @pytest.mark.parametrize(
@@ -172,13 +151,6 @@ def test_what_sentence_transformers_does_with_outputs_stays_beside_the_model(tmp
     assert not (tmp_path / "out" / "2_Gone").exists()
 
 
-@pytest.mark.parametrize("text", ["[{", "[1]", '[{"name": "0"}]'])
-def test_a_broken_list_of_sentence_transformers_is_said_before_the_work(text, tmp_path):
-    folder = saved("llama", tmp_path / "parent")
-    (folder / "modules.json").write_text(text)
-    refused("modules.json is not a list of the modules of sentence-transformers", folder, tmp_path)
-
-
 @pytest.mark.parametrize("allow_pickle", [False, True])
 def test_a_hub_model_and_its_parts_bring_no_pickle_unasked(allow_pickle, tmp_path, monkeypatch):
     asked = []
@@ -193,17 +165,3 @@ def test_a_hub_model_and_its_parts_bring_no_pickle_unasked(allow_pickle, tmp_pat
     for patterns, folder in zip(asked, ("", "2_Dense/"), strict=True):
         for file, is_asked in (("config.json", True), ("pytorch_model.bin", allow_pickle)):
             assert any(fnmatch(folder + file, pattern) for pattern in patterns) == is_asked
-
-
-def test_a_folder_of_several_models_names_them(tmp_path):
-    for name in ("text_encoder", "prior"):
-        saved("llama", tmp_path / "pipeline" / name)
-    refused(r"has no config.json.*pass one of them \(prior, text_encoder\)", tmp_path / "pipeline", tmp_path)
-
-
-def test_a_tokenizer_that_cannot_be_loaded_here_says_why(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(b"a model of sentencepiece")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
-    tokenizer, problem = loading.load_tokenizer(tmp_path)
-    assert tokenizer is None
-    assert "its tokenizer cannot be loaded" in problem

@@ -30,22 +30,14 @@ FITTED = ("mlp", 8, False, (31, 4, 24))
     ("family", "trained", "options", "expected"),
     [
         ("llama", "features", {}, ("exponential", None, True, (0, 0, 0))),
-        ("gpt2", "features", {"gate": False}, ("exponential", None, False, (0, 0, 0))),
         ("gpt2", "features", {"window_size": 4}, ("exponential", None, False, (4, 0, 0))),
-        ("gpt2", "features", {"window_size": 4, "gate": True}, ("exponential", None, True, (4, 0, 0))),
         ("bart", "features", {"layers": []}, ("exponential", None, False, (0, 0, 0))),
-        ("gpt2", "features", {"preset": "mixed"}, ("exponential", 64, False, (14, 4, 14))),
         ("gpt2", "model", {}, ("exponential", 64, False, (14, 4, 14))),
         ("llama", "model", {}, EXACT),
         ("llama", "features", {"preset": "mixed"}, ("exponential", 64, False, (14, 4, 14))),
-        ("llama", "model", {"preset": "mixed", "calibrate_on": "text.txt"}, FITTED),
         ("llama", None, {"preset": "mixed", "calibrate_on": "text.txt"}, FITTED),
         ("llama", None, {"preset": "mixed", "feature_map": "positive"}, MIXED),
-        ("gpt2", None, {"feature_map": "mlp", "calibrate_on": "text.txt"}, FITTED),
-        ("gpt2", "model", {"preset": "rfa", "feature_map": "elu"}, ("elu", None, True, (0, 0, 0))),
         ("gpt2", None, {"feature_map": "elu"}, ("elu", None, False, (14, 4, 14))),
-        ("gpt2", None, {"num_features": 8, "gate": True}, ("positive", 8, True, (14, 4, 14))),
-        ("gpt2", None, {"window_size": 9}, ("positive", 64, False, (9, 4, 14))),
         ("gpt2", None, {"window_size": 0}, ("positive", 64, False, (0, 0, 0))),
         ("llama", None, {"window_size": 9, "num_sinks": 0}, ("none", None, False, (9, 0, 28))),
     ],
@@ -73,12 +65,6 @@ def test_a_map_that_is_fitted_to_a_text_needs_a_long_one(checkpoints, tmp_path):
     with pytest.raises(InputError, match=r"at least 16,384 tokens of text, and there are \d+\."):
         convert(checkpoints["llama"], tmp_path / "out", preset="mixed", calibrate_on=tmp_path / "text.txt")
     assert not (tmp_path / "out").exists()
-
-
-def test_few_positions_limit_the_tokens(tmp_path):
-    save_softmax_model("gpt2", tmp_path / "gpt2", n_positions=15)
-    assert chosen(tmp_path / "gpt2") == ("positive", 64, False, (14, 4, 14))
-    assert chosen(tmp_path / "gpt2", preset="exact") == ("none", None, False, (15, 4, 15))
 
 
 # A memory
@@ -127,23 +113,6 @@ def test_the_sizes_without_a_memory_are_those_of_64_tokens_of_heads_of_64(tmp_pa
     assert chosen(tmp_path, preset="rfa", memory=66) == ("positive", 129, False, (0, 0, 0))
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "expected"),
-    [
-        ("llama", {"window_size": 9}, ("none", None, False, (9, 4, 41))),
-        ("llama", {"num_slots": 9}, ("none", None, False, (41, 4, 9))),
-        ("llama", {"num_sinks": 0}, ("none", None, False, (27, 0, 27))),
-        ("gpt2", {"num_features": 16}, ("positive", 16, False, (22, 4, 22))),
-        ("gpt2", {"window_size": 9, "num_slots": 9}, ("positive", 69, False, (9, 4, 9))),
-        ("gpt2", {"window_size": 0}, ("positive", 113, False, (0, 0, 0))),
-        ("gpt2", {"feature_map": "elu"}, ("elu", None, False, (24, 4, 24))),
-        ("gpt2", {"feature_map": "gaussian", "preset": "rfa"}, ("gaussian", 56, False, (0, 0, 0))),
-    ],
-)
-def test_a_memory_gives_the_sizes_that_are_not_named(family, options, expected, checkpoints):
-    assert chosen(checkpoints[family], memory=64, **options) == expected
-
-
 # Retrieval heads by rule
 
 SMOLLM2 = {"hidden_size": 36, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -154,15 +123,10 @@ QWEN = {"hidden_size": 28, "num_hidden_layers": 24, "num_attention_heads": 14, "
 @pytest.mark.parametrize(
     ("shape", "options", "heads", "window", "sizes"),
     [
-        (SMOLLM2, {"memory": 64}, 8, 251, (20, 4, 20)),
-        (SMOLLM2, {"memory": 128}, 8, 506, (32, 4, 52)),
-        (SMOLLM2, {"memory": 256}, 8, 1016, (50, 4, 123)),
-        (SMOLLM2, {"memory": 64, "retrieval_heads": 4}, 4, 506, (19, 4, 19)),
         (SMOLLM2, {"memory": 64, "retrieval_heads": PAIRS, "retrieval_window": 60}, PAIRS, 60, (25, 4, 33)),
         (SMOLLM2, {"memory": 64, "retrieval_heads": 0}, 0, None, (25, 4, 34)),
         (SMOLLM2, {"memory": 64, "layers": [0, 1, 2]}, 1, 200, (20, 4, 21)),
         (SMOLLM2, {"memory": 64, "calibrate_on": None}, 0, None, (31, 4, 28)),
-        (SMOLLM2, {"memory": 64, "retrieval_heads": 8, "calibrate_on": None}, 8, 251, (22, 4, 18)),
         (SMOLLM2, {"memory": 8}, 8, 29, (2, 2, 1)),
         (QWEN, {"memory": 64}, 4, 268, (20, 4, 20)),
         (SMOLLM2 | {"num_key_value_heads": 1}, {"memory": 64}, 0, None, (25, 4, 34)),
@@ -172,7 +136,10 @@ QWEN = {"hidden_size": 28, "num_hidden_layers": 24, "num_attention_heads": 14, "
 def test_a_third_of_a_memory_is_of_retrieval_heads_where_there_is_a_text(
     shape, options, heads, window, sizes, tmp_path
 ):
-    """Bytes of all heads together never exceed the memory, and less than a token a head is left."""
+    """Bytes of all heads together never exceed the memory, and less than a token a head is left.
+
+    `tests/docs/test_results_page.py` has the sizes that the pages state.
+    """
     shape = {**shape, "head_dim": 64, "max_position_embeddings": 2048}
     save_softmax_model("llama", tmp_path, **shape)
     given = ConversionOptions(**{"calibrate_on": "text.txt", **options})

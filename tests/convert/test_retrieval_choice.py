@@ -15,7 +15,6 @@ from hf_rfa.convert.checkpoint.loading import load_models
 from hf_rfa.convert.checkpoint.source import open_checkpoint
 from hf_rfa.convert.configuration import rfa_config
 from hf_rfa.convert.presets import with_preset
-from hf_rfa.errors import InputError
 from hf_rfa.evaluation.memory import cache_memory
 
 WINDOW = {"preset": "exact", "window_size": 4, "num_sinks": 2, "num_slots": 0}
@@ -25,28 +24,6 @@ def models(parent, **options):
     checkpoint = open_checkpoint(parent)
     config = rfa_config(checkpoint, with_preset(checkpoint, ConversionOptions(**WINDOW | options)))
     return load_models(checkpoint, config, ConversionOptions(device="cpu"))
-
-
-@pytest.mark.parametrize("length", [22, 96, 1000])
-def test_blocks_end_with_passages_from_their_beginning(length):
-    ids = torch.arange(3 * length).view(3, length)
-    blocks, scored = repeated_passages(ids, seed=3)
-    size = int(length * 3 / 32)
-    start = length - 3 * size
-    assert torch.equal(blocks[:, :start], ids[:, :start])
-    assert not scored[:, :start].any()
-    assert scored.sum() == 3 * 3 * (size - max(1, size // 6))
-    for row in blocks:
-        for passage in row[start:].split(size):
-            assert torch.equal(passage, torch.arange(size) + passage[0])
-            assert passage[-1] % length < start - 2 * size  # far from where it is said again
-    assert torch.equal(repeated_passages(ids, seed=3)[0], blocks)
-    assert not torch.equal(repeated_passages(ids, seed=4)[0], blocks)
-
-
-def test_too_short_blocks_are_refused():
-    with pytest.raises(InputError, match="at least 21 tokens, got 21"):
-        repeated_passages(torch.zeros(1, 21, dtype=torch.long), seed=0)
 
 
 @torch.no_grad()
@@ -128,14 +105,3 @@ def test_a_number_is_chosen_and_reported(decoder, text, tmp_path):
         assert torch.equal(model(ids).logits, other)
     assert by_hand.retrieval_heads is None
     assert ",".join(f"{layer}.{head}" for layer, head in pairs) in by_hand.command
-
-
-@pytest.mark.parametrize("length", [30, 1024])
-def test_without_a_window_of_their_own_they_see_the_length_of_calibration_texts(
-    length, checkpoints, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("hf_rfa.convert.presets.RETRIEVAL_WINDOW", length)
-    report = convert(checkpoints["gpt2"], tmp_path / "out", **WINDOW, retrieval_heads=[[1, 0]])
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.config.retrieval_window == min(length, 96)
-    assert (report.grows, report.memory) == (False, cache_memory(model))

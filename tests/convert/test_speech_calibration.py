@@ -7,7 +7,7 @@ import json
 import pytest
 import soundfile
 
-from hf_rfa.convert import InputError, convert
+from hf_rfa.convert import convert
 from hf_rfa.convert.inputs import transcript_inputs
 from hf_rfa.inference.transcription import load_features
 from hf_rfa.io.audio_io import read_utterances
@@ -32,11 +32,6 @@ def test_what_is_no_speech_is_refused_before_work_starts(name, message, whisper,
     (tmp_path / "broken" / "b.wav").write_bytes(b"these are words")
     soundfile.write(tmp_path / "long" / "long.wav", tone(1.5), RATE)
     refused(message, whisper, tmp_path, calibrate_on=tmp_path / name)
-
-
-def test_speech_is_no_text(speech, tiny_parent, tmp_path):
-    with pytest.raises(InputError, match=r"no text file .*utterances.*\. Pass a \.txt"):
-        convert(tiny_parent, tmp_path / "out", calibrate_on=speech.parent)
 
 
 def test_the_base_models_transcripts_are_what_it_writes_of_a_file_by_itself(speech_parts, speech):
