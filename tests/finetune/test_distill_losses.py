@@ -21,34 +21,31 @@ from hf_rfa.finetune.trainers import (
     transfer_losses,
 )
 from hf_rfa.inference import load_model
+from hf_rfa.models.masking import group_queries
 from tests.families import has_encoder, make, softmax_model
+from tests.grouped_layers import HIDDEN, WIDTH, Layer
 from tests.training import assert_same
 
+FIELDS = {"gate": True}, {"feature_map": "elu", "window_size": 1}, {"window_size": 3, "num_sinks": 2, "num_slots": 2}
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_divergence_is_the_kl_of_the_weights(gated, monkeypatch):
-    """Against a loop in float64 over heads and queries, which are compared a few at a time."""
-    monkeypatch.setattr(activations, "QUERY_BLOCK", 4)
-    layer = make("gpt2", {"gate": gated, "num_features": 16}, dtype=torch.float64).transformer.h[0].attn
-    hidden = torch.randn(2, 9, 24, dtype=torch.float64)
-    mask = torch.ones(2, 9, dtype=torch.bool)
-    mask[1, 6:] = False
-    query, key, value = layer.project(hidden)
-    divergence = layer_divergence(layer, LayerActivations(query, key, value, mask, mask), hidden)
-    features = layer.feature_map(query, key)
-    total, counted = torch.zeros(3, dtype=torch.float64), 0
-    for row, length in enumerate((9, 6)):
-        for t in range(length):
-            counted += 1
-            for head in range(3):
-                softmax = (key[row, head, : t + 1] @ query[row, head, t] * layer.scaling).softmax(0)
-                mass = features[1][row, head, : t + 1] @ features[0][row, head, t]
-                if gated:
-                    log_gate, weight = layer.gate(hidden)
-                    decay = log_gate[row, head, : t + 1].flip(0).cumsum(0).flip(0) - log_gate[row, head, : t + 1]
-                    mass = mass * weight[row, head, : t + 1] * decay.exp()
-                total[head] += (softmax * (softmax.log() - (mass / mass.sum()).log())).sum()
-    torch.testing.assert_close(divergence, total / counted, atol=1e-4, rtol=1e-4)
+
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
+@pytest.mark.parametrize("block", [128, 7])
+def test_divergence_is_the_kl_of_the_weights(fields, block, monkeypatch):
+    """In float64, of grouped queries, which are compared a few at a time; `test_window.py` has the weights by a loop."""
+    monkeypatch.setattr(activations, "QUERY_BLOCK", block)
+    layer = Layer(2, 3, **fields).double()
+    query, key, value = (torch.randn(2, heads, 13, WIDTH, dtype=torch.float64) for heads in (6, 2, 2))
+    hidden, mask = torch.randn(2, 13, HIDDEN, dtype=torch.float64), torch.arange(13) >= torch.tensor([[4], [0]])
+    found = layer_divergence(layer, LayerActivations(group_queries(query, 2), key, value, mask, mask), hidden)
+    options = {"hidden_states": hidden, "padding_mask": mask.long(), "output_attentions": True}
+    _, weights = layer.attend(query, key, value, **options)
+    seen = torch.ones(13, 13, dtype=torch.bool).tril() & mask[:, None, None]
+    logits = query @ key.repeat_interleave(3, dim=1).mT * layer.scaling
+    softmax = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+    kl = torch.where(seen, softmax * (softmax.log() - weights.log()), 0.0).sum(-1)
+    expected = kl.transpose(0, 1)[:, mask].mean(-1)
+    torch.testing.assert_close(found, expected.view(2, 3).mean(1), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bart"])
