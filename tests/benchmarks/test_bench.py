@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -12,10 +11,8 @@ from transformers import BartConfig, Gemma2Config
 
 from hf_rfa import InputError, RFAGPT2Config, bench
 from hf_rfa.bench.models import cache_at, step_inputs
-from hf_rfa.bench.tasks import peak_bytes
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.cache_names import cache_argument
-from hf_rfa_cli.threads import Load
 from tests.conftest import tiny_parent_config
 from tests.families import FAMILIES, base_config, every_family
 
@@ -52,13 +49,8 @@ def test_a_converted_checkpoint_is_timed_as_it_is(family):
         assert {name: model.config.to_dict().get(name) for name in theirs} == theirs
     others = dict(rfa.named_parameters())
     assert all(torch.equal(parameter, others[name]) for name, parameter in softmax.named_parameters())
-    inputs = step_inputs(rfa, 2, 7)
-    cache = cache_at(rfa, inputs, 30)
-    own = getattr(cache, "self_attention_cache", cache)
-    lengths = [layer.get_seq_length() for layer in own.layers[: config.num_layers_for("causal")]]
-    assert lengths == [30] * len(config.cache_layer_types())
-    assert own.layers[1].keys.shape[-2] == 30
-    rfa(**inputs, **cache_argument(cache))
+    cache = cache_at(rfa, step_inputs(rfa, 2, 7), 30)
+    assert getattr(cache, "self_attention_cache", cache).layers[1].keys.shape[-2] == 30
     with pytest.raises(InputError, match="has its own gate"):
         bench.pair(config, 40, gate=True)
 
@@ -80,43 +72,6 @@ def test_the_command_writes_figures_and_pictures(run_cli, tmp_path, capsys):
     assert run_cli("bench", "--model", tmp_path, "--lengths", "8", "--steps", 1, *options[-2:]) == 0
     assert json.loads((tmp_path / "speed.json").read_text())["config"]["feature_map"] == "elu"
     assert "speed-up" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("load", "cores", "threads", "warned"), [(1.0, 2, 2, True), (0.2, 2, 2, False), (1.0, 2, 1, False)]
-)
-def test_threads_without_a_core_of_their_own_are_warned_of(load, cores, threads, warned):
-    """They wait for others' work, and at every operation for each other."""
-    assert ("OMP_NUM_THREADS" in (Load(threads, cores, load).warning() or "")) == warned
-
-
-def test_compiled_steps_stay_compiled(monkeypatch):
-    """Past the first steps no graph is made any more, beside each other and at other points."""
-    softmax, rfa = bench.pair(tiny_parent_config(n_layer=1), 96)
-    made = []
-
-    def backend(graph, inputs):
-        made.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    counts = []
-    for steps in (1, 12):
-        for length in (8, 40):
-            point = bench.decoding(softmax, rfa, length=length, batch=2, steps=steps, compiled=True)
-        counts.append(len(made))
-        made.clear()
-    assert set(point.milliseconds) == {"softmax", "softmax, compiled", "RFA", "RFA, compiled"}
-    assert counts[0] == counts[1]
-    assert 0 < counts[0] <= 2 * 2 * 3, "more than three graphs a model and point"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
-def test_the_peak_of_a_call_is_its_own():
-    """Whatever was taken before, and whatever is given back at its end."""
-    for size in (50, 200, 50, 100):
-        peak = peak_bytes(lambda: torch.ones(size, 2**18).sum(), torch.device("cpu"))  # noqa: B023 (called at once)
-        assert peak == pytest.approx(size * 2**20, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,13 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.experiments import __main__ as experiments
-from benchmarks.experiments import experiment, images, language, listops, rows, speech, translation
+from benchmarks.experiments import experiment, images, language, listops, reviews, rows, speech
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation import perplexity
+from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.finetune.recipe import load_settings
 from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa_cli import main as cli
@@ -81,13 +78,6 @@ def test_rows_are_trained_and_measured(trained):
         assert run_of_row["tokens"] == 4 * 8 * 66  # "^", 64 pixels, the end
 
 
-def test_finished_rows_are_taken_from_the_results_alone(results_alone, monkeypatch, capsys):
-    before = json.loads((results_alone / "out" / "images.json").read_text())
-    monkeypatch.setattr(rows.subprocess, "run", lambda *args, **options: pytest.fail("trained again"))
-    assert run(results_alone, *ROWS) == before
-    assert "RFA-Gaussian, seed 3: taken from" in capsys.readouterr().out
-
-
 def test_results_of_other_settings_attention_and_data_are_refused(results_alone, monkeypatch):
     before = (results_alone / "out" / "images.json").read_bytes()
     with pytest.raises(InputError, match="max_steps 4, this run has 3"):
@@ -138,29 +128,6 @@ def test_rows_change_attention_alone():
     assert {**gaussian, "config_overrides": 0, "model_type": 0} == {**softmax, "config_overrides": 0, "model_type": 0}
 
 
-def test_rows_have_random_features_in_one_kind_of_attention_alone(tmp_path):
-    recipe = load_settings("multi30k", small=True)
-    layers = recipe["config_overrides"]["decoder_layers"]
-    assert set(rows.ALONE) < set(translation.EXPERIMENT.rows)
-    for row in translation.EXPERIMENT.rows:
-        settings = translation.settings(row, recipe, tmp_path, 0)
-        if row not in rows.ALONE:
-            assert settings == rows.settings_of(row, recipe)
-            continue
-        config = AutoConfig.for_model(settings["model_type"], **settings["config_overrides"])
-        kinds = [[config.is_rfa(kind, layer) for layer in range(layers)] for kind in ("causal", "cross", "encoder")]
-        expected = (row.endswith("in causal attention"), row.endswith("in cross attention"), False)
-        assert kinds == [[converted] * layers for converted in expected]
-        assert (config.feature_map, config.unit_norm, config.gate) == ("gaussian", True, False)
-
-
-def test_a_table_has_means_spreads_and_chance():
-    runs = [{"values": {"bits": bits}, "parameters": 2_000_000, "tokens": 3_000_000} for bits in (1.0, 2.0)]
-    table = experiment.table(images.EXPERIMENT, {"rows": {"elu": runs}, "chance": {"bits": 4.0}})
-    assert "| elu | 1.500 ± 0.707 | | 2.00 M | 3.00 M | 2 |" in table
-    assert "| chance | 4.000 | | | | |" in table
-
-
 def test_expressions_to_train_on_are_not_held_out(tmp_path, monkeypatch):
     monkeypatch.setattr(listops, "HELD_OUT", 200)
     monkeypatch.setattr(listops, "TRAINED_ON", 500)
@@ -172,16 +139,6 @@ def test_expressions_to_train_on_are_not_held_out(tmp_path, monkeypatch):
     assert len(train) > 400
     assert not train & evaluate
     assert 0.1 <= listops.chance({})["right"] < 0.5
-
-
-def test_speech_is_timed_by_length():
-    tiny = {name: 2 if name.endswith("heads") else 1 if name.endswith("layers") else 16 for name in speech.SHAPE}
-    tiny |= {"vocab_size": 61, "num_mel_bins": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    tiny |= {"decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None}
-    times = speech.measure(2, 1, **tiny)
-    assert [(time["seconds"], time["row"]) for time in times] == [(2, row) for row in speech.COMPARED]
-    assert all(time["reading_ms"] > 0 and time["step_ms"] > 0 for time in times)
-    assert f"| 2 | {times[0]['reading_ms']:,.0f} | {times[0]['step_ms']:.1f} |" in speech.table(times)
 
 
 def test_language_is_measured_past_the_length_of_the_training(tmp_path, monkeypatch):
@@ -207,19 +164,51 @@ def test_language_is_measured_past_the_length_of_the_training(tmp_path, monkeypa
         language.prepare(tmp_path / "elsewhere", tmp_path)
 
 
-def test_translations_are_scored_on_captions_of_their_own(tmp_path):
-    save_softmax_model("bart", tmp_path / "model")
-    sentences = [words(3 + row, 5 * row) for row in range(3)]
-    for name in ("train", "val", translation.TEST):
-        for which in translation.LANGUAGES:
-            with gzip.open(tmp_path / f"{name}.{which}.gz", "wt") as file:
-                file.write("\n".join(sentences))
-    options = translation.prepare(tmp_path, tmp_path)
-    assert Path(options["evaluate_references"]).name == "val.de.gz"
-    assert set(translation.measure(tmp_path / "model", options)) == {"bleu_1", "bleu_4"}
-    (tmp_path / "val.de.gz").unlink()
-    with pytest.raises(InputError, match=r"there is no file .*val\.de\.gz"):
-        translation.prepare(tmp_path, tmp_path)
+@pytest.fixture(scope="module")
+def reviewed(tmp_path_factory) -> tuple[list[dict], dict]:
+    """A tiny GPT-2, and 60 reviews of 90 tokens or more: the reviews, and a recipe's settings."""
+    folder = tmp_path_factory.mktemp("reviews")
+    save_softmax_model("gpt2", folder / "base")
+    rows = [{"text": words(90 + row, 7 * row), "label": row % 2} for row in range(60)]
+    for name in language.FILES.values():
+        with gzip.open(folder / name, "wt") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    options = {"model": str(folder / "base"), **reviews.prepare(folder, folder)}
+    return rows, load_settings("reviews", small=True) | options
+
+
+def test_reviews_start_from_the_same_model_and_are_counted_one_by_one(reviewed, tmp_path, monkeypatch):
+    texts, recipe = reviewed
+    monkeypatch.setattr(reviews, "TRANSFER_STEPS", 2)
+    settings = {kind: reviews.settings(f"{kind}, 128", recipe, tmp_path / "work", 0) for kind in reviews.KINDS}
+    assert all(of_kind["block_length"] == 128 for of_kind in settings.values())
+    models = {kind: AutoModelForCausalLM.from_pretrained(of_kind["model"]) for kind, of_kind in settings.items()}
+    parameters = {kind: dict(model.named_parameters()) for kind, model in models.items()}
+    assert "sigma_rate" not in settings[reviews.SOFTMAX]
+    assert parameters[reviews.SOFTMAX]["transformer.wpe.weight"].shape[0] == 128  # of 96
+    softmax_memory = cache_memory(models[reviews.SOFTMAX])
+    for kind in {*reviews.KINDS} - {reviews.SOFTMAX}:
+        for name, tensor in parameters[reviews.SOFTMAX].items():
+            assert torch.equal(tensor, parameters[kind][name])
+        assert models[kind].config.model_type == "rfa_gpt2"
+    for kind in reviews.CONVERSIONS:
+        memory = cache_memory(models[kind]).worth(softmax_memory, 1024)
+        assert memory == pytest.approx(64, rel=0.13), "or 72: heads are 8 wide"
+        assert ("sigma_rate" in settings[kind]) == any("sigma" in name for name in parameters[kind])
+
+    folder = tmp_path / "trained"
+    tokenizer = AutoTokenizer.from_pretrained(settings[reviews.CONVERTED]["model"])
+    padding = {"pad_token_id": tokenizer.pad_token_id}  # as fine-tuning sets it
+    model = AutoModelForSequenceClassification.from_pretrained(settings[reviews.CONVERTED]["model"], **padding).eval()
+    tokenizer.save_pretrained(folder)
+    (folder / "finetuning.json").write_text(json.dumps({"settings": {"block_length": 100}}))
+    model.config.id2label = {0: "0", 1: "1"}
+    model.save_pretrained(folder)
+    cut = {"truncation": True, "max_length": 100}
+    answers = [int(model(torch.tensor([tokenizer(row["text"], **cut)["input_ids"]])).logits.argmax()) for row in texts]
+    right = sum(answer == row["label"] for answer, row in zip(answers, texts, strict=True))
+    assert reviews.measure(folder, recipe)["right"] == right / len(texts)
+    assert reviews.chance(recipe) == {"right": 0.5}
 
 
 PAGE = ROOT / "benchmarks" / "results" / "experiments.md"

@@ -45,20 +45,3 @@ def test_rows_are_perplexities_and_are_not_measured_twice(tmp_path, monkeypatch,
     monkeypatch.setattr(memory, "perplexity", lambda *args, **options: pytest.fail("measured again"))
     memory.main()
     assert json.loads((tmp_path / "out" / "memory.json").read_text()) == rows
-
-
-def test_there_is_one_control_of_each_size(tmp_path):
-    save_softmax_model("gpt2", tmp_path / "model")
-    parent = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    for name, slots in {"a": 6, "b": 7, "c": 6}.items():
-        options = {"preset": "exact", "window_size": 5, "num_sinks": 1, "num_slots": slots}
-        convert(tmp_path / "model", tmp_path / name, **options)
-
-    def sizes_of_controls(*known: int) -> list[int]:
-        rows = memory.models(parent, [tmp_path / name for name in "abc"], 96, set(known))
-        return [int(worth) for kind, _, worth, *_ in rows if kind == memory.CONTROL]
-
-    smaller, larger = sizes_of_controls()
-    assert larger == smaller + 1
-    assert sizes_of_controls(larger) == []
-    assert sizes_of_controls(smaller) == [larger]

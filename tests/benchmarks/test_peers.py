@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.peers.__main__ import METHODS, Task, check_control, measure, measure_model, table
+from benchmarks.peers.__main__ import METHODS, Task, check_control, measure
 from benchmarks.peers.environment import python_with_kvpress
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.recall import window_and_sinks
@@ -26,22 +25,6 @@ def test_a_control_that_is_no_window_with_sinks_stops_everything():
     with pytest.raises(InputError, match=r"30.500 with 64 tokens, and a window of 60 with 4 sinks 29.950"):
         check_control(row, {(64, "perplexity 1,024"): 29.95})
     check_control(row, {(64, "perplexity 1,024"): 30.51, (128, "perplexity 1,024"): 26.0})
-
-
-def test_a_model_beside_the_methods_has_its_own_perplexity_and_stands_before_them():
-    model = LlamaForCausalLM(CONFIG).eval()
-    task = Task("perplexity 60", blocks(torch.randint(61, (120,)), 60, 2))
-    figures = measure_model(model, task)
-    expected = model(task.rows.ids, labels=task.rows.ids).loss.exp()
-    assert figures["figure"] == pytest.approx(expected.item(), rel=1e-5)
-    assert figures["bytes"] == 60 * 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, their width, float32
-    method = {"budget": 20, "method": "TOVA", "task": task.name, "figure": 9.0, "bytes": 7, "tokens_per_second": 5.0}
-    console = Console(width=80, record=True)
-    console.print(table([method, {"budget": None, "method": "model", "task": task.name, **figures}]))
-    lines = console.export_text().splitlines()[3:5]
-    assert [line.strip("│ ").split()[::2][:2] for line in lines] == [["all", "model"], ["20", "TOVA"]]
-    assert "15,360" in lines[0]
-    assert lines[1].rstrip("│ ").endswith("5")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""``benchmarks/streams`` on tiny models: StreamingLLM's rule, losses and windows against loops, and runs that go on."""
+"""``benchmarks/streams`` on tiny models: StreamingLLM's rule, losses and windows against loops."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from benchmarks.streams import __main__ as program
-from benchmarks.streams import measure, report
+from benchmarks.streams import measure
 from benchmarks.streams.readers import CacheReader, StreamingLLM
 from hf_rfa.convert import convert
-from hf_rfa.errors import InputError
 from tests.conftest import save_tiny_tokenizer
 from tests.decoders import parent
 from tests.stream_by_loop import rotated
@@ -72,18 +71,6 @@ def test_streaming_llm_numbers_keys_by_their_place_in_the_cache(pieces, tmp_path
 
 
 @torch.no_grad()
-def test_streaming_llm_reads_the_same_however_far_the_text():
-    """Positions stay small, so that the second half of a text said twice has the logits that its first half had."""
-    model = parent("llama")
-    reader = StreamingLLM(model, 10, sinks=2)
-    reader.read(torch.randint(3, 61, (20,)), 1)
-    said = torch.randint(3, 61, (30,))
-    first = reader.read(said, 4)  # three layers or less of windows of 8 have seen nothing else
-    reader.count += 10**7
-    torch.testing.assert_close(reader.read(said, 4), first, atol=1e-5, rtol=1e-4)
-
-
-@torch.no_grad()
 def test_windows_are_read_from_scratch():
     model, ids = parent("llama").double(), torch.randint(3, 61, (90,))
     found = measure.span_nats(model, ids, torch.tensor([30, 71]), 12)
@@ -95,13 +82,6 @@ def test_windows_are_read_from_scratch():
             nats = -model(before[None]).logits[0, -1].log_softmax(-1)[ids[start + index]]
             assert row[index].item() == pytest.approx(nats.item(), abs=1e-5)
         assert sum(lengths) / 9 == 12
-
-
-def test_windows_are_drawn_once_from_scored_blocks(monkeypatch):
-    monkeypatch.setattr(measure, "LEAST_CONTEXT", 50)
-    starts = measure.window_starts(measure.Blocks(12 * BLOCK, every=3), 12)
-    assert sorted(starts.tolist()) == [block * BLOCK + 1 + 9 * place for block in (3, 6, 9) for place in range(4)]
-    assert torch.equal(measure.window_starts(measure.Blocks(12 * BLOCK, every=3), 5), starts[:5])
 
 
 @pytest.fixture(scope="module")
@@ -197,45 +177,3 @@ def test_a_stream_is_measured_as_one_forward_would(folder, measured, capsys):
     ratio = difference.mean().exp().item()
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| all |"))
     assert float(line.split("|")[3]) == pytest.approx(ratio, abs=1e-3)
-
-
-def test_a_stream_goes_on_from_where_it_was_saved(folder, measured, tmp_path, monkeypatch):
-    words = ["ours", folder / "base", folder / "rfa", "--memory", 18, *texts(folder, tmp_path), *SOME]
-    timed_block = measure.timed_block
-
-    def stopped(reader, ids, blocks, block, *rest):
-        if block == 5:
-            raise KeyboardInterrupt
-        return timed_block(reader, ids, blocks, block, *rest)
-
-    monkeypatch.setattr(measure, "timed_block", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        run(*words)
-    files = tmp_path / "ours-18"
-    before = json.loads((files / "rows.json").read_text())
-    assert [row["block"] for row in before] == list(range(5))
-    assert [path.name for path in files.glob("after-*")] == ["after-3"]
-
-    monkeypatch.setattr(measure, "timed_block", timed_block)
-    run(*words)
-    rows = json.loads((files / "rows.json").read_text())
-    assert rows[:5] == before
-    expected = json.loads((measured / "ours-18" / "rows.json").read_text())
-    assert [row["block"] for row in rows] == list(range(8))
-    assert [row.get("nats", 0) for row in rows] == pytest.approx([row.get("nats", 0) for row in expected], rel=1e-5)
-    assert [path.name for path in files.glob("after-*")] == ["after-8"]
-
-
-def test_other_bytes_short_texts_and_memories_without_a_window_are_refused(folder, tmp_path):
-    base = AutoModelForCausalLM.from_pretrained(folder / "base")
-    with pytest.raises(InputError, match=r"has the bytes of \d+\.\d tokens of the base model's, and --memory says 99"):
-        program.load_converted(str(folder / "rfa"), base, 99)
-    with pytest.raises(InputError, match="the texts have 401 tokens, and 5,000 are asked for"):
-        run("softmax", folder / "base", *texts(folder, tmp_path), "--tokens", 5000)
-    with pytest.raises(InputError, match="8 tokens has no window longer than its 4 sinks"):
-        StreamingLLM(base, 8)
-
-
-def test_a_table_has_time_and_memory():
-    rows = [{"block": block, "tokens": 10, "nats": 1.0, "seconds": 0.5, "process_bytes": 2**21} for block in (0, 1)]
-    assert report.by_time({"ours-64": rows}).splitlines()[2:] == ["| ours-64 | 20 | 50.00 | 50.00 | 2 | 2 |"]

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from hf_rfa import FEATURE_MAPS
 from hf_rfa.convert import convert
-from tests.conftest import DEMO_MODEL, DEMO_TEXT, tiny_parent_config
+from tests.conftest import DEMO_MODEL, tiny_parent_config
 
 MODULE = """
 import torch.nn.functional as F
@@ -71,28 +70,6 @@ def test_a_command_imports_a_map_from_a_file(folder, hf_rfa, capsys):
     assert (folder / "out" / "config.json").is_file()
 
 
-@pytest.mark.slow
-def test_every_command_that_takes_a_model_imports_a_map(folder, hf_rfa, monkeypatch):
-    own = ["--import", "my_squares.py"]
-    assert hf_rfa("convert", DEMO_MODEL, "out", "--feature-map", "squares", *own) == 0
-    assert hf_rfa("evaluate", "out", DEMO_TEXT, "--context-length", 32, "--max-tokens", 64, *own) == 0
-    steps = ["--transfer-steps", 1, "--end-to-end-steps", 0]
-    assert hf_rfa("distill", "out", "--teacher", DEMO_MODEL, "--data", DEMO_TEXT, *steps, *own) == 0
-    card = ModelCard.load(folder / "out-distilled" / "README.md").content
-    assert "import my_squares" in card
-    lines = re.findall(r"hf-rfa (?:convert|distill) .*", card)
-    assert len(lines) == 2
-    assert all("--import my_squares.py" in line for line in lines)
-    monkeypatch.syspath_prepend(folder)  # where a name is enough
-    own = ["--import", "my_squares"]
-    few = ["--max_steps", 1, "--use_cpu", "true", "--block_length", 16, "--per_device_train_batch_size", 1]
-    assert hf_rfa("finetune", "--model", "out", "--task", "clm", "--train", DEMO_TEXT, *few, *own) == 0
-    assert "import my_squares" in ModelCard.load(folder / "out-finetuned" / "README.md").content
-    tiny_parent_config(n_layer=1).save_pretrained("shape")
-    few = ["--lengths", "8", "--batches", "1", "--steps", 1]
-    assert hf_rfa("bench", "--model", "shape", "--feature-map", "squares", *few, *own) == 0
-
-
 def test_python_imports_a_map(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     forget()
@@ -109,14 +86,6 @@ def test_python_imports_a_map(folder, monkeypatch):
         Exception, match=r"feature_map='squares' is unknown. Known: arccos, elu.*import its module.*--import"
     ):
         AutoModelForCausalLM.from_pretrained("out")
-
-
-def test_a_map_of_a_script_belongs_into_a_module(folder):
-    GPT2LMHeadModel(tiny_parent_config()).save_pretrained("parent")
-    exec(MODULE, {"__name__": "__main__"})
-    report = convert("parent", "out", feature_map="squares")
-    assert "--import" not in report.command
-    assert sum("Put its class into a module" in note for note in report.notes) == 1
 
 
 @pytest.mark.parametrize(
@@ -143,12 +112,3 @@ def test_what_cannot_be_imported_is_refused_before_anything_starts(word, said, f
     assert sys.modules["torch"] is torch_itself
     assert "broken" not in sys.modules
     assert sorted(path for path in folder.iterdir() if path.name != "__pycache__") == before
-
-
-def test_a_module_is_imported_once(folder):
-    from hf_rfa_cli.imports import import_modules
-
-    import_modules(["my_squares.py"])
-    before = FEATURE_MAPS["squares"]
-    import_modules(["my_squares.py", str(Path("my_squares.py").resolve())])
-    assert FEATURE_MAPS["squares"] is before

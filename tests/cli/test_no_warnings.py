@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -60,14 +59,6 @@ def parents(tmp_path_factory) -> Path:
     rows = [{"text": words(9, n), "source": words(4, n), "target": words(3, n)} for n in range(40)]
     write_rows(folder / "rows.jsonl", rows)
     return folder
-
-
-def test_warnings_are_collected(said):
-    transformers_logging.get_logger("transformers.any").warning("one")
-    warnings.warn("two", UserWarning, stacklevel=1)
-    first, second = said()
-    assert first == "one"
-    assert "two" in second
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -71,10 +71,6 @@ def test_convert_and_generate(family, tiny, converted):
         loss = AutoModelForCausalLM.from_pretrained(tiny / folder)(ids, labels=ids).loss
         assert float(figures[name]) == pytest.approx(float(loss.detach().exp()), abs=0.006)
     assert converted[family].count("w5 w6 w7") == 2
-    if family == "gpt2":
-        # 2 layers of 3 heads: 64 features of 8 values and the normaliser, 32 tokens of 16 numbers, a score and a place,
-        # 4 bytes each
-        assert f"cache {2 * 3 * (64 * 9 + 32 * (16 + 2)) * 4:,} bytes" in converted[family]
 
 
 @every_family
@@ -96,9 +92,7 @@ def test_look_inside(family, tiny):
     assert [(kept == value).sum(1).unique().tolist() for value in range(4)] == [[80 - 63], [4], [28], [31]]
     assert (kept[:, :4] == 1).all()
     assert (kept[:, -31:] == 3).all()
-    heads = re.search(r"shows what (\d+) heads keep of 80 tokens", printed)
-    assert heads is not None
-    assert int(heads[1]) == len(kept)
+    assert f"shows what {len(kept)} heads keep of 80 tokens" in printed
 
 
 @every_family

@@ -8,11 +8,10 @@ import pickle
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import DynamicCache, StaticCache
+from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
 from hf_rfa.models.cache_names import cache_argument
-from hf_rfa.models.cache_rfa import MAX_RECORDED_STEPS
 from tests import families
 from tests.families import has_encoder, logits, read, softmax_model, tokens
 
@@ -67,16 +66,6 @@ def test_a_recording_cache_can_be_pickled_and_copied(name):
     for answer in answers:
         assert torch.equal(answer, answers[0])
         assert_close(answer, expected, atol=1e-5, rtol=1e-4)
-
-
-def test_a_recording_that_nobody_crops_stays_small():
-    model = make("positive", n_positions=MAX_RECORDED_STEPS + 20, n_layer=1)
-    with torch.no_grad():
-        cache = DynamicCache(config=model.config)
-        cache.activate_past_recording()
-        for _ in range(MAX_RECORDED_STEPS + 5):
-            model(torch.tensor([[3]]), **cache_argument(cache))
-    assert len(cache.layers[0]._steps) == 5
 
 
 @pytest.mark.parametrize("assistant", ["itself", "other", "softmax", "prompt"])

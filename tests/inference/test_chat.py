@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -56,24 +55,6 @@ def test_what_cannot_be_said_is_refused(folder):
     tokenizer.chat_template = "{{ raise_exception('no system here') if messages[0].role == 'system' }}w5"
     with pytest.raises(InputError, match=r"refuses these messages \(system, user\): no system here"):
         generate_text(model, tokenizer, "w7", chat=True, system="w8", **OPTIONS)
-
-
-def test_the_command_line_shows_answers_alone(folder, run_cli, capsys):
-    model, tokenizer = load_model(str(folder))
-    common = ("generate", folder, "--chat", "--max-new-tokens", 5)
-    expected = [generate_text(model, tokenizer, each, chat=True, max_new_tokens=5).text for each in ("w7 w8", "w9")]
-    capsys.readouterr()
-    assert run_cli(*common, "--prompt", "w7 w8") == 0
-    assert capsys.readouterr().out.split() == expected[0].split()
-    assert run_cli(*common, "--prompt", "w7 w8", "--prompt", "w9") == 0
-    assert capsys.readouterr().out.splitlines() == expected
-
-
-def test_the_command_line_refuses_what_cannot_be(folder, refused_command):
-    assert "pass --chat with it" in refused_command("generate", folder, "--prompt", "w7", "--system", "w8")
-    (folder / "chat_template.jinja").unlink()
-    said = refused_command("generate", folder, "--prompt", "w7", "--chat")
-    assert re.search("has no chat template.*Leave --chat out", said)
 
 
 def test_a_conversion_keeps_template_and_generation_settings(tmp_path):

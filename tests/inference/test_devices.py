@@ -32,20 +32,6 @@ def test_devices_by_name(monkeypatch):
         assert find_device("auto") == torch.device(found)
 
 
-def test_a_full_accelerator_is_said_in_short(refused_command, monkeypatch):
-    def load(*args: object, **options: object) -> None:
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.00 GiB is "
-            "free. Including non-PyTorch memory, this process has 78.1 GiB memory in use."
-        )
-
-    monkeypatch.setattr("hf_rfa.inference.load_model", load)
-    assert refused_command("generate", "model", "--prompt", "w") == (
-        "loading model … error: CUDA out of memory. Tried to allocate 2.00 GiB. "
-        "Take smaller batches or shorter rows, or compute on the CPU."
-    )
-
-
 @pytest.mark.parametrize(
     "words",
     [

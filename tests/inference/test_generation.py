@@ -11,20 +11,15 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import StoppingCriteria, StoppingCriteriaList, set_seed
-from transformers.generation.streamers import BaseStreamer
 
 from hf_rfa.models.cache_names import cache_argument
 from tests.conftest import ROOT
 from tests.families import (
     FAMILIES,
-    caches,
-    every_generating_head,
     has_encoder,
     logits,
     make,
-    make_head,
     softmax_model,
-    state_of,
     tokens,
 )
 
@@ -106,21 +101,6 @@ def test_batches_of_mixed_lengths_equal_single_runs(family, variant, beams):
         assert torch.equal(found[row, -20:], alone[-20:])
 
 
-@every_generating_head
-@pytest.mark.parametrize("options", [{}, {"window_size": 3, "softmax_layers": [0]}], ids=str)
-def test_a_cache_changes_no_token(family, head, options):
-    """From a prompt or from nothing, with options in a configuration or not."""
-    model, ids = make_head(family, head, **options).double(), tokens(1, 9)
-    shared = {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "pad_token_id": 1, "bos_token_id": 0}
-    expected = model.generate(ids, **shared, use_cache=False)
-    configured = copy.deepcopy(model.generation_config)
-    configured.update(**shared)
-    for settings in (shared, {"generation_config": configured}):
-        assert torch.equal(model.generate(ids, **settings), expected)
-    if not model.config.is_encoder_decoder:
-        assert torch.equal(model.generate(**shared), model.generate(torch.zeros(1, 1, dtype=torch.long), **shared))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "variant"), [("gpt2", "positive-gate"), ("gpt2", "hybrid"), ("bart", "both-gate")])
 def test_a_cache_handed_back_continues_the_text_and_copies_of_it_fork(family, variant):
@@ -137,37 +117,10 @@ def test_a_cache_handed_back_continues_the_text_and_copies_of_it_fork(family, va
         assert torch.equal(model.generate(**options, **copy.deepcopy(cache)), model.generate(**options))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(("family", "variant"), [("gpt2", "positive"), ("bart", "both-gate")])
-def test_what_a_prompt_or_source_is_read_as_is_taken_in_its_place(family, variant):
-    model, ids = long(family, variant), prompt_for(family)
-    if has_encoder(family):
-        inputs: dict[str, Any] = {"encoder_outputs": model.get_encoder()(ids)}
-    else:
-        inputs = {"inputs_embeds": model.get_input_embeddings()(ids)}
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 1}
-    written = model.generate(**inputs, **options, do_sample=False)
-    assert torch.equal(written[:, -20:], generate(model, ids, max_new_tokens=20)[:, -20:])
-
-
 def test_chunked_prefill():
     model, ids = long("gpt2", "positive-gate"), tokens(2, 21)
     expected = generate(model, ids, max_new_tokens=10)
     assert torch.equal(generate(model, ids, max_new_tokens=10, prefill_chunk_size=4), expected)
-
-
-@pytest.mark.parametrize("variant", ["both", "paper"])
-def test_beams_share_one_state_of_the_source_and_no_step_copies_it(variant):
-    model, ids, states = long("bart", variant, torch.float32), tokens(2, 9), []
-
-    def keep(module: Any, args: Any, output: Any) -> None:
-        states.append([state_of(layer) for layer in caches(output.past_key_values)["cross"].layers])
-
-    model.register_forward_hook(keep)
-    generate(model, ids, num_beams=4, max_new_tokens=30)
-    assert len(states) == 30
-    assert {state.shape[0] for of_step in states for state in of_step} == {2}, "one row per source, not per beam"
-    assert len({tuple(state.data_ptr() for state in of_step) for of_step in states}) == 1, "built once per layer"
 
 
 # What docs/guide.md says of generating
@@ -178,19 +131,6 @@ class Ends(StoppingCriteria):
 
     def __call__(self, input_ids, scores, **kwargs):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 9)
-
-
-class Collected(BaseStreamer):
-    """Keeps the tokens that are streamed, and None for their end."""
-
-    def __init__(self):
-        self.tokens = []
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.tokens.append(None)
 
 
 WARPERS = {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.98, "epsilon_cutoff": 1e-4}
@@ -267,13 +207,6 @@ def test_a_cell_is_the_same_without_a_cache(family, cell):
     if options.get("return_dict_in_generate"):
         for name in ("scores", "logits"):
             assert_close(getattr(found, name), getattr(expected, name), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "bart"])
-def test_tokens_are_streamed_as_they_come(family):
-    streamer = Collected()
-    found = model_of_cells(family).generate(**inputs_of_cells(family, rows=1), **SHARED, streamer=streamer)
-    assert streamer.tokens == [*found[0].tolist(), None]
 
 
 def test_every_cell_stands_in_the_docs():

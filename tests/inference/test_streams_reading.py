@@ -6,7 +6,6 @@ import gzip
 import io
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,33 +14,24 @@ import pytest
 import torch
 from tokenizers import Tokenizer, normalizers
 from tokenizers.models import BPE
-from transformers import AutoTokenizer, DynamicCache, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from hf_rfa import InputError
 from hf_rfa.evaluation import perplexity
-from hf_rfa.inference import Reading, cache_files, continue_stream, load_cache, read_stream, save_cache, streams
+from hf_rfa.inference import Reading, continue_stream, read_stream, streams
 from hf_rfa.inference.loading import check_length, position_limit
 from hf_rfa.io.text_io import stream_text
-from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.rfa_classes import RFAPreTrainedMixin
 from tests.conftest import DEMO_MODEL, DEMO_TEXT, save_tiny_tokenizer, tiny_parent_config, words
-from tests.families import make
+from tests.families import WITHOUT_END, make
 
-MEMORY = {
-    "feature_map": "none",
-    "window_size": 6,
-    "num_sinks": 2,
-    "num_slots": 4,
-    "max_distance": 24,
-    "distance_step": 8,
-}
 LENGTH = 300
 assert_close = torch.testing.assert_close
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return make("llama", MEMORY)
+    return make("llama", WITHOUT_END)
 
 
 @pytest.fixture(scope="module")
@@ -99,59 +89,6 @@ def test_writing_on_gives_what_calls_on_the_whole_text_give(model, tokenizer):
     assert second.text == tokenizer.decode(greedy(model, torch.cat([ids, torch.tensor([new])], 1), 5))
     nothing = continue_stream(model, tokenizer, reading, prompt="w7 w8", max_new_tokens=0)
     assert (nothing.text, reading.tokens, reading.pending) == ("", 178, ids_of(tokenizer, "w7 w8")[0].tolist())
-
-
-def test_writing_ends_at_the_end_of_text_and_is_drawn_by_its_seed(model, tokenizer):
-    texts = set()
-    for seed in (1, 1, 2):
-        reading = read_stream(model, tokenizer, [words(60)])
-        made = continue_stream(model, tokenizer, reading, max_new_tokens=40, seed=seed, do_sample=True, eos_token_id=9)
-        assert made.new_tokens == 40 or reading.pending == [9]
-        texts.add(made.text)
-    assert len(texts) == 2
-
-
-@pytest.mark.parametrize("piece_length", [16, 512])
-def test_saving_in_the_middle_is_no_interruption(model, tokenizer, tmp_path, piece_length):
-    """Also before the model has read the first piece."""
-    text, file = words(LENGTH), tmp_path / "kept"
-
-    def interrupted() -> Iterator[str]:
-        yield from pieces(text)[:9]
-        raise KeyboardInterrupt
-
-    reading = Reading(source="book")
-    with pytest.raises(KeyboardInterrupt):
-        read_stream(model, tokenizer, interrupted(), reading, piece_length=piece_length)
-    assert 0 < reading.tokens < LENGTH
-    assert (reading.cache is None) == (piece_length > LENGTH)
-    assert reading.unread
-    reading.save(file, model)
-    again = Reading.load(file, model)
-    assert (again.source, again.characters, again.pending) == ("book", 9 * 37, reading.pending)
-    read_stream(model, tokenizer, [text[again.characters :]], again)
-    assert (again.tokens, again.source, again.characters) == (LENGTH, "", 0)
-    new = continue_stream(model, tokenizer, again, max_new_tokens=6, ignore_eos=True)
-    expected = greedy(model, ids_of(tokenizer, text), 12)
-    again.save(file, model)
-    again = Reading.load(file, model)
-    more = continue_stream(model, tokenizer, again, max_new_tokens=6, ignore_eos=True)
-    assert f"{new.text} {more.text}" == tokenizer.decode(expected)
-
-
-def test_a_cache_without_pending_tokens_needs_a_prompt(model, tokenizer, tmp_path):
-    ids = ids_of(tokenizer, words(40))
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, **cache_argument(cache))
-    save_cache(cache, tmp_path / "cache")
-    reading = Reading.load(tmp_path / "cache", model)
-    with pytest.raises(InputError, match="nothing to start from"):
-        continue_stream(model, tokenizer, reading, max_new_tokens=3)
-    new = continue_stream(model, tokenizer, reading, prompt="w5", max_new_tokens=3, ignore_eos=True)
-    assert new.text == tokenizer.decode(greedy(model, torch.cat([ids, ids_of(tokenizer, "w5")], 1), 3))
-    with pytest.raises(InputError, match="this cache holds nothing yet"):
-        save_cache(DynamicCache(config=model.config), tmp_path / "cache")
 
 
 def test_ctrl_c_waits_for_the_end_of_a_piece(model, tokenizer):
@@ -265,16 +202,3 @@ def test_texts_come_in_pieces_from_files_and_stdin(tmp_path, monkeypatch):
         [*stream_text(plain)]
     with pytest.raises(InputError, match="cannot read"):
         [*stream_text(Path(tmp_path / "missing"))]
-
-
-def test_a_cache_of_an_earlier_format_is_told(model, tokenizer, tmp_path, monkeypatch):
-    reading = read_stream(model, tokenizer, [words(60)])
-    reading.save(tmp_path / "kept", model)
-    for one, other in zip(reading.cache.layers, load_cache(tmp_path / "kept", model).layers, strict=True):
-        assert "0.origin" in one.tensors()
-        assert all(torch.equal(one.tensors()[name], tensor) for name, tensor in other.tensors().items())
-    monkeypatch.setattr(cache_files, "FORMAT", "hf-rfa cache 2")
-    reading.save(tmp_path / "kept", model)
-    monkeypatch.undo()
-    with pytest.raises(InputError, match="holds no cache of hf-rfa"):
-        Reading.load(tmp_path / "kept", model)

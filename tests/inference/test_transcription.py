@@ -1,8 +1,8 @@
-"""Speech: its files and their errors, transcripts, and the pipeline."""
+"""Speech: its files and their errors, transcripts and their scores, and the pipeline."""
 
 from __future__ import annotations
 
-import sys
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +13,8 @@ from transformers import WhisperTokenizer, pipeline
 
 from hf_rfa.convert import InputError, convert
 from hf_rfa.evaluation.transcription import evaluate_transcription, word_error_rate
-from hf_rfa.inference import cache_num_bytes
-from hf_rfa.inference.transcription import load_features, transcribe
+from hf_rfa.inference import cache_num_bytes, load_model
+from hf_rfa.inference.transcription import load_feature_extractor, load_features, transcribe
 from hf_rfa.io.audio_io import load_samples, read_utterances
 from tests.conftest import copy_of
 from tests.speech import RATE, tone
@@ -62,13 +62,6 @@ def test_files_that_cannot_be_used_are_refused(line, message, tmp_path):
         read_utterances(tmp_path / "a.jsonl")
 
 
-@pytest.mark.parametrize("library", ["soundfile", "jiwer"])
-def test_missing_libraries_are_named(library, speech, monkeypatch):
-    monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(InputError, match=rf"needs {library}.*pip install 'hf-rfa\[audio\]'"):
-        read_utterances(speech) if library == "soundfile" else word_error_rate(["a"], ["a"])
-
-
 @pytest.mark.parametrize("beams", [1, 3])
 def test_transcripts_are_those_of_generate(beams, speech_parts, speech):
     model, tokenizer, extractor = speech_parts
@@ -89,19 +82,6 @@ def test_transcripts_are_those_of_generate(beams, speech_parts, speech):
     longest = torch.full((1, found.transcripts.longest), 5)
     cache = model(torch.zeros(1, 8, 100), decoder_input_ids=longest, use_cache=True).past_key_values
     assert found.cache_bytes == cache_num_bytes(cache)
-
-
-def test_long_speech_is_transcribed_as_transformers_does(speech_parts):
-    model, tokenizer, extractor = speech_parts
-    long = tone(1.6, pitch=300).astype(np.float32)
-    (text,) = transcribe(model, tokenizer, extractor, [long]).texts
-    inputs = extractor(long, sampling_rate=RATE, return_tensors="pt", truncation=False, padding="longest")
-    ids = model.generate(inputs["input_features"], return_timestamps=True)[0]
-    expected = tokenizer.decode(ids[ids <= 50], skip_special_tokens=True).strip()
-    assert text.split() == expected.split()
-    both = transcribe(model, tokenizer, extractor, [long, long[:9000]])
-    assert both.texts[0] == text
-    assert len(both.texts) == 2
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +112,48 @@ def test_the_pipeline_is_the_base_models(with_stamps):
     assert pipeline("automatic-speech-recognition", model=str(folder), return_timestamps=True)(long)["chunks"]
 
 
-def test_without_whispers_own_tokenizer_the_pipeline_transcribes_what_is_heard_at_once(converted_whisper):
-    recognize = pipeline("automatic-speech-recognition", model=str(converted_whisper))
-    assert recognize.type == "seq2seq"
-    assert recognize({"raw": tone(0.3).astype(np.float32), "sampling_rate": RATE})["text"]
+# Transcripts scored
+
+
+def test_a_word_error_rate_is_that_of_all_words_in_lower_case():
+    assert word_error_rate(["A man, walking.", "two dogs"], ["a man walking", "two cats run"]) == pytest.approx(40)
+    assert word_error_rate(["a", "b"], ["", "b"]) == pytest.approx(50)
+    with pytest.raises(InputError, match="there is no word in the references"):
+        word_error_rate(["..."], ["a"])
+
+
+def test_the_commands_transcribe(whisper, converted_whisper, speech, run_cli, capsys):
+    options = ("--task", "transcription", "--teacher", whisper, "--record")
+    assert run_cli("evaluate", converted_whisper, speech, *options) == 0
+    shown = capsys.readouterr().out
+    for word in ("WER", "WER to base", "tokens/s", "bytes", "12 files, 6 references"):
+        assert word in " ".join(shown.split())
+    (result,) = json.loads((converted_whisper / "evaluation.json").read_text())
+    assert (result["task"], set(result["scores"])) == ("transcription", {"WER", "WER to base model"})
+    files = [speech.parent / "part" / name for name in ("00.wav", "01.flac")]
+    assert run_cli("generate", converted_whisper, "--audio", files[0], "--audio", files[1]) == 0
+    shown = capsys.readouterr()
+    model, tokenizer = load_model(str(converted_whisper), kind="speech")
+    extractor = load_feature_extractor(converted_whisper)
+    expected = transcribe(model, tokenizer, extractor, [load_samples(path, RATE) for path in files])
+    assert [line.strip() for line in shown.out.splitlines()] == list(expected.texts)
+    assert f"{expected.tokens} tokens in" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("generate", "--audio", "x.wav"), "there is no audio file x.wav"),
+        (("generate", "--audio", "x.wav", "--prompt", "w4"), "--prompt has no effect with --audio"),
+        (("generate", "--audio", "x.wav", "--max-new-tokens", "4"), "--max-new-tokens has no effect with --audio"),
+        (("generate", "--prompt", "w4"), "reads audio, and this needs a model that reads text"),
+        (("evaluate", "--task", "transcription", "part"), "has no texts to score by"),
+        (("evaluate", "--task", "transcription", "speech.jsonl", "--stride", "4"), "--stride has no effect with"),
+        (("evaluate", "speech.jsonl", "--teacher", "x"), "--teacher has no effect with --task perplexity"),
+    ],
+)
+def test_commands_that_cannot_be_are_refused(words, message, whisper, speech, monkeypatch, run_cli, capsys):
+    monkeypatch.chdir(speech.parent)
+    command, *options = words
+    assert run_cli(command, whisper, *options) != 0
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
