@@ -4,7 +4,8 @@ python examples/look_inside.py                                     # the small m
 python examples/look_inside.py gpt2 --calibrate some.txt --text other.txt --output gpt2-inside
 
 The picture has a row for every key-value head and a column for every token of the text: what the memory holds after the
-last token, as a sink, in a slot or in the window. Everything else was evicted. Slots differ from head to head.
+last token, as a sink, in a slot or in the window. Everything else was evicted. Slots differ from head to head. It needs
+matplotlib.
 """
 
 from __future__ import annotations

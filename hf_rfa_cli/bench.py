@@ -46,7 +46,7 @@ def bench_command(
     steps: Annotated[int, Option(min=1, help="Steps timed per point; medians are reported.")] = 11,
     device: Device = "cpu",
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], Option(help="Precision of both.")] = "float32",
-    output: Annotated[Path | None, Option(callback=in_a_folder, help="Write OUTPUT.json, OUTPUT-TASK.png.")] = None,
+    output: Annotated[Path | None, Option(callback=in_a_folder, help="Write OUTPUT.json.")] = None,
 ) -> None:
     """Time RFA against its softmax parent (SDPA), same weights, in one process, in turn: medians and ratios."""
     tasks = [each.value for each in task or [Task.decoding]]
@@ -64,8 +64,8 @@ def bench_command(
     from hf_rfa.io.atomic_io import check_file, new_file
     from hf_rfa.models.modeling_rfa_decoder import COMPILING_DEVICES
 
-    files = {end: Path(f"{output}{end}") for end in (".json", *(f"-{each}.png" for each in tasks)) if output}
-    for path in files.values():
+    path = Path(f"{output}.json")
+    if output is not None:
         check_file(path)
     config: Any = GPT2Config() if model is None else read_config(model)
     if config.is_encoder_decoder and set(tasks) != {"decoding"}:
@@ -91,10 +91,8 @@ def bench_command(
                 time = partial(bench.decoding, source=source, static=static, compiled=compiled)
             points[each].append(time(softmax, rfa, length=length, batch=batch, steps=steps))
         console.print(bench.table(points[each], caption))
-        if output is not None:
-            bench.plot(points[each], files[f"-{each}.png"], f"{each}, {caption}")
     if output is not None:
         about = {"model": name, "dtype": dtype, "device": str(torch_device), **asdict(load), "torch": torch.__version__}
         about |= {"config": rfa.config.to_diff_dict(), "points": points}
-        with new_file(files[".json"]) as file:
+        with new_file(path) as file:
             json.dump(about, file, indent=1, default=asdict)

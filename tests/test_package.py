@@ -42,7 +42,7 @@ LINES = {
     "hf_rfa/io": 490,
     "hf_rfa/inference": 1_130,
     "hf_rfa/evaluation": 1_190,  # 30 more: scores are metrics of the evaluate library
-    "hf_rfa/bench": 330,
+    "hf_rfa/bench": 290,
     "hf_rfa/convert": 3_890,  # 50 more: it asks the law, and knows rules of importance
     "hf_rfa/finetune": 2_130,
     "hf_rfa_cli": 1_360,

@@ -55,7 +55,7 @@ def test_a_converted_checkpoint_is_timed_as_it_is(family):
         bench.pair(config, 40, gate=True)
 
 
-def test_the_command_writes_figures_and_pictures(run_cli, tmp_path, capsys):
+def test_the_command_writes_figures(run_cli, tmp_path, capsys):
     tiny_parent_config().save_pretrained(tmp_path)
     tasks = [word for task in ("decoding", "prefill", "training") for word in ("--task", task)]
     options = ["--lengths", "8,32", "--batches", "1,2", "--steps", 2, "--static", "--output", tmp_path / "speed"]
@@ -67,7 +67,6 @@ def test_the_command_writes_figures_and_pictures(run_cli, tmp_path, capsys):
         names = {"softmax", "RFA"} | ({"softmax, static cache"} if task == "decoding" else set())
         assert all(set(point["milliseconds"]) == names for point in points)
         assert all(set(point["cache_bytes"]) == names for point in points) or sys.platform != "linux"
-        assert (tmp_path / f"speed-{task}.png").read_bytes().startswith(b"\x89PNG")
     RFAGPT2Config.from_base(tiny_parent_config(), feature_map="elu").save_pretrained(tmp_path)
     assert run_cli("bench", "--model", tmp_path, "--lengths", "8", "--steps", 1, *options[-2:]) == 0
     assert json.loads((tmp_path / "speed.json").read_text())["config"]["feature_map"] == "elu"
