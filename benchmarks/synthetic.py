@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from hf_rfa.errors import InputError
-from hf_rfa.io.atomic_io import check_file, new_file
+from hf_rfa.io.atomic_io import new_file
 
 #: The operators of ListOps, a character each, so that a byte tokenizer reads a token a symbol: largest, smallest, median
 #: (rounded down) and sum modulo 10.
@@ -126,8 +126,9 @@ def main() -> None:
     args = parser.parse_args()
     make, least, most = DATA_SETS[args.name]
     rows = make(args.rows, min_length=args.min_length or least, max_length=args.max_length or most, seed=args.seed)
+    if args.output.exists() or args.output.is_symlink():
+        parser.error(f"{args.output} exists and is kept. Choose another name, or remove it.")
     try:
-        check_file(args.output, replace=False)
         with new_file(args.output) as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     except InputError as error:

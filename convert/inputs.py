@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL
 from hf_rfa.families import has_rotary_positions, position_count, reads_audio
-from hf_rfa.inference.transcription import prompt_length, write_tokens
+from hf_rfa.inference.transcription import load_features, prompt_length, write_tokens
+from hf_rfa.io.audio_io import Utterance
 from hf_rfa.io.text_io import BLOCK_LENGTH, tokenize
 
 #: Tokens that calibration reads from a text.
@@ -123,6 +124,12 @@ def text_sources(tokenizer: Any, documents: Iterable[str], max_length: int, *, t
         sources, return_tensors="pt", padding=True, padding_side="right", truncation=True, max_length=max_length
     )
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+
+
+def speech_inputs(extractor: Any, utterances: Sequence[Utterance], *, tokens: int) -> Inputs:
+    """Return the features of the first utterances, as many as give ``tokens`` tokens with `OUTPUT_TOKENS` each."""
+    count = math.ceil(tokens / OUTPUT_TOKENS)
+    return {AUDIO: load_features(extractor, [utterance.path for utterance in utterances[:count]])}
 
 
 def transcript_inputs(base_model: PreTrainedModel, features: Tensor) -> Inputs:

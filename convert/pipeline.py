@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
-from hf_rfa.evaluation.memory import cache_memory
 from hf_rfa.evaluation.perplexity import Perplexity, score_labels
 from hf_rfa.inference.loading import find_device
 from hf_rfa.io.atomic_io import new_folder
@@ -192,11 +191,10 @@ def write(
 ) -> tuple[ConversionReport, Tensor]:
     """Write the calibrated model to a folder, with what goes beside its weights; return the report and its first logits."""
     plan.begin("writing")
-    base_memory = cache_memory(models.base)
     if plan.options.max_positions is not None:
         extend_positions(plan.source.family, models.rfa, plan.options.max_positions)
     logits = probe_logits(models.rfa, plan.options.seed)
-    report = make_report(plan, models.rfa, base_memory, gains, perplexities)
+    report = make_report(plan, models.rfa, models.base, gains, perplexities)
     sizes = [path.stat().st_size for path in plan.source.weight_files]  # shards are no larger than theirs
     size = min(MAX_SHARD_SIZE, max(sizes) if len(sizes) > 1 else MAX_SHARD_SIZE)
     with quiet():

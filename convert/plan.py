@@ -6,14 +6,13 @@ import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 from hf_rfa.errors import InputError
 from hf_rfa.families import reads_audio
 from hf_rfa.inference.loading import check_tokens, check_vocabulary, find_device, load_tokenizer
-from hf_rfa.inference.transcription import load_feature_extractor, load_features
+from hf_rfa.inference.transcription import load_feature_extractor
 from hf_rfa.io.atomic_io import check_destination, check_space, remove_leftovers
 from hf_rfa.io.audio_io import read_utterances
 from hf_rfa.io.text_io import read_documents
@@ -23,15 +22,7 @@ from .calibrate.far_outputs import FITTED_FROM
 from .calibrate.retrieval_heads import RetrievalHeads
 from .checkpoint.source import Checkpoint, open_checkpoint
 from .configuration import check_names, import_words, rfa_config, with_more_positions
-from .inputs import (
-    AUDIO,
-    FEATURE_TEXT_TOKENS,
-    OUTPUT_TOKENS,
-    SLOT_TEXT_TOKENS,
-    TEXT_TOKENS,
-    Inputs,
-    calibration_inputs,
-)
+from .inputs import FEATURE_TEXT_TOKENS, SLOT_TEXT_TOKENS, TEXT_TOKENS, Inputs, calibration_inputs, speech_inputs
 from .options import ConversionOptions
 from .presets import Trained, fits_features, with_preset
 
@@ -46,36 +37,21 @@ Progress = Callable[[str | None, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a conversion does.
+    """What a conversion does."""
 
-    Attributes:
-        source: the softmax checkpoint.
-        destination: the folder to write.
-        options: its options, none of which is open but a number of retrieval heads.
-        config: the RFA model's configuration.
-        tokenizer: the checkpoint's, or None.
-        no_tokenizer: why there is none.
-        inputs: what to calibrate on; of a model with an encoder the sources.
-        trained: what is trained on the base model afterwards.
-        files: files and folders that go beside the weights; some may not exist.
-        command: the command line that repeats the conversion.
-        progress: called as the work goes on.
-        heads: retrieval heads that were chosen, and what they change.
-        calibration: the calibration on which they were chosen, where that of the models with them is the same.
-    """
-
-    source: Checkpoint
-    destination: Path
-    options: ConversionOptions
-    config: Any
-    tokenizer: Any
-    no_tokenizer: str | None
-    inputs: Inputs
-    trained: Trained | None
-    files: tuple[Path, ...]
-    command: str
-    progress: Progress
-    heads: RetrievalHeads | None = None
+    source: Checkpoint  # the softmax checkpoint
+    destination: Path  # the folder to write
+    options: ConversionOptions  # its options, none of which is open but a number of retrieval heads
+    config: Any  # the RFA model's configuration
+    tokenizer: Any  # the checkpoint's, or None
+    no_tokenizer: str | None  # why there is none
+    inputs: Inputs  # what to calibrate on; of a model with an encoder the sources
+    trained: Trained | None  # what is trained on the base model afterwards
+    files: tuple[Path, ...]  # files and folders that go beside the weights; some may not exist
+    command: str  # the command line that repeats the conversion
+    progress: Progress  # called as the work goes on
+    heads: RetrievalHeads | None = None  # retrieval heads that were chosen, and what they change
+    # the calibration on which they were chosen, where that of the models with them is the same
     calibration: ReusableCalibration | None = None
 
     def with_heads(self, heads: RetrievalHeads, calibration: ReusableCalibration | None) -> Plan:
@@ -108,12 +84,8 @@ def make_plan(
     progress("checking the checkpoint", 1)
     check_names(options)
     destination = Path(destination)
-    source = open_checkpoint(
-        checkpoint,
-        revision=options.revision,
-        allow_pickle=options.allow_pickle,
-        device=find_device(options.device),
-    )
+    device = find_device(options.device)
+    source = open_checkpoint(checkpoint, revision=options.revision, allow_pickle=options.allow_pickle, device=device)
     check_destination(destination, overwrite=overwrite, sources=(source.folder,))
     remove_leftovers(destination.resolve())  # which may be what fills the disk
     check_space(destination, source.num_bytes // (1 if options.dtype in ("auto", "float32") else 2))
@@ -177,8 +149,7 @@ def _calibration_inputs(
     tokens = options.calibration_tokens or default
     if data is not None and reads_audio(checkpoint.config):
         extractor = load_feature_extractor(checkpoint.folder, checkpoint.name)
-        utterances = read_utterances(data)[: ceil(tokens / OUTPUT_TOKENS)]
-        return {AUDIO: load_features(extractor, [utterance.path for utterance in utterances])}
+        return speech_inputs(extractor, read_utterances(data), tokens=tokens)
     documents = None if data is None else list(read_documents(data))
     if documents is not None and tokenizer is None:
         raise InputError(f"cannot calibrate on {data} with {checkpoint.name}: {no_tokenizer}. Leave the text out.")

@@ -59,19 +59,12 @@ SMALL_STATE = Sizes(31, SINKS, 24, 8)
 
 @dataclass(frozen=True)
 class Budget:
-    """A memory of a layer, in bytes.
+    """A memory of a layer, in bytes."""
 
-    Attributes:
-        total: the memory.
-        token: what a token takes in the base model's cache.
-        layout: that of a layer which keeps nothing yet.
-        layers: the number of layers that are converted.
-    """
-
-    total: int
-    token: int
-    layout: MemoryLayout
-    layers: int
+    total: int  # the memory
+    token: int  # what a token takes in the base model's cache
+    layout: MemoryLayout  # that of a layer which keeps nothing yet
+    layers: int  # the number of layers that are converted
 
     def places(self, state_rows: int = 0) -> int:
         """Return how many tokens every head can keep beside a state of some rows."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.memory import CacheMemory, cache_memory
 from hf_rfa.evaluation.perplexity import shown
-from hf_rfa.families import position_count, reads_audio
+from hf_rfa.families import reads_audio
 from hf_rfa.models.configuration_rfa import AttentionKind
 from hf_rfa.models.importance import IMPORTANCES
 from hf_rfa.models.no_features import feature_map_class
@@ -64,50 +64,30 @@ class Perplexities:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionReport:
-    """The figures of one conversion.
+    """The figures of one conversion."""
 
-    Attributes:
-        source: the softmax checkpoint, as the user named it.
-        source_revision: the commit of a checkpoint on the hub, None for a folder.
-        destination: the folder written.
-        command: the command line that repeats the conversion.
-        layers: number of RFA layers and of all layers, by kind of attention.
-        keeps: what every converted layer keeps of a text.
-        feature_map: name of the feature map.
-        feature_dims: F, features per head, by kind of attention.
-        num_parameters: parameters of the result.
-        added_parameters: parameters that the base model does not have, extended positions included.
-        added_buffers: numbers in buffers that the base model does not have: random matrices and calibrated constants.
-        audio_positions: positions of the source at any length of output, for an encoder of audio; None for one of text.
-        memory: the cache of the result, in bytes per sequence.
-        base_memory: the same of the base model.
-        cache_bytes: bytes of both caches, by length of output and source, none over the model's positions.
-        gains: divergence from softmax before and after calibration, by layer.
-        retrieval_heads: retrieval heads and what they change, if they were chosen.
-        perplexities: on the calibration text, if there was one.
-        notes: hints for the user.
-        max_logit_difference: largest difference between the logits of the model in memory and of the reloaded one.
-    """
-
-    source: str
-    source_revision: str | None
-    destination: str
-    command: str
-    layers: dict[str, tuple[int, int]]
-    keeps: str
-    feature_map: str
-    feature_dims: dict[str, int]
-    num_parameters: int
-    added_parameters: int
-    added_buffers: int
+    source: str  # the softmax checkpoint, as the user named it
+    source_revision: str | None  # the commit of a checkpoint on the hub, None for a folder
+    destination: str  # the folder written
+    command: str  # the command line that repeats the conversion
+    layers: dict[str, tuple[int, int]]  # number of RFA layers and of all layers, by kind of attention
+    keeps: str  # what every converted layer keeps of a text
+    feature_map: str  # name of the feature map
+    feature_dims: dict[str, int]  # F, features per head, by kind of attention
+    num_parameters: int  # parameters of the result
+    added_parameters: int  # parameters that the base model does not have, extended positions included
+    added_buffers: int  # numbers in buffers that the base model does not have: random matrices and calibrated constants
+    # positions of the source at any length of output, for an encoder of audio; None for one of text
     audio_positions: int | None
-    memory: CacheMemory
-    base_memory: CacheMemory
+    memory: CacheMemory  # the cache of the result, in bytes per sequence
+    base_memory: CacheMemory  # the same of the base model
+    # bytes of both caches, by length of output and source, none over the model's positions
     cache_bytes: dict[int, tuple[int, int]]
-    gains: tuple[LayerGain, ...]
-    retrieval_heads: RetrievalHeads | None
-    perplexities: Perplexities | None
-    notes: tuple[str, ...]
+    gains: tuple[LayerGain, ...]  # divergence from softmax before and after calibration, by layer
+    retrieval_heads: RetrievalHeads | None  # retrieval heads and what they change, if they were chosen
+    perplexities: Perplexities | None  # on the calibration text, if there was one
+    notes: tuple[str, ...]  # hints for the user
+    # largest difference between the logits of the model in memory and of the reloaded one
     max_logit_difference: float = math.nan
 
     @property
@@ -223,12 +203,12 @@ def _constant(num_bytes: int, when: str, of: str = "") -> str:
 def make_report(
     plan: Plan,
     model: PreTrainedModel,
-    base_memory: CacheMemory,
+    base_model: PreTrainedModel,
     gains: list[LayerGain],
     perplexities: Perplexities | None,
 ) -> ConversionReport:
     """Return the report of a calibrated model, which nothing has been compared with yet."""
-    config, memory = model.config, cache_memory(model)
+    config, memory, base_memory = model.config, cache_memory(model), cache_memory(base_model)
     layers: dict[str, tuple[int, int]] = {}
     feature_dims: dict[str, int] = {}
     for kind in get_args(AttentionKind):
@@ -237,14 +217,7 @@ def make_report(
             layers[kind] = (len(converted), config.num_layers_for(kind))
         if converted:
             feature_dims[kind] = converted[0].feature_map.feature_dim
-    parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    state, new = model.state_dict(), new_keys(model)
-    positions = config.max_position_embeddings
-    extended = sum(
-        (positions - position_count(plan.source.config)) * embedding.embedding_dim
-        for embedding in plan.source.family.position_embeddings(model)
-        if embedding.weight.requires_grad
-    )
+    parameters, state, positions = dict(model.named_parameters()), model.state_dict(), config.max_position_embeddings
     lengths = [*(length for length in CACHE_LENGTHS if length < positions), positions]
     return ConversionReport(
         source=plan.source.name,
@@ -255,9 +228,9 @@ def make_report(
         keeps=what_layers_keep(config, feature_dims),
         feature_map=config.feature_map,
         feature_dims=feature_dims,
-        num_parameters=sum(parameters.values()),
-        added_parameters=extended + sum(parameters.get(key, 0) for key in new),
-        added_buffers=sum(state[key].numel() for key in new if key not in parameters),
+        num_parameters=model.num_parameters(),
+        added_parameters=model.num_parameters() - base_model.num_parameters(),
+        added_buffers=sum(state[key].numel() for key in new_keys(model) if key not in parameters),
         audio_positions=config.max_source_positions if reads_audio(config) else None,
         memory=memory,
         base_memory=base_memory,

@@ -51,25 +51,18 @@ HELD_OUT = 8
 
 @dataclass
 class DistillationReport:
-    """The figures of one distillation.
+    """The figures of one distillation."""
 
-    Attributes:
-        command: the command that repeats it.
-        data: name of the text that was learned from.
-        recipe: its settings.
-        divergence_before: KL(softmax weights ‖ weights that the features imply) by layer and head on held-out data, in nats
-            per query, before training.
-        divergence_after: the same after attention transfer; empty if that stage was left out.
-        stages: the course of each stage.
-        perplexities: on the held-out items: of the teacher, of the converted model, and after each stage.
-    """
-
-    command: str
-    data: str
-    recipe: Recipe
+    command: str  # the command that repeats it
+    data: str  # name of the text that was learned from
+    recipe: Recipe  # its settings
+    # KL(softmax weights ‖ weights that the features imply) by layer and head on held-out data, in nats per query, before
+    # training
     divergence_before: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    # the same after attention transfer; empty if that stage was left out
     divergence_after: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    stages: list[StageResult] = field(default_factory=list)
+    stages: list[StageResult] = field(default_factory=list)  # the course of each stage
+    # on the held-out items: of the teacher, of the converted model, and after each stage
     perplexities: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> str:

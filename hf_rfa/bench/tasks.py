@@ -31,23 +31,15 @@ RESET = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Point:
-    """Medians at one length.
+    """Medians at one length."""
 
-    Attributes:
-        task: "decoding", "prefill" or "training".
-        length: position of the step, or tokens processed at once.
-        batch: sequences.
-        milliseconds: by contestant.
-        cache_bytes: size of a contestant's cache (decoding), or its peak memory in addition to the weights (`peak_bytes`).
-        source: tokens of the encoder's input, 0 without an encoder.
-    """
-
-    task: str
-    length: int
-    batch: int
-    milliseconds: dict[str, float]
+    task: str  # "decoding", "prefill" or "training"
+    length: int  # position of the step, or tokens processed at once
+    batch: int  # sequences
+    milliseconds: dict[str, float]  # by contestant
+    # size of a contestant's cache (decoding), or its peak memory in addition to the weights (`peak_bytes`)
     cache_bytes: dict[str, int]
-    source: int = 0
+    source: int = 0  # tokens of the encoder's input, 0 without an encoder
 
 
 @torch.no_grad()

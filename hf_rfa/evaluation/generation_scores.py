@@ -62,17 +62,11 @@ def rouge(predictions: list[str], references: list[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class GenerationScores:
-    """Scores of generated answers, and how they were made.
+    """Scores of generated answers, and how they were made."""
 
-    Attributes:
-        scores: metric by name, each out of 100.
-        protocol: how the answers were generated and scored, in words; with sacreBLEU's signature for translation.
-        predictions: the answers, in the order of the sources.
-    """
-
-    scores: dict[str, float]
-    protocol: str
-    predictions: list[str]
+    scores: dict[str, float]  # metric by name, each out of 100
+    protocol: str  # how the answers were generated and scored, in words; with sacreBLEU's signature for translation
+    predictions: list[str]  # the answers, in the order of the sources
 
 
 def answer_length(model: Any, default: int) -> int:

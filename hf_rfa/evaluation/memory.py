@@ -18,23 +18,15 @@ from hf_rfa.models.cache_names import cache_argument, returned_cache
 
 @dataclass(frozen=True)
 class CacheMemory:
-    """Bytes of a model's cache for one sequence, in the precision that it runs in.
+    """Bytes of a model's cache for one sequence, in the precision that it runs in."""
 
-    Attributes:
-        fixed: states, and tokens that are kept, of RFA layers.
-        per_token: keys and values that softmax layers add with every token.
-        per_source_token: those that softmax cross attention adds with every token of a source of text.
-        audio: those of softmax cross attention to audio, which has all of its positions at any length.
-        sliding: (bytes a token, most tokens) of every layer of the base model that has a sliding window.
-        recurrent: states of its recurrent layers.
-    """
-
-    fixed: int = 0
-    per_token: int = 0
-    per_source_token: int = 0
-    audio: int = 0
+    fixed: int = 0  # states, and tokens that are kept, of RFA layers
+    per_token: int = 0  # keys and values that softmax layers add with every token
+    per_source_token: int = 0  # those that softmax cross attention adds with every token of a source of text
+    audio: int = 0  # those of softmax cross attention to audio, which has all of its positions at any length
+    # (bytes a token, most tokens) of every layer of the base model that has a sliding window
     sliding: tuple[tuple[int, int], ...] = ()
-    recurrent: int = 0
+    recurrent: int = 0  # states of its recurrent layers
 
     def sliding_after(self, tokens: int) -> int:
         """Return the bytes of layers with a sliding window after some tokens."""

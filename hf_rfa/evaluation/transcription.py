@@ -37,19 +37,13 @@ def word_error_rate(references: Sequence[str], transcripts: Sequence[str]) -> fl
 
 @dataclass(frozen=True)
 class TranscriptionScores:
-    """A model's transcripts of speech, and their scores.
+    """A model's transcripts of speech, and their scores."""
 
-    Attributes:
-        transcripts: the transcripts, with their speed.
-        cache_bytes: bytes of the cache after the longest, of one file.
-        scores: word error rates in percent, "WER" by the references and "WER to base model" by the base model's transcripts.
-        protocol: how they were made, in words.
-    """
-
-    transcripts: Transcripts
-    cache_bytes: int
+    transcripts: Transcripts  # the transcripts, with their speed
+    cache_bytes: int  # bytes of the cache after the longest, of one file
+    # word error rates in percent, "WER" by the references and "WER to base model" by the base model's transcripts
     scores: dict[str, float]
-    protocol: str
+    protocol: str  # how they were made, in words
 
     @property
     def tokens_per_second(self) -> float:

@@ -72,19 +72,12 @@ def write_tokens(model: Any, features: Tensor, *, max_new_tokens: int, **options
 
 @dataclass(frozen=True)
 class Transcripts:
-    """What a model writes of speech, and how fast.
+    """What a model writes of speech, and how fast."""
 
-    Attributes:
-        texts: one per file.
-        tokens: tokens written, prompts left out.
-        seconds: time for them, without the encoder's for what is heard at once.
-        longest: tokens of the longest of them, its prompt included, that one cache held.
-    """
-
-    texts: tuple[str, ...] = ()
-    tokens: int = 0
-    seconds: float = 0.0
-    longest: int = 0
+    texts: tuple[str, ...] = ()  # one per file
+    tokens: int = 0  # tokens written, prompts left out
+    seconds: float = 0.0  # time for them, without the encoder's for what is heard at once
+    longest: int = 0  # tokens of the longest of them, its prompt included, that one cache held
 
     def __add__(self, other: Transcripts) -> Transcripts:
         tokens, seconds = self.tokens + other.tokens, self.seconds + other.seconds

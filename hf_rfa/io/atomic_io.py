@@ -140,10 +140,8 @@ def new_file(destination: Path) -> Iterator[IO[str]]:
         path.replace(destination)
 
 
-def check_file(destination: Path, *, replace: bool = True) -> None:
-    """Raise an `InputError` if a file cannot be written to ``destination``, or may not ``replace`` one that is there."""
-    if not replace and (destination.exists() or destination.is_symlink()):
-        raise InputError(f"{destination} exists and is kept. Choose another name, or remove it.")
+def check_file(destination: Path) -> None:
+    """Raise an `InputError` if a file cannot be written to ``destination``, where it may replace another file."""
     if destination.exists() and not destination.is_file():
         raise InputError(f"{destination} exists and is not a file; it is kept. Choose another name.")
     parent = destination.resolve().parent

@@ -41,15 +41,10 @@ BATCH_LOGITS = 2**26
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences of tokens, and which of them a model has to predict from those before.
+    """Sequences of tokens, and which of them a model has to predict from those before."""
 
-    Attributes:
-        ids: token ids, [N, T], padded at the end with any id.
-        scored: [N, T], True for the tokens to be predicted; never the first of a row.
-    """
-
-    ids: Tensor
-    scored: Tensor
+    ids: Tensor  # token ids, [N, T], padded at the end with any id
+    scored: Tensor  # [N, T], True for the tokens to be predicted; never the first of a row
 
 
 def blocks(ids: Tensor, length: int, most: int) -> Rows:
@@ -101,17 +96,11 @@ def needle(tokenizer: Any, haystack: Sequence[int], length: int, depth: float, c
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Predictions of tokens, [N, T] each; what was not to be scored is 0.
+    """Predictions of tokens, [N, T] each; what was not to be scored is 0."""
 
-    Attributes:
-        nats: negative log-likelihood, float64.
-        correct: whether the token is the most likely one.
-        scored: which tokens were to be predicted.
-    """
-
-    nats: Tensor
-    correct: Tensor
-    scored: Tensor
+    nats: Tensor  # negative log-likelihood, float64
+    correct: Tensor  # whether the token is the most likely one
+    scored: Tensor  # which tokens were to be predicted
 
     @property
     def accuracy(self) -> float:

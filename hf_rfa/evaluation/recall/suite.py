@@ -33,68 +33,42 @@ SINKS = 4
 
 @dataclass(frozen=True)
 class Probe:
-    """Rows of one kind.
+    """Rows of one kind."""
 
-    Attributes:
-        name: "text again" or "needle in text".
-        length: tokens of the text that is said again, or of the haystack.
-        depth: share of the haystack before the needle; None for a text that is said again.
-        rows: the tokens.
-    """
-
-    name: str
-    length: int
-    depth: float | None
-    rows: Rows
+    name: str  # "text again" or "needle in text"
+    length: int  # tokens of the text that is said again, or of the haystack
+    depth: float | None  # share of the haystack before the needle; None for a text that is said again
+    rows: Rows  # the tokens
 
 
 @dataclass(frozen=True)
 class Figure:
-    """The result of a probe for one model.
+    """The result of a probe for one model."""
 
-    Attributes:
-        probe: its name.
-        length: its length.
-        depth: its depth.
-        accuracy: share of the tokens, or of the needles' numbers, that the model gives the highest probability.
-        nats: mean negative log-likelihood per token, or per number.
-    """
-
-    probe: str
-    length: int
-    depth: float | None
-    accuracy: float
-    nats: float
+    probe: str  # its name
+    length: int  # its length
+    depth: float | None  # its depth
+    accuracy: float  # share of the tokens, or of the needles' numbers, that the model gives the highest probability
+    nats: float  # mean negative log-likelihood per token, or per number
 
 
 @dataclass(frozen=True)
 class Column:
-    """All results of one model.
+    """All results of one model."""
 
-    Attributes:
-        name: what the column is called.
-        num_bytes: bytes of its cache after the longest row.
-        worth: the same in tokens of the teacher's cache; None without a softmax teacher, and where that does not grow.
-        figures: by probe.
-    """
-
-    name: str
-    num_bytes: int
+    name: str  # what the column is called
+    num_bytes: int  # bytes of its cache after the longest row
+    # the same in tokens of the teacher's cache; None without a softmax teacher, and where that does not grow
     worth: float | None
-    figures: list[Figure]
+    figures: list[Figure]  # by probe
 
 
 @dataclass(frozen=True)
 class RecallReport:
-    """Results of the suite.
+    """Results of the suite."""
 
-    Attributes:
-        columns: one per model.
-        protocol: what was read, in words.
-    """
-
-    columns: list[Column]
-    protocol: str
+    columns: list[Column]  # one per model
+    protocol: str  # what was read, in words
 
 
 def make_probes(tokenizer: Any, positions: int, text: Tensor, *, quick: bool, seed: int) -> Iterator[Probe]:
