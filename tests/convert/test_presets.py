@@ -67,6 +67,11 @@ def test_a_map_that_is_fitted_to_a_text_needs_a_long_one(checkpoints, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_family_has_a_memory_of_its_own(tmp_path):
+    save_softmax_model("whisper", tmp_path)
+    assert chosen(tmp_path) == ("none", None, False, (42, 4, 39))
+
+
 # A memory
 
 
