@@ -38,11 +38,7 @@ OTHER_NAMES = ("num_features", "retrieval_heads", "retrieval_window", "feature_s
 
 
 def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
-    """Return the RFA configuration, with the checkpoint's number of positions.
-
-    Args:
-        checkpoint: the softmax checkpoint.
-        options: those of `hf_rfa.convert.presets.with_preset`, which leaves nothing open.
+    """Return the RFA configuration, with the checkpoint's number of positions, by options that leave nothing open.
 
     Raises:
         InputError: if an option does not fit the model, or has no effect in it.
@@ -125,8 +121,7 @@ def _check_layers(checkpoint: Checkpoint, config: Any, options: ConversionOption
                 raise InputError(
                     f"{name}={value} is of {kind} attention, and none is converted. Leave it out, or name {layers}."
                 )
-    total = sum(converted.values())
-    if not total:
+    if not any(converted.values()):
         raise InputError(NOTHING_TO_CONVERT)
 
 

@@ -164,12 +164,7 @@ def _tokens(sinks: int, recent: int, important: int = 0) -> str:
 
 
 def what_layers_keep(config: Any, feature_dims: dict[str, int]) -> str:
-    """Return in one line what a head of a converted layer keeps, by kind of attention.
-
-    Args:
-        config: the RFA model's configuration.
-        feature_dims: F, features per head, of every kind that is converted.
-    """
+    """Return in one line what a head of a converted layer keeps, by kind of attention, of which each has F features."""
     random = "random " if issubclass(feature_map_class(config.feature_map), RandomFeatureMap) else ""
     lines = {kind: f"{count} {random}features ({config.feature_map})" for kind, count in feature_dims.items()}
     if "causal" in feature_dims:

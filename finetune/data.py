@@ -341,12 +341,7 @@ class PairCollator(DataCollatorForSeq2Seq):
 
 
 class SpeechCollator(DataCollatorForSeq2Seq):
-    """Makes batches of what `speech_rows` returns, with mel features.
-
-    Args:
-        extractor: what makes these.
-        tokenizer: what pads the transcripts.
-    """
+    """Makes batches of what `speech_rows` returns: an extractor makes mel features, a tokenizer pads the transcripts."""
 
     def __init__(self, extractor: Any, tokenizer: Any) -> None:
         super().__init__(padding_right(tokenizer))

@@ -154,12 +154,8 @@ class Recipe:
     def resolve(self, config: Any, positions: int) -> Recipe:
         """Return this recipe with the block length, the batch size, the precision and the repetitions of its stages.
 
-        Args:
-            config: the model's configuration.
-            positions: the most tokens that both models take.
-
         Raises:
-            InputError: if a stage's blocks are longer than that.
+            InputError: if a stage's blocks are longer than the positions that both models have.
         """
         stages: dict[str, Any] = {}
         for name, stage in self.stages().items():

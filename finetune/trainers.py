@@ -85,8 +85,8 @@ class GroupedTrainer(Trainer):
 
     Args:
         rates: learning rate by kind; a kind that is not named has ``args.learning_rate``, and 0 freezes it.
-        max_seconds: end the training after some time, if its steps are not over before. The learning rate then falls as a
-            cosine of what is further on, the steps or the time.
+        max_seconds: end the training then, if its steps are not over. The learning rate falls as a cosine of what is further
+            on, the steps or the time.
         name: of the training, for ``progress``.
         progress: called with (name, number of steps) at the beginning, and with (None, 1) when a step is done.
     """

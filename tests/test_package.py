@@ -42,9 +42,9 @@ LINES = {
     "hf_rfa/io": 490,
     "hf_rfa/inference": 1_120,
     "hf_rfa/evaluation": 1_130,  # 30 more: scores are metrics of the evaluate library
-    "hf_rfa/bench": 290,
-    "hf_rfa/convert": 3_830,  # 50 more: it asks the law, and knows rules of importance
-    "hf_rfa/finetune": 2_130,
+    "hf_rfa/bench": 280,
+    "hf_rfa/convert": 3_820,  # 50 more: it asks the law, and knows rules of importance
+    "hf_rfa/finetune": 2_120,
     "hf_rfa_cli": 1_350,
     "hf-rfa-vllm": 1_160,
     "tests": 14_510,

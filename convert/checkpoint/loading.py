@@ -168,13 +168,7 @@ def digests(model: PreTrainedModel) -> dict[str, str]:
 
 
 def check_kept(result: dict[str, str], source: dict[str, str], name: str) -> None:
-    """Raise an `InputError` if a result does not have the tensors of its source.
-
-    Args:
-        result: those of the converted model.
-        source: those of the softmax model, but for what the conversion changes.
-        name: the source, for the error.
-    """
+    """Raise an `InputError` if a result lacks a tensor of its source, a softmax model by its name."""
     for key, digest in source.items():
         if result.get(key) != digest:
             raise InputError(

@@ -54,17 +54,10 @@ def decoding(
     static: bool = False,
     compiled: bool = False,
 ) -> Point:
-    """Time decoding steps at a position.
+    """Time decoding steps at a position ``length``, of which both models have enough.
 
-    Args:
-        softmax: the softmax model, with enough positions.
-        rfa: the RFA model, with enough positions.
-        length: the position.
-        batch: sequences decoded at once.
-        source: tokens of the encoder's input, for models with an encoder. Its output is computed before.
-        steps: steps timed per contestant.
-        static: time the softmax model on a `StaticCache` too.
-        compiled: time both under ``torch.compile`` too, compiled anew, the softmax model on a `StaticCache`.
+    With ``source`` tokens of an encoder's input its output is computed before. ``static`` times the softmax model on a
+    `StaticCache` too, ``compiled`` both under ``torch.compile``, compiled anew, the softmax model on a `StaticCache`.
     """
     contestants = [("softmax", softmax, False, False), ("RFA", rfa, False, False)]  # name, model, compile, StaticCache
     if static:
