@@ -6,7 +6,6 @@ import importlib.util
 import inspect
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import Field, fields
 from functools import partial
 from pathlib import Path
@@ -37,8 +36,8 @@ METAVARS = {"layers": "LAYERS", "retrieval_heads": "HEADS", "config": "FIELD=VAL
 
 def _read(name: str, text: str) -> Any:
     """Read the value of an option."""
-    if name in ("config", "calibrate_on"):
-        return text if name == "config" else data_path(Path(text))
+    if name == "calibrate_on":
+        return data_path(Path(text))
     try:
         return OPTIONS.read(FIELDS[name], text)
     except ValueError as error:
@@ -68,26 +67,18 @@ def _fields_of(texts: list[str] | None) -> dict[str, Any]:
     return options
 
 
-def _conversion_options() -> Iterator[inspect.Parameter]:
-    """Yield the fields of `hf_rfa.convert.ConversionOptions` that have options as parameters of a typer command."""
+def _with_conversion_options(command: Any) -> Any:
+    """Give a command the fields of `hf_rfa.convert.ConversionOptions` with a flag in place of its last parameter."""
+    checkpoint, destination, *others, _ = inspect.signature(command, eval_str=True).parameters.values()
+    options = []
     for name, field in FIELDS.items():
         help, flag, least = (field.metadata[key] for key in ("help", "flag", "least"))
-        if flag is None:
-            continue
-        reads = name in METAVARS
-        option = Option(
-            flag, parser=partial(_read, name) if reads else None, metavar=METAVARS.get(name), min=least, help=help
-        )
-        kind: Any = list[Any] | None if name == "config" else Any if reads else field.type
-        yield inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[kind, option]
-        )
-
-
-def _with_conversion_options(command: Any) -> Any:
-    """Give a command the options of a conversion in place of its last parameter, ``**options``."""
-    checkpoint, destination, *others, _ = inspect.signature(command, eval_str=True).parameters.values()
-    command.__signature__ = inspect.Signature([checkpoint, destination, *_conversion_options(), *others])
+        if flag is not None:
+            kind: Any = list[str] | None if name == "config" else Any if name in METAVARS else field.type
+            parser = partial(_read, name) if kind is Any else None
+            option = Option(flag, parser=parser, metavar=METAVARS.get(name), min=least, help=help)
+            options.append(others[0].replace(name=name, default=field.default, annotation=Annotated[kind, option]))
+    command.__signature__ = inspect.Signature([checkpoint, destination, *options, *others])
     return command
 
 
