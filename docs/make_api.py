@@ -42,6 +42,7 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
         "hf_rfa.RFALayer": ["activate_past_recording", "crop"],
         "hf_rfa.export.DecodingStep": ["states", "forward"],
     },
+    "Out of torch": {"hf_rfa.export.export_onnx": None},
     "Measuring": {
         "hf_rfa.evaluation.perplexity.perplexity": None,
     },
@@ -66,6 +67,7 @@ OTHERS = (
     "hf_rfa.InputError",
     "hf_rfa.RFASourceLayer",
     "hf_rfa.convert.ConversionReport",
+    "hf_rfa.export.ExportReport",
     "hf_rfa.evaluation.Perplexity",
     "hf_rfa.evaluation.generation_scores.GenerationScores",
     "hf_rfa.evaluation.generation_scores.evaluate_generation",

@@ -15,6 +15,7 @@ from .bench import bench_command
 from .console import Warnings, errors
 from .convert import convert_command
 from .evaluate import evaluate_command
+from .export import export_command
 from .generate import generate_command
 from .imports import importing
 from .options import UsageError
@@ -49,6 +50,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "evaluate": evaluate_command,
     "recall": recall_command,
     "bench": bench_command,
+    "export": export_command,
 }
 WARNINGS = Warnings()
 for _name, _command in COMMANDS.items():

@@ -7,12 +7,12 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from .errors import InputError
-from .models.attention import RFAAttentionMixin
-from .models.cache_names import cache_argument
-from .models.cache_rfa import RFA_LAYER_TYPE, RFALayer
-from .models.configuration_rfa import RFAConfigMixin
-from .models.streaming import prepare_step
+from ..errors import InputError
+from ..models.attention import RFAAttentionMixin
+from ..models.cache_names import cache_argument
+from ..models.cache_rfa import RFA_LAYER_TYPE, RFALayer
+from ..models.configuration_rfa import RFAConfigMixin
+from ..models.streaming import prepare_step
 
 
 class DecodingStep(nn.Module):

@@ -1,0 +1,156 @@
+"""``hf-rfa export``: a checkpoint's decoder as a folder for another runtime, compared with torch before it is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from ..errors import InputError
+from ..inference.loading import kind_of, load_model, read_config
+from ..io.atomic_io import check_destination, check_space, new_folder
+from .graph import DecoderGraph, check_exportable
+
+Runtime = Literal["genai", "transformers.js"]
+#: What the extra ``hf-rfa[export]`` installs.
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+#: Largest difference of two logits, over the largest logit, that a float32 graph may have.
+MAX_DIFFERENCE = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportReport:
+    """The figures of an export.
+
+    Attributes:
+        source: the checkpoint.
+        destination: the folder.
+        int8: whether the weights are of 8 bits.
+        num_bytes: bytes of the graph and its weights.
+        state_bytes: bytes of the states of one text, of any length.
+        difference, same_top, perplexity, split_difference, step_ms, prompt_ms: see `hf_rfa.export.running.Measured`.
+    """
+
+    source: str
+    destination: str
+    int8: bool
+    num_bytes: int
+    state_bytes: int
+    difference: float
+    same_top: float
+    perplexity: float
+    split_difference: float
+    step_ms: float
+    prompt_ms: float
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the figures for people."""
+        return [
+            ("graph and weights", f"{self.num_bytes / 1e6:.1f} MB, {'8 bits' if self.int8 else 'float32'}"),
+            ("states of one text, of any length", f"{self.state_bytes / 1e6:.2f} MB"),
+            ("a token", f"{self.step_ms:.1f} ms; {self.prompt_ms:.1f} ms in a prompt"),
+            ("largest difference of logits from torch's", f"{self.difference:.1e} of the largest"),
+            ("the same, of a text at once and by token", f"{self.split_difference:.1e}"),
+            ("same most likely token", f"{self.same_top:.1%}"),
+            ("perplexity over torch's", f"{self.perplexity:.4f}"),
+        ]
+
+
+def export_onnx(
+    checkpoint: str,
+    folder: str | Path,
+    *,
+    int8: bool = False,
+    runtime: Runtime | None = None,
+    overwrite: bool = False,
+    progress: Callable[[str, int], None] = lambda step, number: None,
+) -> ExportReport:
+    """Export a converted decoder to one ONNX graph whose states never grow.
+
+    The graph reads any number of tokens of any number of texts. Inputs are ``input_ids`` [batch, tokens]; ``attention_mask``
+    [batch, any number], whose last columns are 0 where a token is padding; and the states, which begin as zeros. Outputs are
+    the logits of the last token, and the states after it. Positions do not end where those of the checkpoint do not.
+
+    Args:
+        checkpoint: folder of the checkpoint, or its name on the hub.
+        folder: what is written, whole or not at all.
+        int8: store weights in 8 bits.
+        runtime: whose names and files the folder gets; None for onnxruntime itself.
+        overwrite: replace a checkpoint that is there.
+        progress: called with the name of every step, and 1.
+
+    Returns:
+        The figures, which stand in the folder's ``export.json`` too.
+
+    Raises:
+        InputError: if the checkpoint cannot be exported, if packages are missing, or if the graph's logits are not the
+            model's; nothing is written then.
+    """
+    folder = Path(folder)
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        raise InputError(f"an export needs {', '.join(missing)}: pip install 'hf-rfa[export]'.")
+    check_destination(folder, overwrite=overwrite, sources=(Path(checkpoint),))
+    config: Any = read_config(checkpoint)
+    if kind_of(config) != "causal":
+        raise InputError(f"this {config.model_type} model has an encoder, and only decoders are exported.")
+    if runtime == "genai" and getattr(config, "retrieval_heads", None):
+        raise InputError(
+            "onnxruntime-genai gives the states of all layers one shape, and retrieval heads have another. Export without "
+            "--for genai, or convert without retrieval heads."
+        )
+    with torch.device("meta"):
+        check_exportable(AutoModelForCausalLM.from_config(config))
+    from . import runtimes
+    from .int8 import quantize
+    from .onnx_model import make_model, save
+    from .running import measure
+
+    progress("loading", 1)
+    model, tokenizer = load_model(checkpoint, kind="causal", dtype="float32", need_tokenizer=False)
+    check_space(folder, (1 if int8 else 4) * sum(weight.numel() for weight in model.parameters()))
+    graph = DecoderGraph(model)
+    progress("writing the graph", 1)
+    exported = make_model(graph, model.config.vocab_size)
+    if int8:
+        progress("storing weights in 8 bits", 1)
+        quantize(exported)
+    if runtime == "genai":
+        runtimes.name_for_genai(exported.graph)
+    elif runtime == "transformers.js":
+        runtimes.add_length(exported.graph, len(graph.groups))
+    with new_folder(folder) as work:
+        path = work / "model.onnx"
+        if runtime == "transformers.js":
+            path = work / "onnx" / f"model{'_quantized' if int8 else ''}.onnx"
+            path.parent.mkdir()
+        save(exported, path)
+        del exported
+        progress("comparing it with torch", 1)
+        found = measure(model, path)
+        if not int8 and not found.difference <= MAX_DIFFERENCE:
+            raise InputError(
+                f"the graph's logits differ from the model's by {found.difference:.1e} of the largest; it is not kept."
+            )
+        model.config.to_json_file(work / "config.json")
+        if runtime == "genai":
+            runtimes.write_genai_config(model, graph, work)
+        elif runtime == "transformers.js":
+            runtimes.write_transformers_js_config(model, graph, path.name, work)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(work)
+        report = ExportReport(
+            source=str(checkpoint),
+            destination=str(folder),
+            int8=int8,
+            num_bytes=sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*")),
+            state_bytes=sum(state.nbytes for state in graph.zeros(1)),
+            **found._asdict(),
+        )
+        (work / "export.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+    return report
