@@ -1,7 +1,7 @@
 """Weights of 8 bits for an exported graph: matrix products, and the table of tokens, in a quarter of the bytes.
 
-A weight has a scale for every output, and an input one for every token (`hf_rfa.export.operators.linear_int8`): what comes
-out of a prompt depends on no split of it. All else stays float32: norms, importance, and attention.
+A weight has a scale for every output, and an input one for every token (`hf_rfa.export.operators.linear_int8`), so that no
+token's rounding depends on those beside it. All else stays float32: norms, importance, and attention.
 """
 
 from __future__ import annotations
