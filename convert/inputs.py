@@ -22,8 +22,8 @@ from hf_rfa.io.text_io import BLOCK_LENGTH, tokenize
 TEXT_TOKENS = 4096
 #: The same where there are slots: regression on as many inputs as a model is wide takes more tokens.
 SLOT_TEXT_TOKENS = 8192
-#: The same where features are fitted to it (`hf_rfa.convert.calibrate.feature_fit`).
-FEATURE_TEXT_TOKENS = 65_536
+#: The same where a summary is fitted to it (`hf_rfa.convert.calibrate.summary_fit`).
+FEATURE_TEXT_TOKENS = 16_384
 #: The most of a text that perplexities are measured on.
 MEASURED_TOKENS = 4096
 #: Random tokens that calibration reads where there is no text.
@@ -74,18 +74,25 @@ def shift_right(ids: Tensor, config: Any) -> Tensor:
 
 
 def calibration_inputs(
-    config: Any, tokenizer: Any, documents: Iterable[str] | None, *, seed: int, tokens: int = TEXT_TOKENS
+    config: Any,
+    tokenizer: Any,
+    documents: Iterable[str] | None,
+    *,
+    seed: int,
+    tokens: int = TEXT_TOKENS,
+    rotated: bool = True,
 ) -> Inputs:
     """Return the first ``tokens`` tokens of some documents, or `RANDOM_TOKENS` random ones where there are none.
 
-    A decoder alone gets blocks. A model with an encoder gets sources, whose outputs `add_outputs` adds.
+    A decoder alone gets blocks. A model with an encoder gets sources, whose outputs `add_outputs` adds. ``rotated`` says that
+    features see queries and keys with their rotation.
     """
     if documents is None:
         inputs = random_inputs(config, seed=seed)
     else:
         read = text_sources if config.is_encoder_decoder else text_blocks
         inputs = read(tokenizer, documents, min(BLOCK_LENGTH, config.max_position_embeddings), tokens=tokens)
-    if has_rotary_positions(config):
+    if rotated and has_rotary_positions(config):
         inputs["position_ids"] = shifted_positions(config, *inputs["input_ids"].shape, seed=seed)
     return inputs
 

@@ -40,7 +40,7 @@ class ConversionOptions:
     preset: Preset | None = option(
         None,
         "What causal attention keeps: exact (first, last and most important tokens), mixed (the same, and features) or rfa "
-        "(random features alone). Default: the family's.",
+        "(random features alone). Default: mixed for decoders with a text, else the family's.",
         flag="--preset",
     )
     memory: int | None = option(
@@ -67,7 +67,7 @@ class ConversionOptions:
     )
     feature_map: str | None = option(
         None,
-        "Name of the feature map. Default: positive; exponential where it is trained; with preset mixed mlp in decoders "
+        "Name of the feature map. Default: positive; exponential where it is trained; with preset mixed summary in decoders "
         "other than GPT-2.",
         flag="--feature-map",
     )
@@ -98,8 +98,8 @@ class ConversionOptions:
     )
     calibration_tokens: int | None = option(
         None,
-        "Tokens of that text, or 128 an utterance; from 16,384 on, slots and learned features are fitted by gradient "
-        "descent. Default: 4,096, with slots 8,192, with mlp 65,536.",
+        "Tokens of that text, or 128 an utterance; from 32,768 on, slots are fitted by gradient descent. Default: "
+        "4,096, with slots 8,192, with a summary 16,384.",
         least=2,
     )
     seed: int = option(0, "Seed of W, random tokens, and queries that scores and features are fitted to.", least=0)

@@ -17,9 +17,10 @@ from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import Perplexity, score_labels
 from hf_rfa.inference.loading import find_device
 from hf_rfa.io.atomic_io import new_folder
+from hf_rfa.models.no_features import NoFeatures
 from hf_rfa.process_memory import give_back_memory
 
-from .calibrate.calibration import LayerGain, calibrate, reusable_calibration
+from .calibrate.calibration import FittedImportance, LayerGain, calibrate
 from .calibrate.retrieval_heads import choose_retrieval_heads
 from .card import model_card
 from .checkpoint.base_model import extend_positions, rfa_layers
@@ -127,18 +128,24 @@ def choose_heads(plan: Plan) -> Plan:
     count = plan.options.retrieval_heads
     if not count or isinstance(count, list):
         return plan
-    models = load(plan)
-    gains = calibrate_models(plan, models)
+    alone = (
+        plan.with_options(feature_map=NoFeatures.name, num_features=None, gate=False)
+        if plan.config.window_size
+        else plan
+    )
+    models = load(alone)
+    calibrate_models(alone, models)
     on_head = plan.begin("choosing retrieval heads", count)
     heads = choose_retrieval_heads(*models, count, seed=plan.options.seed, on_head=on_head)
     if not heads.heads:
         raise InputError(
             "no head tells more of the text when it sees all of it. Leave retrieval_heads out, or take a longer text."
         )
-    chosen = plan.with_heads(heads, reusable_calibration(models.rfa, gains))
+    importance = FittedImportance.of(models.rfa)
     del models
     give_back_memory()
-    return chosen
+    chosen = plan.with_options(retrieval_heads=[list(head) for head in heads.heads])
+    return replace(chosen, heads=heads, importance=importance)
 
 
 def load(plan: Plan) -> Models:
@@ -155,12 +162,13 @@ def load(plan: Plan) -> Models:
 
 
 def calibrate_models(plan: Plan, models: Models, *, to_train: bool = False) -> list[LayerGain]:
-    """Calibrate the RFA model, or carry over to it the calibration on which its heads were chosen."""
-    if plan.calibration is not None:
-        plan.calibration.carry_to(models.rfa)
-        return plan.calibration.gains
-    on_layer = plan.begin("calibrating", len(rfa_layers(models.rfa)))
-    return calibrate(*models, on_layer=on_layer, to_train=to_train)
+    """Calibrate the RFA model, with the importance of tokens that its heads were chosen with, if they were."""
+    has_features = plan.config.feature_map != NoFeatures.name
+    stage = "calibrating" if plan.importance is None else "fitting features"
+    on_layer = (
+        plan.begin(stage, len(rfa_layers(models.rfa))) if has_features or plan.importance is None else lambda: None
+    )
+    return calibrate(*models, on_layer=on_layer, to_train=to_train, importance=plan.importance)
 
 
 def calibrate_and_measure(plan: Plan, models: Models) -> tuple[list[LayerGain], Perplexities | None]:

@@ -16,9 +16,9 @@ from hf_rfa.inference.transcription import load_feature_extractor
 from hf_rfa.io.atomic_io import check_destination, check_space, remove_leftovers
 from hf_rfa.io.audio_io import read_utterances
 from hf_rfa.io.text_io import read_documents
+from hf_rfa.models.no_features import feature_map_class
 
-from .calibrate.calibration import ReusableCalibration
-from .calibrate.far_outputs import FITTED_FROM
+from .calibrate.calibration import FittedImportance
 from .calibrate.retrieval_heads import RetrievalHeads
 from .checkpoint.source import Checkpoint, open_checkpoint
 from .configuration import check_names, import_words, rfa_config, with_more_positions
@@ -51,14 +51,12 @@ class Plan:
     command: str  # the command line that repeats the conversion
     progress: Progress  # called as the work goes on
     heads: RetrievalHeads | None = None  # retrieval heads that were chosen, and what they change
-    # the calibration on which they were chosen, where that of the models with them is the same
-    calibration: ReusableCalibration | None = None
+    importance: FittedImportance | None = None  # that of tokens, with which they were chosen
 
-    def with_heads(self, heads: RetrievalHeads, calibration: ReusableCalibration | None) -> Plan:
-        """Return the plan with retrieval heads that were chosen."""
-        options = replace(self.options, retrieval_heads=[list(head) for head in heads.heads])
-        config = rfa_config(self.source, options)
-        return replace(self, options=options, config=config, heads=heads, calibration=calibration)
+    def with_options(self, **fields: Any) -> Plan:
+        """Return the plan with other options."""
+        options = replace(self.options, **fields)
+        return replace(self, options=options, config=rfa_config(self.source, options))
 
     def begin(self, stage: str, parts: int = 1) -> Callable[[], None]:
         """Say that a stage of some parts begins, and return what says that one of them is done."""
@@ -155,13 +153,19 @@ def _calibration_inputs(
         raise InputError(f"cannot calibrate on {data} with {checkpoint.name}: {no_tokenizer}. Leave the text out.")
     if tokenizer is not None:
         check_vocabulary(tokenizer, checkpoint.config, checkpoint.name)
-    inputs = calibration_inputs(checkpoint.config, tokenizer, documents, seed=options.seed, tokens=tokens)
+    rotated = not feature_map_class(str(options.feature_map)).unrotated
+    inputs = calibration_inputs(
+        checkpoint.config, tokenizer, documents, seed=options.seed, tokens=tokens, rotated=rotated
+    )
     if documents is not None:
         check_tokens(inputs["input_ids"].unique().tolist(), checkpoint.config)
     of_decoder = not checkpoint.config.is_encoder_decoder
-    if fits and of_decoder and (count := inputs["input_ids"].numel()) < FITTED_FROM:
-        raise InputError(
-            f"feature_map={options.feature_map} is fitted to at least {FITTED_FROM:,} tokens of text, and there are "
-            f"{count:,}. Pass a longer text (--calibrate), or another map, such as positive."
-        )
+    if fits and of_decoder:
+        rows, length = inputs["input_ids"].shape
+        places = sum(size or 0 for size in (options.window_size, options.num_sinks, options.num_slots))
+        if rows < 2 or length <= places:
+            raise InputError(
+                f"feature_map={options.feature_map} is fitted to two blocks or more, longer than {places} tokens that are "
+                f"kept, and there are {rows} of {length}. Pass a longer text (--calibrate), keep less, or pass preset exact."
+            )
     return inputs

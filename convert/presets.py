@@ -1,7 +1,7 @@
 """What causal attention keeps: the sizes of a preset, or those by which it spends a memory. Nothing is tried or measured.
 
 - exact: the first tokens (sinks), the last ones (window) and the most important of the others (slots);
-- mixed: the same, and features: random ones in half of the bytes, or in most decoders a few that are learned on a text;
+- mixed: the same, and features: random ones in half of the bytes, or in most decoders a summary that is fitted to a text;
 - rfa: random features alone, as in Peng et al. 2021.
 """
 
@@ -20,7 +20,6 @@ from hf_rfa.models.feature_maps import FEATURE_MAPS
 from hf_rfa.models.memory import MemoryLayout
 from hf_rfa.models.no_features import NoFeatures, feature_map_class
 
-from .calibrate.far_outputs import FITTED_FROM
 from .checkpoint.source import Checkpoint
 from .options import ConversionOptions, Preset
 
@@ -32,6 +31,8 @@ SINKS = 4
 FEATURES_STEP = 8
 #: Last tokens that retrieval heads see where no memory is given: as many as the texts have that they are chosen on.
 RETRIEVAL_WINDOW = BLOCK_LENGTH
+#: Least memory, in tokens, that a summary takes its part of by default.
+SUMMARY_FROM = 32
 #: Retrieval heads by rule, of all key-value heads that are converted, and what they take of a memory's bytes.
 RETRIEVAL_HEADS, RETRIEVAL_BYTES = 8 / 90, 0.36
 #: Of P exact tokens c P^(2/3) are the last ones where a text says which others are important: c, as measured on SmolLM2.
@@ -53,7 +54,7 @@ SIZES: dict[Preset, Sizes] = {
     "mixed": Sizes(14, SINKS, 14, 64),
     "rfa": Sizes(0, 0, 0),
 }
-#: The same of the preset mixed with a map that is fitted to a text, whose state is small.
+#: The same of the preset mixed with a summary, whose state is small.
 SMALL_STATE = Sizes(31, SINKS, 24, 8)
 
 
@@ -108,7 +109,8 @@ def budget_of(checkpoint: Checkpoint, options: ConversionOptions, memory: int) -
         raise InputError(f"memory={memory} is more than the positions of {checkpoint.name}: its own cache takes less.")
     stored = str(checkpoint.config.dtype or "float32").removeprefix("torch.")
     dtype = getattr(torch, stored if options.dtype == "auto" else options.dtype)
-    chosen = {} if options.feature_map in (None, "none") else {"feature_map": options.feature_map}
+    is_none = options.feature_map in (None, NoFeatures.name) or needs_text(options.feature_map)  # which need sizes
+    chosen = {} if is_none else {"feature_map": options.feature_map}
     try:
         config = checkpoint.family.rfa_config.from_base(checkpoint.config, **chosen)
     except (ValueError, StrictDataclassError) as error:
@@ -126,14 +128,14 @@ def with_preset(
 ) -> ConversionOptions:
     """Return options with a value for each that was left to the preset, and without a memory.
 
-    The preset itself is the family's by default, and rfa where features are trained. Cross attention is converted by default
-    where training follows and there are features: untrained they blur what it looks up, and its softmax cache does not grow
-    with the output.
+    The preset itself is the family's by default, rfa where features are trained, and mixed for decoders that else keep tokens
+    alone, where there is a text to fit a summary to. Cross attention is converted by default where training follows and there
+    are features: untrained they blur what it looks up, and its softmax cache does not grow with the output.
 
     Raises:
         InputError: for options that exclude each other or have no effect, and for a memory that is too little or too much.
     """
-    preset = options.preset or ("rfa" if trained == "features" else checkpoint.family.preset)
+    preset = options.preset or _preset(checkpoint, options, trained)
     cross_layers = options.cross_layers
     if cross_layers is None and "cross" in checkpoint.family.rfa_config.SOFTMAX_LAYERS.values():
         converts_cross = trained and preset != "exact" and options.merged_source_length is None
@@ -143,23 +145,37 @@ def with_preset(
     named = replace(options, preset=preset, feature_map=feature_map, cross_layers=cross_layers)
     if fits_features(named, trained) and named.calibrate_on is None:
         raise InputError(
-            f"feature_map={feature_map} is fitted to a text, and there is none. Pass one of at least {FITTED_FROM:,} tokens "
-            "(--calibrate), or another map, such as positive."
+            f"feature_map={feature_map} is fitted to a text, and there is none. Pass one (--calibrate), or another map, such "
+            "as positive."
         )
     sized = _with_sizes(checkpoint, named)
     gated = preset == "rfa" and trained is not None and not sized.window_size and sized.layers != []
     return replace(sized, gate=gated if options.gate is None else options.gate)
 
 
+def _preset(checkpoint: Checkpoint, options: ConversionOptions, trained: Trained | None) -> Preset:
+    """Return the preset where none is named."""
+    if trained == "features":
+        return "rfa"
+    tokens = min(options.calibration_tokens or BLOCK_LENGTH, BLOCK_LENGTH, position_count(checkpoint.config))
+    kept = sum(SMALL_STATE[:3]) if options.memory is None else options.memory
+    has_text = options.calibrate_on is not None and options.layers != [] and options.window_size != 0
+    fits = has_text and SUMMARY_FROM <= kept <= tokens // 2
+    names_none = options.feature_map == NoFeatures.name
+    if checkpoint.family.preset == "exact" and not checkpoint.config.is_encoder_decoder and fits and not names_none:
+        return "mixed"
+    return checkpoint.family.preset
+
+
 def _feature_map(checkpoint: Checkpoint, preset: Preset, trained: Trained | None) -> str:
     """Return the feature map of a preset.
 
-    Beside exact tokens a decoder for which random features do not pay has a small state that is fitted to a text.
+    Beside exact tokens a decoder for which random features do not pay has a summary.
     """
     if preset == "exact":
         return "none"
     if preset == "mixed" and trained != "features" and checkpoint.family.preset == "exact":
-        return "mlp" if not checkpoint.config.is_encoder_decoder else "positive"
+        return "summary" if not checkpoint.config.is_encoder_decoder else "positive"
     return "exponential" if trained else "positive"
 
 
@@ -199,7 +215,8 @@ def _retrieval_heads(checkpoint: Checkpoint, options: ConversionOptions, budget:
     They are chosen on a text, and no layer consists of them alone.
     """
     heads, layers = budget.layout.heads, budget.layers
-    chooses = options.memory is not None and options.preset == "exact" and options.window_size != 0
+    beside = options.preset == "exact" or (options.preset == "mixed" and needs_text(options.feature_map))
+    chooses = options.memory is not None and beside and options.window_size != 0
     if not chooses or options.calibrate_on is None or not checkpoint.predicts_tokens:
         return 0
     return min(layers * (heads - 1), max(1, round(RETRIEVAL_HEADS * layers * heads)))
@@ -262,7 +279,7 @@ def _by_rule(budget: Budget, options: ConversionOptions, positions: int) -> tupl
 
     Retrieval heads take `RETRIEVAL_BYTES`. Of the exact tokens of the others half are the last ones, or fewer where a text
     says which others are important (`LAST_TOKENS`). Beside random features the last and the most important ones are as many.
-    Random features take half of the memory, a small state as much as it has by itself.
+    Random features take half of the memory, a summary as much as it has by itself.
     """
     memory, feature_map, features = f"memory={options.memory}", str(options.feature_map), options.num_features
     window, sinks, slots = options.window_size, options.num_sinks, options.num_slots
@@ -296,7 +313,7 @@ def _by_rule(budget: Budget, options: ConversionOptions, positions: int) -> tupl
     places = budget.places(rows)
     if window is None:
         half = places // 2 if options.preset == "exact" or small else -(-(places - sinks) // 2)
-        if options.preset == "exact" and options.calibrate_on is not None:
+        if (options.preset == "exact" or small) and options.calibrate_on is not None:
             half = min(half, round(LAST_TOKENS * places ** (2 / 3)))
         window = half if slots is None else places - sinks - slots
     slots = places - sinks - window if slots is None else slots

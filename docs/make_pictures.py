@@ -17,12 +17,13 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parent / "benchmarks" / "results"
-SOFTMAX, OURS, WINDOW, SLOTS = "#b3440f", "#174a80", "#dd9464", "#7ba7d4"
+SOFTMAX, OURS, WINDOW, SLOTS, SUMMARY = "#b3440f", "#174a80", "#dd9464", "#7ba7d4", "#1b7a4b"
 #: Rows of memory.json by memory, for every line of the chart of equal bytes; the trained ones have " trained" after the name.
 EQUAL_BYTES = {
     "window + sinks": (SOFTMAX, ("60+4", "124+4", "252+4")),
     "exact (slots)": (SLOTS, ("31+4+28", "32+4+90", "64+4+184")),
     "exact with retrieval heads": (OURS, ("20+4+20r8x251", "32+4+52r8x506", "50+4+123r8x1016")),
+    "with a summary too": (SUMMARY, ("19+4+17s8r8x251", "31+4+49s8r8x506", "50+4+119s8r8x1016")),
 }
 MEMORIES = (64, 128, 256)
 #: Sizes that were trained, where they are others than those of `EQUAL_BYTES`: chosen by hand, before there was a rule.
@@ -44,7 +45,7 @@ def draw_token_life(axes: Axes) -> None:
         (2, 40, 28, 12, "#c5e0b4", "sinks", "the first tokens, for good"),
         (66, 40, 32, 12, "#fff2cc", "window", "the last tokens"),
         (36, 22, 34, 12, "#f4b183", "slots", "the most important ones"),
-        (36, 4, 34, 12, "#9dc3e6", "state", "random features (optional)"),
+        (36, 4, 34, 12, "#9dc3e6", "state", "a summary of the others"),
     )
     for x, y, width, height, color, name, text in boxes:
         axes.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor="#444444"))
@@ -127,9 +128,10 @@ def equal_bytes() -> Figure:
                     for memory, row in zip(MEMORIES, rows, strict=True)
                     if (row, context) in perplexity
                 ]
-                axes.plot(
-                    *zip(*points, strict=True), style, color=color, marker="o", markersize=4, label=label + suffix
-                )
+                if points:
+                    axes.plot(
+                        *zip(*points, strict=True), style, color=color, marker="o", markersize=4, label=label + suffix
+                    )
         draw_memories(axes)
         axes.set_title(f"at {context:,} tokens", fontsize=10)
     panels[0].set_ylabel("perplexity / softmax's", fontsize=8)

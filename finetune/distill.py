@@ -27,6 +27,7 @@ from hf_rfa.inference.transcription import load_feature_extractor
 from hf_rfa.io.audio_io import read_utterances
 from hf_rfa.io.text_io import read_documents, tokenize
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
+from hf_rfa.models.no_features import feature_map_class
 from hf_rfa.models.rfa_classes import own_prefixes
 
 from .arguments import check_minutes, processes_started
@@ -245,6 +246,11 @@ def _check_teacher(
             f"the teacher {teacher_name} is an RFA checkpoint. Pass the softmax model that {checkpoint} was made from."
         )
     rfa_prefixes = own_prefixes(model)
+    if transfer and feature_map_class(config.feature_map).reads_means:
+        raise InputError(
+            f"attention transfer cannot train feature_map={config.feature_map!r}, which has no weight of its own for every "
+            "token. Pass --recipe pretrained or --transfer-steps 0 to train the whole model."
+        )
     if transfer and not any(name.startswith(rfa_prefixes) for name, _ in model.named_parameters()):
         raise InputError(
             f"{checkpoint} has nothing that attention transfer could train: feature_map={config.feature_map!r} has no "

@@ -41,7 +41,7 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
     "arccos": {"feature_map": "arccos", "unit_norm": True},
     "t2r": {"feature_map": "t2r", "gate": True},
     "hedgehog": {"feature_map": "hedgehog"},
-    "mlp": {"feature_map": "mlp", "num_features": 3, "window_size": 4, "num_slots": 2},
+    "summary": {"feature_map": "summary", "num_features": 3, "window_size": 4, "num_slots": 2},
     "hybrid": {"softmax_layers": [1]},
     "window": {"window_size": 5},
     "window-gate": {"window_size": 4, "gate": True, "chunk_size": 7, "feature_map": "exponential"},
@@ -74,8 +74,8 @@ VARIANTS |= dict.fromkeys(("bart", "marian"), SEQ2SEQ_VARIANTS)
 #: Llama adds grouped queries and rotary positions to GPT-2; Marian differs from BART in embeddings and norms only.
 RUN = {
     "gpt2": """positive-gate positive-trainable gaussian-paper t2r hedgehog hybrid window-gate window-gaussian none
-        mlp slots-gate retrieval retrieval-gate""",
-    "llama": "positive-gate mlp window-sinks window-gaussian slots-features retrieval-gate",
+        summary slots-gate retrieval retrieval-gate""",
+    "llama": "positive-gate summary window-sinks window-gaussian slots-features retrieval-gate",
     "bart": "both-gate paper everything-signed per-layer none slots retrieval decoder-alone",
     "marian": "per-layer",
 }

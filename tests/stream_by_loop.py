@@ -22,6 +22,36 @@ def rotated(x: Tensor, position: Tensor, frequency: Tensor, interleaved: bool = 
     return torch.cat([torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1), rest], -1)
 
 
+def summary_by_loop(
+    module: Any, head: int, query: Tensor, keys: Tensor, values: Tensor, ages: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the logarithm of the mass of some forgotten tokens, and their output, by the definition of a summary.
+
+    Args:
+        module: a `SummaryMap` of as many key-value heads.
+        head: the query head, of all of them.
+        query: without rotation, [d].
+        keys: of the forgotten tokens, without rotation, [n, d].
+        values: [n, d].
+        ages: how many tokens ago each was forgotten, [n].
+    """
+    own, rank = head // module.groups, module.num_features - 1
+    if not len(keys):
+        return torch.tensor(-torch.inf, dtype=query.dtype), torch.zeros_like(query)
+    shares = torch.exp(-ages.to(query) / module.horizon)
+    log_count, shares = shares.sum().log(), shares / shares.sum()
+    linear = (
+        module.query_projection[head] @ query
+        + module.query_bias[head]
+        + module.count_weight[head] * log_count.clamp_min(0)
+    )
+    x = keys @ module.key_projection[own].T + module.key_bias[own]
+    mean, output = shares @ x, shares @ values
+    covariance = ((x - mean) * shares[:, None]).T @ (values - output)
+    log_mass = log_count + linear[0] + linear[1 + rank :] @ mean - module.window_shift[own]
+    return log_mass, output + linear[1 : 1 + rank] @ covariance
+
+
 def stream_by_loop(
     softmax: Any,
     rfa: Any,
@@ -52,6 +82,7 @@ def stream_by_loop(
             if padding is None or padding[row, t]:
                 count = 0 if starts is not None and starts[row, t] else count + 1
             number[row, t] = max(count, 0)
+    document = torch.zeros_like(ids) if starts is None else starts.cumsum(1)
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float, **kwargs: Any):
         layer = layers.get(module.layer_idx)  # None for a sliding softmax layer, whose tokens stay in place
@@ -71,7 +102,7 @@ def stream_by_loop(
         elif layer.importance is not None:
             importance = torch.einsum("btn,hn->bht", module.inputs.to(layer.importance.weight), layer.importance.weight)
             recency = layer.importance.recency.tolist()
-        seen[:, others] = memory_by_loop(importance, recency, **kept, **marks)[0]
+        seen[:, others], forgotten = memory_by_loop(importance, recency, **kept, **marks)
         if chosen:
             nothing = importance.new_zeros(len(ids), len(chosen), length)
             kept = {"window": config.retrieval_window, "sinks": config.num_sinks}
@@ -88,6 +119,21 @@ def stream_by_loop(
                 visible = seen[row, :, t].repeat_interleave(groups, 0)
                 weights = logits.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0)
                 output[row, :, t] = torch.einsum("hn,hnd->hd", weights, value[row].repeat_interleave(groups, 0))
+                if layer is None or config.feature_map != "summary":
+                    continue
+                totals = logits.masked_fill(~visible, -torch.inf).logsumexp(-1)
+                read = (torch.arange(length) <= t) & (document[row] == document[row, t])
+                read = read if padding is None else read & (padding[row] != 0)
+                for head in range(query.shape[1]):
+                    if (index := head // groups) in others and read[t]:
+                        gone = read & ~seen[row, index, t]
+                        place = others.index(index) * groups + head % groups
+                        leaving = forgotten[row, others.index(index)].tolist()
+                        ages = torch.tensor([at - int(number[row, leaving.index(j)]) for j in gone.nonzero()[:, 0]])
+                        past = query[row, head, t], key[row, index, gone], value[row, index, gone], ages
+                        log_mass, past_output = summary_by_loop(layer.feature_map, place, *past)
+                        share = torch.sigmoid(log_mass - totals[head])
+                        output[row, head, t] += share * (past_output - output[row, head, t])
         return output.transpose(1, 2), None
 
     AttentionInterface.register("stream_by_loop", attention)

@@ -42,7 +42,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     for name, is_compiled in ((RFA, False), (RFA, True), (FEATURES, False)):
         yield _greedy_case(setting, name, is_compiled)
     for dtype in LIMITS:
-        for name in [name for name in FEATURE_MAPS if name != "none"]:
+        for name in [name for name, cls in FEATURE_MAPS.items() if not cls.reads_means]:
             for gated in (False, True) if name == "exponential" else (False,):
                 contestant = f"{name}, gate" if gated else name
                 check = partial(features, setting, name, dtype, gated)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from hf_rfa.models.feature_maps import FeatureMap
-from hf_rfa.models.learned_feature_maps import ExponentialMap, HedgehogMap, MLPMap
+from hf_rfa.models.learned_feature_maps import ExponentialMap, HedgehogMap
 from hf_rfa.models.lifetimes import Lifetimes
 from hf_rfa.models.linear_attention import denominator, differentiable, divide
 from hf_rfa.models.masking import MASKED_LOGIT, rows_per_token, to_rows
-from hf_rfa.models.projected_feature_maps import GaussianMap, PositiveMap, from_heads, to_heads
+from hf_rfa.models.projected_feature_maps import GaussianMap, PositiveMap
 
 #: Attention weights of signed features are raised to this before a logarithm is taken.
 MIN_SIGNED_WEIGHT = 1e-9
@@ -150,12 +150,6 @@ def key_exponents(feature_map: FeatureMap, key: Tensor) -> Tensor:
         NotImplementedError: for maps whose features have no exponents, and for such maps from outside hf-rfa.
     """
     key = feature_map.key_input(key)
-    if isinstance(feature_map, MLPMap):
-        by_heads = to_heads(key)
-        return (
-            from_heads(feature_map.key_exponents(feature_map.spec(key.dtype), by_heads), key)
-            + feature_map.log_scale[:, None, None]
-        )
     squares = key.square()
     if isinstance(feature_map, GaussianMap):
         return squares.sum(-1, keepdim=True) / 2

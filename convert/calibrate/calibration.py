@@ -15,7 +15,8 @@ For every layer, on its input in the softmax model (a few thousand tokens, no tr
 8. window: the shift between the weights of exact tokens and of features, where both are kept, with the least error of a
    head's outputs. It may close the features: adding them to exact tokens is then no worse than these alone. Where training
    follows, which has to find them open, and for features with signs, it is the shift with the least divergence.
-   On a long text learned features are fitted to the outputs instead (`hf_rfa.convert.calibrate.feature_fit`).
+
+A summary of what is forgotten is fitted in another way (`hf_rfa.convert.calibrate.summary_fit`).
 
 A head is a key-value head here, and its queries are those of all query heads that share it.
 
@@ -27,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -39,7 +40,9 @@ from hf_rfa.models.feature_maps import FeatureMap
 from hf_rfa.models.gate import Gate
 from hf_rfa.models.importance import LearnedImportance
 from hf_rfa.models.no_features import NoFeatures
-from hf_rfa.models.projected_feature_maps import PositiveMap, ProjectedFeatureMap
+from hf_rfa.models.projected_feature_maps import PositiveMap
+from hf_rfa.models.streaming import find_out_rotations
+from hf_rfa.models.summary_feature_map import SummaryMap
 from hf_rfa.process_memory import give_back_memory
 
 from ..checkpoint.base_model import rfa_layers
@@ -56,8 +59,8 @@ from .activations import (
 )
 from .attention_weights import ExactTokens, key_exponents
 from .far_outputs import FarText, output_root
-from .feature_fit import fit_features
 from .importance import refine_importance, regress_importance
+from .summary_fit import fit_summary
 
 #: Time scales that step 4 tries, in units of the model's positions; the first one wins ties. Longer ones would hardly be
 #: trainable: the gradient of a gate's bias goes with 1 / time scale.
@@ -99,6 +102,7 @@ def calibrate(
     *,
     on_layer: Callable[[], None],
     to_train: bool = False,
+    importance: FittedImportance | None = None,
 ) -> list[LayerGain]:
     """Calibrate every RFA layer that ``inputs`` reach, in place, and call ``on_layer`` after each.
 
@@ -110,13 +114,19 @@ def calibrate(
         inputs: of both.
         on_layer: called after each layer.
         to_train: whether the model is going to be trained (step 8 of the module).
+        importance: that of tokens, where it has been fitted before; None to fit it.
 
     Returns:
-        The gains of all layers with features; in the others nothing is calibrated but the importance of tokens.
+        The gains of all layers with features that have weights of their own for every token; no others have.
     """
     masks = padding_masks(inputs)
     has_features = {name: not isinstance(layer.feature_map, NoFeatures) for name, layer in rfa_layers(model).items()}
-    learns = {name: isinstance(layer.importance, LearnedImportance) for name, layer in rfa_layers(model).items()}
+    if importance is not None:
+        importance.carry_to(model)
+    learns = {
+        name: importance is None and isinstance(layer.importance, LearnedImportance)
+        for name, layer in rfa_layers(model).items()
+    }
     layers = {name: layer for name, layer in rfa_layers(model).items() if has_features[name] or learns[name]}
     gains: list[LayerGain] = []
 
@@ -129,50 +139,50 @@ def calibrate(
             regress_importance(layer, activations, hidden_states)
             if text.is_long:
                 refine_importance(layer, text, hidden_states)
-        if has_features[name]:
-            before, after = calibrate_layer(layer, activations, hidden_states, text=text, to_train=to_train)
+        if isinstance(layer.feature_map, SummaryMap):
+            summarise(text, hidden_states, to_train=to_train)
+        elif has_features[name]:
+            before, after = calibrate_layer(layer, activations, hidden_states, to_train=to_train)
             gains.append(LayerGain(name, layer.rfa_kind, tuple(before.tolist()), tuple(after.tolist())))
         give_back_memory()
         on_layer()
 
+    if any(layer.feature_map.reads_means for layer in layers.values()):
+        for stack in cast(Any, model).rfa_stacks:
+            if stack.reads_unrotated:
+                find_out_rotations(stack, inputs["input_ids"])
     if layers:
         visit_layers(base_model, layers, inputs, calibrate_named)
     return gains
 
 
-class ReusableCalibration(NamedTuple):
-    """A calibration that another choice of retrieval heads leaves as it is, in models without features.
-
-    All that is fitted there is the importance of tokens, head by head.
+class FittedImportance(NamedTuple):
+    """The importance of tokens in all heads of a model, which holds for any choice of retrieval heads.
 
     Attributes:
-        importance: state of `Importance` of all heads, by the layer's name.
-        gains: what the calibration returned.
+        by_layer: state of `Importance`, by the layer's name.
     """
 
-    importance: dict[str, dict[str, Tensor]]
-    gains: list[LayerGain]
+    by_layer: dict[str, dict[str, Tensor]]
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> FittedImportance:
+        """Return that of a model without retrieval heads."""
+        layers = {name: layer.importance for name, layer in rfa_layers(model).items() if layer.importance is not None}
+        return FittedImportance(
+            {
+                name: {part: tensor.clone() for part, tensor in importance.state_dict().items()}
+                for name, importance in layers.items()
+            }
+        )
 
     def carry_to(self, model: PreTrainedModel) -> None:
         """Set the importance of the heads of ``model`` that are no retrieval heads."""
         for name, layer in rfa_layers(model).items():
-            if name in self.importance and layer.importance is not None:
-                state = self.importance[name]
+            if name in self.by_layer and layer.importance is not None:
+                state = self.by_layer[name]
                 left = [head for head in range(len(state["recency"])) if head not in layer.retrieval_heads]
                 layer.importance.load_state_dict({part: tensor[left] for part, tensor in state.items()})
-
-
-def reusable_calibration(model: PreTrainedModel, gains: list[LayerGain]) -> ReusableCalibration | None:
-    """Return the calibration of a model without retrieval heads for one with them, or None where features are fitted."""
-    layers = rfa_layers(model)
-    if not all(isinstance(layer.feature_map, NoFeatures) for layer in layers.values()):
-        return None
-    importance = {
-        name: {part: tensor.clone() for part, tensor in layer.importance.state_dict().items()}
-        for name, layer in layers.items()
-        if layer.importance is not None
-    }
-    return ReusableCalibration(importance, gains)
 
 
 class _Comparison:
@@ -256,18 +266,24 @@ class _Comparison:
         return torch.tensor(SHIFTS, device=best.device)[best]
 
 
+def summarise(text: FarText, hidden_states: Tensor, *, to_train: bool) -> None:
+    """Fit a layer's summary, and close that of heads which it does not help, unless training follows, which needs it open."""
+    before, after = fit_summary(text, hidden_states)
+    if not to_train:
+        text.layer.feature_map.window_shift[after >= before] = CLOSED
+
+
 @torch.no_grad()
 def calibrate_layer(
     layer: RFAAttentionMixin,
     activations: LayerActivations,
     hidden_states: Tensor | None = None,
     *,
-    text: FarText | None = None,
     to_train: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Calibrate a layer, and return the divergences of `LayerGain`, each [H].
 
-    Its gate needs ``hidden_states``, and fitted features a long ``text`` too.
+    Its gate needs ``hidden_states``.
     """
     feature_map = layer.feature_map
     keys = activations.keys()
@@ -284,13 +300,6 @@ def calibrate_layer(
         _set_time_scales(layer.gate, comparison)
     if feature_map.has_sigma:
         _set_temperature(feature_map, keys, comparison)
-    is_fitted = isinstance(feature_map, ProjectedFeatureMap) and feature_map.learned and feature_map.windowed
-    if is_fitted and layer.gate is None and hidden_states is not None and text is not None and text.is_long:
-        pays = fit_features(text, hidden_states)
-        _set_log_scale(feature_map, keys)
-        if not to_train:
-            feature_map.window_shift.copy_(torch.where(pays, feature_map.window_shift, CLOSED))
-        return before, comparison.divergence()
     if feature_map.windowed:
         feature_map.window_shift.zero_()
         shift, after = comparison.best_shift()

@@ -1,11 +1,10 @@
 """Errors of a layer's outputs at places past its memory, with gradients: what conversion fits by gradient descent.
 
-A query t sees its sinks and its window, of the tokens behind it those that the slots hold, and of all others the features:
+A query t sees its sinks and its window, and of the tokens behind it those that the slots hold:
 
-    w_tj = p_tj a_tj + (1 − p_tj) φ(q_t)·φ(k_j),   o_t = Σ_j w_tj v_j / Σ_j w_tj
+    o_t = Σ_j p_tj a_tj v_j / Σ_j p_tj a_tj
 
-with the softmax weights a, features in units of these, and p = 1 for what is seen exactly. Errors are weighed as the output
-projection weighs them.
+with the softmax weights a, and p = 1 for what is seen. Errors are weighed as the output projection weighs them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_rfa.models.attention import RFAAttentionMixin
-from hf_rfa.models.feature_maps import FeatureMap
 from hf_rfa.models.masking import split_heads
 
 from ..checkpoint.offload import tensor_of
@@ -33,7 +31,7 @@ STEP_QUERIES, STEP_ROWS = 480, 6
 HELD_OUT = 1 / 8
 #: Tokens of a text from which on there is gradient descent. With 8,192 tokens it was worth 0.3 % of SmolLM2-135M's perplexity
 #: at a memory of 64 tokens, and took as long as all else of the conversion.
-FITTED_FROM = 16_384
+FITTED_FROM = 32_768
 #: Logit or score of what is not seen.
 UNSEEN = -1e30
 #: Added to the squares of an output projection, relative to their mean, so that they have a root.
@@ -81,23 +79,15 @@ class FarQueries(NamedTuple):
         share = torch.sigmoid(above / softness) if softness else (above > 0).to(scores.dtype)
         return torch.where(self.far[:, None], share, self.near[:, None].to(scores.dtype))
 
-    def errors(self, share: Tensor, feature_map: FeatureMap | None = None, root: Tensor | None = None) -> Tensor:
+    def errors(self, share: Tensor, root: Tensor | None = None) -> Tensor:
         """Return the mean squared error of every head's outputs, [H].
 
         Args:
             share: p, [n, H, Q, T].
-            feature_map: φ, or None for no features.
             root: what the errors are multiplied by (`output_root`), or None.
         """
         values = F.pad(self.value, (0, 1), value=1.0)  # whose last column sums the weights
         sums = (self.weights * share[:, :, :, None]).flatten(2, 3) @ values  # [n, H, Q G, d + 1]
-        if feature_map is not None:
-            least_shift = feature_map.least_shift(None)
-            features = feature_map(self.query, self.key, least_shift=least_shift, offset=True)
-            query = features.query * (-features.offset - self.log_mass).exp()
-            left = (self.far[:, None] * (1 - share))[:, :, :, None]
-            weights = (query @ features.key.mT).unflatten(2, self.weights.shape[2:4]) * left
-            sums = sums + weights.flatten(2, 3) @ values
         mass = sums[..., -1:].clamp_min(torch.finfo(sums.dtype).tiny)
         differences = (sums[..., :-1] / mass - self.outputs).unflatten(2, (self.near.shape[1], -1))
         if root is not None:

@@ -20,11 +20,11 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from .cache_rfa import RFA_LAYER_TYPE
 from .importance import DEFAULT_IMPORTANCE, IMPORTANCES
-from .no_features import NoFeatures, all_feature_maps, feature_map_class
+from .no_features import SUMMARY, NoFeatures, all_feature_maps, feature_map_class
 from .rfa_classes import base_class, make_class
 
-#: The module that a checkpoint with features loads first.
-FEATURES = "modeling_rfa_features"
+#: The modules that a checkpoint loads first: with features, and with the summary.
+FEATURES, STATE = "modeling_rfa_features", "modeling_rfa_state"
 #: The modules that it takes the place of.
 DECODERS = ("configuration_rfa", "modeling_rfa_decoder")
 #: Seeds from 0 to this draw different matrices: torch's generator for the CPU reads 32 bits of a seed.
@@ -121,11 +121,13 @@ class RFAConfigMixin:
     def streams(self) -> bool:
         """Return whether old tokens move along with the text, so that it may be of any length.
 
-        They do with rotary positions, where every token of every full-attention layer that is kept is kept exactly.
+        They do with rotary positions, where all that every full-attention layer keeps is exact tokens, and features without
+        rotation.
         """
         rotary = bool(getattr(self, "rope_parameters", None)) and self.max_position_embeddings > 1  # type: ignore[attr-defined]
-        exact = self.window_size > 0 and self.feature_map == NoFeatures.name
-        return rotary and exact and not any(kind in FULL_ATTENTION for kind in self.cache_layer_types())
+        feature_map = feature_map_class(self.feature_map)
+        unrotated = self.window_size > 0 and feature_map is not None and feature_map.unrotated
+        return rotary and unrotated and not any(kind in FULL_ATTENTION for kind in self.cache_layer_types())
 
     def trained_positions(self) -> int:
         """Return the number of positions up to which rotations are the same for texts of any length."""
@@ -305,8 +307,8 @@ class RFAConfigMixin:
         self._check_retrieval_heads()
         self._check_motion()
         needs_window: dict[str, Any] = {"num_sinks": self.num_sinks, "num_slots": self.num_slots}
-        if feature_map is NoFeatures:
-            needs_window["feature_map"] = "none"
+        if feature_map.needs_window:
+            needs_window["feature_map"] = self.feature_map
         for name, value in needs_window.items():
             if value and not self.window_size:
                 raise ValueError(f"{name}={value!r} must come with a sliding window: set window_size to 1 or more.")
@@ -370,7 +372,7 @@ class RFAConfigMixin:
             self.auto_map = dict(self.AUTO_MAP)
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if self.loads_features and getattr(self, "auto_map", None):
-            entry = Path(__file__).with_name(f"{FEATURES}.py")
+            entry = Path(__file__).with_name(f"{self.entry()}.py")
             for path in (entry, *map(Path, get_relative_import_files(entry))):
                 shutil.copyfile(path, Path(save_directory, path.name))
 
@@ -378,6 +380,10 @@ class RFAConfigMixin:
     def loads_features(self) -> bool:
         """Whether a checkpoint's code begins with the module of features, which imports those of all decoders."""
         return self.feature_map != NoFeatures.name
+
+    def entry(self) -> str:
+        """Return the module that a checkpoint's code begins with where it `loads_features`."""
+        return STATE if self.feature_map == SUMMARY else FEATURES
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields; where there are features, the code of the classes begins with theirs."""
@@ -387,7 +393,7 @@ class RFAConfigMixin:
         if self.loads_features and fields.get("auto_map"):
             names = {auto: name.split(".") for auto, name in fields["auto_map"].items()}
             fields["auto_map"] |= {
-                auto: f"{FEATURES}.{cls}" for auto, (module, cls) in names.items() if module in DECODERS
+                auto: f"{self.entry()}.{cls}" for auto, (module, cls) in names.items() if module in DECODERS
             }
         return fields
 

@@ -10,7 +10,9 @@ from transformers import PreTrainedConfig
 
 from .configuration_rfa import AttentionKind, RFAConfigMixin, make_config_class
 from .learned_feature_maps import FEATURE_MAPS
+from .no_features import NoFeatures
 from .rfa_classes import base_class
+from .summary_feature_map import SummaryMap as SummaryMap  # which it registers
 
 
 @dataclass(kw_only=True)
@@ -90,10 +92,10 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
         """Check the fields, alone and together; see `RFAConfigMixin.validate_rfa`."""
         super().validate_rfa()
         for kind in ("cross", "encoder"):
-            if self.feature_map == "none" and self.any_rfa(kind):
+            if FEATURE_MAPS.get(self.feature_map, NoFeatures).needs_window and self.any_rfa(kind):
                 raise ValueError(
-                    f"feature_map='none' leaves {kind} attention nothing to see, for it has no window. Leave all of its "
-                    "layers softmax, or take another feature map."
+                    f"feature_map={self.feature_map!r} leaves {kind} attention nothing to see, for it has no window. Leave "
+                    "all of its layers softmax, or take another feature map."
                 )
         if self.merged_source_length < 0:
             raise ValueError(f"merged_source_length must be at least 0, got {self.merged_source_length}.")

@@ -11,7 +11,7 @@ What queries see, and what leaves, is asked of `hf_rfa.models.lifetimes`. There 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -26,7 +26,7 @@ from transformers.utils.import_utils import is_tracing
 from .lifetimes import Arrivals, Lifetimes, Target, arrivals_of, block_mask, lifetimes
 from .masking import MASKED_LOGIT, to_rows
 from .memory import EMPTY, Memory, MemoryLayout, Places, rows_at
-from .positions import Motion
+from .positions import Motion, moved_positions
 
 #: New tokens that are attended to at once on a CPU, whose caches hold what that takes.
 CHUNK_LENGTH = 96
@@ -132,9 +132,18 @@ class HeadGroup(NamedTuple):
     motion: Motion | None
 
 
-#: Key and value of the token that leaves with each new one, [B, H, T, d + M], and whether one does, [B, H or 1, T], or None
-#: where one always does. Elsewhere the first are those of some other token.
-Leaving = tuple[Tensor, Tensor | None]
+class Leaving(NamedTuple):
+    """The token that leaves with each new one; some other token where none does.
+
+    Attributes:
+        keys_values: its key and value, [B, H, T, d + M].
+        leaves: whether one does, [B, H or 1, T], or None where one always does.
+        position: that by which its key is rotated, [B, H, T].
+    """
+
+    keys_values: Tensor
+    leaves: Tensor | None
+    position: Tensor
 
 
 def attend_to_places(
@@ -154,26 +163,38 @@ def attend_to_places(
     """
     places = cast(Places, group.memory.places)
     if group.target is not None:
-        output, log_total, leaving = _attend_in_place(new, places, group.target, scaling, joined)
+        output, log_total, leaving = _attend_in_place(new, places, group.target, group.layout.sinks, scaling, joined)
         return output, places, log_total, leaving
-    outputs, totals, left, leaves = [], [], [], []
+    outputs, totals, left = [], [], []
     for part, after, tokens, keys_values in _take_in(new, group):
         output, log_total = _read_chunk(part, tokens, keys_values, scaling, joined)
         outputs.append(output)
         if joined:
-            index = tokens.leaves(places.count, cast(Arrivals, part.arrivals))
-            own = torch.arange(group.layout.places, keys_values.shape[2], device=index.device)
-            left.append(keys_values.gather(2, rows_at(torch.where(index >= 0, index, own), keys_values)))
-            leaves.append(index >= 0)
+            left.append(_leaving(part, places, tokens, keys_values, group.layout))
             totals.append(cast(Tensor, log_total))
         places = after
     if not joined:
         return _joined(outputs), places, None, None
-    return _joined(outputs), places, _joined(totals), (_joined(left), _joined(leaves))
+    return _joined(outputs), places, _joined(totals), Leaving(*map(_joined, zip(*left, strict=True)))
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+def _leaving(
+    new: NewTokens, before: Places, tokens: Lifetimes, keys_values: Tensor, layout: MemoryLayout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what leaves with new tokens, whose lifetimes and keys and values come behind those of the places before."""
+    arrivals = cast(Arrivals, new.arrivals)
+    index = tokens.leaves(before.count, arrivals)
+    own = torch.arange(layout.places, keys_values.shape[2], device=index.device)
+    chosen = torch.where(index >= 0, index, own)
+    number, origin = tokens.arrival.gather(-1, chosen), arrivals.origin
+    if arrivals.start is not None:
+        number = number - arrivals.start[:, None]
+    position = number if origin is None else moved_positions(number, origin[:, None], layout.sinks)
+    return keys_values.gather(2, rows_at(chosen, keys_values)), index >= 0, position
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)
 
 
 def take_in(new: NewTokens, group: HeadGroup) -> Places:
@@ -182,7 +203,7 @@ def take_in(new: NewTokens, group: HeadGroup) -> Places:
 
 
 def _attend_in_place(
-    new: NewTokens, places: Places, target: Target, scaling: float, joined: bool
+    new: NewTokens, places: Places, target: Target, sinks: int, scaling: float, joined: bool
 ) -> tuple[Tensor, Tensor | None, Leaving | None]:
     """Take one new token into its place, in place, and attend. Padding changes nothing.
 
@@ -190,7 +211,11 @@ def _attend_in_place(
     """
     keys_values, score, is_token = new.keys_values, new.score, new.is_token
     leaves, visible = target.leaves, target.visible
-    left = places.keys_values.gather(2, target.rows) if joined else None
+    left = None
+    if joined:
+        number = places.arrival.gather(-1, target.place)
+        position = moved_positions(number, places.origin[:, None, None], sinks)
+        left = Leaving(places.keys_values.gather(2, target.rows), leaves, position)
     if score is None and target.is_sink is not None:
         score = torch.zeros_like(target.place, dtype=torch.float32)
     if score is not None and target.is_sink is not None:
@@ -209,7 +234,7 @@ def _attend_in_place(
     if score is not None:  # else a token of the window is replaced by one, whose score is 0 as well
         places.score.scatter_(-1, target.place, score.float())
     output, log_total = read_tokens(new.query, places.keys_values, visible, scaling, joined, new.sink_logits)
-    return output, log_total, None if left is None else (left, leaves)
+    return output, log_total, None if left is None else left._replace(leaves=leaves)
 
 
 def _take_in(new: NewTokens, group: HeadGroup) -> Iterator[tuple[NewTokens, Places, Lifetimes, Tensor]]:

@@ -157,6 +157,14 @@ class FeatureMap(nn.Module, ABC):
     learns_from_raw: ClassVar[bool] = False
     #: Whether the features stand for nothing before conversion has fitted them to a text.
     needs_text: ClassVar[bool] = False
+    #: Whether the map stands for what a window has left alone.
+    needs_window: ClassVar[bool] = False
+    #: Whether the map sees queries and keys without their rotation, so that it reads the same at any distance.
+    unrotated: ClassVar[bool] = False
+    #: Whether features of queries depend on the means of what is forgotten (`hf_rfa.models.summary_feature_map`).
+    reads_means: ClassVar[bool] = False
+    #: Tokens after which the state has 1/e of what joined it, where there is no gate; None where it never decays.
+    horizon: ClassVar[float | None] = None
     #: None where D follows from the head's width.
     default_num_features: ClassVar[int | None] = None
 

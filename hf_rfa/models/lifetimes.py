@@ -330,7 +330,7 @@ class Target(NamedTuple):
         place: an empty one, or that of the token that leaves with the new one, [B, H, 1].
         rows: the place as an index of keys and values, [B, H, 1, 2d].
         arrival: number of tokens before the new one, [B, H, 1] in int32.
-        ordinal: the same since the origin, [B, 1] in float32, or None without slots.
+        ordinal: the same since the origin, [B, 1] in float32, or None without slots and state.
         is_sink: whether the new one is one of the first S, [B, H, 1], or None where it is known that it is not.
         leaves: whether a token leaves with it, [B, H, 1], or None where it is known that one does, or nobody asks.
         visible: which places hold a token then, [B, H, 1, P], or None where it is known that all of them do.
@@ -358,7 +358,7 @@ def targets_of(memories: Sequence[Places], layouts: Sequence[MemoryLayout]) -> l
     better = ranked != ranked.amin(-1, keepdim=True)
     place = arrival.masked_fill(better, -(2**31)).argmax(-1, keepdim=True)  # of several, the last to come
     ordinal: Sequence[Tensor | None] = [None] * len(heads)
-    if layout.slots:
+    if layout.slots or layout.state_rows:
         first = head_index(tuple(accumulate(heads[:-1], initial=0)), now.device)  # head of each memory
         since = now[..., 0].index_select(1, first) - torch.stack([places.origin for places in memories], dim=1)
         ordinal = since.float().split(1, dim=1)

@@ -337,6 +337,28 @@ def key_norm_sums(
     return _recurrence(ones, Tokens(key_norm, ones, log_decay, input_scale), initial, chunk_size)
 
 
+def running_sums(
+    key: Tensor,
+    log_decay: Tensor | None,
+    input_scale: Tensor | None,
+    initial_state: Tensor | None,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> Tensor:
+    """Return z of the recurrence after every token, [B, H, T, F]; arguments are those of `linear_attention`.
+
+    ``key`` has the features of the keys. The state stays as it is.
+    """
+    initial = None if initial_state is None else initial_state[..., -1]
+    rows = scale_rows(key, input_scale)
+    if log_decay is None:
+        sums = rows if rows.shape[-2] == 1 else rows.cumsum(-2)
+        return sums if initial is None else sums + initial[..., None, :]
+    before = None if initial is None else initial[..., None, :].clone()
+    return _recurrence(
+        torch.ones_like(rows[..., :1]), Tokens(torch.ones_like(rows[..., :1]), rows, log_decay), before, chunk_size
+    )[0]
+
+
 def split_norm_row(state: Tensor | None, floor: float | None) -> tuple[Tensor | None, Tensor | None]:
     """Return a state's rows [B, H, F, d + 1] and its n [B, H, 1, 1], which that of signed features has (`with_norm_row`)."""
     if state is None or floor is None:

@@ -26,8 +26,9 @@ from transformers.utils.import_utils import is_tracing, is_triton_available
 from .attention import RFAAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, has_cache, take_cache
 from .cache_rfa import RFA_LAYER_TYPE, find_targets, self_attention_cache
-from .configuration_rfa import FEATURES, FULL_ATTENTION, base_config_class, decoder_config_class
+from .configuration_rfa import FULL_ATTENTION, STATE, base_config_class, decoder_config_class
 from .masking import check_one_document, check_positions, document_starts, read_mask
+from .no_features import feature_map_class
 from .rfa_classes import (
     RFAPreTrainedMixin,
     StackCall,
@@ -38,7 +39,7 @@ from .rfa_classes import (
     prepare_calls,
     unread_mask,
 )
-from .streaming import prepare_positions, prepare_step, rfa_layers, seen_keys
+from .streaming import find_out_rotations, prepare_positions, prepare_step, rfa_layers, seen_keys
 
 #: Name of converted attention in transformers' attention interface.
 INTERFACE = "rfa"
@@ -228,9 +229,7 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         for module in list(self.modules()):  # type: ignore[attr-defined]
             if is_attention(module) and not isinstance(module, RFAAttentionMixin):
                 if config.is_rfa("causal", module.layer_idx):
-                    parts = (
-                        globals() if config.feature_map == "none" else vars(import_module(f".{FEATURES}", __package__))
-                    )
+                    parts = globals() if config.feature_map == "none" else vars(import_module(f".{STATE}", __package__))
                     module.__class__ = parts["rfa_attention_class"](type(module))
                     module.become_rfa(config)
             elif isinstance(module, PreTrainedModel) and any(map(is_attention, module.modules())):
@@ -242,6 +241,9 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         self.keep_own_in_float32()
         stack.rfa_layer_types = frozenset(config.cache_layer_types())
         stack.types_that_read_on = config.types_that_read_on()
+        stack.reads_unrotated = (
+            bool(getattr(config, "rope_parameters", None)) and feature_map_class(config.feature_map).reads_means
+        )
         if config.streams():
             # Once, as it is asked for at every step; a tuple, so that it is no submodule a second time.
             stack.first_rfa_attention = tuple(rfa_layers(stack)[:1])
@@ -309,6 +311,8 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
             documents in a model with layers that do not keep them apart.
     """
     config, arguments, length, cache = stack.config, call.arguments, call.length, call.cache
+    if stack.reads_unrotated and seen_keys() is None:
+        find_out_rotations(stack, call.tokens)
     attention_mask: Any = arguments.get("attention_mask")
     softmax_mask = None
     if isinstance(attention_mask, dict) and PADDING in attention_mask:  # by `create_masks_for_generate`

@@ -1,35 +1,9 @@
-"""Decoders whose heads have features: their attention, and what a checkpoint of one loads first.
+"""Decoders with any feature map: what a checkpoint of one loads first, unless its map is the summary.
 
-Checkpoints without features carry neither this module nor those of features, state and gate.
+That has `hf_rfa.models.modeling_rfa_state` for its entry, and carries no module of other maps.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
-
-from .configuration_rfa import decoder_config_class
 from .learned_feature_maps import FEATURE_MAPS as FEATURE_MAPS  # all of which it registers
-from .modeling_rfa_decoder import RFADecoderAttention, rfa_model_class
-from .rfa_classes import base_class, make_class
-from .state_attention import StateAttentionMixin
-
-
-class RFAFeatureAttention(RFADecoderAttention, StateAttentionMixin):
-    """Attention to a memory of fixed size and a state, for a module that calls transformers' attention interface."""
-
-
-def rfa_attention_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Return the RFA class of a family's attention class, of heads with features."""
-    text = f"{base.__name__} with a memory and a state of fixed size."
-    return make_class(globals(), base, (RFAFeatureAttention,), text)
-
-
-def __getattr__(name: str) -> Any:
-    """Return a class by its name, ``RFALlamaForCausalLM`` say; an AttributeError if transformers has no base class."""
-    base = base_class(__name__, name, object)
-    if issubclass(base, PreTrainedConfig):
-        return decoder_config_class(base)
-    return rfa_model_class(base) if issubclass(base, PreTrainedModel) else rfa_attention_class(base)
+from .modeling_rfa_state import RFAFeatureAttention as RFAFeatureAttention
+from .modeling_rfa_state import __getattr__ as __getattr__
+from .modeling_rfa_state import rfa_attention_class as rfa_attention_class

@@ -10,6 +10,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+#: The map whose checkpoints carry no module of other maps.
+SUMMARY = "summary"
+
 
 class NoFeatures(nn.Module):
     """``feature_map="none"``: what leaves a head's memory is forgotten for good.
@@ -24,8 +27,10 @@ class NoFeatures(nn.Module):
     name: ClassVar[str] = "none"
     feature_dim = state_rows = 0
     windowed = signed = has_exponent = False
-    denominator_floor = None
+    denominator_floor = horizon = None
     has_random_matrix = learns_from_raw = needs_text = False
+    needs_window = unrotated = True
+    reads_means = False
     default_num_features = None
 
     def __init__(self, *, num_heads: int, head_dim: int, groups: int = 1, seed: int = 0) -> None:
@@ -50,9 +55,14 @@ class NoFeatures(nn.Module):
 
 def feature_map_class(name: str) -> Any:
     """Return the class of a feature map by its name, `NoFeatures` for ``"none"``, or None if there is none."""
-    return NoFeatures if name == NoFeatures.name else all_feature_maps().get(name)
+    if name == NoFeatures.name:
+        return NoFeatures
+    if name == SUMMARY:
+        return import_module(".summary_feature_map", __package__).SummaryMap
+    return all_feature_maps().get(name)
 
 
 def all_feature_maps() -> dict[str, Any]:
     """Return `hf_rfa.models.feature_maps.FEATURE_MAPS`, once all of them are registered."""
+    import_module(".summary_feature_map", __package__)
     return import_module(".learned_feature_maps", __package__).FEATURE_MAPS

@@ -22,7 +22,7 @@ Tokens are counted as they arrive, padding left out, and in packed rows from the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -45,6 +45,11 @@ def tokens_left(count: Tensor, layout: MemoryLayout) -> int:
     return int(left.amin())
 
 
+def moved_positions(number: Tensor, origin: Tensor, sinks: int) -> Tensor:
+    """Return p_e, where queries of an epoch with some origin eB see tokens, from how many came before each in its text."""
+    return torch.maximum(number - origin, number.clamp_max(sinks))
+
+
 @dataclass(frozen=True, eq=False)
 class Rotation:
     """How a layer rotates queries and keys by their position (RoPE, Su et al. 2021, arXiv 2104.09864).
@@ -52,10 +57,16 @@ class Rotation:
     Attributes:
         frequency: angle of a pair of columns for every position, in radians, [pairs] in float32; none without positions.
         interleaved: whether a pair are columns 2i and 2i + 1; else i and i + pairs. Columns behind them stay as they are.
+        by_column: the frequency of every column, with the sign by which its partner in the pair is added to it.
     """
 
     frequency: Tensor
     interleaved: bool = False
+    by_column: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        pairs = torch.stack([-self.frequency, self.frequency], -1 if self.interleaved else 0)
+        object.__setattr__(self, "by_column", pairs.flatten())
 
     def turn(self, rows: Tensor, by: Tensor) -> Tensor:
         """Return keys or queries as they are some positions further.
@@ -67,17 +78,14 @@ class Rotation:
         width = 2 * self.frequency.shape[0]
         if not width:
             return rows
-        angle = by[..., None].float() * self.frequency.to(rows.device)
-        cos, sin = angle.cos(), angle.sin()
-        turned, rest = rows[..., :width], rows[..., width:]
-        if rows.dtype == torch.float64:
-            cos, sin = cos.double(), sin.double()
+        angle = by[..., None].float() * self.by_column.to(rows.device)
+        turned, dtype = rows[..., :width], torch.promote_types(rows.dtype, torch.float32)
+        if self.interleaved:
+            partners = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         else:
-            turned = turned.float()
-        x, y = (turned[..., ::2], turned[..., 1::2]) if self.interleaved else turned.chunk(2, dim=-1)
-        pair = x * cos - y * sin, y * cos + x * sin
-        turned = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
-        return torch.cat([turned.to(rows.dtype), rest], dim=-1)
+            partners = turned.roll(width // 2, dims=-1)
+        turned = torch.addcmul(turned * angle.cos().to(dtype), partners, angle.sin().to(dtype)).to(rows.dtype)
+        return turned if width == rows.shape[-1] else torch.cat([turned, rows[..., width:]], dim=-1)
 
 
 #: That of a layer without positions.
@@ -107,9 +115,10 @@ class Motion(NamedTuple):
         """
         number = places.arrival if start is None else places.arrival - start[:, None, None]
         before, after = places.origin, origin.to(places.origin)
-        least = number.clamp_max(self.sinks)
-        by = torch.maximum(number - after[:, None, None], least) - torch.maximum(number - before[:, None, None], least)
+        now, then = (moved_positions(number, origin[:, None, None], self.sinks) for origin in (after, before))
         score = places.score
         if self.recency is not None:
             score = score - self.recency.to(score)[:, None] * (after - before)[:, None, None]
-        return replace(places, keys_values=self.rotation.turn(places.keys_values, by), score=score, origin=after)
+        return replace(
+            places, keys_values=self.rotation.turn(places.keys_values, now - then), score=score, origin=after
+        )

@@ -15,11 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from .attention import RFAAttentionMixin
 from .configuration_rfa import AttentionKind
 from .exact_attention import HeadGroup, Leaving, NewTokens, attend_to_places
-from .feature_maps import FEATURE_MAPS, into
+from .feature_maps import into
 from .gate import Gate
-from .linear_attention import Absorbed, Tokens, linear_attention, mask_padding, rescale
-from .masking import MASKED_LOGIT
+from .lifetimes import Arrivals
+from .linear_attention import Absorbed, Tokens, linear_attention, mask_padding, rescale, running_sums
+from .masking import MASKED_LOGIT, to_rows
 from .memory import Memory, compute_dtype
+from .no_features import feature_map_class
 
 #: Tokens of a segment, a multiple of the usual chunk size: their features fit into a CPU's caches. Features of a long
 #: sequence fill more memory than all else, and fresh memory costs more time than computing them.
@@ -48,7 +50,7 @@ class StateAttentionMixin(RFAAttentionMixin):
         if config.feature_map == "none":
             super().init_features(config, heads=heads, groups=groups, scaling=scaling)
             return
-        self.feature_map = FEATURE_MAPS[config.feature_map](
+        self.feature_map = feature_map_class(config.feature_map)(
             num_heads=heads,
             groups=groups,
             head_dim=self.rfa_width,
@@ -67,6 +69,11 @@ class StateAttentionMixin(RFAAttentionMixin):
     def add_scales(self, new: NewTokens, hidden_states: Tensor, document_starts: Tensor | None) -> None:
         """Add to new tokens how the state takes them in: gates, and what is left of it where a document starts."""
         log_decay, input_scale = (None, None) if self.gate is None else self.gate(hidden_states)  # [B, H, T]
+        if self.gate is None and self.feature_map.horizon is not None:
+            dtype = compute_dtype(new.keys_values.dtype)
+            log_decay = new.keys_values.new_full(
+                new.keys_values.shape[:3], -1.0 / self.feature_map.horizon, dtype=dtype
+            )
         log_decay, input_scale = mask_padding(new.is_token, log_decay, input_scale)
         if document_starts is not None:
             if log_decay is None:
@@ -105,6 +112,20 @@ class StateAttentionMixin(RFAAttentionMixin):
         joined = Tokens.join(tokens) if len(tokens) > 1 else tokens[0]
         return output, memory, Absorbed(joined, self.feature_map.denominator_floor)
 
+    def _unrotated(
+        self, new: NewTokens, group: HeadGroup, query: Tensor, key: Tensor, position: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return queries and keys as they were before they were rotated; ``position`` is that of the keys, [B, H, T]."""
+        if group.target is not None:
+            at = cast(Tensor, group.target.ordinal)
+        else:
+            arrivals = cast(Arrivals, new.arrivals)
+            at = arrivals.in_document() if arrivals.origin is None else arrivals.in_document() - arrivals.origin
+        rows = to_rows(at, query.shape[2] // new.length, dim=1)[:, None]
+        both, by = torch.cat([query, key], dim=2), torch.cat([rows.expand(*query.shape[:3]), position], dim=2)
+        unrotated = self.rotation.turn(both, -by)
+        return unrotated[:, :, : query.shape[2]], unrotated[:, :, query.shape[2] :]
+
     def _attend_segment(
         self, new: NewTokens, group: HeadGroup, shift: Tensor | None
     ) -> tuple[Tensor, Memory, Tensor | None, Tokens]:
@@ -124,13 +145,25 @@ class StateAttentionMixin(RFAAttentionMixin):
         if places is not None:
             inputs = replace(new, query=query), group
             exact, places, log_total, leaving = attend_to_places(*inputs, scaling=self.scaling, joined=True)
-            joining, leaves = cast(Leaving, leaving)
+            joining, leaves, position = cast(Leaving, leaving)
             if leaves is not None:
                 scale = leaves.to(query.dtype)
                 input_scale = scale if input_scale is None else scale * input_scale
         key, value = joining[..., :width].to(query.dtype), joining[..., width:]
-        least_shift = feature_map.least_shift(memory.state) if shift is None else shift
-        features = feature_map(query, key, least_shift=least_shift, offset=exact is not None)
+        if feature_map.unrotated:
+            query, key = self._unrotated(new, group, query, key, position)
+        is_step = memory.state is not None and group.target is not None and self.gate is None and new.is_token is None
+        if feature_map.reads_means and is_step and self.attention_component == "both":
+            joins = cast(Tensor, exact), cast(Tensor, log_total)
+            output, key = feature_map.step(query, key, value, input_scale, memory.state, joins)
+            return output, Memory(places, memory.state), None, Tokens(key, value, new.log_decay, input_scale)
+        if feature_map.reads_means:
+            key = feature_map.key(key)
+            sums = running_sums(key, new.log_decay, input_scale, memory.state, self.chunk_size)
+            features = feature_map.reading(query, key, sums)
+        else:
+            least_shift = feature_map.least_shift(memory.state) if shift is None else shift
+            features = feature_map(query, key, least_shift=least_shift, offset=exact is not None)
         beside = None
         if exact is not None:
             log_normalizer = log_total + features.offset

@@ -42,6 +42,8 @@ EPOCH_IS_DUE = (
 )
 #: Tokens by which rotations are found.
 PROBE_LENGTH = 4
+#: How far apart they are read where no tokens move.
+PROBE_DISTANCE = 64
 
 
 def find_rotations(stack: Any) -> dict[int, Rotation] | None:
@@ -55,7 +57,7 @@ def find_rotations(stack: Any) -> dict[int, Rotation] | None:
         The rotations by the layers' numbers, sliding softmax layers included; None if some layer's keys do not turn so.
     """
     config = stack.config
-    by = min(config.motion_of("causal")[1], config.trained_positions() - PROBE_LENGTH)
+    by = min(config.motion_of("causal")[1] or PROBE_DISTANCE, config.trained_positions() - PROBE_LENGTH)
     if by < 1:
         return None
     device, count = stack.get_input_embeddings().weight.device, config.vocab_size
@@ -111,6 +113,26 @@ def rfa_layers(stack: Any) -> list[RFAAttentionMixin]:
     return [
         module for module in stack.modules() if isinstance(module, RFAAttentionMixin) and module.rfa_kind == "causal"
     ]
+
+
+def find_out_rotations(stack: Any, tokens: Tensor) -> None:
+    """Find how a stack with features of queries and keys without rotation rotates them, before its first call.
+
+    Raises:
+        ValueError: if its keys turn in no way that can be found, or a compiler asks first.
+    """
+    if hasattr(stack, "rotations") and stack.rotations is not None:
+        return
+    if is_tracing(tokens):
+        raise ValueError(
+            f"feature_map={stack.config.feature_map!r} has to see how this model rotates keys before it is compiled. Call "
+            "the model once on a few tokens, then compile it."
+        )
+    if not can_move(stack):
+        raise ValueError(
+            f"feature_map={stack.config.feature_map!r} reads keys without their rotation, and those of a "
+            f"{stack.config.model_type} model turn in no way that could be found. Convert with another map, or with none."
+        )
 
 
 def can_move(stack: Any) -> bool:
@@ -230,7 +252,9 @@ def prepare_positions(
 
     config, layout = stack.config, stack.first_rfa_attention[0].memory_layout(torch.float32)
     most = config.max_position_embeddings
-    is_far = position_ids is not None and can_ask(position_ids) and int(position_ids.max()) >= most
+    # Features without rotation count from the beginning of a text: there its positions are to begin at 0.
+    from_zero = position_ids is not None and stack.reads_unrotated
+    is_far = from_zero or (position_ids is not None and can_ask(position_ids) and int(position_ids.max()) >= most)
     if layer is None and length <= layout.max_distance and not is_far:
         return position_ids, None
     before = None if layer is None else layer.memories[0].places
@@ -242,7 +266,7 @@ def prepare_positions(
         ahead = given() - number
         ahead = ahead if arrivals.is_token is None else ahead.masked_fill(~arrivals.is_token, 0)
         ahead = ahead.amax(-1, keepdim=True)
-        shift = torch.where(ahead >= most, ahead, 0)
+        shift = torch.where(ahead >= (1 if from_zero else most), ahead, 0)
     if origin is not None:
         if not can_move(stack):
             check_positions(int((given() if shift is None else given() - shift).max()), most)

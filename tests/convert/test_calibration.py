@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_rfa import FEATURE_MAPS
 from hf_rfa.convert import convert
-from hf_rfa.convert.calibrate import calibration, far_outputs, feature_fit, importance
+from hf_rfa.convert.calibrate import calibration, far_outputs, importance
 from hf_rfa.convert.calibrate.activations import LayerActivations
 from hf_rfa.convert.calibrate.attention_weights import key_exponents
 from hf_rfa.convert.calibrate.calibration import (
@@ -24,6 +24,7 @@ from hf_rfa.convert.calibrate.calibration import (
 )
 from hf_rfa.convert.calibrate.far_outputs import FarText, far_queries, output_root
 from hf_rfa.convert.calibrate.importance import far_weights, refine_importance, regress_importance
+from hf_rfa.convert.calibrate.summary_fit import fit_summary
 from hf_rfa.convert.checkpoint.base_model import rfa_layers
 from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
@@ -306,63 +307,43 @@ def layer_error(layer: Layer, activations: LayerActivations, hidden: Tensor, pla
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("feature_map", "slots"), [("mlp", 3), ("mlp", 0), ("exponential", 3)])
-def test_learned_features_are_fitted_to_the_outputs_of_the_layer(feature_map, slots, monkeypatch):
-    """On another text: what the fit minimises is the error of the layer itself, and it is lower than without features."""
-    monkeypatch.setattr(far_outputs, "FITTED_FROM", 1)
-    monkeypatch.setattr(feature_fit, "LEARNING_RATE", 0.03)
-    monkeypatch.setattr(feature_fit, "STEPS", 60)
-    fields = {"window_size": 4, "num_sinks": 1, "num_slots": slots, "hidden_size": 5}
-    layer = Layer(2, 3, feature_map=feature_map, **fields)
+@pytest.mark.parametrize("slots", [3, 0])
+def test_a_summary_makes_the_outputs_of_the_layer_better(slots):
+    """On another text, whatever is padded: by the errors that the fit reports, which are those of the layer itself."""
+    layer = Layer(
+        2, 3, feature_map="summary", num_features=4, window_size=4, num_sinks=1, num_slots=slots, hidden_size=5
+    )
     if slots:
         layer.importance.weight.normal_()
-    activations, hidden = text_of_two_kinds(16, 60)
+    activations, hidden = text_of_two_kinds(48, 60)
     other, other_hidden = text_of_two_kinds(20, 60)
-    places = torch.arange(10, 60)
+    places = torch.arange(layer.num_sinks + layer.window_size + slots, 60)
     layer.feature_map.window_shift.fill_(CLOSED)
     without = layer_error(layer, other, other_hidden, places)
-    queries = far_queries(layer, other, places)
-    none = torch.zeros(20, 2, 60)
-    score = layer.importance.score(other_hidden, other.key, torch.arange(60.0).expand(20, -1)) if slots else none
-    share = queries.shares(score, slots)
-    torch.testing.assert_close(queries.errors(share), without, rtol=1e-4, atol=1e-7)
     for text, inputs in ((activations, hidden), padded(activations, hidden)):
         layer.feature_map.reset_parameters()
-        calibrate_layer(layer, text, inputs, text=FarText(layer, text, None))
-        errors = layer_error(layer, other, other_hidden, places)
-        torch.testing.assert_close(queries.errors(share, layer.feature_map), errors, rtol=1e-3, atol=1e-6)
-        assert (errors < 0.8 * without).all()
+        far = FarText(layer, text, None)
+        before, after = fit_summary(far, inputs)
+        assert (after < 0.8 * before).all()
+        assert (layer_error(layer, other, other_hidden, places) < 0.8 * without).all()
+    rows = activations.rows(far.held_out)
+    _, after = fit_summary(FarText(layer, activations, None), hidden)
+    torch.testing.assert_close(
+        layer_error(layer, rows, hidden[: far.held_out], places), 3 * after, rtol=1e-3, atol=1e-6
+    )
 
 
 @torch.no_grad()
-def test_a_fit_that_diverges_leaves_no_trace(monkeypatch):
-    """Its features are as they were drawn, and closed where these do not help."""
-    monkeypatch.setattr(far_outputs, "FITTED_FROM", 1)
-    monkeypatch.setattr(feature_fit, "LEARNING_RATE", float("inf"))
-    monkeypatch.setattr(feature_fit, "STEPS", 3)
-    layer = Layer(2, 3, feature_map="mlp", window_size=4, num_sinks=1, hidden_size=5)
-    drawn = {name: tensor.clone() for name, tensor in layer.feature_map.named_parameters()}
-    activations, hidden = text_of_two_kinds(8, 60)
-    calibrate_layer(layer, activations, hidden, text=FarText(layer, activations, None))
-    shift = layer.feature_map.window_shift
-    assert ((shift == 0) | (shift == CLOSED)).all()
-    for name, tensor in layer.feature_map.named_parameters():
-        assert name == "window_shift" or torch.equal(tensor, drawn[name])
-    errors = layer_error(layer, activations, hidden, torch.arange(10, 60))
-    layer.feature_map.window_shift.fill_(CLOSED)
-    assert (errors <= 1.1 * layer_error(layer, activations, hidden, torch.arange(10, 60))).all()
-
-
-@torch.no_grad()
-def test_features_that_do_not_help_are_closed(monkeypatch):
-    """A model that is trained afterwards needs them open."""
-    monkeypatch.setattr(far_outputs, "FITTED_FROM", 1)
-    monkeypatch.setattr(calibration, "fit_features", lambda *args: torch.tensor([True, False]))
-    layer = Layer(2, 3, feature_map="mlp", window_size=4, num_sinks=1, hidden_size=5)
+def test_a_summary_that_does_not_help_is_closed(monkeypatch):
+    """A model that is trained afterwards needs it open."""
+    errors = torch.tensor([2.0, 1.0]), torch.tensor([1.0, 1.5])
+    monkeypatch.setattr(calibration, "fit_summary", lambda *args: errors)
+    layer = Layer(2, 3, feature_map="summary", window_size=4, num_sinks=1, hidden_size=5)
     activations, hidden = text_of_two_kinds(4, 60)
+    text = FarText(layer, activations, None)
     for to_train, expected in ((False, [0.5, CLOSED]), (True, [0.5, 0.5])):
         layer.feature_map.window_shift.fill_(0.5)
-        calibrate_layer(layer, activations, hidden, text=FarText(layer, activations, None), to_train=to_train)
+        calibration.summarise(text, hidden, to_train=to_train)
         assert layer.feature_map.window_shift.tolist() == expected
 
 

@@ -23,7 +23,7 @@ def chosen(folder, trained=None, **options):
 
 EXACT = ("none", None, False, (31, 4, 28))
 MIXED = ("positive", 64, False, (14, 4, 14))
-FITTED = ("mlp", 8, False, (31, 4, 24))
+FITTED = ("summary", 8, False, (31, 4, 24))
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,12 @@ def test_cross_attention_is_converted_by_default_where_training_follows(trained,
 
 
 def test_a_map_that_is_fitted_to_a_text_needs_a_long_one(checkpoints, tmp_path):
-    with pytest.raises(InputError, match="feature_map=mlp is fitted to a text, and there is none"):
+    with pytest.raises(InputError, match="feature_map=summary is fitted to a text, and there is none"):
         convert(checkpoints["llama"], tmp_path / "out", preset="mixed")
     (tmp_path / "text.txt").write_text("a few words " * 60)
-    with pytest.raises(InputError, match=r"at least 16,384 tokens of text, and there are \d+\."):
+    with pytest.raises(
+        InputError, match=r"two blocks or more, longer than 59 tokens that are kept, and there are \d of \d+\."
+    ):
         convert(checkpoints["llama"], tmp_path / "out", preset="mixed", calibrate_on=tmp_path / "text.txt")
     assert not (tmp_path / "out").exists()
 
@@ -114,7 +116,7 @@ def test_the_sizes_without_a_memory_are_those_of_64_tokens_of_heads_of_64(tmp_pa
     save_softmax_model("llama", tmp_path, **sizes)
     assert chosen(tmp_path, memory=64) == EXACT
     assert chosen(tmp_path, preset="mixed", memory=66, feature_map="positive") == MIXED
-    assert chosen(tmp_path, preset="mixed", memory=64, calibrate_on="text.txt") == ("mlp", 8, False, (29, 4, 26))
+    assert chosen(tmp_path, preset="mixed", memory=64, calibrate_on="text.txt") == ("summary", 8, False, (22, 4, 25))
     assert chosen(tmp_path, preset="rfa", memory=66) == ("positive", 129, False, (0, 0, 0))
 
 
@@ -128,13 +130,13 @@ QWEN = {"hidden_size": 28, "num_hidden_layers": 24, "num_attention_heads": 14, "
 @pytest.mark.parametrize(
     ("shape", "options", "heads", "window", "sizes"),
     [
-        (SMOLLM2, {"memory": 64, "retrieval_heads": PAIRS, "retrieval_window": 60}, PAIRS, 60, (25, 4, 33)),
-        (SMOLLM2, {"memory": 64, "retrieval_heads": 0}, 0, None, (25, 4, 34)),
-        (SMOLLM2, {"memory": 64, "layers": [0, 1, 2]}, 1, 200, (20, 4, 21)),
+        (SMOLLM2, {"memory": 64, "retrieval_heads": PAIRS, "retrieval_window": 60}, PAIRS, 60, (24, 4, 30)),
+        (SMOLLM2, {"memory": 64, "retrieval_heads": 0}, 0, None, (24, 4, 31)),
+        (SMOLLM2, {"memory": 64, "layers": [0, 1, 2]}, 1, 200, (19, 4, 18)),
         (SMOLLM2, {"memory": 64, "calibrate_on": None}, 0, None, (31, 4, 28)),
         (SMOLLM2, {"memory": 8}, 8, 29, (2, 2, 1)),
-        (QWEN, {"memory": 64}, 4, 268, (20, 4, 20)),
-        (SMOLLM2 | {"num_key_value_heads": 1}, {"memory": 64}, 0, None, (25, 4, 34)),
+        (QWEN, {"memory": 64}, 4, 268, (19, 4, 17)),
+        (SMOLLM2 | {"num_key_value_heads": 1}, {"memory": 64}, 0, None, (24, 4, 31)),
     ],
     ids=str,
 )
@@ -155,4 +157,5 @@ def test_a_third_of_a_memory_is_of_retrieval_heads_where_there_is_a_text(
     count = layers * shape["num_key_value_heads"]
     far = len(heads) if isinstance(heads, list) else heads
     tokens = far * ((window or 0) + sizes[1]) + (count - far) * sum(sizes)
+    tokens += 4 * (count - far) * (found.feature_map == "summary")  # 8 rows of 65 numbers
     assert 0 <= options["memory"] * count * 512 / 520 - tokens < count + far

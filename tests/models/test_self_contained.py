@@ -17,7 +17,7 @@ import hf_rfa
 from hf_rfa import FAMILIES
 from hf_rfa.convert import convert
 from tests.conftest import ROOT
-from tests.families import COMMON, every_family, has_encoder
+from tests.families import COMMON, every_family, has_encoder, make
 
 #: Runs without hf_rfa: loads every head of every checkpoint, and writes what the models say.
 ELSEWHERE = """
@@ -39,6 +39,9 @@ for name in ("gpt2", "bart", "marian", "llama"):
         with torch.no_grad():
             outputs = model(ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}))
         found[f"{name} {head}"] = outputs[0].contiguous()
+with torch.no_grad():
+    summary = transformers.AutoModelForCausalLM.from_pretrained(folder / "summary", trust_remote_code=True)
+    found["summary"] = summary.eval()(ids).logits
 save_file(found, folder / "found.safetensors")
 tables = vars(transformers.models.auto.modeling_auto)
 (folder / "tables.json").write_text(json.dumps({name: tables[name] for name in tables if name.endswith("_MAPPING_NAMES")}))
@@ -51,6 +54,11 @@ def converted(checkpoints, tmp_path_factory):
     for family in COMMON:
         fields = {"preset": "exact"} if family == "llama" else {"preset": "rfa", "num_features": 8}
         convert(checkpoints[family], folder / family, window_size=3, **fields)
+    summary = make("llama", {"feature_map": "summary", "num_features": 3, "window_size": 3})
+    for name, parameter in summary.named_parameters():
+        if "feature_map" in name:
+            torch.nn.init.normal_(parameter)
+    summary.save_pretrained(folder / "summary")
     return folder
 
 
@@ -67,7 +75,10 @@ def test_every_head_works_without_the_package(converted, tmp_path):
         options = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
         with torch.no_grad():
             torch.testing.assert_close(found[f"{family} {auto.__name__}"], model(ids, **options).logits)
-    assert len(found) == 6 + 7 + 3 + 5
+    with torch.no_grad():
+        summary = AutoModelForCausalLM.from_pretrained(converted / "summary").eval()(ids).logits
+    torch.testing.assert_close(found["summary"], summary)
+    assert len(found) == 6 + 7 + 3 + 5 + 1
     tables = json.loads((converted / "tables.json").read_text())
     for name, table in name_tables().items():
         for kind in (f"rfa_{family}" for family in COMMON):
@@ -109,10 +120,12 @@ def test_no_module_of_a_checkpoint_imports_the_package(converted):
     modules = {file.name for file in (ROOT / "hf_rfa" / "models").glob("*.py")}
     of_encoders = {name for name in modules if "seq2seq" in name} | {"merged_attention.py"}
     of_features = {name for name in modules if "feature" in name and name != "no_features.py"}
-    of_features |= {"gate.py", "linear_attention.py", "state_attention.py"}
+    of_features |= {"gate.py", "linear_attention.py", "modeling_rfa_state.py", "state_attention.py"}
     decoders = modules - of_encoders - {"__init__.py"}
     assert {file.name for file in files if file.parent.name == "gpt2"} == decoders
     assert {file.name for file in files if file.parent.name == "llama"} == decoders - of_features
+    others = {"modeling_rfa_features.py", "learned_feature_maps.py", "projected_feature_maps.py"}
+    assert {file.name for file in (converted / "summary").glob("*.py")} == decoders - others
     for file in files:
         assert "import hf_rfa" not in file.read_text()
         assert "from hf_rfa" not in file.read_text()

@@ -17,6 +17,7 @@ from transformers import CompileConfig, DynamicCache, LlamaForCausalLM
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.importance import LearnedImportance
 from hf_rfa.models.streaming import can_move, prepare_step
+from hf_rfa.models.summary_feature_map import SummaryMap
 from tests.conftest import DEMO_TEXT, ROOT
 from tests.decoders import converted, every_decoder, parent
 from tests.families import use_flex_attention
@@ -35,6 +36,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "retrieval": {"window_size": 2, "num_sinks": 1, "num_slots": 3},
 }
 SIZES["retrieval"] |= {"retrieval_heads": [[0, 1], [2, 0]], "retrieval_window": 6}
+SIZES["summary"] = SIZES["retrieval"] | {"feature_map": "summary", "num_features": 4}
 
 
 def models(
@@ -42,11 +44,14 @@ def models(
 ) -> tuple[Any, Any]:
     """Return a softmax model and an RFA model whose slots are chosen by random importance."""
     softmax = parent(name, **fields).to(dtype)
-    rfa = converted(softmax, feature_map="none", max_distance=L, distance_step=B, **SIZES[sizes])
+    rfa = converted(softmax, **{"feature_map": "none", "max_distance": L, "distance_step": B} | SIZES[sizes])
     for module in rfa.modules():
         if isinstance(module, LearnedImportance):
             module.weight.normal_()
             module.recency.uniform_(0, 0.3)
+        if isinstance(module, SummaryMap):
+            for parameter in module.parameters():
+                parameter.data.normal_(0, 0.5)
     return softmax, rfa
 
 
@@ -74,7 +79,18 @@ def test_a_text_past_l_is_read_as_the_definition_says(sizes):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("sizes", ["slots", "retrieval"])
+def test_a_summary_reads_the_same_wherever_positions_begin():
+    _, rfa = models(sizes="summary")
+    ids, positions, cache = torch.randint(3, 61, (2, 41)), torch.arange(41)[None] + 7, DynamicCache(config=rfa.config)
+    expected = rfa(ids, use_cache=False).logits
+    assert_close(rfa(ids, position_ids=positions, use_cache=False).logits, expected)
+    for start, stop in ((0, 5), (5, 6), (6, 20), (20, 21), (21, 41)):
+        part = rfa(ids[:, start:stop], position_ids=positions[:, start:stop], **cache_argument(cache))
+        assert_close(part.logits, expected[:, start:stop])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", ["slots", "retrieval", "summary"])
 @settings(max_examples=12)
 @given(data=st.data())
 def test_any_padding_and_any_pieces_are_the_definition(sizes, data):
