@@ -161,8 +161,12 @@ def peers() -> Figure:
         ratios = [figures[memory] / softmax for memory in memories]
         axes.plot(memories, ratios, color=WINDOW, marker=marker, markersize=4, label=method)
     for label, (color, names) in list(EQUAL_BYTES.items())[1:]:
-        ratios = [perplexity[name, 1024] / softmax for name in names]
-        axes.plot(MEMORIES, ratios, color=color, marker="o", markersize=4, label=f"hf-rfa, {label}")
+        points = [
+            (memory, perplexity[name, 1024] / softmax)
+            for memory, name in zip(MEMORIES, names, strict=True)
+            if (name, 1024) in perplexity
+        ]
+        axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, label=f"hf-rfa, {label}")
     draw_memories(axes)
     axes.set_ylabel("perplexity / softmax's", fontsize=8)
     axes.legend(frameon=False, fontsize=7)

@@ -214,7 +214,12 @@ def error(one, other, least_scale=0.0):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(name, options) for name in FEATURE_MAPS if name != "none" for options in OPTIONS]
+    [
+        (name, options)
+        for name, cls in FEATURE_MAPS.items()
+        for options in OPTIONS
+        if name != "none" and ("window_size" in options or not cls.needs_window)
+    ]
     + [
         ("none", {"window_size": 3}),
         ("none", {"window_size": 3, "num_sinks": 4}),
