@@ -13,6 +13,7 @@ CASES = [
     ("llama", {"window_size": 4, "num_sinks": 1, "num_features": 8}),
     ("llama", {"window_size": 3, "num_slots": 2, "feature_map": "none", "softmax_layers": [1]}),
     ("llama", {"num_features": 8}),
+    ("llama", {"window_size": 4, "num_sinks": 2, "num_slots": 3, "feature_map": "summary", "num_features": 3}),
 ]
 
 
@@ -22,6 +23,9 @@ def test_shares_are_sums_of_the_weights_of_the_model(family, fields):
     torch.manual_seed(0)
     model = make(family, fields)
     draw_importance(model)
+    for name, parameter in model.named_parameters():
+        if "feature_map" in name and model.config.feature_map == "summary":
+            torch.nn.init.normal_(parameter, 0, 0.3)
     ids = torch.randint(4, 61, (1, 30))
     shares = attention_shares(model, ids[0])
     # None are those of softmax layers, whose function returns no weights

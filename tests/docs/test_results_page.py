@@ -18,7 +18,6 @@ ROWS = {(row["name"], row["context"]): row["perplexity"] for row in json.loads((
 README_ROWS = {
     "window + sinks": "a window with sinks, same bytes",
     "exact with retrieval heads": "exact tokens, with a few retrieval heads",
-    "with a summary too": "the same, with a summary of the others (the default)",
 }
 
 
