@@ -28,7 +28,6 @@ from ..errors import InputError
 from ..families import has_rotary_positions, reads_audio
 from ..models.attention import AttentionComponent, RFAAttentionMixin
 from ..models.configuration_rfa import RFAConfigMixin
-from ..models.no_features import NoFeatures
 from ..models.streaming import can_move
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -311,7 +310,10 @@ def use_attention_component(model: nn.Module, component: AttentionComponent) -> 
     layers = [module for module in model.modules() if isinstance(module, RFAAttentionMixin) and module.window_size]
     if not layers and component != "both":
         raise InputError(f"attention_component={component} needs attention with a window, and this model has none.")
-    if component == "linear" and any(isinstance(layer.feature_map, NoFeatures) for layer in layers):
-        raise InputError("attention_component=linear needs features, and this model has none (feature_map='none').")
+    if component == "linear" and (alone := [layer for layer in layers if layer.feature_map.needs_window]):
+        name = alone[0].feature_map.name
+        raise InputError(
+            f"attention_component=linear needs features of all tokens, and feature_map={name!r} has none beside a window."
+        )
     for layer in layers:
         layer.attention_component = component
