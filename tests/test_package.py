@@ -42,10 +42,10 @@ LINES = {
     "hf_rfa/export": 1_170,  # hf-rfa export: attention as ONNX functions, 8 bits, names for two runtimes, what it measures
     "hf_rfa/models": 6_270,  # 220 more: the summary, in whole texts and in steps
     "hf_rfa/io": 490,
-    "hf_rfa/inference": 1_120,
+    "hf_rfa/inference": 1_130,
     "hf_rfa/evaluation": 1_130,  # 30 more: scores are metrics of the evaluate library
     "hf_rfa/bench": 280,
-    "hf_rfa/convert": 4_090,  # 270 more: the summary is fitted in closed form
+    "hf_rfa/convert": 4_120,  # 300 more: the summary is fitted in closed form, and has shares of attention
     "hf_rfa/finetune": 2_120,
     "hf_rfa_cli": 1_380,  # 30 more: export
     "hf-rfa-vllm": 1_160,
