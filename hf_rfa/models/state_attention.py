@@ -121,8 +121,9 @@ class StateAttentionMixin(RFAAttentionMixin):
         else:
             arrivals = cast(Arrivals, new.arrivals)
             at = arrivals.in_document() if arrivals.origin is None else arrivals.in_document() - arrivals.origin
-        rows = to_rows(at, query.shape[2] // new.length, dim=1)[:, None]
-        both, by = torch.cat([query, key], dim=2), torch.cat([rows.expand(*query.shape[:3]), position], dim=2)
+        rows = at if new.length == 1 else to_rows(at, query.shape[2] // new.length, dim=1)
+        rows = rows[:, None].expand(query.shape[:3])
+        both, by = torch.cat([query, key], dim=2), torch.cat([rows, position], dim=2)
         unrotated = self.rotation.turn(both, -by)
         return unrotated[:, :, : query.shape[2]], unrotated[:, :, query.shape[2] :]
 

@@ -86,25 +86,32 @@ class SummaryMap(FeatureMap):
         Returns:
             The outputs [B, H, G, d], and the features of the key, [B, H, 1, F].
         """
-        _, heads, groups, width = query.shape
-        rank, dtype = self.num_features - 1, query.dtype
-        features = F.pad(key @ self.key_projection.mT + self.key_bias[:, None], (1, 0), value=1.0)
+        batch, heads, groups, width = query.shape
+        rank, rows = self.num_features - 1, state.view(-1, *state.shape[2:])
+
+        def of_batch(weights: Tensor) -> Tensor:
+            return weights if batch == 1 else weights.repeat(batch, 1, 1)
+
+        x = torch.baddbmm(of_batch(self.key_bias[:, None]), key.reshape(-1, 1, width), of_batch(self.key_projection).mT)
+        features = F.pad(x, (1, 0), value=1.0).view(batch, heads, 1, rank + 1)
         joining = features if input_scale is None else features * input_scale[..., None]
-        rows = state.view(-1, *state.shape[2:])
-        ones = F.pad(value.to(dtype), (0, 1), value=1.0)
-        joining, ones = joining.view(-1, rank + 1, 1), ones.view(-1, 1, width + 1)
-        rows.baddbmm_(joining, ones, beta=math.exp(-1.0 / self.horizon))
-        count, sums = state[:, :, :1, -1:], state[:, :, 1:, -1:]
-        mean, log_count = sums / count.clamp_min(torch.finfo(dtype).tiny), count.log()
-        weights = self.query_projection.view(heads, groups, -1, width)
-        linear = (weights @ query[..., None])[..., 0] + self.query_bias.view(heads, groups, -1)
-        linear = torch.addcmul(linear, self.count_weight.view(heads, groups, -1), log_count.clamp_min(0.0))
-        log_mass, by_mean = linear[..., :1], linear[..., 1:].unflatten(-1, (2, rank)) @ mean[:, :, None]
+        values = F.pad(value.to(x.dtype), (0, 1), value=1.0).reshape(-1, 1, width + 1)
+        rows.baddbmm_(joining.view(-1, rank + 1, 1), values, beta=math.exp(-1.0 / self.horizon))
+        count = rows[:, :1, -1:].clamp_min(torch.finfo(x.dtype).tiny)  # [B H, 1, 1]
+        mean, log_count = rows[:, None, None, 1:, -1] / count[..., None], count.log()
+        linear = torch.baddbmm(
+            of_batch(self.query_bias[:, None]), query.reshape(-1, 1, width), of_batch(self.query_projection).mT
+        ).view(batch * heads, groups, -1)
+        weights = of_batch(self.count_weight.view(heads, groups, -1))
+        linear = torch.addcmul(linear, weights, log_count.clamp_min(0.0))
+        log_mass, tilt_slope = linear.split([1, 2 * rank], dim=-1)
+        tilt_slope = tilt_slope.unflatten(-1, (2, rank))
+        by_tilt, by_slope = (tilt_slope * mean).sum(-1).neg().split(1, dim=-1)
+        log_mass = log_mass - by_slope + (log_count - of_batch(self.window_shift[:, None, None]))
+        reading = torch.cat([by_tilt.add(1.0), tilt_slope[:, :, 0]], dim=-1)
+        past = (torch.bmm(reading, rows) / count)[..., :-1].view(query.shape)
         output, log_exact = exact
-        log_mass = log_mass + by_mean[:, :, :, 1] + log_count - self.window_shift[:, None, None]
-        reading = torch.cat([1.0 - by_mean[:, :, :, 0], linear[..., 1 : rank + 1]], dim=-1)
-        past = reading @ state[..., :-1] / count.clamp_min(torch.finfo(dtype).tiny)
-        return torch.lerp(output, past, torch.sigmoid(log_mass - log_exact)), features
+        return torch.lerp(output, past, torch.sigmoid(log_mass.view(log_exact.shape) - log_exact)), features
 
     def reading(self, query: Tensor, key: Tensor, sums: Tensor) -> Features:
         """Return the features of queries beside those of keys, with their offset.
