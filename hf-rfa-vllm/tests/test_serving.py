@@ -21,10 +21,10 @@ from hf_rfa.models import modeling_rfa_decoder
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.cache_names import cache_argument
 from tests.conftest import ROOT
-from tests.families import QUICK, draw_importance, has_encoder, make
+from tests.families import CASES, draw_importance, has_encoder, make
 
 PLUGIN = ROOT / "hf-rfa-vllm"
-CASES = [case for case in QUICK if not has_encoder(case[0])]
+CASES = [case for case in CASES if not has_encoder(case[0])]
 CONSTANT = [case for case in CASES if set(make(*case).config.cache_layer_types()) == {"rfa"}]
 #: Sequences of the batches that a server computes one after the other: name, number of tokens, block.
 BATCHES = [
