@@ -127,7 +127,7 @@ def compare_weights(
     window = exact_tokens(layer, query, key, features.offset, activations.key_mask, hidden_states)
     if layer.feature_map.reads_means:
         features, log_decay = _mean_weights(layer, query, key, cast(ExactTokens, window))
-        window = cast(ExactTokens, window)._replace(offset=features.offset)
+        window = cast(ExactTokens, window)._replace(offset=cast(Tensor, features.offset))
     gated = layer.gate is not None and hidden_states is not None
     log_decay, input_scale = layer.gate(hidden_states) if gated else (log_decay, None)
     log_decay, input_scale = mask_padding(activations.key_mask, log_decay, input_scale)
