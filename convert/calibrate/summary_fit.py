@@ -265,7 +265,7 @@ def _fit_query_head(
     def as_weights(linear: Tensor) -> Tensor:
         """Return linear functions of queries [·, d] as weights of the inputs, [·, d + 2]."""
         linear = linear.double()
-        return torch.cat([linear * deviation, torch.zeros(len(linear), 1), linear @ mean[:, None]], dim=1)
+        return torch.cat([linear * deviation, linear.new_zeros(len(linear), 1), linear @ mean[:, None]], dim=1)
 
     slope = ((reading.query[group] @ directions) * reading.mean).sum(-1)
     change = (reading.far - reading.exact)[group]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from ..errors import InputError
 from ..inference.loading import kind_of, load_model, read_config
 from ..io.atomic_io import check_destination, check_space, new_folder
+from .figures import ExportReport
 from .graph import DecoderGraph, check_exportable
 
 Runtime = Literal["genai", "transformers.js"]
@@ -22,44 +23,6 @@ Runtime = Literal["genai", "transformers.js"]
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 #: Largest difference of two logits, over the largest logit, that a float32 graph may have.
 MAX_DIFFERENCE = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportReport:
-    """The figures of an export.
-
-    Attributes:
-        source: the checkpoint.
-        destination: the folder.
-        int8: whether the weights are of 8 bits.
-        num_bytes: bytes of the graph and its weights.
-        state_bytes: bytes of the states of one text, of any length.
-        difference, same_top, perplexity, split_difference, step_ms, prompt_ms: see `hf_rfa.export.running.Measured`.
-    """
-
-    source: str
-    destination: str
-    int8: bool
-    num_bytes: int
-    state_bytes: int
-    difference: float
-    same_top: float
-    perplexity: float
-    split_difference: float
-    step_ms: float
-    prompt_ms: float
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Return the figures for people."""
-        return [
-            ("graph and weights", f"{self.num_bytes / 1e6:.1f} MB, {'8 bits' if self.int8 else 'float32'}"),
-            ("states of one text, of any length", f"{self.state_bytes / 1e6:.2f} MB"),
-            ("a token", f"{self.step_ms:.1f} ms; {self.prompt_ms:.1f} ms in a prompt"),
-            ("largest difference of logits from torch's", f"{self.difference:.1e} of the largest"),
-            ("the same, of a text at once and by token", f"{self.split_difference:.1e}"),
-            ("same most likely token", f"{self.same_top:.1%}"),
-            ("perplexity over torch's", f"{self.perplexity:.4f}"),
-        ]
 
 
 def export_onnx(
@@ -150,7 +113,7 @@ def export_onnx(
             int8=int8,
             num_bytes=sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*")),
             state_bytes=sum(state.nbytes for state in graph.zeros(1)),
-            **found._asdict(),
+            **asdict(found),
         )
         (work / "export.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     return report

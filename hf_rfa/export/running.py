@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnxruntime
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .figures import Measured
 
 #: Tokens that the model and its graph are compared on, and those of a prompt that is timed.
 COMPARED, PROMPT = 96, 256
@@ -46,26 +48,6 @@ class Running:
         given = [ids.numpy(), (torch.ones_like(ids) if mask is None else mask).numpy(), *self.states]
         logits, *self.states = self.session.run(None, dict(zip(self.names, given, strict=True)))
         return torch.from_numpy(logits[:, -1])
-
-
-class Measured(NamedTuple):
-    """How a graph compares with its model in torch, on a text that the model wrote.
-
-    Attributes:
-        difference: largest difference of two logits, over the largest logit.
-        same_top: share of tokens whose most likely successor is the same.
-        perplexity: the graph's perplexity over torch's.
-        split_difference: the same as ``difference``, of a text read at once and read token by token.
-        step_ms: milliseconds of a step, the median.
-        prompt_ms: milliseconds a token of a prompt of `PROMPT` tokens.
-    """
-
-    difference: float
-    same_top: float
-    perplexity: float
-    split_difference: float
-    step_ms: float
-    prompt_ms: float
 
 
 @torch.no_grad()
