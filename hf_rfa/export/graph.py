@@ -8,6 +8,10 @@ Every group of heads that keeps tokens in one way (`hf_rfa.models.memory`) has t
 Zeros are an empty memory. Scores of sinks are `SINK_SCORE`. The arrival of a token is `FIRST_ARRIVAL` plus its number since
 the origin of its epoch (`hf_rfa.models.positions`), and 0 marks an empty place. Where the next epoch begins B is taken off
 all arrivals, so that no number grows with the text, and no position is an input.
+
+Heads with a summary (`hf_rfa.models.summary_feature_map`) have rows [B, H, P + F, 2d + F]: behind key and value a token's
+features φ = [1, Pk + b], made as it arrives, of its key without rotation. The last F rows are the state, the sum of φᵀ times
+the rows of what left, decayed: in its first row the columns of features are n and n x̄.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_rfa.errors import InputError
@@ -27,6 +32,7 @@ from hf_rfa.models.cache_rfa import RFA_LAYER_TYPE
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 from hf_rfa.models.masking import join_heads, split_heads
 from hf_rfa.models.memory import MemoryLayout
+from hf_rfa.models.positions import Rotation
 from hf_rfa.models.streaming import can_move
 
 #: Score of a sink; finite, as whole rows are multiplied by zeros.
@@ -49,8 +55,8 @@ class Group:
 
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of the states, rows and places, without the batch."""
-        heads, count = self.layout.heads, self.layout.places
-        return (heads, count, 2 * self.layout.head_dim), (2 * heads, count)
+        heads, count, features = self.layout.heads, self.layout.places, self.layout.state_rows
+        return (heads, count + features, 2 * self.layout.head_dim + features), (2 * heads, count)
 
 
 def check_exportable(model: Any) -> None:
@@ -63,16 +69,57 @@ def check_exportable(model: Any) -> None:
     elif set(config.cache_layer_types()) != {RFA_LAYER_TYPE}:
         kinds = ", ".join(sorted({*config.cache_layer_types()} - {RFA_LAYER_TYPE}))
         problem = f"has layers that are not converted ({kinds}). Only decoders all of whose layers are can be exported"
-    elif config.feature_map != "none":
+    elif config.feature_map not in ("none", "summary"):
         problem = (
-            f"has features (feature_map={config.feature_map!r}), which are not exported: convert it with --preset exact"
+            f"has features (feature_map={config.feature_map!r}), of which only a summary is exported: convert it with "
+            "--feature-map summary, or with none"
         )
+    elif config.gate:
+        problem = "has gates, which are not exported"
     elif any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in model.modules()):
         problem = "has learned sinks in its attention (gpt-oss), which are not exported"
     elif "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         problem = "takes no position_ids, without which its positions cannot be exported"
     if problem is not None:
         raise InputError(f"this {config.model_type} model {problem}.")
+
+
+class Summary(nn.Module):
+    """The matrices of a layer's summary, for queries and keys as their positions n have turned them.
+
+    A row that is turned back and multiplied is one product of [row cos(n angle), row sin(n angle)].
+    """
+
+    key_weight: Tensor
+    key_bias: Tensor
+    query_weight: Tensor
+    query_bias: Tensor
+    count_weight: Tensor
+
+    def __init__(self, layer: RFAAttentionMixin) -> None:
+        super().__init__()
+        feature_map, (_, partner) = layer.feature_map, turning(layer)
+        groups = feature_map.groups
+        bias = feature_map.query_bias.detach().clone()
+        bias[:, 0] -= feature_map.window_shift.repeat_interleave(groups)
+        for name in ("key", "query"):
+            projection = getattr(feature_map, f"{name}_projection").detach().mT
+            self.register_buffer(f"{name}_weight", torch.cat([projection, -partner @ projection], dim=-2))
+        self.register_buffer("key_bias", feature_map.key_bias.detach()[:, None])
+        self.register_buffer("query_bias", bias[:, None])
+        self.register_buffer("count_weight", feature_map.count_weight.detach().view(-1, groups, 1, bias.shape[-1]))
+
+    def forward(self, query: Tensor, key: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features of keys [B, H, W, F], and what queries say of mass, tilt and slope, [B, H, G, W, 2F - 1].
+
+        Args:
+            query: [B, H G, W, d].
+            key: [B, H, W, d].
+            turn: cosines and sines of the angles of every column, [B, 1, W, 2d].
+        """
+        features = (torch.cat([key, key], -1) * turn) @ self.key_weight + self.key_bias
+        linear = (torch.cat([query, query], -1) * turn) @ self.query_weight + self.query_bias
+        return F.pad(features, (1, 0), value=1.0), linear.unflatten(1, (key.shape[1], -1))
 
 
 class DecoderGraph(nn.Module):
@@ -92,12 +139,21 @@ class DecoderGraph(nn.Module):
             for index, layout in enumerate(layer.memory_layouts(torch.float32))
         ]
         first = self.groups[0].layout
-        moves = bool(first.max_distance) and can_move(model.rfa_stacks[0])
+        stack = model.rfa_stacks[0]
+        moves = bool(first.max_distance) and can_move(stack)
+        if first.state_rows and stack.reads_unrotated and not can_move(stack):
+            raise InputError(
+                "a summary reads keys without rotation, and this model's turn in no way that could be found."
+            )
         self.distance, self.step = (first.max_distance, first.distance_step) if moves else (0, 0)
         self.sinks = first.sinks
         keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.keep: dict[str, Any] = {"logits_to_keep": 1} if keeps_logits else {}
+        self.summaries = nn.ModuleDict()
+        self.horizon = layers[0].feature_map.horizon if first.state_rows else None
         for number, group in enumerate(self.groups):
+            if group.layout.state_rows:
+                self.summaries[str(number)] = Summary(group.layer)
             frequency, partner = turning(group.layer)
             self.register_buffer(f"frequency_{number}", frequency)
             self.register_buffer(f"partner_{number}", partner)
@@ -152,22 +208,46 @@ class DecoderGraph(nn.Module):
         is_one = torch.ones_like(is_token[:1], dtype=torch.int64).sum() == 1
         self.is_step = is_one & is_token.all() & ~is_due.any()
         self.targets = self._targets(last)
+        self._prepare_summaries(number + 1)
         positions = self.ordinal.clamp_min(0.0).long()
         logits = self.model(ids, position_ids=positions, use_cache=False, **self.keep).logits[:, -1:]
         states = tuple(state for pair in zip(self.rows, self.places, strict=True) for state in pair)
         del self.rows, self.places, self.is_token, self.taken_off, self.ordinal, self.new_places
-        del self.is_sink, self.is_step, self.targets
+        del self.is_sink, self.is_step, self.targets, self.turns, self.decay
         return logits, *states
 
-    def _targets(self, last: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return where the next token goes in every group [B, H, 1], and the logits' offset after that [B, H, 1, P].
+    def _prepare_summaries(self, count: Tensor) -> None:
+        """Prepare what summaries of all layers read.
+
+        They are cosines and sines of the angles of queries and keys, [B, 1, W, 2d] by the layers' rotation, and what is left,
+        at every token, of the state and of what left with each token, [B, 1, W, 1 + W].
+
+        Args:
+            count: how many tokens of the pass there are up to each, [B, W].
+        """
+        self.turns: dict[Rotation, Tensor] = {}
+        for number in map(int, self.summaries):
+            rotation, frequency = self.groups[number].layer.rotation, getattr(self, f"frequency_{number}")
+            if rotation not in self.turns:
+                angle = self.ordinal[:, None, :, None] * frequency
+                self.turns[rotation] = torch.cat([angle.cos(), angle.sin()], dim=-1)
+        self.decay = torch.zeros(1)
+        if self.horizon is not None:
+            age = count[:, :, None] - F.pad(count, (1, 0))[:, None]
+            self.decay = torch.where(age >= 0, (age / -self.horizon).exp(), 0.0)[:, None]
+
+    def _targets(self, last: Tensor) -> list[tuple[Tensor, ...]]:
+        """Return where the next token of every group goes.
+
+        They are its place [B, H, 1], whether a token leaves it, [B, H, 1, 1] of 1 and 0, and the logits' offset after that,
+        [B, H, 1, P].
 
         It is the law of `hf_rfa.models.lifetimes.targets_of`, for all groups of a kind at once.
         """
         kinds: dict[tuple[Any, ...], list[int]] = {}
         for number, group in enumerate(self.groups):
             kinds.setdefault(group.layout.kind, []).append(number)
-        targets: dict[int, tuple[Tensor, Tensor]] = {}
+        targets: dict[int, tuple[Tensor, ...]] = {}
         for numbers in kinds.values():
             layouts = [self.groups[number].layout for number in numbers]
             counts = [layout.heads for layout in layouts]
@@ -179,8 +259,10 @@ class DecoderGraph(nn.Module):
             rank = torch.where(in_window, torch.inf, torch.where(arrival > 0, score, -torch.inf))
             worst = rank == rank.amin(-1, keepdim=True)
             place = torch.where(worst, arrival, -1.0).argmax(-1, keepdim=True)  # of several, the last to come
+            leaves = (arrival.gather(-1, place) > 0)[..., None].float()
             unseen = torch.where(arrival > 0, 0.0, UNSEEN).scatter(-1, place, 0.0)[:, :, None]
-            targets |= zip(numbers, zip(place.split(counts, 1), unseen.split(counts, 1), strict=True), strict=True)
+            of_groups = [tensor.split(counts, 1) for tensor in (place, leaves, unseen)]
+            targets |= zip(numbers, zip(*of_groups, strict=True), strict=True)
         return [targets[number] for number in range(len(self.groups))]
 
 
@@ -194,7 +276,7 @@ class _Attend:
         self, query: Tensor, key: Tensor, value: Tensor, *, hidden_states: Tensor, **unread: Any
     ) -> tuple[Tensor, None]:
         layer, heads = self.layer, key.shape[1]
-        queries = (query * layer.scaling).reshape(query.shape[0], heads, -1, query.shape[-1])  # [B, H, G T, d]
+        queries = query.reshape(query.shape[0], heads, -1, query.shape[-1])  # [B, H, G W, d]
         rows = torch.cat([key, value], dim=-1)
         parts: list[tuple[Tensor, ...]] = [(queries, rows)]
         if layer.retrieval_heads:
@@ -214,15 +296,23 @@ class _Attend:
             assert group.layer.importance is not None
             score = group.layer.importance.score(hidden_states, rows[..., : layout.head_dim], graph.ordinal)
             score = torch.where(graph.is_sink[:, None], SINK_SCORE, score.float())
+        of_summary = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+        if layout.state_rows:
+            summary: Any = graph.summaries[str(number)]
+            by_head = query.reshape(query.shape[0], -1, rows.shape[2], layout.head_dim)
+            turn = graph.turns[group.layer.rotation]
+            features, linear = summary(by_head, rows[..., : layout.head_dim], turn)
+            rows = torch.cat([rows, features], dim=-1)
+            of_summary = graph.decay, linear, summary.count_weight
         states = graph.rows[number], graph.places[number]
-        new = query, rows, torch.cat([score, arrival], 1)
+        new = query * group.layer.scaling, rows, torch.cat([score, arrival], 1)
         about = graph.is_token, graph.taken_off, graph.is_step, *graph.targets[number]
         constants = (getattr(graph, f"{name}_{number}") for name in ("recency", "frequency", "partner"))
         sizes: Any = {"window": float(layout.window), "sinks": float(layout.sinks), "slots": float(layout.slots)}
         output, graph.rows[number], graph.places[number] = torch.onnx.ops.symbolic_multi_out(
             f"{DOMAIN}::attend",
-            (*new, *about, *states, *constants),
-            sizes,
+            (*new, *about, *states, *constants, *of_summary),
+            {**sizes, "features": layout.state_rows},
             dtypes=[torch.float32] * 3,
             shapes=[query.shape, *(state.shape for state in states)],
             version=1,

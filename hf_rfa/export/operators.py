@@ -31,11 +31,12 @@ def rows_of(rows, index):
 
 @script(OWN)
 def turned(rows, by, frequency, partner):
-    """Return rows [B, H, P, 2d] whose keys are some positions further, ``by`` [B, H, P]."""
-    key, value = op.Split(rows, axis=3, num_outputs=2)
+    """Return rows [B, H, P, n] whose first d columns, keys, are some positions further, ``by`` [B, H, P]."""
+    width = op.Shape(frequency)
+    key, others = op.Split(rows, op.Concat(width, op.Shape(rows, start=3) - width, axis=0), axis=3)
     angle = op.Unsqueeze(by, [3]) * frequency
     key = key * op.Cos(angle) + op.MatMul(key, partner) * op.Sin(angle)
-    return op.Concat(key, value, axis=3)
+    return op.Concat(key, others, axis=3)
 
 
 @script(OWN)
@@ -83,25 +84,88 @@ def beaten(score, arrival, is_token, start, window: float, places_count):
 
 
 @script(OWN)
+def read_summary(sums, linear, count_weight):
+    """Return what queries make of a summary (`hf_rfa.models.summary_feature_map`).
+
+    Args:
+        sums: n and n x, [B, H, W, F].
+        linear: of mass, tilt and slope, [B, H, G, W, 2F - 1].
+        count_weight: what of these grows with log n, [H, G, 1, 2F - 1].
+
+    Returns:
+        The logarithm of the mass, [B, H, G, W, 1], and what the state's rows weigh in the output, [B, H, G, W, F].
+    """
+    rank = op.Shape(sums, start=3) - 1
+    count, totals = op.Split(op.Unsqueeze(sums, [2]), op.Concat([1], rank, axis=0), axis=4)
+    count = op.Max(count, 1e-20)
+    log_count, mean = op.Log(count), totals / count
+    grown = linear + op.Max(log_count, 0.0) * count_weight
+    mass, tilt, slope = op.Split(grown, op.Concat([1], rank, rank, axis=0), axis=4)
+    log_mass = mass + op.ReduceSum(slope * mean, [4], keepdims=1) + log_count
+    weights = op.Concat(1.0 - op.ReduceSum(tilt * mean, [4], keepdims=1), tilt, axis=4)
+    return log_mass, weights / count
+
+
+@script(OWN)
+def leaving(whole, is_gone):
+    """Return the row that leaves with every new token, [B, H, W, n], and its features, zeros where none does.
+
+    Args:
+        whole: rows of tokens, [B, H, N, n].
+        is_gone: whether each new token sees each of them no more, [B, H, W, N]; False for padding.
+    """
+    width, total = op.Shape(is_gone, start=2, end=3), op.Shape(is_gone, start=3)
+    left_with = width - op.ReduceSum(op.Cast(is_gone, to=7), [2], keepdims=0)  # [B, H, N], W where none leaves
+    none = op.Expand(-1, op.Concat(op.Shape(is_gone, end=2), width + 1, axis=0))
+    number = op.Expand(op.Range(0, op.Squeeze(total), 1), op.Shape(left_with))
+    index = op.Slice(op.ScatterElements(none, left_with, number, axis=2), [0], width, [2])
+    return rows_of(whole, op.Max(index, 0)), op.Cast(op.Unsqueeze(index >= 0, [3]), to=1)
+
+
+@script(OWN)
 def attend(
-    query, rows, places, is_token, taken_off, is_step, place, unseen, past_rows, past_places,
-    recency, frequency, partner, window: float, sinks: float, slots: float,
+    query, rows, places, is_token, taken_off, is_step, place, leaves, unseen, past_rows, past_places,
+    recency, frequency, partner, decay, linear, count_weight,
+    window: float, sinks: float, slots: float, features: int,
 ):  # fmt: skip
     """Attend to a memory of fixed size, which takes the new tokens in: one of them in its place, or several.
 
     The law is that of `hf_rfa.models.lifetimes`.
     """
+    head_dim = op.Shape(query, start=3)
+    of_features = head_dim * 2
+    count = op.Shape(past_places, start=2)
+    end = [9223372036854775807]
     if is_step:
         index = op.Expand(op.Unsqueeze(place, [3]), op.Shape(rows))
-        new_rows = op.ScatterElements(past_rows, index, rows, axis=2)
+        padding = op.Concat([0, 0, 0, 0, 0, 0, 0], op.Shape(rows, start=3) - head_dim, axis=0)
+        wide = op.Pad(query, padding)
+        if features > 0:
+            left = op.GatherElements(past_rows, index, axis=2)
+            state = op.Slice(past_rows, count, end, [2])
+            fading = op.Slice(decay, [0], [1], [3])
+            joining = op.Transpose(op.Slice(left, of_features, end, [3]) * leaves, perm=[0, 1, 3, 2])
+            state = state * fading + op.MatMul(joining, left)
+            sums = op.Slice(op.Slice(state, [0], [1], [2]), of_features, end, [3])
+            log_mass, reading = read_summary(sums, linear, count_weight)
+            below = op.Range(0, features, 1) + count
+            below = op.Expand(op.Reshape(below, [1, 1, -1, 1]), op.Shape(state))
+            both, new = op.Concat(index, below, axis=2), op.Concat(rows, state, axis=2)
+            new_rows_s = op.ScatterElements(past_rows, both, new, axis=2)
+            seen_logits = op.Slice(op.MatMul(wide, op.Transpose(new_rows_s, perm=[0, 1, 3, 2])), [0], count, [3])
+            logits = op.Concat(seen_logits + unseen, op.Squeeze(log_mass, [3]), axis=3)
+            weights, share = op.Split(op.Softmax(logits, axis=-1), op.Concat(count, [1], axis=0), axis=3)
+            weights_s = op.Concat(weights, share * op.Squeeze(reading, [3]), axis=3)
+        else:
+            new_rows_s = op.ScatterElements(past_rows, index, rows, axis=2)
+            logits = op.MatMul(wide, op.Transpose(new_rows_s, perm=[0, 1, 3, 2])) + unseen
+            weights_s = op.Softmax(logits, axis=-1)
+        new_rows = op.Identity(new_rows_s)
         new_places = op.ScatterElements(past_places, op.Concat(place, place, axis=1), places, axis=2)
-        wide = op.Concat(query, query * 0.0, axis=3)
-        logits = op.MatMul(wide, op.Transpose(new_rows, perm=[0, 1, 3, 2])) + unseen
-        _zeros, output = op.Split(op.MatMul(op.Softmax(logits, axis=-1), new_rows), axis=3, num_outputs=2)
+        output = op.Slice(op.MatMul(weights_s, new_rows), head_dim, of_features, [3])
     else:
         score, arrival = op.Split(past_places, axis=1, num_outputs=2)
         score_new, arrival_new = op.Split(places, axis=1, num_outputs=2)
-        count = op.Shape(arrival, start=2)
         arrival, order = op.TopK(arrival, count, axis=2, largest=0, sorted=1)  # empty places first
         score = op.GatherElements(score, order, axis=2)
         before = rows_of(past_rows, order)
@@ -126,21 +190,48 @@ def attend(
             seen = op.Or(stays, among)
         else:
             seen = op.Identity(stays)
-        visible = op.And(op.And(theirs > 0.0, theirs <= ours), seen)  # [B, H, W, N]
-        # Padding sees all.
-        may_see = op.Or(visible, op.Not(op.Unsqueeze(mask, [3])))
+        is_query = op.Unsqueeze(mask, [3])
+        is_there = op.And(theirs > 0.0, theirs <= ours)
+        visible = op.And(is_there, seen)  # [B, H, W, N]
+        may_see = op.Or(visible, op.Not(is_query))  # padding sees all
         offset = op.Where(may_see, 0.0, UNSEEN)
-        keys, values = op.Split(whole, axis=3, num_outputs=2)
+        keys = op.Slice(whole, [0], head_dim, [3])
+        values = op.Slice(whole, head_dim, of_features, [3])
         logits = op.MatMul(query, op.Transpose(keys, perm=[0, 1, 3, 2]))
         width, total = op.Shape(is_token, start=1), op.Shape(all_score, start=2)
         by_group = op.Concat(op.Shape(query, end=2), [-1], width, total, axis=0)
-        weights = op.Softmax(op.Reshape(logits, by_group) + op.Unsqueeze(offset, [2]), axis=-1)
-        output = op.MatMul(op.Reshape(weights, op.Shape(logits)), values)
+        by_row = op.Concat(op.Shape(query, end=3), [-1], axis=0)
+        logits = op.Reshape(logits, by_group) + op.Unsqueeze(offset, [2])
         # What the last token sees stays.
-        remains = op.Squeeze(op.Slice(visible, [-1], [2147483647], [2]), [2])
+        remains = op.Squeeze(op.Slice(visible, [-1], end, [2]), [2])
         number = op.Range(0, op.Squeeze(total), 1)
         _first, chosen = op.TopK(op.Where(remains, number - total, number), count, axis=2, largest=0, sorted=1)
-        new_rows = rows_of(whole, chosen)
+        kept = rows_of(whole, chosen)
+        if features > 0:
+            state = op.Slice(past_rows, count, end, [2])
+            is_gone = op.And(op.And(is_there, op.Not(seen)), is_query)
+            left, leaves_any = leaving(whole, is_gone)
+            joining = op.Slice(left, of_features, end, [3]) * leaves_any
+            joined = op.Transpose(joining, perm=[0, 1, 3, 2])
+            fading, lasting = op.Split(decay, op.Concat([1], width, axis=0), axis=3)
+            sums = op.Slice(op.Slice(state, [0], [1], [2]), of_features, end, [3]) * fading + op.MatMul(
+                lasting, joining
+            )
+            log_mass, reading = read_summary(sums, linear, count_weight)
+            shares = op.MatMul(reading, op.Unsqueeze(joined, [2])) * op.Unsqueeze(lasting, [2])
+            shares = op.Reshape(op.Concat(reading * op.Unsqueeze(fading, [2]), shares, axis=4), by_row)
+            gone = op.Slice(op.Concat(state, left, axis=2), head_dim, of_features, [3])
+            weights = op.Reshape(op.Softmax(op.Concat(logits, log_mass, axis=4), axis=-1), by_row)
+            no_value = op.Slice(values, [0], [1], [2]) * 0.0
+            exact = op.MatMul(weights, op.Concat(values, no_value, axis=2))
+            output_s = exact + op.Slice(weights, total, end, [3]) * op.MatMul(shares, gone)
+            faded, lasted = op.Split(op.Slice(decay, [-1], end, [2]), op.Concat([1], width, axis=0), axis=3)
+            new_state = state * faded + op.MatMul(joined * lasted, left)
+            new_rows_p = op.Concat(kept, new_state, axis=2)
+        else:
+            output_s = op.MatMul(op.Reshape(op.Softmax(logits, axis=-1), by_row), values)
+            new_rows_p = op.Identity(kept)
+        output, new_rows = op.Identity(output_s), op.Identity(new_rows_p)
         kept_score = op.GatherElements(op.Where(remains, all_score, 0.0), chosen, axis=2)
         kept_arrival = op.GatherElements(op.Where(remains, all_arrival, 0.0), chosen, axis=2)
         new_places = op.Concat(kept_score, kept_arrival, axis=1)

@@ -20,28 +20,32 @@ from tests.families import make, tokens
 pytest.importorskip("onnxscript", reason="onnxscript is not installed: pip install 'hf-rfa[export]'")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: pip install 'hf-rfa[export]'")
 
-#: Grouped queries, sinks, window, slots, retrieval heads, and positions that go back every 5 tokens.
+#: Grouped queries, sinks, window, slots, retrieval heads in one of two layers, and positions that go back every 5 tokens.
 OPTIONS = {
     **{"feature_map": "none", "window_size": 3, "num_sinks": 2, "num_slots": 3, "max_distance": 12, "distance_step": 5},
     **{"retrieval_heads": [[0, 1]], "retrieval_window": 6, "num_hidden_layers": 2, "vocab_size": 64},
 }
+SUMMARY = {"feature_map": "summary", "num_features": 4}
 LENGTH = 200
 
 
 def saved(folder: Path, family: str = "llama", **options: Any) -> Path:
     """Return a folder with a tiny checkpoint."""
-    make(family, {**OPTIONS, **options}).save_pretrained(folder)
+    model = make(family, {**OPTIONS, **options})
+    for name, weight in model.named_parameters():
+        if ".feature_map." in name:  # which are zeros before a conversion
+            torch.nn.init.normal_(weight, std=0.3)
+    model.save_pretrained(folder)
     save_tiny_tokenizer(folder)
     return folder
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory) -> tuple[Any, Path]:
-    """A tiny model and the folder of its graph, which reads 16 tokens at a time."""
+def with_graph(folder: Path, **options: Any) -> tuple[Any, Path]:
+    """Return a tiny model and the folder of its graph, which reads 16 tokens at a time."""
     from hf_rfa.export import onnx_model
 
-    folder = tmp_path_factory.mktemp("export")
-    checkpoint = saved(folder / "model")
+    torch.manual_seed(0)
+    checkpoint = saved(folder / "model", **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onnx_model, "PASS_LENGTH", 16)
         export_onnx(str(checkpoint), folder / "graph")
@@ -49,15 +53,27 @@ def exported(tmp_path_factory) -> tuple[Any, Path]:
 
 
 @pytest.fixture(scope="module")
-def int8(exported) -> Path:
+def exact(tmp_path_factory) -> tuple[Any, Path]:
+    """A model without features."""
+    return with_graph(tmp_path_factory.mktemp("exact"))
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> tuple[Any, Path]:
+    """A model with a summary."""
+    return with_graph(tmp_path_factory.mktemp("summary"), **SUMMARY)
+
+
+@pytest.fixture(scope="module")
+def int8(exact) -> Path:
     """The file of the same graph with weights of 8 bits."""
     import onnx_ir as ir
 
     from hf_rfa.export.int8 import quantize
     from hf_rfa.export.onnx_model import save
 
-    path = exported[1].with_name("int8.onnx")
-    model = ir.load(exported[1] / "model.onnx")
+    path = exact[1].with_name("int8.onnx")
+    model = ir.load(exact[1] / "model.onnx")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_rfa.export.int8.LEAST_SIZE", 1)
         quantize(model)
@@ -74,14 +90,15 @@ def read(path: Path, ids: Tensor, mask: Tensor, lengths: list[int]) -> list[Tens
     return [running.read(*part) for part in parts]
 
 
+@pytest.mark.parametrize("kind", ["exact", "exported"])
 @pytest.mark.parametrize(
     "lengths",
     [[1] * LENGTH, [LENGTH], [63, 1, 1, 70, 65], [1, 63, 136], [7] * 28 + [4]],
     ids=["steps", "at once", "odd", "1 and 63", "sevens"],
 )
 @torch.no_grad()
-def test_a_graph_gives_the_models_logits_however_texts_are_split_and_padded(exported, lengths):
-    model, folder = exported
+def test_a_graph_gives_the_models_logits_however_texts_are_split_and_padded(kind, lengths, request):
+    model, folder = request.getfixturevalue(kind)
     ids, mask = tokens(3, LENGTH), torch.ones(3, LENGTH, dtype=torch.long)
     mask[1, :17], mask[2, :64] = 0, 0
     expected = model(ids, attention_mask=mask).logits
@@ -112,8 +129,8 @@ def test_a_prompt_of_500_tokens(exported):
 
 
 @torch.no_grad()
-def test_with_weights_of_8_bits_a_prompt_at_once_is_one_read_token_by_token(exported, int8):
-    model, _ = exported
+def test_with_weights_of_8_bits_a_prompt_at_once_is_one_read_token_by_token(exact, int8):
+    model, _ = exact
     ids = tokens(1, 100)
     mask, expected = torch.ones_like(ids), model(ids).logits[0]
     steps = read(int8, ids, mask, [1] * 100)
@@ -152,7 +169,7 @@ def test_transformers_js_finds_two_states_a_layer_and_counts_the_tokens(exported
 @torch.no_grad()
 def test_onnxruntime_genai_writes_what_the_model_writes(tmp_path):
     genai = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
-    checkpoint = saved(tmp_path / "model", retrieval_heads=[], retrieval_window=0)
+    checkpoint = saved(tmp_path / "model", **SUMMARY, retrieval_heads=[], retrieval_window=0)
     export_onnx(str(checkpoint), tmp_path / "graph", runtime="genai")
     model, ids = load_model(str(checkpoint))[0], tokens(1, 20)
     expected = model.generate(ids, min_new_tokens=20, max_new_tokens=20, do_sample=False)[0, 20:].tolist()
@@ -201,10 +218,11 @@ REFUSED = [
         r"not converted \(full_attention\)",
     ),
     ("llama", {"feature_map": "positive", "max_distance": None, "distance_step": None}, "has features"),
+    ("llama", {**SUMMARY, "gate": True, "max_distance": None, "distance_step": None}, "has gates"),
 ]
 
 
-@pytest.mark.parametrize(("family", "options", "message"), REFUSED, ids=["encoder", "softmax", "features"])
+@pytest.mark.parametrize(("family", "options", "message"), REFUSED, ids=["encoder", "softmax", "features", "gates"])
 def test_what_cannot_be_exported_is_refused_before_weights_are_loaded(family, options, message, tmp_path):
     fields = {} if family == "bart" else {**OPTIONS, **options}
     make(family, fields).config.save_pretrained(tmp_path / "model")
