@@ -83,7 +83,7 @@ def check_names(options: ConversionOptions) -> None:
         if name not in names:
             nearest = get_close_matches(name, [*names, *others], n=1, cutoff=0.0)[0]
             raise InputError(
-                f"config names {name!r}, which is no field; the nearest is {nearest}. The configuration has "
+                f"config names {name!r}, which is not a field; the nearest is {nearest}. The configuration has "
                 f"{', '.join(names)}; the options are {', '.join(others)}."
             )
 
@@ -119,7 +119,7 @@ def _check_layers(checkpoint: Checkpoint, config: Any, options: ConversionOption
                 )
             if value and name != layers and not converted.get(kind):
                 raise InputError(
-                    f"{name}={value} is of {kind} attention, and none is converted. Leave it out, or name {layers}."
+                    f"{name}={value} applies to {kind} attention, and none is converted. Leave it out, or name {layers}."
                 )
     if not any(converted.values()):
         raise InputError(NOTHING_TO_CONVERT)
@@ -137,7 +137,7 @@ def _check_retrieval_heads(checkpoint: Checkpoint, config: Any, options: Convers
         return
     if not checkpoint.predicts_tokens:
         raise InputError(
-            f"retrieval_heads={number} are chosen by what a decoder with a language-model head predicts, and "
+            f"retrieval_heads={number} are chosen by the predictions of a decoder with a language-model head, and "
             f"{checkpoint.name} is a {checkpoint.architecture}. Name the heads (layer.head), or leave them out."
         )
     heads, layers = config.num_heads_for("causal"), converted_layers(config)

@@ -45,70 +45,70 @@ class ConversionOptions:
     )
     memory: int | None = option(
         None,
-        "Cache budget, in tokens of the base model's cache, of which with a text a third goes to retrieval heads. Default: "
-        "the preset's own sizes, about 64.",
+        "Cache budget, in tokens of the base model's KV cache; with a text, a third goes to retrieval heads. Default: the "
+        "preset's own sizes, about 64.",
         flag="--memory",
         least=8,
     )
-    window_size: int | None = option(None, "Last tokens kept; 0 for features alone.", flag="--window-size", least=0)
-    num_slots: int | None = option(None, "Most important tokens before these, kept.", flag="--slots", least=0)
-    num_sinks: int | None = option(None, "First tokens seen exactly.", least=0)
+    window_size: int | None = option(None, "Last tokens to keep; 0 for features alone.", flag="--window-size", least=0)
+    num_slots: int | None = option(None, "Important tokens to keep from before the window.", flag="--slots", least=0)
+    num_sinks: int | None = option(None, "First tokens to keep.", least=0)
     retrieval_heads: RetrievalHeads | None = option(
         None,
-        "Key-value heads that see more tokens, those that recall the most: how many, or which, as layer.head (18.2,7.2). "
+        "Key-value heads with a longer window: how many, chosen by their recall, or which, as layer.head (18.2,7.2). "
         "Default: by rule with a memory and a text, else none.",
         flag="--retrieval-heads",
         least=0,
     )
     retrieval_window: int | None = option(
         None,
-        "Last tokens that retrieval heads see. Default: by rule with a memory, else 1,024, or a smaller model's positions.",
+        "Window of retrieval heads, in tokens. Default: by rule with a memory, else 1,024, or a smaller model's positions.",
         least=1,
     )
     feature_map: str | None = option(
         None,
-        "Name of the feature map. Default: positive; exponential where it is trained; with preset mixed summary in decoders "
-        "other than GPT-2.",
+        "Name of the feature map. Default: positive; exponential if it is trained; summary for decoders other than GPT-2 "
+        "with preset mixed.",
         flag="--feature-map",
     )
     num_features: int | None = option(None, "D, rows of W per causal head.", flag="--num-features", least=1)
     num_cross_features: int | None = option(None, "D of cross attention. Default: the map's own.", least=1)
     num_encoder_features: int | None = option(None, "D of an encoder's attention. Default: the map's own.", least=1)
     merged_source_length: int | None = option(
-        None, "Positions of audio that softmax cross attention keeps, by merging neighbours. Default: all.", least=1
+        None, "Audio positions that softmax cross attention keeps, by merging neighbors. Default: all.", least=1
     )
-    gate: bool | None = option(None, "Whether heads have a recency gate. Default: where preset rfa is trained.")
+    gate: bool | None = option(None, "Whether heads have a recency gate. Default: only if preset rfa is trained.")
     config: dict[str, Any] | None = option(
         None,
         "Set a field without an option of its own; may be repeated. docs/guide.md lists the fields.",
         flag="--config",
     )
     layers: Layers = option(
-        "all", "Layers to convert: all, none, or indices (0,2,4-7). The cache of the others grows.", flag="--layers"
+        "all", "Layers to convert: all, none, or indices (0,2,4-7). The cache of other layers grows.", flag="--layers"
     )
     cross_layers: Layers | None = option(
-        None, "Decoder layers whose cross attention to convert. Default: none; all where features are trained."
+        None, "Decoder layers whose cross attention to convert. Default: none; all if features are trained."
     )
     encoder_layers: Layers | None = option(None, "Encoder layers to convert. Default: none.")
     calibrate_on: str | Path | None = option(
         None,
-        "Text to calibrate on (.txt or .jsonl, plain or .gz; for an encoder a source a line), or speech (a folder, or a "
-        ".jsonl file with paths). Default: random tokens.",
+        "Text to calibrate on (.txt or .jsonl, plain or .gz; with an encoder, one source per line), or speech (a folder, or "
+        "a .jsonl file with paths). Default: random tokens.",
         flag="--calibrate",
     )
     calibration_tokens: int | None = option(
         None,
-        "Tokens of that text, or 128 an utterance; from 32,768 on, slots are fitted by gradient descent. Default: "
-        "4,096, with slots 8,192, with a summary 16,384.",
+        "Tokens to read of that text, 128 per utterance; from 32,768 on, gradient descent fits the slots. Default: 4,096; "
+        "8,192 with slots; 16,384 with a summary.",
         least=2,
     )
-    seed: int = option(0, "Seed of W, random tokens, and queries that scores and features are fitted to.", least=0)
+    seed: int = option(0, "Seed of W, of random tokens, and of the queries for fitting scores and features.", least=0)
     max_positions: int | None = option(
         None, "Extend the positions to this number. Default: keep them.", flag="--max-positions", least=1
     )
-    dtype: Dtype = option("auto", "Precision of the weights: float32, bfloat16, float16; auto for the checkpoint's.")
-    force: bool = option(False, "Write the model even if its perplexity on the text says that it is ruined.")
-    device: str = option("auto", "What to compute on: cpu, cuda, cuda:1, …; auto for an accelerator if there is one.")
+    dtype: Dtype = option("auto", "Precision of the weights: float32, bfloat16 or float16; auto for the checkpoint's.")
+    force: bool = option(False, "Write the model even if its perplexity on the text is ruined.")
+    device: str = option("auto", "Device: cpu, cuda, cuda:1, …; auto for an accelerator if there is one.")
     revision: str | None = option(None, "Branch, tag or commit of a checkpoint on the hub. Default: main.")
     allow_pickle: bool = option(False, "Load weights that exist only as a pickle. Only if you trust them.")
 
@@ -194,4 +194,4 @@ def read(one: Field, text: str) -> Any:
     try:
         return reader(text)
     except ValueError as error:
-        raise ValueError(f"it takes {error}, got {text!r}.") from error
+        raise ValueError(f"it must be {error}, got {text!r}.") from error

@@ -140,9 +140,7 @@ def _calibration_inputs(
     """Return what to calibrate on; an `InputError` for a text that the model cannot read, or that is too short."""
     data, fits = options.calibrate_on, fits_features(options, trained)
     if options.calibration_tokens is not None and data is None:
-        raise InputError(
-            "calibration_tokens are of a text, and there is none: pass one (--calibrate), or leave them out."
-        )
+        raise InputError("calibration_tokens needs a text: pass one (--calibrate), or leave them out.")
     default = FEATURE_TEXT_TOKENS if fits else SLOT_TEXT_TOKENS if options.num_slots else TEXT_TOKENS
     tokens = options.calibration_tokens or default
     if data is not None and reads_audio(checkpoint.config):

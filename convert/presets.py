@@ -249,8 +249,8 @@ def _check_preset(checkpoint: Checkpoint, options: ConversionOptions, preset: Pr
     causal = [name for name in ("preset", "memory") if getattr(options, name) is not None]
     if options.layers == [] and causal:
         problem = (
-            f"{causal[0]}={getattr(options, causal[0])} is of causal attention, and none is converted. Leave it out, or name "
-            "layers."
+            f"{causal[0]}={getattr(options, causal[0])} applies to causal attention, and none is converted. Leave it out, or "
+            "name layers."
         )
     elif preset == "exact" and unused:
         problem = (

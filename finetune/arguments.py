@@ -77,8 +77,8 @@ class FinetuneArguments:
     label_column: str = _option("Column with the label (classify).", "label")
     source_column: str = _option("Column with the source (seq2seq); a.b for the field b of a column a.", "source")
     target_column: str = _option("Column with the target (seq2seq), in the same form.", "target")
-    train_references: str | None = _option("Targets, one a line, for sources to train on, one a line (seq2seq).", None)
-    evaluate_references: str | None = _option("Targets, one a line, for the data to evaluate on (seq2seq).", None)
+    train_references: str | None = _option("Targets for training sources, both one per line (seq2seq).", None)
+    evaluate_references: str | None = _option("Targets for evaluation sources, one per line (seq2seq).", None)
     block_length: int | None = _option(
         "Tokens per block (clm), or most tokens of a text. Default: the positions, at most 1024.", None
     )

@@ -281,7 +281,7 @@ def _load_text(
 ) -> tuple[Dataset, dict[str, Dataset]]:
     """Return the last `HELD_OUT` blocks of a text, cut as for the first stage, and of every stage those before them."""
     if references is not None:
-        raise InputError("references belong to a model with an encoder; this one is a decoder that stands alone.")
+        raise InputError("references belong to a model with an encoder; this model is a decoder.")
     ids = tokenize(tokenizer, read_documents(data))
     check_tokens(ids.tolist(), model.config)
     stages = {name: stage for name, stage in recipe.stages().items() if stage.steps}
@@ -323,7 +323,7 @@ def _load_pairs(
         length = min(lengths.values())
         rows = dict.fromkeys(lengths, speech_rows(teacher, tokenizer, extractor, read_utterances(data), length=length))
     else:
-        raise InputError("what is said belongs into the .jsonl file, beside the path of each utterance, as text.")
+        raise InputError("put the transcripts into the .jsonl file, as the text of each utterance.")
     first, dataset = next(iter(rows.items()))
     for column in {"input_ids", "decoder_input_ids", "labels"}.intersection(dataset.column_names):
         check_tokens((index for row in dataset[column] for index in row), teacher.config)

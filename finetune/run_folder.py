@@ -26,7 +26,7 @@ def check_run(destination: Path, *, sources: tuple[Path, ...], resume: bool, ove
     if work.exists() and not resume:
         raise InputError(f"{work} holds an interrupted run. Pass --resume to continue it, or remove it.")
     if resume and not work.exists():
-        raise InputError(f"there is no interrupted run to resume: {work} is not there.")
+        raise InputError(f"there is no interrupted run to resume: {work} does not exist.")
     return work
 
 

@@ -58,7 +58,7 @@ def _fields_of(texts: list[str] | None) -> dict[str, Any]:
         if name not in FIELDS:
             options["config"] = (options["config"] or {}) | {name: yaml.safe_load(text)}
         elif flag := FIELDS[name].metadata["flag"]:
-            raise UsageError(f"--config {name}: it has an option of its own, {flag}.")
+            raise UsageError(f"--config {name}: use its own option, {flag}.")
         else:
             try:
                 options[name] = OPTIONS.read(FIELDS[name], text)

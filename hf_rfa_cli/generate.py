@@ -30,27 +30,29 @@ def generate_command(
     context: typer.Context,
     model: options.Model,
     prompt: Annotated[list[str] | None, of_text(help="Text to continue, or a source. May be repeated.")] = None,
-    max_new_tokens: Annotated[int, of_text(min=0, help="Most tokens to generate for each prompt.")] = 100,
+    max_new_tokens: Annotated[int, of_text(min=0, help="Number of tokens to generate per prompt, at most.")] = 100,
     sample: Annotated[bool, of_text("--sample/--greedy", help="Sample, or take the likeliest token.")] = False,
     ignore_eos: Annotated[bool, of_text("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
-    prompt_file: Annotated[Path | None, of_prompts(callback=_file, help="Prompts, one a line; - for stdin.")] = None,
-    chat: Annotated[bool, of_prompts("--chat", help="Apply the chat template, and show the answers alone.")] = False,
+    prompt_file: Annotated[Path | None, of_prompts(callback=_file, help="Prompts, one per line; - for stdin.")] = None,
+    chat: Annotated[bool, of_prompts("--chat", help="Apply the chat template, and print only the answers.")] = False,
     system: Annotated[str | None, of_prompts(help="With --chat: a system message, before the prompt.")] = None,
     compiled: Annotated[
         bool | None,
         of_prompts(
             "--compile/--no-compile",
-            help="Compile decoding steps: a minute for long outputs, of which each token is faster.",
-            show_default="on a GPU, but for beams and models with an encoder",
+            help="Compile decoding steps: it takes a minute, then each token is faster.",
+            show_default="on a GPU, except for beams and models with an encoder",
         ),
     ] = None,
-    temperature: Annotated[float, of_sampling(callback=options.positive, help="Of the sampling.")] = 1.0,
+    temperature: Annotated[float, of_sampling(callback=options.positive, help="Temperature of sampling.")] = 1.0,
     top_k: Annotated[int, of_sampling(min=0, help="Sample from the likeliest tokens; 0 for all.")] = 50,
-    top_p: Annotated[float, of_sampling(max=1, callback=options.positive, help="Sample from this probability.")] = 1.0,
-    seed: Annotated[int, of_sampling(min=0, max=options.LARGEST_SEED, help="Seed of what is drawn at random.")] = 0,
+    top_p: Annotated[
+        float, of_sampling(max=1, callback=options.positive, help="Likeliest share to sample from.")
+    ] = 1.0,
+    seed: Annotated[int, of_sampling(min=0, max=options.LARGEST_SEED, help="Random seed.")] = 0,
     stream_from: Annotated[Path | None, of_streams(callback=_file, help="A long text to read; - for stdin.")] = None,
-    save_cache: Annotated[Path | None, of_streams(callback=options.in_a_folder, help="To go on from later.")] = None,
-    load_cache: Annotated[Path | None, of_streams(callback=options.existing_file, help="Go on from that file.")] = None,
+    save_cache: Annotated[Path | None, of_streams(callback=options.in_a_folder, help="Save the reading here.")] = None,
+    load_cache: Annotated[Path | None, of_streams(callback=options.existing_file, help="Reading to continue.")] = None,
     audio: Annotated[list[Path] | None, Option(help="Speech to transcribe instead. May be repeated.")] = None,
     num_beams: options.Beams = 1,
     batch_size: options.BatchSize = 8,
@@ -70,11 +72,11 @@ def generate_command(
     if sample:
         wanted |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     else:
-        options.refuse(context, "acts on sampling: pass --sample with it.", SAMPLING)
+        options.refuse(context, "affects only sampling: pass --sample, too.", SAMPLING)
     if max_new_tokens == 0 and save_cache is None:
-        raise options.UsageError("--max-new-tokens 0 reads, and generates nothing: pass --save-cache FILE with it.")
+        raise options.UsageError("--max-new-tokens 0 generates nothing: pass --save-cache FILE to save what was read.")
     if system is not None and not chat:
-        raise options.UsageError("--system is of a chat template: pass --chat with it.")
+        raise options.UsageError("--system needs a chat template: pass --chat, too.")
     if not (prompt or prompt_file or stream_from or load_cache):
         raise options.UsageError(
             "there is nothing to start from: pass --prompt, --prompt-file or --audio, or --stream-from."

@@ -66,17 +66,15 @@ ModelDtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     Option(help="Precision; auto for the checkpoint's own."),
 ]
-Device = Annotated[
-    str, Option(help="What to compute on: cpu, cuda, cuda:1, …; auto for an accelerator where there is one.")
-]
-Seed = Annotated[int, Option(min=0, max=LARGEST_SEED, help="Seed of what is drawn at random.")]
+Device = Annotated[str, Option(help="Device: cpu, cuda, cuda:1, …; auto for an accelerator if there is one.")]
+Seed = Annotated[int, Option(min=0, max=LARGEST_SEED, help="Random seed.")]
 Beams = Annotated[int, Option(min=1, help="Beams of generation; 1 for none.")]
 BatchSize = Annotated[int, Option(min=1, help="Texts, or windows of one, at a time.")]
 References = Annotated[
-    Path | None, Option(callback=text_file, help="Outputs that belong to the sources of an encoder, one a line.")
+    Path | None, Option(callback=text_file, help="Outputs for the sources of an encoder, one per line.")
 ]
 Record = Annotated[
     bool, Option("--record", help="Add the result to the folder of the checkpoint, and to its model card.")
 ]
-Overwrite = Annotated[bool, Option("--overwrite", help="Replace a checkpoint that is at the output.")]
-Resume = Annotated[bool, Option("--resume", help="Go on where an interrupted training stopped.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace a checkpoint at the output.")]
+Resume = Annotated[bool, Option("--resume", help="Continue an interrupted training.")]

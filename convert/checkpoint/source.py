@@ -74,7 +74,9 @@ def open_checkpoint(
     name = str(name)
     path = Path(name).expanduser()
     if revision is not None and path.exists():
-        raise InputError(f"revision={revision} is of a model on the hub, and {name} is on this machine. Leave it out.")
+        raise InputError(
+            f"revision={revision} applies to models on the hub, and {name} is on this machine. Leave it out."
+        )
     folder = locate(name, revision=revision, allow_pickle=allow_pickle)
     _check_config(folder, name)
     config = read_config(folder, device)

@@ -31,7 +31,7 @@ def word_error_rate(references: Sequence[str], transcripts: Sequence[str]) -> fl
     normalize = BasicTextNormalizer()
     expected, written = ([normalize(text).strip() for text in texts] for texts in (references, transcripts))
     if not any(expected):
-        raise InputError("there is no word in the references, and no rate of errors.")
+        raise InputError("the references have no words, so there is no word error rate.")
     return 100 * jiwer.wer(expected, written)
 
 

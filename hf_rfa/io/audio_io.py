@@ -59,7 +59,7 @@ def _listed(source: Path) -> Iterator[Utterance]:
         return
     if not is_json_lines(source):
         raise InputError(
-            f"{source} is no speech. Pass a folder of .wav or .flac files, or a .jsonl file of their paths."
+            f"{source} is not speech. Pass a folder of .wav or .flac files, or a .jsonl file of their paths."
         )
     with open_text(source) as file:
         for number, record in enumerate(read_json_lines(file, source, "path"), start=1):
@@ -97,7 +97,7 @@ def _read(path: Path) -> tuple[Samples, int]:
     except soundfile.SoundFileError as error:
         raise InputError(f"cannot read {path} as audio: {error}") from error
     if not len(samples):
-        raise InputError(f"{path} is empty: there is no sound in it.")
+        raise InputError(f"{path} is empty: it has no samples.")
     if not np.isfinite(samples).all():
         raise InputError(f"{path} has samples that are no finite numbers.")
     return samples.mean(1), rate

@@ -50,7 +50,7 @@ def take_cache(arguments: dict[str, Any]) -> Any:
     for name, value in arguments.items():
         if isinstance(value, Cache):
             raise TypeError(
-                f"a {type(value).__name__} came as {name}, which is no name of a cache here: no layer would read it. Pass it "
+                f"a {type(value).__name__} came as {name}, which is not a name for caches: no layer would read it. Pass it "
                 f"as {CACHE_NAME}. If transformers itself passes it so, it is a later one than hf-rfa was tested with: "
                 "install one that hf-rfa names."
             )

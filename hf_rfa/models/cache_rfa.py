@@ -414,7 +414,7 @@ def past_length(cache: Cache | None) -> int:
         return 0
     if not isinstance(cache, Cache):
         raise TypeError(
-            f"{CACHE_NAME} is a {type(cache).__name__}, and has to be a cache. Build it with "
+            f"{CACHE_NAME} is a {type(cache).__name__}, and must be a cache. Build it with "
             "DynamicCache(config=model.config), or let the model build it (use_cache=True)."
         )
     return cache.get_seq_length()

@@ -101,8 +101,8 @@ class RFASeq2SeqConfigMixin(RFAConfigMixin):
             raise ValueError(f"merged_source_length must be at least 0, got {self.merged_source_length}.")
         if self.merged_source_length and not (hasattr(self, "num_mel_bins") and self.softmax_layers_for("cross")):
             raise ValueError(
-                f"merged_source_length={self.merged_source_length} is of softmax cross attention to audio, and there is none "
-                "here. Leave it out, or leave cross attention softmax."
+                f"merged_source_length={self.merged_source_length} applies to softmax cross attention to audio, and this "
+                "model has none. Leave it out, or leave cross attention softmax."
             )
 
 

@@ -126,7 +126,7 @@ def check_direction(is_causal: bool | None, *, causal: bool) -> None:
     """Raise a ValueError for a call's argument ``is_causal`` that is not what its RFA layers are, ``causal`` or not."""
     if is_causal is not None and bool(is_causal) != causal:
         raise ValueError(
-            f"is_causal={is_causal} is not what this model's converted attention does, which sees "
+            f"is_causal={is_causal} contradicts this model's converted attention, which sees "
             f"{'the tokens up to each' if causal else 'all tokens of the source'}. Leave the argument out."
         )
 

@@ -80,13 +80,16 @@ def test_answers_are_printed_as_they_are(run_cli, capsys):
     ("arguments", "words"),
     [
         (["convert", "./nothing", "out"], "there is no folder ./nothing"),
-        (["convert", DEMO_MODEL, "out", "--layers", "a"], "'--layers': it takes all, none, or indices and ranges"),
+        (["convert", DEMO_MODEL, "out", "--layers", "a"], "'--layers': it must be all, none, or indices and ranges"),
         (["evaluate", DEMO_MODEL, "missing.txt"], "there is no text file missing.txt"),
         (["evaluate", DEMO_MODEL, DEMO_TEXT, "--context-length", "1"], "'--context-length'"),
         (["evaluate", DEMO_MODEL], "Missing argument 'data'"),
         (["distill", "a", "--teacher", "b", "--data", "missing.txt"], "there is no text file missing.txt"),
         (["distill", "a", "--teacher", "b", "--data", DEMO_TEXT, "--transfer-steps", "-1"], "'--transfer-steps'"),
-        (["convert", DEMO_MODEL, "out", "--retrieval-heads", "1."], "'--retrieval-heads': it takes a number of heads"),
+        (
+            ["convert", DEMO_MODEL, "out", "--retrieval-heads", "1."],
+            "'--retrieval-heads': it must be a number of heads",
+        ),
         (["bench", "--output", "no/where"], "cannot write to"),
         (["convrt"], "No such command 'convrt'. Did you mean 'convert'? See hf-rfa --help."),
         (["convert", DEMO_MODEL, "out", "--nothing"], "No such option: --nothing See hf-rfa convert --help."),

@@ -18,7 +18,7 @@ from tests.speech import RATE, tone
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("text.txt", r"text\.txt is no speech\. Pass a folder of"),
+        ("text.txt", r"text\.txt is not speech\. Pass a folder of"),
         ("empty", "empty has no speech in it"),
         ("broken", "cannot read .*b.wav as audio"),
         ("long", r"long\.wav lasts 1\.5 s, and the model hears 1 s at once\. Cut it"),

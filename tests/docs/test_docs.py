@@ -216,6 +216,15 @@ def test_sentences_are_short(page: Path):
     assert long == [], "\n".join(long)
 
 
+#: Phrases of translated English: "except", "on a CPU", "is in", "instead of", "must be" say it better.
+AVOIDED = r"\b(but for|a matter of|on a processor|stands in|is of|all the same|in place of|otherwise than|has to be)\b"
+
+
+@each_prose
+def test_phrases_of_translated_english_are_avoided(page: Path):
+    assert re.findall(AVOIDED, " ".join(prose(page).split()).lower()) == []
+
+
 @each_prose
 def test_lines_fit(page: Path):
     long = [number for number, line in enumerate(page.read_text().splitlines(), 1) if len(line) > MAX_COLUMNS]

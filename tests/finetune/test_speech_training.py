@@ -51,5 +51,5 @@ def test_a_converted_whisper_is_distilled_by_both_stages(whisper, converted_whis
     assert leftovers(tmp_path) == ["out"]
     card = (tmp_path / "out" / "README.md").read_text()
     assert "automatic-speech-recognition" in card
-    with pytest.raises(InputError, match=r"what is said belongs into the \.jsonl file"):
+    with pytest.raises(InputError, match=r"put the transcripts into the \.jsonl file"):
         distill(converted_whisper, tmp_path / "b", teacher=whisper, data=speech, references=speech, recipe=RECIPE)

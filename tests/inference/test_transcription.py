@@ -50,7 +50,7 @@ def test_a_folder_and_a_list_name_the_same_files(speech):
         ),
         ('{"path": "missing.wav"}', "there is no audio file .*missing.wav"),
         ('{"path": "a.jsonl"}', "cannot read .*a.jsonl as audio"),
-        ('{"path": "empty.wav"}', r"empty\.wav is empty: there is no sound in it"),
+        ('{"path": "empty.wav"}', r"empty\.wav is empty: it has no samples"),
         ('{"path": "nan.wav"}', "samples that are no finite numbers"),
     ],
 )
@@ -118,7 +118,7 @@ def test_the_pipeline_is_the_base_models(with_stamps):
 def test_a_word_error_rate_is_that_of_all_words_in_lower_case():
     assert word_error_rate(["A man, walking.", "two dogs"], ["a man walking", "two cats run"]) == pytest.approx(40)
     assert word_error_rate(["a", "b"], ["", "b"]) == pytest.approx(50)
-    with pytest.raises(InputError, match="there is no word in the references"):
+    with pytest.raises(InputError, match="the references have no words"):
         word_error_rate(["..."], ["a"])
 
 

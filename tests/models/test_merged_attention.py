@@ -117,7 +117,7 @@ def test_a_conversion_merges_and_the_checkpoint_says_so(encoded, tmp_path):
     for options, message in (
         (
             {"merged_source_length": 7, "cross_layers": "all", "preset": "rfa"},
-            "merged_source_length=7 is of softmax cross",
+            "merged_source_length=7 applies to softmax cross",
         ),
         ({"merged_source_length": 0}, "merged_source_length must be at least 1, got 0"),
     ):
@@ -125,5 +125,5 @@ def test_a_conversion_merges_and_the_checkpoint_says_so(encoded, tmp_path):
 
 
 def test_models_that_read_text_do_not_merge(checkpoints, tmp_path):
-    message = "merged_source_length=7.*is of softmax cross attention to audio"
+    message = "merged_source_length=7.*applies to softmax cross attention to audio"
     refused(message, checkpoints["bart"], tmp_path, merged_source_length=7)
