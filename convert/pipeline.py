@@ -18,9 +18,10 @@ from hf_rfa.evaluation.perplexity import Perplexity, score_labels
 from hf_rfa.inference.loading import find_device
 from hf_rfa.io.atomic_io import new_folder
 from hf_rfa.models.no_features import NoFeatures
+from hf_rfa.models.summary_feature_map import SummaryMap
 from hf_rfa.process_memory import give_back_memory
 
-from .calibrate.calibration import FittedImportance, LayerGain, calibrate
+from .calibrate.calibration import FittedHeads, LayerGain, calibrate
 from .calibrate.retrieval_heads import choose_retrieval_heads
 from .card import model_card
 from .checkpoint.base_model import extend_positions, rfa_layers
@@ -128,24 +129,27 @@ def choose_heads(plan: Plan) -> Plan:
     count = plan.options.retrieval_heads
     if not count or isinstance(count, list):
         return plan
-    alone = (
-        plan.with_options(feature_map=NoFeatures.name, num_features=None, gate=False)
-        if plan.config.window_size
-        else plan
-    )
-    models = load(alone)
-    calibrate_models(alone, models)
+    exact = plan
+    if plan.config.window_size:
+        exact = plan.with_options(feature_map=NoFeatures.name, num_features=None, gate=False)
+    first = plan if plan.config.feature_map == SummaryMap.name else exact
+    models = load(first)
+    calibrate_models(first, models)
+    fitted = FittedHeads.of(models.rfa)
+    if first is not exact:  # heads are chosen by exact tokens alone
+        del models
+        models = load(exact)
+        fitted.carry_to(models.rfa)
     on_head = plan.begin("choosing retrieval heads", count)
     heads = choose_retrieval_heads(*models, count, seed=plan.options.seed, on_head=on_head)
     if not heads.heads:
         raise InputError(
             "no head tells more of the text when it sees all of it. Leave retrieval_heads out, or take a longer text."
         )
-    importance = FittedImportance.of(models.rfa)
     del models
     give_back_memory()
     chosen = plan.with_options(retrieval_heads=[list(head) for head in heads.heads])
-    return replace(chosen, heads=heads, importance=importance)
+    return replace(chosen, heads=heads, fitted=fitted)
 
 
 def load(plan: Plan) -> Models:
@@ -161,14 +165,12 @@ def load(plan: Plan) -> Models:
     return Models(model, base_model, plan.inputs | labels)
 
 
-def calibrate_models(plan: Plan, models: Models, *, to_train: bool = False) -> list[LayerGain]:
-    """Calibrate the RFA model, with the importance of tokens that its heads were chosen with, if they were."""
-    has_features = plan.config.feature_map != NoFeatures.name
-    stage = "calibrating" if plan.importance is None else "fitting features"
-    on_layer = (
-        plan.begin(stage, len(rfa_layers(models.rfa))) if has_features or plan.importance is None else lambda: None
-    )
-    return calibrate(*models, on_layer=on_layer, to_train=to_train, importance=plan.importance)
+def calibrate_models(plan: Plan, models: Models) -> list[LayerGain]:
+    """Calibrate the RFA model; what was fitted before its heads were chosen stays."""
+    is_fitted = plan.fitted is not None and plan.config.feature_map in (NoFeatures.name, SummaryMap.name)
+    stage = "calibrating" if plan.fitted is None else "fitting features"
+    on_layer = (lambda: None) if is_fitted else plan.begin(stage, len(rfa_layers(models.rfa)))
+    return calibrate(*models, on_layer=on_layer, to_train=plan.trained is not None, fitted=plan.fitted)
 
 
 def calibrate_and_measure(plan: Plan, models: Models) -> tuple[list[LayerGain], Perplexities | None]:
@@ -178,11 +180,10 @@ def calibrate_and_measure(plan: Plan, models: Models) -> tuple[list[LayerGain], 
         plan.begin(name)
         return score_labels(model, batches(first_rows(models.inputs, MEASURED_TOKENS)))
 
-    to_train = plan.trained is not None
     if "labels" not in models.inputs:
-        return calibrate_models(plan, models, to_train=to_train), None
+        return calibrate_models(plan, models), None
     swapped = score("scoring before calibration", models.rfa)
-    gains = calibrate_models(plan, models, to_train=to_train)
+    gains = calibrate_models(plan, models)
     softmax = score("scoring the base model", models.base)
     perplexities = Perplexities(
         softmax=softmax.perplexity,

@@ -49,10 +49,10 @@ LINES = {
     "hf_rfa/finetune": 2_120,
     "hf_rfa_cli": 1_380,  # 30 more: export
     "hf-rfa-vllm": 1_160,
-    "tests": 14_830,  # 290 more: exported graphs; phrases to avoid; the definition of the summary by a loop, and its fit
+    "tests": 14_850,  # 310 more: exports; phrases to avoid; a streamed book; the summary by a loop, and its fit
     "benchmarks": 3_350,
     "docs": 590,  # 22 more: the tables of options and of rules of importance, which docstrings no longer hold
-    "examples": 380,
+    "examples": 470,  # 85 more: a book as one stream, drawn
 }
 #: Lines by which a folder may be below its number, before that is lowered.
 SLACK = 40

@@ -102,7 +102,7 @@ def calibrate(
     *,
     on_layer: Callable[[], None],
     to_train: bool = False,
-    importance: FittedImportance | None = None,
+    fitted: FittedHeads | None = None,
 ) -> list[LayerGain]:
     """Calibrate every RFA layer that ``inputs`` reach, in place, and call ``on_layer`` after each.
 
@@ -114,17 +114,18 @@ def calibrate(
         inputs: of both.
         on_layer: called after each layer.
         to_train: whether the model is going to be trained (step 8 of the module).
-        importance: that of tokens, where it has been fitted before; None to fit it.
+        fitted: importance and summaries, where they have been fitted before; None to fit them.
 
     Returns:
         The gains of all layers with features that have weights of their own for every token; no others have.
     """
     masks = padding_masks(inputs)
-    has_features = {name: not isinstance(layer.feature_map, NoFeatures) for name, layer in rfa_layers(model).items()}
-    if importance is not None:
-        importance.carry_to(model)
+    if fitted is not None:
+        fitted.carry_to(model)
+    finished = NoFeatures if fitted is None else NoFeatures | SummaryMap
+    has_features = {name: not isinstance(layer.feature_map, finished) for name, layer in rfa_layers(model).items()}
     learns = {
-        name: importance is None and isinstance(layer.importance, LearnedImportance)
+        name: fitted is None and isinstance(layer.importance, LearnedImportance)
         for name, layer in rfa_layers(model).items()
     }
     layers = {name: layer for name, layer in rfa_layers(model).items() if has_features[name] or learns[name]}
@@ -156,33 +157,38 @@ def calibrate(
     return gains
 
 
-class FittedImportance(NamedTuple):
-    """The importance of tokens in all heads of a model, which holds for any choice of retrieval heads.
+class FittedHeads(NamedTuple):
+    """The importance of tokens and the summaries of all heads of a model, which hold for any choice of retrieval heads.
 
     Attributes:
-        by_layer: state of `Importance`, by the layer's name.
+        by_layer: tensors by the layer's name and by their own, which begin with all of its heads.
     """
 
     by_layer: dict[str, dict[str, Tensor]]
 
     @staticmethod
-    def of(model: PreTrainedModel) -> FittedImportance:
-        """Return that of a model without retrieval heads."""
-        layers = {name: layer.importance for name, layer in rfa_layers(model).items() if layer.importance is not None}
-        return FittedImportance(
-            {
-                name: {part: tensor.clone() for part, tensor in importance.state_dict().items()}
-                for name, importance in layers.items()
-            }
+    def of(model: PreTrainedModel) -> FittedHeads:
+        """Return those of a model without retrieval heads."""
+        layers = rfa_layers(model).items()
+        return FittedHeads(
+            {name: {part: tensor.clone() for part, tensor in _by_head(layer).items()} for name, layer in layers}
         )
 
     def carry_to(self, model: PreTrainedModel) -> None:
-        """Set the importance of the heads of ``model`` that are no retrieval heads."""
+        """Set those of the heads of ``model`` that are not retrieval heads."""
         for name, layer in rfa_layers(model).items():
-            if name in self.by_layer and layer.importance is not None:
-                state = self.by_layer[name]
-                left = [head for head in range(len(state["recency"])) if head not in layer.retrieval_heads]
-                layer.importance.load_state_dict({part: tensor[left] for part, tensor in state.items()})
+            left = [head for head in range(layer.rfa_heads) if head not in layer.retrieval_heads]
+            for part, tensor in _by_head(layer).items():
+                if (fitted := self.by_layer[name].get(part)) is not None:
+                    tensor.copy_(fitted.unflatten(0, (layer.rfa_heads, -1))[left].flatten(0, 1))
+
+
+def _by_head(layer: RFAAttentionMixin) -> dict[str, Tensor]:
+    """Return the tensors of a layer that are fitted head by head, by name."""
+    tensors = {} if layer.importance is None else layer.importance.state_dict(prefix="importance.")
+    if isinstance(layer.feature_map, SummaryMap):
+        tensors |= layer.feature_map.state_dict(prefix="feature_map.")
+    return tensors
 
 
 class _Comparison:

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("error:fan_in_fan_out"),  # which PEFT mends with a warning
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),  # PEFT reads transformers' old name
 ]
-NAMES = ["look_inside", "convert_and_generate", "long_prompt", "distil_and_finetune"]
+NAMES = ["look_inside", "stream_a_book", "convert_and_generate", "long_prompt", "distil_and_finetune"]
 FIGURE = r"(?m)^(\w+): perplexity ([\d.]+)"
 every_family = pytest.mark.parametrize("family", ["gpt2", "llama"])
 
@@ -93,6 +93,23 @@ def test_look_inside(family, tiny):
     assert (kept[:, :4] == 1).all()
     assert (kept[:, -31:] == 3).all()
     assert f"shows what {len(kept)} heads keep of 80 tokens" in printed
+
+
+@torch.no_grad()
+def test_stream_a_book(tiny, converted):
+    """Blocks of one stream have the loss that they have in the whole text; the base model reads each alone."""
+    options = ("--base", "llama", "--tokens", 90, "--block", 40, "--output", "book.png")
+    printed = run("stream_a_book", tiny, "llama-rfa", "text.txt", *options)
+    assert (tiny / "book.png").read_bytes().startswith(b"\x89PNG")
+    ids = AutoTokenizer.from_pretrained(tiny / "llama")((tiny / "text.txt").read_text(), return_tensors="pt")
+    ids, blocks = ids["input_ids"][:, :91], ((0, 40), (40, 80), (80, 90))
+    rfa, base = (AutoModelForCausalLM.from_pretrained(tiny / name).eval() for name in ("llama-rfa", "llama"))
+    logits = [rfa(ids[:, :-1]).logits[0, start:end] for start, end in blocks]
+    logits += [base(ids[:, start:end]).logits[0] for start, end in blocks]
+    found = [float(perplexity) for perplexity in re.findall(r"perplexity ([\d.]+)", printed)]
+    for (start, end), block, perplexity in zip(2 * blocks, logits, found, strict=True):
+        loss = torch.nn.functional.cross_entropy(block, ids[0, start + 1 : end + 1])
+        assert perplexity == pytest.approx(float(loss.exp()), abs=0.006)
 
 
 @every_family
