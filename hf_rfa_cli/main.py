@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .bench import bench_command
+from .chat import chat_command
 from .console import Warnings, errors
 from .convert import convert_command
 from .evaluate import evaluate_command
@@ -20,6 +21,7 @@ from .generate import generate_command
 from .imports import importing
 from .options import UsageError
 from .recall import recall_command
+from .serve import serve_command
 from .train import distill_command, finetune_command
 
 
@@ -47,10 +49,12 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "distill": distill_command,
     "finetune": finetune_command,
     "generate": generate_command,
+    "chat": chat_command,
     "evaluate": evaluate_command,
     "recall": recall_command,
     "bench": bench_command,
     "export": export_command,
+    "serve": serve_command,
 }
 WARNINGS = Warnings()
 for _name, _command in COMMANDS.items():

@@ -29,7 +29,7 @@ LAYERS = [
     ["hf_rfa.models"],
     ["hf_rfa"],
     ["hf_rfa.inference"],
-    ["hf_rfa.export"],
+    ["hf_rfa.export", "hf_rfa.serving"],
     ["hf_rfa.evaluation", "hf_rfa.bench"],
     ["hf_rfa.convert"],
     ["hf_rfa.finetune"],
@@ -42,14 +42,15 @@ LINES = {
     "hf_rfa/export": 1_355,  # hf-rfa export: attention as ONNX functions, 8 bits, names for two runtimes, what it measures
     "hf_rfa/models": 6_270,  # 220 more: the summary, in whole texts and in steps
     "hf_rfa/io": 490,
-    "hf_rfa/inference": 1_130,
+    "hf_rfa/serving": 1_030,  # hf-rfa chat and serve: rows of one batch, sessions, OpenAI's interface
+    "hf_rfa/inference": 1_146,  # 16 more: checksums of cache files, conversations of several messages
     "hf_rfa/evaluation": 1_130,  # 30 more: scores are metrics of the evaluate library
     "hf_rfa/bench": 280,
     "hf_rfa/convert": 4_120,  # 300 more: the summary is fitted in closed form, and has shares of attention
     "hf_rfa/finetune": 2_120,
-    "hf_rfa_cli": 1_380,  # 30 more: export
+    "hf_rfa_cli": 1_525,  # 150 more: chat and serve
     "hf-rfa-vllm": 1_160,
-    "tests": 14_850,  # 310 more: exports; phrases to avoid; a streamed book; the summary by a loop, and its fit
+    "tests": 15_450,  # 910 more: a server of conversations; exports; phrases to avoid; a streamed book; the summary
     "benchmarks": 3_350,
     "docs": 590,  # 22 more: the tables of options and of rules of importance, which docstrings no longer hold
     "examples": 470,  # 85 more: a book as one stream, drawn

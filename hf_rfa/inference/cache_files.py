@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,7 +21,7 @@ from ..models.cache_rfa_seq2seq import RFASourceLayer
 from ..models.configuration_rfa import AttentionKind, RFAConfigMixin
 
 #: What a file says of itself, so that another kind of file, or a later one, is told apart.
-FORMAT = "hf-rfa cache 3"
+FORMAT = "hf-rfa cache 4"
 
 
 def save_cache(cache: Cache, path: str | Path, *, notes: dict[str, Any] | None = None) -> None:
@@ -45,10 +47,9 @@ def save_cache(cache: Cache, path: str | Path, *, notes: dict[str, Any] | None =
                 tensors[f"{part}.{index}.{name}"] = tensor.detach().cpu().contiguous()
     if not tensors and notes is None:
         raise InputError("this cache holds nothing yet.")
+    texts = {"layers": json.dumps(about), "notes": json.dumps(notes)}
     with folder_beside(path) as folder:
-        save_file(
-            tensors, folder / path.name, {"format": FORMAT, "layers": json.dumps(about), "notes": json.dumps(notes)}
-        )
+        save_file(tensors, folder / path.name, {"format": FORMAT, **texts, "checksum": _checksum(tensors, texts)})
         (folder / path.name).replace(path)
 
 
@@ -75,7 +76,7 @@ def load_cache(path: str | Path, model: Any) -> Cache:
         The cache, to be passed with the tokens that follow (`hf_rfa.models.cache_names.cache_argument`).
 
     Raises:
-        InputError: if the file is not such a file, or was written of another model.
+        InputError: if the file is not such a file, is damaged, or was written of another model.
     """
     try:
         with safe_open(path, "pt", device=str(model.device)) as file:
@@ -86,6 +87,8 @@ def load_cache(path: str | Path, model: Any) -> Cache:
         raise InputError(f"cannot read a cache from {path}: {error}") from error
     if metadata.get("format") != FORMAT:
         raise InputError(f"{path} holds no cache of hf-rfa ({metadata.get('format')!r} instead of {FORMAT!r}).")
+    if metadata["checksum"] != _checksum(tensors, metadata):
+        raise InputError(f"{path} is damaged: its content is not what was written.")
     about = json.loads(metadata["layers"])
     caches = {"self": DynamicCache(config=model.config)}
     if any(name.startswith("cross.") for name in about):
@@ -108,6 +111,15 @@ def load_cache(path: str | Path, model: Any) -> Cache:
                 cache.layers[index] = _restore(facts, of_layer)
     # Only now: it looks at what its caches hold.
     return EncoderDecoderCache(*caches.values()) if "cross" in caches else caches["self"]
+
+
+def _checksum(tensors: dict[str, Tensor], texts: dict[str, str]) -> str:
+    """Return a checksum of what a file holds."""
+    digest = hashlib.blake2b((texts["layers"] + texts["notes"]).encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].cpu().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _kind(config: Any, part: str, index: int) -> str:

@@ -51,15 +51,27 @@ def chat_text(tokenizer: Any, prompt: str, system: str | None = None) -> str:
     """Return a user's message, after a system's, as the tokenizer's chat template writes it, up to where the answer begins.
 
     Raises:
+        InputError: as `messages_text`.
+    """
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return messages_text(tokenizer, [*messages, {"role": "user", "content": prompt}])
+
+
+def messages_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """Return a conversation as the tokenizer's chat template writes it, up to where the next answer begins.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        messages: each with a ``role`` and a ``content``.
+
+    Raises:
         InputError: if the tokenizer has no chat template, or the template refuses the messages.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
-            "the tokenizer has no chat template, so the model was made to continue texts. Leave --chat out, or put its "
+            "the tokenizer has no chat template, so the model was made to continue texts. Leave chat out, or put its "
             "template into the checkpoint as chat_template.jinja."
         )
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    messages.append({"role": "user", "content": prompt})
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except (jinja2.TemplateError, ValueError) as error:

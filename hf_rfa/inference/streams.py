@@ -66,10 +66,11 @@ class Reading:
         """
         return cls(load_cache(path, model), **(read_notes(path) or {}).get("reading", {}))
 
-    def save(self, path: str | Path, model: Any) -> None:
-        """Write all of it to a file, as `hf_rfa.inference.save_cache` does and with its errors."""
+    def save(self, path: str | Path, model: Any, notes: dict[str, Any] | None = None) -> None:
+        """Write all of it to a file, and notes, as `hf_rfa.inference.save_cache` does and with its errors."""
         cache = DynamicCache(config=model.config) if self.cache is None else self.cache
-        save_cache(cache, path, notes={"reading": {k: v for k, v in vars(self).items() if k != "cache"}})
+        reading = {name: value for name, value in vars(self).items() if name != "cache"}
+        save_cache(cache, path, notes={"reading": reading, **(notes or {})})
 
     @property
     def tokens_read(self) -> int:

@@ -1,0 +1,123 @@
+"""Texts as rows of one batch, which come and go: all that a server asks of caches.
+
+A converted decoder keeps tensors of one shape of every text, however long. So texts of any lengths lie beside each other in
+a batch; one is put in or taken out by copying a row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from ..errors import InputError
+from ..models.cache_names import cache_argument
+from ..models.cache_rfa import RFALayer
+from ..models.memory import INITIAL
+
+
+@torch.no_grad()
+def read(model: PreTrainedModel, cache: Cache, tokens: list[int], positions: list[int] | None = None) -> Tensor:
+    """Let a model read the next tokens of one text, or one of each text of a batch, at their positions.
+
+    Returns:
+        The logits of the last token of each text, [B, vocabulary] in float32.
+    """
+    begin = int(cache.get_seq_length())
+    ids = torch.tensor([tokens] if positions is None else tokens, device=model.device)
+    at = torch.tensor(
+        [list(range(begin, begin + len(tokens)))] if positions is None else positions, device=model.device
+    )
+    shape = (1, -1) if positions is None else (-1, 1)
+    inputs: dict[str, Any] = {"input_ids": ids.view(shape), "position_ids": at.view(shape), **cache_argument(cache)}
+    return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+
+
+def copy_row(model: PreTrainedModel, cache: Cache, row: int, length: int, device: torch.device | str) -> Cache:
+    """Return a cache, on a device, of one text of a batch alone, of which so many tokens have been read."""
+    copied = DynamicCache(config=model.config)
+    pairs: Any = zip(cache.layers, copied.layers, strict=True)
+    for layer, new in pairs:
+        tensors = {name: tensor[row : row + 1].to(device, copy=True) for name, tensor in layer.tensors().items()}
+        new.restore(tensors, length)
+    return copied
+
+
+class Rows:
+    """Up to ``most`` texts that a model goes on with together, in memory that is taken at the beginning.
+
+    The rows in use are the first ones: when one is taken out, the last takes its place.
+
+    Raises:
+        InputError: if the model has layers that keep anything else than a memory of fixed size, or takes no positions.
+    """
+
+    def __init__(self, model: PreTrainedModel, most: int) -> None:
+        self._model, self._lengths = model, list[int]()  # tokens that have been read of each row
+        self._cache = DynamicCache(config=model.config)
+        layers: Any = self._cache.layers
+        self._layers: list[Any] = layers
+        if not self._layers or any(getattr(layer, "holds", None) != RFALayer.holds for layer in self._layers):
+            raise InputError(
+                "this model has layers whose cache grows, and texts of different lengths cannot share a batch then. Convert "
+                "all of its layers, or serve it with transformers serve."
+            )
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            raise InputError(f"a {model.config.model_type} model takes no positions, which rows of a batch differ in.")
+        read(model, self._cache, [0])  # brings the shapes
+        self._kept: list[dict[str, Tensor]] = [
+            {name: tensor.new_empty(most, *tensor.shape[1:]) for name, tensor in layer.tensors().items()}
+            for layer in layers
+        ]
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def insert(self, cache: Cache) -> None:
+        """Add a text as the last row; a cache of this text alone holds what has been read of it."""
+        self._settle()
+        layers: list[Any] = cache.layers
+        for layer, kept in zip(layers, self._kept, strict=True):
+            tensors = layer.tensors()
+            for name, tensor in kept.items():
+                empty = INITIAL.get(name.split(".")[1], 0)
+                tensor[len(self)] = tensors[name][0] if tensors else empty
+        self._lengths.append(int(cache.get_seq_length()))
+        self._use_rows()
+
+    def remove(self, row: int) -> None:
+        """Take a row out; the last one takes its place."""
+        self._settle()
+        for kept in self._kept:
+            for tensor in kept.values():
+                tensor[row] = tensor[len(self) - 1]
+        self._lengths[row] = self._lengths[-1]
+        self._lengths.pop()
+        self._use_rows()
+
+    def copy(self, row: int) -> Cache:
+        """Return a cache of one row's text alone, on the CPU."""
+        return copy_row(self._model, self._cache, row, self._lengths[row], "cpu")
+
+    def step(self, tokens: list[int]) -> Tensor:
+        """Let every row read its next token; return the logits after these, [rows, vocabulary] in float32."""
+        logits = read(self._model, self._cache, tokens, self._lengths)
+        self._lengths = [length + 1 for length in self._lengths]
+        return logits
+
+    def _settle(self) -> None:
+        """Bring tensors that steps have made anew back to where all rows lie."""
+        for layer, kept in zip(self._layers, self._kept, strict=True):
+            for name, tensor in layer.tensors().items() if self._lengths else ():
+                if tensor.data_ptr() != kept[name].data_ptr():
+                    kept[name][: len(self)] = tensor
+
+    def _use_rows(self) -> None:
+        """Have the cache hold the rows in use where they lie: steps change them in place."""
+        for layer, kept in zip(self._layers, self._kept, strict=True):
+            if self._lengths:
+                layer.restore({name: tensor[: len(self)] for name, tensor in kept.items()}, max(self._lengths))
