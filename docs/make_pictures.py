@@ -173,26 +173,44 @@ def peers() -> Figure:
     return figure
 
 
+def stream_nats(file: str) -> dict[str, dict[int, float]]:
+    """Return the loss of every block of a file of streams, by name and by first token."""
+    blocks: dict[str, list[dict[str, Any]]] = json.loads((RESULTS / file).read_text())["blocks"]
+    return {
+        name: dict(sorted((row["block"] * row["tokens"], row["nats"]) for row in rows if "nats" in row))
+        for name, rows in blocks.items()
+    }
+
+
 def streams() -> Figure:
-    """Return perplexity by position in a stream, and its ratio to softmax's in fresh blocks."""
-    blocks: dict[str, list[dict[str, Any]]] = json.loads((RESULTS / "streams.json").read_text())["blocks"]
-    nats: dict[str, dict[int, float]] = {}
-    for name, rows in blocks.items():
-        nats[name] = dict(sorted((row["block"] * row["tokens"], row["nats"]) for row in rows if "nats" in row))
+    """Return perplexity by position in a stream, and its ratio to softmax's in fresh blocks, beside StreamingLLM's."""
+    nats, others = stream_nats("streams.json"), stream_nats("streams-peers.json")
     softmax, ours = nats["softmax"], nats["ours-256"]
     figure = Figure(figsize=(8, 5))
     above, below = figure.subplots(2, 1, sharex=True)
-    for label, color, of_line in (("softmax", "#555555", softmax), ("hf-rfa, 256 tokens", OURS, ours)):
+    for label, color, of_line in (
+        ("softmax, every block from scratch", "#555555", softmax),
+        ("hf-rfa, 256 tokens", OURS, ours),
+    ):
         above.plot(list(of_line), [math.exp(each) for each in of_line.values()], color=color, marker=".", label=label)
-    shared = [start for start in ours if start in softmax]
-    below.plot(shared, [math.exp(ours[start] - softmax[start]) for start in shared], color=OURS, marker=".")
+    lines = (
+        ("hf-rfa", OURS, ".", ours, softmax),
+        ("hf-rfa, one novel, with retrieval heads", SLOTS, "o", others["ours-256"], others["softmax"]),
+        ("StreamingLLM, the same novel", WINDOW, "s", others["streaming-llm-256"], others["softmax"]),
+    )
+    for label, color, marker, line, base in lines:
+        shared = [start for start in line if start in base]
+        ratios = [math.exp(line[start] - base[start]) for start in shared]
+        below.plot(shared, ratios, color=color, marker=marker, markersize=4, label=label)
     below.axhline(1, color="#555555")
+    below.set_ylim(bottom=0.97)  # room for the legend
     above.set_ylabel("perplexity")
     below.set(ylabel="perplexity / softmax's", xlabel="tokens so far")
     below.xaxis.set_major_formatter("{x:,.0f}")
+    above.legend(frameon=False, fontsize=7)
+    below.legend(frameon=False, fontsize=7, ncols=3, loc="lower center")
     for axes in (above, below):
         axes.grid(alpha=0.3)
-    above.legend(frameon=False, fontsize=7)
     return figure
 
 
