@@ -17,7 +17,8 @@ ROWS = {(row["name"], row["context"]): row["perplexity"] for row in json.loads((
 #: Rows of the README's table, by that of the page's.
 README_ROWS = {
     "window + sinks": "a window with sinks, same bytes",
-    "exact with retrieval heads": "exact tokens, with a few retrieval heads",
+    "with a summary too": "the command above, `--memory N --calibrate TEXT`",
+    "exact with retrieval heads": "the same without a summary, `--preset exact`",
 }
 
 
