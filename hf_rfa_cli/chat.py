@@ -58,13 +58,13 @@ def chat_command(
                 break
             elif name == "/stats":
                 size = f"{talk.reading.tokens:,} tokens, {cache_num_bytes(talk.reading.cache):,} bytes"
-                errors.print(f"{talk.turns} turns, {size}{speed}")
+                errors.print(f"turns: {talk.turns}, {size}{speed}")
             elif name == "/save" and path is not None:
                 talk.save(path)
                 errors.print(f"kept in {path}", soft_wrap=True)
             elif name == "/load" and path is not None:
                 talk.load(path)
-                errors.print(f"{talk.turns} turns of {path}", soft_wrap=True)
+                errors.print(f"turns: {talk.turns}, of {path}", soft_wrap=True)
             elif name == "/undo":
                 errors.print("taken back" if talk.undo() else "there is no turn to take back")
             elif name.startswith("/"):

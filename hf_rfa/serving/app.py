@@ -132,7 +132,7 @@ class App:
         await asyncio.to_thread(self.engine.close)
 
     async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "closing"}, 503) if self.engine.closing else JSONResponse({"status": "ok"})
 
     async def _load_model(self, request: Request) -> Response:
         """Say that the model is loaded, which `transformers chat` asks for first."""
@@ -149,19 +149,22 @@ class App:
     async def _completions(self, request: Request) -> Response:
         owner, asked = self._owner(request), await self._read(request, _CompletionAsked)
         prompts = [asked.prompt] if isinstance(asked.prompt, str) or isinstance(asked.prompt[0], int) else asked.prompt
-        tokenizer = self.engine.tokenizer
-        tokens = [next(text_ids(tokenizer, [each])) if isinstance(each, str) else each for each in prompts]
+        texts = [each for each in prompts if isinstance(each, str)]
+        tokens = await asyncio.to_thread(lambda: list(text_ids(self.engine.tokenizer, texts))) if texts else prompts
         most = asked.max_tokens or COMPLETION_TOKENS
         return await _Answer(self, asked, asked.logprobs, chat=False).respond(request, owner, tokens, most)
 
     async def _chat_completions(self, request: Request) -> Response:
         owner, asked = self._owner(request), await self._read(request, _ChatAsked)
-        text = messages_text(self.engine.tokenizer, [message.plain() for message in asked.messages])
-        tokens = self.engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens = await asyncio.to_thread(self._chat_tokens, [message.plain() for message in asked.messages])
         room = (position_limit(self.engine.model) or self._most_prompt + self._most_answer) - len(tokens)
         most = asked.max_completion_tokens or asked.max_tokens or max(1, min(self._most_answer, room))
         likeliest = asked.top_logprobs or 0 if asked.logprobs else None
         return await _Answer(self, asked, likeliest, chat=True).respond(request, owner, [tokens], most)
+
+    def _chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
+        text = messages_text(self.engine.tokenizer, messages)
+        return self.engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _owner(self, request: Request) -> str:
         """Return the key that a request brings; all keys are compared, in the same time whatever they have in common."""

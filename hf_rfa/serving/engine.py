@@ -142,6 +142,9 @@ class Engine:
         rows: most requests that are answered at a time.
         most_requests: most that are waiting or answered.
         piece_length: tokens of a prompt that are read between two steps.
+
+    Attributes:
+        closing: whether it takes no more requests.
     """
 
     def __init__(
@@ -160,7 +163,7 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._reading: deque[Request] = deque()
         self._active: list[Request] = []  # in the order of the rows
-        self._changed, self._closing = threading.Condition(), False
+        self._changed, self.closing = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -176,7 +179,7 @@ class Engine:
             BusyError: if there are too many, or the engine is closing.
         """
         with self._changed:
-            if self._closing or self.requests >= self._most_requests:
+            if self.closing or self.requests >= self._most_requests:
                 raise BusyError(
                     f"there are {self.requests} requests already, or the server is closing. Try again later."
                 )
@@ -193,29 +196,37 @@ class Engine:
     def close(self) -> None:
         """End all requests, and write sessions that are in no file."""
         with self._changed:
-            self._closing = True
+            self.closing = True
             self._changed.notify()
         self._thread.join()
 
     @torch.no_grad()
     def _run(self) -> None:
-        while not self._closing:
-            with self._changed:
-                self._changed.wait_for(lambda: self.requests or self._closing)
-                while self._waiting and len(self._reading) + len(self._active) < self._most_rows:
-                    self._reading.append(self._waiting.popleft())
-            if self._reading:
-                self._read(self._reading.popleft())
-            for row in reversed(range(len(self._active))):
-                if self._active[row].cancelled:
-                    self._end(row)
-            if self._active:
-                self._step()
+        try:
+            while not self.closing:
+                self._turn()
+            for row in range(len(self._active)):
+                self._keep(row, write=True)
+        except Exception:
+            logger.exception("the engine cannot go on")
+            self.closing = True
         for request in (*self._waiting, *self._reading, *self._active):
             request.send(request, Piece(finish="error"))
-        for row in reversed(range(len(self._active))):
-            self._end(row)
         self.sessions.close()
+
+    def _turn(self) -> None:
+        """Wait for requests, read a piece of one, and let every row write a token."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.requests or self.closing)
+            while self._waiting and len(self._reading) + len(self._active) < self._most_rows:
+                self._reading.append(self._waiting.popleft())
+        if self._reading:
+            self._read(self._reading.popleft())
+        for row in reversed(range(len(self._active))):
+            if self._active[row].cancelled:
+                self._end(row)
+        if self._active:
+            self._step()
 
     def _read(self, request: Request) -> None:
         """Read a piece of a prompt; with all but its last token read, it becomes a row."""
@@ -229,7 +240,7 @@ class Engine:
             done = int(request._cache.get_seq_length())
             piece = request.tokens[done : min(done + self._piece_length, len(request.tokens) - 1)]
             if piece:
-                read(self.model, request._cache, piece)
+                read(self.model, request._cache, [piece], [list(range(done, done + len(piece)))])
             if done + len(piece) < len(request.tokens) - 1:
                 self._reading.append(request)
                 return

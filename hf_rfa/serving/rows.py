@@ -21,19 +21,10 @@ from ..models.memory import INITIAL
 
 
 @torch.no_grad()
-def read(model: PreTrainedModel, cache: Cache, tokens: list[int], positions: list[int] | None = None) -> Tensor:
-    """Let a model read the next tokens of one text, or one of each text of a batch, at their positions.
-
-    Returns:
-        The logits of the last token of each text, [B, vocabulary] in float32.
-    """
-    begin = int(cache.get_seq_length())
-    ids = torch.tensor([tokens] if positions is None else tokens, device=model.device)
-    at = torch.tensor(
-        [list(range(begin, begin + len(tokens)))] if positions is None else positions, device=model.device
-    )
-    shape = (1, -1) if positions is None else (-1, 1)
-    inputs: dict[str, Any] = {"input_ids": ids.view(shape), "position_ids": at.view(shape), **cache_argument(cache)}
+def read(model: PreTrainedModel, cache: Cache, tokens: list[list[int]], positions: list[list[int]]) -> Tensor:
+    """Let a model read tokens of every text of a cache; return the logits after them, [B, vocabulary] in float32."""
+    ids, position_ids = (torch.tensor(numbers, device=model.device) for numbers in (tokens, positions))
+    inputs: dict[str, Any] = {"input_ids": ids, "position_ids": position_ids, **cache_argument(cache)}
     return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1].float()
 
 
@@ -68,7 +59,7 @@ class Rows:
             )
         if "position_ids" not in inspect.signature(model.forward).parameters:
             raise InputError(f"a {model.config.model_type} model takes no positions, which rows of a batch differ in.")
-        read(model, self._cache, [0])  # brings the shapes
+        read(model, self._cache, [[0]], [[0]])  # brings the shapes
         self._kept: list[dict[str, Tensor]] = [
             {name: tensor.new_empty(most, *tensor.shape[1:]) for name, tensor in layer.tensors().items()}
             for layer in layers
@@ -105,7 +96,7 @@ class Rows:
 
     def step(self, tokens: list[int]) -> Tensor:
         """Let every row read its next token; return the logits after these, [rows, vocabulary] in float32."""
-        logits = read(self._model, self._cache, tokens, self._lengths)
+        logits = read(self._model, self._cache, [[token] for token in tokens], [[length] for length in self._lengths])
         self._lengths = [length + 1 for length in self._lengths]
         return logits
 

@@ -48,7 +48,7 @@ def test_a_conversation_is_what_the_template_writes_of_it(loaded):
 
 def test_a_conversation_goes_on_from_its_file(chat):
     whole, report = chat("w20 w8", "w21", "w22", "/stats", session=None)
-    assert re.search(r"3 turns, [\d,]+ tokens, [\d,]+ bytes, [\d,.]+ tokens/s", report)
+    assert re.search(r"turns: 3, [\d,]+ tokens, [\d,]+ bytes, [\d,.]+ tokens/s", report)
     begun, report = chat("w20 w8", "w21")
     assert report.endswith("kept in talk: go on with --session talk")
     undone, report = chat("w33", "/undo", "/undo", "/save copy", "w22")
@@ -85,4 +85,4 @@ def test_ctrl_c_ends_an_answer_and_keeps_the_conversation(chat, monkeypatch):
     monkeypatch.setattr(streams.Reading, "feed", interrupted)
     _, report = chat("w20 w8", "w21", "/stats")
     assert "(interrupted)" in report
-    assert "2 turns" in report
+    assert "turns: 2" in report

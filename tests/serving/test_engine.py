@@ -110,12 +110,28 @@ def test_a_full_server_and_one_that_closes_refuse(client_of):
     assert not [thread for thread in threading.enumerate() if thread is client.engine._thread]
 
 
+def test_failures_reach_who_asked(client_of, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no")
+
+    client = client_of()
+    with monkeypatch.context() as patch:
+        patch.setattr(client.engine._rows, "step", fail)
+        assert client.ask(prompt_of(5))[1].get(timeout=60).finish == "error"
+    assert client.answer(client.ask(prompt_of(5))) == client.alone(prompt_of(5))
+    monkeypatch.setattr(client.engine._rows, "remove", fail)
+    assert client.ask(prompt_of(5), 1)[1].get(timeout=60).finish == "error"
+    assert client.engine.closing
+    with pytest.raises(BusyError):
+        client.ask(prompt_of(6))
+
+
 def test_least_recently_used_sessions_go_first(loaded, tmp_path):
     model, _ = loaded
     caches = [DynamicCache(config=model.config) for _ in range(3)]
     with torch.no_grad():
         for seed, cache in enumerate(caches):
-            read(model, cache, prompt_of(10, seed))
+            read(model, cache, [prompt_of(10, seed)], [list(range(10))])
     size = cache_num_bytes(caches[0])
     for disk, found in ((0, [False, True, True]), (3 * size, [True, True, True])):
         sessions = Sessions(model, memory=2 * size, folder=tmp_path / str(disk), disk=disk)
