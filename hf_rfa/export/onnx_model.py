@@ -33,9 +33,9 @@ def make_model(graph: DecoderGraph, vocabulary: int) -> ir.Model:
         program: Any = torch.onnx.export(
             graph, arguments, dynamo=True, verbose=False, opset_version=OPSET, dynamic_shapes=shapes, optimize=False
         )
+    _prepare(program.model.graph)
     optimizer.fold_constants(program.model)
     optimizer.remove_unused_nodes(program.model)
-    _prepare(program.model.graph)
     for node in program.model.graph:  # where in Python each came from, in most of the file
         for part in (node, *node.outputs):
             part.metadata_props.clear()

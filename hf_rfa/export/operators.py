@@ -303,7 +303,8 @@ def linear_int8(x, weight, scale):
 
 
 @script(OWN)
-def embedding_int8(table, scale, ids):
-    """Return the rows of a table of 8 bits."""
+def embedding_int8(table, scale, ids, width: int):
+    """Return the rows of a table of 8 bits [V, blocks, block], whose blocks have a scale each."""
     rows = op.Cast(op.Gather(table, ids, axis=0), to=1) - 128.0
-    return rows * op.Unsqueeze(op.Gather(scale, ids, axis=0), [-1])
+    rows = rows * op.Unsqueeze(op.Gather(scale, ids, axis=0), [-1])
+    return op.Slice(op.Reshape(rows, op.Concat(op.Shape(ids), [-1], axis=0)), [0], op.Reshape(width, [1]), [2])

@@ -64,19 +64,19 @@ def exported(tmp_path_factory) -> tuple[Any, Path]:
     return with_graph(tmp_path_factory.mktemp("summary"), **SUMMARY)
 
 
-@pytest.fixture(scope="module")
-def int8(exact) -> Path:
+@pytest.fixture(params=[True, False], ids=["by blocks", "by tokens"])
+def int8(exported, tmp_path, request) -> Path:
     """The file of the same graph with weights of 8 bits."""
     import onnx_ir as ir
 
     from hf_rfa.export.int8 import quantize
     from hf_rfa.export.onnx_model import save
 
-    path = exact[1].with_name("int8.onnx")
-    model = ir.load(exact[1] / "model.onnx")
+    path = tmp_path / "int8.onnx"
+    model = ir.load(exported[1] / "model.onnx")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_rfa.export.int8.LEAST_SIZE", 1)
-        quantize(model)
+        quantize(model, by_blocks=request.param)
     save(model, path)
     return path
 
@@ -129,8 +129,8 @@ def test_a_prompt_of_500_tokens(exported):
 
 
 @torch.no_grad()
-def test_with_weights_of_8_bits_a_prompt_at_once_is_one_read_token_by_token(exact, int8):
-    model, _ = exact
+def test_with_weights_of_8_bits_a_prompt_at_once_is_one_read_token_by_token(exported, int8):
+    model, _ = exported
     ids = tokens(1, 100)
     mask, expected = torch.ones_like(ids), model(ids).logits[0]
     steps = read(int8, ids, mask, [1] * 100)
@@ -138,7 +138,7 @@ def test_with_weights_of_8_bits_a_prompt_at_once_is_one_read_token_by_token(exac
         assert_close(read(int8, ids, mask, lengths)[-1], steps[-1], atol=1e-4, rtol=1e-3)
     found = torch.cat(steps)
     assert not torch.allclose(found, expected, atol=1e-4)
-    assert float((found - expected).norm() / expected.norm()) < 0.05
+    assert float((found - expected).norm() / expected.norm()) < 0.2
 
 
 @torch.no_grad()
