@@ -36,10 +36,6 @@ def checkpoint_problems(config: Any) -> list[str]:
 def setting_problems(vllm_config: Any, config: Any) -> list[str]:
     """Return which settings of vLLM do not apply to these states, each with what to do."""
     problems, parallel = [], vllm_config.parallel_config
-    if vllm_config.cache_config.enable_prefix_caching:
-        problems.append(
-            "its prefix cache shares keys and values, and states have none. Pass --no-enable-prefix-caching."
-        )
     if vllm_config.speculative_config is not None:
         problems.append("speculative decoding takes tokens back, and states keep no past. Leave it out.")
     if parallel.pipeline_parallel_size > 1:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import ColumnParallelLinear
-from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFunc, get_temporal_copy_spec
+from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.model_executor.utils import set_weight_attrs
@@ -28,7 +29,7 @@ from .support import check_support
 from .vllm_states import RFAStates
 
 
-class RFAForCausalLM(TransformersForCausalLM, HasInnerState, IsAttentionFree):
+class RFAForCausalLM(TransformersForCausalLM, HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
     """A decoder all of whose layers have a memory of fixed size."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -37,6 +38,11 @@ class RFAForCausalLM(TransformersForCausalLM, HasInnerState, IsAttentionFree):
         # The models of a family are registered when its first configuration is made: this one may come from another process.
         config.ON_FIRST_USE.pop(type(config), lambda: None)()
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple[MambaStateCopyFunc, ...]:
+        """Return how vLLM copies a block, from a snapshot or to go on beside one: whole."""
+        return (get_temporal_copy_spec,)
 
     def _decorate_for_torch_compile(self) -> None:
         """Leave the model as it is: attention takes batches apart in Python, which a compiled step does not do."""

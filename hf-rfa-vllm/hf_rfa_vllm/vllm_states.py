@@ -1,5 +1,8 @@
 """The states of vLLM's sequences, in its cache for recurrent layers: one block a sequence holds those of all layers.
 
+With prefix caching a block that a sequence leaves at a boundary stays as a snapshot: vLLM copies it, before a step, to the
+block in which the sequence goes on, or another one that begins with the same tokens.
+
 vLLM gives every sequence a block when it is scheduled, and the block to another one when it ends, is aborted or preempted.
 A block holds whatever its last sequence left. A sequence's first tokens therefore never read it (`TokenGroup.past`).
 """
@@ -15,7 +18,8 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from .batches import TokenGroup, group_tokens
 from .states import StateLayout
@@ -37,7 +41,9 @@ class TokenGroupsBuilder(AttentionMetadataBuilder[list[TokenGroup]]):
         # the bound is exact: only speculative decoding, which is refused, makes it one
         starts, lengths = batch.query_start_loc_cpu, batch.seq_lens_cpu_upper_bound
         past = lengths[: batch.num_reqs] - (starts[1 : batch.num_reqs + 1] - starts[: batch.num_reqs])
-        blocks = batch.block_table_tensor[: batch.num_reqs, 0].long()
+        table, lengths_there = batch.block_table_tensor[: batch.num_reqs], batch.seq_lens[: batch.num_reqs]
+        mode = self.vllm_config.cache_config.mamba_cache_mode
+        blocks = mamba_get_block_table_tensor(table, lengths_there, self.kv_cache_spec, mode)[:, 0].long()
         return group_tokens(starts.tolist(), past.tolist(), blocks)
 
 
@@ -81,7 +87,9 @@ class RFAStates(nn.Module, MambaBase):
         super().__init__()
         self.layouts, self.prefix = layouts, prefix
         self.block_bytes = max(layout.end for layout in layouts)
-        self.max_model_len = vllm_config.model_config.max_model_len
+        cache = vllm_config.cache_config
+        if cache.enable_prefix_caching:
+            cache.mamba_block_size = cache.block_size  # a platform may have changed it
         self.kv_cache: Any = (torch.tensor([]),)
         self._views: list[dict[str, Tensor]] = []
         vllm_config.compilation_config.static_forward_context[prefix] = self
@@ -98,15 +106,6 @@ class RFAStates(nn.Module, MambaBase):
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         """Return int8."""
         return (torch.int8,)
-
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
-        """Return what vLLM allocates: one block of fixed size a sequence, for any number of tokens."""
-        return MambaSpec(
-            shapes=self.get_state_shape(),
-            dtypes=self.get_state_dtype(),
-            block_size=self.max_model_len,
-            mamba_type=self.mamba_type,
-        )
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """Return the backend whose metadata this layer reads."""

@@ -166,7 +166,6 @@ def settings(family, variant, **changes):
     config = make(family, variant).config
     return SimpleNamespace(
         model_config=SimpleNamespace(model="MODEL", hf_text_config=config, is_moe=changes.get("is_moe", False)),
-        cache_config=SimpleNamespace(enable_prefix_caching=changes.get("prefix_caching", False)),
         speculative_config=changes.get("speculative"),
         parallel_config=SimpleNamespace(**parallel),
     )
@@ -176,7 +175,6 @@ def settings(family, variant, **changes):
     ("given", "said"),
     [
         (settings("llama", "hybrid"), r"layer 1 is of type 'full_attention'.*--layers all"),
-        (settings("llama", "slots", prefix_caching=True), "--no-enable-prefix-caching"),
         (settings("llama", "slots", speculative=object()), "speculative"),
         (settings("llama", "slots", pipeline_parallel_size=2), "--pipeline-parallel-size"),
         (settings("llama", "slots", tensor_parallel_size=4), "2 key-value heads .* among 4 ranks"),

@@ -43,6 +43,7 @@ ENVIRONMENT = {
 }
 #: So few blocks that requests wait for each other's.
 FEW_BLOCKS = {"num_gpu_blocks_override": 5, "max_num_seqs": 8, "max_num_batched_tokens": 32}
+PREFIX_CACHING = {"enable_prefix_caching": True, "block_size": 16}
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,21 @@ def test_requests_leave_nothing_in_their_blocks(python, checkpoints, name):
     found = run_checks(python, checkpoints / name, "aborts", "preemptions", **FEW_BLOCKS)
     assert found["aborts"] == {"same": 4, "of": 4, "finished": ["0", "1", "2", "3"]}
     assert found["preemptions"] == {"same": 6, "of": 6, "preempted": 4}
+
+
+@pytest.mark.parametrize("name", ["gpt2-gaussian-gate", "llama-slots-features", "llama-retrieval"])
+def test_a_prompt_that_begins_with_another_reads_the_rest(python, checkpoints, name):
+    found = run_checks(python, checkpoints / name, "prefixes", max_num_batched_tokens=64, **PREFIX_CACHING)["prefixes"]
+    assert found["same"] == found["of"] == 12
+    assert found["cached"] == found["expected"]
+
+
+def test_snapshots_give_way_to_requests(python, checkpoints):
+    """Snapshots are lost with requests that are aborted or preempted, or whose blocks others need."""
+    checks = ["aborts", "preemptions", "prefixes", "arrivals"]
+    found = run_checks(python, checkpoints / "llama-slots-features", *checks, **FEW_BLOCKS, **PREFIX_CACHING)
+    assert {name: each["same"] for name, each in found.items()} == {name: each["of"] for name, each in found.items()}
+    assert found["preemptions"]["preempted"] > 0
 
 
 def test_whole_prompts_give_the_same(python, checkpoints):

@@ -169,6 +169,29 @@ class Checks:
         same = sum(self.expected(prompt, tokens) == found.get(name) for name, prompt, tokens, _ in requests)
         return {"same": same, "of": len(requests), "preempted": len(preempted)}
 
+    def prefixes(self, turns: int = 4) -> dict[str, Any]:
+        """Compare conversations at once, whose turns begin with the turn before, and first with a prompt that all share.
+
+        Run it with prefix caching. Of a turn vLLM has the tokens up to the last whole block of the prompt before, which it
+        leaves by one token at least.
+        """
+        size, shared = self.llm.llm_engine.vllm_config.cache_config.block_size, self.prompt(50)
+        texts = [[*shared, *self.prompt(9 + 20 * n)] for n in range(3)]
+        before, same = [len(shared)] * len(texts), 0
+        cached: list[int] = []
+        expected: list[int] = []
+        self.generate([shared], 1)
+        for _ in range(turns):
+            inputs: Any = [{"prompt_token_ids": text} for text in texts]
+            for index, found in enumerate(self.llm.generate(inputs, self.sampling(30), use_tqdm=False)):
+                answer, text = list(found.outputs[0].token_ids), texts[index]
+                same += answer == self.expected(text, 30)
+                cached.append(found.num_cached_tokens)
+                expected.append((before[index] - 1) // size * size)
+                before[index] = len(text)
+                texts[index] = [*text, *answer, *self.prompt(17)]
+        return {"same": same, "of": len(texts) * turns, "cached": cached, "expected": expected}
+
     def memory(self) -> dict[str, Any]:
         """Return the bytes that vLLM's cache holds of one sequence, by its number of tokens."""
         pool, states = self.core().scheduler.kv_cache_manager.block_pool, self.served_model().rfa_states
