@@ -80,7 +80,8 @@ async def turns(
                 if part.choices and part.choices[0].delta.content:
                     first = first or time.perf_counter() - start
                     text += part.choices[0].delta.content
-            yield {"turn": turn, "seconds": first, "answer": text}
+            seconds = first or time.perf_counter() - start  # an answer may end at once
+            yield {"turn": turn, "seconds": seconds, "answer": text}
         messages.append({"role": "assistant", "content": text})
 
 

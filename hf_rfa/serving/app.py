@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
@@ -26,6 +28,8 @@ from .engine import Request as Job
 
 #: Tokens of a completion where a request names no number, as OpenAI has it.
 COMPLETION_TOKENS = 16
+#: Parts of conversations whose tokens are remembered, and most characters of each.
+REMEMBERED_PARTS, REMEMBERED_LENGTH = 4096, 4096
 
 
 class ApiError(Exception):
@@ -91,6 +95,30 @@ class _ChatAsked(_Asked):
     tools: None = None
 
 
+class PartsTokenizer:
+    """Tokenizes conversations, and remembers the tokens of their parts: of a later turn only the new parts are tokenized.
+
+    A part begins with a special token, at which every tokenizer divides a text first.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        plain = [token for token in tokenizer.added_tokens_decoder.values() if token.special and not token.normalized]
+        marks = [re.escape(token.content) for token in plain if not (token.lstrip or token.single_word)]
+        self._begin = re.compile(f"(?={'|'.join(marks)})" if marks else "(?!)")
+        self._remembered = lru_cache(REMEMBERED_PARTS)(self._tokens)
+
+    def _tokens(self, part: str) -> list[int]:
+        return self._tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens of a text, without any that the tokenizer adds by itself."""
+        tokens: list[int] = []
+        for part in filter(None, self._begin.split(text)):
+            tokens += self._remembered(part) if len(part) <= REMEMBERED_LENGTH else self._tokens(part)
+        return tokens
+
+
 class App:
     """The application, which a server runs as ``asgi``.
 
@@ -113,7 +141,7 @@ class App:
         most_answer: int = 4096,
         most_bytes: int = 2**24,
     ) -> None:
-        self.engine, self.name, self._keys = engine, name, keys
+        self.engine, self.name, self._keys, self._tokenize = engine, name, keys, PartsTokenizer(engine.tokenizer)
         self._most_prompt, self._most_answer, self._most_bytes = most_prompt, most_answer, most_bytes
         routes = [
             Route("/health", self._health),
@@ -163,8 +191,7 @@ class App:
         return await _Answer(self, asked, likeliest, chat=True).respond(request, owner, [tokens], most)
 
     def _chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
-        text = messages_text(self.engine.tokenizer, messages)
-        return self.engine.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return self._tokenize(messages_text(self.engine.tokenizer, messages))
 
     def _owner(self, request: Request) -> str:
         """Return the key that a request brings; all keys are compared, in the same time whatever they have in common."""

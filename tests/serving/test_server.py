@@ -19,7 +19,7 @@ import psutil
 import pytest
 import uvicorn
 
-from hf_rfa.serving.app import App
+from hf_rfa.serving.app import App, PartsTokenizer
 from tests.conftest import words
 
 KEYS = ["first-key", "second-key"]
@@ -109,6 +109,17 @@ def test_the_official_client_is_answered(serve, loaded, client_of):
     other = server.client(KEYS[1]).chat.completions.create(**{**said, "messages": later})
     assert other.usage.prompt_tokens_details.cached_tokens == 0
     assert other.choices[0].message.content == turn.choices[0].message.content
+
+
+def test_conversations_are_tokenized_part_by_part(loaded):
+    tokenizer = loaded[1]
+    tokenize = PartsTokenizer(tokenizer)
+    whole = "w5 w7 w8 </s> w6 w9 </s> <s> w5 w10 </s>w6 "
+    assert tokenize(whole) == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    remembered = tokenize._remembered.cache_info().currsize
+    later = whole + "w12 </s> w5 w11"
+    assert tokenize(later) == tokenizer(later, add_special_tokens=False)["input_ids"]
+    assert tokenize._remembered.cache_info().currsize == remembered + 2
 
 
 def test_stop_strings_and_log_probabilities(serve):
