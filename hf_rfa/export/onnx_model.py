@@ -156,4 +156,8 @@ def save(model: ir.Model, path: Path) -> None:
     optimizer.fold_constants(model)
     optimizer.remove_unused_nodes(model)
     NameFixPass()(model)
+    for number, node in enumerate(ir.traversal.RecursiveGraphIterator(model.graph)):
+        for place, output in enumerate(node.outputs):  # a name that a Scan's body and the graph share is refused
+            if output not in model.graph.outputs:
+                output.name = f"value_{number}_{place}"
     ir.save(model, path, external_data=f"{path.name}_data")  # the name that transformers.js looks for
