@@ -39,13 +39,13 @@ class Conversation:
 
     def say(self, message: str, *, seed: int = 0, **options: Any) -> Generation:
         """Read a message and answer it, by `continue_stream` with its options. What an interruption leaves stays."""
-        self._before = copy.deepcopy(self.reading), self.turns
         if self.turns:
             text = self._later_turn(message)
         else:
             text = messages_text(self._tokenizer, [*self._start, {"role": "user", "content": message}])
         tokens = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         check_tokens(tokens, self._model.config)
+        self._before = copy.deepcopy(self.reading), self.turns
         ends: Any = self._model.generation_config.eos_token_id
         if self.turns and self.reading.pending[-1] in (ends if isinstance(ends, list) else [ends]):
             self.reading.pending.pop()  # the template writes it

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_rfa import InputError
 from hf_rfa.inference.generation import messages_text
 from hf_rfa.serving.conversation import Conversation
 from tests.conftest import copy_of
@@ -86,3 +87,13 @@ def test_ctrl_c_ends_an_answer_and_keeps_the_conversation(chat, monkeypatch):
     _, report = chat("w20 w8", "w21", "/stats")
     assert "(interrupted)" in report
     assert "turns: 2" in report
+
+
+def test_a_message_that_is_refused_is_no_turn_to_take_back(loaded, monkeypatch):
+    talk = Conversation(*loaded)
+    talk.say("w20 w8", max_new_tokens=4)
+    monkeypatch.setattr(talk._tokenizer, "chat_template", None)
+    with pytest.raises(InputError, match="no chat template"):
+        talk.say("w21", max_new_tokens=4)
+    assert talk.undo()
+    assert (talk.turns, talk.reading.tokens) == (0, 0)
