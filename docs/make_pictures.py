@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -182,12 +183,22 @@ def stream_nats(file: str) -> dict[str, dict[int, float]]:
     }
 
 
+def stream_milliseconds(blocks_at_once: int = 10) -> dict[int, float]:
+    """Return milliseconds a token of the stream of 256 tokens, the median of every ``blocks_at_once``, by first token."""
+    rows = json.loads((RESULTS / "streams.json").read_text())["blocks"]["ours-256"]
+    groups = [rows[start : start + blocks_at_once] for start in range(0, len(rows), blocks_at_once)]
+    return {
+        group[0]["block"] * group[0]["tokens"]: statistics.median(1e3 * row["seconds"] / row["tokens"] for row in group)
+        for group in groups
+    }
+
+
 def streams() -> Figure:
-    """Return perplexity by position in a stream, and its ratio to softmax's in fresh blocks, beside StreamingLLM's."""
+    """Return perplexity by position in a stream, its ratio to softmax's in fresh blocks and to StreamingLLM's, and times."""
     nats, others = stream_nats("streams.json"), stream_nats("streams-peers.json")
     softmax, ours = nats["softmax"], nats["ours-256"]
-    figure = Figure(figsize=(8, 5))
-    above, below = figure.subplots(2, 1, sharex=True)
+    figure = Figure(figsize=(8, 6))
+    above, below, times = figure.subplots(3, 1, sharex=True, height_ratios=(5, 5, 3))
     for label, color, of_line in (
         ("softmax, every block from scratch", "#555555", softmax),
         ("hf-rfa, 256 tokens", OURS, ours),
@@ -205,11 +216,14 @@ def streams() -> Figure:
     below.axhline(1, color="#555555")
     below.set_ylim(bottom=0.97)  # room for the legend
     above.set_ylabel("perplexity")
-    below.set(ylabel="perplexity / softmax's", xlabel="tokens so far")
-    below.xaxis.set_major_formatter("{x:,.0f}")
+    below.set(ylabel="perplexity / softmax's")
+    milliseconds = stream_milliseconds()
+    times.plot(list(milliseconds), list(milliseconds.values()), color=OURS, marker=".")
+    times.set(ylabel="ms per token", xlabel="tokens so far", ylim=(0, 12))
+    times.xaxis.set_major_formatter("{x:,.0f}")
     above.legend(frameon=False, fontsize=7)
     below.legend(frameon=False, fontsize=7, ncols=3, loc="lower center")
-    for axes in (above, below):
+    for axes in (above, below, times):
         axes.grid(alpha=0.3)
     return figure
 

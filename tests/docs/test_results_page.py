@@ -34,15 +34,25 @@ def table_row(label: str, values: list[float | None], digits: int) -> str:
     return f"| {label} {''.join(cells)}|"
 
 
-@pytest.mark.parametrize("context", [1024, 2048])
+#: Options of rows that one command makes.
+COMMANDS = {"exact with retrieval heads": "`--memory N --preset exact`", "with a summary too": "`--memory N`"}
+
+
 @pytest.mark.parametrize("label", list(EQUAL_BYTES))
-def test_the_page_has_the_rows_of_equal_bytes(label, context):
+def test_the_page_has_the_rows_of_equal_bytes(label):
     page = (ROOT / "docs" / "results.md").read_text()
-    table = page.partition(f"| at {context:,} tokens |")[2].partition("\n\n")[0]
-    names = [row for name in EQUAL_BYTES[label][1] for row in (name, f"{TRAINED.get(name, name)} trained")]
-    values = [ratio(name, context) for name in names]
-    assert len(values) == 2 * len(MEMORIES)
-    assert table_row(label, values, 3) in table
+    table = page.partition("| at 1,024 tokens |")[2].partition("\n\n")[0]
+    row = f"{label}, {COMMANDS[label]}" if label in COMMANDS else label
+    assert table_row(row, [ratio(name, 1024) for name in EQUAL_BYTES[label][1]], 3) in table
+
+
+def test_the_study_has_every_row_of_the_charts():
+    study = (RESULTS / "memory.md").read_text()
+    names = [name for _, names in EQUAL_BYTES.values() for name in names]
+    for name in [*names, *(f"{TRAINED.get(name, name)} trained" for name in names)]:
+        values = [(ROWS.get((name, context)), ratio(name, context)) for context in (1024, 2048)]
+        if None not in values[0]:
+            assert " | ".join(f"{perplexity:.2f} ({relative:.3f})" for perplexity, relative in values) in study, name
 
 
 @pytest.mark.parametrize("label", list(README_ROWS))
@@ -55,27 +65,21 @@ def test_the_readme_has_the_same_figures(label):
         assert table_row("… trained for half an hour on a CPU", trained, 2) in readme
 
 
-@pytest.mark.parametrize(
-    ("label", "preset", "command"),
-    [
-        ("exact with retrieval heads", "exact", "`--memory N --preset exact`"),
-        ("with a summary too", None, "`--memory N`"),
-    ],
-)
-def test_the_rows_with_retrieval_heads_are_what_the_command_gives(label, preset, command, tmp_path):
-    """`hf-rfa convert SMOLLM2 FOLDER --memory N --calibrate TEXT`, on the page and in the rows of figures."""
+@pytest.mark.parametrize(("label", "preset"), [("exact with retrieval heads", "exact"), ("with a summary too", None)])
+def test_the_rows_with_retrieval_heads_are_what_the_command_gives(label, preset, tmp_path):
+    """`hf-rfa convert SMOLLM2 FOLDER --memory N --calibrate TEXT`, in the rows of figures and in the study."""
     shape = {"hidden_size": 36, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
     save_softmax_model("llama", tmp_path, **shape, head_dim=64, max_position_embeddings=2048)
-    page = (ROOT / "docs" / "results.md").read_text()
-    row = f"| {label}, {command} |"
+    study = (RESULTS / "memory.md").read_text()
     for memory, name in zip(MEMORIES, EQUAL_BYTES[label][1], strict=True):
         given = ConversionOptions(memory=memory, preset=preset, calibrate_on="text.txt")
         options = with_preset(open_checkpoint(tmp_path), given)
         sizes = (options.window_size, options.num_sinks, options.num_slots)
         summary = f"s{options.num_features}" if options.num_features else ""
         assert name == f"{'+'.join(map(str, sizes))}{summary}r{options.retrieval_heads}x{options.retrieval_window}"
-        row += f" {' + '.join(map(str, sizes))}, {options.retrieval_window:,} |"
-    assert row in page
+        command = COMMANDS[label].strip("`").replace("N", str(memory))
+        kept = " + ".join(map(str, sizes)) + (" and a summary" if summary else "")
+        assert f"| `{command}`: {kept}, {options.retrieval_heads} × {options.retrieval_window:,} |" in study
 
 
 def test_the_pictures_are_drawn_from_the_results(tmp_path):
