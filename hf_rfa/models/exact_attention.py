@@ -163,7 +163,7 @@ def attend_to_places(
     """
     places = cast(Places, group.memory.places)
     if group.target is not None:
-        output, log_total, leaving = _attend_in_place(new, places, group.target, group.layout.sinks, scaling, joined)
+        output, log_total, leaving = _attend_in_place(new, places, group.target, scaling, joined)
         return output, places, log_total, leaving
     outputs, totals, left = [], [], []
     for part, after, tokens, keys_values in _take_in(new, group):
@@ -203,7 +203,7 @@ def take_in(new: NewTokens, group: HeadGroup) -> Places:
 
 
 def _attend_in_place(
-    new: NewTokens, places: Places, target: Target, sinks: int, scaling: float, joined: bool
+    new: NewTokens, places: Places, target: Target, scaling: float, joined: bool
 ) -> tuple[Tensor, Tensor | None, Leaving | None]:
     """Take one new token into its place, in place, and attend. Padding changes nothing.
 
@@ -213,9 +213,7 @@ def _attend_in_place(
     leaves, visible = target.leaves, target.visible
     left = None
     if joined:
-        number = places.arrival.gather(-1, target.place)
-        position = moved_positions(number, places.origin[:, None, None], sinks)
-        left = Leaving(places.keys_values.gather(2, target.rows), leaves, position)
+        left = Leaving(places.keys_values.gather(2, target.rows), leaves, cast(Tensor, target.position))
     if score is None and target.is_sink is not None:
         score = torch.zeros_like(target.place, dtype=torch.float32)
     if score is not None and target.is_sink is not None:

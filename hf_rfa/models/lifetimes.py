@@ -31,7 +31,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .masking import head_index, is_known, to_rows
 from .memory import EMPTY, MemoryLayout, Places
-from .positions import origins
+from .positions import moved_positions, origins
 
 #: Until of a token that nothing replaces.
 NEVER = 2**30
@@ -332,6 +332,7 @@ class Target(NamedTuple):
         arrival: number of tokens before the new one, [B, H, 1] in int32.
         ordinal: the same since the origin, [B, 1] in float32, or None without slots and state.
         is_sink: whether the new one is one of the first S, [B, H, 1], or None where it is known that it is not.
+        position: that of the token there now, by which its key is rotated, [B, H, 1] in float32, or None without a state.
         leaves: whether a token leaves with it, [B, H, 1], or None where it is known that one does, or nobody asks.
         visible: which places hold a token then, [B, H, 1, P], or None where it is known that all of them do.
     """
@@ -341,6 +342,7 @@ class Target(NamedTuple):
     arrival: Tensor
     ordinal: Tensor | None
     is_sink: Tensor | None
+    position: Tensor | None
     leaves: Tensor | None
     visible: Tensor | None
 
@@ -358,17 +360,20 @@ def targets_of(memories: Sequence[Places], layouts: Sequence[MemoryLayout]) -> l
     better = ranked != ranked.amin(-1, keepdim=True)
     place = arrival.masked_fill(better, -(2**31)).argmax(-1, keepdim=True)  # of several, the last to come
     ordinal: Sequence[Tensor | None] = [None] * len(heads)
+    is_sink, position, leaves, visible = ordinal, ordinal, ordinal, ordinal
     if layout.slots or layout.state_rows:
         first = head_index(tuple(accumulate(heads[:-1], initial=0)), now.device)  # head of each memory
-        since = now[..., 0].index_select(1, first) - torch.stack([places.origin for places in memories], dim=1)
-        ordinal = since.float().split(1, dim=1)
-    is_sink: Sequence[Tensor | None] = [None] * len(heads)
-    leaves, visible = is_sink, is_sink
+        origin = torch.stack([places.origin for places in memories], dim=1)
+        ordinal = (now[..., 0].index_select(1, first) - origin).float().split(1, dim=1)
+        if layout.state_rows:
+            of_head = head_index(tuple(index for index, count in enumerate(heads) for _ in range(count)), now.device)
+            origin = origin.index_select(1, of_head)[..., None]
+            position = moved_positions(arrival.gather(-1, place), origin, layout.sinks).float().split(heads, dim=1)
     if not is_known(arrival >= 0):
         is_sink = ((score == math.inf).sum(-1, keepdim=True) < layout.sinks).split(heads, dim=1)
         visible = (arrival.scatter(-1, place, now) >= 0)[..., None, :].split(heads, dim=1)
         if layout.state_rows:
             leaves = (arrival.gather(-1, place) >= 0).split(heads, dim=1)
     rows = place[..., None].expand(*place.shape, 2 * layout.head_dim).split(heads, dim=1)
-    parts = (place.split(heads, dim=1), rows, now.split(heads, dim=1), ordinal, is_sink, leaves, visible)
+    parts = (place.split(heads, dim=1), rows, now.split(heads, dim=1), ordinal, is_sink, position, leaves, visible)
     return [Target(*part) for part in zip(*parts, strict=True)]

@@ -89,6 +89,9 @@ class StateAttentionMixin(RFAAttentionMixin):
         """
         if group.layout.places and not group.layout.state_rows:
             return super().attend_group(new, group)
+        is_step = group.target is not None and group.memory.state is not None and new.is_token is None
+        if is_step and self.feature_map.reads_means and self.gate is None and self.attention_component == "both":
+            return self._step(new, group)
         size = SEGMENT_LENGTH if new.query.device.type == "cpu" else ACCELERATOR_SEGMENT_LENGTH
         most, length = size, new.length
         if torch.is_grad_enabled():
@@ -112,6 +115,20 @@ class StateAttentionMixin(RFAAttentionMixin):
         joined = Tokens.join(tokens) if len(tokens) > 1 else tokens[0]
         return output, memory, Absorbed(joined, self.feature_map.denominator_floor)
 
+    def _step(self, new: NewTokens, group: HeadGroup) -> tuple[Tensor, Memory, Absorbed]:
+        """Attend with one new token to places and a summary, in few operations; see `attend_group`."""
+        state, width = cast(Tensor, group.memory.state), new.head_dim
+        if new.query.dtype != state.dtype:
+            new = replace(new, query=new.query.to(state.dtype))
+        exact, _, log_total, leaving = attend_to_places(new, group, scaling=self.scaling, joined=True)
+        keys_values, leaves, position = cast(Leaving, leaving)
+        input_scale = None if leaves is None else leaves.to(state.dtype)
+        key, value = keys_values.to(state.dtype).split([width, keys_values.shape[3] - width], dim=3)
+        query, key = self._unrotated(new, group, new.query, key, position)
+        output, key = self.feature_map.step(query, key, value, input_scale, state, (exact, cast(Tensor, log_total)))
+        tokens = Tokens(key, value, new.log_decay, input_scale)
+        return output, group.memory, Absorbed(tokens, self.feature_map.denominator_floor)
+
     def _unrotated(
         self, new: NewTokens, group: HeadGroup, query: Tensor, key: Tensor, position: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -122,10 +139,10 @@ class StateAttentionMixin(RFAAttentionMixin):
             arrivals = cast(Arrivals, new.arrivals)
             at = arrivals.in_document() if arrivals.origin is None else arrivals.in_document() - arrivals.origin
         rows = at if new.length == 1 else to_rows(at, query.shape[2] // new.length, dim=1)
-        rows = rows[:, None].expand(query.shape[:3])
+        rows = rows.unsqueeze(1).expand(query.shape[:3])
         both, by = torch.cat([query, key], dim=2), torch.cat([rows, position], dim=2)
-        unrotated = self.rotation.turn(both, -by)
-        return unrotated[:, :, : query.shape[2]], unrotated[:, :, query.shape[2] :]
+        query, key = self.rotation.turn(both, by.neg()).split([query.shape[2], key.shape[2]], dim=2)
+        return query, key
 
     def _attend_segment(
         self, new: NewTokens, group: HeadGroup, shift: Tensor | None
@@ -153,11 +170,6 @@ class StateAttentionMixin(RFAAttentionMixin):
         key, value = joining[..., :width].to(query.dtype), joining[..., width:]
         if feature_map.unrotated:
             query, key = self._unrotated(new, group, query, key, position)
-        is_step = memory.state is not None and group.target is not None and self.gate is None and new.is_token is None
-        if feature_map.reads_means and is_step and self.attention_component == "both":
-            joins = cast(Tensor, exact), cast(Tensor, log_total)
-            output, key = feature_map.step(query, key, value, input_scale, memory.state, joins)
-            return output, Memory(places, memory.state), None, Tokens(key, value, new.log_decay, input_scale)
         if feature_map.reads_means:
             key = feature_map.key(key)
             sums = running_sums(key, new.log_decay, input_scale, memory.state, self.chunk_size)

@@ -92,26 +92,30 @@ class SummaryMap(FeatureMap):
         def of_batch(weights: Tensor) -> Tensor:
             return weights if batch == 1 else weights.repeat(batch, 1, 1)
 
-        x = torch.baddbmm(of_batch(self.key_bias[:, None]), key.reshape(-1, 1, width), of_batch(self.key_projection).mT)
-        features = F.pad(x, (1, 0), value=1.0).view(batch, heads, 1, rank + 1)
-        joining = features if input_scale is None else features * input_scale[..., None]
-        values = F.pad(value.to(x.dtype), (0, 1), value=1.0).reshape(-1, 1, width + 1)
-        rows.baddbmm_(joining.view(-1, rank + 1, 1), values, beta=math.exp(-1.0 / self.horizon))
-        count = rows[:, :1, -1:].clamp_min(torch.finfo(x.dtype).tiny)  # [B H, 1, 1]
-        mean, log_count = rows[:, None, None, 1:, -1] / count[..., None], count.log()
-        linear = torch.baddbmm(
-            of_batch(self.query_bias[:, None]), query.reshape(-1, 1, width), of_batch(self.query_projection).mT
-        ).view(batch * heads, groups, -1)
-        weights = of_batch(self.count_weight.view(heads, groups, -1))
-        linear = torch.addcmul(linear, weights, log_count.clamp_min(0.0))
-        log_mass, tilt_slope = linear.split([1, 2 * rank], dim=-1)
-        tilt_slope = tilt_slope.unflatten(-1, (2, rank))
-        by_tilt, by_slope = (tilt_slope * mean).sum(-1).neg().split(1, dim=-1)
-        log_mass = log_mass - by_slope + (log_count - of_batch(self.window_shift[:, None, None]))
-        reading = torch.cat([by_tilt.add(1.0), tilt_slope[:, :, 0]], dim=-1)
-        past = (torch.bmm(reading, rows) / count)[..., :-1].view(query.shape)
+        # The key joins the state.
+        bias, weights = self.key_bias.unsqueeze(1), self.key_projection
+        x = torch.baddbmm(of_batch(bias), key.reshape(-1, 1, width), of_batch(weights).mT)
+        features = F.pad(x, (1, 0), value=1.0)
+        joining = features if input_scale is None else features * input_scale.reshape(-1, 1, 1)
+        values = F.pad(value.reshape(-1, 1, width).to(x.dtype), (0, 1), value=1.0)
+        rows.baddbmm_(joining.mT, values, beta=math.exp(-1.0 / self.horizon))
+        # Of the state: n, [1, x̄], n v̄ and n C(x, v).
+        of_values, moments = rows.split([width, 1], dim=2)
+        values, products = of_values.split([1, rank], dim=1)
+        count = moments.narrow(1, 0, 1).clamp_min(torch.finfo(x.dtype).tiny)  # [B H, 1, 1]
+        mean, log_count = (moments / count).narrow(1, 1, rank), count.log()
+        covariance = torch.baddbmm(products, mean, values, alpha=-1)
+        # Of the queries: the logarithm of the mass, a, and T q.
+        bias, weights = self.query_bias.unsqueeze(1), self.query_projection
+        linear = torch.baddbmm(of_batch(bias), query.reshape(-1, 1, width), of_batch(weights).mT)
+        linear = linear.view(batch * heads, groups, -1)
+        by_count = of_batch(self.count_weight.view(heads, groups, -1))
+        log_mass, tilt, slope = torch.addcmul(linear, by_count, log_count.clamp_min(0.0)).split([1, rank, rank], dim=2)
+        log_mass = torch.baddbmm(log_mass, slope, mean) + (log_count - of_batch(self.window_shift.view(-1, 1, 1)))
+        past = torch.baddbmm(values, tilt, covariance) / count
         output, log_exact = exact
-        return torch.lerp(output, past, torch.sigmoid(log_mass.view(log_exact.shape) - log_exact)), features
+        share = torch.sigmoid(log_mass.view(log_exact.shape) - log_exact)
+        return torch.lerp(output, past.view(query.shape), share), features.view(batch, heads, 1, -1)
 
     def reading(self, query: Tensor, key: Tensor, sums: Tensor) -> Features:
         """Return the features of queries beside those of keys, with their offset.
