@@ -25,7 +25,7 @@ SLOT_TEXT_TOKENS = 8192
 #: The same where a summary is fitted to it (`hf_rfa.convert.calibrate.summary_fit`).
 FEATURE_TEXT_TOKENS = 16_384
 #: The most of a text that perplexities are measured on.
-MEASURED_TOKENS = 4096
+MEASURED_TOKENS = 2048
 #: Random tokens that calibration reads where there is no text.
 RANDOM_TOKENS = 1024
 #: Most tokens that the base model generates for a source, or for an utterance.

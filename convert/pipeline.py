@@ -182,12 +182,10 @@ def calibrate_and_measure(plan: Plan, models: Models) -> tuple[list[LayerGain], 
 
     if "labels" not in models.inputs:
         return calibrate_models(plan, models), None
-    swapped = score("scoring before calibration", models.rfa)
     gains = calibrate_models(plan, models)
     softmax = score("scoring the base model", models.base)
     perplexities = Perplexities(
         softmax=softmax.perplexity,
-        swapped=swapped.perplexity,
         calibrated=score("scoring the result", models.rfa).perplexity,
         tokens=softmax.tokens,
         own_outputs=plan.config.is_encoder_decoder,

@@ -35,20 +35,19 @@ MAX_PERPLEXITY_RATIO = 2.0
 
 @dataclass(frozen=True)
 class Perplexities:
-    """Perplexity on the calibration text: of the base model, of the swap before calibration, and after it.
+    """Perplexity on the calibration text, of the base model and of the result.
 
     With ``own_outputs`` the labels are the base model's own outputs for the sources of the text.
     """
 
     softmax: float
-    swapped: float
     calibrated: float
     tokens: int
     own_outputs: bool = False
 
     def __str__(self) -> str:
         """Say them in words."""
-        stages = ("softmax", "swapped", "calibrated")
+        stages = ("softmax", "calibrated")
         return ", ".join(f"{stage} {shown(getattr(self, stage))}" for stage in stages)
 
     @property

@@ -231,7 +231,7 @@ def test_a_ruined_model_is_refused_unless_forced_or_trained_at_once(tmp_path, mo
 
 
 def test_a_perplexity_that_is_no_number_is_of_a_ruined_model():
-    figures = Perplexities(softmax=10.0, swapped=30.0, calibrated=float("nan"), tokens=9, own_outputs=True)
+    figures = Perplexities(softmax=10.0, calibrated=float("nan"), tokens=9, own_outputs=True)
     config = make("bart").config
     with pytest.raises(InputError, match=r"or cross attention \(--config cross_layers=none\) softmax"):
         check_perplexity(figures, config)
