@@ -40,13 +40,13 @@ LAYERS = [
 LINES = {
     "hf_rfa": 500,
     "hf_rfa/export": 1_370,  # hf-rfa export: attention as ONNX functions, 8 bits, names for two runtimes, what it measures
-    "hf_rfa/models": 6_270,  # 220 more: the summary, in whole texts and in steps
+    "hf_rfa/models": 6_280,  # 230 more: the summary, in whole texts and in steps of few operations
     "hf_rfa/io": 490,
     "hf_rfa/serving": 1_065,  # hf-rfa chat and serve: rows of one batch, sessions, OpenAI's interface
     "hf_rfa/inference": 1_146,  # 16 more: checksums of cache files, conversations of several messages
     "hf_rfa/evaluation": 1_130,  # 30 more: scores are metrics of the evaluate library
     "hf_rfa/bench": 280,
-    "hf_rfa/convert": 4_120,  # 300 more: the summary is fitted in closed form, and has shares of attention
+    "hf_rfa/convert": 4_130,  # 310 more: the summary is fitted in closed form, and has shares of attention; pairs of heads
     "hf_rfa/finetune": 2_120,
     "hf_rfa_cli": 1_525,  # 150 more: chat and serve
     "hf-rfa-vllm": 1_185,  # 25 more: prefix caching, mostly its check
