@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     CONFIG_MAPPING,
+    AutoModelForSeq2SeqLM,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedConfig,
@@ -161,13 +162,20 @@ def pair(material):
 
 
 @pytest.fixture(scope="session")
-def converted_demo(tmp_path_factory) -> Path:
-    """Folder of the demo's model, converted; for reading alone."""
-    from hf_rfa.convert import convert
+def family_from_outside(tmp_path_factory) -> tuple[Path, Path]:
+    """Folders of a softmax model of `tests/bigbird_pegasus.py`, and of what ``hf-rfa convert --import`` makes of it."""
+    from hf_rfa import FAMILIES
+    from hf_rfa_cli import main as cli
 
-    folder = tmp_path_factory.mktemp("converted-demo") / "rfa"
-    convert(DEMO_MODEL, folder)
-    return folder
+    base, converted = (tmp_path_factory.mktemp("own-family") / name for name in ("softmax", "converted"))
+    torch.manual_seed(1)
+    config = tiny_seq2seq_config("bigbird_pegasus", attention_type="original_full")
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(base)
+    save_tiny_tokenizer(base)
+    options = ["--window-size", "4", "--max-positions", "200", "--import", str(ROOT / "tests" / "bigbird_pegasus.py")]
+    cli.app(["convert", str(base), str(converted), *options], standalone_mode=False)
+    del FAMILIES["bigbird_pegasus"]  # of which other tests know nothing
+    return base, converted
 
 
 @pytest.fixture(scope="session")

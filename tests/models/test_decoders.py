@@ -19,9 +19,8 @@ from hf_rfa.families import has_rotary_positions
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.cache_names import CACHE_NAME, cache_argument
 from hf_rfa.models.configuration_rfa import FULL_ATTENTION
-from tests.decoders import LENGTH, NAMES, QUICK, WINDOWED, case, converted, every_decoder, pair, parent, rfa_indices
+from tests.decoders import LENGTH, NAMES, WINDOWED, case, converted, every_decoder, pair, parent, rfa_indices
 from tests.families import logits, logits_by_steps, relative_error, rfa_modules, state_of, tokens
-from tests.without_package import assert_loads_without_package
 
 FULL = 40
 #: A text that is seen whole, with features that nothing reaches and without.
@@ -243,14 +242,6 @@ def test_every_head_runs_and_keeps_the_weights_of_the_softmax_head(name, auto, t
     assert tuple(outputs[0].shape) == (shapes[0] if shapes else tuple(expected[0].shape))
     assert torch.isfinite(outputs[0]).all()
     assert torch.equal(outputs[0], model.eval()(ids, use_cache=False)[0])
-
-
-@pytest.mark.parametrize("names", [QUICK, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["quick", "all"])
-def test_every_language_model_works_without_the_package(names, tmp_path):
-    models = {name: pair(name)[1] for name in names}
-    for name, model in models.items():
-        model.save_pretrained(tmp_path / name)
-    assert_loads_without_package(tmp_path, "AutoModelForCausalLM", models, tmp_path)
 
 
 # Training

@@ -17,7 +17,6 @@ from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.cache_names import cache_argument
 from tests.conftest import tiny_seq2seq_config
 from tests.families import relative_error, rfa_modules, save_softmax_model
-from tests.without_package import assert_loads_without_package
 
 every_seq2seq = pytest.mark.parametrize("family", list(SEQ2SEQ))
 #: BART's way, sinusoids, and audio.
@@ -156,13 +155,6 @@ def test_it_is_converted_and_calibrated(family, folders, reports):
         else:
             assert torch.equal(kept[name][: len(tensor)], tensor)
     assert auto_class(family).__name__ in (folders[1] / family / "README.md").read_text()
-
-
-def test_checkpoints_work_without_the_package(folders, reports, tmp_path):
-    """`test_self_contained.py` has BART and Marian."""
-    for family in CONVERTED[1:]:
-        models = {family: auto_class(family).from_pretrained(folders[1] / family).eval()}
-        assert_loads_without_package(folders[1], auto_class(family).__name__, models, tmp_path)
 
 
 # Whisper
