@@ -88,6 +88,13 @@ TINY_MEMORIES: dict[str, dict[str, Any]] = {
     "whole": {"feature_map": "none", "window_size": 64},
 }
 
+#: Fields that leave a model one layer of each kind, for what takes its time with every operation.
+ONE_LAYER: dict[str, dict[str, int]] = {
+    "gpt2": {"n_layer": 1},
+    "llama": {"num_hidden_layers": 1},
+    "bart": {"encoder_layers": 1, "decoder_layers": 1},
+}
+
 
 def has_encoder(family: str) -> bool:
     """Return whether a family's models have an encoder next to their decoder."""
@@ -97,12 +104,10 @@ def has_encoder(family: str) -> bool:
 HEADS = [(family, head) for family in COMMON for head in FAMILIES[family].architectures]
 GENERATING_HEADS = [each for each in HEADS if each[1].endswith(("LMHeadModel", "CausalLM", "MTModel", "Generation"))]
 
-uncompiled_flex_attention = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 every_family = pytest.mark.parametrize("family", COMMON)
 every_case = pytest.mark.parametrize(("family", "variant"), CASES)
 every_head = pytest.mark.parametrize(("family", "head"), HEADS)
 every_generating_head = pytest.mark.parametrize(("family", "head"), GENERATING_HEADS)
-every_model = pytest.mark.parametrize(("family", "name"), HEADS + CASES)
 
 
 def base_config(family: str, **options: Any) -> Any:
@@ -190,12 +195,16 @@ def is_own(name: str) -> bool:
 
 
 def use_flex_attention(patch: pytest.MonkeyPatch, block: int = 128) -> None:
-    """Have exact attention computed as on a GPU, by torch's own form of FlexAttention, which needs none."""
+    """Have exact attention computed as on a GPU, by torch's own form of FlexAttention, which needs none.
+
+    Dynamo, through which torch leads that too, would take a second for every new shape.
+    """
     exact = "hf_rfa.models.exact_attention"
     patch.setattr(f"{exact}.uses_flex_attention", lambda keys_values: True)
     patch.setattr(f"{exact}._flex_attention", lambda: flex_attention)
     patch.setattr("hf_rfa.models.lifetimes.COMPARED_AT_ONCE", 0)
     patch.setattr("hf_rfa.models.lifetimes.BLOCK", block)
+    patch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     # It refuses gradients on a CPU, which its fused form lacks.
     patch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
 

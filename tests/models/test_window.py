@@ -22,7 +22,7 @@ from hf_rfa.convert.calibrate.attention_weights import log_attention_weights
 from hf_rfa.models.feature_maps import FEATURE_MAPS
 from hf_rfa.models.linear_attention import mask_padding
 from hf_rfa.models.masking import group_queries, join_heads, split_heads, ungroup
-from tests.families import uncompiled_flex_attention, use_flex_attention
+from tests.families import use_flex_attention
 from tests.grouped_layers import HIDDEN, WIDTH, Layer
 from tests.memory_by_loop import memory_by_loop
 
@@ -224,7 +224,6 @@ def test_attention_is_what_a_loop_over_tokens_gives_however_it_is_cut(signed, da
         case.assert_same(case.run(range(1, case.length)), expected)
 
 
-@uncompiled_flex_attention
 @given(data=st.data())
 @settings(max_examples=30)
 @torch.no_grad()
@@ -258,15 +257,8 @@ def test_tokens_that_are_taken_back_leave_nothing(signed, data):
         case.assert_same(found, case.loop()[0][:, :, stays:])
 
 
-@uncompiled_flex_attention
-@pytest.mark.parametrize(
-    ("dtype", "tolerance", "flex"),
-    [(torch.float32, 1e-4, False), (torch.float64, 1e-8, False), (torch.float32, 1e-4, True)],
-)
-@given(data=st.data())
-@settings(max_examples=12)
-def test_gradients_are_those_of_the_loop(dtype, tolerance, flex, data):
-    """Also those of parameters of gates and feature maps, in which the query heads of a group are summed."""
+def compare_gradients(data: Any, dtype: torch.dtype, tolerance: float, flex: bool = False) -> None:
+    """Compare those of a case, computed in a dtype, with those of the loop."""
     case = data.draw(cases())
     cuts, size = cuts_of(data, case), data.draw(st.integers(1, 20))
 
@@ -290,6 +282,20 @@ def test_gradients_are_those_of_the_loop(dtype, tolerance, flex, data):
     scale = max(1e-3, *(float(gradient.abs().max()) for gradient in expected))
     for ours, theirs in zip(found, expected, strict=True):
         assert float((ours.double() - theirs).abs().max()) <= tolerance * scale
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-8)])
+@given(data=st.data())
+@settings(max_examples=12)
+def test_gradients_are_those_of_the_loop(dtype, tolerance, data):
+    """Also those of parameters of gates and feature maps, in which the query heads of a group are summed."""
+    compare_gradients(data, dtype, tolerance)
+
+
+@given(data=st.data())
+@settings(max_examples=5)  # each takes a second: torch traces the backward pass
+def test_gradients_by_flex_attention_are_those_of_the_loop(data):
+    compare_gradients(data, torch.float32, 1e-4, flex=True)
 
 
 @pytest.mark.parametrize("signed", [False, True])
