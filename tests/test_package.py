@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib.util
 import os
@@ -67,6 +68,7 @@ def files() -> list[str]:
     return [name for names in found for name in names if "__pycache__" not in name and (ROOT / name).is_file()]
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Return the packages' modules by their names."""
     names = [name for name in files() if name.endswith(".py")]
@@ -133,6 +135,29 @@ def test_what_a_checkpoint_carries_stands_alone(path):
             assert {each.split(".")[0] for each in named} <= CHECKPOINT_MAY_IMPORT
 
 
+#: Importing registers the models, and loads nothing but the package and the models that it subclasses. Of the decoders that
+#: are made when they are asked for these are the configurations, and the packages that hold them.
+WHERE_IT_IS_INSTALLED = """
+import sys
+from transformers import AutoConfig, BartModel, GPT2Model, MarianModel
+
+before = set(sys.modules)
+import hf_rfa
+
+new = {tuple(name.split(".")) for name in set(sys.modules) - before}
+made = {name for name in new if name[:2] == ("transformers", "models")}
+kept = new - {name for name in made if not name[3:] or "configuration" in name[3]}
+print({name[0] for name in kept})
+print(AutoConfig.for_model("rfa_gpt2").feature_map)
+
+import hf_rfa.convert
+from hf_rfa.finetune import recipe
+
+recipe.load_settings("copy")
+print(recipe.__file__)
+"""
+
+
 def test_sdist_and_wheel_hold_each_file_once_and_run_where_they_are_installed(tmp_path):
     """The links in hf_rfa/ become folders: nothing of convert/ or finetune/ is installed at the top."""
     pytest.importorskip("setuptools", minversion="77")
@@ -152,23 +177,11 @@ def test_sdist_and_wheel_hold_each_file_once_and_run_where_they_are_installed(tm
         names = wheel.namelist()
         wheel.extractall(tmp_path / "installed")
     assert sorted(name for name in names if ".dist-info/" not in name) == sorted(files())
-    code = "import hf_rfa.convert; from hf_rfa.finetune import recipe as s; s.load_settings('copy'); print(s.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-    found = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True)
-    assert found.strip() == str(tmp_path / "installed/hf_rfa/finetune/recipe.py")
-
-
-def test_import_registers_models_and_loads_nothing_but_itself_and_the_models_that_it_subclasses():
-    """Of the decoders that are made when they are asked for it loads the configurations, and the packages that hold these."""
-    code = (
-        "import sys; from transformers import AutoConfig, BartModel, GPT2Model, MarianModel; before = set(sys.modules); "
-        "import hf_rfa; new = {tuple(name.split('.')) for name in set(sys.modules) - before}; "
-        "made = {name for name in new if name[:2] == ('transformers', 'models')}; "
-        "kept = new - {name for name in made if not name[3:] or 'configuration' in name[3]}; "
-        "print({name[0] for name in kept}); "
-        "print(AutoConfig.for_model('rfa_gpt2').feature_map)"
+    found = subprocess.check_output(
+        [sys.executable, "-c", WHERE_IT_IS_INSTALLED], cwd=tmp_path, env=environment, text=True
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).splitlines() == ["{'hf_rfa'}", "positive"]
+    assert found.splitlines() == ["{'hf_rfa'}", "positive", str(tmp_path / "installed/hf_rfa/finetune/recipe.py")]
 
 
 def test_the_newest_tested_transformers_is_the_pinned_one():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,9 +14,9 @@ from hf_rfa_cli import threads as threads_module
 from hf_rfa_cli.threads import take_threads
 from tests.conftest import DEMO_MODEL, DEMO_TEXT
 
-#: Runs a command that ends as soon as anything looks for torch.
+#: Runs commands each of which ends as soon as anything looks for torch, and writes what they have said by then.
 WITHOUT_TORCH = """
-import sys
+import contextlib, io, json, sys
 
 class Guard:
     def find_spec(self, name, *rest):
@@ -24,13 +25,26 @@ class Guard:
 
 sys.meta_path.insert(0, Guard())
 from hf_rfa_cli.main import main
-main()
+
+found = []
+for words in json.loads(sys.argv[1]):
+    sys.argv[1:] = words
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            main()
+        except SystemExit as end:
+            loaded = sorted({"torch", "transformers", "numpy", "hf_rfa"} & set(sys.modules))
+            found.append([end.code, out.getvalue(), errors.getvalue(), loaded])
+print(json.dumps(found))
 """
+#: Commands that run nothing.
+NOTHING = (["--help"], [], ["convert", "-h"], ["generate", "m", "--top-k", "-1"], ["--version"], ["convrt"])
 
 
-@pytest.mark.parametrize(
-    ("command", "line"),
-    [
+def test_the_first_line_comes_before_torch_is_imported(tmp_path):
+    """It takes seconds, as transformers does; what runs nothing loads nothing."""
+    (tmp_path / "module.py").write_text("import torch")
+    lines = [
         (["convert", "a", "b"], "converting a to b"),
         (["convert", "a", "b", "--transfer-steps", "2", "--data", DEMO_TEXT], "converting a to b"),
         (["convert", "a", "b", "--import", "module.py"], "importing module.py"),
@@ -41,17 +55,17 @@ main()
         (["recall", "a", DEMO_TEXT], "measuring the recall of a"),
         (["generate", "a", "--prompt", "x"], "loading a"),
         (["bench", "--model", "a", "--task", "prefill"], "timing a (prefill)"),
-    ],
-)
-def test_the_first_line_comes_before_torch_is_imported(command, line, tmp_path):
-    (tmp_path / "module.py").write_text("import torch")
-    words = [sys.executable, "-c", WITHOUT_TORCH, *map(str, command)]
-    run = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert run.returncode == 77, run.stderr
-    first, *others = run.stderr.splitlines()
-    assert first == f"{line} …"
-    assert all(other.startswith("other programs keep the cores busy: ") for other in others)
-    assert run.stdout == ""
+    ]
+    commands = [*NOTHING, *([*map(str, command)] for command, _ in lines)]
+    words = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(commands)]
+    found = json.loads(subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=True).stdout)
+    for command, (status, *_, loaded) in zip(NOTHING, found, strict=False):
+        assert (status != 77, loaded) == (True, []), command
+    for (command, line), (status, out, errors, _) in zip(lines, found[len(NOTHING) :], strict=True):
+        assert (status, out) == (77, ""), command
+        first, *others = errors.splitlines()
+        assert first == f"{line} …"
+        assert all(other.startswith("other programs keep the cores busy: ") for other in others)
 
 
 @pytest.mark.parametrize(("busy", "variable", "threads"), [(0.0, None, None), (25.0, None, "3"), (60.0, "2", "2")])
