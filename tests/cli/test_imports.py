@@ -53,17 +53,17 @@ def hf_rfa(run_cli):
     return lambda *words: forget() or run_cli(*words)
 
 
-def test_a_command_imports_a_map_from_a_file(folder, hf_rfa, capsys):
+def test_a_command_imports_a_map_from_a_file(folder, hf_rfa, checkpoints, capsys):
     """The card says what it takes, and its command does it again."""
     own = ["--import", "my_squares.py"]
-    assert hf_rfa("convert", DEMO_MODEL, "out", "--feature-map", "squares", *own) == 0
+    assert hf_rfa("convert", checkpoints["gpt2"], "out", "--feature-map", "squares", *own) == 0
     said = " ".join(capsys.readouterr().out.split())  # lines are broken where the console ends
     assert "the checkpoint does not hold its code" in said
     card = ModelCard.load(folder / "out" / "README.md").content
     assert "import my_squares  # registers the feature map squares" in card
     (note,) = re.findall(r"The feature map squares is not hf-rfa's own.*", card)
     assert " ".join(note.split()) in said
-    assert hf_rfa("generate", "out", "--prompt", "Call me", "--max-new-tokens", 2, *own) == 0
+    assert hf_rfa("generate", "out", "--prompt", "w5", "--max-new-tokens", 2, *own) == 0
     (command,) = re.findall(r"hf-rfa convert .*", card)
     shutil.rmtree("out")
     assert hf_rfa(*shlex.split(command)[1:]) == 0

@@ -16,17 +16,13 @@ import typer
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import RevisionNotFoundError
 from torch.nn.functional import interpolate
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GPT2LMHeadModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2LMHeadModel
 
 from hf_rfa import FEATURE_MAPS
 from hf_rfa.convert import ConversionOptions, convert
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa_cli.main import app
-from tests.conftest import DEMO_MODEL, ROOT, copy_of, leftovers, refused, save_tiny_tokenizer
+from tests.conftest import ROOT, copy_of, leftovers, refused, save_tiny_tokenizer
 from tests.convert.conftest import fields, load, tensors
 from tests.families import base_config, has_encoder, is_own
 
@@ -184,12 +180,12 @@ COMMITS = {None: "1" * 40, "v2": "2" * 40}
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch) -> Path:
-    """The current directory, beside a hub cache in which the demo's checkpoint is the model gpt2, in two revisions."""
+def hub(checkpoints, tmp_path, monkeypatch) -> Path:
+    """The current directory, beside a hub cache with a model gpt2, in two revisions."""
     repository = tmp_path / "hub" / "models--gpt2"
     (repository / "refs").mkdir(parents=True)
     for revision, commit in COMMITS.items():
-        copy_of(DEMO_MODEL, repository / "snapshots" / commit)
+        copy_of(checkpoints["gpt2"], repository / "snapshots" / commit)
         (repository / "refs" / (revision or "main")).write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     (tmp_path / "here").mkdir()

@@ -17,7 +17,8 @@ def test_the_example_of_a_rule_converts_a_model_that_keeps_what_it_says(tmp_path
     (example,) = re.findall(r"```python\n(import torch\nfrom hf_rfa import Importance.*?)```", page, re.S)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "input_norm.py").write_text(example)
-    words = ["--import", "input_norm.py", "--slots", 4, "--window-size", 8, "--config", "importance=input_norm"]
+    words = ["--import", "input_norm.py", "--config", "importance=input_norm"]
+    words += ["--preset", "exact", "--slots", 4, "--window-size", 8]
     assert run_cli("convert", DEMO_MODEL, "out", *words) == 0
     model = AutoModelForCausalLM.from_pretrained("out")
     inputs = []
