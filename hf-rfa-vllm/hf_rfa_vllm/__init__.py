@@ -21,8 +21,10 @@ def served_architectures() -> list[str]:
 def register() -> None:
     """Register converted decoders with vLLM; importing hf_rfa has registered their configurations with transformers."""
     from vllm import ModelRegistry
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    from .vllm_config import RFAModelConfig
 
     for name in served_architectures():
         ModelRegistry.register_model(name, "hf_rfa_vllm.vllm_model:RFAForCausalLM")
-        MODELS_CONFIG_MAP[name] = MambaModelConfig  # sizes of blocks, with and without prefix caching
+        MODELS_CONFIG_MAP[name] = RFAModelConfig

@@ -48,3 +48,18 @@ def setting_problems(vllm_config: Any, config: Any) -> list[str]:
     if vllm_config.model_config.is_moe:
         problems.append("models with experts are not supported. Whatever runs transformers models serves them.")
     return problems
+
+
+def check_block_sizes(cache_config: Any) -> None:
+    """Check that vLLM's settings name one size of blocks: snapshots lie where blocks of tokens end.
+
+    Raises:
+        ValueError: saying what was given and what to pass.
+    """
+    given, blocks = cache_config.mamba_block_size, cache_config.block_size
+    follows = cache_config.user_specified_block_size and given == blocks
+    if cache_config.enable_prefix_caching and given is not None and not follows:
+        raise ValueError(
+            f"--mamba-block-size {given} has no effect on hf-rfa's models, whose snapshots are --block-size tokens apart. "
+            f"Pass --block-size {given} instead."
+        )

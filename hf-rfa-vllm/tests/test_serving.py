@@ -12,7 +12,7 @@ import torch
 from hf_rfa_vllm import served_architectures
 from hf_rfa_vllm.batches import group_tokens, serve
 from hf_rfa_vllm.states import ALIGNMENT, state_layout
-from hf_rfa_vllm.support import check_support
+from hf_rfa_vllm.support import check_block_sizes, check_support
 from torch.testing import assert_close
 from transformers.cache_utils import DynamicCache
 
@@ -185,6 +185,23 @@ def settings(family, variant, **changes):
 def test_what_cannot_be_served_is_refused(given, said):
     with pytest.raises(ValueError, match=f"cannot serve MODEL with vLLM: .*{said}"):
         check_support(given)
+
+
+def block_sizes(mamba, tokens, *, given=True, prefix_caching=True):
+    return SimpleNamespace(
+        mamba_block_size=mamba,
+        block_size=tokens,
+        user_specified_block_size=given,
+        enable_prefix_caching=prefix_caching,
+    )
+
+
+def test_a_size_of_blocks_that_has_no_effect_is_refused():
+    for refused in (block_sizes(16, 32), block_sizes(16, 16, given=False)):  # a platform may change the default
+        with pytest.raises(ValueError, match=r"--mamba-block-size 16 has no effect .* Pass --block-size 16"):
+            check_block_sizes(refused)
+    for taken in (block_sizes(None, 32), block_sizes(32, 32), block_sizes(512, 16, prefix_caching=False)):
+        check_block_sizes(taken)
 
 
 @pytest.mark.parametrize("case", CONSTANT, ids=str)

@@ -144,6 +144,11 @@ def test_a_checkpoint_that_grows_is_refused(python, checkpoints):
         run_checks(python, checkpoints / "llama-hybrid", "greedy")
 
 
+def test_a_size_of_blocks_that_has_no_effect_is_refused(python, checkpoints):
+    with pytest.raises(AssertionError, match="--mamba-block-size 16 has no effect"):
+        run_checks(python, checkpoints / "llama-retrieval", "greedy", enable_prefix_caching=True, mamba_block_size=16)
+
+
 @pytest.fixture
 def server(python, tmp_path):
     """The address of a server of a converted checkpoint."""
