@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -55,7 +56,7 @@ class Request:
     Attributes:
         tokens: those of the prompt, and behind them those that were written.
         max_tokens: most tokens to write.
-        send: called with the request and every piece, in the thread of the engine.
+        send: called with the request and every piece, in a thread of the engine or of its sessions.
         temperature: 0 takes the likeliest token.
         top_p: samples from this probability.
         top_k: samples from so many tokens; 0 for all, as without a word of the checkpoint.
@@ -263,21 +264,25 @@ class Engine:
             logger.exception("a step failed")
             pieces = [Piece(finish="error") for _ in self._active]
         for row in reversed(range(len(pieces))):
-            request, piece = self._active[row], pieces[row]
+            request, piece, written = self._active[row], pieces[row], None
             if piece.finish is not None:
-                self._end(row, keep=piece.finish != "error")
-            if piece != Piece() and not request.cancelled:
+                written = self._end(row, keep=piece.finish != "error")
+            if piece == Piece() or request.cancelled:
+                continue
+            if written is None:
                 request.send(request, piece)
+            else:  # what has ended outlives the process
+                written.add_done_callback(lambda _, request=request, piece=piece: request.send(request, piece))
 
-    def _end(self, row: int, *, keep: bool = True) -> None:
-        """Take a request out; what was read and written is kept."""
-        if keep:
-            self._keep(row, write=True)
+    def _end(self, row: int, *, keep: bool = True) -> Future[int] | None:
+        """Take a request out; what was read and written is kept, and what is returned ends when it is in a file."""
+        written = self._keep(row, write=True) if keep else None
         self._rows.remove(row)
         self._active[row] = self._active[-1]
         self._active.pop()
+        return written
 
-    def _keep(self, row: int, *, write: bool) -> None:
+    def _keep(self, row: int, *, write: bool) -> Future[int] | None:
         """Keep what has been read of a row: all tokens but the last."""
         request = self._active[row]
-        self.sessions.keep(request.owner, request.tokens[:-1], self._rows.copy(row), write=write)
+        return self.sessions.keep(request.owner, request.tokens[:-1], self._rows.copy(row), write=write)

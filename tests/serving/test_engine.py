@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers.cache_utils import DynamicCache
 
 from hf_rfa.errors import InputError
@@ -138,6 +140,71 @@ def test_least_recently_used_sessions_go_first(loaded, tmp_path):
         for seed, cache in enumerate(caches):
             sessions.keep("", prompt_of(10, seed), cache)
         assert [sessions.find("", [*prompt_of(10, seed), 5]) is not None for seed in range(3)] == found
+
+
+def test_many_sessions_cost_an_answer_no_time(loaded, tmp_path):
+    """Of 20,000 that are in files, an answer looks at none."""
+    model, _ = loaded
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        read(model, cache, [prompt_of(10)], [list(range(10))])
+
+    def seconds(folder: Path) -> float:
+        sessions, times = Sessions(model, memory=2**30, folder=folder, disk=2**30), []
+        for seed in range(20):
+            start = time.perf_counter()
+            sessions.keep("", prompt_of(10, seed), cache)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    (tmp_path / "many").mkdir()
+    for number in range(20_000):
+        (tmp_path / "many" / f"{number:064x}-10.memory").touch()
+    assert seconds(tmp_path / "many") < 10 * seconds(tmp_path / "none")
+
+
+def test_rows_go_on_while_a_file_is_written(client_of, tmp_path, monkeypatch):
+    """The answer whose memory is written ends with its file; others do not wait, and a shutdown does."""
+    writes, begun = threading.Event(), threading.Event()
+
+    def slow(*args, **options):
+        begun.set()
+        assert writes.wait(60)
+        save_cache(*args, **options)
+
+    monkeypatch.setattr("hf_rfa.serving.sessions.save_cache", slow)
+    client = client_of(folder=tmp_path)
+    first = client.ask(prompt_of(20))
+    assert begun.wait(60)
+    later, pieces = client.ask(prompt_of(30), 200)
+    for _ in range(5):
+        assert pieces.get(timeout=60).finish is None
+    assert not list(tmp_path.glob("*.memory"))
+    again = client.ask(first[0].tokens, 2)  # found before it is in a file
+    while not again[0].new:
+        time.sleep(0.01)
+    assert again[0].cached == len(first[0].tokens) - 1
+    client.engine.cancel(later)
+    closing = threading.Thread(target=client.engine.close)
+    closing.start()
+    writes.set()
+    closing.join(60)
+    assert client.answer(first) == client.alone(prompt_of(20))
+    assert f"-{len(first[0].tokens) - 1}.memory" in "".join(path.name for path in tmp_path.glob("*.memory"))
+
+
+def test_a_disk_that_is_full_costs_the_memory_alone(client_of, tmp_path, monkeypatch, caplog):
+    def full(*_, **__):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("hf_rfa.serving.sessions.save_cache", full)
+    client = client_of(memory=0, folder=tmp_path)
+    for _ in range(2):
+        asked = client.ask(prompt_of(20))
+        assert client.answer(asked) == client.alone(prompt_of(20))
+        assert asked[0].cached == 0
+    assert "a session is not kept in a file: No space left on device" in caplog.text
+    assert not list(tmp_path.glob("*.memory"))
 
 
 def damage(path: Path, how: str, model) -> None:
