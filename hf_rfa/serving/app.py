@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ..errors import InputError
 from ..inference.generation import messages_text
@@ -41,10 +42,6 @@ class ApiError(Exception):
         self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class _StreamOptions(BaseModel):
-    include_usage: bool = False
-
-
 class _Asked(BaseModel):
     """What both kinds of requests may ask for. Fields that would change an answer, and are not supported, take no value."""
 
@@ -57,7 +54,7 @@ class _Asked(BaseModel):
     stop: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(max_length=4)] | None = None
     n: int = Field(1, ge=1, le=16)
     stream: bool = False
-    stream_options: _StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     frequency_penalty: Literal[0] | None = None
     presence_penalty: Literal[0] | None = None
     logit_bias: None = None
@@ -144,7 +141,6 @@ class App:
         self.engine, self.name, self._keys, self._tokenize = engine, name, keys, PartsTokenizer(engine.tokenizer)
         self._most_prompt, self._most_answer, self._most_bytes = most_prompt, most_answer, most_bytes
         routes = [
-            Route("/health", self._health),
             Route("/load_model", self._load_model, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._models),
@@ -159,9 +155,6 @@ class App:
         yield
         await asyncio.to_thread(self.engine.close)
 
-    async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "closing"}, 503) if self.engine.closing else JSONResponse({"status": "ok"})
-
     async def _load_model(self, request: Request) -> Response:
         """Say that the model is loaded, which `transformers chat` asks for first."""
         return Response(_event({"status": "ready", "cached": True}), media_type="text/event-stream")
@@ -174,21 +167,20 @@ class App:
             return JSONResponse(model)
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _completions(self, request: Request) -> Response:
+    async def _completions(self, request: Request) -> _Answer:
         owner, asked = self._owner(request), await self._read(request, _CompletionAsked)
         prompts = [asked.prompt] if isinstance(asked.prompt, str) or isinstance(asked.prompt[0], int) else asked.prompt
         texts = [each for each in prompts if isinstance(each, str)]
         tokens = await asyncio.to_thread(lambda: list(text_ids(self.engine.tokenizer, texts))) if texts else prompts
         most = asked.max_tokens or COMPLETION_TOKENS
-        return await _Answer(self, asked, asked.logprobs, chat=False).respond(request, owner, tokens, most)
+        return _Answer(self, asked, owner, tokens, most)
 
-    async def _chat_completions(self, request: Request) -> Response:
+    async def _chat_completions(self, request: Request) -> _Answer:
         owner, asked = self._owner(request), await self._read(request, _ChatAsked)
         tokens = await asyncio.to_thread(self._chat_tokens, [message.plain() for message in asked.messages])
         room = (position_limit(self.engine.model) or self._most_prompt + self._most_answer) - len(tokens)
         most = asked.max_completion_tokens or asked.max_tokens or max(1, min(self._most_answer, room))
-        likeliest = asked.top_logprobs or 0 if asked.logprobs else None
-        return await _Answer(self, asked, likeliest, chat=True).respond(request, owner, [tokens], most)
+        return _Answer(self, asked, owner, [tokens], most)
 
     def _chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
         return self._tokenize(messages_text(self.engine.tokenizer, messages))
@@ -238,85 +230,86 @@ class App:
 
 
 class _Answer:
-    """Answers to one request, in OpenAI's form."""
+    """Answers to one request in OpenAI's form, as a response of Starlette's: they end with the client."""
 
-    def __init__(self, app: App, asked: Any, likeliest: int | None, *, chat: bool) -> None:
-        self._app, self._asked, self._likeliest, self._chat = app, asked, likeliest, chat
-        self._jobs: list[Job] = []
-        self._pieces: asyncio.Queue[tuple[Job | None, Piece]] = asyncio.Queue()
+    def __init__(self, app: App, asked: Any, owner: str, prompts: list[list[int]], most: int) -> None:
+        self._app, self._asked, self._chat = app, asked, isinstance(asked, _ChatAsked)
+        chat, self._likeliest = self._chat, asked.logprobs
+        if chat:
+            self._likeliest = asked.top_logprobs or 0 if asked.logprobs else None
         kind = "chat.completion" + ".chunk" * asked.stream if chat else "text_completion"
         head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", "object": kind}
         self._head: dict[str, Any] = {**head, "created": int(time.time()), "model": app.name}
+        self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
 
-    async def respond(self, request: Request, owner: str, prompts: list[list[int]], most: int) -> Response:
-        """Have all prompts answered, and return the response."""
-        asked, loop = self._asked, asyncio.get_running_loop()
+        def send(job: Job, piece: Piece) -> None:  # in another thread
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._pieces.put_nowait, (self._jobs.index(job), piece))
+
         stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(filter(None, asked.stop or ()))
         seed = secrets.randbelow(2**63) if asked.seed is None else asked.seed
-
-        def send(job: Job, piece: Piece) -> None:  # in the engine's thread
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._pieces.put_nowait, (job, piece))
-
+        self._jobs: list[Job] = []
         for prompt in prompts:
-            self._app.check_prompt(prompt, most)
+            app.check_prompt(prompt, most)
             for number in range(asked.n):
                 sampling = (asked.temperature, asked.top_p, asked.top_k, (seed + number) % 2**63)
                 self._jobs.append(Job(list(prompt), most, send, *sampling, stops, self._likeliest, owner))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have all prompts answered, and send the answers."""
         try:
             for job in self._jobs:
                 self._app.engine.submit(job)
+            if self._asked.stream:
+                await StreamingResponse(self._events(), media_type="text/event-stream")(scope, receive, send)
+            else:
+                await JSONResponse(await self._whole(receive))(scope, receive, send)
         except BusyError as error:
-            self._leave()
             raise ApiError(429, str(error), "rate_limit_exceeded") from error
-        if asked.stream:
-            return StreamingResponse(self._events(request), media_type="text/event-stream")
-        pieces: list[list[Piece]] = [[] for _ in self._jobs]
-        async for index, piece in self._parts(request):
-            pieces[index].append(piece)
-        choices = [
-            self._choice(index, Piece("".join(texts), sum(tokens, ()), finishes[-1]), "message")
-            for index, (texts, tokens, finishes) in enumerate(zip(*each, strict=True) for each in pieces)
-        ]
-        return JSONResponse({**self._head, "choices": choices, "usage": self._usage()})
+        finally:
+            for job in self._jobs:
+                self._app.engine.cancel(job)
 
-    def _leave(self) -> None:
-        """End what nobody waits for any more."""
-        for job in self._jobs:
-            self._app.engine.cancel(job)
+    async def _parts(self) -> AsyncIterator[tuple[int, Piece]]:
+        """Yield the pieces of all answers as they come, with the answers' numbers."""
+        unfinished = len(self._jobs)
+        while unfinished:
+            index, piece = await self._pieces.get()
+            if piece.finish == "gone":
+                raise ClientDisconnect
+            if piece.finish == "error":
+                raise ApiError(500, "the answer could not be computed; the server's log says why.")
+            unfinished -= piece.finish is not None
+            yield index, piece
 
-    async def _parts(self, request: Request) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield the pieces of all answers as they come, with the answers' numbers; the answers end with the client."""
+    async def _whole(self, receive: Receive) -> dict[str, Any]:
+        """Return all answers, unless the client goes away."""
 
         async def watch() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
+            while (await receive())["type"] != "http.disconnect":
                 pass
-            self._pieces.put_nowait((None, Piece()))
+            self._pieces.put_nowait((0, Piece(finish="gone")))
 
-        watching, unfinished = asyncio.create_task(watch()), set(self._jobs)
+        watching, whole = asyncio.create_task(watch()), [Piece() for _ in self._jobs]
         try:
-            while unfinished:
-                job, piece = await self._pieces.get()
-                if job is None:
-                    raise ClientDisconnect
-                if piece.finish == "error":
-                    raise ApiError(500, "the answer could not be computed; the server's log says why.")
-                if piece.finish is not None:
-                    unfinished.remove(job)
-                yield self._jobs.index(job), piece
+            async for index, piece in self._parts():
+                text, tokens, _ = whole[index]
+                whole[index] = Piece(text + piece.text, tokens + piece.tokens, piece.finish)
         finally:
             watching.cancel()
-            self._leave()
+        choices = [self._choice(index, piece, "message") for index, piece in enumerate(whole)]
+        return {**self._head, "choices": choices, "usage": self._usage()}
 
-    async def _events(self, request: Request) -> AsyncIterator[str]:
-        """Yield the response as server-sent events."""
+    async def _events(self) -> AsyncIterator[str]:
+        """Yield the answers as server-sent events."""
         try:
-            async for index, piece in self._parts(request):
+            async for index, piece in self._parts():
                 yield _event({**self._head, "choices": [self._choice(index, piece, "delta")]})
         except ApiError as error:
             yield _event(error.body)
             return
-        if self._asked.stream_options is not None and self._asked.stream_options.include_usage:
+        if (self._asked.stream_options or {}).get("include_usage"):
             yield _event({**self._head, "choices": [], "usage": self._usage()})
         yield "data: [DONE]\n\n"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+from ..errors import InputError
 from .rows import Rows, read
 from .sessions import Sessions
 from .writing import Writing
@@ -51,38 +51,22 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """A prompt to go on with. What is None is left to the checkpoint's generation_config.json.
+    """A prompt to go on with. What is None is left to the checkpoint's generation_config.json."""
 
-    Attributes:
-        tokens: those of the prompt, and behind them those that were written.
-        max_tokens: most tokens to write.
-        send: called with the request and every piece, in a thread of the engine or of its sessions.
-        temperature: 0 takes the likeliest token.
-        top_p: samples from this probability.
-        top_k: samples from so many tokens; 0 for all, as without a word of the checkpoint.
-        seed: of the request's own random numbers.
-        stops: texts before which the answer ends.
-        likeliest: how many tokens to report at each place, or None for no report.
-        owner: whose sessions it may go on from.
-        cached: tokens that were not read, since a session held them.
-        new: number of tokens written.
-        cancelled: whether it ends at the next step; nothing more is sent.
-    """
-
-    tokens: list[int]
-    max_tokens: int
-    send: Callable[[Request, Piece], object]
-    temperature: float | None = None
+    tokens: list[int]  # those of the prompt, and behind them those that were written
+    max_tokens: int  # most to write
+    send: Callable[[Request, Piece], object]  # called with every piece, in a thread of the engine or of its sessions
+    temperature: float | None = None  # 0 takes the likeliest token
     top_p: float | None = None
-    top_k: int | None = None
-    seed: int = 0
-    stops: tuple[str, ...] = ()
-    likeliest: int | None = None
-    owner: str = ""
-    cached: int = 0
-    new: int = 0
-    cancelled: bool = False
-    _cache: Cache | None = None
+    top_k: int | None = None  # 0 samples from all tokens, and so does None without a word of the checkpoint
+    seed: int = 0  # of the request's own random numbers
+    stops: tuple[str, ...] = ()  # texts before which the answer ends
+    likeliest: int | None = None  # how many tokens to report at each place, or None for no report
+    owner: str = ""  # whose sessions it may go on from
+    cached: int = 0  # tokens that were not read, since a session held them
+    new: int = 0  # tokens written
+    cancelled: bool = False  # it ends at the next step, and nothing more is sent
+    _cache: Cache | None = None  # of the prompt while it is read
     _unsent: list[Token] = field(default_factory=list)
 
     def prepare(self, model: PreTrainedModel, tokenizer: Any) -> None:
@@ -158,11 +142,14 @@ class Engine:
         most_requests: int = 64,
         piece_length: int = PIECE_LENGTH,
     ) -> None:
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise InputError(
+                "the server needs a tokenizer of the tokenizers library (tokenizer.json), and this one is slow."
+            )
         self.model, self.tokenizer, self.sessions = model, tokenizer, sessions
         self._most_rows, self._most_requests, self._piece_length = rows, most_requests, piece_length
-        self._rows = Rows(model, rows)
-        self._waiting: deque[Request] = deque()
-        self._reading: deque[Request] = deque()
+        self._rows = Rows(model)
+        self._waiting: list[Request] = []  # the first of them are read in turns
         self._active: list[Request] = []  # in the order of the rows
         self._changed, self.closing = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -171,7 +158,7 @@ class Engine:
     @property
     def requests(self) -> int:
         """The number of requests that wait or are answered."""
-        return len(self._waiting) + len(self._reading) + len(self._active)
+        return len(self._waiting) + len(self._active)
 
     def submit(self, request: Request) -> None:
         """Take a request.
@@ -211,7 +198,7 @@ class Engine:
         except Exception:
             logger.exception("the engine cannot go on")
             self.closing = True
-        for request in (*self._waiting, *self._reading, *self._active):
+        for request in (*self._waiting, *self._active):
             request.send(request, Piece(finish="error"))
         self.sessions.close()
 
@@ -219,20 +206,23 @@ class Engine:
         """Wait for requests, read a piece of one, and let every row write a token."""
         with self._changed:
             self._changed.wait_for(lambda: self.requests or self.closing)
-            while self._waiting and len(self._reading) + len(self._active) < self._most_rows:
-                self._reading.append(self._waiting.popleft())
-        if self._reading:
-            self._read(self._reading.popleft())
+            free = self._most_rows - len(self._active)
+            request = self._waiting[0] if self._waiting and free else None
+        if request is not None:
+            read_all = self._read(request)
+            with self._changed:
+                if request in self._waiting:
+                    self._waiting.remove(request)
+                    if not read_all:
+                        self._waiting.insert(free - 1, request)
         for row in reversed(range(len(self._active))):
             if self._active[row].cancelled:
                 self._end(row)
         if self._active:
             self._step()
 
-    def _read(self, request: Request) -> None:
-        """Read a piece of a prompt; with all but its last token read, it becomes a row."""
-        if request.cancelled:
-            return
+    def _read(self, request: Request) -> bool:
+        """Read a piece of a prompt; return whether it has become a row, with all but its last token read, or failed."""
         try:
             if request._cache is None:
                 found = self.sessions.find(request.owner, request.tokens)
@@ -243,8 +233,7 @@ class Engine:
             if piece:
                 read(self.model, request._cache, [piece], [list(range(done, done + len(piece)))])
             if done + len(piece) < len(request.tokens) - 1:
-                self._reading.append(request)
-                return
+                return False
             request.prepare(self.model, self.tokenizer)
             self._rows.insert(request._cache)
             self._active.append(request)
@@ -254,6 +243,7 @@ class Engine:
         except Exception:
             logger.exception("a request failed")
             request.send(request, Piece(finish="error"))
+        return True
 
     def _step(self) -> None:
         """Let every row write a token."""
@@ -267,19 +257,21 @@ class Engine:
             request, piece, written = self._active[row], pieces[row], None
             if piece.finish is not None:
                 written = self._end(row, keep=piece.finish != "error")
-            if piece == Piece() or request.cancelled:
-                continue
-            if written is None:
-                request.send(request, piece)
-            else:  # what has ended outlives the process
-                written.add_done_callback(lambda _, request=request, piece=piece: request.send(request, piece))
+            if piece != Piece() and not request.cancelled:
+                self._send(request, piece, written)
+
+    def _send(self, request: Request, piece: Piece, written: Future[int] | None) -> None:
+        """Send a piece, after a file that is being written: what has ended outlives the process."""
+        if written is None:
+            request.send(request, piece)
+        else:
+            written.add_done_callback(lambda _: request.send(request, piece))
 
     def _end(self, row: int, *, keep: bool = True) -> Future[int] | None:
         """Take a request out; what was read and written is kept, and what is returned ends when it is in a file."""
         written = self._keep(row, write=True) if keep else None
         self._rows.remove(row)
-        self._active[row] = self._active[-1]
-        self._active.pop()
+        del self._active[row]
         return written
 
     def _keep(self, row: int, *, write: bool) -> Future[int] | None:

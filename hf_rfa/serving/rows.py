@@ -1,7 +1,7 @@
 """Texts as rows of one batch, which come and go: all that a server asks of caches.
 
 A converted decoder keeps tensors of one shape of every text, however long. So texts of any lengths lie beside each other in
-a batch; one is put in or taken out by copying a row.
+a batch; one is put in or taken out by copying.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..errors import InputError
 from ..models.cache_names import cache_argument
 from ..models.cache_rfa import RFALayer
-from ..models.memory import INITIAL
 
 
 @torch.no_grad()
@@ -39,20 +38,18 @@ def copy_row(model: PreTrainedModel, cache: Cache, row: int, length: int, device
 
 
 class Rows:
-    """Up to ``most`` texts that a model goes on with together, in memory that is taken at the beginning.
-
-    The rows in use are the first ones: when one is taken out, the last takes its place.
+    """Texts that a model goes on with together.
 
     Raises:
         InputError: if the model has layers that keep anything else than a memory of fixed size, or takes no positions.
     """
 
-    def __init__(self, model: PreTrainedModel, most: int) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._lengths = model, list[int]()  # tokens that have been read of each row
         self._cache = DynamicCache(config=model.config)
         layers: Any = self._cache.layers
-        self._layers: list[Any] = layers
-        if not self._layers or any(getattr(layer, "holds", None) != RFALayer.holds for layer in self._layers):
+        self._layers: list[RFALayer] = layers
+        if not layers or any(getattr(layer, "holds", None) != RFALayer.holds for layer in layers):
             raise InputError(
                 "this model has layers whose cache grows, and texts of different lengths cannot share a batch then. Convert "
                 "all of its layers, or serve it with transformers serve."
@@ -60,35 +57,28 @@ class Rows:
         if "position_ids" not in inspect.signature(model.forward).parameters:
             raise InputError(f"a {model.config.model_type} model takes no positions, which rows of a batch differ in.")
         read(model, self._cache, [[0]], [[0]])  # brings the shapes
-        self._kept: list[dict[str, Tensor]] = [
-            {name: tensor.new_empty(most, *tensor.shape[1:]) for name, tensor in layer.tensors().items()}
-            for layer in layers
-        ]
+        self._cache.reset()
+        self._unread = [layer.tensors() for layer in self._layers]  # of a text of which nothing has been read
+        for layer, tensors in zip(self._layers, self._unread, strict=True):
+            layer.restore({name: tensor[:0] for name, tensor in tensors.items()}, 0)
 
     def __len__(self) -> int:
         return len(self._lengths)
 
     def insert(self, cache: Cache) -> None:
         """Add a text as the last row; a cache of this text alone holds what has been read of it."""
-        self._settle()
-        layers: list[Any] = cache.layers
-        for layer, kept in zip(layers, self._kept, strict=True):
-            tensors = layer.tensors()
-            for name, tensor in kept.items():
-                empty = INITIAL.get(name.split(".")[1], 0)
-                tensor[len(self)] = tensors[name][0] if tensors else empty
         self._lengths.append(int(cache.get_seq_length()))
-        self._use_rows()
+        layers: Any = cache.layers
+        for layer, new, unread in zip(self._layers, layers, self._unread, strict=True):
+            rows, added = layer.tensors(), new.tensors() or unread
+            layer.restore({name: torch.cat([rows[name], added[name]]) for name in rows}, max(self._lengths))
 
     def remove(self, row: int) -> None:
-        """Take a row out; the last one takes its place."""
-        self._settle()
-        for kept in self._kept:
-            for tensor in kept.values():
-                tensor[row] = tensor[len(self) - 1]
-        self._lengths[row] = self._lengths[-1]
-        self._lengths.pop()
-        self._use_rows()
+        """Take a row out; those behind it move up."""
+        del self._lengths[row]
+        for layer in self._layers:
+            rows = {name: torch.cat([rows[:row], rows[row + 1 :]]) for name, rows in layer.tensors().items()}
+            layer.restore(rows, max(self._lengths, default=0))
 
     def copy(self, row: int) -> Cache:
         """Return a cache of one row's text alone, on the CPU."""
@@ -99,16 +89,3 @@ class Rows:
         logits = read(self._model, self._cache, [[token] for token in tokens], [[length] for length in self._lengths])
         self._lengths = [length + 1 for length in self._lengths]
         return logits
-
-    def _settle(self) -> None:
-        """Bring tensors that steps have made anew back to where all rows lie."""
-        for layer, kept in zip(self._layers, self._kept, strict=True):
-            for name, tensor in layer.tensors().items() if self._lengths else ():
-                if tensor.data_ptr() != kept[name].data_ptr():
-                    kept[name][: len(self)] = tensor
-
-    def _use_rows(self) -> None:
-        """Have the cache hold the rows in use where they lie: steps change them in place."""
-        for layer, kept in zip(self._layers, self._kept, strict=True):
-            if self._lengths:
-                layer.restore({name: tensor[: len(self)] for name, tensor in kept.items()}, max(self._lengths))

@@ -5,27 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
+
 
 class Writing:
     """Turns tokens into text: whole characters, up to where a stop string begins; ``stopped`` says whether one came."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
-        self.stopped = False
-        self._tokenizer, self._stops = tokenizer, stops
-        self._tokens: list[int] = []
-        self._begin = self._done = (
-            0  # tokens before the first are not looked at any more, and before the second are text
-        )
-        self._held = ""
+        self.stopped, self._stops, self._held = False, stops, ""
+        self._tokenizer, self._stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
 
     def put(self, token: int) -> str:
         """Return the text that a token adds; what could be the beginning of a stop string is held back."""
-        self._tokens.append(token)
-        text = self._new_text()
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a part of a character
-            return ""
-        self._begin, self._done = self._done if text else self._begin, len(self._tokens)
-        self._held += text
+        self._held += self._stream.step(self._tokenizer, token) or ""
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         self.stopped = bool(found)
         end = min(found) if found else len(self._held) - max(map(self._overlap, self._stops), default=0)
@@ -34,15 +26,7 @@ class Writing:
 
     def rest(self) -> str:
         """Return what was held back, at the end."""
-        return "" if self.stopped else self._held + self._new_text()
-
-    def _new_text(self) -> str:
-        """Return the text behind what is done: of a word a tokenizer writes otherwise at the beginning of a text."""
-        before, both = (
-            self._tokenizer.decode(self._tokens[self._begin : end], skip_special_tokens=True)
-            for end in (self._done, None)
-        )
-        return both[len(before) :]
+        return "" if self.stopped else self._held
 
     def _overlap(self, stop: str) -> int:
         """Return how many characters at the end of the text begin a stop string."""
