@@ -51,8 +51,8 @@ LINES = {
     "hf_rfa/finetune": 2_120,
     "hf_rfa_cli": 1_525,  # 150 more: chat and serve
     "hf-rfa-vllm": 1_240,  # 80 more: prefix caching, mostly its check; sizes of blocks that have no effect are refused
-    "tests": 15_595,  # 960 more: a server of conversations; exports; phrases to avoid; a streamed book; the summary
-    "benchmarks": 3_600,  # 250 more: servers; exported graphs beside softmax ones
+    "tests": 15_590,  # 960 more: a server of conversations; exports; phrases to avoid; a streamed book; the summary
+    "benchmarks": 3_650,  # 300 more: servers, and what sleeps on them; exported graphs beside softmax ones
     "docs": 622,  # 49 more: tables of options and of rules of importance; StreamingLLM and times in the picture of streams
     "examples": 470,  # 85 more: a book as one stream, drawn
 }

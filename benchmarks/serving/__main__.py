@@ -1,7 +1,8 @@
 """Time to the first token by turn, and tokens per second by requests at once: `hf-rfa serve` beside `transformers serve`.
 
-    python -m benchmarks.serving CHECKPOINT --output FILE.json
+    python -m benchmarks.serving CHECKPOINT --output FILE.json [--asleep 1000]
 
+With --asleep, what `hf-rfa serve` takes for so many conversations that nobody goes on with, and the time to go on with one.
 Both serve the same converted checkpoint, one after the other, and are asked by the openai client in one process: one
 conversation whose turns have so many tokens each, then requests at once with answers of one length. transformers' server
 reads a conversation from its beginning at every turn; of its turns only some are asked for.
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -21,19 +24,22 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 
 from ..figures import RowFile, print_as_is
 
 SERVERS = {
-    "hf-rfa serve": "-m hf_rfa_cli serve {checkpoint} --rows 32 --port {port} --session-folder {output}.sessions",
+    "hf-rfa serve": (
+        "-m hf_rfa_cli serve {checkpoint} --rows 32 --port {port} --session-folder {output}.sessions --session-disk 20000"
+    ),
     "transformers serve": "examples/serve.py {checkpoint} --device cpu --port {port}",
 }
 WORDS = ["river", "stone", "light", "under", "garden", "window", "seven", "yellow"]
 
 
 @contextmanager
-def running(server: str, checkpoint: str, output: Path) -> Iterator[Any]:
-    """Run a server; yield a client of it that answers."""
+def running(server: str, checkpoint: str, output: Path) -> Iterator[tuple[Any, int]]:
+    """Run a server; yield a client of it, and its process's number."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -41,7 +47,7 @@ def running(server: str, checkpoint: str, output: Path) -> Iterator[Any]:
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=3600, max_retries=0)
-        yield client
+        yield client, process.pid
     finally:
         process.terminate()
         process.wait()
@@ -95,6 +101,45 @@ async def at_once(client: Any, checkpoint: str, requests: int, tokens: int) -> f
     return sum(answer.usage.completion_tokens for answer in answers) / (time.perf_counter() - start)
 
 
+async def asleep(client: Any, checkpoint: str, conversations: int, folder: Path, pid: int) -> dict[str, Any]:
+    """Return the bytes of so many conversations, and the seconds to the first token of some that go on, or are new.
+
+    Their length does not matter: each is one token. Going on reads 20 more; what is read from the disk is in no page cache.
+    """
+    options: dict[str, Any] = {"model": checkpoint, "temperature": 0}
+
+    def resident() -> int:
+        return psutil.Process(pid).memory_info().rss
+
+    async def seconds(number: int, cached: int) -> float:
+        start = time.perf_counter()
+        said = {"prompt": [number, *range(100, 120)], "max_tokens": 2, "stream_options": {"include_usage": True}}
+        parts = await client.completions.create(**said, **options, stream=True)
+        await anext(parts)
+        first = time.perf_counter() - start
+        last = [part async for part in parts][-1]
+        assert last.usage.prompt_tokens_details.cached_tokens == cached
+        return first
+
+    before, numbers = resident(), range(1000, 1000 + conversations)
+    for start in range(0, conversations, 8):
+        eight = numbers[start : start + 8]
+        await asyncio.gather(*(client.completions.create(prompt=[each], max_tokens=1, **options) for each in eight))
+    paths = list(folder.glob("*.memory"))
+    row: dict[str, Any] = {"asleep": conversations, "resident before": before, "resident": resident()}
+    row |= {"files": len(paths), "bytes of files": sum(path.stat().st_size for path in paths)}
+    for path in paths:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    for name, some, cached in (
+        ("from memory", numbers[-20:], 1),
+        ("from disk", numbers[:20], 1),
+        ("new", range(200, 220), 0),
+    ):
+        row[name] = round(statistics.median([await seconds(number, cached) for number in some]), 3)
+    return row
+
+
 def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -103,6 +148,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=180, help="words of a message")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32], help="requests at once")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of their answers")
+    parser.add_argument("--asleep", type=int, help="conversations that sleep, instead of all else")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
@@ -119,9 +165,14 @@ def main() -> None:
         async for row in turns(client, options.checkpoint, asked, options.words, known):
             file.add({"server": server, **row})
 
-    for server in options.servers:
-        with running(server, options.checkpoint, options.output) as client:
-            asyncio.run(measure(server, client))
+    async def sleep(client: Any, pid: int) -> None:
+        await wait_for(client, options.checkpoint)
+        folder = options.output.with_name(f"{options.output.name}.sessions")
+        file.add({"server": "hf-rfa serve", **await asleep(client, options.checkpoint, options.asleep, folder, pid)})
+
+    for server in options.servers if options.asleep is None else ["hf-rfa serve"]:
+        with running(server, options.checkpoint, options.output) as (client, pid):
+            asyncio.run(measure(server, client) if options.asleep is None else sleep(client, pid))
     for row in file.rows:
         print_as_is(", ".join(f"{name} {value}" for name, value in row.items()))
 
