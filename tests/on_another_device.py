@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import TrainingArguments
 
 from hf_rfa.convert import convert
+from hf_rfa.convert.calibrate import calibration
 from hf_rfa.convert.checkpoint import loading
 from hf_rfa.evaluation import perplexity
 from hf_rfa.finetune import trainers
@@ -29,7 +30,7 @@ from hf_rfa.finetune.trainers import LogitDistillationTrainer
 from hf_rfa.inference import generate_text, load_model
 from hf_rfa.models import linear_attention
 from tests.conftest import save_tiny_tokenizer, words
-from tests.families import make, save_softmax_model, tokens
+from tests.families import ONE_LAYER, make, save_softmax_model, tokens
 from tests.other_device import CROSSING, DEVICE, NAME, ElsewhereTensor, SecondDevice
 
 #: Operations whose result is a number, or has a shape that depends on one.
@@ -46,8 +47,8 @@ def _second_device():
 def folder(tmp_path_factory) -> Path:
     """Softmax models of three families with a tokenizer, and a text."""
     folder = tmp_path_factory.mktemp("models")
-    for family in ("gpt2", "llama", "bart"):
-        save_softmax_model(family, folder / family)
+    for family, sizes in ONE_LAYER.items():
+        save_softmax_model(family, folder / family, **sizes)
     (folder / "text.txt").write_text("\n".join(words(30, 3 * start) for start in range(20)))
     return folder
 
@@ -148,13 +149,13 @@ def test_a_training_step_never_waits_for_the_device(family, variant, given, tmp_
 @pytest.mark.parametrize(
     ("family", "variant", "options"),
     [
-        ("gpt2", "retrieval-gate", SAMPLES),
-        ("llama", "slots-features", GREEDY),
+        ("gpt2", "slots-gate", SAMPLES),
+        ("llama", {"retrieval_heads": [[0, 1]], "retrieval_window": 6, "window_size": 4, "num_features": 16}, GREEDY),
         ("bart", "everything-signed", BEAMS),
     ],
 )
 def test_generation(family, variant, options, tmp_path):
-    make(family, variant).save_pretrained(tmp_path)
+    make(family, variant, **ONE_LAYER[family]).save_pretrained(tmp_path)
     save_tiny_tokenizer(tmp_path)
     prompts = [words(12), words(5, 20)]
     texts = []
@@ -162,7 +163,7 @@ def test_generation(family, variant, options, tmp_path):
         model, tokenizer = load_model(str(tmp_path), device=device)
         assert model.device.type == (NAME if device == "auto" else "cpu")
         assert isinstance(next(model.parameters()), ElsewhereTensor) == (device == "auto")
-        texts.append(generate_text(model, tokenizer, prompts, max_new_tokens=20, ignore_eos=True, **options).texts)
+        texts.append(generate_text(model, tokenizer, prompts, max_new_tokens=10, ignore_eos=True, **options).texts)
     assert texts[0] == texts[1]
     assert len(set(texts[0])) == 2
 
@@ -180,7 +181,7 @@ def test_losses_and_gradients_of_long_texts(family, variant, packed, monkeypatch
     monkeypatch.setattr("hf_rfa.models.state_attention.ACCELERATOR_SEGMENT_LENGTH", 24)
     at_once = Mock(wraps=linear_attention._chunked_at_once)
     monkeypatch.setattr(linear_attention, "_chunked_at_once", at_once)
-    model, ids = make(family, variant, chunk_size=5).train(), tokens(2, 60)
+    model, ids = make(family, variant, chunk_size=5, **ONE_LAYER[family]).train(), tokens(2, 60)
     positions = torch.cat([torch.arange(33), torch.arange(27)]).expand(2, -1)
     inputs = {"input_ids": ids, "labels": ids} | ({"position_ids": positions} if packed else {})
     found = []
@@ -191,6 +192,15 @@ def test_losses_and_gradients_of_long_texts(family, variant, packed, monkeypatch
         gradients = {name: None if x.grad is None else x.grad.cpu() for name, x in each.named_parameters()}
         found.append((loss.detach().cpu(), gradients))
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
+
+
+#: Two of all the values that calibration tries.
+FEW_TRIES = {
+    "TEMPERATURES": (1.0, 0.5),
+    "GATE_TIME_SCALES": (1.0, 0.25),
+    "GOLDEN_SECTION_STEPS": 2,
+    "SHIFTS": (0.0, 1.0),
+}
 
 
 @pytest.mark.parametrize(
@@ -207,6 +217,8 @@ def test_losses_and_gradients_of_long_texts(family, variant, packed, monkeypatch
 )
 def test_conversion(family, on_disk, options, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(offload, "safe_open", open_for_the_device)
+    for name, few in FEW_TRIES.items():
+        monkeypatch.setattr(calibration, name, few)
     monkeypatch.setattr(loading, "MAX_BYTES_IN_MEMORY", 0 if on_disk else 10**9)
     given: dict[str, Any] = {"calibrate_on": folder / "text.txt", "command": "the command", **options}
     load, places, reports = loading._from_pretrained, [], {}
@@ -231,8 +243,8 @@ def test_conversion(family, on_disk, options, folder, tmp_path, monkeypatch):
 
 
 def test_measurement():
-    model, ids = make("llama", "slots"), torch.randint(3, 61, (500,))
-    for options in ({"context_length": 50, "stride": 20}, {"context_length": 200, "carry_state": True}):
+    model, ids = make("llama", "slots", **ONE_LAYER["llama"]), torch.randint(3, 61, (300,))
+    for options in ({"context_length": 50, "stride": 30}, {"context_length": 150, "carry_state": True}):
         here, there = (perplexity(each, ids, **options) for each in (model, copy.deepcopy(model).to(NAME)))
         assert (there.tokens, there.protocol) == (here.tokens, here.protocol)
         assert there.nats == pytest.approx(here.nats, rel=1e-5)

@@ -17,13 +17,7 @@ from transformers import CompileConfig, StaticCache
 from hf_rfa.inference.generation import compiled_steps
 from hf_rfa.models import modeling_rfa_decoder
 from hf_rfa.models.cache_names import cache_argument
-from tests.families import (
-    has_encoder,
-    make,
-    tokens,
-    uncompiled_flex_attention,
-    use_flex_attention,
-)
+from tests.families import ONE_LAYER, has_encoder, make, tokens, use_flex_attention
 from tests.inference.test_generation import generate, long, prompt_for
 
 STEPS = 25
@@ -50,7 +44,8 @@ def graphs() -> int:
 @pytest.mark.parametrize(("family", "variant"), CASES)
 def test_a_step_of_generate_is_one_graph(family, variant, padded):
     """A new cache needs no new one."""
-    model, ids = long(family, variant, torch.float32), prompt_for(family)
+    size = ONE_LAYER[family] if variant != "per-layer" else {}
+    model, ids = long(family, variant, torch.float32, **size), prompt_for(family)
     if padded and not has_encoder(family):
         ids = tokens(2, 9)
     mask = torch.ones_like(ids)
@@ -76,10 +71,12 @@ def as_on_a_gpu(monkeypatch) -> dict[str, Any]:
     return {"compile_config": compiled()["compile_config"]}
 
 
-@pytest.mark.parametrize(("family", "variant"), [("llama", "slots"), ("gpt2", "window-gaussian")])
-def test_generate_compiles_by_itself_on_a_gpu(family, variant, as_on_a_gpu):
+@pytest.mark.parametrize(
+    ("family", "variant", "size"), [("llama", "slots", ONE_LAYER["llama"]), ("gpt2", "window-gaussian", {})]
+)
+def test_generate_compiles_by_itself_on_a_gpu(family, variant, size, as_on_a_gpu):
     """Rows of a batch with padding too, and beside softmax layers."""
-    model, ids = long(family, variant, torch.float32), tokens(2, 9)
+    model, ids = long(family, variant, torch.float32, **size), tokens(2, 9)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     inputs = {"max_new_tokens": STEPS, "attention_mask": mask}
@@ -111,7 +108,7 @@ def test_generate_does_not_compile_what_would_not_stay_as_it_is(options, as_on_a
 
 def test_a_static_cache_that_a_server_resets_compiles_no_second_time(as_on_a_gpu):
     """It stays at its addresses, which a CUDA graph takes as they are."""
-    model, ids = long("llama", "slots", torch.float32), prompt_for("llama")
+    model, ids = long("llama", "slots", torch.float32, **ONE_LAYER["llama"]), prompt_for("llama")
     cache = StaticCache(config=model.config, max_cache_len=100)
     expected = generate(model, ids, max_new_tokens=STEPS)
     addresses = []
@@ -124,7 +121,6 @@ def test_a_static_cache_that_a_server_resets_compiles_no_second_time(as_on_a_gpu
     assert addresses[0] == addresses[1] == addresses[2]
 
 
-@uncompiled_flex_attention
 @pytest.mark.parametrize("flex", [True, pytest.param(False, marks=SLOW)], ids=["as on a GPU", "as on a CPU"])
 @pytest.mark.parametrize(
     ("family", "variant"),
@@ -137,8 +133,7 @@ def test_a_training_step_is_one_graph(family, variant, flex, monkeypatch):
     """With the gradients of the step that is not compiled."""
     if flex:
         use_flex_attention(monkeypatch)
-    size = {"num_hidden_layers" if family == "llama" else "n_layer": 1}
-    model, ids = make(family, variant, **size).train(), tokens(2, 70)
+    model, ids = make(family, variant, **ONE_LAYER[family]).train(), tokens(2, 70)
     eager = copy.deepcopy(model)
     torch._dynamo.reset()
     eager(ids, labels=ids, use_cache=False).loss.backward()

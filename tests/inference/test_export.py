@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from hf_rfa import InputError
 from hf_rfa.export import DecodingStep
 from hf_rfa.models.cache_names import cache_argument
-from tests.families import logits, make, make_head, source, tokens
+from tests.families import ONE_LAYER, logits, make, make_head, source, tokens
 
 RETRIEVAL = {"window_size": 3, "retrieval_heads": [[0, 1]], "retrieval_window": 5}
 
@@ -27,7 +27,7 @@ def small(family: str = "gpt2", **options: Any) -> Any:
 @torch.no_grad()
 def test_a_forward_pass_is_exported():
     """`torch.export` of a whole forward pass, one graph without a cache; those of decoders are exported for all lengths."""
-    model, ids = make_head("bart"), tokens()
+    model, ids = make_head("bart", **ONE_LAYER["bart"]), tokens()
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
     given = {**source(), "decoder_input_ids": ids, "decoder_attention_mask": mask}

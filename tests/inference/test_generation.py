@@ -14,14 +14,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, set_seed
 
 from hf_rfa.models.cache_names import cache_argument
 from tests.conftest import ROOT
-from tests.families import (
-    FAMILIES,
-    has_encoder,
-    logits,
-    make,
-    softmax_model,
-    tokens,
-)
+from tests.families import FAMILIES, has_encoder, logits, make, softmax_model, tokens
 
 DECODERS = ["positive-gate", "gaussian-paper", "hybrid", "retrieval", "window-gate"]
 TRANSLATORS = ["both-gate", "paper", "causal-only", "everything", "per-layer"]
@@ -34,9 +27,9 @@ ALONE = [("bart", "decoder-alone"), ("marian", "decoder-alone")]
 LENGTHS = (11, 3, 1, 7)
 
 
-def long(family: str, variant: Any, dtype: torch.dtype = torch.float64, positions: int = 300) -> Any:
+def long(family: str, variant: Any, dtype: torch.dtype = torch.float64, positions: int = 300, **options: Any) -> Any:
     """Return a model with positions for long texts."""
-    return make(family, variant, dtype=dtype, **{FAMILIES[family].positions_field: positions})
+    return make(family, variant, dtype=dtype, **{FAMILIES[family].positions_field: positions}, **options)
 
 
 def prompt_for(family: str) -> Tensor:
@@ -77,7 +70,7 @@ def test_beams_find_what_they_find_without_a_cache(family, variant):
     free = generate(model, ids, **options)
     for cache in ({"use_cache": False}, {"cache_implementation": "static"}):
         assert torch.equal(free, generate(model, ids, **options, **cache))
-    for eos in free[0, -count + 1 : -1 : 4].tolist():
+    for eos in free[0, -count + 1 : -1 : 6].tolist():
         ended = generate(model, ids, **options, eos_token_id=eos)
         assert not torch.equal(ended, free)
         assert torch.equal(ended, generate(model, ids, **options, eos_token_id=eos, use_cache=False))
