@@ -44,6 +44,9 @@ def test_the_page_has_the_rows_of_equal_bytes(label):
     table = page.partition("| at 1,024 tokens |")[2].partition("\n\n")[0]
     row = f"{label}, {COMMANDS[label]}" if label in COMMANDS else label
     assert table_row(row, [ratio(name, 1024) for name in EQUAL_BYTES[label][1]], 3) in table
+    if label == "with a summary too":
+        trained = [ratio(f"{name} trained", 1024) for name in EQUAL_BYTES[label][1]]
+        assert table_row("… trained on 102,400 tokens", trained, 3) in table
 
 
 def test_the_study_has_every_row_of_the_charts():
