@@ -6,14 +6,13 @@ Head h of the converted model is given a share α_h of exact attention,
 
     y_h = (1 − α_h) y_h^converted + α_h y_h^softmax,
 
-and ∂/∂α_h of KL(softmax model ‖ converted model) on the repeated passages says what the head would gain. The heads of the
-steepest descent become retrieval heads, α_h = 1, and the next are chosen with them in place: heads that copy do so one after
+and ∂/∂α_h of KL(softmax model ‖ converted model) on the repeated passages says what the head would gain. The head of the
+steepest descent becomes a retrieval head, α_h = 1, and the next is chosen with it in place: heads that copy do so one after
 the other, and what a head is worth depends on those before it.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,8 +37,6 @@ from ..inputs import Inputs
 PASSAGES, PASSAGE_SHARE = 3, 3 / 32
 #: Share of a passage that says which one it is, and is not scored.
 PROMPT_SHARE = 1 / 6
-#: Heads that are chosen by one gradient.
-HEADS_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -125,19 +122,6 @@ def _attend_in_part(
     return output + share * (exact - output), weights
 
 
-@torch.no_grad()
-def _next_head(gradient: Tensor, shares: Tensor) -> tuple[int, int] | None:
-    """Give the head of the steepest descent a share of 1, and return its row and number; None where no other would gain."""
-    chosen = shares > 0
-    is_last = chosen.sum(1, keepdim=True) == shares.shape[1] - 1  # one head of a layer is left as it is
-    slope = gradient.masked_fill(chosen | is_last, 0.0)
-    row, head = divmod(int(slope.argmin()), shares.shape[1])
-    if not float(slope[row, head]) < 0:
-        return None
-    shares[row, head] = 1.0
-    return row, head
-
-
 def choose_retrieval_heads(
     model: PreTrainedModel,
     base_model: PreTrainedModel,
@@ -149,8 +133,8 @@ def choose_retrieval_heads(
 ) -> RetrievalHeads:
     """Return at most ``count`` retrieval heads of a converted decoder; fewer where no further one would gain anything.
 
-    `HEADS_AT_ONCE` are chosen on each block of the inputs, for the gradient of one block orders the heads as that of two
-    does, and heads that follow from those before matter more.
+    Each is chosen on the next block of the inputs, for the gradient of one block orders the heads as that of two does, and
+    a head that follows from the one before matters more.
 
     Args:
         model: the converted and calibrated model, whose heads are not chosen yet; its parameters need no gradients then.
@@ -183,18 +167,22 @@ def choose_retrieval_heads(
         return F.kl_div(predictions(model, index), expected, log_target=True, reduction="batchmean")
 
     with exact_shares(layers, model.device) as shares:
-        for index in itertools.cycle(range(len(ids))):
+        while len(heads) < count:
             with torch.enable_grad():
-                without = divergence(index)
+                without = divergence(len(heads) % len(ids))
                 (gradient,) = torch.autograd.grad(without, shares)
             before = before if heads else float(without.detach())
-            chosen = [_next_head(gradient, shares) for _ in range(min(HEADS_AT_ONCE, count - len(heads)))]
-            heads += [(layers[row].rfa_layer_idx, head) for row, head in filter(None, chosen)]
-            give_back_memory()
-            for _ in chosen:
-                on_head()
-            if None in chosen or len(heads) == count:
+            chosen = shares.detach() > 0
+            is_last = chosen.sum(1, keepdim=True) == shares.shape[1] - 1  # one head of a layer is left as it is
+            gradient = gradient.masked_fill(chosen | is_last, 0.0)
+            row, head = divmod(int(gradient.argmin()), shares.shape[1])
+            if not float(gradient[row, head]) < 0:
                 break
+            with torch.no_grad():
+                shares[row, head] = 1.0
+            heads.append((layers[row].rfa_layer_idx, head))
+            give_back_memory()
+            on_head()
         with torch.no_grad():
             after = float(divergence(0))
     return RetrievalHeads(tuple(heads), before, after)
