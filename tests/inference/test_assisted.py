@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -68,8 +69,10 @@ def test_a_recording_cache_can_be_pickled_and_copied(name):
         assert_close(answer, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("assistant", ["itself", "other", "softmax", "prompt"])
-@pytest.mark.parametrize("name", list(VARIANTS))
+@pytest.mark.parametrize(
+    ("name", "assistant"),
+    [*product(VARIANTS, ("itself", "prompt")), *product(("gate", "hybrid"), ("other", "softmax"))],
+)
 def test_assisted_decoding_says_what_greedy_search_says(name, assistant):
     model = MODELS[name]
     options = {

@@ -11,10 +11,7 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-)
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.cache_names import cache_argument

@@ -231,7 +231,7 @@ def assert_runs(family: str, model: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "count"),
     [
-        *(("gpt2", 60), ("bart", 40), ("llama", 40)),
+        *((family, 25) for family in DRAWN),
         *(pytest.param(family, 1000, marks=pytest.mark.slow) for family in DRAWN),
     ],
 )

@@ -58,9 +58,6 @@ def pair(family: str, options: dict[str, Any], **fields: Any) -> tuple[Any, Any]
     return softmax, model
 
 
-# Alone
-
-
 # Masks that transformers prepares for the decoder of a model of two
 
 

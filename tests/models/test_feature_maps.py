@@ -14,17 +14,9 @@ from torch import Tensor
 
 from hf_rfa.convert.calibrate.attention_weights import log_attention_weights
 from hf_rfa.convert.calibrate.calibration import _set_log_scale, fit_projection
-from hf_rfa.models.feature_maps import FEATURE_MAPS, EluMap, FeatureMap
-from hf_rfa.models.learned_feature_maps import ExponentialMap
+from hf_rfa.models.feature_maps import FEATURE_MAPS, FeatureMap
 from hf_rfa.models.masking import group_queries, ungroup
-from hf_rfa.models.projected_feature_maps import (
-    GaussianMap,
-    PositiveMap,
-    ProjectedFeatureMap,
-    RandomFeatureMap,
-    draw_projection,
-    exponentiate_queries,
-)
+from hf_rfa.models.projected_feature_maps import GaussianMap, ProjectedFeatureMap, draw_projection, exponentiate_queries
 from tests.families import attend_with_features
 
 H, D_HEAD = 2, 8
@@ -47,12 +39,7 @@ def log_normalizer(feature_map: FeatureMap, query: Tensor) -> Tensor:
 
     exp(log_normalizer(q)) φ(q)·φ(k) is an unbiased estimate of exp(q·k·s) (of exp(−‖q̂ − k̂‖²/2) for ``gaussian`` with unit
     norms).
-
-    Raises:
-        NotImplementedError: for maps that estimate no softmax kernel, or do so no more once they are trained.
     """
-    if not isinstance(feature_map, (GaussianMap, PositiveMap)) or isinstance(feature_map, ExponentialMap):
-        raise NotImplementedError(f"feature_map={feature_map.name!r} does not estimate the softmax kernel.")
     prepared = feature_map.query_input(query)
     half_norm = prepared.square().sum(-1, keepdim=True) / 2
     constant = feature_map.log_scale[:, None, None] - math.log(feature_map.num_features)
@@ -238,12 +225,6 @@ def test_learned_maps_start_as_published():
 def test_impossible_feature_counts_are_refused(name, count):
     with pytest.raises(ValueError, match=f"num_features.*{count}"):
         build(name, num_features=count)
-
-
-def test_maps_without_a_softmax_kernel_say_so():
-    with pytest.raises(NotImplementedError, match="arccos"):
-        log_normalizer(build("arccos"), torch.zeros(1, H, 1, D_HEAD))
-    assert not issubclass(EluMap, RandomFeatureMap)
 
 
 @pytest.mark.parametrize("name", ["exponential", "hedgehog", "positive"])

@@ -18,12 +18,12 @@ from hf_rfa.convert.calibrate.attention_weights import key_exponents
 from hf_rfa.families import FAMILIES
 from hf_rfa.models.feature_maps import FEATURE_MAPS
 from tests.families import (
+    CASES,
     COMMON,
     HEADS,
     ROWS,
     WIDTH,
     base_config,
-    every_model,
     has_encoder,
     inputs_for,
     logits,
@@ -56,7 +56,7 @@ def loss_of(model: Any) -> Tensor:
     return outputs.loss + outputs.mc_loss if "mc_labels" in labels else outputs.loss
 
 
-@every_model
+@pytest.mark.parametrize(("family", "name"), HEADS + CASES)
 def test_a_gradient_step_reaches_every_parameter_and_lowers_the_loss(family, name):
     """Only cross, only causal or both: each trains."""
     model = make_named(family, name).train()
@@ -81,8 +81,10 @@ CHECKPOINTED = [("gpt2", name) for name in ("positive-gate", "hybrid")]
 CHECKPOINTED += [("bart", name) for name in ("both-gate", "everything", "per-layer")]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(("family", "name"), HEADS + CHECKPOINTED)
+@pytest.mark.parametrize(
+    ("family", "name", "reentrant"),
+    [*((*each, False) for each in HEADS + CHECKPOINTED), *((*each, True) for each in CHECKPOINTED)],
+)
 def test_gradient_checkpointing_changes_nothing(family, name, reentrant):
     gradients = []
     for checkpointed in (False, True):

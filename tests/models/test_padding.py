@@ -14,17 +14,7 @@ from hf_rfa.families import has_rotary_positions
 from hf_rfa.models.cache_names import cache_argument
 from tests.conftest import refused
 from tests.decoders import converted, parent
-from tests.families import (
-    base_config,
-    every_family,
-    has_encoder,
-    logits,
-    make,
-    read,
-    relative_error,
-    source,
-    tokens,
-)
+from tests.families import base_config, every_family, has_encoder, logits, make, read, relative_error, source, tokens
 
 #: Masks that say the same of every token, by what they are made of; the last as packing code numbers documents.
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
