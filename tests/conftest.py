@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network, and none may use it
@@ -41,6 +43,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: more threads than
     torch.set_num_threads(1)
 
 
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector all that has been imported, which it would look through at every conversion."""
+    gc.freeze()
+
+
 def shared(path: str) -> Path:
     """Return a path of the material beside the repository, or skip the test."""
     if not (SHARED / path).exists():
@@ -51,6 +58,15 @@ def shared(path: str) -> Path:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _small_conversions() -> Iterator[None]:
+    """Let conversions read less than a user's: more than what is kept, as random weights never end an answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_rfa.convert.inputs.OUTPUT_TOKENS", 48)
+        patch.setattr("hf_rfa.convert.calibrate.calibration.COMPARED_TOKENS", 256)
+        yield
 
 
 def tiny_parent_config(**options) -> GPT2Config:

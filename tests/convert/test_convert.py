@@ -37,7 +37,7 @@ def test_every_feature_map_converts_and_keeps_every_weight(family, name, checkpo
     options |= {"preset": "exact", "num_slots": 0} if name == "none" else {"preset": "rfa", "gate": True}
     if FEATURE_MAPS[name].needs_text:
         text = tmp_path / "text.txt"
-        text.write_text("to be or not to be " * 3000)
+        text.write_text("to be or not to be " * 600)
         options = {"preset": "mixed", "window_size": 3, "num_slots": 2, "calibrate_on": text, "force": True}
     report = convert(checkpoints[family], tmp_path / "out", feature_map=name, **options)
     parent, result = (tensors(folder) for folder in (checkpoints[family], tmp_path / "out"))

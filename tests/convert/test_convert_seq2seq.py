@@ -14,10 +14,11 @@ from huggingface_hub import ModelCard
 from torch.testing import assert_close
 from transformers import AutoModelForSeq2SeqLM
 
-from hf_rfa.convert import InputError, convert
+from hf_rfa.convert import InputError, convert, inputs
+from hf_rfa.convert.calibrate import calibration
 from hf_rfa.convert.calibrate.calibration import calibrate
 from hf_rfa.convert.checkpoint.base_model import softmax_base_model
-from hf_rfa.convert.inputs import add_outputs, batches, text_sources
+from hf_rfa.convert.inputs import batches, text_sources
 from hf_rfa.evaluation.generation_scores import bleu, evaluate_generation, rouge
 from hf_rfa.evaluation.perplexity import score_labels
 from hf_rfa.inference import generate_text, load_model
@@ -27,8 +28,10 @@ from tests.families import make, save_softmax_model, softmax_model
 
 
 @pytest.mark.parametrize("family", ["bart", "marian"])
-def test_calibration_on_text_brings_every_kind_closer_to_the_parent(family, text, checkpoints, tmp_path):
+def test_calibration_on_text_brings_every_kind_closer_to_the_parent(family, text, checkpoints, tmp_path, monkeypatch):
     """The parent answers the sources itself; padding between them plays no part."""
+    monkeypatch.setattr(inputs, "OUTPUT_TOKENS", 128)
+    monkeypatch.setattr(calibration, "COMPARED_TOKENS", 1024)
     # random weights leave little of the answers
     options = {"calibrate_on": text, "cross_layers": "all", "encoder_layers": "all", "force": True}
     report = convert(checkpoints[family], tmp_path / "out", **options)
@@ -66,10 +69,13 @@ def test_answers_of_the_parent_are_masked_after_their_end(text, checkpoints, tmp
     config = tiny_seq2seq_config("bart", eos_token_id=2)
     twin = softmax_base_model(model, "BartForConditionalGeneration", config)
     sources = text_sources(tokenizer, [text.read_text()], 96)
-    answers = add_outputs(twin, sources)
+    end = int(inputs.add_outputs(twin, sources)["decoder_input_ids"][0, 9])  # a token that the answers come to
+    twin.config.eos_token_id = twin.generation_config.eos_token_id = end
+    answers = inputs.add_outputs(twin, sources)
+    assert not answers["decoder_attention_mask"].all()
     for row in range(0, 40, 9):
         ids = sources["input_ids"][row][sources["attention_mask"][row].bool()][None]
-        alone = twin.generate(ids, max_new_tokens=95, num_beams=1, do_sample=False)[0]
+        alone = twin.generate(ids, max_new_tokens=inputs.OUTPUT_TOKENS, num_beams=1, do_sample=False)[0]
         kept = answers["decoder_attention_mask"][row].bool()
         assert answers["decoder_input_ids"][row][kept].tolist() == alone[:-1].tolist()
         labels = answers["labels"][row]

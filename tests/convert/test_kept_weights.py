@@ -43,6 +43,7 @@ def save_with_head(name: str, folder: Path) -> Path:
 def test_a_head_that_the_configuration_does_not_tell_of_is_kept(name, on_disk, text, tmp_path, monkeypatch):
     if on_disk:
         monkeypatch.setattr(loading, "MAX_BYTES_IN_MEMORY", 0)
+        monkeypatch.setattr("hf_rfa.convert.inputs.OUTPUT_TOKENS", 6)  # each reads all matrices anew
     source = save_with_head(name, tmp_path / "source")
     convert(source, tmp_path / "out", calibrate_on=text, calibration_tokens=TOKENS)
     parent, result = load(source), load(tmp_path / "out")

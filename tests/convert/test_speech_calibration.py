@@ -7,8 +7,7 @@ import json
 import pytest
 import soundfile
 
-from hf_rfa.convert import convert
-from hf_rfa.convert.inputs import transcript_inputs
+from hf_rfa.convert import convert, inputs
 from hf_rfa.inference.transcription import load_features
 from hf_rfa.io.audio_io import read_utterances
 from tests.conftest import refused
@@ -37,16 +36,16 @@ def test_what_is_no_speech_is_refused_before_work_starts(name, message, whisper,
 def test_the_base_models_transcripts_are_what_it_writes_of_a_file_by_itself(speech_parts, speech):
     model, _, extractor = speech_parts
     features = load_features(extractor, [each.path for each in read_utterances(speech)])
-    inputs = transcript_inputs(model, features)
+    written = inputs.transcript_inputs(model, features)
     prompt = [3, 50]  # start, no time stamps
     for row in range(12):
-        options = {"max_length": 128, "return_timestamps": False, "force_unique_generate_call": True}
+        options = {"max_length": inputs.OUTPUT_TOKENS, "return_timestamps": False, "force_unique_generate_call": True}
         alone = model.generate(features[row : row + 1], **options)[0].tolist()
         alone = alone[: alone.index(2) + 1] if 2 in alone else alone
-        mask = inputs["decoder_attention_mask"][row].bool()
-        assert inputs["decoder_input_ids"][row][mask].tolist() == alone[:-1]
+        mask = written["decoder_attention_mask"][row].bool()
+        assert written["decoder_input_ids"][row][mask].tolist() == alone[:-1]
         assert alone[:2] == prompt
-        labels = inputs["labels"][row]
+        labels = written["labels"][row]
         assert labels[labels != -100].tolist() == alone[2:]
         assert labels[0] == -100
 
