@@ -3,8 +3,9 @@ PYTHON ?= python3.11
 MODEL ?= demo/model
 VENV := .venv
 BIN := $(VENV)/bin
-# One process per core; each runs one thread (tests/conftest.py).
+# One process per core; each runs one thread (tests/conftest.py), and neighbouring tests, which share what they set up.
 JOBS ?= $(shell nproc)
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: demo test test-all docs style quality clean
 
@@ -18,10 +19,10 @@ demo: $(VENV)/installed
 	$(BIN)/python -m demo.run --model $(MODEL)
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(PYTEST)
 
 test-all: $(VENV)/installed
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+	$(PYTEST) -m "not slow"
 	$(BIN)/python -m pytest -m slow
 
 docs: $(VENV)/installed
