@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import torch
+from onnxruntime import OrtValue
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
@@ -84,7 +85,8 @@ class Softmax:
     def __init__(self, path: Path, length: int) -> None:
         self.running, self.length = Running(path, threads=1), length
         shapes = [value.shape for value in self.running.session.get_inputs()[2:]]
-        self.running.states = [np.zeros([1, shape[1], length, shape[3]], np.float32) for shape in shapes]
+        zeros = (np.zeros([1, shape[1], length, shape[3]], np.float32) for shape in shapes)
+        self.running.states = [OrtValue.ortvalue_from_numpy(state) for state in zeros]
 
     def read(self, ids: Tensor) -> None:
         """Read a token."""

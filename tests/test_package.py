@@ -40,7 +40,7 @@ LAYERS = [
 #: rises with its reason in a comment beside it.
 LINES = {
     "hf_rfa": 500,
-    "hf_rfa/export": 1_370,  # hf-rfa export: attention as ONNX functions, 8 bits, names for two runtimes, what it measures
+    "hf_rfa/export": 1_860,  # 480 more: layers repeated in the graph, steps prepared for all layers at once, fused rotations
     "hf_rfa/models": 6_280,  # 230 more: the summary, in whole texts and in steps of few operations
     "hf_rfa/io": 490,
     "hf_rfa/serving": 1_045,  # hf-rfa chat and serve: rows of one batch, sessions, OpenAI's interface

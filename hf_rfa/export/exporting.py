@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -62,11 +63,6 @@ def export_onnx(
     config: Any = read_config(checkpoint)
     if kind_of(config) != "causal":
         raise InputError(f"this {config.model_type} model has an encoder, and only decoders are exported.")
-    if runtime == "genai" and getattr(config, "retrieval_heads", None):
-        raise InputError(
-            "onnxruntime-genai gives the states of all layers one shape, and retrieval heads have another. Export without "
-            "--for genai, or convert without retrieval heads."
-        )
     with torch.device("meta"):
         check_exportable(AutoModelForCausalLM.from_config(config))
     from . import runtimes
@@ -86,7 +82,7 @@ def export_onnx(
     if runtime == "genai":
         runtimes.name_for_genai(exported.graph)
     elif runtime == "transformers.js":
-        runtimes.add_length(exported.graph, len(graph.groups))
+        layers = runtimes.name_for_transformers_js(exported.graph)
     with new_folder(folder) as work:
         path = work / "model.onnx"
         if runtime == "transformers.js":
@@ -102,9 +98,9 @@ def export_onnx(
             )
         model.config.to_json_file(work / "config.json")
         if runtime == "genai":
-            runtimes.write_genai_config(model, graph, work)
+            runtimes.write_genai_config(model, work)
         elif runtime == "transformers.js":
-            runtimes.write_transformers_js_config(model, graph, path.name, work)
+            runtimes.write_transformers_js_config(model, layers, path.name, work)
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
         report = ExportReport(
@@ -112,7 +108,7 @@ def export_onnx(
             destination=str(folder),
             int8=int8,
             num_bytes=sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*")),
-            state_bytes=sum(state.nbytes for state in graph.zeros(1)),
+            state_bytes=sum(4 * math.prod(shape) for _, shape in graph.states()),
             **asdict(found),
         )
         (work / "export.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")

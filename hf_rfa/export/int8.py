@@ -81,6 +81,7 @@ def _weight_of(node: ir.Node, graph: ir.Graph) -> tuple[Any, bool]:
     transposed = before is not None and before.op_type == "Transpose"
     weight = before.inputs[0] if transposed else weight
     is_weight = weight is not None and weight.name in graph.initializers and weight.const_value is not None
+    is_weight = is_weight and not weight.name.startswith("importance.")
     fits = is_weight and len(weight.const_value.shape) == 2 and weight.const_value.size >= LEAST_SIZE
     floating = fits and weight.const_value.dtype == ir.DataType.FLOAT
     return (weight if floating else None), transposed

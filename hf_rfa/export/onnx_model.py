@@ -3,43 +3,170 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
-from onnx_ir.passes.common import InlinePass, NameFixPass
+from onnx_ir.passes.common import (
+    CommonSubexpressionEliminationPass,
+    DeduplicateInitializersPass,
+    InlinePass,
+    NameFixPass,
+)
+from onnx_ir.tape import Tape
+from onnx_ir.tensor_adapters import TorchTensor
 from onnxscript import OnnxFunction, optimizer
+from onnxscript.rewriter import pattern, rewrite
+from torch import Tensor
+
+from hf_rfa.models.importance import LearnedImportance
 
 from . import operators
-from .graph import DOMAIN, DecoderGraph
+from .graph import DOMAIN, DecoderGraph, Group, Stack, summary_weights, turning
 
 OPSET = 21
 #: Tokens of a text that are read at once.
 PASS_LENGTH = 128
 
 
+class LayersDiffer(Exception):
+    """Layers that look alike read more of one another than hidden states."""
+
+
 def make_model(graph: DecoderGraph, vocabulary: int) -> ir.Model:
     """Return the ONNX model of a decoder's graph."""
+    count, like = graph.traced_layers()
+    try:
+        model = _traced(graph, count, like)
+    except LayersDiffer:
+        model = _traced(graph, len(graph.layers), {})
+    _prepare(model.graph)
+    _join_products(model.graph)
+    return _with_passes(model, Assembly(graph, model.graph), vocabulary)
+
+
+def _traced(graph: DecoderGraph, count: int, like: dict[int, int]) -> ir.Model:
+    """Return what torch exports of the first layers, repeated for the others by which of these each is like."""
     any_size = torch.export.Dim.DYNAMIC
-    states = graph.zeros(2)
-    shapes = ({0: any_size, 1: any_size}, {0: any_size, 1: any_size}, tuple({0: any_size} for _ in states))
-    arguments = (torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool), *states)
-    with torch.no_grad(), graph.attending(), warnings.catch_warnings():
+    arguments = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)
+    with torch.no_grad(), graph.marking(count), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # which misses torchvision
         program: Any = torch.onnx.export(
-            graph, arguments, dynamo=True, verbose=False, opset_version=OPSET, dynamic_shapes=shapes, optimize=False
+            graph,
+            arguments,
+            dynamo=True,
+            verbose=False,
+            opset_version=OPSET,
+            dynamic_shapes=({0: any_size, 1: any_size},) * 2,
+            optimize=False,
         )
-    _prepare(program.model.graph)
-    optimizer.fold_constants(program.model)
-    optimizer.remove_unused_nodes(program.model)
-    for node in program.model.graph:  # where in Python each came from, in most of the file
+    model: ir.Model = program.model
+    weights = set(model.graph.initializers.values())
+    optimizer.fold_constants(model, should_fold=lambda node: False if weights & {*node.inputs} else None)
+    rewrite(model, [pattern.RewriteRule(_rotation, _rotated, _are_halves)])
+    CommonSubexpressionEliminationPass()(model)
+    optimizer.remove_unused_nodes(model)
+    _repeat(model.graph, graph, count, like)
+    nodes: list[Any] = list(model.graph)
+    for node in nodes:  # where in Python each came from, in most of the file
         for part in (node, *node.outputs):
             part.metadata_props.clear()
-    return _with_passes(program.model, graph, vocabulary)
+    return model
+
+
+def _rotation(op: Any, x: Any, cos: Any, sin: Any, low: Any, half: Any, start: Any, end: Any) -> Any:
+    """Return rotary positions of halves, x cos + [−x₂, x₁] sin: a pattern."""
+    first = op.Slice(x, low, half, [3], [1])
+    second = op.Slice(x, start, end, [3], [1])
+    return x * cos + op.Concat(op.Neg(second), first, axis=-1) * sin
+
+
+def _are_halves(context: Any, x: Any, cos: Any, sin: Any, half: Any, start: Any, **unread: Any) -> bool:
+    """Return whether both halves of cosines and sines are the same, and as many as the columns of x."""
+    shapes = [value.shape for value in (x, cos, sin)]
+    if any(shape is None or len(shape) != 4 or shape[3] != shapes[0][3] for shape in shapes):
+        return False
+    bounds: list[Any] = [ir.convenience.get_const_tensor(value) for value in (half, start)]
+    if any(bound is None or 2 * int(bound.numpy()[0]) != shapes[0][3] for bound in bounds):
+        return False
+    for value in (cos, sin):
+        while (node := value.producer()) is not None and node.op_type in ("Unsqueeze", "Mul", "Cos", "Sin", "Cast"):
+            value = node.inputs[0]
+        if node is None or node.op_type != "Concat" or len({*node.inputs}) > 1:
+            return False
+    return True
+
+
+def _rotated(op: Any, x: Any, cos: Any, sin: Any, **unread: Any) -> Any:
+    """Return the one node that onnxruntime has for them, whose tables have a row for every token of the pass."""
+    half = x.shape[3] // 2
+    sizes = op.Gather(op.Shape(cos), op.Constant(value_ints=[0, 2]))
+    count = op.ReduceProd(sizes, keepdims=0)
+    zero, one = op.Constant(value_int=0), op.Constant(value_int=1)
+    rows = op.Reshape(op.Range(zero, count, one), sizes)
+    bounds = [op.Constant(value_ints=[number]) for number in (0, half, 3)]
+    flat = op.Constant(value_ints=[-1, half])
+    tables = [op.Reshape(op.Slice(value, *bounds), flat) for value in (cos, sin)]
+    return op.RotaryEmbedding(x, rows, *tables, _domain="com.microsoft", _version=1)
+
+
+def _repeat(graph: ir.Graph, decoder: DecoderGraph, count: int, like: dict[int, int]) -> None:
+    """Put other layers behind the ones between marks, and take the marks out."""
+    name = re.compile(rf"{re.escape(decoder.layers_name)}\.(\d+)\.(.*)")
+    of: dict[Any, int] = {}  # the layer that a value is of
+    nodes: dict[int, list[Any]] = {number: [] for number in range(count)}
+    marks: dict[str, list[Any]] = {"begin": [], "end": []}
+    for weight in graph.initializers.values():
+        if found := name.match(str(weight.name)):
+            of[weight] = int(found[1])
+    for node in graph:
+        if node.op_type in marks:
+            marks[node.op_type].append(node)
+            if node.op_type == "begin":
+                of[node.outputs[0]] = node.attributes["layer"].as_int()
+            continue
+        layers = {of[value] for value in node.inputs if value in of}
+        if like and len(layers) > 1:
+            raise LayersDiffer
+        for number in layers:
+            nodes[number].append(node)
+            of |= dict.fromkeys(node.outputs, number)
+    if like and any(output in of for output in graph.outputs):
+        raise LayersDiffer
+    hidden, last = marks["end"][-1].outputs[0], marks["end"][-1]
+    readers = list(hidden.uses())
+    weights = dict([*decoder.named_parameters(), *decoder.named_buffers()])
+    for number, model_of in like.items():
+        values: dict[Any, Any] = {marks["begin"][model_of].outputs[0]: hidden}
+        copies = []
+        for node in nodes[model_of]:
+            for value in node.inputs:
+                found = name.match(str(value.name)) if value in of and value not in values else None
+                if found and value.name in graph.initializers:
+                    of_layer = f"{decoder.layers_name}.{number}.{found[2]}"
+                    tensor = TorchTensor(weights[of_layer].detach(), of_layer)
+                    values[value] = ir.Value(name=of_layer, type=value.type, shape=value.shape, const_value=tensor)
+                    graph.register_initializer(values[value])
+            attributes = dict(node.attributes)
+            if node.op_type == "attention":
+                attributes["layer"] = ir.AttrInt64("layer", number)
+            inputs = [values.get(value, value) for value in node.inputs]
+            outputs = [ir.Value(type=value.type, shape=value.shape) for value in node.outputs]
+            copies.append(ir.Node(node.domain, node.op_type, inputs, attributes.values(), outputs=outputs))
+            values |= zip(node.outputs, outputs, strict=True)
+        graph.insert_after(last, copies)
+        hidden, last = values[marks["end"][model_of].inputs[0]], copies[-1]
+    for node, place in readers:
+        node.replace_input_with(place, hidden)
+    for node in (*marks["begin"], *marks["end"]):
+        ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
+        graph.remove(node, safe=True)
 
 
 def _prepare(graph: ir.Graph) -> None:
@@ -71,43 +198,289 @@ def _prepare(graph: ir.Graph) -> None:
                 graph.remove(node, safe=True)
 
 
+def _join_products(graph: ir.Graph) -> None:
+    """Multiply rows once by all weights that they are multiplied by: a token's products are short, and rounded in 8 bits."""
+    readers: dict[Any, list[Any]] = {}
+    every: list[Any] = list(graph)
+    for node in every:
+        if node.op_type == "MatMul" and node.inputs[1].name in graph.initializers and len(node.inputs[1].shape) == 2:
+            readers.setdefault(node.inputs[0], []).append(node)
+    for rows, nodes in readers.items():
+        weights: list[Any] = [node.inputs[1] for node in nodes]
+        if len(nodes) < 2 or any(len(weight.uses()) > 1 for weight in weights):
+            continue
+        tensors, sizes = [weight.const_value for weight in weights], [weight.shape[1] for weight in weights]
+        shape = ir.Shape([weights[0].shape[0], sum(sizes)])
+        lazy = ir.LazyTensor(
+            partial(_side_by_side, tensors), dtype=tensors[0].dtype, shape=shape, name=f"{weights[0].name}_and_others"
+        )
+        joined = ir.Value(name=lazy.name, type=weights[0].type, shape=shape, const_value=lazy)
+        graph.register_initializer(joined)
+        tape = Tape()
+        parts = [tape.op("MatMul", [rows, joined]), tape.op("Constant", [], {"value_ints": sizes})]
+        if rows.shape is not None:
+            parts[0].type, parts[0].shape = rows.type, ir.Shape([*rows.shape[:-1], sum(sizes)])
+        found = tape.op_multi_out("Split", parts, {"axis": -1}, num_outputs=len(sizes))
+        graph.insert_before(nodes[0], tape.nodes)
+        for node, part, weight in zip(nodes, found, weights, strict=True):
+            part.type, part.shape = node.outputs[0].type, node.outputs[0].shape
+            ir.convenience.replace_all_uses_with(node.outputs[0], part)
+            graph.remove(node, safe=True)
+            del graph.initializers[weight.name]
+
+
+def _side_by_side(tensors: list[Any]) -> ir.TensorProtocol:
+    return ir.tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=1))
+
+
 def _turned(tensor: Any) -> ir.TensorProtocol:
     return ir.tensor(tensor.numpy().T.copy())
 
 
-def _with_passes(model: ir.Model, graph: DecoderGraph, vocabulary: int) -> ir.Model:
-    """Return the model that runs the graph of another, of one pass, over all tokens."""
-    body = model.graph
-    ids, is_token, *states = body.inputs
-    logits, *after = body.outputs
+class Assembly:
+    """Writes all but the traced nodes of a pass into its graph.
+
+    Args:
+        graph: the decoder.
+        body: what was traced of it, with marks for attention.
+    """
+
+    def __init__(self, graph: DecoderGraph, body: ir.Graph) -> None:
+        self.graph, self.body = graph, body
+        self.tape = Tape()
+        self.past = {name: _state(name, shape) for name, shape in graph.states()}
+        self.present: dict[str, ir.Value] = {}
+        self.of_pass: dict[str, Any] = {}
+        self.of_group: dict[Group, dict[str, Any]] = {group: {} for group in graph.groups}
+        self.number = {group: number for number, group in enumerate(graph.groups)}
+
+    def constant(self, name: str, tensor: Tensor) -> ir.Value:
+        """Return a tensor that is stored with the graph."""
+        stored = TorchTensor(tensor.detach().contiguous(), name)
+        kind = ir.TensorType(stored.dtype)
+        value = ir.Value(name=name, type=kind, shape=ir.Shape(tensor.shape), const_value=stored)
+        self.body.register_initializer(value)
+        return value
+
+    def call(self, name: str, inputs: list[Any], count: int, **attributes: Any) -> tuple[Any, ...]:
+        """Return what one of the functions makes of values."""
+        return tuple(self.tape.op_multi_out(name, inputs, attributes, num_outputs=count, domain=DOMAIN))
+
+    def split(self, value: ir.Value, sizes: list[int], axis: int) -> tuple[Any, ...]:
+        """Return parts of a value."""
+        if len(sizes) == 1:
+            return (value,)
+        sizes_value = self.tape.op("Constant", [], {"value_ints": sizes})
+        return tuple(self.tape.op_multi_out("Split", [value, sizes_value], {"axis": axis}, num_outputs=len(sizes)))
+
+    def join(self, values: list[Any], axis: int) -> Any:
+        """Return values side by side."""
+        return values[0] if len(values) == 1 else self.tape.op("Concat", values, {"axis": axis})
+
+    def begin(self, is_token: ir.Value) -> ir.Value:
+        """Write what comes before the layers, and return the positions."""
+        graph, layout = self.graph, self.graph.groups[0].layout
+        sizes = {"distance": float(graph.distance), "step": float(graph.step), "sinks": float(layout.sinks)}
+        names = ("arrival", "is_sink", "taken_off", "last", "is_step")
+        positions, *found = self.call("positions_of", [is_token, self.past["places.0"]], 6, **sizes)
+        batch = self.tape.op("Shape", [is_token], {"start": 0, "end": 1})
+        self.of_pass = {"is_token": is_token, "batch": batch, **dict(zip(names, found, strict=True))}
+        self.none = self.constant("none", torch.zeros(1, 1, 1, 1))
+        horizon = getattr(graph.groups[0].layer.feature_map, "horizon", None)
+        self.of_pass["decay"] = self.none
+        if layout.state_rows and horizon:
+            (self.of_pass["decay"],) = self.call("decay_of", [is_token], 1, horizon=float(horizon))
+        self.turns: dict[Any, Any] = {}
+        for group in graph.groups:
+            self._prepare_group(group)
+        for number, stack in enumerate(graph.stacks):
+            self._prepare_stack(number, stack)
+        return positions
+
+    def _prepare_group(self, group: Group) -> None:
+        """Write the weights of a group, and what its layer's rotation makes of the positions."""
+        number, layer, found = self.number[group], group.layer, self.of_group[group]
+        frequency, partner = turning(layer)
+        recency = torch.zeros(group.layout.heads)
+        if layer.importance is not None and not group.is_retrieval:
+            recency = layer.importance.recency.float()
+        found |= {name: self.none for name in ("turns", "summary", "matrix", "bias", *SUMMARY_WEIGHTS)}
+        found["tensors"] = {"recency": recency[None, :, None], "frequency": frequency, "partner": partner}
+        if group.layout.state_rows:
+            if layer.rotation not in self.turns:
+                inputs = [self.of_pass["arrival"], self.constant(f"frequency_of.{number}", frequency)]
+                (self.turns[layer.rotation],) = self.call("turns_of", inputs, 1)
+            found["turns"] = self.turns[layer.rotation]
+            found["tensors"] |= summary_weights(layer)
+        for name, tensor in found["tensors"].items():
+            found[name] = self.constant(f"{name}.{number}", tensor)
+
+    def _prepare_stack(self, number: int, stack: Stack) -> None:
+        """Write what steps of a stack read, and where its next token goes."""
+        heads, groups, past = stack.heads, stack.groups, self.past[f"places.{number}"]
+        head = self.constant(f"head.{number}", torch.cat([torch.arange(count) for count in heads])[:, None])
+        inputs = [past, self.of_pass["last"], head]
+        place, index, came, unseen = self.call("target_of", inputs, 4, window=float(stack.layout.window))
+        parts = {"index": (index, 1), "unseen": (unseen, 1), "places": (past, 2)}
+        if stack.layout.state_rows:
+            summary, tensors = self.past[f"summary.{number}"], [self.of_group[group]["tensors"] for group in groups]
+            indices = self.split(index, heads, 1)
+            states = [
+                [
+                    self.tape.op("GatherND", [self.past[f"{kind}.{self.number[group]}"], at])
+                    for group, at in zip(groups, indices, strict=True)
+                ]
+                for kind in ("keys", "values")
+            ]
+            frequency = torch.cat(
+                [each["frequency"].expand(count, 1, -1) for each, count in zip(tensors, heads, strict=True)]
+            )
+            weights = [
+                self.constant(f"{name}.stack.{number}", torch.cat([each[name] for each in tensors]))
+                for name in ("key_weight", "key_bias", "query_bias", "count_weight")
+            ]
+            of_all = [
+                summary,
+                *(self.join(each, 1) for each in states),
+                came,
+                self.constant(f"frequency.stack.{number}", frequency),
+            ]
+            horizon = float(groups[0].layer.feature_map.horizon)
+            found = self.call("summarize", [*of_all, *weights], 3, horizon=horizon, sinks=float(stack.layout.sinks))
+            self.present[f"summary.{number}"], matrix, bias = found
+            parts |= {"matrix": (matrix, 1), "bias": (bias, 1), "summary": (summary, 1)}
+        self.of_pass[f"place.{number}"] = place
+        for name, (whole, axis) in parts.items():
+            for group, part in zip(groups, self.split(whole, heads, axis), strict=True):
+                self.of_group[group][name] = part
+
+    def attend(self, node: ir.Node) -> Any:
+        """Write the attention of a layer, and return its output."""
+        query, key, value, read = node.inputs
+        layer = self.graph.layer_of(node.attributes["layer"].as_int())
+        outputs, order = [], []
+        for group in (group for group in self.graph.groups if group.layer is layer):
+            number, found, layout = self.number[group], self.of_group[group], group.layout
+            groups = layer.feature_map.groups
+            inputs: list[Any] = [query, key, value]
+            if group.chosen:
+                rows = [head * groups + index for head in group.chosen for index in range(groups)]
+                order += rows
+                chosen = [(query, rows), (key, group.chosen), (value, group.chosen)]
+                inputs = [self._chosen(tensor, heads) for tensor, heads in chosen]
+            found["importance"] = self._importance(group, read)
+            names = {"keys": self.past[f"keys.{number}"], "values": self.past[f"values.{number}"]}
+            given = {**self.of_pass, **found, **names}
+            sizes = {
+                "heads": layout.heads,
+                "groups": groups,
+                "head_dim": layout.head_dim,
+                "places_count": layout.places,
+            }
+            sizes |= {name: float(getattr(layout, name)) for name in ("window", "sinks", "slots")}
+            output, *after = self.call(
+                "attend",
+                [*inputs, *(given[name] for name in READ)],
+                5,
+                **sizes,
+                scale=float(layer.scaling),
+                features=layout.state_rows,
+            )
+            outputs.append(output)
+            self.present |= {f"keys.{number}": after[0], f"values.{number}": after[1]}
+            found["places_after"], found["summary_after"] = after[2:]
+        if not order:
+            return outputs[0]
+        return self._chosen(self.join(outputs, 1), [order.index(head) for head in range(len(order))])
+
+    def _chosen(self, value: Any, heads: Any) -> Any:
+        index = self.tape.op("Constant", [], {"value_ints": list(heads)})
+        return self.tape.op("Gather", [value, index], {"axis": 1})
+
+    def _importance(self, group: Group, read: Any) -> Any:
+        """Return the importance of the new tokens, [B, W, H], or one 0 for heads without slots."""
+        importance = group.layer.importance
+        if not group.layout.slots:
+            return self.tape.op("Constant", [], {"value": ir.tensor(np.zeros((1, 1, 1), np.float32))})
+        if not isinstance(importance, LearnedImportance):
+            return read
+        return self.tape.op(
+            "MatMul", [read, self.constant(f"importance.{self.number[group]}", importance.weight.float().T)]
+        )
+
+    def end(self) -> None:
+        """Write what comes after the layers: places and summaries of all stacks."""
+        for number, stack in enumerate(self.graph.stacks):
+            found = [self.of_group[group] for group in stack.groups]
+            importance = found[0]["importance"]
+            if stack.layout.slots:
+                importance = self.join([each["importance"] for each in found], 2)
+            tensor = torch.cat([each["tensors"]["recency"] for each in found], 1)
+            of_pass = self.of_pass
+            inputs = [of_pass["is_step"], self.past[f"places.{number}"], of_pass[f"place.{number}"], importance]
+            inputs += [self.constant(f"recency.stack.{number}", tensor), of_pass["arrival"], of_pass["is_sink"]]
+            others = self.join([each["places_after"] for each in found], 2)
+            (self.present[f"places.{number}"],) = self.call("placed", [*inputs, others], 1)
+            if stack.layout.state_rows:
+                name, others = f"summary.{number}", self.join([each["summary_after"] for each in found], 1)
+                (self.present[name],) = self.call("either", [of_pass["is_step"], self.present[name], others], 1)
+
+    def take(self) -> list[ir.Node]:
+        """Return the nodes written since the last call."""
+        nodes, self.tape = list(self.tape.nodes), Tape()
+        return nodes
+
+
+#: What the function of attention reads besides queries, keys and values, in its order.
+SUMMARY_WEIGHTS = ("key_weight", "key_bias", "query_weight", "query_bias", "count_weight")
+READ = (
+    *("importance", "keys", "values", "is_step", "index", "unseen", "matrix", "bias", "is_token", "arrival", "is_sink"),
+    *("batch", "taken_off", "places", "summary", "turns", "decay", "recency", "frequency", "partner"),
+    *SUMMARY_WEIGHTS,
+)
+
+
+def _with_passes(model: ir.Model, assembly: Assembly, vocabulary: int) -> ir.Model:
+    """Return the model that runs a traced graph, of one pass, over all tokens."""
+    graph, body = assembly.graph, model.graph
+    ids, positions = body.inputs
+    logits = body.outputs[0]
     outside = [
         _value("input_ids", "INT64", ["batch_size", "sequence_length"]),
         _value("attention_mask", "INT64", ["batch_size", "total_length"]),
     ]
-    past = [_value(name, "FLOAT", ["batch_size", *shape]) for name, shape in state_names(graph, "past")]
-    present = [_value(name, "FLOAT", ["batch_size", *shape]) for name, shape in state_names(graph, "present")]
+    past = [_value(f"past_{name}", "FLOAT", ["batch_size", *shape]) for name, shape in graph.states()]
+    present = [_value(f"present_{name}", "FLOAT", ["batch_size", *shape]) for name, shape in graph.states()]
     final = _value("logits", "FLOAT", ["batch_size", 1, vocabulary])
     sizes = {"distance": float(graph.distance), "step": float(graph.step or 1), "size": float(PASS_LENGTH)}
-    plan = _call("passes", [*outside, past[1]], 3, **sizes, vocabulary=vocabulary)
+    places = list(assembly.past).index("places.0")
+    plan = _call("passes", [*outside, past[places]], 3, **sizes, vocabulary=vocabulary)
     pass_of, numbers, no_logits = plan.outputs
     # The body: a pass reads its tokens, and keeps the logits of rows that have none.
     number, before = _value("pass", "INT64", []), _value("logits_before", "FLOAT", ["batch_size", 1, vocabulary])
-    taken = _call("tokens_of", [number, outside[0], pass_of], 2)
-    for old, new in zip((ids, is_token), taken.outputs, strict=True):
-        new.type, new.shape, new.name = old.type, old.shape, old.name
+    taken, is_token = assembly.call("tokens_of", [number, outside[0], pass_of], 2)
+    of_tokens = assembly.begin(is_token)
+    for old, new in ((ids, taken), (positions, of_tokens)):
+        new.type, new.shape = old.type, old.shape
         ir.convenience.replace_all_uses_with(old, new)
-    kept = _call("last_logits", [logits, before, taken.outputs[1]], 1)
-    kept.outputs[0].type, kept.outputs[0].name = logits.type, "logits_after"
-    body.insert_before(body[0], taken)
-    body.append(kept)
+    body.insert_before(body[0], assembly.take())
+    for node in [node for node in body if node.op_type == "attention"]:
+        output = assembly.attend(node)
+        ir.convenience.replace_all_uses_with(node.outputs[0], output)
+        body.insert_before(node, assembly.take())
+        body.remove(node, safe=True)
+    (kept,) = assembly.call("last_logits", [logits, before, is_token], 1)
+    kept.type, kept.name = logits.type, "logits_after"
+    assembly.end()
+    body.extend(assembly.take())
     weights = dict(body.initializers)
     body.initializers.clear()
-    body.inputs[:] = [before, *states, number]
-    body.outputs[:] = [kept.outputs[0], *after]
+    body.inputs[:] = [before, *assembly.past.values(), number]
+    body.outputs[:] = [kept, *(assembly.present[name] for name in assembly.past)]
+    for value, state in zip(body.outputs[1:], assembly.past.values(), strict=True):
+        value.type = state.type
     attributes = [ir.AttrGraph("body", body), ir.AttrInt64("num_scan_inputs", 1)]
     scan = ir.Node("", "Scan", [no_logits, *past, numbers], attributes, outputs=[final, *present])
-    for value in (pass_of, numbers, no_logits):
-        value.name = f"passes_{value.index()}"
     outer = ir.Graph(
         [*outside, *past],
         [final, *present],
@@ -141,19 +514,17 @@ def _call(name: str, inputs: list[ir.Value], count: int, **attributes: Any) -> i
     return ir.node(name, inputs, attributes=attributes, domain=DOMAIN, num_outputs=count)
 
 
-def state_names(graph: DecoderGraph, when: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the names of the states, ``when`` being past or present, and their shapes without the batch."""
-    shapes = enumerate(group.shapes() for group in graph.groups)
-    named = ("recurrent", "conv")  # as transformers.js calls the two states of a layer
-    return [
-        (f"{when}_{name}.{number}", shape) for number, pair in shapes for name, shape in zip(named, pair, strict=True)
-    ]
+def _state(name: str, shape: tuple[int, ...]) -> ir.Value:
+    return _value(name, "FLOAT", ["batch_size", *shape])
 
 
 def save(model: ir.Model, path: Path) -> None:
     """Write a model, its weights beside it; its functions are put in where they are called."""
+    logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # which says what it leaves as it is
     InlinePass()(model)
     optimizer.fold_constants(model)
+    DeduplicateInitializersPass(size_limit=16)(model)
+    CommonSubexpressionEliminationPass()(model)
     optimizer.remove_unused_nodes(model)
     NameFixPass()(model)
     for number, node in enumerate(ir.traversal.RecursiveGraphIterator(model.graph)):

@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime
 import torch
 import torch.nn.functional as F
+from onnxruntime import OrtValue
 from torch import Tensor
 
 from .figures import Measured
@@ -40,14 +41,17 @@ class Running:
         """Begin new texts."""
         shapes = [[batch, *value.shape[1:]] for value in self.session.get_inputs()[2:]]
         self.states = [
-            np.zeros([size if isinstance(size, int) else 0 for size in shape], np.float32) for shape in shapes
+            OrtValue.ortvalue_from_numpy(np.zeros([size if isinstance(size, int) else 0 for size in shape], np.float32))
+            for shape in shapes
         ]
 
     def read(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the logits [B, vocabulary] of the last of some more tokens [B, T]; ``mask`` is 0 for padding."""
-        given = [ids.numpy(), (torch.ones_like(ids) if mask is None else mask).numpy(), *self.states]
-        logits, *self.states = self.session.run(None, dict(zip(self.names, given, strict=True)))
-        return torch.from_numpy(logits[:, -1])
+        mask = torch.ones_like(ids) if mask is None else mask
+        given = [*(OrtValue.ortvalue_from_numpy(tensor.contiguous().numpy()) for tensor in (ids, mask)), *self.states]
+        found = self.session.run_with_ort_values(None, dict(zip(self.names, given, strict=True)))
+        logits, *self.states = found
+        return torch.from_numpy(logits.numpy()[:, -1])
 
 
 @torch.no_grad()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-
-from .graph import DecoderGraph
+from onnx_ir.tape import Tape
 
 #: Most tokens of a text in onnxruntime-genai, which asks for a number.
 CONTEXT_LENGTH = 1_000_000
@@ -26,17 +26,39 @@ def token_ids(model: Any) -> dict[str, Any]:
 
 
 def name_for_genai(graph: ir.Graph) -> None:
-    """Give the states the names of a layer's recurrent states, of which onnxruntime-genai keeps two a layer."""
-    for value in (*graph.inputs, *graph.outputs):
-        when, _, rest = str(value.name).partition("_")
-        if when in ("past", "present"):
-            kind, number = rest.split(".")
-            prefix = {"past": "past_key_values", "present": "present"}[when]
-            value.name = f"{prefix}.{number}.{kind}_state"
+    """Give the states the names of a layer's recurrent states, of which onnxruntime-genai keeps two a layer.
+
+    It gives those of all layers one shape. So there is one layer, whose two states hold all others.
+    """
+    past: list[Any] = list(graph.inputs[2:])
+    present: list[Any] = list(graph.outputs[1:])
+    del graph.inputs[2:], graph.outputs[1:]
+    before, after = Tape(), Tape()
+    for kind, start, axes in (("recurrent", 0, 2), ("conv", 1, 1)):
+        shapes = [[int(size) for size in value.shape[1:]] for value in past[start::2]]
+        sizes = [math.prod(shape) for shape in shapes]
+        shape = ir.Shape(["batch_size", *[1] * axes, sum(sizes)])
+        whole, whole_after = (ir.Value(type=past[0].type, shape=shape) for _ in range(2))
+        whole.name, whole_after.name = f"past_key_values.0.{kind}_state", f"present.0.{kind}_state"
+        parts = before.op_multi_out(
+            "Split", [whole, _numbers(before, sizes)], {"axis": axes + 1}, num_outputs=len(sizes)
+        )
+        for value, part, size in zip(past[start::2], parts, shapes, strict=True):
+            ir.convenience.replace_all_uses_with(value, before.op("Reshape", [part, _numbers(before, [0, *size])]))
+        flat = [after.op("Reshape", [value, _numbers(after, [0, *[1] * axes, -1])]) for value in present[start::2]]
+        after.op("Concat", flat, {"axis": axes + 1}, output=whole_after)
+        graph.inputs.append(whole)
+        graph.outputs.append(whole_after)
+    graph.insert_before(graph[0], before.nodes)
+    graph.extend(after.nodes)
 
 
-def write_genai_config(model: Any, graph: DecoderGraph, folder: Path) -> None:
-    """Write ``genai_config.json``; a group of heads counts as a layer."""
+def _numbers(tape: Tape, numbers: list[int]) -> ir.Value:
+    return tape.op("Constant", [], {"value_ints": numbers})
+
+
+def write_genai_config(model: Any, folder: Path) -> None:
+    """Write ``genai_config.json``."""
     config = model.config
     decoder = {
         "filename": "model.onnx",
@@ -44,7 +66,7 @@ def write_genai_config(model: Any, graph: DecoderGraph, folder: Path) -> None:
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_query_heads_for("causal"),
         "num_key_value_heads": config.num_heads_for("causal"),
-        "num_hidden_layers": len(graph.groups),
+        "num_hidden_layers": 1,
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
         "inputs": {
             "input_ids": "input_ids",
@@ -65,37 +87,35 @@ def write_genai_config(model: Any, graph: DecoderGraph, folder: Path) -> None:
     (folder / "genai_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def add_length(graph: ir.Graph, layer: int) -> None:
-    """Add a cache of no bytes by which transformers.js counts the tokens so far, as that of one more layer.
+def name_for_transformers_js(graph: ir.Graph) -> int:
+    """Give the states the names of the two that layers have, and return how many layers that makes.
 
-    It asks the shape of a tensor of this name, [batch, 1, tokens, 0], and takes one from the states of a layer otherwise.
+    A cache of no bytes beside them counts the tokens so far, as that of one more layer: transformers.js asks the shape of a
+    tensor of this name, [batch, 1, tokens, 0], and takes one from the states of a layer otherwise.
     """
-
-    def constant(value: list[int]) -> ir.Value:
-        node = ir.node("Constant", [], attributes={"value_ints": value})
-        graph.insert_before(graph[0], node)
-        return node.outputs[0]
-
-    def node(kind: str, inputs: list[Any], **attributes: Any) -> ir.Value:
-        graph.append(added := ir.node(kind, inputs, attributes=attributes))
-        return added.outputs[0]
-
-    one, none = constant([1]), constant([0])
-    batch, length = (node("Shape", [graph.inputs[0]], start=start, end=start + 1) for start in (0, 1))
-    new = node("ConstantOfShape", [node("Concat", [batch, one, length, none], axis=0)])
+    states = list(zip(graph.inputs[2:], graph.outputs[1:], strict=True))
+    for number, (past, present) in enumerate(states):
+        name = f"{('recurrent', 'conv')[number % 2]}.{number // 2}"
+        past.name, present.name = f"past_{name}", f"present_{name}"
+    layers, tape = -(-len(states) // 2), Tape()
+    one, none = _numbers(tape, [1]), _numbers(tape, [0])
+    batch, length = (tape.op("Shape", [graph.inputs[0]], {"start": start, "end": start + 1}) for start in (0, 1))
+    new = tape.op("ConstantOfShape", [tape.op("Concat", [batch, one, length, none], {"axis": 0})])
     for name in ("key", "value"):
         shapes = (["batch_size", 1, size, 0] for size in ("past_sequence_length", "total_sequence_length"))
         kind = ir.TensorType(ir.DataType.FLOAT)
         past, present = (ir.Value(type=kind, shape=ir.Shape(shape)) for shape in shapes)
-        past.name, present.name = f"past_key_values.{layer}.{name}", f"present.{layer}.{name}"
-        graph.append(ir.Node("", "Concat", [past, new], [ir.AttrInt64("axis", 2)], outputs=[present]))
+        past.name, present.name = f"past_key_values.{layers}.{name}", f"present.{layers}.{name}"
+        tape.op("Concat", [past, new], {"axis": 2}, output=present)
         graph.inputs.append(past)
         graph.outputs.append(present)
+    graph.extend(tape.nodes)
+    return layers
 
 
-def write_transformers_js_config(model: Any, graph: DecoderGraph, file: str, folder: Path) -> None:
+def write_transformers_js_config(model: Any, layers: int, file: str, folder: Path) -> None:
     """Write the ``config.json`` of a model whose layers have the two states that ours have (Qwen3-Next)."""
-    layers, config = len(graph.groups), model.config
+    config = model.config
     content = {
         "model_type": "qwen3_next",
         "architectures": ["Qwen3NextForCausalLM"],

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from hf_rfa import InputError
 from hf_rfa.export import export_onnx, exporting
 from hf_rfa.inference import load_model
+from hf_rfa.models.importance import LearnedImportance
 from tests.conftest import save_tiny_tokenizer
 from tests.families import make, tokens
 
@@ -35,6 +36,10 @@ def saved(folder: Path, family: str = "llama", **options: Any) -> Path:
     for name, weight in model.named_parameters():
         if ".feature_map." in name:  # which are zeros before a conversion
             torch.nn.init.normal_(weight, std=0.3)
+    for module in model.modules():
+        if isinstance(module, LearnedImportance):  # zeros before a conversion, too
+            torch.nn.init.uniform_(module.weight, 0.0, 0.1)
+            torch.nn.init.uniform_(module.recency, 0.0, 0.1)
     model.save_pretrained(folder)
     save_tiny_tokenizer(folder)
     return folder
@@ -54,14 +59,15 @@ def with_graph(folder: Path, **options: Any) -> tuple[Any, Path]:
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory) -> tuple[Any, Path]:
-    """A model without features."""
-    return with_graph(tmp_path_factory.mktemp("exact"))
+    """A model without features, with another rule of importance than a learned one."""
+    return with_graph(tmp_path_factory.mktemp("exact"), importance="key_norm")
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> tuple[Any, Path]:
-    """A model with a summary."""
-    return with_graph(tmp_path_factory.mktemp("summary"), **SUMMARY)
+    """A model with a summary, whose last two layers repeat the graph of another."""
+    heads = {"retrieval_heads": [[0, 1], [2, 0]], "num_hidden_layers": 4}
+    return with_graph(tmp_path_factory.mktemp("summary"), **SUMMARY, **heads)
 
 
 @pytest.fixture(params=[True, False], ids=["by blocks", "by tokens"])
@@ -147,29 +153,33 @@ def test_transformers_js_finds_two_states_a_layer_and_counts_the_tokens(exported
     import onnx_ir as ir
 
     from hf_rfa.export import runtimes
-    from hf_rfa.export.graph import DecoderGraph
     from hf_rfa.export.onnx_model import save
     from hf_rfa.export.running import Running
 
     model, folder = exported
-    graph, file = DecoderGraph(model), ir.load(folder / "model.onnx")
-    runtimes.add_length(file.graph, len(graph.groups))
+    file = ir.load(folder / "model.onnx")
+    layers = runtimes.name_for_transformers_js(file.graph)
     save(file, tmp_path / "model.onnx")
-    runtimes.write_transformers_js_config(model, graph, "model.onnx", tmp_path)
+    runtimes.write_transformers_js_config(model, layers, "model.onnx", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     running, ids = Running(tmp_path / "model.onnx"), tokens(1, 30)
     found = [running.read(part)[0] for part in ids.split([10, 20], 1)]
     assert_close(found[1], model(ids).logits[0, -1], atol=1e-4, rtol=1e-3)
+    known = set()
     for number, kind in enumerate(config["layer_types"]):
-        names = ("past_conv.{}", "past_recurrent.{}") if kind == "linear_attention" else ("past_key_values.{}.key",)
-        assert {name.format(number) for name in names} <= {*running.names}
-    assert running.states[running.names.index(f"past_key_values.{len(graph.groups)}.key") - 2].shape == (1, 1, 30, 0)
+        is_ours = kind == "linear_attention"
+        names = (
+            ("past_conv.{}", "past_recurrent.{}") if is_ours else ("past_key_values.{}.key", "past_key_values.{}.value")
+        )
+        known |= {name.format(number) for name in names}
+    assert {*running.names[2:]} <= known
+    assert running.states[running.names.index(f"past_key_values.{layers}.key") - 2].shape() == [1, 1, 30, 0]
 
 
 @torch.no_grad()
 def test_onnxruntime_genai_writes_what_the_model_writes(tmp_path):
     genai = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
-    checkpoint = saved(tmp_path / "model", **SUMMARY, retrieval_heads=[], retrieval_window=0)
+    checkpoint = saved(tmp_path / "model", **SUMMARY)
     export_onnx(str(checkpoint), tmp_path / "graph", runtime="genai")
     model, ids = load_model(str(checkpoint))[0], tokens(1, 20)
     expected = model.generate(ids, min_new_tokens=20, max_new_tokens=20, do_sample=False)[0, 20:].tolist()
@@ -183,12 +193,6 @@ def test_onnxruntime_genai_writes_what_the_model_writes(tmp_path):
         generator.generate_next_token()
         found.append(int(generator.get_next_tokens()[0]))
     assert found == expected
-
-
-def test_onnxruntime_genai_takes_no_retrieval_heads(tmp_path):
-    make("llama", OPTIONS).config.save_pretrained(tmp_path / "model")
-    with pytest.raises(InputError, match="retrieval heads"):
-        export_onnx(str(tmp_path / "model"), tmp_path / "graph", runtime="genai")
 
 
 def test_a_folder_says_what_was_measured(exported):
