@@ -141,7 +141,7 @@ def choose_heads(plan: Plan) -> Plan:
         models = load(exact)
         fitted.carry_to(models.rfa)
     on_head = plan.begin("choosing retrieval heads", count)
-    heads = choose_retrieval_heads(*models, count, seed=plan.options.seed, on_head=on_head)
+    heads = choose_retrieval_heads(models.rfa, models.inputs, count, seed=plan.options.seed, on_head=on_head)
     if not heads.heads:
         raise InputError(
             "no head tells more of the text when it sees all of it. Leave retrieval_heads out, or take a longer text."

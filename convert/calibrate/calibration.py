@@ -137,9 +137,9 @@ def calibrate(
         activations = layer_activations(layer, layer_inputs, masks)
         text = FarText(layer, activations, None if projection is None else output_root(layer, projection))
         if learns[name]:
-            regress_importance(layer, activations, hidden_states)
+            regress_importance(text, hidden_states)
             if text.is_long:
-                refine_importance(layer, text, hidden_states)
+                refine_importance(text, hidden_states)
         if isinstance(layer.feature_map, SummaryMap):
             summarise(text, hidden_states, to_train=to_train)
         elif has_features[name]:

@@ -183,12 +183,18 @@ class FarText:
         for row in torch.arange(self.held_out).split(1):
             yield self._queries(row, self.first, self._step(STEP_ROWS))
 
+    def all_rows(self, start: int) -> Iterator[FarQueries]:
+        """Yield all queries from a place on, one row after the other."""
+        for row in torch.arange(len(self.activations.key)).split(1):
+            yield self._queries(row, start, 1)
+
     def _step(self, rows: int) -> int:
         return max(1, rows * (self.activations.key.shape[2] - self.first) // STEP_QUERIES)
 
     def _queries(self, rows: Tensor, start: int, step: int) -> FarQueries:
         device = self.activations.key.device
-        places = torch.arange(start, self.activations.key.shape[2], step, device=device)
+        length = self.activations.key.shape[2]
+        places = torch.arange(min(start, length), length, step, device=device)
         return far_queries(self.layer, self.activations, places, rows.to(device))
 
 

@@ -8,24 +8,27 @@ Head h of the converted model is given a share α_h of exact attention,
 
 and ∂/∂α_h of KL(softmax model ‖ converted model) on the repeated passages says what the head would gain. The head of the
 steepest descent becomes a retrieval head, α_h = 1, and the next is chosen with it in place: heads that copy do so one after
-the other, and what a head is worth depends on those before it.
+the other, and what a head is worth depends on those before it. Up to the first passage all heads attend exactly, whatever
+is chosen: that part of a block is read once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from hf_rfa.errors import InputError
 from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.cache_names import cache_argument, returned_cache
 from hf_rfa.models.exact_attention import read_tokens
 from hf_rfa.models.masking import group_queries, ungroup
 from hf_rfa.process_memory import give_back_memory
@@ -37,6 +40,8 @@ from ..inputs import Inputs
 PASSAGES, PASSAGE_SHARE = 3, 3 / 32
 #: Share of a passage that says which one it is, and is not scored.
 PROMPT_SHARE = 1 / 6
+#: Heads that are chosen on one block.
+HEADS_PER_BLOCK = 8
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class RetrievalHeads:
 
     Attributes:
         heads: (layer, key-value head) of each, in the order of choice.
-        before: KL(softmax ‖ converted) on the repeated passages of a block, in nats per token, without any of them.
+        before: KL(softmax ‖ converted) on the repeated passages of a block that is read exactly up to them, in nats per
+            token, without any of them.
         after: the same with all of them, on the same block.
     """
 
@@ -83,48 +89,75 @@ def repeated_passages(ids: Tensor, *, seed: int) -> tuple[Tensor, Tensor]:
     return ids, scored
 
 
-@contextmanager
-def exact_shares(layers: list[RFAAttentionMixin], device: torch.device) -> Iterator[Tensor]:
-    """Give every head of some layers a share of exact attention, [layers, H], 0 to begin with, while the context lasts.
+class ExactShares:
+    """Shares of exact attention, of every head of some layers, and the keys and values of a cache that this reads.
 
-    They are on ``device``, which the layers compute on: that of their weights says nothing where these stay on disk.
+    Attributes:
+        shares: [layers, H], 0 to begin with. They are on the device that the layers compute on: that of their weights says
+            nothing where these stay on disk.
+        past: keys and values [B, H, T, d] of the tokens in a cache, by the number of the layer. They are those of the first
+            call with a cache, so that a new text needs an empty one.
     """
-    shares = torch.zeros(len(layers), layers[0].feature_map.num_heads, device=device)
-    shares.requires_grad_()
-    try:
-        for row, layer in enumerate(layers):
-            layer.attend = partial(_attend_in_part, layer, shares, row)  # type: ignore[method-assign]
-        yield shares
-    finally:
-        for layer in layers:
+
+    def __init__(self, layers: list[RFAAttentionMixin], device: torch.device) -> None:
+        self.layers = layers
+        self.shares = torch.zeros(len(layers), layers[0].feature_map.num_heads, device=device, requires_grad=True)
+        self.past: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __enter__(self) -> ExactShares:
+        """Let the layers attend in these shares."""
+        for row, layer in enumerate(self.layers):
+            layer.attend = partial(self._attend, layer, row)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let the layers attend as before."""
+        for layer in self.layers:
             vars(layer).pop("attend", None)
 
+    def _attend(
+        self, layer: RFAAttentionMixin, row: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend as `RFAAttentionMixin.attend` without padding, with a row's shares [H] of exact attention."""
+        output, weights = type(layer).attend(layer, query, key, value, **options)
+        if row in self.past:
+            key, value = (torch.cat(pair, dim=2) for pair in zip(self.past[row], (key, value), strict=True))
+        elif options.get("cache") is not None:
+            self.past[row] = key, value
+        exact = _exact_attention(layer, query, key, value, options.get("sink_logits")).to(value.dtype)
+        share = self.shares[row].repeat_interleave(query.shape[1] // key.shape[1])[:, None, None].to(value.dtype)
+        return output + share * (exact - output), weights
 
-def _attend_in_part(
-    layer: RFAAttentionMixin, shares: Tensor, row: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Attend as `RFAAttentionMixin.attend` without padding, with the shares [H] in a row of ``shares`` of exact attention."""
-    output, weights = type(layer).attend(layer, query, key, value, **options)
-    sink_logits = options.get("sink_logits")
+
+def _exact_attention(
+    layer: RFAAttentionMixin, query: Tensor, key: Tensor, value: Tensor, sink_logits: Tensor | None
+) -> Tensor:
+    """Attend causally from the last tokens to all of them: queries [1, H_q, T, d], keys and values [1, H, past + T, d]."""
+    length, past = query.shape[2], key.shape[2] - query.shape[2]
+    visible = torch.ones(length, past + length, dtype=torch.bool, device=query.device).tril(past)[None, None]
     if sink_logits is None:
+        mask = visible if past else None
         grouped = query.shape[1] != key.shape[1]
-        exact = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=layer.scaling, enable_gqa=grouped
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=not past, scale=layer.scaling, enable_gqa=grouped
         )
-    else:
-        length = query.shape[2]
-        visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
-        rows, keys_values = group_queries(query, key.shape[1]), torch.cat([key, value.to(key.dtype)], dim=-1)
-        exact, _ = read_tokens(rows, keys_values, visible, layer.scaling, sink_logits=sink_logits)
-        exact = ungroup(exact, query.shape[1])
-    exact = exact.to(value.dtype)
-    share = shares[row].repeat_interleave(query.shape[1] // key.shape[1])[:, None, None].to(value.dtype)
-    return output + share * (exact - output), weights
+    rows, keys_values = group_queries(query, key.shape[1]), torch.cat([key, value.to(key.dtype)], dim=-1)
+    exact, _ = read_tokens(rows, keys_values, visible, layer.scaling, sink_logits=sink_logits)
+    return ungroup(exact, query.shape[1])
+
+
+class _Block(NamedTuple):
+    """A block whose beginning has been read, and what the softmax model predicts of the passages at its end."""
+
+    cache: Cache
+    past: dict[int, tuple[Tensor, Tensor]]  # see `ExactShares`
+    rest: dict[str, Tensor]  # inputs from the first passage on
+    scored: Tensor  # [tokens], whether the token after each of the rest is scored
+    expected: Tensor  # logarithms of the softmax model's probabilities, [scored tokens, V]
 
 
 def choose_retrieval_heads(
     model: PreTrainedModel,
-    base_model: PreTrainedModel,
     inputs: Inputs,
     count: int,
     *,
@@ -133,12 +166,10 @@ def choose_retrieval_heads(
 ) -> RetrievalHeads:
     """Return at most ``count`` retrieval heads of a converted decoder; fewer where no further one would gain anything.
 
-    Each is chosen on the next block of the inputs, for the gradient of one block orders the heads as that of two does, and
-    a head that follows from the one before matters more.
+    `HEADS_PER_BLOCK` are chosen on a block of the inputs, for the gradient of one block orders the heads as that of two does.
 
     Args:
         model: the converted and calibrated model, whose heads are not chosen yet; its parameters need no gradients then.
-        base_model: its softmax model.
         inputs: blocks of text, without padding.
         count: number of heads. One of every layer is left as it is.
         seed: what passages are drawn with.
@@ -146,32 +177,23 @@ def choose_retrieval_heads(
     """
     layers = [layer for layer in rfa_layers(model).values() if layer.rfa_kind == "causal"]
     ids, scored = repeated_passages(inputs["input_ids"], seed=seed)
-    blocks = {"input_ids": ids}
+    blocks = {"input_ids": ids, "scored": scored}
     blocks |= {name: inputs[name] for name in ("position_ids",) if name in inputs}
     model.requires_grad_(False)
     heads: list[tuple[int, int]] = []
-    before = 0.0
+    first: _Block | None = None
 
-    def predictions(predictor: PreTrainedModel, index: int) -> Tensor:
-        """Return the logarithms of what a model predicts in a block's repeated passages, [tokens, V]."""
-        block = {name: tensor[index : index + 1].to(predictor.device) for name, tensor in blocks.items()}
-        told = scored[index, 1:].to(predictor.device)
-        first = int(told.int().argmax())
-        logits = predictor(**block, use_cache=False, logits_to_keep=len(told) - first + 1).logits[0]
-        return logits[first - len(told) - 1 : -1][told[first:]].float().log_softmax(-1)
-
-    def divergence(index: int) -> Tensor:
-        """Return KL(softmax ‖ converted) per token of a block's repeated passages."""
-        with torch.no_grad():
-            expected = predictions(base_model, index)
-        return F.kl_div(predictions(model, index), expected, log_target=True, reduction="batchmean")
-
-    with exact_shares(layers, model.device) as shares:
+    with ExactShares(layers, model.device) as exact:
+        shares = exact.shares
         while len(heads) < count:
+            if len(heads) % HEADS_PER_BLOCK == 0:
+                index = len(heads) // HEADS_PER_BLOCK % len(ids)
+                block = _read_block(model, exact, {name: tensor[index : index + 1] for name, tensor in blocks.items()})
             with torch.enable_grad():
-                without = divergence(len(heads) % len(ids))
+                without = _divergence(model, exact, block)
                 (gradient,) = torch.autograd.grad(without, shares)
-            before = before if heads else float(without.detach())
+            if first is None:
+                first, before = block, float(without.detach())
             chosen = shares.detach() > 0
             is_last = chosen.sum(1, keepdim=True) == shares.shape[1] - 1  # one head of a layer is left as it is
             gradient = gradient.masked_fill(chosen | is_last, 0.0)
@@ -184,5 +206,36 @@ def choose_retrieval_heads(
             give_back_memory()
             on_head()
         with torch.no_grad():
-            after = float(divergence(0))
+            after = float(_divergence(model, exact, first))
     return RetrievalHeads(tuple(heads), before, after)
+
+
+@torch.no_grad()
+def _read_block(model: PreTrainedModel, exact: ExactShares, block: dict[str, Tensor]) -> _Block:
+    """Read the beginning of a block [1, T] with exact attention of all heads, and ask for what follows."""
+    scored = block.pop("scored")[0]
+    start = len(scored) - PASSAGES * int(len(scored) * PASSAGE_SHARE)
+    beginning, rest = (
+        {name: t[:, part].to(model.device) for name, t in block.items()} for part in (slice(start), slice(start, None))
+    )
+    shares = exact.shares.clone()
+    exact.shares.fill_(1.0)
+    exact.past = {}
+    cache = returned_cache(model(**beginning, use_cache=True, logits_to_keep=1))
+    told = scored[start + 1 :].to(model.device)
+    read = _Block(cache, exact.past, rest, told, torch.empty(0))
+    read = read._replace(expected=_predictions(model, exact, read))
+    exact.shares.copy_(shares)
+    return read
+
+
+def _predictions(model: PreTrainedModel, exact: ExactShares, block: _Block) -> Tensor:
+    """Return the logarithms of what the model predicts of a block's scored tokens, [tokens, V]."""
+    exact.past = block.past
+    logits = model(**block.rest, **cache_argument(copy.deepcopy(block.cache)), use_cache=True).logits[0]
+    return logits[:-1][block.scored].float().log_softmax(-1)
+
+
+def _divergence(model: PreTrainedModel, exact: ExactShares, block: _Block) -> Tensor:
+    """Return KL(softmax ‖ converted) per scored token of a block."""
+    return F.kl_div(_predictions(model, exact, block), block.expected, log_target=True, reduction="batchmean")

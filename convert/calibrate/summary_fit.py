@@ -75,13 +75,14 @@ class HeadText(NamedTuple):
         """
         x, length = (self.key - mean) @ projection, len(self.key)
         products = (x[:, :, None] * self.value[:, None]).flatten(1)
-        columns = torch.cat([torch.ones(length, 1).to(x), self.value, x, products], dim=1)
-        last = self.ordinal[-1] + 1
-        sums = columns.new_zeros(int(last) + 1, columns.shape[1], dtype=torch.float64)
-        sums.index_add_(0, self.until.clamp(0, int(last)).long(), columns.double())
-        growth = torch.exp(torch.arange(int(last), device=sums.device).double() / horizon)[:, None]
-        at = self.ordinal.long()
-        sums = ((sums[:-1] * growth).cumsum(0)[at] / growth[at]).to(columns)
+        columns = torch.cat([torch.ones(length, 1).to(x), self.value, x, products], dim=1).double()
+        first = torch.searchsorted(
+            self.ordinal.to(self.until), self.until
+        )  # the first query that has forgotten the token
+        sums = columns.new_zeros(len(self.ordinal) + 1, columns.shape[1])
+        until = self.until.clamp_max(int(self.ordinal[-1]) + 1).double()
+        sums.index_add_(0, first, columns * torch.exp(until / horizon)[:, None])
+        sums = (sums[:-1].cumsum(0) / torch.exp(self.ordinal.double() / horizon)[:, None]).to(x)
         count = sums[:, :1].clamp_min(1.0)
         value, mean_x, product = (sums[:, 1:] / count).split(
             [self.value.shape[1], x.shape[1], products.shape[1]], dim=1

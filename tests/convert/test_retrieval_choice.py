@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from hf_rfa.convert import ConversionOptions, convert
-from hf_rfa.convert.calibrate.retrieval_heads import choose_retrieval_heads, exact_shares, repeated_passages
+from hf_rfa.convert.calibrate import retrieval_heads
+from hf_rfa.convert.calibrate.retrieval_heads import ExactShares, choose_retrieval_heads, repeated_passages
 from hf_rfa.convert.checkpoint.base_model import rfa_layers
 from hf_rfa.convert.checkpoint.loading import load_models
 from hf_rfa.convert.checkpoint.source import open_checkpoint
 from hf_rfa.convert.configuration import rfa_config
 from hf_rfa.convert.presets import with_preset
 from hf_rfa.evaluation.memory import cache_memory
+from hf_rfa.models.cache_names import cache_argument, returned_cache
 
 WINDOW = {"preset": "exact", "window_size": 4, "num_sinks": 2, "num_slots": 0}
 
@@ -28,58 +32,85 @@ def models(parent, **options):
 
 @torch.no_grad()
 def test_all_shares_of_exact_attention_are_the_softmax_model(decoder):
+    """At once, and in two parts by a cache."""
     model, base_model = models(decoder)
     layers = list(rfa_layers(model).values())
     ids = torch.randint(3, 61, (2, 60))
-    plain = model(ids).logits
-    with exact_shares(layers, model.device) as shares:
-        torch.testing.assert_close(model(ids).logits, plain)
-        shares.fill_(1.0)
-        exact = model(ids).logits
-    torch.testing.assert_close(exact, base_model(ids).logits, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(model(ids).logits, plain, rtol=0, atol=0)
+    plain = model(ids, use_cache=False).logits
+    with ExactShares(layers, model.device) as exact:
+        torch.testing.assert_close(model(ids, use_cache=False).logits, plain)
+        exact.shares.fill_(1.0)
+        logits = model(ids, use_cache=False).logits
+        first = model(ids[:, :41], use_cache=True)
+        second = model(ids[:, 41:], **cache_argument(returned_cache(first))).logits
+    expected = base_model(ids).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.cat([first.logits, second], dim=1), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, plain, rtol=0, atol=0)
 
 
-def test_the_first_head_is_that_of_the_steepest_descent(decoder):
+@torch.no_grad()
+def divergence(model, base_model, ids, scored, shares):
+    """Return KL(softmax ‖ converted) on the repeated passages, whose beginning every head reads exactly: a loop over shares.
+
+    The heads of all layers attend in one piece, their shares being 1 for the queries before the first passage.
+    """
+    start = int(scored.int().argmax()) - 1
+    layers = list(rfa_layers(model).values())
+
+    def attend(layer, row, query, key, value, **options):
+        output, weights = type(layer).attend(layer, query, key, value, **options)
+        exact = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=layer.scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        share = (
+            shares[row].repeat_interleave(query.shape[1] // key.shape[1])[:, None, None].repeat(1, query.shape[2], 1)
+        )
+        share[:, :start] = 1.0
+        return output + share * (exact - output), weights
+
+    for row, layer in enumerate(layers):
+        layer.attend = functools.partial(attend, layer, row)
+    converted = model(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    for layer in layers:
+        del layer.attend
+    expected = base_model(ids).logits[:, :-1].log_softmax(-1)
+    return float((expected.exp() * (expected - converted)).sum(-1)[scored[:, 1:]].mean())
+
+
+def test_the_first_head_is_that_of_the_steepest_descent(decoder, monkeypatch):
     """Against differences of the divergence, in float64, for every head of every layer."""
     model, base_model = models(decoder)
     model.double(), base_model.double()
-    layers = list(rfa_layers(model).values())
     ids, scored = repeated_passages(torch.randint(3, 61, (1, 64)), seed=0)
-    expected = base_model(ids).logits[:, :-1].log_softmax(-1)
+    monkeypatch.setattr(retrieval_heads, "repeated_passages", lambda *args, seed: (ids, scored))
+    chosen = choose_retrieval_heads(model, {"input_ids": ids}, 1, seed=0, on_head=lambda: None)
+    layers, heads = list(rfa_layers(model).values()), model.config.num_heads_for("causal")
     slopes = {}
-    with torch.no_grad(), exact_shares(layers, model.device) as shares:
-        for row, layer in enumerate(layers):
-            for head in range(shares.shape[1]):
-                values = []
-                for share in (1e-3, -1e-3):
-                    shares.zero_()
-                    shares[row, head] = share
-                    found = model(ids).logits[:, :-1].log_softmax(-1)
-                    each = (expected.exp() * (expected - found)).sum(-1)
-                    values.append(float(each[scored[:, 1:]].mean()))
-                slopes[layer.rfa_layer_idx, head] = values[0] - values[1]
-    inputs = {"input_ids": ids}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_rfa.convert.calibrate.retrieval_heads.repeated_passages", lambda *args, seed: (ids, scored))
-        chosen = choose_retrieval_heads(model, base_model, inputs, 1, seed=0, on_head=lambda: None)
+    for row, layer in enumerate(layers):
+        for head in range(heads):
+            shares = torch.zeros(len(layers), heads, dtype=torch.float64)
+            shares[row, head] = 1e-3
+            slopes[layer.rfa_layer_idx, head] = divergence(model, base_model, ids, scored, shares)
+            shares[row, head] = -1e-3
+            slopes[layer.rfa_layer_idx, head] -= divergence(model, base_model, ids, scored, shares)
     assert chosen.heads[0] == min(slopes, key=slopes.get)
 
 
-def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_that_of_the_model_made_of_them(decoder):
+def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_what_they_leave(decoder):
     model, base_model = models(decoder)
-    layers, heads = len(rfa_layers(model)), model.config.num_heads_for("causal")
+    layers, heads = list(rfa_layers(model).values()), model.config.num_heads_for("causal")
     inputs = {"input_ids": torch.randint(3, 61, (2, 64))}
-    chosen = choose_retrieval_heads(model, base_model, inputs, 100, seed=0, on_head=lambda: None)
-    pairs = [list(pair) for pair in chosen.heads]
-    assert len(set(chosen.heads)) == len(pairs) <= layers * (heads - 1)
-    made, _ = models(decoder, retrieval_heads=pairs)
+    chosen = choose_retrieval_heads(model, inputs, 100, seed=0, on_head=lambda: None)
+    assert len(set(chosen.heads)) == len(chosen.heads) <= len(layers) * (heads - 1)
     ids, scored = repeated_passages(inputs["input_ids"], seed=0)
-    for converted, expected in ((model, chosen.before), (made, chosen.after)):
-        with torch.no_grad():
-            one, other = (each(ids[:1]).logits[:, :-1].log_softmax(-1) for each in (base_model, converted))
-        divergence = float((one.exp() * (one - other)).sum(-1)[scored[:1, 1:]].mean())
-        assert divergence == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    shares = torch.zeros(len(layers), heads)
+    assert divergence(model, base_model, ids[:1], scored[:1], shares) == pytest.approx(
+        chosen.before, rel=1e-3, abs=1e-6
+    )
+    for layer, head in chosen.heads:
+        shares[[other.rfa_layer_idx for other in layers].index(layer), head] = 1.0
+    assert divergence(model, base_model, ids[:1], scored[:1], shares) == pytest.approx(chosen.after, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("features", [{}, {"preset": "mixed", "feature_map": "summary", "num_features": 3}], ids=str)
