@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -150,7 +151,7 @@ class Sessions:
         try:
             save_cache(cache, self._path(key), notes={"key": key.digest})
             return self._path(key).stat().st_size
-        except Exception as error:
+        except (OSError, InputError, SafetensorError) as error:
             logger.warning("a session is not kept in a file: %s", error)
             return 0
 
