@@ -18,7 +18,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -206,7 +206,7 @@ def choose_retrieval_heads(
             give_back_memory()
             on_head()
         with torch.no_grad():
-            after = float(_divergence(model, exact, first))
+            after = float(_divergence(model, exact, cast(_Block, first)))
     return RetrievalHeads(tuple(heads), before, after)
 
 
