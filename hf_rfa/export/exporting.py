@@ -16,12 +16,13 @@ from transformers import AutoModelForCausalLM
 from ..errors import InputError
 from ..inference.loading import kind_of, load_model, read_config
 from ..io.atomic_io import check_destination, check_space, new_folder
-from .figures import ExportReport
+from .figures import ExportReport, Measured, measure
 from .graph import DecoderGraph, check_exportable
+from .step import DecodingStep
 
 Runtime = Literal["genai", "transformers.js"]
-#: What the extra ``hf-rfa[export]`` installs.
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+#: What the extras ``hf-rfa[export]`` and ``hf-rfa[executorch]`` install.
+ONNX, EXECUTORCH = ("onnx", "onnxscript", "onnxruntime"), ("executorch",)
 #: Largest difference of two logits, over the largest logit, that a float32 graph may have.
 MAX_DIFFERENCE = 1e-3
 
@@ -57,18 +58,11 @@ def export_onnx(
             model's; nothing is written then.
     """
     folder = Path(folder)
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise InputError(f"an export needs {', '.join(missing)}: pip install 'hf-rfa[export]'.")
-    check_destination(folder, overwrite=overwrite, sources=(Path(checkpoint),))
-    config: Any = read_config(checkpoint)
-    if kind_of(config) != "causal":
-        raise InputError(f"this {config.model_type} model has an encoder, and only decoders are exported.")
-    with torch.device("meta"):
-        check_exportable(AutoModelForCausalLM.from_config(config))
+    _check(checkpoint, folder, check_exportable, packages=ONNX, extra="export", overwrite=overwrite)
     from . import runtimes
     from .int8 import quantize
     from .onnx_model import make_model, save
-    from .running import measure
+    from .running import Running
 
     progress("loading", 1)
     model, tokenizer = load_model(checkpoint, kind="causal", dtype="float32", need_tokenizer=False)
@@ -91,19 +85,17 @@ def export_onnx(
         save(exported, path)
         del exported
         progress("comparing it with torch", 1)
-        found = measure(model, path)
-        if not int8 and not found.difference <= MAX_DIFFERENCE:
-            raise InputError(
-                f"the graph's logits differ from the model's by {found.difference:.1e} of the largest; it is not kept."
-            )
+        found = measure(model, Running(path))
+        if not int8:
+            _check_figures(found)
         model.config.to_json_file(work / "config.json")
         if runtime == "genai":
             runtimes.write_genai_config(model, work)
         elif runtime == "transformers.js":
             runtimes.write_transformers_js_config(model, layers, path.name, work)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(work)
-        report = ExportReport(
+        return _finish(
+            work,
+            tokenizer,
             source=str(checkpoint),
             destination=str(folder),
             int8=int8,
@@ -111,5 +103,93 @@ def export_onnx(
             state_bytes=sum(4 * math.prod(shape) for _, shape in graph.states()),
             **asdict(found),
         )
-        (work / "export.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+
+
+def export_executorch(
+    checkpoint: str,
+    folder: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[str, int], None] = lambda step, number: None,
+) -> ExportReport:
+    """Export a converted decoder to one ExecuTorch program, whose states are buffers that never grow.
+
+    ``model.pte`` has the methods that ExecuTorch's own text runner calls. ``forward(tokens [1, 1], input_pos [1])`` reads one
+    token and returns its logits [1, 1, vocabulary]. A text begins at position 0, and ends where the positions end that the
+    model was trained for: logits past them are NaN.
+
+    Args:
+        checkpoint: folder of the checkpoint, or its name on the hub.
+        folder: what is written, whole or not at all.
+        overwrite: replace a checkpoint that is there.
+        progress: called with the name of every step, and 1.
+
+    Returns:
+        The figures, which stand in the folder's ``export.json`` too.
+
+    Raises:
+        InputError: if the checkpoint cannot be exported, if packages are missing, or if the program's logits are not the
+            model's; nothing is written then.
+    """
+    folder = Path(folder)
+    _check(checkpoint, folder, DecodingStep, packages=EXECUTORCH, extra="executorch", overwrite=overwrite)
+    from .executorch_program import RunningProgram, write_program
+
+    progress("loading", 1)
+    model, tokenizer = load_model(checkpoint, kind="causal", dtype="float32", need_tokenizer=False)
+    check_space(folder, 4 * sum(weight.numel() for weight in model.parameters()))
+    with new_folder(folder) as work:
+        path = work / "model.pte"
+        progress("writing the program", 1)
+        state_bytes = write_program(model, path)
+        progress("comparing it with torch", 1)
+        found = measure(model, RunningProgram(path))
+        _check_figures(found)
+        model.config.to_json_file(work / "config.json")
+        return _finish(
+            work,
+            tokenizer,
+            source=str(checkpoint),
+            destination=str(folder),
+            int8=False,
+            num_bytes=path.stat().st_size,
+            state_bytes=state_bytes,
+            **asdict(found),
+        )
+
+
+def _check(
+    checkpoint: str,
+    folder: Path,
+    check: Callable[[Any], Any],
+    *,
+    packages: tuple[str, ...],
+    extra: str,
+    overwrite: bool,
+) -> None:
+    """Raise an `InputError` unless packages are there, a folder may be written, and ``check`` takes the model."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise InputError(f"an export needs {', '.join(missing)}: pip install 'hf-rfa[{extra}]'.")
+    check_destination(folder, overwrite=overwrite, sources=(Path(checkpoint),))
+    config: Any = read_config(checkpoint)
+    if kind_of(config) != "causal":
+        raise InputError(f"this {config.model_type} model has an encoder, and only decoders are exported.")
+    with torch.device("meta"):
+        check(AutoModelForCausalLM.from_config(config))
+
+
+def _check_figures(found: Measured) -> None:
+    """Raise an `InputError` unless float32 logits are the model's."""
+    if not found.difference <= MAX_DIFFERENCE:
+        raise InputError(
+            f"the exported logits differ from the model's by {found.difference:.1e} of the largest; they are not kept."
+        )
+
+
+def _finish(work: Path, tokenizer: Any, **figures: Any) -> ExportReport:
+    """Write the tokenizer and the figures to a folder, and return these."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(work)
+    report = ExportReport(**figures)
+    (work / "export.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     return report

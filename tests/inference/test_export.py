@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hf_rfa import InputError
-from hf_rfa.export import DecodingStep
+from hf_rfa.export import DecodingStep, export_executorch, export_onnx, exporting
 from hf_rfa.models.cache_names import cache_argument
 from tests.families import ONE_LAYER, logits, make, make_head, source, tokens
 
@@ -125,3 +125,10 @@ def test_a_whole_text_is_exported_and_compiled_up_to_l():
 def test_a_step_whose_cache_grows_is_refused(family, variant):
     with pytest.raises(InputError, match="whose layers are all RFA"):
         DecodingStep(make(family, variant))
+
+
+def test_packages_that_are_missing_are_named_before_anything_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "find_spec", lambda name: None)
+    for export, extra in ((export_onnx, "export"), (export_executorch, "executorch")):
+        with pytest.raises(InputError, match=rf"pip install 'hf-rfa\[{extra}\]'"):
+            export("nowhere", tmp_path / "out")

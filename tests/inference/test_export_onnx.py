@@ -14,35 +14,13 @@ from torch.testing import assert_close
 from hf_rfa import InputError
 from hf_rfa.export import export_onnx, exporting
 from hf_rfa.inference import load_model
-from hf_rfa.models.importance import LearnedImportance
-from tests.conftest import save_tiny_tokenizer
+from tests.exported import OPTIONS, SUMMARY, saved
 from tests.families import make, tokens
 
 pytest.importorskip("onnxscript", reason="onnxscript is not installed: pip install 'hf-rfa[export]'")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: pip install 'hf-rfa[export]'")
 
-#: Grouped queries, sinks, window, slots, retrieval heads in one of two layers, and positions that go back every 5 tokens.
-OPTIONS = {
-    **{"feature_map": "none", "window_size": 3, "num_sinks": 2, "num_slots": 3, "max_distance": 12, "distance_step": 5},
-    **{"retrieval_heads": [[0, 1]], "retrieval_window": 6, "num_hidden_layers": 2, "vocab_size": 64},
-}
-SUMMARY = {"feature_map": "summary", "num_features": 4}
 LENGTH = 200
-
-
-def saved(folder: Path, family: str = "llama", **options: Any) -> Path:
-    """Return a folder with a tiny checkpoint."""
-    model = make(family, {**OPTIONS, **options})
-    for name, weight in model.named_parameters():
-        if ".feature_map." in name:  # which are zeros before a conversion
-            torch.nn.init.normal_(weight, std=0.3)
-    for module in model.modules():
-        if isinstance(module, LearnedImportance):  # zeros before a conversion, too
-            torch.nn.init.uniform_(module.weight, 0.0, 0.1)
-            torch.nn.init.uniform_(module.recency, 0.0, 0.1)
-    model.save_pretrained(folder)
-    save_tiny_tokenizer(folder)
-    return folder
 
 
 def with_graph(folder: Path, **options: Any) -> tuple[Any, Path]:
@@ -232,9 +210,3 @@ def test_what_cannot_be_exported_is_refused_before_weights_are_loaded(family, op
     make(family, fields).config.save_pretrained(tmp_path / "model")
     with pytest.raises(InputError, match=message):
         export_onnx(str(tmp_path / "model"), tmp_path / "graph")
-
-
-def test_missing_packages_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"onnx, onnxscript, onnxruntime: pip install 'hf-rfa\[export\]'"):
-        export_onnx("model", tmp_path / "graph")
