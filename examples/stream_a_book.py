@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("checkpoint", help="a converted decoder whose positions do not end")
     parser.add_argument("book", type=Path, nargs="?", default=TEXT, help="a text file, plain or .gz")
     parser.add_argument("--base", help="its base model, to compare with")
-    parser.add_argument("--tokens", type=int, default=16_384, help="tokens to read, at most")
+    parser.add_argument("--tokens", type=int, default=9216, help="tokens to read, at most")
     parser.add_argument("--block", type=int, default=1024, help="tokens of a point of the line")
     parser.add_argument("--output", type=Path, default=Path("book.png"))
     arguments = parser.parse_args()
