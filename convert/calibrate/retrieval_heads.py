@@ -29,6 +29,7 @@ from transformers.cache_utils import Cache
 from hf_rfa.errors import InputError
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.cache_names import cache_argument, returned_cache
+from hf_rfa.models.cache_rfa import RFALayer
 from hf_rfa.models.exact_attention import read_tokens
 from hf_rfa.models.masking import group_queries, ungroup
 from hf_rfa.process_memory import give_back_memory
@@ -232,8 +233,20 @@ def _read_block(model: PreTrainedModel, exact: ExactShares, block: dict[str, Ten
 def _predictions(model: PreTrainedModel, exact: ExactShares, block: _Block) -> Tensor:
     """Return the logarithms of what the model predicts of a block's scored tokens, [tokens, V]."""
     exact.past = block.past
-    logits = model(**block.rest, **cache_argument(copy.deepcopy(block.cache)), use_cache=True).logits[0]
+    logits = model(**block.rest, **cache_argument(_copied(block.cache)), use_cache=True).logits[0]
     return logits[:-1][block.scored].float().log_softmax(-1)
+
+
+def _copied(cache: Cache) -> Cache:
+    """Return a cache that may change: its layers with copies of their tensors."""
+    copied = copy.copy(cache)
+    layers: list[Any] = [copy.copy(layer) for layer in cache.layers]
+    for layer in layers:
+        vars(layer).update({name: part.clone() for name, part in vars(layer).items() if isinstance(part, Tensor)})
+        if getattr(layer, "holds", None) == RFALayer.holds:
+            layer.memories = [memory.map(torch.clone) for memory in layer.memories]
+    copied.layers = layers
+    return copied
 
 
 def _divergence(model: PreTrainedModel, exact: ExactShares, block: _Block) -> Tensor:
