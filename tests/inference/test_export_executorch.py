@@ -45,7 +45,7 @@ def exported(request, tmp_path_factory):
 
 @torch.no_grad()
 def test_a_program_gives_the_models_logits_token_by_token_and_begins_anew(exported):
-    """The second text finds nothing of the first, and past the last position there are no logits."""
+    """The second text finds nothing of the first, and past the last rotary position there are no logits."""
     from hf_rfa.export.executorch_program import RunningProgram
 
     model, folder, _ = exported
@@ -53,7 +53,9 @@ def test_a_program_gives_the_models_logits_token_by_token_and_begins_anew(export
     last = model.config.max_position_embeddings
     alike = model.config.motion_of("causal")[0] or last  # then old tokens move along in torch
     for length in (130, 31):
-        ids = tokens(1, length)
+        ids = tokens(
+            1, length if model.config.streams() else min(length, last)
+        )  # a table of positions ends with an error
         running.begin()
         logits = torch.stack([running.read(token)[0] for token in ids.split(1, dim=1)])
         assert_close(logits[:alike], model(ids).logits[0, :alike], atol=1e-4, rtol=1e-3)
