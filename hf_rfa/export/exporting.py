@@ -182,7 +182,7 @@ def _check_figures(found: Measured) -> None:
     """Raise an `InputError` unless float32 logits are the model's."""
     if not found.difference <= MAX_DIFFERENCE:
         raise InputError(
-            f"the exported logits differ from the model's by {found.difference:.1e} of the largest; they are not kept."
+            f"the graph's logits differ from the model's by {found.difference:.1e} of the largest; it is not kept."
         )
 
 

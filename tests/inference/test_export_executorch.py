@@ -1,4 +1,4 @@
-"""Decoders exported to ExecuTorch: the program against torch, past where positions go back; its own runner; refusals."""
+"""Decoders exported to ExecuTorch: the program against torch, up to where positions end; its own runner; refusals."""
 
 from __future__ import annotations
 
@@ -91,6 +91,7 @@ def test_executorchs_own_runner_writes_what_the_model_writes(exported, tmp_path)
     written = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
     own = runner.TextLLMRunner(str(folder / "model.pte"), str(tmp_path / "tokenizer.json"))
     own.generate(prompt, runner.GenerationConfig(max_new_tokens=20, temperature=0.0, echo=False), texts.append)
+    assert len(written) == 20
     assert "".join(texts) == "".join(letters[number] for number in written)
 
 

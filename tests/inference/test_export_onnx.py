@@ -187,7 +187,7 @@ def test_a_graph_that_differs_is_not_kept(tmp_path, monkeypatch):
     """With another graph's weights, say: what was at the destination stays."""
     checkpoint = saved(tmp_path / "model", num_hidden_layers=1, retrieval_heads=[], retrieval_window=0)
     monkeypatch.setattr(exporting, "MAX_DIFFERENCE", -1.0)
-    with pytest.raises(InputError, match="they are not kept"):
+    with pytest.raises(InputError, match="it is not kept"):
         export_onnx(str(checkpoint), tmp_path / "graph")
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
 
