@@ -1,11 +1,12 @@
-"""Time to the first token by turn, and tokens per second by requests at once: `hf-rfa serve` beside `transformers serve`.
+"""Time to the first token by turn, and tokens per second by requests at once: `hf-rfa serve` beside two other servers.
 
-    python -m benchmarks.serving CHECKPOINT --output FILE.json [--asleep 1000]
+    python -m benchmarks.serving CHECKPOINT --output FILE.json [--gguf MODEL.gguf] [--asleep 1000]
 
 With --asleep, what `hf-rfa serve` takes for so many conversations that nobody goes on with, and the time to go on with one.
-Both serve the same converted checkpoint, one after the other, and are asked by the openai client in one process: one
-conversation whose turns have so many tokens each, then requests at once with answers of one length. transformers' server
-reads a conversation from its beginning at every turn; of its turns only some are asked for.
+transformers' server has the same converted checkpoint, and llama.cpp (`llama_cpp.py`) the base model in a GGUF file. They are
+asked one after the other by the openai client in one process: requests at once with answers of one length, then one
+conversation whose turns have so many tokens each. transformers' server reads a conversation from its beginning at every
+turn, so that only some of its turns are asked for. llama.cpp reads on, as far as the model has positions.
 """
 
 from __future__ import annotations
@@ -33,17 +34,19 @@ SERVERS = {
         "-m hf_rfa_cli serve {checkpoint} --rows 32 --port {port} --session-folder {output}.sessions --session-disk 20000"
     ),
     "transformers serve": "examples/serve.py {checkpoint} --device cpu --port {port}",
+    "llama.cpp": "-m benchmarks.serving.llama_cpp {gguf} --port {port}",
 }
 WORDS = ["river", "stone", "light", "under", "garden", "window", "seven", "yellow"]
 
 
 @contextmanager
-def running(server: str, checkpoint: str, output: Path) -> Iterator[tuple[Any, int]]:
+def running(server: str, checkpoint: str, output: Path, gguf: Path | None) -> Iterator[tuple[Any, int]]:
     """Run a server; yield a client of it, and its process's number."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [word.format(checkpoint=checkpoint, port=port, output=output) for word in SERVERS[server].split()]
+    fields = {"checkpoint": checkpoint, "port": port, "output": output, "gguf": gguf}
+    words = [word.format(**fields) for word in SERVERS[server].split()]
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=3600, max_retries=0)
@@ -149,7 +152,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32], help="requests at once")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of their answers")
     parser.add_argument("--asleep", type=int, help="conversations that sleep, instead of all else")
-    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS)[:2])
+    parser.add_argument("--gguf", type=Path, help="the base model, for llama.cpp")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     file = RowFile(options.output)
@@ -160,7 +164,7 @@ def main() -> None:
             if not file.has({"server": server, "requests": requests}):
                 speed = await at_once(client, options.checkpoint, requests, options.tokens)
                 file.add({"server": server, "requests": requests, "tokens per second": speed})
-        asked = list(range(1, options.turns + 1)) if server == "hf-rfa serve" else [2, options.turns]
+        asked = [2, options.turns] if server == "transformers serve" else list(range(1, options.turns + 1))
         known = {row["turn"]: row["answer"] for row in file.rows if row["server"] == server and "turn" in row}
         async for row in turns(client, options.checkpoint, asked, options.words, known):
             file.add({"server": server, **row})
@@ -171,7 +175,7 @@ def main() -> None:
         file.add({"server": "hf-rfa serve", **await asleep(client, options.checkpoint, options.asleep, folder, pid)})
 
     for server in options.servers if options.asleep is None else ["hf-rfa serve"]:
-        with running(server, options.checkpoint, options.output) as (client, pid):
+        with running(server, options.checkpoint, options.output, options.gguf) as (client, pid):
             asyncio.run(measure(server, client) if options.asleep is None else sleep(client, pid))
     for row in file.rows:
         print_as_is(", ".join(f"{name} {value}" for name, value in row.items()))

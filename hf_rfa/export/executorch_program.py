@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..models.masking import MASKED_LOGIT
 from ..models.memory import INITIAL
-from ..models.streaming import find_out_rotations, rfa_layers
+from ..models.streaming import find_out_rotations
 from .step import DecodingStep
 
 
@@ -38,7 +38,7 @@ class Program(nn.Module):
         stack, config = model.rfa_stacks[0], model.config
         if stack.reads_unrotated:
             find_out_rotations(stack, torch.zeros(1, 1, dtype=torch.long))
-        layouts = [layout for layer in rfa_layers(stack) for layout in layer.memory_layouts(model.dtype)]
+        layouts = [layout for layer in stack.rfa_attention for layout in layer.memory_layouts(model.dtype)]
         self.length = config.trained_positions() if config.streams() else config.max_position_embeddings
         self.empty: list[float] = []
         for layout in layouts:

@@ -7,7 +7,7 @@ with features (`hf_rfa.models.state_attention`). There may be more query heads t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any, Literal, cast
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .cache_rfa import RFALayer, rfa_layer_of
+from .cache_rfa import RFALayer, find_targets, rfa_layer_of
 from .configuration_rfa import AttentionKind
 from .exact_attention import HeadGroup, NewTokens, attend_to_places
 from .importance import IMPORTANCES, Importance
@@ -195,6 +195,11 @@ class RFAAttentionMixin(nn.Module):
         output = ungroup(join_heads(outputs, self.retrieval_heads), query.shape[1])
         return output.to(value.dtype), weights if weights is None else ungroup(weights, query.shape[1]).to(value.dtype)
 
+    @staticmethod
+    def prepare_token(layers: Sequence[Any], cache: Cache | None, device: torch.device) -> None:
+        """Find what a single new token meets in all layers at once: where it goes in their memories."""
+        find_targets(cache, device)
+
     def _head_groups(self, layer: RFALayer | None, key: Tensor, in_place: bool) -> list[HeadGroup]:
         """Return all heads but the retrieval heads, and these if there are any, before new tokens with keys [B, H, T, d].
 
@@ -291,3 +296,15 @@ class RFAAttentionMixin(nn.Module):
                 output = output @ at_place.mT.to(output.dtype)
             weights.append(output)
         return join_heads(weights, self.retrieval_heads)
+
+
+def rfa_layers(stack: nn.Module) -> tuple[RFAAttentionMixin, ...]:
+    """Return the modules of causal RFA attention of a stack, in order."""
+    modules = (module for module in stack.modules() if isinstance(module, RFAAttentionMixin))
+    return tuple(module for module in modules if module.rfa_kind == "causal")
+
+
+def prepare_token(layers: Sequence[RFAAttentionMixin], cache: Cache | None, device: torch.device) -> None:
+    """Find what a single new token meets in all layers at once, before a stack of layers reads it."""
+    if layers:
+        layers[0].prepare_token(layers, cache, device)

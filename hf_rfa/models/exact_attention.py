@@ -205,15 +205,25 @@ def take_in(new: NewTokens, group: HeadGroup) -> Places:
 def _attend_in_place(
     new: NewTokens, places: Places, target: Target, scaling: float, joined: bool
 ) -> tuple[Tensor, Tensor | None, Leaving | None]:
-    """Take one new token into its place, in place, and attend. Padding changes nothing.
+    """Take one new token into its place, in place, and attend. Padding changes nothing."""
+    left = None
+    if joined:
+        keys_values, leaves = places.keys_values.gather(2, target.rows), target.leaves
+        if new.is_token is not None:
+            is_new = new.is_token[:, None]
+            leaves = is_new if leaves is None else leaves & is_new
+        left = Leaving(keys_values, leaves, cast(Tensor, target.position))
+    visible = put_in_place(new, places, target)
+    output, log_total = read_tokens(new.query, places.keys_values, visible, scaling, joined, new.sink_logits)
+    return output, log_total, left
+
+
+def put_in_place(new: NewTokens, places: Places, target: Target) -> Tensor | None:
+    """Put one new token into its place, and return which places its queries see, as for `read_tokens`.
 
     Most of what a step costs on a CPU is to start small operations.
     """
-    keys_values, score, is_token = new.keys_values, new.score, new.is_token
-    leaves, visible = target.leaves, target.visible
-    left = None
-    if joined:
-        left = Leaving(places.keys_values.gather(2, target.rows), leaves, cast(Tensor, target.position))
+    keys_values, score, is_token, visible = new.keys_values, new.score, new.is_token, target.visible
     if score is None and target.is_sink is not None:
         score = torch.zeros_like(target.place, dtype=torch.float32)
     if score is not None and target.is_sink is not None:
@@ -224,15 +234,13 @@ def _attend_in_place(
         keys_values = torch.where(is_new[..., None], keys_values, places.keys_values.gather(2, target.rows))
         arrival = torch.where(is_new, arrival, places.arrival.gather(-1, target.place))
         score = None if score is None else torch.where(is_new, score, places.score.gather(-1, target.place))
-        leaves = is_new if leaves is None else leaves & is_new
         # Padding sees something, so that nothing is divided by 0.
         visible = None if visible is None else visible | ~is_new[..., None]
     places.keys_values.scatter_(2, target.rows, keys_values)
     places.arrival.scatter_(-1, target.place, arrival)
     if score is not None:  # else a token of the window is replaced by one, whose score is 0 as well
         places.score.scatter_(-1, target.place, score.float())
-    output, log_total = read_tokens(new.query, places.keys_values, visible, scaling, joined, new.sink_logits)
-    return output, log_total, None if left is None else left._replace(leaves=leaves)
+    return visible
 
 
 def _take_in(new: NewTokens, group: HeadGroup) -> Iterator[tuple[NewTokens, Places, Lifetimes, Tensor]]:
@@ -325,14 +333,18 @@ def read_tokens(
         key, value = keys_values[..., :width], keys_values[..., width:]
         query = query.to(key.dtype)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling), None
-    keys_values = keys_values.to(query.dtype)
-    key, value = keys_values[..., :width], keys_values[..., width:]
-    logits = (query * scaling) @ key.mT
-    logits = logits if mask is None else logits.masked_fill(~mask, MASKED_LOGIT)
+    logits, value = logits_of(query, keys_values, mask, scaling)
     weights = logits.softmax(dim=-1)
     # Of one weight: on a CPU logsumexp takes longer than all the rest.
     highest, place = logits.max(dim=-1, keepdim=True)
     return _with_sinks(weights @ value, highest - weights.gather(-1, place).log(), sink_logits)
+
+
+def logits_of(query: Tensor, keys_values: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return the logits of tokens, [B, H, C G, N], and their values, in the dtype of the queries; see `read_tokens`."""
+    key, value = keys_values.to(query.dtype).split([query.shape[-1], keys_values.shape[-1] - query.shape[-1]], dim=-1)
+    logits = (query * scaling) @ key.mT
+    return (logits if mask is None else logits.masked_fill(~mask, MASKED_LOGIT)), value
 
 
 def _read_chunk(

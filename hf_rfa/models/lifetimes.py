@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -335,6 +335,8 @@ class Target(NamedTuple):
         position: that of the token there now, by which its key is rotated, [B, H, 1] in float32, or None without a state.
         leaves: whether a token leaves with it, [B, H, 1], or None where it is known that one does, or nobody asks.
         visible: which places hold a token then, [B, H, 1, P], or None where it is known that all of them do.
+        forgotten: what a summary says to its queries (`hf_rfa.models.summary_feature_map.Forgotten`), or None where nobody
+            has asked.
     """
 
     place: Tensor
@@ -345,6 +347,7 @@ class Target(NamedTuple):
     position: Tensor | None
     leaves: Tensor | None
     visible: Tensor | None
+    forgotten: Any = None
 
 
 def targets_of(memories: Sequence[Places], layouts: Sequence[MemoryLayout]) -> list[Target]:

@@ -23,9 +23,9 @@ from transformers.generation import GenerationConfig, GenerationMode
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils.import_utils import is_tracing, is_triton_available
 
-from .attention import RFAAttentionMixin
+from .attention import RFAAttentionMixin, prepare_token, rfa_layers
 from .cache_names import CACHE_NAME, cache_name, has_cache, take_cache
-from .cache_rfa import RFA_LAYER_TYPE, find_targets, self_attention_cache
+from .cache_rfa import RFA_LAYER_TYPE, self_attention_cache
 from .configuration_rfa import FULL_ATTENTION, STATE, base_config_class, decoder_config_class
 from .masking import check_one_document, check_positions, document_starts, read_mask
 from .no_features import feature_map_class
@@ -39,7 +39,7 @@ from .rfa_classes import (
     prepare_calls,
     unread_mask,
 )
-from .streaming import find_out_rotations, prepare_positions, prepare_step, rfa_layers, seen_keys
+from .streaming import find_out_rotations, prepare_positions, prepare_step, seen_keys
 
 #: Name of converted attention in transformers' attention interface.
 INTERFACE = "rfa"
@@ -244,10 +244,10 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         stack.reads_unrotated = (
             bool(getattr(config, "rope_parameters", None)) and feature_map_class(config.feature_map).reads_means
         )
-        if config.streams():
-            # Once, as it is asked for at every step; a tuple, so that it is no submodule a second time.
-            stack.first_rfa_attention = tuple(rfa_layers(stack)[:1])
-            stack.has_sliding_layers = "sliding_attention" in stack.rfa_layer_types
+        # Once, as they are asked for at every step; a tuple, so that none is a submodule a second time.
+        stack.rfa_attention = rfa_layers(stack)
+        stack.streams = config.streams()
+        stack.has_sliding_layers = "sliding_attention" in stack.rfa_layer_types
         self.rfa_stacks = (stack,)
         prepare_calls(stack, prepare_decoder)
 
@@ -283,11 +283,7 @@ class RFADecoderMixin(RFAPreTrainedMixin):
         `generate` asks before every step, outside of what is compiled: here old tokens move along.
         """
         cache = take_cache(kwargs)
-        if (
-            inputs_embeds is not None
-            and inputs_embeds.shape[1] == 1
-            and hasattr(self.rfa_stacks[0], "first_rfa_attention")
-        ):
+        if inputs_embeds is not None and inputs_embeds.shape[1] == 1 and self.rfa_stacks[0].streams:
             prepare_step(self.rfa_stacks[0], self_attention_cache(cache))
         mask = super().create_masks_for_generate(
             attention_mask=attention_mask, inputs_embeds=inputs_embeds, position_ids=position_ids, **kwargs
@@ -342,7 +338,7 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
         else:
             position_ids = (attention_mask.cumsum(-1) * attention_mask - 1)[:, -length:]
         arguments["position_ids"] = position_ids = position_ids.clamp_min(0) if rotary else position_ids
-    streams = hasattr(stack, "first_rfa_attention")
+    streams = stack.streams
     ends = rotates or any(hasattr(stack, name) for name in POSITION_EMBEDDINGS)
     if ends and not streams and not is_tracing(call.tokens):
         count, last = config.max_position_embeddings, int(call.past) + length - 1
@@ -377,7 +373,7 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
         if turns is not None:
             arguments["turns"] = turns
     if length == 1 and starts is None:
-        find_targets(self_attention_cache(cache), call.tokens.device)
+        prepare_token(stack.rfa_attention, self_attention_cache(cache), call.tokens.device)
     if "encoder_hidden_states" in stack.reads_inputs and getattr(config, "add_cross_attention", False):
         cache = call.cache_with_source(config)
     if cache is not None:

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.utils.import_utils import is_tracing
 
+from .attention import prepare_token, rfa_layers
 from .attention_seq2seq import RFASeq2SeqAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, take_cache
-from .cache_rfa import find_targets, self_attention_cache
+from .cache_rfa import self_attention_cache
 from .cache_rfa_seq2seq import cross_layer_of
 from .configuration_rfa import AttentionKind
 from .configuration_rfa_seq2seq import seq2seq_config_class
@@ -162,6 +163,7 @@ def _become_rfa(stack: Any) -> None:
             elif kind == "cross" and stack.config.merged_source_length:
                 _check_attention(module, kind, stack.config)
                 module.__class__ = merged_attention_class(type(module))
+    stack.rfa_attention = rfa_layers(stack)
     prepare_calls(stack, prepare_decoder if is_decoder else prepare_encoder)
 
 
@@ -216,7 +218,7 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
     if config.any_rfa("causal"):
         call.add_padding(config, arguments["attention_mask"])
     if call.length == 1:
-        find_targets(self_attention_cache(cache), call.tokens.device)
+        prepare_token(stack.rfa_attention, self_attention_cache(cache), call.tokens.device)
     no_mask = unread_mask(call.tokens.device)
     if not config.softmax_layers_for("causal"):
         arguments["attention_mask"] = no_mask

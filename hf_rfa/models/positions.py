@@ -75,16 +75,24 @@ class Rotation:
             rows: [..., columns], whose first columns are of keys or queries.
             by: the number of positions, rows' shape without the last dimension or what broadcasts to it.
         """
+        return self.turn_by(rows, *self.waves(by, torch.promote_types(rows.dtype, torch.float32)))
+
+    def waves(self, by: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the angles of all columns for some numbers of positions, [..., 2 pairs]."""
+        angle = by[..., None].float() * self.by_column.to(by.device)
+        return angle.cos().to(dtype), angle.sin().to(dtype)
+
+    def turn_by(self, rows: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """Return keys or queries as they are some positions further, of which `waves` made cosines and sines."""
         width = 2 * self.frequency.shape[0]
         if not width:
             return rows
-        angle = by[..., None].float() * self.by_column.to(rows.device)
-        turned, dtype = rows[..., :width], torch.promote_types(rows.dtype, torch.float32)
+        turned = rows[..., :width]
         if self.interleaved:
             partners = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         else:
             partners = turned.roll(width // 2, dims=-1)
-        turned = torch.addcmul(turned * angle.cos().to(dtype), partners, angle.sin().to(dtype)).to(rows.dtype)
+        turned = torch.addcmul(turned * cosines, partners, sines).to(rows.dtype)
         return turned if width == rows.shape[-1] else torch.cat([turned, rows[..., width:]], dim=-1)
 
 

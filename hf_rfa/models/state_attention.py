@@ -5,23 +5,27 @@ Heads that keep no token exactly have the state alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache
 
 from .attention import RFAAttentionMixin
+from .cache_rfa import RFALayer, layer_at
 from .configuration_rfa import AttentionKind
-from .exact_attention import HeadGroup, Leaving, NewTokens, attend_to_places
+from .exact_attention import HeadGroup, Leaving, NewTokens, attend_to_places, logits_of, put_in_place
 from .feature_maps import into
 from .gate import Gate
-from .lifetimes import Arrivals
+from .lifetimes import Arrivals, Target
 from .linear_attention import Absorbed, Tokens, linear_attention, mask_padding, rescale, running_sums
 from .masking import MASKED_LOGIT, to_rows
-from .memory import Memory, compute_dtype
+from .memory import Memory, Places, compute_dtype
 from .no_features import feature_map_class
+from .summary_feature_map import forgotten_after
 
 #: Tokens of a segment, a multiple of the usual chunk size: their features fit into a CPU's caches. Features of a long
 #: sequence fill more memory than all else, and fresh memory costs more time than computing them.
@@ -89,8 +93,8 @@ class StateAttentionMixin(RFAAttentionMixin):
         """
         if group.layout.places and not group.layout.state_rows:
             return super().attend_group(new, group)
-        is_step = group.target is not None and group.memory.state is not None and new.is_token is None
-        if is_step and self.feature_map.reads_means and self.gate is None and self.attention_component == "both":
+        is_ready = group.target is not None and group.target.forgotten is not None
+        if is_ready and new.is_token is None and new.sink_logits is None:
             return self._step(new, group)
         size = SEGMENT_LENGTH if new.query.device.type == "cpu" else ACCELERATOR_SEGMENT_LENGTH
         most, length = size, new.length
@@ -115,19 +119,35 @@ class StateAttentionMixin(RFAAttentionMixin):
         joined = Tokens.join(tokens) if len(tokens) > 1 else tokens[0]
         return output, memory, Absorbed(joined, self.feature_map.denominator_floor)
 
-    def _step(self, new: NewTokens, group: HeadGroup) -> tuple[Tensor, Memory, Absorbed]:
+    @staticmethod
+    def prepare_token(layers: Sequence[Any], cache: Cache | None, device: torch.device) -> None:
+        """Find where the next token goes in all memories, and what summaries say to its queries; see the base class."""
+        RFAAttentionMixin.prepare_token(layers, cache, device)
+        if cache is None or not layers[0].feature_map.reads_means:
+            return
+        kinds: dict[Any, list[tuple[Any, RFALayer]]] = {}  # of layers whose summaries differ in their heads alone
+        for attention in layers:
+            layer = layer_at(cache, attention.rfa_layer_idx)
+            target = layer.targets[0] if getattr(layer, "targets", None) else None
+            is_here = attention.feature_map.key_projection.device == device
+            is_plain = attention.gate is None and attention.attention_component == "both"
+            if target is not None and layer.memories[0].state is not None and is_here and is_plain:
+                key = layer.layouts[0].kind, id(attention.rotation)
+                kinds.setdefault(key, []).append((attention, layer))
+        for members in kinds.values():
+            _add_forgotten(*map(list, zip(*members, strict=True)))
+
+    def _step(self, new: NewTokens, group: HeadGroup) -> tuple[Tensor, Memory, None]:
         """Attend with one new token to places and a summary, in few operations; see `attend_group`."""
-        state, width = cast(Tensor, group.memory.state), new.head_dim
-        if new.query.dtype != state.dtype:
-            new = replace(new, query=new.query.to(state.dtype))
-        exact, _, log_total, leaving = attend_to_places(new, group, scaling=self.scaling, joined=True)
-        keys_values, leaves, position = cast(Leaving, leaving)
-        input_scale = None if leaves is None else leaves.to(state.dtype)
-        key, value = keys_values.to(state.dtype).split([width, keys_values.shape[3] - width], dim=3)
-        query, key = self._unrotated(new, group, new.query, key, position)
-        output, key = self.feature_map.step(query, key, value, input_scale, state, (exact, cast(Tensor, log_total)))
-        tokens = Tokens(key, value, new.log_decay, input_scale)
-        return output, group.memory, Absorbed(tokens, self.feature_map.denominator_floor)
+        places, target, state = cast(Places, group.memory.places), cast(Target, group.target), group.memory.state
+        forgotten, waves = target.forgotten
+        query = new.query.to(forgotten.state.dtype)
+        visible = put_in_place(new, places, target)
+        logits, value = logits_of(query, places.keys_values, visible, self.scaling)
+        log_mass, past = self.feature_map.read(self.rotation.turn_by(query, *waves), forgotten)
+        share, weights = torch.cat([log_mass, logits], dim=-1).softmax(-1).split([1, logits.shape[-1]], dim=-1)
+        output = torch.addcmul(weights @ value, share, past)
+        return output, Memory(places, cast(Tensor, state).copy_(forgotten.state)), None
 
     def _unrotated(
         self, new: NewTokens, group: HeadGroup, query: Tensor, key: Tensor, position: Tensor
@@ -194,3 +214,26 @@ class StateAttentionMixin(RFAAttentionMixin):
         if exact is not None and self.attention_component == "window":
             output = exact
         return output, Memory(places, state), features.shift, tokens._replace(key=features.unshifted_key())
+
+
+def _add_forgotten(layers: list[StateAttentionMixin], caches: list[RFALayer]) -> None:
+    """Add to the targets of layers what their summaries say, and by which angles its queries are to be turned back."""
+    memories, targets = [cache.memories[0] for cache in caches], [cast(Target, cache.targets[0]) for cache in caches]
+    pairs = zip(memories, targets, strict=True)
+    rows = torch.cat(
+        [cast(Places, memory.places).keys_values.gather(2, target.rows) for memory, target in pairs], dim=1
+    )
+    states = [cast(Tensor, memory.state) for memory in memories]
+    key, value = rows[:, :, 0].to(states[0].dtype).chunk(2, dim=-1)
+    position = torch.cat([cast(Tensor, target.position) for target in targets], dim=1)
+    leaves = None
+    if targets[0].leaves is not None:
+        leaves = torch.cat([cast(Tensor, target.leaves) for target in targets], dim=1)[..., 0].to(key.dtype)
+    rotation = layers[0].rotation
+    key = rotation.turn(key, position[..., 0].neg())
+    maps = [layer.feature_map for layer in layers]
+    waves = rotation.waves(cast(Tensor, targets[0].ordinal).neg()[:, None], key.dtype)
+    for cache, target, forgotten in zip(
+        caches, targets, forgotten_after(maps, states, key, value, leaves), strict=True
+    ):
+        cache.targets[0] = target._replace(forgotten=(forgotten, waves))

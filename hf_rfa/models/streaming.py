@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.utils.import_utils import is_tracing
 
-from .attention import RFAAttentionMixin
 from .cache_names import cache_name
 from .cache_rfa import RFALayer
 from .lifetimes import arrivals_of
@@ -108,13 +107,6 @@ def _rotation_of(keys: Tensor, by: int, known: list[Rotation], frequencies: list
     return None
 
 
-def rfa_layers(stack: Any) -> list[RFAAttentionMixin]:
-    """Return the RFA attention modules of a stack, in order."""
-    return [
-        module for module in stack.modules() if isinstance(module, RFAAttentionMixin) and module.rfa_kind == "causal"
-    ]
-
-
 def find_out_rotations(stack: Any, tokens: Tensor) -> None:
     """Find how a stack with features of queries and keys without rotation rotates them, before its first call.
 
@@ -139,7 +131,7 @@ def can_move(stack: Any) -> bool:
     """Return whether a stack's old tokens can move along; the first call finds how its layers rotate keys."""
     if not hasattr(stack, "rotations"):
         stack.rotations = find_rotations(stack)
-        for module in rfa_layers(stack) if stack.rotations is not None else ():
+        for module in stack.rfa_attention if stack.rotations is not None else ():
             module.rotation = stack.rotations[module.rfa_layer_idx]
     return stack.rotations is not None
 
@@ -153,7 +145,7 @@ def move_caches(stack: Any, cache: Cache, origin: Tensor, *, memories: bool = Tr
         origin: eB of the epoch, [B].
         memories: whether to move those of RFA layers too, or sliding layers' keys alone.
     """
-    modules = {module.rfa_layer_idx: module for module in rfa_layers(stack)}
+    modules = {module.rfa_layer_idx: module for module in stack.rfa_attention}
     layers: list[Any] = cache.layers
     before = layers[min(modules)].memories[0].places.origin.clone()
     for index, layer in enumerate(layers):
@@ -168,7 +160,7 @@ def move_caches(stack: Any, cache: Cache, origin: Tensor, *, memories: bool = Tr
 
 def _first_layer(stack: Any, cache: Cache | None) -> RFALayer | None:
     """Return the cache layer of a stack's first RFA layer, or None before its first tokens."""
-    index = stack.first_rfa_attention[0].rfa_layer_idx
+    index = stack.rfa_attention[0].rfa_layer_idx
     if cache is None or len(cache.layers) <= index:
         return None
     layer: Any = cache.layers[index]
@@ -187,7 +179,7 @@ def prepare_step(stack: Any, cache: Cache | None) -> None:
         return
     if layer.steps_left < 1:
         places: Any = layer.memories[0].places
-        layout = stack.first_rfa_attention[0].memory_layout(torch.float32)
+        layout = stack.rfa_attention[0].memory_layout(torch.float32)
         origin = origins(places.count, layout)
         layer.steps_left = 1 + tokens_left(places.count + 1, layout)
         if bool((origin != places.origin).any()) and can_move(stack):
@@ -225,10 +217,10 @@ def prepare_positions(
     """
     if seen_keys() is not None:
         return position_ids, None
-    if stack.first_rfa_attention[0].serves_batches:  # attention moves what each text keeps
+    if stack.rfa_attention[0].serves_batches:  # attention moves what each text keeps
         if position_ids is None or not can_move(stack):
             return position_ids, None
-        return position_ids - origins(position_ids, stack.first_rfa_attention[0].memory_layout(torch.float32)), None
+        return position_ids - origins(position_ids, stack.rfa_attention[0].memory_layout(torch.float32)), None
     layer = _first_layer(stack, cache)
     past: Any = 0 if cache is None else cache.get_seq_length()
 
@@ -237,20 +229,20 @@ def prepare_positions(
 
     if is_tracing(tokens):  # epochs begin between calls (`prepare_step`)
         if layer is None:
-            most = stack.first_rfa_attention[0].max_distance
+            most = stack.rfa_attention[0].max_distance
             torch._check(length <= most, lambda: TOO_LONG_TO_COMPILE.format(length, most))
             return position_ids, None
         places: Any = layer.memories[0].places
         taken_off = places.origin
         if not torch.compiler.is_exporting():
             ahead = places.count + length - taken_off
-            torch._assert_async((ahead <= stack.first_rfa_attention[0].max_distance).all(), EPOCH_IS_DUE)
+            torch._assert_async((ahead <= stack.rfa_attention[0].max_distance).all(), EPOCH_IS_DUE)
         return given() - taken_off[:, None], None
     if layer is not None and length <= layer.tokens_left:
         layer.tokens_left -= length
         return (position_ids, None) if layer.shift is None else (given() - layer.shift, None)
 
-    config, layout = stack.config, stack.first_rfa_attention[0].memory_layout(torch.float32)
+    config, layout = stack.config, stack.rfa_attention[0].memory_layout(torch.float32)
     most = config.max_position_embeddings
     # Features without rotation count from the beginning of a text: there its positions are to begin at 0.
     from_zero = position_ids is not None and stack.reads_unrotated

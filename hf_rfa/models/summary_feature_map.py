@@ -14,6 +14,8 @@ rotations it reads the same at any distance. Beside a window only (`hf_rfa.model
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,58 +66,20 @@ class SummaryMap(FeatureMap):
         """Raise a TypeError: features of queries depend on what is forgotten (`reading`)."""
         raise TypeError("features of queries depend on the state that they read: call reading(query, key, sums).")
 
-    def step(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        input_scale: Tensor | None,
-        state: Tensor,
-        exact: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """Take one token into a state, in place, and attend: what `reading` and the recurrence come to, in few operations.
+    def read(self, query: Tensor, forgotten: Forgotten) -> tuple[Tensor, Tensor]:
+        """Return the logarithms of the mass of what is forgotten, [B, H, G, 1], and its outputs, [B, H, G, d], at a step.
 
         Args:
             query: without rotation, [B, H, G, d].
-            key: of what leaves the memory, without rotation, [B, H, 1, d].
-            value: [B, H, 1, d].
-            input_scale: of these, [B, H or 1, 1], or None for ones.
-            state: [B, H, F, d + 1].
-            exact: outputs of what is seen exactly, [B, H, G, d], and logarithms of their normalizers, [B, H, G, 1].
-
-        Returns:
-            The outputs [B, H, G, d], and the features of the key, [B, H, 1, F].
+            forgotten: of this map's heads.
         """
         batch, heads, groups, width = query.shape
-        rank, rows = self.num_features - 1, state.view(-1, *state.shape[2:])
-
-        def of_batch(weights: Tensor) -> Tensor:
-            return weights if batch == 1 else weights.repeat(batch, 1, 1)
-
-        # The key joins the state.
-        bias, weights = self.key_bias.unsqueeze(1), self.key_projection
-        x = torch.baddbmm(of_batch(bias), key.reshape(-1, 1, width), of_batch(weights).mT)
-        features = F.pad(x, (1, 0), value=1.0)
-        joining = features if input_scale is None else features * input_scale.reshape(-1, 1, 1)
-        values = F.pad(value.reshape(-1, 1, width).to(x.dtype), (0, 1), value=1.0)
-        rows.baddbmm_(joining.mT, values, beta=math.exp(-1.0 / self.horizon))
-        # Of the state: n, [1, x̄], n v̄ and n C(x, v).
-        of_values, moments = rows.split([width, 1], dim=2)
-        values, products = of_values.split([1, rank], dim=1)
-        count = moments.narrow(1, 0, 1).clamp_min(torch.finfo(x.dtype).tiny)  # [B H, 1, 1]
-        mean, log_count = (moments / count).narrow(1, 1, rank), count.log()
-        covariance = torch.baddbmm(products, mean, values, alpha=-1)
-        # Of the queries: the logarithm of the mass, a, and T q.
-        bias, weights = self.query_bias.unsqueeze(1), self.query_projection
-        linear = torch.baddbmm(of_batch(bias), query.reshape(-1, 1, width), of_batch(weights).mT)
-        linear = linear.view(batch * heads, groups, -1)
-        by_count = of_batch(self.count_weight.view(heads, groups, -1))
-        log_mass, tilt, slope = torch.addcmul(linear, by_count, log_count.clamp_min(0.0)).split([1, rank, rank], dim=2)
-        log_mass = torch.baddbmm(log_mass, slope, mean) + (log_count - of_batch(self.window_shift.view(-1, 1, 1)))
-        past = torch.baddbmm(values, tilt, covariance) / count
-        output, log_exact = exact
-        share = torch.sigmoid(log_mass.view(log_exact.shape) - log_exact)
-        return torch.lerp(output, past.view(query.shape), share), features.view(batch, heads, 1, -1)
+        by_head = query.reshape(batch, heads * groups, width).transpose(0, 1)
+        linear = torch.baddbmm(forgotten.bias, by_head, self.query_projection.mT)
+        linear = linear.transpose(0, 1).reshape(batch * heads, groups, -1)
+        output = torch.baddbmm(forgotten.mean.flatten(0, 1), linear, forgotten.slopes.flatten(0, 1))
+        log_mass, output = output.view(batch, heads, groups, -1).split([1, width], dim=-1)
+        return log_mass, output
 
     def reading(self, query: Tensor, key: Tensor, sums: Tensor) -> Features:
         """Return the features of queries beside those of keys, with their offset.
@@ -142,3 +106,62 @@ class SummaryMap(FeatureMap):
         features = torch.cat([1.0 - (tilt * mean).sum(-1, keepdim=True), tilt], dim=-1)
         offset = self.window_shift.view(-1, 1, 1, 1).to(dtype) - log_mass
         return Features(features.flatten(2, 3), key, offset.flatten(2, 3), None)
+
+
+class Forgotten(NamedTuple):
+    """What summaries say to the queries of a step, whatever these are, and their states then.
+
+    Attributes:
+        state: [B, H, F, d + 1].
+        bias: [u_0 + u_n log n, a_0 + a_n log n, 0], [H G, B, 2 D − 1].
+        mean: [log n, v̄], [B, H, 1, 1 + d].
+        slopes: what [u·q, a, Tq] are multiplied by to be added to these, [B, H, 2 D − 1, 1 + d].
+    """
+
+    state: Tensor
+    bias: Tensor
+    mean: Tensor
+    slopes: Tensor
+
+    def split(self, heads: list[int], groups: int) -> list[Forgotten]:
+        """Return what the heads of every map say."""
+        rows = self.bias.split([count * groups for count in heads])
+        others = (tensor.split(heads, dim=1) for tensor in (self.state, self.mean, self.slopes))
+        state, mean, slopes = others
+        return [Forgotten(*parts) for parts in zip(state, rows, mean, slopes, strict=True)]
+
+
+def forgotten_after(
+    maps: Sequence[SummaryMap], states: Sequence[Tensor], key: Tensor, value: Tensor, leaves: Tensor | None
+) -> list[Forgotten]:
+    """Return what summaries say once another token has left, those of many layers at once: it costs as much for one.
+
+    Args:
+        maps: that differ in their heads alone.
+        states: of them, [B, H, F, d + 1].
+        key: of what leaves all heads' memory, without rotation, [B, all heads, d].
+        value: [B, all heads, d].
+        leaves: whether it does, [B, all heads], or None where it does.
+    """
+    first, heads = maps[0], [state.shape[1] for state in states]
+    rank, width = first.num_features - 1, first.head_dim
+
+    def of_all(name: str, *shape: int) -> Tensor:
+        return torch.cat([getattr(each, name) for each in maps]).to(key.dtype).view(-1, *shape)
+
+    x = (of_all("key_projection", rank, width) * key.unsqueeze(2)).sum(-1) + of_all("key_bias", rank)
+    features = F.pad(x, (1, 0), value=1.0)
+    features = features if leaves is None else features * leaves.unsqueeze(-1)
+    decayed = torch.cat(list(states), dim=1) * math.exp(-1.0 / first.horizon)
+    state = torch.addcmul(decayed, features.unsqueeze(-1), F.pad(value, (0, 1), value=1.0).unsqueeze(2))
+    count = state[:, :, :1, -1:].clamp_min(torch.finfo(key.dtype).tiny)  # [B, all heads, 1, 1]
+    log_count, means = count.log(), state / count
+    mean_value, mean_x = means[:, :, :1, :-1], means[:, :, 1:, -1:]
+    covariance = torch.addcmul(means[:, :, 1:, :-1], mean_x, mean_value, value=-1)
+    ones = F.pad(torch.ones_like(count), (0, width))
+    slopes = torch.cat([ones, F.pad(covariance, (1, 0)), F.pad(mean_x, (0, width))], dim=2)
+    mean = torch.cat([log_count - of_all("window_shift", 1, 1), mean_value], dim=-1)
+    by_count = of_all("count_weight", first.groups, 2 * rank + 1)
+    bias = torch.addcmul(of_all("query_bias", first.groups, 2 * rank + 1), by_count, log_count.clamp_min(0.0))
+    bias = bias.flatten(1, 2).transpose(0, 1)
+    return Forgotten(state, bias, mean, slopes).split(heads, first.groups)
