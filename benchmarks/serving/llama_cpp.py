@@ -1,7 +1,4 @@
-"""llama.cpp's own server (xllamacpp, from PyPI) for `python -m benchmarks.serving`: slots share one cache of n tokens.
-
-    python -m benchmarks.serving.llama_cpp MODEL.gguf --port 8000
-"""
+"""llama.cpp's own server (xllamacpp, from PyPI) for `python -m benchmarks.serving`: slots share one cache of n tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import xllamacpp
 
 def main() -> None:
     """Serve until a signal ends it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--rows", type=int, default=32, help="requests at once")
@@ -26,8 +23,8 @@ def main() -> None:
     for processor in (parameters.cpuparams, parameters.cpuparams_batch):
         processor.n_threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
     server = xllamacpp.Server(parameters)
-    print(f"listening on {server.listening_address}", flush=True)
     signal.pause()
+    del server
 
 
 if __name__ == "__main__":

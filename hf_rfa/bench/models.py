@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -24,6 +25,7 @@ from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.cache_rfa import RFALayer
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
 from hf_rfa.models.configuration_rfa_seq2seq import RFASeq2SeqConfigMixin
+from hf_rfa.models.memory import EMPTY, Places
 
 
 def pair(config: Any, positions: int, **options: Any) -> tuple[Any, Any]:
@@ -74,7 +76,8 @@ def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0
     """Return a cache as after ``position`` tokens.
 
     The cost of a step does not depend on a cache's values: softmax layers, also those of a hybrid, get random keys and values
-    instead of a prefill. A softmax model with ``room``, free slots, gets a `StaticCache` instead of a `DynamicCache`.
+    instead of a prefill, and memories some that are 0. A softmax model with ``room``, free slots, gets a `StaticCache` and else
+    a a `DynamicCache`.
     """
     config = model.config
     causal: Any = DynamicCache(config=config)
@@ -88,10 +91,20 @@ def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0
         missing = position - int(layer.get_seq_length())
         if isinstance(layer, RFALayer):
             layer.cumulative_length.add_(missing)
-            for memory in layer.memories:
+            for memory, layout in zip(layer.memories, layer.layouts, strict=True):
                 if memory.places is not None:
-                    memory.places.arrival.add_(missing)  # as far below 0 as before for an empty place
+                    _fill(memory.places, layout.sinks, position)
         else:
             rows, heads, _, width = layer.keys.shape
             layer.update(*torch.randn(2, rows, heads, missing, width, device=model.device, dtype=model.dtype))
     return cache
+
+
+def _fill(places: Places, sinks: int, position: int) -> None:
+    """Let places hold the sinks and the last of so many tokens: a step knows of a full memory that it may look everywhere."""
+    index = torch.arange(places.arrival.shape[-1], device=places.arrival.device)
+    latest = index + max(0, position - len(index))
+    arrival = torch.where(index < sinks, index, latest).masked_fill(index >= position, EMPTY)
+    places.arrival.copy_(arrival)
+    score = torch.zeros_like(index, dtype=torch.float32).masked_fill(index < sinks, math.inf)
+    places.score.copy_(score.masked_fill(index >= position, -math.inf))
