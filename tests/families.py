@@ -39,8 +39,6 @@ DECODER_VARIANTS: dict[str, dict[str, Any]] = {
     "gaussian-paper": {"feature_map": "gaussian", "unit_norm": True, "num_features": 16},
     "gaussian-gate": {"feature_map": "gaussian", "gate": True, "num_features": 16},
     "arccos": {"feature_map": "arccos", "unit_norm": True},
-    "t2r": {"feature_map": "t2r", "gate": True},
-    "hedgehog": {"feature_map": "hedgehog"},
     "summary": {"feature_map": "summary", "num_features": 3, "window_size": 4, "num_slots": 2},
     "hybrid": {"softmax_layers": [1]},
     "window": {"window_size": 5},
@@ -73,7 +71,7 @@ VARIANTS |= dict.fromkeys(("bart", "marian"), SEQ2SEQ_VARIANTS)
 #: The variants that tests run over. `tests/models/test_window.py` has attention of any sizes and maps.
 #: Llama adds grouped queries and rotary positions to GPT-2; Marian differs from BART in embeddings and norms only.
 RUN = {
-    "gpt2": """positive-gate positive-trainable gaussian-paper t2r hedgehog hybrid window-gate window-gaussian none
+    "gpt2": """positive-gate positive-trainable gaussian-paper hybrid window-gate window-gaussian none
         summary slots-gate retrieval retrieval-gate""",
     "llama": "positive-gate summary window-sinks window-gaussian slots-features retrieval-gate",
     "bart": "both-gate paper everything-signed per-layer none slots retrieval decoder-alone",

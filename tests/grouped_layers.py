@@ -31,7 +31,7 @@ class Layer(RFASeq2SeqAttentionMixin):
         config.retrieval_heads_of = lambda layer: config.retrieval_heads
         config.motion_of = lambda kind: (0, 0)
         name = config.feature_map
-        config.num_features_for = lambda kind: 0 if name == "none" else None if name in ("elu", "hedgehog") else 6
+        config.num_features_for = lambda kind: 0 if name == "none" else None if name == "elu" else 6
         self.init_rfa(config, kind=kind, scaling=SCALING, layer_idx=0, groups=groups)
         self.source: Any = None
 

@@ -206,7 +206,7 @@ FEW_TRIES = {
 @pytest.mark.parametrize(
     ("family", "on_disk", "options"),
     [
-        ("gpt2", True, {"feature_map": "hedgehog", "retrieval_heads": 1, "retrieval_window": 8, "window_size": 4}),
+        ("gpt2", True, {"feature_map": "elu", "retrieval_heads": 1, "retrieval_window": 8, "window_size": 4}),
         (
             "llama",
             True,

@@ -47,11 +47,11 @@ LINES = {
     "hf_rfa/inference": 1_146,  # 16 more: checksums of cache files, conversations of several messages
     "hf_rfa/evaluation": 1_130,  # 30 more: scores are metrics of the evaluate library
     "hf_rfa/bench": 290,  # 10 more: a step is timed with a full memory
-    "hf_rfa/convert": 4_180,  # 330 more: the summary is fitted in closed form, and has shares of attention; blocks read once
+    "hf_rfa/convert": 4_175,  # 330 more: the summary is fitted in closed form, and has shares of attention; blocks read once
     "hf_rfa/finetune": 2_120,
     "hf_rfa_cli": 1_535,  # 150 more: chat and serve
     "hf-rfa-vllm": 1_240,  # 80 more: prefix caching, mostly its check; sizes of blocks that have no effect are refused
-    "tests": 15_740,  # 960 more: a server of conversations; exports; phrases to avoid; a streamed book; the summary
+    "tests": 15_720,  # 960 more: a server of conversations; exports; phrases to avoid; a streamed book; the summary
     "benchmarks": 3_690,  # 340 more: servers, llama.cpp's too, and what sleeps on them; exported graphs beside softmax ones
     "docs": 622,  # 49 more: tables of options and of rules of importance; StreamingLLM and times in the picture of streams
     "examples": 470,  # 85 more: a book as one stream, drawn

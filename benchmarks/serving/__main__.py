@@ -62,7 +62,7 @@ async def wait_for(client: Any, checkpoint: str) -> None:
         try:
             await client.completions.create(model=checkpoint, prompt="a", max_tokens=1)
             return
-        except openai.APIConnectionError:
+        except (openai.APIConnectionError, openai.InternalServerError):  # llama.cpp listens while it loads
             await asyncio.sleep(0.5)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_rfa.models.feature_maps import FeatureMap
-from hf_rfa.models.learned_feature_maps import ExponentialMap, HedgehogMap
+from hf_rfa.models.learned_feature_maps import ExponentialMap
 from hf_rfa.models.lifetimes import Lifetimes
 from hf_rfa.models.linear_attention import denominator, differentiable, divide
 from hf_rfa.models.masking import MASKED_LOGIT, rows_per_token, to_rows
@@ -158,11 +158,7 @@ def key_exponents(feature_map: FeatureMap, key: Tensor) -> Tensor:
         squares = squares * feature_map.norm_weight[:, None, :]
     elif isinstance(feature_map, PositiveMap):
         weight, bias = feature_map.projection, feature_map.feature_bias
-    elif isinstance(feature_map, HedgehogMap):
-        weight, bias = feature_map.projection, feature_map.bias
     else:
         raise NotImplementedError(f"feature_map={feature_map.name!r} has no exponents.")
     linear = torch.einsum("bhtd,hfd->bhtf", key, weight.to(key.dtype)) + bias[:, None, :].to(key.dtype)
-    if isinstance(feature_map, HedgehogMap):
-        return torch.cat([linear, -linear], dim=-1)
     return linear - squares.sum(-1, keepdim=True) / 2

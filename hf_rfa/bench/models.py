@@ -75,9 +75,8 @@ def step_inputs(model: Any, batch: int, source: int) -> dict[str, Any]:
 def cache_at(model: Any, inputs: dict[str, Any], position: int, *, room: int = 0) -> Any:
     """Return a cache as after ``position`` tokens.
 
-    The cost of a step does not depend on a cache's values: softmax layers, also those of a hybrid, get random keys and values
-    instead of a prefill, and memories some that are 0. A softmax model with ``room``, free slots, gets a `StaticCache` and else
-    a a `DynamicCache`.
+    The cost of a step does not depend on a cache's values. Softmax layers, also those of a hybrid, get random keys and values
+    instead of a prefill, and memories get zeros. A softmax model with ``room``, free slots, gets a `StaticCache`.
     """
     config = model.config
     causal: Any = DynamicCache(config=config)

@@ -302,9 +302,3 @@ def rfa_layers(stack: nn.Module) -> tuple[RFAAttentionMixin, ...]:
     """Return the modules of causal RFA attention of a stack, in order."""
     modules = (module for module in stack.modules() if isinstance(module, RFAAttentionMixin))
     return tuple(module for module in modules if module.rfa_kind == "causal")
-
-
-def prepare_token(layers: Sequence[RFAAttentionMixin], cache: Cache | None, device: torch.device) -> None:
-    """Find what a single new token meets in all layers at once, before a stack of layers reads it."""
-    if layers:
-        layers[0].prepare_token(layers, cache, device)

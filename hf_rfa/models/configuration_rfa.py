@@ -52,7 +52,7 @@ class RFAConfigMixin:
 
     Args:
         feature_map: name of the feature map, one of `hf_rfa.models.feature_maps.FEATURE_MAPS`. Default ``"positive"``.
-        num_features: D, rows of W per head (F is D, 2D for ``gaussian`` and ``hedgehog``); None takes the map's default.
+        num_features: D, rows of W per head (F is D, 2D for ``gaussian``); None takes the map's default.
         unit_norm: ℓ2-normalize queries and keys, as in Peng et al. 2021, instead of carrying their norm.
         trainable_projection: make the random W a parameter instead of a fixed buffer.
         feature_seed: seed of all random matrices, from 0 to 2³² − 1.

@@ -1,4 +1,4 @@
-"""Feature maps with matrices that attention transfer learns."""
+"""The feature map whose matrices attention transfer learns, and the registry with all maps."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ from torch import Tensor
 from transformers import initialization as init
 
 from .feature_maps import FEATURE_MAPS as FEATURE_MAPS
-from .feature_maps import Features, register_feature_map
-from .projected_feature_maps import (
-    FeatureSpec,
-    PositiveMap,
-    ProjectedFeatureMap,
-    exponential_features,
-    rectified_features,
-)
+from .feature_maps import register_feature_map
+from .projected_feature_maps import FeatureSpec, PositiveMap, ProjectedFeatureMap
 
 
 @register_feature_map("exponential")
@@ -62,59 +56,3 @@ class ExponentialMap(PositiveMap):
             key_bias=(self.key_bias - self.log_scale[:, None]).to(dtype)[:, None, :],
             key_norm=spec.key_norm * self.norm_weight.to(dtype)[:, :, None],
         )
-
-
-class LearnedFeatureMap(ProjectedFeatureMap):
-    """A map with a learned matrix and bias per head, the same for queries and keys."""
-
-    learned = learns_from_raw = True
-    bias: Tensor
-
-    def build(self) -> None:
-        """Add W and the bias."""
-        super().build()
-        self.add("bias", self.num_heads, self.num_features, trainable=True)
-
-    def spec(self, dtype: torch.dtype) -> FeatureSpec:
-        """See `ProjectedFeatureMap.spec`."""
-        bias = self.bias.to(dtype)[:, None, :]
-        return replace(super().spec(dtype), query_bias=bias, key_bias=bias)
-
-
-@register_feature_map("t2r")
-class T2RMap(LearnedFeatureMap):
-    """φ(x) = ReLU(Wx + b), F = D, W and b learned (Kasai et al. 2021, eq. 2); W is N(0, 1) at first, b 0."""
-
-    def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
-        """See `ProjectedFeatureMap.features`."""
-        return rectified_features(spec, query, key)
-
-
-@register_feature_map("hedgehog")
-class HedgehogMap(LearnedFeatureMap):
-    """φ(x) = [exp(Wx + b), exp(−Wx − b)], F = 2d, W the identity at first (Zhang et al. 2024, section 4.2)."""
-
-    has_exponent = True
-    default_num_features = None
-
-    @property
-    def feature_dim(self) -> int:
-        """F = 2d."""
-        return 2 * self.num_features
-
-    def initial_projection(self) -> Tensor:
-        """Return the identity for every head."""
-        return torch.eye(self.head_dim).expand(self.num_heads, -1, -1)
-
-    def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
-        """See `ProjectedFeatureMap.features`."""
-        exponent, key_exponent = self._both_signs(spec.query_linear(spec.query_input(query))), None
-        if key is not None:
-            key_exponent = self._both_signs(spec.key_linear(spec.key_input(key))) - self.log_scale[:, None, None]
-        window_shift = self.window_shift if self.windowed else None
-        features, _ = exponential_features(exponent, key_exponent, least_shift, window_shift)
-        return features
-
-    @staticmethod
-    def _both_signs(linear: Tensor) -> Tensor:
-        return torch.cat([linear, -linear], dim=-1)

@@ -23,7 +23,7 @@ from transformers.generation import GenerationConfig, GenerationMode
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils.import_utils import is_tracing, is_triton_available
 
-from .attention import RFAAttentionMixin, prepare_token, rfa_layers
+from .attention import RFAAttentionMixin, rfa_layers
 from .cache_names import CACHE_NAME, cache_name, has_cache, take_cache
 from .cache_rfa import RFA_LAYER_TYPE, self_attention_cache
 from .configuration_rfa import FULL_ATTENTION, STATE, base_config_class, decoder_config_class
@@ -372,8 +372,8 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
         )
         if turns is not None:
             arguments["turns"] = turns
-    if length == 1 and starts is None:
-        prepare_token(stack.rfa_attention, self_attention_cache(cache), call.tokens.device)
+    if length == 1 and starts is None and stack.rfa_attention:
+        stack.rfa_attention[0].prepare_token(stack.rfa_attention, self_attention_cache(cache), call.tokens.device)
     if "encoder_hidden_states" in stack.reads_inputs and getattr(config, "add_cross_attention", False):
         cache = call.cache_with_source(config)
     if cache is not None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.utils.import_utils import is_tracing
 
-from .attention import prepare_token, rfa_layers
+from .attention import rfa_layers
 from .attention_seq2seq import RFASeq2SeqAttentionMixin
 from .cache_names import CACHE_NAME, cache_name, take_cache
 from .cache_rfa import self_attention_cache
@@ -217,8 +217,8 @@ def prepare_decoder(stack: Any, call: StackCall) -> None:
     arguments["attention_mask"] = read_mask(attention_mask)
     if config.any_rfa("causal"):
         call.add_padding(config, arguments["attention_mask"])
-    if call.length == 1:
-        prepare_token(stack.rfa_attention, self_attention_cache(cache), call.tokens.device)
+    if call.length == 1 and stack.rfa_attention:
+        stack.rfa_attention[0].prepare_token(stack.rfa_attention, self_attention_cache(cache), call.tokens.device)
     no_mask = unread_mask(call.tokens.device)
     if not config.softmax_layers_for("causal"):
         arguments["attention_mask"] = no_mask

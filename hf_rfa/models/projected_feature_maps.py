@@ -94,8 +94,7 @@ class FeatureSpec:
 class ProjectedFeatureMap(FeatureMap):
     """A map with a matrix W per head, [H, D, d]; ``projection`` in the state dict, parameter or buffer.
 
-    A subclass says its linear part in `spec`, and makes features of it in `features`: see `RandomFeatureMap` and
-    `LearnedFeatureMap`.
+    A subclass says its linear part in `spec`, and makes features of it in `features`: see `RandomFeatureMap`.
     """
 
     #: Whether W is trained whatever the argument ``trainable`` says.
@@ -228,31 +227,6 @@ def exponentiate_queries(exponent: Tensor) -> tuple[Tensor, Tensor]:
     return into(into(exponent, "sub", maximum), "exp"), maximum
 
 
-def exponential_features(
-    query: Tensor, key: Tensor | None, least_shift: Tensor | None, window_shift: Tensor | None
-) -> tuple[Features, Tensor]:
-    """Return features by heads with exponents ``query`` [H, N, F] and ``key`` [H, N', F], and l of `exponentiate_queries`.
-
-    The head's constant is subtracted from ``key`` already, or ``key`` is None. With a ``window_shift`` [H] the features have
-    an offset, which follows their shift.
-    """
-    key_features, shift, offset = query.new_empty(0), least_shift, None
-    if key is not None:
-        key_features, shift = exponentiate_keys(key, least_shift)
-    if window_shift is not None:  # exact tokens are commensurate with features of queries whose largest one is 1
-        offset = window_shift[:, None, None] + query.detach().amax(dim=-1, keepdim=True)
-    features, log_scale = exponentiate_queries(query if shift is None else query + shift)
-    offset = None if offset is None else offset - log_scale
-    return Features(features, key_features, offset, shift), log_scale
-
-
-def rectified_features(spec: FeatureSpec, query: Tensor, key: Tensor | None) -> Features:
-    """Return features of the kind max(0, ·) by heads, of queries [H, N, d] and keys [H, N', d]."""
-    query_features = F.relu(spec.query_linear(spec.query_input(query)))
-    key_features = query.new_empty(0) if key is None else F.relu(spec.key_linear(spec.key_input(key)))
-    return Features(query_features, key_features, None, None)
-
-
 def exponentiate_keys(exponent: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return exp(min(exponent, 25) − r) of exponents [H, N, n] and r ≥ ``least``, at which none overflows. None is r = 0."""
     if least is None:
@@ -345,7 +319,9 @@ class ArcCosMap(RandomFeatureMap):
 
     def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
         """See `ProjectedFeatureMap.features`."""
-        return rectified_features(spec, query, key)
+        query_features = F.relu(spec.query_linear(spec.query_input(query)))
+        key_features = query.new_empty(0) if key is None else F.relu(spec.key_linear(spec.key_input(key)))
+        return Features(query_features, key_features, None, None)
 
 
 @register_feature_map("positive")
@@ -373,17 +349,18 @@ class PositiveMap(RandomFeatureMap):
 
     def features(self, spec: FeatureSpec, query: Tensor, key: Tensor | None, least_shift: Tensor | None) -> Features:
         """See `ProjectedFeatureMap.features`."""
-        query_input, key_exponent = spec.query_input(query), None
+        key_features, shift, offset = query.new_empty(0), least_shift, None
         if key is not None:
             key_input = spec.key_input(key)
             key_exponent = into(spec.key_linear(key_input), "sub", torch.bmm(key_input.square(), spec.key_norm))
-        window_shift = self.window_shift if self.windowed and self.unit_norm else None
-        query_exponent = spec.query_linear(query_input)
-        features, log_scale = exponential_features(query_exponent, key_exponent, least_shift, window_shift)
-        if spec.offset is None:
-            return features
-        # The offset is window_shift − c + log D + ‖q̂‖²/2 − q·μ s − l: shifted keys change the kernel by exp(q·μ·s).
-        offset = torch.baddbmm(spec.offset, query.square(), spec.query_norm)
-        if spec.key_mean is not None:
-            offset = torch.baddbmm(offset, query, spec.key_mean.transpose(-1, -2), alpha=-self.scaling)
-        return features._replace(offset=offset - log_scale)
+            key_features, shift = exponentiate_keys(key_exponent, least_shift)
+        exponent = spec.query_linear(spec.query_input(query))
+        if spec.offset is not None:
+            # The offset is window_shift − c + log D + ‖q̂‖²/2 − q·μ s − l: shifted keys change the kernel by exp(q·μ·s).
+            offset = torch.baddbmm(spec.offset, query.square(), spec.query_norm)
+            if spec.key_mean is not None:
+                offset = torch.baddbmm(offset, query, spec.key_mean.transpose(-1, -2), alpha=-self.scaling)
+        elif self.windowed:  # exact tokens are commensurate with features of queries whose largest one is 1
+            offset = self.window_shift[:, None, None] + exponent.detach().amax(dim=-1, keepdim=True)
+        features, log_scale = exponentiate_queries(exponent if shift is None else exponent + shift)
+        return Features(features, key_features, None if offset is None else offset - log_scale, shift)

@@ -123,13 +123,6 @@ class Forgotten(NamedTuple):
     mean: Tensor
     slopes: Tensor
 
-    def split(self, heads: list[int], groups: int) -> list[Forgotten]:
-        """Return what the heads of every map say."""
-        rows = self.bias.split([count * groups for count in heads])
-        others = (tensor.split(heads, dim=1) for tensor in (self.state, self.mean, self.slopes))
-        state, mean, slopes = others
-        return [Forgotten(*parts) for parts in zip(state, rows, mean, slopes, strict=True)]
-
 
 def forgotten_after(
     maps: Sequence[SummaryMap], states: Sequence[Tensor], key: Tensor, value: Tensor, leaves: Tensor | None
@@ -163,5 +156,5 @@ def forgotten_after(
     mean = torch.cat([log_count - of_all("window_shift", 1, 1), mean_value], dim=-1)
     by_count = of_all("count_weight", first.groups, 2 * rank + 1)
     bias = torch.addcmul(of_all("query_bias", first.groups, 2 * rank + 1), by_count, log_count.clamp_min(0.0))
-    bias = bias.flatten(1, 2).transpose(0, 1)
-    return Forgotten(state, bias, mean, slopes).split(heads, first.groups)
+    of_maps = zip(*(tensor.split(heads, dim=1) for tensor in (state, bias, mean, slopes)), strict=True)
+    return [Forgotten(state, bias.flatten(1, 2).transpose(0, 1), mean, slopes) for state, bias, mean, slopes in of_maps]

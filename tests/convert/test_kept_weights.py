@@ -94,7 +94,7 @@ CASES = [
     ("gpt2", True, {"dtype": "bfloat16", "feature_map": "exponential"}),
     ("body", False, {"layers": [1]}),
     ("llama", True, {"memory": 12}),
-    ("gpt2", True, {"retrieval_heads": 1, "retrieval_window": 8, "window_size": 4, "feature_map": "hedgehog"}),
+    ("gpt2", True, {"retrieval_heads": 1, "retrieval_window": 8, "window_size": 4, "feature_map": "elu"}),
     ("bart", True, {"encoder_layers": "all", "gate": True, "layers": [0], "max_positions": 150, "force": True}),
 ]
 

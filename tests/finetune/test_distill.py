@@ -134,8 +134,7 @@ def test_a_stage_leaves_the_models_settings_as_they_were(name, pair, tmp_path):
     "feature_map", sorted(name for name, cls in FEATURE_MAPS.items() if issubclass(cls, ProjectedFeatureMap))
 )
 def test_every_trainable_map_learns(feature_map, tmp_path):
-    config = {"trainable_projection": feature_map in ("positive", "arccos", "gaussian")}
-    config |= {} if feature_map == "hedgehog" else {"num_features": 16}
+    config = {"trainable_projection": feature_map in ("positive", "arccos", "gaussian"), "num_features": 16}
     config |= {"unit_norm": True} if feature_map in ("gaussian", "arccos") else {}
     model = make("gpt2", {"feature_map": feature_map, **config})
     teacher = softmax_model(model, "gpt2")

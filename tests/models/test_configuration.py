@@ -36,10 +36,10 @@ from tests.tiny_models import tiny_config
 NO_FEATURES = {"feature_map": "none", "window_size": 4}
 #: Fields that are at odds with others; `test_every_bad_value_is_refused` has those that are bad alone.
 AT_ODDS: list[tuple[str, dict[str, Any]]] = [
-    ("gpt2", {"trainable_projection": True, "feature_map": "hedgehog"}),
-    ("gpt2", {"unit_norm": True, "feature_map": "t2r"}),
+    ("gpt2", {"trainable_projection": True, "feature_map": "exponential"}),
+    ("gpt2", {"unit_norm": True, "feature_map": "summary", "window_size": 4}),
     ("gpt2", {"softmax_layers": [2]}),
-    ("gpt2", {"num_features": 16, "feature_map": "hedgehog"}),
+    ("gpt2", {"num_features": 16, "feature_map": "elu"}),
     *(("gpt2", {name: 3}) for name in ("num_sinks", "num_slots")),
     ("gpt2", {"importance": "key_norm"}),
     ("gpt2", {"feature_map": "none"}),
@@ -71,7 +71,7 @@ def test_the_number_of_features_is_the_maps_default_and_stated(name, tmp_path):
     assert again.to_dict() == config.to_dict()
     assert again.cache_layer_types() == ["rfa", "full_attention"]
     assert again.n_embd == 24
-    known = {"none": 0, "elu": 8, "hedgehog": 8, "gaussian": 64, "positive": 128}
+    known = {"none": 0, "elu": 8, "gaussian": 64, "positive": 128}
     assert again.num_features == known.get(name, FEATURE_MAPS[name].default_num_features or 8)
 
 

@@ -194,14 +194,16 @@ def test_published_formulas():
     x = torch.randn(1, H, 5, D_HEAD, dtype=torch.float64)
     elu = build("elu")  # no scaling, as published
     torch.testing.assert_close(elu.query(x), torch.nn.functional.elu(x) + 1)
-    hedgehog = build("hedgehog", scaling=1.0)
-    torch.testing.assert_close(hedgehog.key(x), torch.cat([x.exp(), (-x).exp()], -1))
-    ratio = hedgehog.query(x) / torch.cat([x.exp(), (-x).exp()], -1)
+    exponential = build("exponential", num_features=5, scaling=1.0)
+    for parameter in exponential.parameters():
+        parameter.data.uniform_(0.5, 2)
+    keys = torch.einsum("bhtd,hfd->bhtf", x, exponential.key_projection * exponential.sigma[:, None])
+    squares = (exponential.norm_weight * exponential.sigma.square())[:, None] * x.square()
+    keys = keys + exponential.key_bias[:, None] - squares.sum(-1, keepdim=True) / 2
+    torch.testing.assert_close(exponential.key(x), keys.exp())
+    queries = torch.einsum("bhtd,hfd->bhtf", x, exponential.projection * exponential.sigma[:, None])
+    ratio = exponential.query(x) / (queries + exponential.query_bias[:, None]).exp()
     torch.testing.assert_close(ratio, ratio[..., :1].expand_as(ratio))  # a factor per query, which cancels
-    t2r = build("t2r", num_features=5, scaling=1.0)
-    t2r.bias.data.normal_()
-    expected = torch.relu(torch.einsum("bhtd,hfd->bhtf", x, t2r.projection) + t2r.bias[:, None])
-    torch.testing.assert_close(t2r.key(x), expected)
     arccos = build("arccos", num_features=5, unit_norm=True)
     unit = x / x.norm(dim=-1, keepdim=True)
     expected = torch.relu(torch.einsum("bhtd,hfd->bhtf", unit, arccos.projection)) / 5**0.5
@@ -212,22 +214,13 @@ def test_published_formulas():
     torch.testing.assert_close(gaussian.query(x), torch.cat([phase.sin(), phase.cos()], -1))
 
 
-def test_learned_maps_start_as_published():
-    hedgehog = build("hedgehog")
-    assert torch.equal(hedgehog.projection.float(), torch.eye(D_HEAD).expand(H, -1, -1))
-    assert (hedgehog.bias == 0).all()
-    assert hedgehog.feature_dim == 2 * D_HEAD
-    for name in ("hedgehog", "t2r"):
-        assert {"projection", "bias"} <= dict(build(name).named_parameters()).keys()
-
-
-@pytest.mark.parametrize(("name", "count"), [("positive", 0), ("gaussian", -3), ("elu", 5), ("hedgehog", 5)])
+@pytest.mark.parametrize(("name", "count"), [("positive", 0), ("gaussian", -3), ("elu", 5)])
 def test_impossible_feature_counts_are_refused(name, count):
     with pytest.raises(ValueError, match=f"num_features.*{count}"):
         build(name, num_features=count)
 
 
-@pytest.mark.parametrize("name", ["exponential", "hedgehog", "positive"])
+@pytest.mark.parametrize("name", ["exponential", "positive"])
 def test_gradients_of_log_weights_are_finite_where_features_are_far_apart(name):
     """What attention transfer and division by the normaliser differentiate, for queries that no key fits."""
     generator = torch.Generator().manual_seed(0)
@@ -292,7 +285,6 @@ def test_rows_of_grouped_queries_are_mapped_as_query_heads_alone(name):
     """By a map with a key-value head for each of them, and the same parameters."""
     groups = 3
     sizes = {"head_dim": D_HEAD, "num_features": 6 if issubclass(FEATURE_MAPS[name], ProjectedFeatureMap) else None}
-    sizes["num_features"] = None if name == "hedgehog" else sizes["num_features"]
     grouped, single = (FEATURE_MAPS[name](num_heads=H * each, groups=groups // each, **sizes) for each in (1, groups))
     for tensor in grouped.double().eval().state_dict().values():
         tensor.add_(0.2 * torch.randn_like(tensor))
@@ -327,9 +319,9 @@ def test_exponential_learns_a_query_map_for_every_query_head():
 PROJECTED = [name for name, cls in FEATURE_MAPS.items() if issubclass(cls, ProjectedFeatureMap)]
 
 
-def random_map(name: str, dtype: torch.dtype = torch.float64):
+def random_map(name: str, dtype: torch.dtype = torch.float64, **options: bool):
     torch.manual_seed(0)
-    made = build(name, num_features=None if name == "hedgehog" else 7, windowed=True)
+    made = build(name, num_features=7, windowed=True, **options)
     with torch.no_grad():
         for key, tensor in made.state_dict().items():
             near_one = tensor.numel() < 16 or key == "balance"
@@ -344,10 +336,10 @@ def unscaled(features):
 
 
 @pytest.mark.parametrize("shape", [(1, H, 1, D_HEAD), (4, H, 1, D_HEAD), (2, H, 9, D_HEAD)])
-@pytest.mark.parametrize("name", PROJECTED)
-def test_features_of_a_kept_specification_are_the_features(name, shape):
+@pytest.mark.parametrize(("name", "unit_norm"), [*((name, False) for name in PROJECTED), ("positive", True)])
+def test_features_of_a_kept_specification_are_the_features(name, unit_norm, shape):
     """Apart from a query's scale, which its offset follows."""
-    feature_map = random_map(name)
+    feature_map = random_map(name, unit_norm=unit_norm)
     query, key = torch.randn(2, *shape, dtype=torch.float64) * 2
     expected = feature_map(query, key, offset=True)  # with gradients nothing is folded
     assert feature_map._cached_spec is None

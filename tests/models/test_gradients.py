@@ -269,7 +269,7 @@ def test_nan_does_not_pass_in_silence():
 
 
 @pytest.mark.parametrize("options", [{}, {"gate": True}, {"window_size": 3, "num_slots": 2}], ids=str)
-@pytest.mark.parametrize("name", ["positive", "exponential", "hedgehog"])
+@pytest.mark.parametrize("name", ["positive", "exponential"])
 def test_gradients_of_a_small_loss_do_not_underflow(name, options):
     """Those of a mean over many tokens are as small; numbers that float32 rounds to nothing are slow besides."""
     model = make("gpt2", {"feature_map": name, **options})
