@@ -58,9 +58,9 @@ class LayerActivations:
         """Return the keys of all tokens, [H, n, d], in float32."""
         return _tokens(self.key, self.key_mask).float()
 
-    def rows(self, count: int) -> LayerActivations:
-        """Return the first ``count`` rows of the batch."""
-        return replace(self, **{name: part[:count] for name, part in vars(self).items() if part is not None})
+    def rows(self, stop: int, start: int = 0) -> LayerActivations:
+        """Return the rows of the batch from ``start`` to ``stop`` − 1."""
+        return replace(self, **{name: part[start:stop] for name, part in vars(self).items() if part is not None})
 
     def mean(self, per_query: Tensor) -> Tensor:
         """Return the mean of [N, H, Tq G] over the queries that are no padding, [H]."""

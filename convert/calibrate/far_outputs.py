@@ -25,6 +25,8 @@ from hf_rfa.models.masking import split_heads
 from ..checkpoint.offload import tensor_of
 from .activations import LayerActivations, lifetimes_of
 
+#: Queries that are looked at at once: more of them leave a processor's caches.
+QUERIES_AT_ONCE = 64
 #: Queries of a step of gradient descent, and rows that they are of.
 STEP_QUERIES, STEP_ROWS = 480, 6
 #: Share of the rows that is held out, which are the first ones.
@@ -39,10 +41,9 @@ LEAST_SQUARE = 1e-4
 
 
 class FarQueries(NamedTuple):
-    """Some queries of some rows of a text, and what they see.
+    """Some queries of n rows of a text, and what they see of its first T tokens.
 
     Attributes:
-        rows: of the text, [n].
         query: [n, H, Q G, d].
         key: [n, H, T, d].
         value: [n, H, T, d].
@@ -54,7 +55,6 @@ class FarQueries(NamedTuple):
         is_token: False where the query is padding, [n, Q].
     """
 
-    rows: Tensor
     query: Tensor
     key: Tensor
     value: Tensor
@@ -97,16 +97,16 @@ class FarQueries(NamedTuple):
 
 
 def far_queries(
-    layer: RFAAttentionMixin, activations: LayerActivations, places: Tensor, rows: Tensor | None = None
+    layer: RFAAttentionMixin, activations: LayerActivations, places: Tensor, stop: int | None = None
 ) -> FarQueries:
-    """Return the queries at some places, [Q], of some rows of activations; None is all rows."""
-    rows = torch.arange(len(activations.key), device=places.device) if rows is None else rows
-    query, key, value = (x[rows].float() for x in (activations.query, activations.key, activations.value))
-    length, mask = key.shape[2], activations.key_mask
-    is_token = torch.ones(key.shape[0], length, dtype=torch.bool, device=places.device) if mask is None else mask[rows]
+    """Return the queries at some places, [Q], of all rows of activations, which see no token from ``stop`` on."""
+    length, mask = activations.key.shape[2], activations.key_mask
+    query, key, value = (x.float() for x in (activations.query, activations.key, activations.value))
+    key, value = key[:, :, :stop], value[:, :, :stop]
+    is_token = torch.ones(key.shape[0], length, dtype=torch.bool, device=places.device) if mask is None else mask
     layout = replace(layer.memory_layout(key.dtype), slots=0)
-    tokens, ordinal = lifetimes_of(layer, layout, key[:, :1], is_token)
-    seen = (places[:, None] >= torch.arange(length, device=places.device)) & is_token[:, None]
+    tokens, ordinal = lifetimes_of(layer, layout, key[:, :1], is_token[:, :stop])
+    seen = (places[:, None] >= torch.arange(key.shape[2], device=places.device)) & is_token[:, None, :stop]
     near = seen & tokens.visible(ordinal[:, places])[:, 0]
     query = query.unflatten(2, (length, -1))[:, :, places]  # [n, H, Q, G, d]
     logits = (query.flatten(2, 3) @ key.mT * layer.scaling).unflatten(2, query.shape[2:4])
@@ -117,7 +117,6 @@ def far_queries(
     log_mass = (largest - weights.amax(-1, keepdim=True).log()).masked_fill_(blind, 0.0)
     weights = weights.masked_fill_(blind, 0.0)
     return FarQueries(
-        rows=rows,
         query=query.flatten(2, 3),
         key=key,
         value=value,
@@ -171,31 +170,36 @@ class FarText:
         seed = self.layer.feature_map.seed * 1_000_003 + self.layer.rfa_layer_idx
         return torch.Generator().manual_seed(seed % 2**32)
 
-    def draw(self, generator: torch.Generator) -> FarQueries:
-        """Return about `STEP_QUERIES` queries of `STEP_ROWS` rows that are not held out, at random."""
+    def draw(self, generator: torch.Generator) -> Iterator[tuple[int, FarQueries]]:
+        """Yield about `STEP_QUERIES` queries of `STEP_ROWS` rows that are not held out, at random, row by row."""
         fitted = len(self.activations.key) - self.held_out
         rows = self.held_out + torch.randperm(fitted, generator=generator)[:STEP_ROWS]
         step = self._step(len(rows))
-        return self._queries(rows, self.first + int(torch.randint(step, (), generator=generator)), step)
+        start = self.first + int(torch.randint(step, (), generator=generator))
+        for row in rows.tolist():
+            yield row, self._queries(row, start, step)
 
-    def rows_held_out(self) -> Iterator[FarQueries]:
+    def rows_held_out(self) -> Iterator[tuple[int, FarQueries]]:
         """Yield queries of the rows that are held out, one row after the other."""
-        for row in torch.arange(self.held_out).split(1):
-            yield self._queries(row, self.first, self._step(STEP_ROWS))
+        for row in range(self.held_out):
+            yield row, self._queries(row, self.first, self._step(STEP_ROWS))
 
-    def all_rows(self, start: int) -> Iterator[FarQueries]:
-        """Yield all queries from a place on, one row after the other."""
-        for row in torch.arange(len(self.activations.key)).split(1):
-            yield self._queries(row, start, 1)
+    def all_rows(self, start: int) -> Iterator[tuple[int, FarQueries]]:
+        """Yield all queries from a place on, some of a row at a time; they come with the tokens up to the last of them."""
+        length, device = self.activations.key.shape[2], self.activations.key.device
+        for row in range(len(self.activations.key)):
+            for first in range(start, length, QUERIES_AT_ONCE):
+                stop = min(first + QUERIES_AT_ONCE, length)
+                of_row, places = self.activations.rows(row + 1, row), torch.arange(first, stop, device=device)
+                yield row, far_queries(self.layer, of_row, places, stop)
 
     def _step(self, rows: int) -> int:
         return max(1, rows * (self.activations.key.shape[2] - self.first) // STEP_QUERIES)
 
-    def _queries(self, rows: Tensor, start: int, step: int) -> FarQueries:
-        device = self.activations.key.device
-        length = self.activations.key.shape[2]
+    def _queries(self, row: int, start: int, step: int) -> FarQueries:
+        length, device = self.activations.key.shape[2], self.activations.key.device
         places = torch.arange(min(start, length), length, step, device=device)
-        return far_queries(self.layer, self.activations, places, rows.to(device))
+        return far_queries(self.layer, self.activations.rows(row + 1, row), places)
 
 
 def output_root(layer: RFAAttentionMixin, projection: str) -> Tensor | None:

@@ -83,14 +83,16 @@ def far_weights(text: FarText) -> tuple[Tensor, Tensor]:
         The means [N, H, T], and how many queries they are of, up to `ENOUGH_QUERIES` and 0 for padding and sinks, [N, 1, T].
     """
     layer, is_token = text.layer, text.is_token
-    means, weights = [], []
-    for queries in text.all_rows(layer.window_size):
-        far = (queries.far & queries.is_token[:, :, None])[:, None].float()  # [1, 1, Q, T]
-        count = far.sum(2)
-        means.append((queries.weights.square().sum(3) * far).sum(2) / count.clamp_min(1))
-        weights.append(count.clamp_max(ENOUGH_QUERIES))
+    counts = torch.zeros_like(is_token, dtype=torch.float32)[:, None]
+    sums = counts.repeat(1, text.activations.key.shape[1], 1)
+    for row, queries in text.all_rows(layer.window_size):
+        far = (queries.far & queries.is_token[:, :, None])[0].float()  # [Q, tokens]
+        stop = far.shape[1]
+        counts[row, :, :stop] += far.sum(0)
+        sums[row, :, :stop] += (queries.weights[0].square().sum(2) * far).sum(1)
     ordinal = is_token.cumsum(1) - 1
-    return torch.cat(means), torch.cat(weights) * (is_token & (ordinal >= layer.num_sinks))[:, None]
+    weight = counts.clamp_max(ENOUGH_QUERIES) * (is_token & (ordinal >= layer.num_sinks))[:, None]
+    return sums / counts.clamp_min(1), weight
 
 
 def refine_importance(text: FarText, hidden_states: Tensor) -> None:
@@ -111,13 +113,12 @@ def refine_importance(text: FarText, hidden_states: Tensor) -> None:
     before = layer.importance.weight * scale, layer.importance.recency / RECENCY_UNIT
     weight, recency = (tensor.clone().requires_grad_() for tensor in before)
 
-    def errors(queries: FarQueries, weight: Tensor, recency: Tensor, softness: float) -> Tensor:
-        age = RECENCY_UNIT * recency[:, None] * ordinal[queries.rows, None]
-        score = (inputs[queries.rows] @ weight.T).transpose(1, 2) + age
-        return queries.errors(queries.shares(score, layer.num_slots, softness), root=text.root)
+    def errors(row: int, queries: FarQueries, weight: Tensor, recency: Tensor, softness: float) -> Tensor:
+        score = weight @ inputs[row].T + RECENCY_UNIT * recency[:, None] * ordinal[row]
+        return queries.errors(queries.shares(score[None], layer.num_slots, softness), root=text.root)
 
     def held_out_errors(weight: Tensor, recency: Tensor) -> Tensor:
-        return torch.stack([errors(queries, weight, recency, 0.0) for queries in text.rows_held_out()]).mean(0)
+        return torch.stack([errors(*queries, weight, recency, 0.0) for queries in text.rows_held_out()]).mean(0)
 
     errors_before = held_out_errors(*before)
     groups: list[dict[str, Any]] = [{"params": [weight]}, {"params": [recency], "lr": 5 * LEARNING_RATE}]
@@ -127,10 +128,10 @@ def refine_importance(text: FarText, hidden_states: Tensor) -> None:
     generator = text.generator()
     for number in range(steps):
         softness = SOFTNESS[0] * (SOFTNESS[1] / SOFTNESS[0]) ** (number / steps)
-        queries = text.draw(generator)
-        with torch.enable_grad():
-            losses = errors(queries, weight, recency, softness)
-            (losses / errors_before.clamp_min(torch.finfo(losses.dtype).tiny)).sum().backward()
+        for row, queries in text.draw(generator):
+            with torch.enable_grad():
+                losses = errors(row, queries, weight, recency, softness)
+                (losses / errors_before.clamp_min(torch.finfo(losses.dtype).tiny)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

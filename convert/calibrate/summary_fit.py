@@ -170,8 +170,9 @@ def _texts_of(text: FarText, raw: Tensor, tokens: Lifetimes, ordinal: Tensor, ro
         return []
     step = max(1, len(places) // QUERIES)
     places = places[row % step :: step]
-    seen = far_queries(layer, text.activations, places, torch.tensor([row], device=places.device))
-    near = tokens.visible(ordinal[:, places])[row][:, :, None]  # [H, Q, 1, T]
+    seen = far_queries(layer, text.activations.rows(row + 1, row), places)
+    of_row = Lifetimes(*(part[row : row + 1] for part in tokens))
+    near = of_row.visible(ordinal[row : row + 1, places])[0][:, :, None]  # [H, Q, 1, T]
     weights, log_mass = seen.weights[0], seen.log_mass[0].unflatten(1, (-1, groups))[..., 0]  # [H, Q, G, T], [H, Q, G]
 
     def part(mask: Tensor) -> tuple[Tensor, Tensor]:
