@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 
 from safetensors import SafetensorError
@@ -78,9 +79,10 @@ class Sessions:
             return
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         secret = folder / "secret"
-        if not secret.exists():
-            secret.touch(mode=0o600)
-            secret.write_bytes(self._secret)
+        if not secret.exists() or not secret.stat().st_size:
+            with NamedTemporaryFile(dir=folder, delete=False) as file:  # which nobody else may read
+                file.write(self._secret)
+            Path(file.name).replace(secret)
         self._secret = secret.read_bytes()
         for path in sorted(folder.glob("*.memory"), key=lambda path: path.stat().st_mtime):
             if name := FILE_NAME.fullmatch(path.name):
@@ -89,8 +91,8 @@ class Sessions:
     def find(self, owner: str, tokens: list[int]) -> Cache | None:
         """Return a copy of the memory of the longest beginning of some tokens, not of all of them; None if there is none."""
         self._settle()
-        kept = {key.length for key in chain(self._caches, self._writing, self._files)}
-        lengths = sorted(length for length in kept if length < len(tokens))
+        keys = chain(self._caches, self._writing, self._files)
+        lengths = sorted({key.length for key in keys if key.length < len(tokens)})
         for key in reversed(list(self._keys(owner, tokens, lengths))):
             if (cache := self._get(key)) is not None:
                 return copy_row(self._model, cache, 0, key.length, self._model.device)

@@ -239,6 +239,24 @@ def test_a_torn_or_foreign_file_is_not_served(client_of, loaded, tmp_path, how, 
     assert "a session is left out" in caplog.text
 
 
+def test_a_secret_that_was_never_written_is_none(loaded, tmp_path):
+    """A process that ended before it wrote the file left an empty one: names of sessions would be anybody's to find."""
+    (model, _), names, tokens = loaded, set(), prompt_of(10)
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        (folder / "secret").touch()
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            read(model, cache, [tokens], [list(range(10))])
+        sessions = Sessions(model, memory=2**20, folder=folder, disk=2**20)
+        sessions.keep("", tokens, cache)
+        sessions.close()
+        assert (folder / "secret").stat().st_mode & 0o777 == 0o600
+        assert Sessions(model, memory=0, folder=folder, disk=2**20).find("", [*tokens, 5]) is not None
+        names |= {path.name for path in folder.glob("*.memory")}
+    assert len(names) == 2
+
+
 def test_models_have_digests_of_their_own(loaded):
     model, _ = loaded
     before = model_digest(model)
