@@ -47,7 +47,7 @@ LINES = {
     "hf_rfa/inference": 1_146,  # 16 more: checksums of cache files, conversations of several messages
     "hf_rfa/evaluation": 1_130,  # 30 more: scores are metrics of the evaluate library
     "hf_rfa/bench": 290,  # 10 more: a step is timed with a full memory
-    "hf_rfa/convert": 4_180,  # 335 more: the summary is fitted in closed form, has shares of attention; parts fit caches
+    "hf_rfa/convert": 4_162,  # 317 more: the summary is fitted in closed form, has shares of attention; parts fit caches
     "hf_rfa/finetune": 2_120,
     "hf_rfa_cli": 1_535,  # 150 more: chat and serve
     "hf-rfa-vllm": 1_240,  # 80 more: prefix caching, mostly its check; sizes of blocks that have no effect are refused

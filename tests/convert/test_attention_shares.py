@@ -42,5 +42,5 @@ def test_shares_are_sums_of_the_weights_of_the_model(family, fields):
     assert shares.slots + shares.features == pytest.approx(share(~window & ~sinks), abs=1e-5)
     assert (shares.slots > 0) == (model.config.num_slots > 0)
     assert (shares.features > 1e-6) == (model.config.feature_map != "none")
-    assert (0 < shares.forgotten < 1) == (model.config.window_size > 0)
+    assert (0 < shares.forgotten < 1 - 1e-6) == (model.config.window_size > 0)  # sums of softmax are 1 up to rounding
     assert shares.tokens == 30

@@ -50,10 +50,10 @@ def test_all_shares_of_exact_attention_are_the_softmax_model(decoder):
 
 
 @torch.no_grad()
-def divergence(model, base_model, ids, scored, shares):
-    """Return KL(softmax ‖ converted) on the repeated passages, whose beginning every head reads exactly: a loop over shares.
+def divergence(model, base_model, ids, scored, shares, shares_before):
+    """Return KL(softmax ‖ converted) on the repeated passages, with other shares for the queries before the first of them.
 
-    The heads of all layers attend in one piece, their shares being 1 for the queries before the first passage.
+    The heads of all layers attend in one piece.
     """
     start = int(scored.int().argmax()) - 1
     layers = list(rfa_layers(model).values())
@@ -63,10 +63,8 @@ def divergence(model, base_model, ids, scored, shares):
         exact = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=layer.scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
-        share = (
-            shares[row].repeat_interleave(query.shape[1] // key.shape[1])[:, None, None].repeat(1, query.shape[2], 1)
-        )
-        share[:, :start] = 1.0
+        by_query = torch.where(torch.arange(query.shape[2])[:, None] < start, shares_before[row], shares[row])  # [T, H]
+        share = by_query.T.repeat_interleave(query.shape[1] // key.shape[1], 0)[..., None]
         return output + share * (exact - output), weights
 
     for row, layer in enumerate(layers):
@@ -79,7 +77,7 @@ def divergence(model, base_model, ids, scored, shares):
 
 
 def test_the_first_head_is_that_of_the_steepest_descent(decoder, monkeypatch):
-    """Against differences of the divergence, in float64, for every head of every layer."""
+    """Against differences of the divergence by shares from the first passage on, in float64, for every head of a layer."""
     model, base_model = models(decoder)
     model.double(), base_model.double()
     ids, scored = repeated_passages(torch.randint(3, 61, (1, 64)), seed=0)
@@ -89,11 +87,11 @@ def test_the_first_head_is_that_of_the_steepest_descent(decoder, monkeypatch):
     slopes = {}
     for row, layer in enumerate(layers):
         for head in range(heads):
-            shares = torch.zeros(len(layers), heads, dtype=torch.float64)
+            shares, before = torch.zeros(2, len(layers), heads, dtype=torch.float64)
             shares[row, head] = 1e-3
-            slopes[layer.rfa_layer_idx, head] = divergence(model, base_model, ids, scored, shares)
+            slopes[layer.rfa_layer_idx, head] = divergence(model, base_model, ids, scored, shares, before)
             shares[row, head] = -1e-3
-            slopes[layer.rfa_layer_idx, head] -= divergence(model, base_model, ids, scored, shares)
+            slopes[layer.rfa_layer_idx, head] -= divergence(model, base_model, ids, scored, shares, before)
     assert chosen.heads[0] == min(slopes, key=slopes.get)
 
 
@@ -105,12 +103,12 @@ def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_what_th
     assert len(set(chosen.heads)) == len(chosen.heads) <= len(layers) * (heads - 1)
     ids, scored = repeated_passages(inputs["input_ids"], seed=0)
     shares = torch.zeros(len(layers), heads)
-    assert divergence(model, base_model, ids[:1], scored[:1], shares) == pytest.approx(
-        chosen.before, rel=1e-3, abs=1e-6
-    )
+    found = divergence(model, base_model, ids[:1], scored[:1], shares, shares)
+    assert found == pytest.approx(chosen.before, rel=1e-3, abs=1e-6)
     for layer, head in chosen.heads:
         shares[[other.rfa_layer_idx for other in layers].index(layer), head] = 1.0
-    assert divergence(model, base_model, ids[:1], scored[:1], shares) == pytest.approx(chosen.after, rel=1e-3, abs=1e-6)
+    found = divergence(model, base_model, ids[:1], scored[:1], shares, shares)
+    assert found == pytest.approx(chosen.after, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("features", [{}, {"preset": "mixed", "feature_map": "summary", "num_features": 3}], ids=str)
