@@ -6,6 +6,7 @@ import copy
 import gzip
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers import CompileConfig, DynamicCache, LlamaForCausalLM
 
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.importance import LearnedImportance
+from hf_rfa.models.state_attention import StateAttentionMixin
 from hf_rfa.models.streaming import can_move, prepare_step
 from hf_rfa.models.summary_feature_map import SummaryMap
 from tests.conftest import DEMO_TEXT, ROOT
@@ -74,7 +76,10 @@ def test_a_text_past_l_is_read_as_the_definition_says(sizes):
     with torch.no_grad():
         assert_close(rfa(ids, use_cache=False).logits, expected)
         assert_close(read(rfa, ids, [41]), expected)
-        assert_close(read(rfa, ids, [1] * 41), expected)
+        step = StateAttentionMixin._step
+        with patch.object(StateAttentionMixin, "_step", autospec=True, side_effect=step) as steps:
+            assert_close(read(rfa, ids, [1] * 41), expected)
+        assert bool(steps.call_count) == (sizes == "summary")  # of all layers at once
         assert_close(read(rfa, ids, [11, 1, 1, 1, 7, 1, 19]), expected)
 
 
