@@ -190,7 +190,8 @@ class DecoderGraph(nn.Module):
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Return the logits [B, 1, vocabulary] of the last of some tokens [B, W]."""
-        return self.model(ids, position_ids=positions, use_cache=False, **self.keep).logits[:, -1:]
+        logits = self.model(ids, position_ids=positions, use_cache=False, **self.keep).logits
+        return logits if self.keep else logits[:, -1:]
 
 
 class _Marked:

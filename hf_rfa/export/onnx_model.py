@@ -283,8 +283,7 @@ class Assembly:
         sizes = {"distance": float(graph.distance), "step": float(graph.step), "sinks": float(layout.sinks)}
         names = ("arrival", "is_sink", "taken_off", "last", "is_step")
         positions, *found = self.call("positions_of", [is_token, self.past["places.0"]], 6, **sizes)
-        batch = self.tape.op("Shape", [is_token], {"start": 0, "end": 1})
-        self.of_pass = {"is_token": is_token, "batch": batch, **dict(zip(names, found, strict=True))}
+        self.of_pass = {"is_token": is_token, **dict(zip(names, found, strict=True))}
         self.none = self.constant("none", torch.zeros(1, 1, 1, 1))
         horizon = getattr(graph.groups[0].layer.feature_map, "horizon", None)
         self.of_pass["decay"] = self.none
@@ -435,7 +434,7 @@ class Assembly:
 SUMMARY_WEIGHTS = ("key_weight", "key_bias", "query_weight", "query_bias", "count_weight")
 READ = (
     *("importance", "keys", "values", "is_step", "index", "unseen", "matrix", "bias", "is_token", "arrival", "is_sink"),
-    *("batch", "taken_off", "places", "summary", "turns", "decay", "recency", "frequency", "partner"),
+    *("taken_off", "places", "summary", "turns", "decay", "recency", "frequency", "partner"),
     *SUMMARY_WEIGHTS,
 )
 

@@ -238,7 +238,7 @@ def score_of(importance, recency, arrival, is_sink):
 @script(OWN)
 def attend(
     query, key, value, importance, past_key, past_value, is_step, index, unseen, matrix, bias, is_token, arrival, is_sink,
-    batch, taken_off, places, summary, turns, decay, recency, frequency, partner, key_weight, key_bias, query_weight,
+    taken_off, places, summary, turns, decay, recency, frequency, partner, key_weight, key_bias, query_weight,
     query_bias, count_weight, heads: int, groups: int, head_dim: int, places_count: int, window: float, sinks: float,
     slots: float, scale: float, features: int,
 ):  # fmt: skip
@@ -252,8 +252,8 @@ def attend(
     """
     count, width = op.Reshape(places_count, [1]), op.Reshape(head_dim, [1])
     head_count, group_count = op.Reshape(heads, [1]), op.Reshape(groups, [1])
-    rows = op.Reshape(query, op.Concat(batch, head_count, [-1], width, axis=0)) * scale  # [B, H, G W, d]
-    by_head = op.Concat(batch, head_count, group_count, [-1], axis=0)
+    rows = op.Reshape(query, op.Concat([0], head_count, [-1], width, axis=0))  # [B, H, G W, d]
+    by_head = op.Concat([0], head_count, group_count, [-1], axis=0)
     if features > 0:  # noqa: SIM108 - onnxscript reads no conditional expressions
         linear_s = op.MatMul(op.Concat(query, query, axis=3) * turns, query_weight)
     else:
@@ -261,7 +261,7 @@ def attend(
     linear = op.Identity(linear_s)
     if is_step:
         new_key, new_value = op.ScatterND(past_key, index, key), op.ScatterND(past_value, index, value)
-        logits = op.MatMul(rows, op.Transpose(new_key, perm=[0, 1, 3, 2])) + unseen
+        logits = op.MatMul(rows, op.Transpose(new_key, perm=[0, 1, 3, 2])) * scale + unseen
         if features > 0:
             log_mass, mean_value = op.Split(
                 op.MatMul(op.Reshape(linear, by_head), matrix) + bias, op.Concat([1], width, axis=0), axis=3
@@ -272,7 +272,7 @@ def attend(
         else:
             output_s = op.MatMul(op.Softmax(logits, axis=-1), new_value)
         output_rows = op.Identity(output_s)
-        new_places, new_summary = op.Identity(places), op.Identity(summary)
+        new_places, new_summary = op.Expand(0.0, [1, 1, 1, 1]), op.Expand(0.0, [1, 1, 1, 1])  # which nobody reads
     else:
         end = [9223372036854775807]
         score, past_arrival = op.Split(places, axis=1, num_outputs=2)
@@ -311,7 +311,7 @@ def attend(
         total = op.Shape(all_score, start=2)
         by_group = op.Concat(by_head, total, axis=0)
         by_row = op.Concat(op.Shape(rows, end=3), [-1], axis=0)
-        products = op.MatMul(rows, op.Transpose(keys, perm=[0, 1, 3, 2]))
+        products = op.MatMul(rows, op.Transpose(keys, perm=[0, 1, 3, 2])) * scale
         logits_p = op.Reshape(products, by_group) + op.Unsqueeze(offset, [2])
         # What the last token sees stays.
         remains = op.Squeeze(op.Slice(visible, [-1], end, [2]), [2])
@@ -348,7 +348,7 @@ def attend(
         kept_score = op.GatherElements(op.Where(remains, all_score, 0.0), chosen, axis=2)
         kept_arrival = op.GatherElements(op.Where(remains, all_arrival, 0.0), chosen, axis=2)
         new_places = op.Concat(op.Unsqueeze(kept_score, [1]), op.Unsqueeze(kept_arrival, [1]), axis=1)
-    output = op.Reshape(output_rows, op.Concat(batch, head_count * group_count, [-1], width, axis=0))
+    output = op.Reshape(output_rows, op.Concat([0], head_count * group_count, [-1], width, axis=0))
     return output, new_key, new_value, new_places, new_summary
 
 
