@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -28,8 +27,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from hf_rfa.export.int8 import quantize
-from hf_rfa.export.onnx_model import OPSET, save
-from hf_rfa.export.running import Running
+from hf_rfa.export.onnx_model import save
+from hf_rfa.export.running import RunningGraph
+from hf_rfa.export.traced import OPSET
 
 from .figures import print_as_is
 
@@ -86,7 +86,7 @@ def softmax_graphs(base: str, folder: Path) -> list[Path]:
 
 def token_times(path: Path, length: int, count: int, grows: bool, runs: int) -> list[float]:
     """Return milliseconds a token of some tokens behind others, of which a cache that grows has zeros."""
-    running, positions, times = Running(path, threads=1), None, []
+    running, positions, times = RunningGraph(path, threads=1), None, []
     if grows:
         shapes = [value.shape for value in running.session.get_inputs()[2:]]
         zeros = (np.zeros([1, shape[1], length, shape[3]], np.float32) for shape in shapes)
@@ -125,8 +125,8 @@ def main() -> None:
                 medians = {kind: round(median(numbers), 2) for kind, numbers in times.items()}
                 rows.append({"weights": path.stem, "tokens": length, "read": count, **medians})
                 print_as_is(str(rows[-1]))
-    about = {"command": " ".join(["python -m benchmarks.exported", *sys.argv[1:]]), "load": os.getloadavg()[0]}
-    about |= {"onnxruntime": onnxruntime.__version__, "torch": torch.__version__}
+    about = {"command": " ".join(["python -m benchmarks.exported", *sys.argv[1:]]), "torch": torch.__version__}
+    about |= {"onnxruntime": onnxruntime.__version__}
     options.output.write_text(json.dumps({**about, "milliseconds a token": rows}, indent=1) + "\n")
 
 

@@ -42,7 +42,7 @@ SECTIONS: dict[str, dict[str, list[str] | None]] = {
         "hf_rfa.RFALayer": ["activate_past_recording", "crop"],
         "hf_rfa.export.DecodingStep": ["states", "forward"],
     },
-    "Out of torch": {"hf_rfa.export.export_onnx": None, "hf_rfa.export.export_executorch": None},
+    "Out of torch": {"hf_rfa.export.export": None},
     "Measuring": {
         "hf_rfa.evaluation.perplexity.perplexity": None,
     },

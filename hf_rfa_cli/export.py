@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from .console import report_of, starting
-from .options import Model, Overwrite, UsageError
+from .options import Model, Overwrite
 
 
 def export_command(
@@ -23,12 +23,8 @@ def export_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Export a converted decoder to one graph with a cache of fixed size, for onnxruntime or ExecuTorch."""
-    if to == "executorch" and (runtime or int8):
-        raise UsageError("--for and --int8 are of --to onnx. Leave them out.")
     starting(f"exporting {checkpoint} to {destination}")
-    from hf_rfa.export import export_executorch, export_onnx
+    from hf_rfa.export import export
 
-    if to == "executorch":
-        report_of(export_executorch, checkpoint, destination, overwrite=overwrite)
-    else:
-        report_of(export_onnx, checkpoint, destination, int8=int8, runtime=runtime, overwrite=overwrite)
+    options = {"to": to, "int8": int8, "runtime": runtime, "overwrite": overwrite}
+    report_of(export, checkpoint, destination, **options)

@@ -1,7 +1,7 @@
 """Decoders out of torch: one graph or program with a cache of fixed size, and a step for exporters."""
 
-from .exporting import export_executorch, export_onnx
+from .exporting import export
 from .figures import ExportReport
 from .step import DecodingStep
 
-__all__ = ["DecodingStep", "ExportReport", "export_executorch", "export_onnx"]
+__all__ = ["DecodingStep", "ExportReport", "export"]

@@ -8,6 +8,7 @@ which ExecuTorch traces anew in every pass, a program would take far longer to w
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -75,8 +76,8 @@ class Program(nn.Module):
         }
 
 
-def write_program(model: Any, path: Path) -> int:
-    """Write a decoder's program, and return the bytes of its states.
+def write_program(model: Any, path: Path, progress: Callable[[str, int], None]) -> int:
+    """Write a decoder's program, and return the bytes of its states. Most of the time is spent in lowering it.
 
     Linear layers are in XNNPACK, and all else in ExecuTorch's portable operators.
     """
@@ -88,15 +89,18 @@ def write_program(model: Any, path: Path) -> int:
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
+        progress("tracing the program", 1)
         with patch.object(F, "scaled_dot_product_attention", _plain_attention):
             exported = torch.export.export(program, example, strict=False)
         exported = exported.run_decompositions({})
+        progress("lowering the program", 1)
         edge = to_edge_transform_and_lower(
             exported,
             partitioner=[XnnpackPartitioner(configs=[LinearConfig, AddmmConfig])],
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
             constant_methods=program.metadata(),
         )
+        progress("writing the program", 1)
         with path.open("wb") as file:
             edge.to_executorch().write_to_file(file)
     return sum(state.nbytes for state in program.states())

@@ -11,7 +11,7 @@ from onnxruntime import OrtValue
 from torch import Tensor
 
 
-class Running:
+class RunningGraph:
     """An exported graph and the states of a batch of texts.
 
     Args:

@@ -95,7 +95,7 @@ def test_answers_are_printed_as_they_are(run_cli, capsys):
             "'--retrieval-heads': it must be a number of heads",
         ),
         (["bench", "--output", "no/where"], "cannot write to"),
-        (["export", DEMO_MODEL, "out", "--to", "executorch", "--int8"], "--for and --int8 are of --to onnx"),
+        (["export", DEMO_MODEL, "out", "--to", "executorch", "--int8"], "(--int8, --for) are of --to onnx"),
         (["convrt"], "No such command 'convrt'. Did you mean 'convert'? See hf-rfa --help."),
         (["convert", DEMO_MODEL, "out", "--nothing"], "No such option: --nothing See hf-rfa convert --help."),
         (["generate", DEMO_MODEL, "--prompt", "x", "--sample", "--temperature", "0"], "a number above 0, got 0.0"),

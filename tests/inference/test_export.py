@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hf_rfa import InputError
-from hf_rfa.export import DecodingStep, export_executorch, export_onnx, exporting
+from hf_rfa.export import DecodingStep, export, exporting
 from hf_rfa.models.cache_names import cache_argument
 from tests.families import ONE_LAYER, logits, make, make_head, source, tokens
 
@@ -129,10 +129,10 @@ def test_a_step_whose_cache_grows_is_refused(family, variant):
 
 def test_packages_that_are_missing_are_named_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, "find_spec", lambda name: None)
-    onnx = r"onnx, onnxscript, onnxruntime: pip install 'hf-rfa\[export\]'"
-    for export, message in (
-        (export_onnx, onnx),
-        (export_executorch, r"executorch: pip install 'hf-rfa\[executorch\]'"),
-    ):
+    onnx, executorch = (
+        r"onnx, onnxscript, onnxruntime: pip install 'hf-rfa\[export\]'",
+        r"pip install 'hf-rfa\[executorch\]'",
+    )
+    for to, message in (("onnx", onnx), ("executorch", executorch)):
         with pytest.raises(InputError, match=message):
-            export("nowhere", tmp_path / "out")
+            export("nowhere", tmp_path / "out", to=to)

@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch.testing import assert_close
 
 from hf_rfa import InputError
-from hf_rfa.export import export_executorch
+from hf_rfa.export import export
 from hf_rfa.inference import load_model
 from tests.exported import SUMMARY, saved
 from tests.families import tokens
@@ -39,7 +39,7 @@ def exported(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("executorch")
     family, options = KINDS[request.param]
     checkpoint = saved(folder / "model", family, **options)
-    report = export_executorch(str(checkpoint), folder / "program")
+    report = export(str(checkpoint), folder / "program", to="executorch")
     return load_model(str(checkpoint))[0], folder / "program", report
 
 
@@ -98,5 +98,5 @@ def test_executorchs_own_runner_writes_what_the_model_writes(exported, tmp_path)
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path):
     mixed = saved(tmp_path / "mixed", softmax_layers=[1], **STAYS)
     with pytest.raises(InputError, match="layers are all RFA"):
-        export_executorch(str(mixed), tmp_path / "out")
+        export(str(mixed), tmp_path / "out", to="executorch")
     assert not (tmp_path / "out").exists()

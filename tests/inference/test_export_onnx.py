@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hf_rfa import InputError
-from hf_rfa.export import export_onnx, exporting
+from hf_rfa.export import export, exporting
 from hf_rfa.inference import load_model
 from tests.exported import OPTIONS, SUMMARY, saved
 from tests.families import make, tokens
@@ -31,7 +31,7 @@ def with_graph(folder: Path, **options: Any) -> tuple[Any, Path]:
     checkpoint = saved(folder / "model", **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onnx_model, "PASS_LENGTH", 16)
-        export_onnx(str(checkpoint), folder / "graph")
+        export(str(checkpoint), folder / "graph")
     return load_model(str(checkpoint))[0], folder / "graph"
 
 
@@ -67,9 +67,9 @@ def int8(exported, tmp_path, request) -> Path:
 
 def read(path: Path, ids: Tensor, mask: Tensor, lengths: list[int]) -> list[Tensor]:
     """Return the logits after every one of some pieces of a text."""
-    from hf_rfa.export.running import Running
+    from hf_rfa.export.running import RunningGraph
 
-    running = Running(path, batch=len(ids))
+    running = RunningGraph(path, batch=len(ids))
     parts = zip(ids.split(lengths, 1), mask.split(lengths, 1), strict=True)
     return [running.read(*part) for part in parts]
 
@@ -132,7 +132,7 @@ def test_transformers_js_finds_two_states_a_layer_and_counts_the_tokens(exported
 
     from hf_rfa.export import runtimes
     from hf_rfa.export.onnx_model import save
-    from hf_rfa.export.running import Running
+    from hf_rfa.export.running import RunningGraph
 
     model, folder = exported
     file = ir.load(folder / "model.onnx")
@@ -140,7 +140,7 @@ def test_transformers_js_finds_two_states_a_layer_and_counts_the_tokens(exported
     save(file, tmp_path / "model.onnx")
     runtimes.write_transformers_js_config(model, layers, "model.onnx", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    running, ids = Running(tmp_path / "model.onnx"), tokens(1, 30)
+    running, ids = RunningGraph(tmp_path / "model.onnx"), tokens(1, 30)
     found = [running.read(part)[0] for part in ids.split([10, 20], 1)]
     assert_close(found[1], model(ids).logits[0, -1], atol=1e-4, rtol=1e-3)
     known = set()
@@ -154,11 +154,25 @@ def test_transformers_js_finds_two_states_a_layer_and_counts_the_tokens(exported
     assert running.states[running.names.index(f"past_key_values.{layers}.key") - 2].shape() == [1, 1, 30, 0]
 
 
+def test_browsers_find_all_weights_that_stand_beside_a_graph(tmp_path):
+    """They look for those of the graph itself, not of its branches and passes, whose constants grow with the model."""
+    import onnx_ir as ir
+
+    heads = {"hidden_size": 128, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 4}
+    checkpoint = saved(tmp_path / "model", **SUMMARY, **heads)
+    export(str(checkpoint), tmp_path / "graph", runtime="transformers.js")
+    model = ir.load(tmp_path / "graph/onnx/model.onnx")
+    inner = [graph for graph in model.graphs() if graph is not model.graph]
+    assert inner
+    for graph in inner:
+        assert not [value for value in graph.initializers.values() if isinstance(value.const_value, ir.ExternalTensor)]
+
+
 @torch.no_grad()
 def test_onnxruntime_genai_writes_what_the_model_writes(tmp_path):
     genai = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
     checkpoint = saved(tmp_path / "model", **SUMMARY)
-    export_onnx(str(checkpoint), tmp_path / "graph", runtime="genai")
+    export(str(checkpoint), tmp_path / "graph", runtime="genai")
     model, ids = load_model(str(checkpoint))[0], tokens(1, 20)
     expected = model.generate(ids, min_new_tokens=20, max_new_tokens=20, do_sample=False)[0, 20:].tolist()
     loaded = genai.Model(str(tmp_path / "graph"))
@@ -188,7 +202,7 @@ def test_a_graph_that_differs_is_not_kept(tmp_path, monkeypatch):
     checkpoint = saved(tmp_path / "model", num_hidden_layers=1, retrieval_heads=[], retrieval_window=0)
     monkeypatch.setattr(exporting, "MAX_DIFFERENCE", -1.0)
     with pytest.raises(InputError, match="it is not kept"):
-        export_onnx(str(checkpoint), tmp_path / "graph")
+        export(str(checkpoint), tmp_path / "graph")
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
 
 
@@ -209,4 +223,4 @@ def test_what_cannot_be_exported_is_refused_before_weights_are_loaded(family, op
     fields = {} if family == "bart" else {**OPTIONS, **options}
     make(family, fields).config.save_pretrained(tmp_path / "model")
     with pytest.raises(InputError, match=message):
-        export_onnx(str(tmp_path / "model"), tmp_path / "graph")
+        export(str(tmp_path / "model"), tmp_path / "graph")
