@@ -51,7 +51,7 @@ LINES = {
     "hf_rfa/finetune": 2_120,
     "hf_rfa_cli": 1_535,  # 150 more: chat and serve
     "hf-rfa-vllm": 1_240,  # 80 more: prefix caching, mostly its check; sizes of blocks that have no effect are refused
-    "tests": 15_895,  # 1,115 more: a server of conversations; exports and who runs them; phrases to avoid; a book; the summary
+    "tests": 15_895,  # 1,115 more: a server of conversations; exports and who runs them; phrases to avoid; the summary
     "benchmarks": 3_690,  # 340 more: servers, llama.cpp's too, and what sleeps on them; exported graphs beside softmax ones
     "docs": 622,  # 49 more: tables of options and of rules of importance; StreamingLLM and times in the picture of streams
     "examples": 470,  # 85 more: a book as one stream, drawn
