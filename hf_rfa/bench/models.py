@@ -8,19 +8,12 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    DynamicCache,
-    EncoderDecoderCache,
-    StaticCache,
-)
+from transformers import AutoConfig, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_rfa.errors import InputError
-from hf_rfa.families import FAMILIES, reads_audio
+from hf_rfa.families import FAMILIES
+from hf_rfa.inference.loading import AUTO_CLASSES, kind_of
 from hf_rfa.models.cache_names import cache_argument
 from hf_rfa.models.cache_rfa import RFALayer
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
@@ -36,28 +29,26 @@ def pair(config: Any, positions: int, **options: Any) -> tuple[Any, Any]:
     Raises:
         InputError: for a family that has no RFA models, or for options with an RFA configuration.
     """
-    is_rfa = isinstance(config, RFAConfigMixin)
+    is_rfa, base_type = isinstance(config, RFAConfigMixin), config.model_type.removeprefix("rfa_")
     if is_rfa and options:
         raise InputError(
             f"an RFA checkpoint has its own {', '.join(options)}. Leave them out, or pass its softmax parent."
         )
-    if not is_rfa and config.model_type not in FAMILIES:
+    if base_type not in FAMILIES:
         raise InputError(
             f"there is no RFA form of a {config.model_type} model. There is one of: {', '.join(FAMILIES)}."
         )
     stretched = copy.deepcopy(config)
-    setattr(stretched, FAMILIES[config.model_type.removeprefix("rfa_")].positions_field, positions)
+    setattr(stretched, FAMILIES[base_type].positions_field, positions)
     stretched._attn_implementation = None  # the best that both classes have
     if is_rfa:
         left_out = {field.name for field in fields(RFASeq2SeqConfigMixin)}
         left_out |= {"model_type", "architectures", "transformers_version", "auto_map"}
         values = {name: value for name, value in stretched.to_dict().items() if name not in left_out}
-        configs = AutoConfig.for_model(config.model_type.removeprefix("rfa_"), **values), stretched
+        configs = AutoConfig.for_model(base_type, **values), stretched
     else:
-        configs = stretched, FAMILIES[config.model_type].rfa_config.from_base(stretched, **options)
-    auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    auto_class = AutoModelForSpeechSeq2Seq if reads_audio(config) else auto_class
-    softmax, rfa = (auto_class.from_config(config).eval() for config in configs)
+        configs = stretched, FAMILIES[base_type].rfa_config.from_base(stretched, **options)
+    softmax, rfa = (AUTO_CLASSES[kind_of(config)].from_config(each).eval() for each in configs)
     rfa.load_state_dict(softmax.state_dict(), strict=False)
     return softmax, rfa
 
