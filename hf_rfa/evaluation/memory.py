@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_rfa.families import reads_audio
-from hf_rfa.inference.cache_files import recurrent_num_bytes
+from hf_rfa.inference.cache_files import attention_num_bytes, recurrent_num_bytes
 from hf_rfa.models.cache_names import cache_argument, returned_cache
 
 
@@ -62,16 +62,15 @@ def cache_memory(model: PreTrainedModel) -> CacheMemory:
     if isinstance(cache, EncoderDecoderCache):
         source_bytes = "audio" if reads_audio(config) else "per_source_token"
         caches = {"per_token": cache.self_attention_cache, source_bytes: cache.cross_attention_cache}
-    sizes = Counter(recurrent=sum(map(recurrent_num_bytes, caches.values())))
+    sizes: Counter[str] = Counter()
     sliding = []
     for growth, layer in ((growth, layer) for growth, part in caches.items() for layer in part.layers):
+        size = attention_num_bytes(layer)
+        sizes["recurrent"] += recurrent_num_bytes(layer)
         if hasattr(layer, "holds"):  # an RFA layer
-            tensors = layer.tensors().items()
-            sizes["fixed"] += sum(tensor.nbytes for name, tensor in tensors if not name.endswith(".origin"))
-        elif getattr(layer, "keys", None) is not None:
-            size = layer.keys.nbytes + layer.values.nbytes
-            if layer.is_sliding and layer.sliding_window < config.max_position_embeddings:
-                sliding.append((size, layer.sliding_window - 1))
-            else:
-                sizes[growth] += size
+            sizes["fixed"] += size
+        elif size and layer.is_sliding and layer.sliding_window < config.max_position_embeddings:
+            sliding.append((size, layer.sliding_window - 1))
+        else:
+            sizes[growth] += size
     return CacheMemory(**sizes, sliding=tuple(sliding))

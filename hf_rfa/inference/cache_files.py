@@ -170,18 +170,17 @@ def _restore(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 def cache_num_bytes(cache: Cache | None) -> int:
     """Return the bytes that a cache's tensors take: RFA states, keys and values, and states of recurrent layers."""
     layers = () if cache is None else chain(*_parts(cache).values())
-    tensors = (item for layer in layers for item in (*_tensors(layer).items(), *enumerate(_recurrent_states(layer))))
-    return sum(tensor.nbytes for name, tensor in tensors if not str(name).endswith(".origin"))  # which is a counter
+    return sum(attention_num_bytes(layer) + recurrent_num_bytes(layer) for layer in layers)
 
 
-def recurrent_num_bytes(cache: Cache) -> int:
-    """Return the bytes of the states that linear attention, recurrences and convolutions of a base model keep."""
-    return sum(state.nbytes for layer in cache.layers for state in _recurrent_states(layer))
+def attention_num_bytes(layer: Any) -> int:
+    """Return the bytes of what attention keeps in a layer of a cache: an RFA state, or keys and values."""
+    return sum(tensor.nbytes for name, tensor in _tensors(layer).items() if not name.endswith(".origin"))  # a counter
 
 
-def _recurrent_states(layer: Any) -> list[Tensor]:
-    states: list[Tensor | None] = []
-    for name in ("conv_states", "recurrent_states"):
-        named = getattr(layer, name, None)  # by number, or a single one in an older transformers
-        states += named.values() if isinstance(named, dict) else [named]
-    return [state for state in states if state is not None]
+def recurrent_num_bytes(layer: Any) -> int:
+    """Return the bytes of the states that linear attention, recurrences and convolutions keep in a layer of a cache."""
+    named = (getattr(layer, name, None) for name in ("conv_states", "recurrent_states"))
+    # By number, or a single one in an older transformers.
+    states = (state for each in named for state in (each.values() if isinstance(each, dict) else [each]))
+    return sum(state.nbytes for state in states if state is not None)
