@@ -47,16 +47,6 @@ class Generation:
         return self.texts[0]
 
 
-def chat_text(tokenizer: Any, prompt: str, system: str | None = None) -> str:
-    """Return a user's message, after a system's, as the tokenizer's chat template writes it, up to where the answer begins.
-
-    Raises:
-        InputError: as `messages_text`.
-    """
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    return messages_text(tokenizer, [*messages, {"role": "user", "content": prompt}])
-
-
 def messages_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     """Return a conversation as the tokenizer's chat template writes it, up to where the next answer begins.
 
@@ -123,7 +113,10 @@ def generate_text(
         raise InputError(
             f"a {model.config.model_type} model has an encoder, and answers one source at a time. Leave --chat out."
         )
-    inputs = [chat_text(tokenizer, message, system) for message in prompts] if chat else prompts
+    inputs = prompts
+    if chat:
+        before = [] if system is None else [{"role": "system", "content": system}]
+        inputs = [messages_text(tokenizer, [*before, {"role": "user", "content": text}]) for text in prompts]
     if chat or seq2seq:  # a template writes special tokens itself
         tokens = tokenizer(inputs, verbose=False, add_special_tokens=not chat)["input_ids"]
     else:

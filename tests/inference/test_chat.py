@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from hf_rfa.convert import InputError, convert
 from hf_rfa.inference import generate_text, load_model
-from hf_rfa.inference.generation import chat_text
+from hf_rfa.inference.generation import messages_text
 from tests.conftest import save_tiny_tokenizer
 from tests.families import make, make_gpt2, save_softmax_model
 
@@ -69,4 +69,4 @@ def test_a_conversion_keeps_template_and_generation_settings(tmp_path):
     assert {name: found[name] for name in settings} == settings
     model, tokenizer = load_model(str(tmp_path / "out"))
     assert model.generation_config.eos_token_id == [2, 9]
-    assert chat_text(tokenizer, "w7") == "w5 w7 </s> w6 "
+    assert messages_text(tokenizer, [{"role": "user", "content": "w7"}]) == "w5 w7 </s> w6 "
