@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -75,8 +74,7 @@ def evaluate_transcription(
         on_batch: called with (files done, files in all) after each batch.
     """
     transcripts, paths = Transcripts(), [utterance.path for utterance in utterances]
-    transcribed = partial(transcribe_files, batch_size=batch_size, num_beams=num_beams)
-    for part in transcribed(model, tokenizer, extractor, paths):
+    for part in transcribe_files(model, tokenizer, extractor, paths, batch_size=batch_size, num_beams=num_beams):
         transcripts += part
         if on_batch is not None:
             on_batch(len(transcripts.texts), len(utterances))
