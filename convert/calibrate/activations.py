@@ -16,10 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.attention_seq2seq import RFASeq2SeqAttentionMixin
-from hf_rfa.models.feature_maps import Features
 from hf_rfa.models.importance import Importance
 from hf_rfa.models.lifetimes import Lifetimes, arrivals_of, lifetimes
-from hf_rfa.models.linear_attention import mask_padding, running_sums
+from hf_rfa.models.linear_attention import mask_padding
 from hf_rfa.models.masking import MASKED_LOGIT, group_queries, rows_per_token, split_heads, to_rows
 from hf_rfa.models.memory import EMPTY, MemoryLayout, compute_dtype
 
@@ -115,21 +114,15 @@ def compare_weights(
 ) -> Iterator[tuple[SoftmaxWeights, Tensor, ExactTokens | None]]:
     """Yield the softmax weights of a layer, the logarithms of its own attention weights, and what it sees exactly.
 
-    The arguments are those of `layer_divergence`.
+    Its features have weights of their own for every token. The arguments are those of `layer_divergence`.
     """
     dtype = compute_dtype(activations.query.dtype)
     query, key = activations.query.to(dtype), activations.key.to(dtype)
-    least_shift, log_decay = layer.feature_map.least_shift(None), None
-    if layer.feature_map.feature_dim and not layer.feature_map.reads_means:
-        features = layer.feature_map(query, key, least_shift=least_shift, offset=layer.window_size > 0)
-    else:
-        features = Features(query[..., :0], key[..., :0], torch.zeros_like(query[..., :1]), None)
+    least_shift = layer.feature_map.least_shift(None)
+    features = layer.feature_map(query, key, least_shift=least_shift, offset=layer.window_size > 0)
     window = exact_tokens(layer, query, key, features.offset, activations.key_mask, hidden_states)
-    if layer.feature_map.reads_means:
-        features, log_decay = _mean_weights(layer, query, key, cast(ExactTokens, window))
-        window = cast(ExactTokens, window)._replace(offset=cast(Tensor, features.offset))
     gated = layer.gate is not None and hidden_states is not None
-    log_decay, input_scale = layer.gate(hidden_states) if gated else (log_decay, None)
+    log_decay, input_scale = layer.gate(hidden_states) if gated else (None, None)
     log_decay, input_scale = mask_padding(activations.key_mask, log_decay, input_scale)
     for target in softmax_weights(layer, activations) if targets is None else targets:
         log_weights = log_attention_weights(
@@ -143,32 +136,6 @@ def compare_weights(
             window=window,
         )
         yield target, log_weights, window
-
-
-def _mean_weights(layer: RFAAttentionMixin, query: Tensor, key: Tensor, window: ExactTokens) -> tuple[Features, Tensor]:
-    """Return features with the weights that a summary gives to what is forgotten, and log-decays [N, H, T].
-
-    They are those of its mean. What it adds by the covariance moves weight among these tokens, and sums to nothing.
-
-    Args:
-        layer: its layer.
-        query: [N, H, T G, d].
-        key: [N, H, T, d].
-        window: what is seen exactly; its offset is not read.
-    """
-    feature_map: Any = layer.feature_map
-    length, ordinal = key.shape[2], window.ordinal
-    rows = to_rows(ordinal, query.shape[2] // length, dim=1)[:, None]
-    features = feature_map.key(layer.rotation.turn(key, -ordinal[:, None]))
-    is_token = window.tokens.arrival >= 0
-    first = is_token[:, 0].int().argmax(1)[:, None, None]
-    places = (window.tokens.until + first).clamp(0, length).long().masked_fill(~is_token, length)
-    leaving = features.new_zeros(*key.shape[:2], length + 1, features.shape[-1])
-    leaving = leaving.scatter_add(2, places[..., None].expand_as(features), features)[:, :, :length]
-    log_decay = key.new_full(key.shape[:3], -1.0 / feature_map.horizon)
-    sums = running_sums(leaving, log_decay, None, None)
-    reading = feature_map.reading(layer.rotation.turn(query, -rows), features, sums)
-    return Features(torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1]), reading.offset, None), log_decay
 
 
 def exact_tokens(

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_rfa.models.masking import group_queries, split_heads, to_rows
+
 from ..checkpoint.base_model import rfa_layers
-from .activations import capture_inputs, compare_weights, layer_activations
-from .attention_weights import tokens_of
+from .activations import capture_inputs, layer_activations, lifetimes_of, softmax_weights
 
 #: Tokens of a text whose attention is looked at: the weights take quadratic memory.
 LOOKED_AT = 1024
@@ -21,20 +22,20 @@ class AttentionShares:
     """Shares of the attention weights, means over queries, heads and layers.
 
     Attributes:
+        tokens: of the text.
         window: of the last tokens.
         sinks: of the first tokens, where they have left the window.
         slots: of the most important tokens of the others.
         features: of all that is not seen exactly, 0 for a map without features.
         forgotten: what softmax gives to the tokens that are not seen exactly, with the same queries and keys.
-        tokens: of the text.
     """
 
+    tokens: int
     window: float
     sinks: float
     slots: float
     features: float
     forgotten: float
-    tokens: int
 
     def __str__(self) -> str:
         """Say it in words."""
@@ -60,20 +61,21 @@ def attention_shares(model: PreTrainedModel, ids: Tensor) -> AttentionShares | N
         return None
     sums, count = torch.zeros(5, dtype=torch.float64), 0
     for name, inputs in capture_inputs(model, layers, {"input_ids": ids[None]}).items():
-        layer = layers[name]
+        layer, hidden_states = layers[name], inputs.hidden_states
+        query, key, value = (part.float() for part in layer.project(hidden_states, **inputs.options))
+        _, of_all = layer.attend(query, key, value, hidden_states=hidden_states, output_attentions=True)
+        weights, _ = split_heads(group_queries(of_all, key.shape[1]), layer.retrieval_heads)  # [1, H, T G, T]
         activations = layer_activations(layer, inputs, {"causal": None, "encoder": None})
-        for target, log_weights, exact in compare_weights(layer, activations, inputs.hidden_states):
-            weights = log_weights.exp()
-            groups = layer.feature_map.groups
-            tokens = tokens_of(target.rows, groups)
-            query = torch.arange(tokens.start, tokens.stop, device=weights.device).repeat_interleave(groups)
-            key = torch.arange(weights.shape[-1], device=weights.device)
-            near = torch.zeros_like(weights, dtype=torch.bool) if exact is None else exact.near(target.rows)
-            window = near & (query[:, None] - key < layer.window_size)
-            sinks = near & ~window & (key < layer.num_sinks)
-            parts = [weights * chosen for chosen in (window, sinks, near & ~window & ~sinks, ~near)]
-            parts.append(target.softmax * ~near)
-            sums += torch.stack([part.sum() for part in parts]).double().cpu()
-            count += weights.shape[1] * weights.shape[2]
-    window_share, sinks_share, slots_share, features_share, forgotten = (sums / count).tolist()
-    return AttentionShares(window_share, sinks_share, slots_share, features_share, forgotten, len(ids))
+        key = activations.key.float()
+        tokens, ordinal = lifetimes_of(layer, layer.memory_layout(key.dtype), key, None, hidden_states)
+        near = to_rows(tokens.visible(ordinal), layer.feature_map.groups)
+        age = to_rows(ordinal[0, :, None] - ordinal, layer.feature_map.groups)  # [T G, T]
+        window = near & (age < layer.window_size)
+        sinks = near & ~window & (ordinal < layer.num_sinks)
+        forgotten = weights.new_zeros(())
+        parts = [(weights * part).sum() for part in (window, sinks, near & ~window & ~sinks, ~near)]
+        for target in softmax_weights(layer, activations):
+            forgotten += (target.softmax * ~near[:, :, target.rows, : target.softmax.shape[-1]]).sum()
+        sums += torch.stack([*parts, forgotten]).double().cpu()
+        count += weights.shape[1] * weights.shape[2]
+    return AttentionShares(len(ids), *(sums / count).tolist())
