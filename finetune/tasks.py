@@ -148,13 +148,12 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     arguments.output_dir = str(work)
     arguments.logging_nan_inf_filter = False
     arguments.dataloader_pin_memory &= torch.accelerator.is_available()  # torch warns of it where there is none
-    checkpoint = last_checkpoint(work) if options.resume else None
     use_cache = model.config.use_cache  # which a Trainer sets to its own argument as soon as it is made
     trainer = _trainer(options, model, arguments, prepared, tokenizer, packed=packed)
     if arguments.predict_with_generate and arguments.generation_max_length is None:
         arguments.generation_max_length = answer_length(model, length + 1)
     model.config.use_cache = False  # softmax models keep packed documents apart only without a cache
-    result = trainer.train(resume_from_checkpoint=checkpoint)
+    result = trainer.train(resume_from_checkpoint=last_checkpoint(work) if options.resume else None)
     if not math.isfinite(result.training_loss):
         raise FloatingPointError(
             f"the loss is {result.training_loss}. Lower the learning rate, or take another feature map."
@@ -343,22 +342,17 @@ def _metrics(prediction: Any, *, task: str, tokenizer: Any) -> dict[str, float]:
     (predictions, nats), labels = prediction.predictions, prediction.label_ids
     loss = float(nats[nats != IGNORED_LABEL].mean(dtype=np.float64))
     if task == "seq2seq":
-        return {"loss": loss} | ({} if tokenizer is None else _bleu(predictions, labels, tokenizer=tokenizer))
+        return {"loss": loss} | ({} if tokenizer is None else {"bleu": _bleu(predictions, labels, tokenizer)})
     if task == "clm":
         predictions, labels = predictions[:, :-1], labels[:, 1:]
     accuracy = float((predictions == labels)[labels != IGNORED_LABEL].mean())
     return {"loss": loss, "accuracy": accuracy} | ({"perplexity": perplexity_of(loss)} if task == "clm" else {})
 
 
-def _bleu(predictions: np.ndarray, labels: np.ndarray, *, tokenizer: Any) -> dict[str, float]:
+def _bleu(predictions: np.ndarray, labels: np.ndarray, tokenizer: Any) -> float:
     """Return the BLEU of generated sequences."""
-
-    def texts(ids: np.ndarray) -> list[str]:
-        return tokenizer.batch_decode(
-            np.where(ids == IGNORED_LABEL, tokenizer.pad_token_id, ids), skip_special_tokens=True
-        )
-
-    return {"bleu": bleu(texts(predictions), texts(labels))[0]}
+    padded = (np.where(ids == IGNORED_LABEL, tokenizer.pad_token_id, ids) for ids in (predictions, labels))
+    return bleu(*(tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in padded))[0]
 
 
 def _mean_loss(

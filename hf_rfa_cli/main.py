@@ -101,7 +101,3 @@ def main() -> None:
         message = f"{short}. Take smaller batches or shorter rows, or compute on the CPU."
     errors.print(f"error: {message}", style="red", soft_wrap=True)
     sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

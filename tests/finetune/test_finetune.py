@@ -160,9 +160,9 @@ def test_answers_that_are_scored_are_as_long_as_they_need_to_be(
 ):
     answers, bleu = [], tasks._bleu
 
-    def watched(predictions, labels, *, tokenizer):
+    def watched(predictions, labels, tokenizer):
         answers.extend(predictions)
-        return bleu(predictions, labels, tokenizer=tokenizer)
+        return bleu(predictions, labels, tokenizer)
 
     monkeypatch.setattr(tasks, "_bleu", watched)
     rows = [{"source": words(4, n), "target": words(3, n)} for n in range(4)]
