@@ -43,6 +43,12 @@ class LayerActivations:
     query_mask: Tensor | None = None  # [N, Tq], True for tokens
     key_mask: Tensor | None = None  # [N, Tk]
 
+    @property
+    def is_token(self) -> Tensor:
+        """Which keys are those of tokens, [N, Tk]."""
+        key, mask = self.key, self.key_mask
+        return torch.ones(len(key), key.shape[2], dtype=torch.bool, device=key.device) if mask is None else mask
+
     def row_mask(self) -> Tensor | None:
         """Return which rows of queries are those of tokens, [N, Tq G], or None for all."""
         if self.query_mask is None:

@@ -123,26 +123,29 @@ def calibrate(
     if fitted is not None:
         fitted.carry_to(model)
     finished = NoFeatures if fitted is None else NoFeatures | SummaryMap
-    has_features = {name: not isinstance(layer.feature_map, finished) for name, layer in rfa_layers(model).items()}
-    learns = {
-        name: fitted is None and isinstance(layer.importance, LearnedImportance)
-        for name, layer in rfa_layers(model).items()
-    }
-    layers = {name: layer for name, layer in rfa_layers(model).items() if has_features[name] or learns[name]}
     gains: list[LayerGain] = []
+
+    def has_features(layer: RFAAttentionMixin) -> bool:
+        return not isinstance(layer.feature_map, finished)
+
+    def learns(layer: RFAAttentionMixin) -> bool:
+        return fitted is None and isinstance(layer.importance, LearnedImportance)
+
+    layers = {name: layer for name, layer in rfa_layers(model).items() if has_features(layer) or learns(layer)}
 
     def calibrate_named(name: str, layer_inputs: LayerInputs, projection: str | None) -> None:
         """Calibrate a layer when the softmax model comes to it, so that the inputs of one layer are held at a time."""
         layer, hidden_states = layers[name], layer_inputs.hidden_states
         activations = layer_activations(layer, layer_inputs, masks)
-        text = FarText(layer, activations, None if projection is None else output_root(layer, projection))
-        if learns[name]:
-            regress_importance(text, hidden_states)
+        root = None if projection is None else output_root(layer, projection)
+        text = FarText(layer, activations, hidden_states, root)
+        if learns(layer):
+            regress_importance(text)
             if text.is_long:
-                refine_importance(text, hidden_states)
+                refine_importance(text)
         if isinstance(layer.feature_map, SummaryMap):
-            summarise(text, hidden_states, to_train=to_train)
-        elif has_features[name]:
+            summarise(text, to_train=to_train)
+        elif has_features(layer):
             before, after = calibrate_layer(layer, activations, hidden_states, to_train=to_train)
             gains.append(LayerGain(name, layer.rfa_kind, tuple(before.tolist()), tuple(after.tolist())))
         give_back_memory()
@@ -272,9 +275,9 @@ class _Comparison:
         return torch.tensor(SHIFTS, device=best.device)[best]
 
 
-def summarise(text: FarText, hidden_states: Tensor, *, to_train: bool) -> None:
+def summarise(text: FarText, *, to_train: bool) -> None:
     """Fit a layer's summary, and close that of heads which it does not help, unless training follows, which needs it open."""
-    before, after = fit_summary(text, hidden_states)
+    before, after = fit_summary(text)
     if not to_train:
         text.layer.feature_map.window_shift[after >= before] = CLOSED
 

@@ -100,10 +100,9 @@ def far_queries(
     layer: RFAAttentionMixin, activations: LayerActivations, places: Tensor, stop: int | None = None
 ) -> FarQueries:
     """Return the queries at some places, [Q], of all rows of activations, which see no token from ``stop`` on."""
-    length, mask = activations.key.shape[2], activations.key_mask
+    length, is_token = activations.key.shape[2], activations.is_token
     query, key, value = (x.float() for x in (activations.query, activations.key, activations.value))
     key, value = key[:, :, :stop], value[:, :, :stop]
-    is_token = torch.ones(key.shape[0], length, dtype=torch.bool, device=places.device) if mask is None else mask
     layout = replace(layer.memory_layout(key.dtype), slots=0)
     tokens, ordinal = lifetimes_of(layer, layout, key[:, :1], is_token[:, :stop])
     seen = (places[:, None] >= torch.arange(key.shape[2], device=places.device)) & is_token[:, None, :stop]
@@ -135,19 +134,15 @@ class FarText:
 
     Attributes:
         layer: the layer.
-        activations: its activations, [N, H, T, ·].
+        activations: its activations in the softmax model, [N, H, T, ·].
+        hidden_states: its input there, [N, T, width].
         root: what errors are multiplied by (`output_root`), or None.
     """
 
     layer: RFAAttentionMixin
     activations: LayerActivations
+    hidden_states: Tensor
     root: Tensor | None
-
-    @property
-    def is_token(self) -> Tensor:
-        """False for padding, [N, T]."""
-        key, mask = self.activations.key, self.activations.key_mask
-        return torch.ones(len(key), key.shape[2], dtype=torch.bool, device=key.device) if mask is None else mask
 
     @property
     def first(self) -> int:
@@ -163,7 +158,7 @@ class FarText:
     def is_long(self) -> bool:
         """Whether the text is one that gradient descent pays on."""
         rows, _, length, _ = self.activations.key.shape
-        return length > self.first and rows > self.held_out and int(self.is_token.sum()) >= FITTED_FROM
+        return length > self.first and rows > self.held_out and int(self.activations.is_token.sum()) >= FITTED_FROM
 
     def generator(self) -> torch.Generator:
         """Return what draws queries: the same for a layer and a seed of conversion."""
@@ -177,12 +172,12 @@ class FarText:
         step = self._step(len(rows))
         start = self.first + int(torch.randint(step, (), generator=generator))
         for row in rows.tolist():
-            yield row, self._queries(row, start, step)
+            yield row, self._queries_from(row, start, step)
 
     def rows_held_out(self) -> Iterator[tuple[int, FarQueries]]:
         """Yield queries of the rows that are held out, one row after the other."""
         for row in range(self.held_out):
-            yield row, self._queries(row, self.first, self._step(STEP_ROWS))
+            yield row, self._queries_from(row, self.first, self._step(STEP_ROWS))
 
     def all_rows(self, start: int) -> Iterator[tuple[int, FarQueries]]:
         """Yield all queries from a place on, some of a row at a time; they come with the tokens up to the last of them."""
@@ -190,16 +185,18 @@ class FarText:
         for row in range(len(self.activations.key)):
             for first in range(start, length, QUERIES_AT_ONCE):
                 stop = min(first + QUERIES_AT_ONCE, length)
-                of_row, places = self.activations.rows(row + 1, row), torch.arange(first, stop, device=device)
-                yield row, far_queries(self.layer, of_row, places, stop)
+                yield row, self.queries(row, torch.arange(first, stop, device=device), stop)
+
+    def queries(self, row: int, places: Tensor, stop: int | None = None) -> FarQueries:
+        """Return the queries at some places of a row; see `far_queries`."""
+        return far_queries(self.layer, self.activations.rows(row + 1, row), places, stop)
 
     def _step(self, rows: int) -> int:
         return max(1, rows * (self.activations.key.shape[2] - self.first) // STEP_QUERIES)
 
-    def _queries(self, row: int, start: int, step: int) -> FarQueries:
+    def _queries_from(self, row: int, start: int, step: int) -> FarQueries:
         length, device = self.activations.key.shape[2], self.activations.key.device
-        places = torch.arange(min(start, length), length, step, device=device)
-        return far_queries(self.layer, self.activations.rows(row + 1, row), places)
+        return self.queries(row, torch.arange(min(start, length), length, step, device=device))
 
 
 def output_root(layer: RFAAttentionMixin, projection: str) -> Tensor | None:

@@ -18,7 +18,7 @@ what is trained on.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,21 +47,16 @@ LEAST_MEAN = 1e-3
 
 
 @torch.no_grad()
-def regress_importance(text: FarText, hidden_states: Tensor) -> None:
-    """Set the weight of a layer's importance by ridge regression, and its recency to `RECENCY`.
-
-    Args:
-        text: an RFA layer's with slots, and its queries in the softmax model.
-        hidden_states: its input there, [N, T, width].
-    """
-    importance = text.layer.importance
+def regress_importance(text: FarText) -> None:
+    """Set the weight of a layer's `LearnedImportance` by ridge regression, and its recency to `RECENCY`."""
+    importance = cast(LearnedImportance, text.layer.importance)
     target, weight = far_weights(text)
-    if not isinstance(importance, LearnedImportance) or not bool(weight.any()):  # no text is longer than the window
+    if not bool(weight.any()):  # no text is longer than the window
         return
     target = (target + LEAST_MEAN * (target * weight).sum((0, 2), keepdim=True) / weight.sum()).clamp_min(1e-30).log()
     rows = weight[:, 0].flatten().nonzero()[:, 0]
     weights = weight[:, 0].flatten()[rows]
-    inputs = hidden_states.flatten(0, 1)[rows].float()  # [n, width]
+    inputs = text.hidden_states.flatten(0, 1)[rows].float()  # [n, width]
     targets = target.transpose(1, 2).flatten(0, 1)[rows]  # [n, H]
     total = weights.sum()
     inputs = inputs - (weights @ inputs) / total
@@ -82,7 +77,7 @@ def far_weights(text: FarText) -> tuple[Tensor, Tensor]:
     Returns:
         The means [N, H, T], and how many queries they are of, up to `ENOUGH_QUERIES` and 0 for padding and sinks, [N, 1, T].
     """
-    layer, is_token = text.layer, text.is_token
+    layer, is_token = text.layer, text.activations.is_token
     counts = torch.zeros_like(is_token, dtype=torch.float32)[:, None]
     sums = counts.repeat(1, text.activations.key.shape[1], 1)
     for row, queries in text.all_rows(layer.window_size):
@@ -95,27 +90,20 @@ def far_weights(text: FarText) -> tuple[Tensor, Tensor]:
     return sums / counts.clamp_min(1), weight
 
 
-def refine_importance(text: FarText, hidden_states: Tensor) -> None:
-    """Change weight and recency by gradient descent where that lowers the error on held-out rows.
-
-    Args:
-        text: an RFA layer's with slots, and its queries in the softmax model.
-        hidden_states: its input there, [N, T, width].
-    """
-    layer = text.layer
-    if not isinstance(layer.importance, LearnedImportance):
-        return
-    is_token = text.is_token
+def refine_importance(text: FarText) -> None:
+    """Change weight and recency by gradient descent where that lowers the error on held-out rows."""
+    importance, slots = cast(LearnedImportance, text.layer.importance), text.layer.num_slots
+    hidden_states, is_token = text.hidden_states.float(), text.activations.is_token
     ordinal = is_token.cumsum(1) - 1
-    mean = hidden_states[is_token].float().mean(0)
-    scale = hidden_states[is_token].float().std(0).clamp_min(torch.finfo(torch.float32).tiny)
-    inputs = (hidden_states.float() - mean) / scale
-    before = layer.importance.weight * scale, layer.importance.recency / RECENCY_UNIT
+    mean = hidden_states[is_token].mean(0)
+    scale = hidden_states[is_token].std(0).clamp_min(torch.finfo(torch.float32).tiny)
+    inputs = (hidden_states - mean) / scale
+    before = importance.weight * scale, importance.recency / RECENCY_UNIT
     weight, recency = (tensor.clone().requires_grad_() for tensor in before)
 
     def errors(row: int, queries: FarQueries, weight: Tensor, recency: Tensor, softness: float) -> Tensor:
         score = weight @ inputs[row].T + RECENCY_UNIT * recency[:, None] * ordinal[row]
-        return queries.errors(queries.shares(score[None], layer.num_slots, softness), root=text.root)
+        return queries.errors(queries.shares(score[None], slots, softness), root=text.root)
 
     def held_out_errors(weight: Tensor, recency: Tensor) -> Tensor:
         return torch.stack([errors(*queries, weight, recency, 0.0) for queries in text.rows_held_out()]).mean(0)
@@ -137,5 +125,5 @@ def refine_importance(text: FarText, hidden_states: Tensor) -> None:
         schedule.step()
     weight, recency = weight.detach(), recency.detach()
     is_better = held_out_errors(weight, recency) < errors_before
-    layer.importance.weight.copy_(torch.where(is_better[:, None], weight, before[0]) / scale)
-    layer.importance.recency.copy_(torch.where(is_better, recency, before[1]) * RECENCY_UNIT)
+    importance.weight.copy_(torch.where(is_better[:, None], weight, before[0]) / scale)
+    importance.recency.copy_(torch.where(is_better, recency, before[1]) * RECENCY_UNIT)

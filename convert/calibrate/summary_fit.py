@@ -23,7 +23,7 @@ from hf_rfa.models.lifetimes import Lifetimes
 from hf_rfa.models.summary_feature_map import SummaryMap
 
 from .activations import lifetimes_of
-from .far_outputs import FarText, far_queries
+from .far_outputs import FarText
 
 #: Ridge penalty of mass and of tilt, relative to the mean squares of their inputs.
 MASS_RIDGE, TILT_RIDGE = 0.1, 0.3
@@ -132,12 +132,8 @@ class Reading(NamedTuple):
 
 
 @torch.no_grad()
-def fit_summary(text: FarText, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Fit a layer's `SummaryMap` to a text.
-
-    Args:
-        text: of the layer, whose rotation is known and whose slots are filled by what is calibrated already.
-        hidden_states: its input there, [N, T, width].
+def fit_summary(text: FarText) -> tuple[Tensor, Tensor]:
+    """Fit the `SummaryMap` of a layer, whose rotation is known and whose slots are filled by what is calibrated already.
 
     Returns:
         The mean squared errors of the heads' outputs past the memory in the rows held out, without the summary and with it,
@@ -146,7 +142,7 @@ def fit_summary(text: FarText, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     layer, activations = text.layer, text.activations
     feature_map = cast(SummaryMap, layer.feature_map)
     key = activations.key.float()
-    tokens, ordinal = lifetimes_of(layer, layer.memory_layout(key.dtype), key, activations.key_mask, hidden_states)
+    tokens, ordinal = lifetimes_of(layer, layer.memory_layout(key.dtype), key, activations.key_mask, text.hidden_states)
     raw = layer.rotation.turn(key, -ordinal[:, None])
     rows = [_texts_of(text, raw, tokens, ordinal, row) for row in range(len(key))]
     errors = []
@@ -165,12 +161,12 @@ def _texts_of(text: FarText, raw: Tensor, tokens: Lifetimes, ordinal: Tensor, ro
     ``raw`` are all rows' keys without rotation, [N, H, T, d], and ``tokens`` and ``ordinal`` those of `lifetimes_of`.
     """
     layer, groups = text.layer, text.layer.feature_map.groups
-    places = (text.is_token[row] & (ordinal[row] >= text.first)).nonzero()[:, 0]
+    places = (text.activations.is_token[row] & (ordinal[row] >= text.first)).nonzero()[:, 0]
     if not len(places):
         return []
     step = max(1, len(places) // QUERIES)
     places = places[row % step :: step]
-    seen = far_queries(layer, text.activations.rows(row + 1, row), places)
+    seen = text.queries(row, places)
     of_row = Lifetimes(*(part[row : row + 1] for part in tokens))
     near = of_row.visible(ordinal[row : row + 1, places])[0][:, :, None]  # [H, Q, 1, T]
     weights, log_mass = seen.weights[0], seen.log_mass[0].unflatten(1, (-1, groups))[..., 0]  # [H, Q, G, T], [H, Q, G]

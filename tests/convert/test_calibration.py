@@ -176,11 +176,11 @@ def test_tokens_that_are_asked_for_later_become_important():
     key[:, 0, :, 0] = 3.0 * marked
     hidden[..., 0] = marked.float()
     activations = LayerActivations(query.unflatten(1, (2, 3)).transpose(2, 3).flatten(2, 3), key, value)
-    regress_importance(FarText(layer, activations, None), hidden)
+    regress_importance(FarText(layer, activations, hidden, None))
     importances = layer.importance.score(hidden, key, torch.zeros(2, 60))[:, 0]
     assert float(importances[marked].min()) > float(importances[~marked].max())
 
-    target, weight = far_weights(FarText(layer, activations, None))
+    target, weight = far_weights(FarText(layer, activations, hidden, None))
     softmax = (query @ key.repeat_interleave(3, dim=1).mT * layer.scaling).tril()
     softmax = softmax.masked_fill(~torch.ones(60, 60).tril().bool(), -1e30).softmax(-1).square()
     far = torch.ones(60, 60).tril(-4)[4:]
@@ -194,16 +194,16 @@ def test_padding_changes_no_importance():
     layer = Layer(2, 1, feature_map="none", window_size=3, num_sinks=1, num_slots=3, hidden_size=5)
     query, key, value = (torch.randn(1, 2, 30, 4) for _ in range(3))
     hidden = torch.randn(1, 30, 5)
-    regress_importance(FarText(layer, LayerActivations(query, key, value), None), hidden)
+    regress_importance(FarText(layer, LayerActivations(query, key, value), hidden, None))
     expected = layer.importance.weight.clone()
     mask = torch.ones(1, 37, dtype=torch.bool)
     mask[:, :7] = False
     padded = LayerActivations(*(F.pad(each, (0, 0, 7, 0), value=9.0) for each in (query, key, value)), mask, mask)
-    regress_importance(FarText(layer, padded, None), F.pad(hidden, (0, 0, 7, 0), value=9.0))
+    regress_importance(FarText(layer, padded, F.pad(hidden, (0, 0, 7, 0), value=9.0), None))
     torch.testing.assert_close(layer.importance.weight, expected, rtol=1e-4, atol=1e-6)
     layer.importance.weight.fill_(7.0)
     short = LayerActivations(*(x[:, :, :3] for x in (query, key, value)))
-    regress_importance(FarText(layer, short, None), hidden[:, :3])
+    regress_importance(FarText(layer, short, hidden[:, :3], None))
     assert (layer.importance.weight == 7.0).all(), "a text shorter than the window says nothing"
 
 
@@ -260,10 +260,10 @@ def test_gradients_make_outputs_nearer(monkeypatch):
     activations, hidden = text_of_two_kinds(16, 60)
     layer.importance.recency.fill_(importance.RECENCY)
     other, other_hidden = text_of_two_kinds(50, 60)
-    assert not FarText(layer, activations, None).is_long
+    assert not FarText(layer, activations, hidden, None).is_long
     monkeypatch.setattr(far_outputs, "FITTED_FROM", 16 * 60)
-    assert FarText(layer, activations, None).is_long
-    assert not FarText(layer, padded(activations, hidden)[0], None).is_long
+    assert FarText(layer, activations, hidden, None).is_long
+    assert not FarText(layer, *padded(activations, hidden), None).is_long
     monkeypatch.setattr(importance, "PASSES", 30)
     monkeypatch.setattr(importance, "LEARNING_RATE", 0.05)
 
@@ -275,20 +275,20 @@ def test_gradients_make_outputs_nearer(monkeypatch):
     before = errors()
     for text, inputs in ((activations, hidden), padded(activations, hidden)):
         layer.importance.weight.zero_()
-        refine_importance(FarText(layer, text, None), inputs)
+        refine_importance(FarText(layer, text, inputs, None))
         assert (errors() < 0.5 * before).all()
 
 
 def test_another_seed_draws_other_queries(monkeypatch):
     """The first step of gradient descent sees the same queries for a seed and a layer, and others for another seed."""
-    activations, _ = text_of_two_kinds(50, 60)
+    activations, hidden = text_of_two_kinds(50, 60)
     monkeypatch.setattr(far_outputs, "STEP_ROWS", 3)
 
     def rows(seed: int) -> list[int]:
         layer = Layer(
             2, 3, feature_map="none", feature_seed=seed, window_size=4, num_sinks=1, num_slots=5, hidden_size=5
         )
-        text = FarText(layer, activations, None)
+        text = FarText(layer, activations, hidden, None)
         return [row for row, _ in text.draw(text.generator())]
 
     assert rows(0) == rows(0)
@@ -323,12 +323,12 @@ def test_a_summary_makes_the_outputs_of_the_layer_better(slots):
     without = layer_error(layer, other, other_hidden, places)
     for text, inputs in ((activations, hidden), padded(activations, hidden)):
         layer.feature_map.reset_parameters()
-        far = FarText(layer, text, None)
-        before, after = fit_summary(far, inputs)
+        far = FarText(layer, text, inputs, None)
+        before, after = fit_summary(far)
         assert (after < 0.8 * before).all()
         assert (layer_error(layer, other, other_hidden, places) < 0.8 * without).all()
     rows = activations.rows(far.held_out)
-    _, after = fit_summary(FarText(layer, activations, None), hidden)
+    _, after = fit_summary(FarText(layer, activations, hidden, None))
     torch.testing.assert_close(
         layer_error(layer, rows, hidden[: far.held_out], places), 3 * after, rtol=1e-3, atol=1e-6
     )
@@ -341,10 +341,10 @@ def test_a_summary_that_does_not_help_is_closed(monkeypatch):
     monkeypatch.setattr(calibration, "fit_summary", lambda *args: errors)
     layer = Layer(2, 3, feature_map="summary", window_size=4, num_sinks=1, hidden_size=5)
     activations, hidden = text_of_two_kinds(4, 60)
-    text = FarText(layer, activations, None)
+    text = FarText(layer, activations, hidden, None)
     for to_train, expected in ((False, [0.5, CLOSED]), (True, [0.5, 0.5])):
         layer.feature_map.window_shift.fill_(0.5)
-        calibration.summarise(text, hidden, to_train=to_train)
+        calibration.summarise(text, to_train=to_train)
         assert layer.feature_map.window_shift.tolist() == expected
 
 
