@@ -20,11 +20,12 @@ from .models.configuration_rfa import RFAConfigMixin, base_config_class, decoder
 from .models.configuration_rfa_seq2seq import RFASeq2SeqConfigMixin, seq2seq_config_class
 from .models.rfa_classes import register_name
 
+#: The Auto classes of RFA models. The first that knows a family loads its language model.
 AUTO_CLASSES: tuple[Any, ...] = (
-    auto.AutoModel,
-    auto.AutoModelForCausalLM,
     auto.AutoModelForSeq2SeqLM,
     auto.AutoModelForSpeechSeq2Seq,
+    auto.AutoModelForCausalLM,
+    auto.AutoModel,
     auto.AutoModelForPreTraining,
     auto.AutoModelForMaskedLM,
     auto.AutoModelForSequenceClassification,
@@ -131,23 +132,22 @@ class Family:
         """Configuration class of the softmax models."""
         return base_config_class(self.rfa_config)
 
-    @cached_property
-    def model_classes(self) -> tuple[type[PreTrainedModel], ...]:
-        """The RFA model classes, the language model first."""
-        if self.models is not None:
-            return self.models
-        module: Any = modeling_rfa_decoder
-        first: tuple[Any, ...] = (auto.AutoModelForCausalLM,)
-        if issubclass(self.rfa_config, RFASeq2SeqConfigMixin):
-            module, first = modeling_rfa_seq2seq, (auto.AutoModelForSeq2SeqLM, auto.AutoModelForSpeechSeq2Seq)
-        bases = [auto_class._model_mapping.get(self.base_config, None) for auto_class in (*first, *AUTO_CLASSES)]
-        bases += [getattr(transformers, name) for name in self.more_models]
-        return tuple(module.rfa_model_class(base) for base in dict.fromkeys(bases) if isinstance(base, type))
-
     @property
+    def _softmax_classes(self) -> dict[Any, type[PreTrainedModel]]:
+        """The softmax classes by the Auto class that loads them, the language model first."""
+        classes = {auto_class: auto_class._model_mapping.get(self.base_config, None) for auto_class in AUTO_CLASSES}
+        return {auto_class: cls for auto_class, cls in classes.items() if isinstance(cls, type)}
+
+    @cached_property
     def architectures(self) -> dict[str, tuple[type[PreTrainedModel], type[PreTrainedModel]]]:
         """The softmax class and the RFA class, by the name that checkpoints have in ``config.architectures``."""
-        return {base.__name__: (base, model) for model in self.model_classes for base in [_base_class(model)]}
+        models = self.models
+        if models is None:
+            is_seq2seq = issubclass(self.rfa_config, RFASeq2SeqConfigMixin)
+            module: Any = modeling_rfa_seq2seq if is_seq2seq else modeling_rfa_decoder
+            bases = [*self._softmax_classes.values(), *(getattr(transformers, name) for name in self.more_models)]
+            models = tuple(module.rfa_model_class(base) for base in dict.fromkeys(bases))
+        return {base.__name__: (base, model) for model in models for base in [_base_class(model)]}
 
     @property
     def default_architecture(self) -> str:
@@ -157,9 +157,8 @@ class Family:
     @property
     def auto_models(self) -> dict[Any, type[PreTrainedModel]]:
         """The RFA model classes by the Auto class that loads their softmax class."""
-        loaded = {auto_class: auto_class._model_mapping.get(self.base_config, None) for auto_class in AUTO_CLASSES}
-        by_base = {_base_class(model): model for model in self.model_classes}
-        return {auto_class: by_base[base] for auto_class, base in loaded.items() if base in by_base}
+        by_base = dict(self.architectures.values())
+        return {auto_class: by_base[base] for auto_class, base in self._softmax_classes.items() if base in by_base}
 
     def note_on_positions(self, config: Any, count: int) -> str:
         """Return the note for the user on what ``count`` positions instead of the base model's change."""
@@ -198,7 +197,7 @@ def register_family(family: Family) -> None:
     if not issubclass(config, RFAConfigMixin):
         raise ValueError(f"{config.__name__} has no RFA fields. Mix RFAConfigMixin or RFASeq2SeqConfigMixin into it.")
     if family.models is not None:
-        family.auto_models  # noqa: B018  # which raises before anything is registered
+        family.architectures  # noqa: B018  # which raises before anything is registered
     AutoConfig.register(config.model_type, config)
     # `save_pretrained` then copies these classes' modules into the checkpoint, for machines without this package.
     config.register_for_auto_class()
