@@ -154,16 +154,13 @@ def digests(model: PreTrainedModel) -> dict[str, str]:
     formula, which may be rounded otherwise every time (M2M100's positions).
     """
     found: dict[str, str] = {}
-    names = model.state_dict().keys()
-    for owner, module in model.named_modules():
-        for key, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            name = f"{owner}.{key}" if owner else key  # a tied parameter has a second name too
-            if name in names:
-                values = tensor_of(module, key).detach().cpu().contiguous()
-                content: Any = values.flatten().view(torch.uint8).numpy()
-                digest = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}".encode())
-                digest.update(content)
-                found[name] = digest.hexdigest()
+    for name in model.state_dict():  # a tied parameter has a second name too
+        owner, _, key = name.rpartition(".")
+        values = tensor_of(model.get_submodule(owner), key).detach().cpu().contiguous()
+        content: Any = values.flatten().view(torch.uint8).numpy()
+        digest = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}".encode())
+        digest.update(content)
+        found[name] = digest.hexdigest()
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.hooks import add_hook_to_module
+from accelerate.utils import has_offloaded_params
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -39,19 +40,18 @@ def blocks_on_disk(cls: Any, config: Any, device: torch.device) -> dict[str, str
 def offloaded_shapes(model: nn.Module) -> Iterator[tuple[str, torch.Size, torch.Size]]:
     """Yield the name of every tensor on disk, its shape there, and the shape that the model needs."""
     for name, module in model.named_modules():
-        hook = _disk_hook(module)
-        if hook is not None:
+        if has_offloaded_params(module):
+            hook: Any = module._hf_hook
             for key, tensor in module.named_parameters(recurse=False):
                 yield f"{name}.{key}", hook.weights_map[key].shape, tensor.shape
 
 
-def tensor_of(module: nn.Module, name: str) -> torch.Tensor:
+def tensor_of(module: Any, name: str) -> torch.Tensor:
     """Return a tensor of a module, also of one that stays on disk, as the module computes with it."""
     tensor = getattr(module, name)
     if not tensor.is_meta:
         return tensor
-    hook = _disk_hook(module)
-    return hook.weights_map[name].to(hook.execution_device)
+    return module._hf_hook.weights_map[name].to(module._hf_hook.execution_device)
 
 
 def give_back_after_blocks(model: nn.Module) -> None:
@@ -72,16 +72,9 @@ def share_offloaded(model: PreTrainedModel, other: PreTrainedModel) -> None:
     """Let a model read the tensors from disk that ``model`` reads."""
     if not hasattr(model, "hf_device_map"):
         return
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     for name, module in other.named_modules():
-        hook = _disk_hook(modules.get(name))
-        if hook is not None:
-            add_hook_to_module(module, hook)
+        if name in modules and has_offloaded_params(modules[name]):
+            add_hook_to_module(module, modules[name]._hf_hook)
     other.hf_device_map = model.hf_device_map  # `save_pretrained` reads from it whether weights are on disk
     give_back_after_blocks(other)
-
-
-def _disk_hook(module: nn.Module | None) -> Any:
-    """Return the hook of accelerate that brings a module's tensors from disk, or None."""
-    hook = getattr(module, "_hf_hook", None)
-    return hook if hook is not None and hook.offload else None
