@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL
-from hf_rfa.families import has_rotary_positions, position_count, reads_audio
-from hf_rfa.inference.transcription import load_features, prompt_length, write_tokens
-from hf_rfa.io.audio_io import Utterance
+from hf_rfa.families import position_count, reads_audio
+from hf_rfa.inference.transcription import prompt_length, write_tokens
 from hf_rfa.io.text_io import BLOCK_LENGTH, tokenize
 
 #: Tokens that calibration reads from a text.
@@ -73,30 +72,6 @@ def shift_right(ids: Tensor, config: Any) -> Tensor:
     return F.pad(ids[:, :-1], (1, 0), value=config.bos_token_id if start is None else start)
 
 
-def calibration_inputs(
-    config: Any,
-    tokenizer: Any,
-    documents: Iterable[str] | None,
-    *,
-    seed: int,
-    tokens: int = TEXT_TOKENS,
-    rotated: bool = True,
-) -> Inputs:
-    """Return the first ``tokens`` tokens of some documents, or `RANDOM_TOKENS` random ones where there are none.
-
-    A decoder alone gets blocks. A model with an encoder gets sources, whose outputs `add_outputs` adds. ``rotated`` says that
-    features see queries and keys with their rotation.
-    """
-    if documents is None:
-        inputs = random_inputs(config, seed=seed)
-    else:
-        read = text_sources if config.is_encoder_decoder else text_blocks
-        inputs = read(tokenizer, documents, min(BLOCK_LENGTH, config.max_position_embeddings), tokens=tokens)
-    if rotated and has_rotary_positions(config):
-        inputs["position_ids"] = shifted_positions(config, *inputs["input_ids"].shape, seed=seed)
-    return inputs
-
-
 def shifted_positions(config: Any, rows: int, length: int, *, seed: int) -> Tensor:
     """Return positions of rows that start anywhere among those of the model, [rows, length].
 
@@ -131,12 +106,6 @@ def text_sources(tokenizer: Any, documents: Iterable[str], max_length: int, *, t
         sources, return_tensors="pt", padding=True, padding_side="right", truncation=True, max_length=max_length
     )
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-
-
-def speech_inputs(extractor: Any, utterances: Sequence[Utterance], *, tokens: int) -> Inputs:
-    """Return the features of the first utterances, as many as give ``tokens`` tokens with `OUTPUT_TOKENS` each."""
-    count = math.ceil(tokens / OUTPUT_TOKENS)
-    return {AUDIO: load_features(extractor, [utterance.path for utterance in utterances[:count]])}
 
 
 def transcript_inputs(base_model: PreTrainedModel, features: Tensor) -> Inputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,19 +11,30 @@ from pathlib import Path
 from typing import Any
 
 from hf_rfa.errors import InputError
-from hf_rfa.families import reads_audio
+from hf_rfa.families import has_rotary_positions, position_count, reads_audio
 from hf_rfa.inference.loading import check_tokens, check_vocabulary, find_device, load_tokenizer
-from hf_rfa.inference.transcription import load_feature_extractor
+from hf_rfa.inference.transcription import load_feature_extractor, load_features
 from hf_rfa.io.atomic_io import check_destination, check_space, remove_leftovers
 from hf_rfa.io.audio_io import read_utterances
-from hf_rfa.io.text_io import read_documents
+from hf_rfa.io.text_io import BLOCK_LENGTH, read_documents
 from hf_rfa.models.no_features import feature_map_class
 
 from .calibrate.calibration import FittedHeads
 from .calibrate.retrieval_heads import RetrievalHeads
 from .checkpoint.source import Checkpoint, open_checkpoint
 from .configuration import check_names, import_words, rfa_config, with_more_positions
-from .inputs import FEATURE_TEXT_TOKENS, SLOT_TEXT_TOKENS, TEXT_TOKENS, Inputs, calibration_inputs, speech_inputs
+from .inputs import (
+    AUDIO,
+    FEATURE_TEXT_TOKENS,
+    OUTPUT_TOKENS,
+    SLOT_TEXT_TOKENS,
+    TEXT_TOKENS,
+    Inputs,
+    random_inputs,
+    shifted_positions,
+    text_blocks,
+    text_sources,
+)
 from .options import ConversionOptions
 from .presets import Trained, fits_features, with_preset
 
@@ -138,27 +150,29 @@ def _calibration_inputs(
     no_tokenizer: str | None,
 ) -> Inputs:
     """Return what to calibrate on; an `InputError` for a text that the model cannot read, or that is too short."""
-    data, fits = options.calibrate_on, fits_features(options, trained)
+    data, fits, config = options.calibrate_on, fits_features(options, trained), checkpoint.config
     if options.calibration_tokens is not None and data is None:
         raise InputError("calibration_tokens needs a text: pass one (--calibrate), or leave them out.")
     default = FEATURE_TEXT_TOKENS if fits else SLOT_TEXT_TOKENS if options.num_slots else TEXT_TOKENS
     tokens = options.calibration_tokens or default
-    if data is not None and reads_audio(checkpoint.config):
+    if data is not None and reads_audio(config):
         extractor = load_feature_extractor(checkpoint.folder, checkpoint.name)
-        return speech_inputs(extractor, read_utterances(data), tokens=tokens)
+        utterances = read_utterances(data)[: math.ceil(tokens / OUTPUT_TOKENS)]
+        return {AUDIO: load_features(extractor, [utterance.path for utterance in utterances])}
     documents = None if data is None else list(read_documents(data))
     if documents is not None and tokenizer is None:
         raise InputError(f"cannot calibrate on {data} with {checkpoint.name}: {no_tokenizer}. Leave the text out.")
     if tokenizer is not None:
-        check_vocabulary(tokenizer, checkpoint.config, checkpoint.name)
-    rotated = not feature_map_class(str(options.feature_map)).unrotated
-    inputs = calibration_inputs(
-        checkpoint.config, tokenizer, documents, seed=options.seed, tokens=tokens, rotated=rotated
-    )
-    if documents is not None:
-        check_tokens(inputs["input_ids"].unique().tolist(), checkpoint.config)
-    of_decoder = not checkpoint.config.is_encoder_decoder
-    if fits and of_decoder:
+        check_vocabulary(tokenizer, config, checkpoint.name)
+    if documents is None:
+        inputs = random_inputs(config, seed=options.seed)
+    else:
+        read = text_sources if config.is_encoder_decoder else text_blocks
+        inputs = read(tokenizer, documents, min(BLOCK_LENGTH, position_count(config)), tokens=tokens)
+        check_tokens(inputs["input_ids"].unique().tolist(), config)
+    if has_rotary_positions(config) and not feature_map_class(str(options.feature_map)).unrotated:
+        inputs["position_ids"] = shifted_positions(config, *inputs["input_ids"].shape, seed=options.seed)
+    if fits and not config.is_encoder_decoder:
         rows, length = inputs["input_ids"].shape
         places = sum(size or 0 for size in (options.window_size, options.num_sinks, options.num_slots))
         if rows < 2 or length <= places:
