@@ -79,15 +79,14 @@ def scale_rotations(config: Any, count: int) -> Any:
     """
     config = copy.deepcopy(config)
     rotations = config.rope_parameters
-    original = config.max_position_embeddings
     # Some models have rotations for each type of layer; those of sliding layers see no distance that is new.
-    for parameters in filter(None, [rotations] if "rope_type" in rotations else [rotations["full_attention"]]):
+    parameters = rotations if "rope_type" in rotations else rotations["full_attention"]
+    if parameters:  # None where layers with full attention have no positions
         kind = parameters["rope_type"]
         if kind not in ("default", "yarn"):
             raise ValueError(f"its rotations are scaled already (rope_type {kind!r}). Leave --max-positions out.")
-        original = parameters.get("original_max_position_embeddings", original)
-        scaling = {"factor": count / original, "original_max_position_embeddings": original}
-        parameters |= {"rope_type": "yarn", **scaling}
+        original = parameters.get("original_max_position_embeddings", config.max_position_embeddings)
+        parameters |= {"rope_type": "yarn", "factor": count / original, "original_max_position_embeddings": original}
     config.max_position_embeddings = count
     try:
         is_yarn = type(config)(**config.to_dict()).rope_parameters == config.rope_parameters

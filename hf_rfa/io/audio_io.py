@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ def read_utterances(source: str | Path, *, limit: int | None = None) -> list[Utt
         InputError: if there are none, or naming the first one that cannot be used.
     """
     source = Path(source).expanduser()
-    utterances = [utterance for _, utterance in zip(range(limit or 2**63 - 1), _listed(source))]  # noqa: B905
+    utterances = list(islice(_listed(source), limit))
     if not utterances:
         raise InputError(
             f"{source} has no speech in it. Pass a folder of .wav or .flac files, or a .jsonl file of their paths."
