@@ -160,7 +160,8 @@ def perplexity(
     stride = stride or length
     limit = position_limit(model)
     never_ends = positions is not None and limit is None
-    if carry_state and not never_ends:
+    carry_state = carry_state and not never_ends
+    if carry_state:
         _check_carries_state(model, length)
     elif limit is not None and length > limit:
         raise InputError(
@@ -190,8 +191,8 @@ def perplexity(
                 on_batch(done, sum(map(len, chunks)))
 
     piece_length = positions if carry_state else None
-    if never_ends:  # no more logits at once than of other models; where pieces end changes nothing
-        piece_length = BLOCK_LENGTH if length > BLOCK_LENGTH else None
+    if never_ends and length > BLOCK_LENGTH:  # no more logits at once than of other models; pieces change nothing
+        piece_length = BLOCK_LENGTH
     score = score_labels(model, batches(), piece_length=piece_length)
     if not math.isfinite(score.nats):
         raise InputError("the model's likelihoods are not finite: its weights or its dtype are at fault.")
@@ -202,7 +203,7 @@ def perplexity(
             f"windows of {length} tokens every {stride}; of each window only the tokens that no window before it held are "
             "counted"
         )
-    if carry_state and not never_ends:
+    if carry_state:
         windows += f", read {piece_length} tokens at a time with the state carried from piece to piece"
     protocol = (
         f"documents joined, each followed by the end-of-text token; {windows}; {score.tokens:,} of {len(ids):,} tokens "
