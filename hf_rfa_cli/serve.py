@@ -9,7 +9,6 @@ from typer import Option
 
 from . import options
 from .console import errors, starting, warn
-from .options import UsageError
 
 MEGABYTE = 2**20
 
@@ -44,7 +43,7 @@ def serve_command(
 
         from hf_rfa.serving.app import App
     except ImportError as error:
-        raise UsageError(f"{error}. The server needs: pip install 'hf-rfa[serve]'") from error
+        raise options.UsageError(f"{error}. The server needs: pip install 'hf-rfa[serve]'") from error
     from hf_rfa.inference import load_model
     from hf_rfa.serving.engine import Engine
     from hf_rfa.serving.sessions import Sessions
