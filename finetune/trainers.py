@@ -14,7 +14,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -41,8 +41,8 @@ from hf_rfa.convert.inputs import Inputs
 from hf_rfa.convert.plan import Progress
 from hf_rfa.evaluation.perplexity import IGNORED_LABEL, nats_of_labels
 
-from .param_groups import PARAMETER_KINDS, ParameterKind, Rates, freeze, lora, parameter_groups
-from .recipe import Stage, fast_bf16
+from .param_groups import PARAMETER_KINDS, Rates, freeze, lora, parameter_groups
+from .recipe import Stage
 from .run_folder import last_checkpoint
 
 #: Logits whose probabilities are held at once, in float32.
@@ -262,23 +262,6 @@ class StageResult:
     log: tuple[dict[str, float], ...]
 
 
-@contextmanager
-def unprepared(model: nn.Module) -> Iterator[None]:
-    """Give a model back without what accelerate leaves on it.
-
-    That is a forward in the precision of the training, and a mark by which another training would keep it.
-    `Accelerator.unwrap_model` would take transformers' wrappers of the forward off as well, and leave the mark.
-    """
-    before = vars(model).get("forward")
-    try:
-        yield
-    finally:
-        for name in ("forward", "_original_forward", "_is_accelerate_prepared"):
-            vars(model).pop(name, None)
-        if before is not None:
-            model.forward = before
-
-
 def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArguments:
     """Return the Trainer's arguments for one stage of a recipe, with its checkpoints in ``folder``."""
     return TrainingArguments(
@@ -286,13 +269,12 @@ def training_arguments(stage: Stage, folder: Path, *, seed: int) -> TrainingArgu
         max_steps=stage.steps,
         per_device_train_batch_size=cast(int, stage.batch_size),
         learning_rate=stage.learning_rate,
-        bf16=fast_bf16() if stage.bf16 == "auto" else stage.bf16,
+        bf16=cast(bool, stage.bf16),
         torch_compile=stage.compiled,
         use_cpu=not torch.accelerator.is_available(),
         optim="adamw_torch",
         lr_scheduler_type="cosine",
         logging_steps=max(1, min(20, stage.steps // 50)),
-        save_strategy="steps",
         save_steps=max(1, min(500, stage.steps // 5)),
         save_total_limit=1,
         disable_tqdm=True,  # the caller shows progress, or nothing
@@ -325,7 +307,7 @@ def train_stage(
         model: the model.
         teacher: the softmax model, which may not share weights with ``model``.
         data: items of the training data.
-        stage: the settings, with a batch size.
+        stage: the settings, with a batch size and a precision (`Recipe.resolve`).
         folder: of the Trainer's checkpoints.
         seed: of the order of the data, dropout and LoRA's initial values.
         collate: makes a batch of items of ``data``; None stacks them.
@@ -338,15 +320,20 @@ def train_stage(
     """
     transfer = name == "transfer"
     title = "attention transfer" if transfer else "end to end"
-    rfa, rest = (stage.learning_rate, 0.0) if transfer else (stage.rfa_learning_rate, stage.learning_rate)
-    rates: dict[ParameterKind, float] = {
-        kind: rest if kind in ("projections", "rest") else rfa for kind in PARAMETER_KINDS
-    }
+    rate = stage.rfa_learning_rate
+    rates: Rates = {"feature_maps": rate, "sigma": rate, "gates": rate}
+    if transfer:
+        rates = {"projections": 0.0, "rest": 0.0}
     arguments = training_arguments(stage, folder, seed=seed)
     with ExitStack() as undone:
         for parameter in nn.ModuleList([model, teacher]).parameters():
             undone.callback(parameter.requires_grad_, parameter.requires_grad)
-        undone.enter_context(unprepared(model))
+        # accelerate leaves a forward in the precision of this training, and a mark by which the next one would keep it.
+        # `Accelerator.unwrap_model` would take transformers' wrappers of the forward off as well, and leave the mark.
+        if "forward" in vars(model):
+            undone.callback(setattr, model, "forward", model.forward)
+        for left in ("forward", "_original_forward", "_is_accelerate_prepared"):
+            undone.callback(vars(model).pop, left, None)
         undone.callback(model.eval)
         undone.callback(setattr, model.config, "use_cache", model.config.use_cache)  # which a Trainer turns off
         undone.callback(teacher.train, teacher.training)
