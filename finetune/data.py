@@ -51,8 +51,7 @@ def load_data(source: str, *, split: str = "train", config: str | None = None, s
         InputError: if it cannot be read, or is empty.
     """
     path = Path(source).expanduser()
-    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-    builder = BUILDERS.get(suffixes[-1]) if suffixes else None
+    builder = BUILDERS.get(Path(path.name.removesuffix(".gz")).suffix)
     if path.is_file():
         if builder is None:
             raise InputError(f"{source}: its ending is none of {', '.join(BUILDERS)} (plain or .gz).")
