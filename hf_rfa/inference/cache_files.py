@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,10 @@ def save_cache(cache: Cache, path: str | Path, *, notes: dict[str, Any] | None =
     path = Path(path).resolve()
     tensors: dict[str, Tensor] = {}
     about: dict[str, Any] = {}
-    for part, layers in _parts(cache).items():
-        for index, layer in enumerate(layers):
-            about[f"{part}.{index}"] = _facts(layer)
-            for name, tensor in _tensors(layer).items():
-                tensors[f"{part}.{index}.{name}"] = tensor.detach().cpu().contiguous()
+    for layer_name, layer in _layers(cache).items():
+        about[layer_name] = _facts(layer)
+        for name, tensor in _tensors(layer).items():
+            tensors[f"{layer_name}.{name}"] = tensor.detach().cpu().contiguous()
     if not tensors and notes is None:
         raise InputError("this cache holds nothing yet.")
     texts = {"layers": json.dumps(about), "notes": json.dumps(notes)}
@@ -98,8 +96,7 @@ def load_cache(path: str | Path, model: Any) -> Cache:
         if count != len(cache.layers):
             raise InputError(f"{path} holds {count} layers of {part} attention, and the model has {len(cache.layers)}.")
         for index in range(count):
-            facts = about[f"{part}.{index}"]
-            prefix = f"{part}.{index}."
+            facts, prefix = about[f"{part}.{index}"], f"{part}.{index}."
             of_layer = {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
             if of_layer:  # or the model has not used this layer yet
                 kind = _kind(model.config, part, index)
@@ -130,10 +127,12 @@ def _kind(config: Any, part: str, index: int) -> str:
     return "source state" if part == "cross" else "state"
 
 
-def _parts(cache: Cache) -> dict[str, list[Any]]:
+def _layers(cache: Cache) -> dict[str, Any]:
+    """Return the layers of a cache by the names that a file has for them, such as ``self.0`` and ``cross.0``."""
+    parts = {"self": cache}
     if isinstance(cache, EncoderDecoderCache):
-        return {"self": cache.self_attention_cache.layers, "cross": cache.cross_attention_cache.layers}
-    return {"self": cache.layers}
+        parts = {"self": cache.self_attention_cache, "cross": cache.cross_attention_cache}
+    return {f"{name}.{index}": layer for name, part in parts.items() for index, layer in enumerate(part.layers)}
 
 
 def _facts(layer: Any) -> dict[str, Any]:
@@ -169,8 +168,8 @@ def _restore(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 
 def cache_num_bytes(cache: Cache | None) -> int:
     """Return the bytes that a cache's tensors take: RFA states, keys and values, and states of recurrent layers."""
-    layers = () if cache is None else chain(*_parts(cache).values())
-    return sum(attention_num_bytes(layer) + recurrent_num_bytes(layer) for layer in layers)
+    layers = {} if cache is None else _layers(cache)
+    return sum(attention_num_bytes(layer) + recurrent_num_bytes(layer) for layer in layers.values())
 
 
 def attention_num_bytes(layer: Any) -> int:
