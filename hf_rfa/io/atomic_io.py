@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from ..errors import InputError
 
 #: Suffix of the names of folders that are being written.
@@ -108,20 +110,11 @@ def remove_leftovers(destination: Path) -> None:
     name = re.compile(rf"\.{re.escape(destination.name)}\.(\d{{1,9}})\.\w+{re.escape(PARTIAL)}")
     for path in destination.parent.glob(".*"):
         match = name.fullmatch(path.name)
-        if match is not None and path.is_dir() and path not in _MINE and not _is_running(int(match[1])):
+        if match is None or not path.is_dir() or path in _MINE:
+            continue
+        pid = int(match[1])
+        if pid == os.getpid() or not psutil.pid_exists(pid):  # in a container every run may have the same number
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_running(pid: int) -> bool:
-    """Return whether another process has this number; where that cannot be told, it may have."""
-    if os.name == "posix":
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass  # it is another user's
-    return pid != os.getpid()  # in a container every run may have the same one
 
 
 @contextmanager
