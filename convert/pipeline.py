@@ -21,7 +21,7 @@ from hf_rfa.models.no_features import NoFeatures
 from hf_rfa.models.summary_feature_map import SummaryMap
 from hf_rfa.process_memory import give_back_memory
 
-from .calibrate.calibration import FittedHeads, LayerGain, calibrate
+from .calibrate.calibration import LayerGain, calibrate, carry_heads, fitted_heads
 from .calibrate.retrieval_heads import choose_retrieval_heads
 from .card import model_card
 from .checkpoint.base_model import extend_positions, rfa_layers
@@ -135,11 +135,11 @@ def choose_heads(plan: Plan) -> Plan:
     first = plan if plan.config.feature_map == SummaryMap.name else exact
     models = load(first)
     calibrate_models(first, models)
-    fitted = FittedHeads.of(models.rfa)
+    fitted = fitted_heads(models.rfa)
     if first is not exact:  # heads are chosen by exact tokens alone
         del models
         models = load(exact)
-        fitted.carry_to(models.rfa)
+        carry_heads(fitted, models.rfa)
     on_head = plan.begin("choosing retrieval heads", count)
     heads = choose_retrieval_heads(models.rfa, models.inputs, count, seed=plan.options.seed, on_head=on_head)
     if not heads.heads:
@@ -180,9 +180,9 @@ def calibrate_and_measure(plan: Plan, models: Models) -> tuple[list[LayerGain], 
         plan.begin(name)
         return score_labels(model, batches(first_rows(models.inputs, MEASURED_TOKENS)))
 
-    if "labels" not in models.inputs:
-        return calibrate_models(plan, models), None
     gains = calibrate_models(plan, models)
+    if "labels" not in models.inputs:
+        return gains, None
     softmax = score("scoring the base model", models.base)
     perplexities = Perplexities(
         softmax=softmax.perplexity,

@@ -47,8 +47,7 @@ class Perplexities:
 
     def __str__(self) -> str:
         """Say them in words."""
-        stages = ("softmax", "calibrated")
-        return ", ".join(f"{stage} {shown(getattr(self, stage))}" for stage in stages)
+        return f"softmax {shown(self.softmax)}, calibrated {shown(self.calibrated)}"
 
     @property
     def ratio(self) -> float:

@@ -5,7 +5,6 @@ Distillation compares the weights with a softmax teacher's, in quadratic time. N
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple, cast
 
 import torch
@@ -29,15 +28,12 @@ def tokens_of(rows: slice, groups: int) -> slice:
 
 def seen_by(rows: slice, query: Tensor, key: Tensor, *, causal: bool = True) -> Tensor:
     """Return which of their keys some of the queries of a layer see, [rows, keys]: up to the last row's token if causal."""
-    groups = rows_per_token(query, key) if causal else 1
-    return _seen_by(rows.start, rows.stop, groups, None if causal else key.shape[-2], key.device)
-
-
-@lru_cache(maxsize=64)  # calibration asks for the same blocks again and again
-def _seen_by(start: int, stop: int, groups: int, keys: int | None, device: torch.device) -> Tensor:
-    tokens = tokens_of(slice(start, stop), groups)
-    seen = torch.ones(tokens.stop - tokens.start, keys or tokens.stop, dtype=torch.bool, device=device)
-    return to_rows(seen.tril(tokens.start) if keys is None else seen, groups)
+    if not causal:
+        return torch.ones(rows.stop - rows.start, key.shape[-2], dtype=torch.bool, device=key.device)
+    groups = rows_per_token(query, key)
+    tokens = tokens_of(rows, groups)
+    seen = torch.ones(tokens.stop - tokens.start, tokens.stop, dtype=torch.bool, device=key.device)
+    return to_rows(seen.tril(tokens.start), groups)
 
 
 class ExactTokens(NamedTuple):
@@ -61,15 +57,13 @@ class ExactTokens(NamedTuple):
         """Return which of the keys up to theirs some queries see exactly, [B, H, rows, keys]."""
         groups = rows_per_token(self.query, self.key)
         tokens = tokens_of(rows, groups)
-        near = self.tokens.visible(self.ordinal[:, tokens])[..., : tokens.stop]
-        return to_rows(near, groups) & seen_by(rows, self.query, self.key)
+        return to_rows(self.tokens.visible(self.ordinal[:, tokens])[..., : tokens.stop], groups)
 
     def joins_with(self) -> Tensor:
         """Return the place of the token with which each key joins the state, [B, H, Tk]; the last one where none does."""
-        place = self.tokens.until
         is_token = self.tokens.arrival[:, 0] >= 0
-        place = place + is_token.int().argmax(1)[:, None, None]  # padding stands before the tokens, or after them
-        return place.clamp(0, self.key.shape[2] - 1).long()
+        first = is_token.int().argmax(1)[:, None, None]  # padding stands before the tokens, or after them
+        return (self.tokens.until + first).clamp(0, self.key.shape[2] - 1).long()
 
 
 def log_attention_weights(

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -80,6 +80,10 @@ SHIFTS = (CLOSED, *(quarter / 4 for quarter in range(-24, 41)))
 #: Tokens on which a layer's attention weights are compared with softmax.
 COMPARED_TOKENS = 1024
 
+#: Importance of tokens and summaries of all heads, which hold for any choice of retrieval heads: tensors by the layer's name
+#: and by their own, which begin with all of its heads.
+FittedHeads = dict[str, dict[str, Tensor]]
+
 
 @dataclass(frozen=True)
 class LayerGain:
@@ -121,7 +125,7 @@ def calibrate(
     """
     masks = padding_masks(inputs)
     if fitted is not None:
-        fitted.carry_to(model)
+        carry_heads(fitted, model)
     finished = NoFeatures if fitted is None else NoFeatures | SummaryMap
     gains: list[LayerGain] = []
 
@@ -160,30 +164,19 @@ def calibrate(
     return gains
 
 
-class FittedHeads(NamedTuple):
-    """The importance of tokens and the summaries of all heads of a model, which hold for any choice of retrieval heads.
+def fitted_heads(model: PreTrainedModel) -> FittedHeads:
+    """Return what has been fitted of the heads of a model without retrieval heads."""
+    layers = rfa_layers(model).items()
+    return {name: {part: tensor.clone() for part, tensor in _by_head(layer).items()} for name, layer in layers}
 
-    Attributes:
-        by_layer: tensors by the layer's name and by their own, which begin with all of its heads.
-    """
 
-    by_layer: dict[str, dict[str, Tensor]]
-
-    @staticmethod
-    def of(model: PreTrainedModel) -> FittedHeads:
-        """Return those of a model without retrieval heads."""
-        layers = rfa_layers(model).items()
-        return FittedHeads(
-            {name: {part: tensor.clone() for part, tensor in _by_head(layer).items()} for name, layer in layers}
-        )
-
-    def carry_to(self, model: PreTrainedModel) -> None:
-        """Set those of the heads of ``model`` that are not retrieval heads."""
-        for name, layer in rfa_layers(model).items():
-            left = [head for head in range(layer.rfa_heads) if head not in layer.retrieval_heads]
-            for part, tensor in _by_head(layer).items():
-                if (fitted := self.by_layer[name].get(part)) is not None:
-                    tensor.copy_(fitted.unflatten(0, (layer.rfa_heads, -1))[left].flatten(0, 1))
+def carry_heads(fitted: FittedHeads, model: PreTrainedModel) -> None:
+    """Set what has been fitted, of the heads of a model that are not retrieval heads."""
+    for name, layer in rfa_layers(model).items():
+        left = [head for head in range(layer.rfa_heads) if head not in layer.retrieval_heads]
+        for part, tensor in _by_head(layer).items():
+            if part in fitted[name]:
+                tensor.copy_(fitted[name][part].unflatten(0, (layer.rfa_heads, -1))[left].flatten(0, 1))
 
 
 def _by_head(layer: RFAAttentionMixin) -> dict[str, Tensor]:
@@ -352,15 +345,15 @@ def fit_projection(feature_map: PositiveMap, second_moment: Tensor) -> None:
         tensors[name].copy_(fitted[name].repeat_interleave(heads // feature_map.num_heads, dim=0))
 
 
-def _nearest(comparison: _Comparison, values: Sequence[float], set_to: Callable[[float], None]) -> Tensor:
-    """Return, of some values, every head's best by its divergence, [H]; the first one wins ties."""
+def _set_to_nearest(comparison: _Comparison, values: Sequence[float], set_to: Callable[[Any], None]) -> None:
+    """Set every head to its best of some values by its divergence; the first one wins ties."""
     best, chosen = torch.tensor(math.inf), torch.tensor(values[0])
     for value in values:
         set_to(value)
         divergence = comparison.best_divergence()
         better = divergence < best - 1e-6
         best, chosen = torch.where(better, divergence, best), torch.where(better, value, chosen)
-    return chosen
+    set_to(chosen)
 
 
 def _set_time_scales(gate: Gate, comparison: _Comparison) -> None:
@@ -370,7 +363,7 @@ def _set_time_scales(gate: Gate, comparison: _Comparison) -> None:
     def set_to(scale: Tensor | float) -> None:  # 1 / (1 − g) where w·x is 0
         gate.bias.copy_((torch.as_tensor(scale).expand_as(gate.bias) - 1.0).log())
 
-    set_to(_nearest(comparison, scales, set_to))
+    _set_to_nearest(comparison, scales, set_to)
 
 
 def _set_temperature(feature_map: FeatureMap, keys: Tensor, comparison: _Comparison) -> None:
@@ -380,7 +373,7 @@ def _set_temperature(feature_map: FeatureMap, keys: Tensor, comparison: _Compari
         feature_map.sigma.copy_(torch.as_tensor(temperature).reshape(-1, 1).expand_as(feature_map.sigma))
         _set_log_scale(feature_map, keys)
 
-    set_to(_nearest(comparison, TEMPERATURES, set_to))
+    _set_to_nearest(comparison, TEMPERATURES, set_to)
 
 
 def _center_and_balance(feature_map: FeatureMap, query: Tensor, key: Tensor) -> None:
