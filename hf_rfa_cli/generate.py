@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -11,9 +13,12 @@ import typer
 from typer import Option
 
 from . import options
-from .console import print_speed, starting
-from .streams import STDIN, stream
+from .console import errors, print_speed, shown_stream, starting
 
+#: What stands for stdin on a command line.
+STDIN = Path("-")
+#: Exit status after Ctrl-C.
+INTERRUPTED = 130
 #: Panels of the help. `options.refuse` knows by them which options do not go together.
 TEXT, PROMPTS, SAMPLING, STREAMS = "Text", "Prompts and chat", "Sampling, with --sample", "Texts without end"
 of_text = partial(Option, rich_help_panel=TEXT)
@@ -96,15 +101,14 @@ def generate_command(
 
     starting(f"loading {model}")
     prompts = _prompts(prompt or [], prompt_file, system)
-    if streaming:
-        start = "".join(prompts)
-        stream(model, stream_from, start, save_cache, load_cache, dtype=dtype, device=device, seed=seed, **wanted)
-        return
     from transformers import TextStreamer
 
     from hf_rfa.inference import generate_text, load_model
 
-    loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+    loaded, tokenizer = load_model(model, kind="causal" if streaming else None, dtype=dtype, device=device)
+    if streaming:
+        _stream(loaded, tokenizer, stream_from, "".join(prompts), save_cache, load_cache, seed=seed, **wanted)
+        return
     streamer = None
     if num_beams == 1 and len(prompts) == 1:
         streamer = TextStreamer(tokenizer, skip_prompt=chat, skip_special_tokens=True)
@@ -142,6 +146,65 @@ def _prompts(prompts: list[str], file: Path | None, system: str | None) -> list[
     if not is_text(system or ""):
         raise options.UsageError("--system is not UTF-8 text. Convert it.")
     return prompts
+
+
+def _stream(
+    model: Any, tokenizer: Any, text: Path | None, prompt: str, save: Path | None, load: Path | None, **wanted: Any
+) -> None:
+    """Let a model read a text of any length and go on with it. Ctrl-C ends both, and what was read and written is kept."""
+    from transformers import TextStreamer
+
+    from hf_rfa.errors import InputError
+    from hf_rfa.inference import Reading, cache_num_bytes, continue_stream, read_stream
+    from hf_rfa.inference.cache_files import check_can_be_saved
+    from hf_rfa.inference.loading import position_limit
+    from hf_rfa.io.atomic_io import check_file
+    from hf_rfa.io.text_io import stream_text
+    from hf_rfa.process_memory import process_bytes
+
+    if save is not None:
+        check_file(save)
+        check_can_be_saved(model)
+    reading = Reading() if load is None else Reading.load(load, model)
+    path = None if text == STDIN else text
+    source = "" if path is None else str(path.resolve())
+    skip = reading.characters if source and source == reading.source else 0
+    if (limit := position_limit(model)) is not None:
+        errors.print(
+            f"note: this model's positions end at {limit}. Wherever they do, it reads its last {limit // 4} tokens again, "
+            "and has forgotten what came before.",
+            soft_wrap=True,
+        )
+    begin, start, stopped = reading.tokens, time.perf_counter(), None
+    try:
+        if skip:
+            errors.print(f"going on in {path} after {skip:,} characters", soft_wrap=True)
+        else:  # what an interruption left of another text comes first
+            read_stream(model, tokenizer, (), reading)
+        if text is not None:
+            reading.source = source
+            with shown_stream(f"reading {path.name if path else 'stdin'}", begin) as (show_bytes, show_tokens):
+                texts = stream_text(path, skip=skip, on_bytes=show_bytes)
+                read_stream(model, tokenizer, texts, reading, on_tokens=show_tokens)
+            print_speed("read ", reading.tokens - begin, time.perf_counter() - start)
+        streamer = TextStreamer(tokenizer, skip_prompt=not prompt, skip_special_tokens=True)
+        written = continue_stream(model, tokenizer, reading, prompt=prompt, streamer=streamer, **wanted)
+        print_speed("written ", written.new_tokens, written.seconds)
+    except (KeyboardInterrupt, InputError) as error:
+        stopped = error
+    if reading.cache is not None:
+        memory = f", process {process_bytes():,} bytes" if sys.platform == "linux" else ""
+        errors.print(f"cache {cache_num_bytes(reading.cache):,} bytes after {reading.tokens:,} tokens{memory}")
+    if save is not None and (reading.cache is not None or isinstance(stopped, KeyboardInterrupt)):
+        reading.save(save, model)
+        rest = f" --stream-from {reading.source}" if reading.source else ""
+        errors.print(f"kept in {save}: go on with --load-cache {save}{rest}", soft_wrap=True)
+    if isinstance(stopped, InputError):
+        raise stopped
+    if stopped is not None:
+        kept = "" if save else ", which are lost: --save-cache FILE keeps them"
+        errors.print(f"interrupted after {reading.tokens:,} tokens{kept}")
+        raise typer.Exit(INTERRUPTED)
 
 
 def _transcribe(model: str, paths: list[Path], *, num_beams: int, batch_size: int, dtype: str, device: str) -> None:
