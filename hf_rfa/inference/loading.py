@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -23,6 +21,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
 from ..errors import InputError
 from ..families import has_rotary_positions, reads_audio
@@ -61,13 +60,7 @@ WEIGHT_ERRORS = (*CONFIG_ERRORS, RuntimeError, SafetensorError)
 #: output_attentions only if its attention is eager, and what returns no dictionary fails inside transformers.
 OUTPUT_FIELDS = {"output_attentions": False, "return_dict": True}
 
-logger = logging.getLogger(__name__)
-
-
-@cache
-def warn_once(message: str) -> None:
-    """Log a warning, the first time that it is given: a command may read a configuration several times."""
-    logger.warning(message)
+logger = logging.get_logger(__name__)
 
 
 def find_device(name: str) -> torch.device:
@@ -113,14 +106,14 @@ def read_config(source: str | Path, device: torch.device | None = None) -> PreTr
         raise InputError(f"cannot read the configuration of {source}: {reason}") from error
     for name, needed in OUTPUT_FIELDS.items():
         if getattr(config, name) != needed:
-            warn_once(
+            logger.warning_once(
                 f"{source}: its configuration has {name}={getattr(config, name)}, and is read with {name}={needed}. Pass "
                 f"{name} to the model's call where you need it."
             )
             setattr(config, name, needed)
     attention = config._attn_implementation
     if attention not in (None, "eager", "sdpa") and not _can_attend(config, device):
-        warn_once(
+        logger.warning_once(
             f"{source}: its configuration asks for the attention {attention}, which cannot be computed here. transformers' "
             "own choice is taken, whose results are the same up to rounding."
         )
@@ -236,7 +229,7 @@ def check_vocabulary(tokenizer: Any, config: Any, name: str) -> None:
     """Warn if a tokenizer can give tokens that a model has no embedding for; `check_tokens` refuses texts that have some."""
     without = tokens_without_embedding(tokenizer, config)
     if without:
-        warn_once(
+        logger.warning_once(
             f"{name}: its tokenizer has {len(tokenizer)} entries, and the model's vocabulary {config.vocab_size}: texts "
             f"with {', '.join(map(repr, without[:3]))}{' …' if len(without) > 3 else ''} cannot be read. {VOCABULARY_ADVICE}"
         )

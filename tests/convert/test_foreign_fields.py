@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.utils import logging as transformers_logging
 
 from hf_rfa.convert import InputError, convert
 from hf_rfa.convert.checkpoint.source import locate
-from hf_rfa.inference import generate_text, load_model, loading
+from hf_rfa.inference import generate_text, load_model
 from tests.conftest import copy_of, leftovers, refused, save_tiny_tokenizer, words
 from tests.convert.conftest import fields, load
 from tests.decoders import saved
@@ -31,7 +32,7 @@ def source(checkpoints, tmp_path) -> Path:
 @pytest.fixture
 def warned(caplog) -> Any:
     """What was warned of; each warning counts as not given before."""
-    loading.warn_once.cache_clear()
+    transformers_logging.warning_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="hf_rfa")
     return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("hf_rfa")]
 
