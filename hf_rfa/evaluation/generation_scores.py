@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..errors import InputError
 from ..inference.generation import generate_text
-from ..inference.loading import check_length, check_tokens
+from ..inference.loading import check_tokens
 
 GenerationTask = Literal["translation", "summarization"]
 #: Kinds of ROUGE. Lsum takes every line of a text as one sentence.
@@ -113,10 +113,9 @@ def evaluate_generation(
         raise InputError(f"there are {len(sources)} sources and {len(references)} references: each source needs one.")
     if not sources:
         raise InputError("there is no source to start from.")
-    if max_new_tokens is None:
-        max_new_tokens = answer_length(model, model.config.max_position_embeddings) - 1
-    check_length(model, max_new_tokens + 1, what="the start token and the new tokens are")
     limit = int(model.config.max_position_embeddings)
+    if max_new_tokens is None:
+        max_new_tokens = answer_length(model, limit) - 1
     encoded = tokenizer(sources, verbose=False)["input_ids"]
     check_tokens((index for ids in encoded for index in ids), model.config)
     for number, (source, ids) in enumerate(zip(sources, encoded, strict=True), start=1):
