@@ -149,8 +149,7 @@ def _tensors(layer: Any) -> dict[str, Tensor]:
     """Return what a layer of a cache holds, by name."""
     if hasattr(layer, "holds"):
         return layer.tensors()
-    named = {name: getattr(layer, name, None) for name in ("keys", "values")}
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
+    return {name: getattr(layer, name) for name in ("keys", "values") if getattr(layer, name, None) is not None}
 
 
 def _restore(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
