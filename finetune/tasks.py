@@ -119,7 +119,8 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
     if length < 2 or (length > positions and not never_ends):
         raise InputError(f"block_length must be from 2 to the model's {positions} positions, got {length}.")
     data = _load(options)
-    labels = _name_labels(options, data, config, tokenizer) if options.task == "classify" else []
+    if options.task == "classify":
+        _name_labels(options, data, config, tokenizer)
     set_seed(arguments.seed)
     model = load_model_to_train(options, config)
     if length > positions:
@@ -131,7 +132,7 @@ def finetune(options: FinetuneArguments, arguments: Seq2SeqTrainingArguments) ->
             f"its own, in pieces of at most {length} tokens."
         )
     with arguments.main_process_first(desc="preparing the data"):  # the others find it in the cache
-        prepared = _prepare(options, data, tokenizer, config, length, packed=packed, labels=labels)
+        prepared = _prepare(options, data, tokenizer, config, length, packed=packed)
     if arguments.predict_with_generate:
         check_length(model, arguments.generation_max_length or 0, what="--generation-max-length is")
     freeze(model, options.rates())
@@ -283,8 +284,8 @@ def _load(options: FinetuneArguments) -> dict[str, Data]:
     return data
 
 
-def _name_labels(options: FinetuneArguments, data: dict[str, Data], config: Any, tokenizer: Any) -> list[str]:
-    """Return a classifier's labels, which enter its configuration."""
+def _name_labels(options: FinetuneArguments, data: dict[str, Data], config: Any, tokenizer: Any) -> None:
+    """Put a classifier's labels into its configuration."""
     labels, *others = (sorted(map(str, rows.unique("label"))) for rows in data.values())
     if len(labels) < 2:
         raise InputError(f"{options.train} has one label only ({labels[0]}): there is nothing to learn.")
@@ -294,24 +295,16 @@ def _name_labels(options: FinetuneArguments, data: dict[str, Data], config: Any,
         )
     config.id2label, config.label2id = dict(enumerate(labels)), {label: n for n, label in enumerate(labels)}
     config.pad_token_id = tokenizer.pad_token_id
-    return labels
 
 
 def _prepare(
-    options: FinetuneArguments,
-    data: dict[str, Data],
-    tokenizer: Any,
-    config: Any,
-    length: int,
-    *,
-    packed: bool,
-    labels: list[str],
+    options: FinetuneArguments, data: dict[str, Data], tokenizer: Any, config: Any, length: int, *, packed: bool
 ) -> dict[str, Data]:
-    """Return the data as the model takes it; ``labels`` are a classifier's."""
+    """Return the data as the model takes it."""
     encoders: dict[str, Callable[..., Data]] = {
         "clm": packed_blocks if packed else partial(single_documents, in_pieces=not options.unpacked),
         "seq2seq": token_pairs,
-        "classify": partial(labelled_texts, labels=labels),
+        "classify": partial(labelled_texts, labels=[*config.id2label.values()]),
     }
     prepared = {}
     for name, texts in data.items():
