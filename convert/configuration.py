@@ -60,11 +60,10 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
         values["merged_source_length"] = options.merged_source_length
     try:
         plain = config_class.from_base(checkpoint.config, **{name: [] for name in config_class.SOFTMAX_LAYERS})
-        values |= {
-            field: _softmax_layers(checkpoint, plain, kind, getattr(options, OPTIONS_BY_KIND[kind][0]))
-            for field, kind in config_class.SOFTMAX_LAYERS.items()
-            if getattr(options, OPTIONS_BY_KIND[kind][0]) is not None
-        }
+        for field, kind in config_class.SOFTMAX_LAYERS.items():
+            layers = getattr(options, OPTIONS_BY_KIND[kind][0])
+            if layers is not None:
+                values[field] = _softmax_layers(checkpoint, plain, kind, layers)
         config = config_class.from_base(checkpoint.config, **values)
         with torch.device("meta"):  # some attention is found out to be unfit as its modules are made
             checkpoint.family.architectures[checkpoint.architecture][1](config)

@@ -161,9 +161,7 @@ def add_outputs(base_model: PreTrainedModel, inputs: Inputs) -> Inputs:
 
 def batches(inputs: Inputs) -> list[Inputs]:
     """Return inputs in batches of about `SCORED_TOKENS` tokens, rows of similar length together, without common padding."""
-    names = ("decoder_attention_mask", "attention_mask")
-    mask = next((inputs[name] for name in names if name in inputs), None)
-    mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
+    mask = inputs["decoder_attention_mask" if "decoder_attention_mask" in inputs else "attention_mask"]
     rows = max(1, SCORED_TOKENS // mask.shape[1])
     order = mask.ne(0).sum(1).argsort(stable=True)
     return [

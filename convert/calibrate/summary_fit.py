@@ -76,9 +76,7 @@ class HeadText(NamedTuple):
         x, length = (self.key - mean) @ projection, len(self.key)
         products = (x[:, :, None] * self.value[:, None]).flatten(1)
         columns = torch.cat([torch.ones(length, 1).to(x), self.value, x, products], dim=1).double()
-        first = torch.searchsorted(
-            self.ordinal.to(self.until), self.until
-        )  # the first query that has forgotten the token
+        first = torch.searchsorted(self.ordinal.to(self.until), self.until)  # query that has forgotten the token
         sums = columns.new_zeros(len(self.ordinal) + 1, columns.shape[1])
         until = self.until.clamp_max(int(self.ordinal[-1]) + 1).double()
         sums.index_add_(0, first, columns * torch.exp(until / horizon)[:, None])
@@ -113,19 +111,17 @@ class Reading(NamedTuple):
         moments = zip(*(text.moments(mean, projection, horizon) for text in texts), strict=True)
         return Reading(*parts, *(torch.cat(part) for part in moments))
 
-    def errors(self, log_mass: Tensor, tilt: Tensor, root: Tensor | None, log_shares: Tensor) -> Tensor:
+    def errors(self, log_mass: Tensor, tilt: Tensor, root: Tensor, log_shares: Tensor) -> Tensor:
         """Return the mean squared error of the outputs for every share, [shares].
 
         Args:
             log_mass: of the summary, [G, n].
             tilt: a, [G, n, r].
-            root: R, [G, d, d], or None for the identity.
+            root: R, [G, d, d].
             log_shares: logarithms of factors of the mass.
         """
         summary = self.value + torch.einsum("gnr,nrd->gnd", tilt, self.covariance)
-        error, change = self.exact - self.output, summary - self.exact
-        if root is not None:
-            error, change = error @ root, change @ root
+        error, change = (self.exact - self.output) @ root, (summary - self.exact) @ root
         share = torch.sigmoid(log_mass - self.log_exact + log_shares[:, None, None].to(log_mass))
         squares, products = change.square().sum(-1), (error * change).sum(-1)
         return (error.square().sum(-1) + 2 * share * products + share.square() * squares).mean((1, 2))
@@ -145,11 +141,11 @@ def fit_summary(text: FarText) -> tuple[Tensor, Tensor]:
     tokens, ordinal = lifetimes_of(layer, layer.memory_layout(key.dtype), key, activations.key_mask, text.hidden_states)
     raw = layer.rotation.turn(key, -ordinal[:, None])
     rows = [_texts_of(text, raw, tokens, ordinal, row) for row in range(len(key))]
+    identity = torch.eye(key.shape[-1]).to(key).expand(feature_map.num_heads, feature_map.groups, -1, -1)
     errors = []
-    for head in range(feature_map.num_heads):
+    for head, root in enumerate(identity if text.root is None else text.root):
         by_row = [heads[head] for heads in rows if heads]
         few = min(text.held_out, len(by_row) // 2)
-        root = None if text.root is None else text.root[head]
         errors.append(_fit_head(feature_map, head, by_row[few:], by_row[:few], root, layer.scaling))
     before, after = torch.tensor(errors).T
     return before, after
@@ -194,7 +190,7 @@ def _fit_head(
     head: int,
     fitted: list[HeadText],
     held_out: list[HeadText],
-    root: Tensor | None,
+    root: Tensor,
     scaling: float,
 ) -> tuple[float, float]:
     """Fit one key-value head; return the errors of `fit_summary`."""
@@ -202,9 +198,9 @@ def _fit_head(
     mean, projection, directions = _directions(fitted, rank, root, scaling)
     constant = (scaling * mean)[None]  # what (Tq)·x̄ leaves out of s q·k̄
     reading = Reading.of(fitted, mean, projection, feature_map.horizon)
-    heads = range(head * groups, (head + 1) * groups)
-    for group, query_head in enumerate(heads):
-        weights, bias, counts = _fit_query_head(reading, group, constant, directions, root)
+    at = slice(head * groups, (head + 1) * groups)
+    for group, query_head in enumerate(range(at.start, at.stop)):
+        weights, bias, counts = _fit_query_head(reading, group, constant, directions, root[group])
         feature_map.query_projection[query_head] = torch.cat([weights, directions.T])
         feature_map.query_bias[query_head] = bias
         feature_map.count_weight[query_head] = counts
@@ -213,7 +209,6 @@ def _fit_head(
 
     def errors(reading: Reading, log_shares: Tensor) -> Tensor:
         log_count = reading.counts.log()
-        at = slice(heads.start, heads.stop)
         linear = reading.query @ feature_map.query_projection[at].mT + feature_map.query_bias[at, None]
         linear = linear + log_count * feature_map.count_weight[at, None]
         mass, tilt, slope = linear.split([1, rank, rank], dim=-1)
@@ -228,7 +223,7 @@ def _fit_head(
     return before, after
 
 
-def _directions(texts: list[HeadText], rank: int, root: Tensor | None, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
+def _directions(texts: list[HeadText], rank: int, root: Tensor, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean of forgotten keys, [d], Pᵀ and Tᵀ, [d, r]."""
     counts = torch.cat([text.forgotten_by() for text in texts]).double()
     keys, values = (torch.cat([getattr(text, name) for text in texts]).double() for name in ("key", "value"))
@@ -240,9 +235,7 @@ def _directions(texts: list[HeadText], rank: int, root: Tensor | None, scaling: 
     moments, vectors = torch.linalg.eigh(query.T @ query / len(query))
     moments = moments.clamp_min(1e-6 * moments.max()).sqrt()
     half, inverse = (vectors * moments) @ vectors.T, (vectors / moments) @ vectors.T
-    sensitivity = covariance @ half
-    if root is not None:
-        sensitivity = (root.double().mT @ sensitivity).flatten(0, 1)  # [G d, d]
+    sensitivity = (root.double().mT @ covariance @ half).flatten(0, 1)  # [G d, d]
     main = torch.linalg.svd(sensitivity, full_matrices=False).Vh[:rank].T
     main = F.pad(main, (0, rank - main.shape[1]))  # keys have no more directions than they are wide
     projection, directions = half @ main, inverse @ main
@@ -251,7 +244,7 @@ def _directions(texts: list[HeadText], rank: int, root: Tensor | None, scaling: 
 
 
 def _fit_query_head(
-    reading: Reading, group: int, constant: Tensor, directions: Tensor, root: Tensor | None
+    reading: Reading, group: int, constant: Tensor, directions: Tensor, root: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what one query head's features are of: u and A [1 + r, d], biases and weights of log n, [1 + 2 r] each."""
     rank = directions.shape[1]
@@ -266,8 +259,7 @@ def _fit_query_head(
         return torch.cat([linear * deviation, linear.new_zeros(len(linear), 1), linear @ mean[:, None]], dim=1)
 
     slope = ((reading.query[group] @ directions) * reading.mean).sum(-1)
-    change = (reading.far - reading.exact)[group]
-    change = change if root is None else change @ root[group]
+    change = (reading.far - reading.exact)[group] @ root
     share = torch.sigmoid(reading.log_far[group] - reading.log_exact[group])
     weight = ((share * (1 - share)).square() * change.square().sum(-1)).double()
     weight = (weight / weight.mean().clamp_min(1e-300)).clamp_max(LARGEST_WEIGHT)
@@ -283,9 +275,7 @@ def _fit_query_head(
     log_mass = (inputs @ mass + log_count[:, 0]).float() + slope
     share = torch.sigmoid(log_mass - reading.log_exact[group])
     missing = reading.output[group] - reading.exact[group] - share[:, None] * (reading.value - reading.exact[group])
-    effect = reading.covariance * share[:, None, None]
-    if root is not None:
-        missing, effect = missing @ root[group], effect @ root[group]
+    missing, effect = missing @ root, (reading.covariance * share[:, None, None]) @ root
     products, targets = effect @ effect.mT, (effect @ missing[:, :, None])[..., 0]  # [n, r, r], [n, r]
     few = inputs.float()
     normal = torch.einsum("nij,na,nb->iajb", products, few, few).reshape(rank * few.shape[1], -1).double()
