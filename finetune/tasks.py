@@ -64,7 +64,7 @@ from .data import (
 )
 from .param_groups import freeze, parameter_kinds
 from .run_folder import check_run, check_settings, last_checkpoint, training_folder
-from .trainers import GroupedSeq2SeqTrainer, GroupedTrainer, label_nats
+from .trainers import GroupedSeq2SeqTrainer, GroupedTrainer, Watch, label_nats
 
 logger = logging.get_logger(__name__)
 
@@ -385,7 +385,7 @@ def _trainer(
         data_collator=collator,
         processing_class=tokenizer,
         rates=options.rates(),
-        max_seconds=None if options.max_minutes is None else 60 * options.max_minutes,
+        watch=Watch(None if options.max_minutes is None else 60 * options.max_minutes),
         compute_metrics=partial(_metrics, task=options.task, tokenizer=tokenizer if generates else None),
         preprocess_logits_for_metrics=None if generates else partial(_evaluated, shift=shift),
         compute_loss_func=partial(_mean_loss, shift=shift) if own_loss else None,

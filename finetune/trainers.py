@@ -52,10 +52,15 @@ CHUNK_LOGITS = 2**21
 class Watch(TrainerCallback):
     """Ends a training whose seconds are over or whose loss is not finite any more, and tells its steps, those that are left.
 
-    Seconds are counted from the beginning of the training, or of its resumed part.
+    Args:
+        seconds: from the beginning of the training, or of its resumed part; None for no end by the clock.
+        name: of the training, for ``progress``.
+        progress: called with (name, number of steps) at the beginning, and with (None, 1) when a step is done.
     """
 
-    def __init__(self, seconds: float | None, name: str, progress: Progress) -> None:
+    def __init__(
+        self, seconds: float | None = None, name: str = "training", progress: Progress = lambda step, total: None
+    ) -> None:
         self.seconds, self.name, self.progress = seconds, name, progress
         self.start = time.monotonic()
 
@@ -85,24 +90,13 @@ class GroupedTrainer(Trainer):
 
     Args:
         rates: learning rate by kind; a kind that is not named has ``args.learning_rate``, and 0 freezes it.
-        max_seconds: end the training then, if its steps are not over. The learning rate falls as a cosine of what is further
-            on, the steps or the time.
-        name: of the training, for ``progress``.
-        progress: called with (name, number of steps) at the beginning, and with (None, 1) when a step is done.
+        watch: if it ends the training by the clock, the learning rate falls as a cosine of what is further on, the steps or
+            the time.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        rates: Rates | None = None,
-        max_seconds: float | None = None,
-        name: str = "training",
-        progress: Progress | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, rates: Rates | None = None, watch: Watch | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rates = rates or {}
-        self.watch = Watch(max_seconds, name, progress or (lambda step, total: None))
+        self.rates, self.watch = rates or {}, watch or Watch()
         self.add_callback(self.watch)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -298,7 +292,7 @@ def train_stage(
     collate: Callable[[Any], Inputs] | None = None,
     max_seconds: float | None = None,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = lambda step, total: None,
 ) -> StageResult:
     """Train a model in place: its feature maps and gates on the teacher's attention, or the whole of it end to end.
 
@@ -311,7 +305,7 @@ def train_stage(
         folder: of the Trainer's checkpoints.
         seed: of the order of the data, dropout and LoRA's initial values.
         collate: makes a batch of items of ``data``; None stacks them.
-        max_seconds: see `GroupedTrainer`.
+        max_seconds: see `Watch`.
         resume: continue from the last whole checkpoint in ``folder``, if there is one.
         progress: called with the steps, as by `hf_rfa.convert.convert`.
 
@@ -347,9 +341,7 @@ def train_stage(
             stage=stage,
             teacher=teacher,
             rates=rates,
-            max_seconds=max_seconds,
-            name=title,
-            progress=progress,
+            watch=Watch(max_seconds, title, progress),
             model=model,
             args=arguments,
             train_dataset=data,
