@@ -57,7 +57,7 @@ def generate_command(
     seed: Annotated[int, of_sampling(min=0, max=options.LARGEST_SEED, help="Random seed.")] = 0,
     stream_from: Annotated[Path | None, of_streams(callback=_file, help="A long text to read; - for stdin.")] = None,
     save_cache: Annotated[Path | None, of_streams(callback=options.in_a_folder, help="Save the reading here.")] = None,
-    load_cache: Annotated[Path | None, of_streams(exists=True, dir_okay=False, help="Reading to continue.")] = None,
+    load_cache: Annotated[Path | None, of_streams(callback=options.existing_file, help="Reading to continue.")] = None,
     audio: Annotated[list[Path] | None, Option(help="Speech to transcribe instead. May be repeated.")] = None,
     num_beams: options.Beams = 1,
     batch_size: options.BatchSize = 8,

@@ -42,6 +42,13 @@ def text_file(path: Path | None) -> Path | None:
     return path
 
 
+def existing_file(path: Path | None) -> Path | None:
+    """Check that an option names a file of any kind."""
+    if path is not None and not path.is_file():
+        raise typer.BadParameter(f"there is no file {path}.")
+    return path
+
+
 def data_path(path: Path | None) -> Path | None:
     """Check that an option names a file, or a folder."""
     return path if path is not None and path.is_dir() else text_file(path)

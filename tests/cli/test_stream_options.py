@@ -105,7 +105,7 @@ def test_an_interrupted_text_goes_on_where_it_stopped(cut, generate, monkeypatch
     ("options", "said"),
     [
         (["--stream-from", "nothing.txt"], "there is no text file nothing.txt"),
-        (["--load-cache", "nothing"], "'--load-cache': file 'nothing' does not exist"),
+        (["--load-cache", "nothing"], "there is no file nothing."),
         (["--stream-from", "book.txt", "--prompt", "x", "--prompt", "y"], "--stream-from is for one text: pass one"),
         (["--stream-from", "book.txt", "--chat"], "--chat does not go with --stream-from"),
         (["--stream-from", "book.txt", "--audio", "a.wav"], "has no effect with --audio"),
