@@ -130,8 +130,8 @@ class ConversionOptions:
             if value == one.default:
                 continue
             if one.name == "config":
-                texts = (item if isinstance(item, str) else json.dumps(item) for item in value.values())
-                words += [word for name, text in zip(value, texts, strict=True) for word in (flag, f"{name}={text}")]
+                for name, item in value.items():
+                    words += [flag, f"{name}={item if isinstance(item, str) else json.dumps(item)}"]
             else:
                 words += ["--config", f"{one.name}={_text(value)}"] if flag is None else [flag, _text(value)]
         return words

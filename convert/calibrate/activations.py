@@ -115,7 +115,7 @@ def softmax_weights(layer: RFAAttentionMixin, activations: LayerActivations) -> 
 def compare_weights(
     layer: RFAAttentionMixin,
     activations: LayerActivations,
-    hidden_states: Tensor | None = None,
+    hidden_states: Tensor,
     targets: Iterable[SoftmaxWeights] | None = None,
 ) -> Iterator[tuple[SoftmaxWeights, Tensor, ExactTokens | None]]:
     """Yield the softmax weights of a layer, the logarithms of its own attention weights, and what it sees exactly.
@@ -127,8 +127,7 @@ def compare_weights(
     least_shift = layer.feature_map.least_shift(None)
     features = layer.feature_map(query, key, least_shift=least_shift, offset=layer.window_size > 0)
     window = exact_tokens(layer, query, key, features.offset, activations.key_mask, hidden_states)
-    gated = layer.gate is not None and hidden_states is not None
-    log_decay, input_scale = layer.gate(hidden_states) if gated else (None, None)
+    log_decay, input_scale = (None, None) if layer.gate is None else layer.gate(hidden_states)
     log_decay, input_scale = mask_padding(activations.key_mask, log_decay, input_scale)
     for target in softmax_weights(layer, activations) if targets is None else targets:
         log_weights = log_attention_weights(
@@ -150,17 +149,15 @@ def exact_tokens(
     key: Tensor,
     offset: Tensor | None,
     key_mask: Tensor | None,
-    hidden_states: Tensor | None,
+    hidden_states: Tensor,
 ) -> ExactTokens | None:
-    """Return what a layer sees exactly, or None for one that keeps no tokens; ``key_mask`` [N, T] is True for tokens.
+    """Return what a layer sees exactly, or None for one that keeps no tokens.
 
-    ``hidden_states`` are the layer's input, which slots are filled by; without them the slots stay empty.
+    ``query`` is not scaled yet; the other arguments are those of `ExactTokens` and of `lifetimes_of`.
     """
     layout = layer.memory_layout(key.dtype)
     if not layout.places:
         return None
-    if hidden_states is None:
-        layout = replace(layout, slots=0)
     tokens, ordinal = lifetimes_of(layer, layout, key, key_mask, hidden_states)
     return ExactTokens(query * layer.scaling, key, cast(Tensor, offset), tokens, ordinal)
 
@@ -198,7 +195,7 @@ def lifetimes_of(
 def layer_divergence(
     layer: RFAAttentionMixin,
     activations: LayerActivations,
-    hidden_states: Tensor | None = None,
+    hidden_states: Tensor,
     targets: Iterable[SoftmaxWeights] | None = None,
 ) -> Tensor:
     """Return KL(softmax ‖ RFA) of a layer's attention weights, in nats per query, [H]: the mean over a group's queries.
@@ -206,7 +203,7 @@ def layer_divergence(
     Args:
         layer: the RFA layer.
         activations: its queries, keys and values in the softmax model.
-        hidden_states: its input there, for a gate; None leaves a gate out.
+        hidden_states: its input there, which gate and importance read.
         targets: the softmax weights of ``activations``; None computes them.
     """
     comparisons = compare_weights(layer, activations, hidden_states, targets)

@@ -190,10 +190,10 @@ def _by_head(layer: RFAAttentionMixin) -> dict[str, Tensor]:
 class _Comparison:
     """The divergence of a layer's attention weights from softmax, on the first `COMPARED_TOKENS` tokens."""
 
-    def __init__(self, layer: RFAAttentionMixin, activations: LayerActivations, hidden_states: Tensor | None) -> None:
+    def __init__(self, layer: RFAAttentionMixin, activations: LayerActivations, hidden_states: Tensor) -> None:
         rows = max(1, COMPARED_TOKENS * layer.feature_map.groups // activations.query.shape[2])
         self.layer, self.activations = layer, activations.rows(rows)
-        self.hidden_states = None if hidden_states is None else hidden_states[:rows]
+        self.hidden_states = hidden_states[:rows]
         self.targets = list(softmax_weights(layer, self.activations))
 
     def divergence(self) -> Tensor:
@@ -279,14 +279,11 @@ def summarise(text: FarText, *, to_train: bool) -> None:
 def calibrate_layer(
     layer: RFAAttentionMixin,
     activations: LayerActivations,
-    hidden_states: Tensor | None = None,
+    hidden_states: Tensor,
     *,
     to_train: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Calibrate a layer, and return the divergences of `LayerGain`, each [H].
-
-    Its gate needs ``hidden_states``.
-    """
+    """Calibrate a layer, whose input is ``hidden_states``, and return the divergences of `LayerGain`, each [H]."""
     feature_map = layer.feature_map
     keys = activations.keys()
     comparison = _Comparison(layer, activations, hidden_states)
@@ -298,7 +295,7 @@ def calibrate_layer(
     _set_log_scale(feature_map, keys)
     if isinstance(feature_map, PositiveMap) and feature_map.reparametrizable:
         _shape_projection(feature_map, activations.queries(), keys)
-    if layer.gate is not None and hidden_states is not None:
+    if layer.gate is not None:
         _set_time_scales(layer.gate, comparison)
     if feature_map.has_sigma:
         _set_temperature(feature_map, keys, comparison)

@@ -70,11 +70,12 @@ def test_every_step_brings_attention_closer_to_the_parent():
     # Correlated, of other widths on the two sides, and neither of mean 0.
     query, key = (torch.randn(1, 6, 64, 8) @ (mix * each) + torch.randn(6, 1, 8) for each in (width, 1 / width))
     sample = LayerActivations(query, key, torch.randn_like(key))
-    calibrate_layer(layer, sample)
+    hidden = torch.zeros(1, 64, 48)
+    calibrate_layer(layer, sample, hidden)
     assert (feature_map.sigma != 1).any()
     masses = feature_map.key(key)[0].sum(-1)
     torch.testing.assert_close(masses.median(dim=1).values, torch.ones(6), msg="of the keys at the temperature chosen")
-    comparison = _Comparison(layer, sample, None)
+    comparison = _Comparison(layer, sample, hidden)
     calibrated = comparison.divergence()
     constants = {name: tensor.clone() for name, tensor in feature_map.state_dict().items()}
     mean_query, mean_key = sample.queries().mean(1), sample.keys().mean(1)
@@ -153,12 +154,13 @@ def test_features_beside_exact_tokens_are_never_worse_than_none(feature_map, gat
 def test_nothing_is_left_of_closed_features(feature_map):
     layer = Layer(2, 1, feature_map=feature_map, window_size=4)
     query, key, value = (torch.randn(4, 2, 50, 4) for _ in range(3))
-    calibrate_layer(layer, LayerActivations(query, key, value), to_train=True)
+    hidden = torch.zeros(4, 50, 5)
+    calibrate_layer(layer, LayerActivations(query, key, value), hidden, to_train=True)
     assert (layer.feature_map.window_shift.abs() <= MAX_WINDOW_SHIFT).all(), "training has to find them open"
     layer.feature_map.window_shift.fill_(CLOSED)
-    closed = layer.attend(query, key, value, hidden_states=torch.zeros(4, 50, 5))[0]
+    closed = layer.attend(query, key, value, hidden_states=hidden)[0]
     layer.attention_component = "window"
-    alone = layer.attend(query, key, value, hidden_states=torch.zeros(4, 50, 5))[0]
+    alone = layer.attend(query, key, value, hidden_states=hidden)[0]
     torch.testing.assert_close(closed, alone, rtol=1e-6, atol=1e-6)
 
 
