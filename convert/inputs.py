@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
@@ -111,12 +112,11 @@ def text_sources(tokenizer: Any, documents: Iterable[str], max_length: int, *, t
 def transcript_inputs(base_model: PreTrainedModel, features: Tensor) -> Inputs:
     """Return decoder inputs and labels: what the base model writes of mel features, `UTTERANCES_AT_ONCE`."""
     prompt = prompt_length(base_model, features)
-    pieces = features.split(UTTERANCES_AT_ONCE)
-    parts = [write_tokens(base_model, piece, max_new_tokens=OUTPUT_TOKENS).cpu() for piece in pieces]
-    length = max(part.shape[1] for part in parts)
+    rows: list[Tensor] = []
+    for piece in features.split(UTTERANCES_AT_ONCE):
+        rows += write_tokens(base_model, piece, max_new_tokens=OUTPUT_TOKENS).cpu()
     end: Any = base_model.generation_config.eos_token_id
-    pad = end[0] if isinstance(end, list) else end
-    ids = torch.cat([F.pad(part, (0, length - part.shape[1]), value=pad) for part in parts])
+    ids = pad_sequence(rows, batch_first=True, padding_value=end[0] if isinstance(end, list) else end)
     return answer_inputs(ids, end, prompt=prompt)
 
 

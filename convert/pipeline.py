@@ -25,15 +25,7 @@ from .calibrate.calibration import LayerGain, calibrate, carry_heads, fitted_hea
 from .calibrate.retrieval_heads import choose_retrieval_heads
 from .card import model_card
 from .checkpoint.base_model import extend_positions, rfa_layers
-from .checkpoint.loading import (
-    check_kept,
-    digests,
-    load_base_model,
-    load_converted,
-    load_models,
-    probe_logits,
-    quiet,
-)
+from .checkpoint.loading import check_kept, digests, load_base_model, load_converted, load_models, probe_logits, quiet
 from .inputs import AUDIO, MEASURED_TOKENS, Inputs, add_outputs, batches, first_rows
 from .options import ConversionOptions
 from .plan import Plan, Progress, make_plan
@@ -96,17 +88,11 @@ def convert(
         asked = replace(options or ConversionOptions(), **fields)
     except ValueError as error:
         raise InputError(str(error)) from error
-    plan = choose_heads(
-        make_plan(
-            checkpoint,
-            destination,
-            asked,
-            trained=trained,
-            overwrite=overwrite,
-            command=command,
-            progress=progress or (lambda step, total: None),
-        )
+    show = progress or (lambda step, total: None)
+    plan = make_plan(
+        checkpoint, destination, asked, trained=trained, overwrite=overwrite, command=command, progress=show
     )
+    plan = choose_heads(plan)
     models = load(plan)
     gains, perplexities = calibrate_and_measure(plan, models)
     if perplexities is not None and plan.trained is None and not plan.options.force:
