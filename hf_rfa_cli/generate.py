@@ -59,7 +59,7 @@ def generate_command(
     save_cache: Annotated[Path | None, of_streams(callback=options.in_a_folder, help="Save the reading here.")] = None,
     load_cache: Annotated[Path | None, of_streams(callback=options.existing_file, help="Reading to continue.")] = None,
     audio: Annotated[list[Path] | None, Option(help="Speech to transcribe instead. May be repeated.")] = None,
-    num_beams: options.Beams = 1,
+    num_beams: Annotated[int, Option(min=1, help="Beams of generation; 1 for none.")] = 1,
     batch_size: options.BatchSize = 8,
     dtype: options.ModelDtype = "auto",
     device: options.Device = "auto",

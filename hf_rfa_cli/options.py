@@ -68,7 +68,6 @@ ModelDtype = Annotated[
 ]
 Device = Annotated[str, Option(help="Device: cpu, cuda, cuda:1, …; auto for an accelerator if there is one.")]
 Seed = Annotated[int, Option(min=0, max=LARGEST_SEED, help="Random seed.")]
-Beams = Annotated[int, Option(min=1, help="Beams of generation; 1 for none.")]
 BatchSize = Annotated[int, Option(min=1, help="Texts, or windows of one, at a time.")]
 References = Annotated[
     Path | None, Option(callback=text_file, help="Outputs for the sources of an encoder, one per line.")
