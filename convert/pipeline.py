@@ -195,10 +195,8 @@ def write(
     if plan.tokenizer is not None:
         plan.tokenizer.save_pretrained(folder)
     for path in plan.files:
-        if path.is_dir():
-            shutil.copytree(path, folder / path.name)
-        elif path.is_file():
-            shutil.copyfile(path, folder / path.name)
+        copy = shutil.copytree if path.is_dir() else shutil.copyfile
+        copy(path, folder / path.name)
     return report, logits
 
 

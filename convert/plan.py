@@ -59,7 +59,7 @@ class Plan:
     no_tokenizer: str | None  # why there is none
     inputs: Inputs  # what to calibrate on; of a model with an encoder the sources
     trained: Trained | None  # what is trained on the base model afterwards
-    files: tuple[Path, ...]  # files and folders that go beside the weights; some may not exist
+    files: tuple[Path, ...]  # files and folders that go beside the weights
     command: str  # the command line that repeats the conversion
     progress: Progress  # called as the work goes on
     heads: RetrievalHeads | None = None  # retrieval heads that were chosen, and what they change
@@ -139,7 +139,7 @@ def _files_beside(folder: Path) -> tuple[Path, ...]:
                 "the model is none of theirs."
             ) from error
         names += [*SENTENCE_FILES, *filter(None, parts)]
-    return tuple(folder / name for name in names)
+    return tuple(folder / name for name in names if (folder / name).exists())
 
 
 def _calibration_inputs(

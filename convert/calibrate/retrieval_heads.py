@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -175,17 +175,16 @@ def choose_retrieval_heads(
     blocks |= {name: inputs[name] for name in ("position_ids",) if name in inputs}
     model.requires_grad_(False)
     heads: list[tuple[int, int]] = []
-    first: _Block | None = None
 
     with ExactShares(layers, model.device) as exact:
         shares = exact.shares
-        while len(heads) < count:
-            index = len(heads) % len(ids)
+        for number in range(count):
+            index = number % len(ids)
             block = _ask_block(model, exact, {name: tensor[index : index + 1] for name, tensor in blocks.items()})
             with torch.enable_grad():
                 without = _divergence(model, exact, block)
                 (gradient,) = torch.autograd.grad(without, shares)
-            if first is None:
+            if number == 0:
                 first, before = block, float(without.detach())
             chosen = shares.detach() > 0
             is_last = chosen.sum(1, keepdim=True) == shares.shape[1] - 1  # one head of a layer is left as it is
@@ -199,7 +198,7 @@ def choose_retrieval_heads(
             give_back_memory()
             on_head()
         with torch.no_grad():
-            after = float(_divergence(model, exact, cast(_Block, first)))
+            after = float(_divergence(model, exact, first))
     return RetrievalHeads(tuple(heads), before, after)
 
 
@@ -213,24 +212,27 @@ def _ask_block(model: PreTrainedModel, exact: ExactShares, block: dict[str, Tens
     )
     shares = exact.shares.clone()
     exact.shares.fill_(1.0)
-    asked = _Block(beginning, rest, scored[start + 1 :].to(model.device), torch.empty(0))
-    asked = asked._replace(expected=_predictions(model, exact, asked))
+    parts = beginning, rest, scored[start + 1 :].to(model.device)
+    expected = _predictions(model, exact, *parts)
     exact.shares.copy_(shares)
-    return asked
+    return _Block(*parts, expected)
 
 
-def _predictions(model: PreTrainedModel, exact: ExactShares, block: _Block) -> Tensor:
+def _predictions(
+    model: PreTrainedModel, exact: ExactShares, beginning: dict[str, Tensor], rest: dict[str, Tensor], scored: Tensor
+) -> Tensor:
     """Return the logarithms of what the model predicts of a block's scored tokens, [tokens, V].
 
     Gradients flow from there to the first passage, and no further: what stands before is read without.
     """
     exact.past = {}
     with torch.no_grad():
-        cache = returned_cache(model(**block.beginning, use_cache=True, logits_to_keep=1))
-    logits = model(**block.rest, **cache_argument(cache), use_cache=True).logits[0]
-    return logits[:-1][block.scored].float().log_softmax(-1)
+        cache = returned_cache(model(**beginning, use_cache=True, logits_to_keep=1))
+    logits = model(**rest, **cache_argument(cache), use_cache=True).logits[0]
+    return logits[:-1][scored].float().log_softmax(-1)
 
 
 def _divergence(model: PreTrainedModel, exact: ExactShares, block: _Block) -> Tensor:
     """Return KL(softmax ‖ converted) per scored token of a block."""
-    return F.kl_div(_predictions(model, exact, block), block.expected, log_target=True, reduction="batchmean")
+    predicted = _predictions(model, exact, block.beginning, block.rest, block.scored)
+    return F.kl_div(predicted, block.expected, log_target=True, reduction="batchmean")
