@@ -342,10 +342,10 @@ def fit_projection(feature_map: PositiveMap, second_moment: Tensor) -> None:
         tensors[name].copy_(fitted[name].repeat_interleave(heads // feature_map.num_heads, dim=0))
 
 
-def _set_to_nearest(comparison: _Comparison, values: Sequence[float], set_to: Callable[[Any], None]) -> None:
+def _set_to_nearest(comparison: _Comparison, values: Sequence[float], set_to: Callable[[Tensor], None]) -> None:
     """Set every head to its best of some values by its divergence; the first one wins ties."""
     best, chosen = torch.tensor(math.inf), torch.tensor(values[0])
-    for value in values:
+    for value in torch.tensor(values):
         set_to(value)
         divergence = comparison.best_divergence()
         better = divergence < best - 1e-6
@@ -357,8 +357,8 @@ def _set_time_scales(gate: Gate, comparison: _Comparison) -> None:
     """Set every head's time scale to the one that is nearest the softmax weights (step 4)."""
     scales = [max(2.0, share * gate.max_positions) for share in GATE_TIME_SCALES]
 
-    def set_to(scale: Tensor | float) -> None:  # 1 / (1 − g) where w·x is 0
-        gate.bias.copy_((torch.as_tensor(scale).expand_as(gate.bias) - 1.0).log())
+    def set_to(scale: Tensor) -> None:  # 1 / (1 − g) where w·x is 0
+        gate.bias.copy_((scale - 1.0).log())
 
     _set_to_nearest(comparison, scales, set_to)
 
@@ -366,8 +366,8 @@ def _set_time_scales(gate: Gate, comparison: _Comparison) -> None:
 def _set_temperature(feature_map: FeatureMap, keys: Tensor, comparison: _Comparison) -> None:
     """Set σ of every head to the temperature that is nearest the softmax weights (step 5), with its best shift."""
 
-    def set_to(temperature: Tensor | float) -> None:
-        feature_map.sigma.copy_(torch.as_tensor(temperature).reshape(-1, 1).expand_as(feature_map.sigma))
+    def set_to(temperature: Tensor) -> None:
+        feature_map.sigma.copy_(temperature.reshape(-1, 1))
         _set_log_scale(feature_map, keys)
 
     _set_to_nearest(comparison, TEMPERATURES, set_to)
