@@ -63,11 +63,10 @@ class Budget:
     """A memory of a layer, in bytes."""
 
     total: int  # the memory
-    token: int  # what a token takes in the base model's cache
     layout: MemoryLayout  # that of a layer which keeps nothing yet
     layers: int  # the number of layers that are converted
 
-    def places(self, state_rows: int = 0) -> int:
+    def places(self, state_rows: int) -> int:
         """Return how many tokens every head can keep beside a state of some rows."""
         left = self.total - replace(self.layout, state_rows=state_rows).num_bytes()
         return left // self.layout.bytes_per_place()
@@ -117,10 +116,9 @@ def budget_of(checkpoint: Checkpoint, options: ConversionOptions, memory: int) -
         raise InputError(str(error.__cause__ or error)) from error
     heads, width = config.num_heads_for("causal"), config.head_dim_for("causal")
     layout = MemoryLayout(heads=heads, head_dim=width, dtype=dtype)
-    token = heads * 2 * width * dtype.itemsize
-    layers = [index for index in range(config.num_layers_for("causal")) if config.is_rfa("causal", index)]
-    converted = layers if options.layers == "all" else set(layers) & set(options.layers)
-    return Budget(memory * token, token, layout, len(converted))
+    layers = {index for index in range(config.num_layers_for("causal")) if config.is_rfa("causal", index)}
+    converted = layers if options.layers == "all" else layers & set(options.layers)
+    return Budget(memory * heads * 2 * width * dtype.itemsize, layout, len(converted))
 
 
 def with_preset(
@@ -202,7 +200,7 @@ def _with_sizes(checkpoint: Checkpoint, options: ConversionOptions) -> Conversio
         budget = budget_of(checkpoint, options, memory)
         if options.retrieval_heads is None:
             options = replace(options, retrieval_heads=_retrieval_heads(checkpoint, options, budget))
-        sizes, window = _by_rule(budget, options, positions)
+        sizes, window = _by_rule(memory, budget, options, positions)
     left_open = {name: size for name, size in sizes._asdict().items() if getattr(options, name) is None}
     if options.retrieval_heads and options.retrieval_window is None:
         left_open["retrieval_window"] = window
@@ -274,14 +272,14 @@ def _check_preset(checkpoint: Checkpoint, options: ConversionOptions, preset: Pr
     raise InputError(problem)
 
 
-def _by_rule(budget: Budget, options: ConversionOptions, positions: int) -> tuple[Sizes, int]:
+def _by_rule(memory: int, budget: Budget, options: ConversionOptions, positions: int) -> tuple[Sizes, int]:
     """Return the sizes by which a preset spends a memory, beside those that are named, and the window of retrieval heads.
 
     Retrieval heads take `RETRIEVAL_BYTES`. Of the exact tokens of the others half are the last ones, or fewer where a text
     says which others are important (`LAST_TOKENS`). Beside random features the last and the most important ones are as many.
     Random features take half of the memory, a summary as much as it has by itself.
     """
-    memory, feature_map, features = f"memory={options.memory}", str(options.feature_map), options.num_features
+    feature_map, features = str(options.feature_map), options.num_features
     window, sinks, slots = options.window_size, options.num_sinks, options.num_slots
     if options.preset == "rfa":
         window, sinks, slots = window or 0, sinks or 0, slots or 0
@@ -291,10 +289,10 @@ def _by_rule(budget: Budget, options: ConversionOptions, positions: int) -> tupl
     fits_tokens = window is None or slots is None
     if not fits_features and not fits_tokens:
         raise InputError(
-            f"{memory} has no effect, since all that it would decide on is given already. Leave it out, or one of "
+            f"memory={memory} has no effect, since all that it would decide on is given already. Leave it out, or one of "
             "window_size, num_slots and num_features."
         )
-    sinks = min(SINKS, budget.total // budget.token // 4) if sinks is None else sinks
+    sinks = min(SINKS, memory // 4) if sinks is None else sinks
     far, number = 0, options.retrieval_heads or 0
     count = len(number) if isinstance(number, list) else number
     if count and budget.layout.heads > 1:
@@ -319,7 +317,7 @@ def _by_rule(budget: Budget, options: ConversionOptions, positions: int) -> tupl
     slots = places - sinks - window if slots is None else slots
     if min(window - fits_tokens, slots) < 0 or (fits_features and not features):
         raise InputError(
-            f"{memory} has no room for what preset={options.preset} keeps, beside the sizes that are given. Ask for more, or "
-            "for another preset."
+            f"memory={memory} has no room for what preset={options.preset} keeps, beside the sizes that are given. Ask for "
+            "more, or for another preset."
         )
     return Sizes(window, sinks, slots, features), far
