@@ -19,7 +19,7 @@ from .onnx_model import own_functions
 #: Weights with fewer numbers stay as they are.
 LEAST_SIZE = 2**12
 #: Numbers that have a scale of their own.
-BLOCK = 64
+BLOCK = 32
 
 
 def quantize(model: ir.Model, *, by_blocks: bool = True) -> None:
