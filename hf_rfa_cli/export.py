@@ -26,5 +26,4 @@ def export_command(
     starting(f"exporting {checkpoint} to {destination}")
     from hf_rfa.export import export
 
-    options = {"to": to, "int8": int8, "runtime": runtime, "overwrite": overwrite}
-    report_of(export, checkpoint, destination, **options)
+    report_of(export, checkpoint, destination, to=to, int8=int8, runtime=runtime, overwrite=overwrite)

@@ -131,7 +131,7 @@ def test_packages_that_are_missing_are_named_before_anything_is_read(tmp_path, m
     monkeypatch.setattr(exporting, "find_spec", lambda name: None)
     onnx, executorch = (
         r"onnx, onnxscript, onnxruntime: pip install 'hf-rfa\[export\]'",
-        r"pip install 'hf-rfa\[executorch\]'",
+        r"executorch: pip install 'hf-rfa\[executorch\]'",
     )
     for to, message in (("onnx", onnx), ("executorch", executorch)):
         with pytest.raises(InputError, match=message):
