@@ -34,7 +34,8 @@ NOTHING_TO_CONVERT = "no layer is left to convert. Name at least one in layers, 
 #: The options that are named as the configuration's fields.
 SAME_NAMES = ("feature_map", "gate", "window_size", "num_sinks", "num_slots")
 #: Fields of the configuration that options set under other names, or that are found while converting.
-OTHER_NAMES = ("num_features", "retrieval_heads", "retrieval_window", "feature_seed", "softmax_layers")
+RETRIEVAL = ("retrieval_heads", "retrieval_window", "retrieval_slots")
+OTHER_NAMES = ("num_features", *RETRIEVAL, "feature_seed", "softmax_layers")
 
 
 def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
@@ -49,7 +50,7 @@ def rfa_config(checkpoint: Checkpoint, options: ConversionOptions) -> Any:
     values: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAMES}
     values |= (options.config or {}) | {"feature_seed": options.seed}
     if not options.retrieval_heads or isinstance(options.retrieval_heads, list):  # a number of them is chosen later
-        values |= {"retrieval_heads": options.retrieval_heads or [], "retrieval_window": options.retrieval_window or 0}
+        values |= {name: getattr(options, name) or ([] if name == "retrieval_heads" else 0) for name in RETRIEVAL}
     values |= {field: getattr(options, OPTIONS_BY_KIND[kind][1]) for field, kind in config_class.FEATURE_COUNTS.items()}
     if options.merged_source_length is not None:
         if "cross" not in config_class.SOFTMAX_LAYERS.values():

@@ -55,15 +55,19 @@ class ConversionOptions:
     num_sinks: int | None = option(None, "First tokens to keep.", least=0)
     retrieval_heads: RetrievalHeads | None = option(
         None,
-        "Key-value heads with a longer window: how many, chosen by their recall, or which, as layer.head (18.2,7.2). "
+        "Key-value heads with more tokens: how many, chosen by their recall, or which, as layer.head (18.2,7.2). "
         "Default: by rule with a memory and a text, else none.",
         flag="--retrieval-heads",
         least=0,
     )
     retrieval_window: int | None = option(
         None,
-        "Window of retrieval heads, in tokens. Default: by rule with a memory, else 1,024, or a smaller model's positions.",
+        "Window of retrieval heads, in tokens. Default: that of the others with a memory, else 1,024, or a smaller model's "
+        "positions.",
         least=1,
+    )
+    retrieval_slots: int | None = option(
+        None, "Important tokens of retrieval heads. Default: by rule with a memory, else none.", least=0
     )
     feature_map: str | None = option(
         None,
@@ -98,8 +102,8 @@ class ConversionOptions:
     )
     calibration_tokens: int | None = option(
         None,
-        "Tokens to read of that text, 128 per utterance; from 32,768 on, gradient descent fits the slots. Default: 4,096; "
-        "8,192 with slots; 16,384 with a summary.",
+        "Tokens to read of that text, 128 per utterance; from 16,384 on, gradient descent fits the slots. Default: 4,096; "
+        "8,192 with slots; 24,576 with a summary.",
         least=2,
     )
     seed: int = option(0, "Seed of W, of random tokens, and of the queries for fitting scores and features.", least=0)

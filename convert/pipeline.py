@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 
 from hf_rfa.errors import InputError
 from hf_rfa.evaluation.perplexity import Perplexity, score_labels
+from hf_rfa.families import position_count
 from hf_rfa.inference.loading import find_device
 from hf_rfa.io.atomic_io import new_folder
+from hf_rfa.models.importance import IMPORTANCES
 from hf_rfa.models.no_features import NoFeatures
-from hf_rfa.models.summary_feature_map import SummaryMap
 from hf_rfa.process_memory import give_back_memory
 
-from .calibrate.calibration import LayerGain, calibrate, carry_heads, fitted_heads
+from .calibrate.calibration import LayerGain, calibrate
 from .calibrate.retrieval_heads import choose_retrieval_heads
 from .card import model_card
 from .checkpoint.base_model import extend_positions, rfa_layers
@@ -115,19 +116,17 @@ def choose_heads(plan: Plan) -> Plan:
     count = plan.options.retrieval_heads
     if not count or isinstance(count, list):
         return plan
-    exact = plan
-    if plan.config.window_size:
-        exact = plan.with_options(feature_map=NoFeatures.name, num_features=None, gate=False)
-    first = plan if plan.config.feature_map == SummaryMap.name else exact
-    models = load(first)
-    calibrate_models(first, models)
-    fitted = fitted_heads(models.rfa)
-    if first is not exact:  # heads are chosen by exact tokens alone
-        del models
-        models = load(exact)
-        carry_heads(fitted, models.rfa)
+    exact, config = plan, plan.config
+    if config.window_size:  # what no text has been read for yet does not count
+        slots = 0 if IMPORTANCES[config.importance].needs_text else config.num_slots
+        window = min(position_count(plan.source.config), config.window_size + config.num_slots - slots)
+        no_features: dict[str, Any] = {"feature_map": NoFeatures.name, "num_features": None, "gate": False}
+        exact = plan.with_options(window_size=window, num_slots=slots, **no_features)
+    models = load(exact)
+    if exact is plan:  # of features alone, which stand for nothing until they are calibrated
+        calibrate_models(plan, models)
     on_head = plan.begin("choosing retrieval heads", count)
-    heads = choose_retrieval_heads(models.rfa, models.inputs, count, seed=plan.options.seed, on_head=on_head)
+    heads = choose_retrieval_heads(*models, count, seed=plan.options.seed, on_head=on_head)
     if not heads.heads:
         raise InputError(
             "no head tells more of the text when it sees all of it. Leave retrieval_heads out, or take a longer text."
@@ -135,7 +134,7 @@ def choose_heads(plan: Plan) -> Plan:
     del models
     give_back_memory()
     chosen = plan.with_options(retrieval_heads=[list(head) for head in heads.heads])
-    return replace(chosen, heads=heads, fitted=fitted)
+    return replace(chosen, heads=heads)
 
 
 def load(plan: Plan) -> Models:
@@ -152,11 +151,9 @@ def load(plan: Plan) -> Models:
 
 
 def calibrate_models(plan: Plan, models: Models) -> list[LayerGain]:
-    """Calibrate the RFA model; what was fitted before its heads were chosen stays."""
-    is_fitted = plan.fitted is not None and plan.config.feature_map in (NoFeatures.name, SummaryMap.name)
-    stage = "calibrating" if plan.fitted is None else "fitting features"
-    on_layer = (lambda: None) if is_fitted else plan.begin(stage, len(rfa_layers(models.rfa)))
-    return calibrate(*models, on_layer=on_layer, to_train=plan.trained is not None, fitted=plan.fitted)
+    """Calibrate the RFA model."""
+    on_layer = plan.begin("calibrating", len(rfa_layers(models.rfa)))
+    return calibrate(*models, on_layer=on_layer, to_train=plan.trained is not None)
 
 
 def calibrate_and_measure(plan: Plan, models: Models) -> tuple[list[LayerGain], Perplexities | None]:

@@ -19,7 +19,6 @@ from hf_rfa.io.audio_io import read_utterances
 from hf_rfa.io.text_io import BLOCK_LENGTH, read_documents
 from hf_rfa.models.no_features import feature_map_class
 
-from .calibrate.calibration import FittedHeads
 from .calibrate.retrieval_heads import RetrievalHeads
 from .checkpoint.source import Checkpoint, open_checkpoint
 from .configuration import check_names, import_words, rfa_config, with_more_positions
@@ -63,7 +62,6 @@ class Plan:
     command: str  # the command line that repeats the conversion
     progress: Progress  # called as the work goes on
     heads: RetrievalHeads | None = None  # retrieval heads that were chosen, and what they change
-    fitted: FittedHeads | None = None  # importance and summaries of all heads, with which they were chosen
 
     def with_options(self, **fields: Any) -> Plan:
         """Return the plan with other options."""

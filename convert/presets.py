@@ -33,10 +33,12 @@ FEATURES_STEP = 8
 RETRIEVAL_WINDOW = BLOCK_LENGTH
 #: Least memory, in tokens, that a summary takes its part of by default.
 SUMMARY_FROM = 32
-#: Retrieval heads by rule, of all key-value heads that are converted, and what they take of a memory's bytes.
-RETRIEVAL_HEADS, RETRIEVAL_BYTES = 8 / 90, 0.36
+#: What retrieval heads take of a memory's bytes by rule, and their share of all key-value heads that are converted: the first
+#: where each keeps as many tokens as follow, else the second. With SmolLM2, 12 heads are better than 8 with a memory of 64
+#: tokens, and worse with 128 and 256.
+RETRIEVAL_BYTES, RETRIEVAL_HEADS, RETRIEVAL_TOKENS = 1 / 3, (8 / 90, 12 / 90), 384
 #: Of P exact tokens c P^(2/3) are the last ones where a text says which others are important: c, as measured on SmolLM2.
-LAST_TOKENS = 1.6
+LAST_TOKENS = 1.3
 
 
 class Sizes(NamedTuple):
@@ -195,15 +197,16 @@ def _with_sizes(checkpoint: Checkpoint, options: ConversionOptions) -> Conversio
     if memory is None and options.preset == family.preset and named == (None, None, None) and options.layers != []:
         memory = None if family.memory is None else min(family.memory, positions)
     if memory is None:
-        sizes, window = _sizes(checkpoint, options), min(RETRIEVAL_WINDOW, positions)
+        sizes, far = _sizes(checkpoint, options), (min(RETRIEVAL_WINDOW, positions), 0)
     else:
         budget = budget_of(checkpoint, options, memory)
         if options.retrieval_heads is None:
             options = replace(options, retrieval_heads=_retrieval_heads(checkpoint, options, budget))
-        sizes, window = _by_rule(memory, budget, options, positions)
+        sizes, far = _by_rule(memory, budget, options, positions)
     left_open = {name: size for name, size in sizes._asdict().items() if getattr(options, name) is None}
-    if options.retrieval_heads and options.retrieval_window is None:
-        left_open["retrieval_window"] = window
+    if options.retrieval_heads:
+        of_them = zip(("retrieval_window", "retrieval_slots"), far, strict=True)
+        left_open |= {name: size for name, size in of_them if getattr(options, name) is None}
     return replace(options, memory=None, **left_open)
 
 
@@ -217,7 +220,8 @@ def _retrieval_heads(checkpoint: Checkpoint, options: ConversionOptions, budget:
     chooses = options.memory is not None and beside and options.window_size != 0
     if not chooses or options.calibrate_on is None or not checkpoint.predicts_tokens:
         return 0
-    return min(layers * (heads - 1), max(1, round(RETRIEVAL_HEADS * layers * heads)))
+    few, many = (min(layers * (heads - 1), max(1, round(share * layers * heads))) for share in RETRIEVAL_HEADS)
+    return few if not few or budget.retrieval_places(few) >= RETRIEVAL_TOKENS else many
 
 
 def _sizes(checkpoint: Checkpoint, options: ConversionOptions) -> Sizes:
@@ -272,12 +276,13 @@ def _check_preset(checkpoint: Checkpoint, options: ConversionOptions, preset: Pr
     raise InputError(problem)
 
 
-def _by_rule(memory: int, budget: Budget, options: ConversionOptions, positions: int) -> tuple[Sizes, int]:
-    """Return the sizes by which a preset spends a memory, beside those that are named, and the window of retrieval heads.
+def _by_rule(memory: int, budget: Budget, options: ConversionOptions, positions: int) -> tuple[Sizes, tuple[int, int]]:
+    """Return sizes by which a preset spends a memory, beside those that are named, and (window, slots) of retrieval heads.
 
-    Retrieval heads take `RETRIEVAL_BYTES`. Of the exact tokens of the others half are the last ones, or fewer where a text
-    says which others are important (`LAST_TOKENS`). Beside random features the last and the most important ones are as many.
-    Random features take half of the memory, a summary as much as it has by itself.
+    Retrieval heads take `RETRIEVAL_BYTES`, and have the window of the others where a text says what else is important. Of
+    the exact tokens of the others half are the last ones, or fewer where a text says which others are important
+    (`LAST_TOKENS`). Beside random features the last and the most important ones are as many. Random features take half of
+    the memory, a summary as much as it has by itself.
     """
     feature_map, features = str(options.feature_map), options.num_features
     window, sinks, slots = options.window_size, options.num_sinks, options.num_slots
@@ -297,7 +302,9 @@ def _by_rule(memory: int, budget: Budget, options: ConversionOptions, positions:
     count = len(number) if isinstance(number, list) else number
     if count and budget.layout.heads > 1:
         count = min(count, budget.layers * (budget.layout.heads - 1))  # more are refused with what they are of
-        far = options.retrieval_window or max(1, min(positions, budget.retrieval_places(count) - sinks))
+        least = (options.retrieval_window or 1) + (options.retrieval_slots or 0)
+        by_share = min(positions, budget.retrieval_places(count) - sinks)
+        far = least if options.retrieval_window else max(least, by_share)
         budget = budget.beside(count, far + sinks)
     small = needs_text(feature_map)
     if fits_features and fits_tokens and small:
@@ -320,4 +327,7 @@ def _by_rule(memory: int, budget: Budget, options: ConversionOptions, positions:
             f"memory={memory} has no room for what preset={options.preset} keeps, beside the sizes that are given. Ask for "
             "more, or for another preset."
         )
-    return Sizes(window, sinks, slots, features), far
+    last = far - (options.retrieval_slots or 0)
+    if (options.retrieval_window, options.retrieval_slots) == (None, None) and options.calibrate_on is not None:
+        last = min(far, window) or far
+    return Sizes(window, sinks, slots, features), (last, far - last)

@@ -172,7 +172,7 @@ def what_layers_keep(config: Any, feature_dims: dict[str, int]) -> str:
             exact = _tokens(config.num_sinks, config.window_size, config.num_slots)
             line = f"{exact}; {features if feature_dims['causal'] else 'no random features'}"
         if config.retrieval_heads:
-            far = _tokens(config.num_sinks, config.retrieval_window)
+            far = _tokens(config.num_sinks, config.retrieval_window, config.retrieval_slots)
             line += f"; in retrieval heads, {len(config.retrieval_heads)} in all, {far}"
         lines["causal"] = line
     return "; ".join(line if lines.keys() == {"causal"} else f"{kind}: {line}" for kind, line in lines.items())

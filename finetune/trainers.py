@@ -165,7 +165,7 @@ def transfer_losses(model: nn.Module, teacher: PreTrainedModel, inputs: Inputs) 
         if name not in captured:
             continue
         with torch.no_grad():
-            activations = layer_activations(layer, captured[name], masks)
+            activations = layer_activations(layer, captured[name], masks)[0]
         with torch.autocast(activations.key.device.type, enabled=False):
             loss = layer_divergence(layer, activations, captured.pop(name).hidden_states)
         yield name, loss

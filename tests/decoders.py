@@ -10,6 +10,7 @@ import torch
 
 from hf_rfa import FAMILIES
 from hf_rfa.families import DECODERS
+from hf_rfa.models.rfa_classes import OWN_PARTS
 from tests.tiny_models import tiny_model
 
 #: Tokens of a text.
@@ -62,7 +63,7 @@ def converted(softmax: Any, **options: Any) -> Any:
     model = cls(declared.rfa_config.from_base(softmax.config, **options)).to(softmax.dtype).eval()
     absent, unknown = model.load_state_dict(softmax.state_dict(), strict=False)
     assert not unknown
-    assert all({"feature_map", "gate", "importance"} & {*key.split(".")} for key in absent)
+    assert all({*OWN_PARTS} & {*key.split(".")} for key in absent)
     return with_plain_experts(model)
 
 

@@ -14,7 +14,13 @@ from tests.families import make
 #: Grouped queries, sinks, window, slots, retrieval heads in one of two layers, and positions that go back every 5 tokens.
 OPTIONS = {
     **{"feature_map": "none", "window_size": 3, "num_sinks": 2, "num_slots": 3, "max_distance": 12, "distance_step": 5},
-    **{"retrieval_heads": [[0, 1]], "retrieval_window": 6, "num_hidden_layers": 2, "vocab_size": 64},
+    **{
+        "retrieval_heads": [[0, 1]],
+        "retrieval_window": 4,
+        "retrieval_slots": 3,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+    },
 }
 SUMMARY = {"feature_map": "summary", "num_features": 4}
 

@@ -28,7 +28,7 @@ ROWS, LENGTH, SOURCE_LENGTH, WIDTH = 3, 29, 17, 24
 #: `tests/models/test_decoders.py` runs over all decoders.
 COMMON = ("gpt2", "bart", "marian", "llama")
 
-RETRIEVAL = {"retrieval_heads": [[0, 1], [1, 0]], "retrieval_window": 6}
+RETRIEVAL = {"retrieval_heads": [[0, 1], [1, 0]], "retrieval_window": 6, "retrieval_slots": 3}
 #: What a Llama that reads texts without end keeps.
 WITHOUT_END = {"feature_map": "none", "window_size": 6, "num_sinks": 2, "num_slots": 4}
 WITHOUT_END |= {"max_distance": 24, "distance_step": 8}
@@ -175,7 +175,7 @@ def softmax_model(model: PreTrainedModel, family: str, **options: Any) -> PreTra
     base = declared.architectures[declared.default_architecture][0](base_config(family, **options))
     absent, added = base.load_state_dict(model.state_dict(), strict=False)
     assert not absent
-    assert all("feature_map" in key or ".gate." in key or ".importance." in key for key in added)
+    assert all("feature_map" in key or ".gate." in key or "importance." in key for key in added)
     return base.eval()
 
 

@@ -23,7 +23,8 @@ class Layer(RFASeq2SeqAttentionMixin):
         defaults = {
             "feature_map": "positive", "window_size": 0, "num_sinks": 0, "num_slots": 0, "gate": False, "unit_norm": False,
             "trainable_projection": False, "feature_seed": 1, "chunk_size": 4, "hidden_size": HIDDEN,
-            "max_position_embeddings": 8, "retrieval_window": 0, "retrieval_heads": [], "importance": "learned",
+            "max_position_embeddings": 8, "retrieval_window": 0, "retrieval_slots": 0, "retrieval_heads": [],
+            "importance": "learned",
         }  # fmt: skip
         config = SimpleNamespace(**{**defaults, **fields})
         config.num_heads_for = lambda kind: heads

@@ -96,17 +96,19 @@ def stream_by_loop(
         others = [head for head in range(key.shape[1]) if head not in chosen]
         marks: dict[str, Any] = {"padding": padding, "starts": starts}
         kept = {"window": config.window_size, "slots": config.num_slots, "sinks": config.num_sinks}
-        importance, recency = torch.zeros(len(ids), len(others), length), [0.0] * len(others)
-        if layer is None:
-            kept = {"window": softmax.config.sliding_window}
-        elif layer.importance is not None:
-            importance = torch.einsum("btn,hn->bht", module.inputs.to(layer.importance.weight), layer.importance.weight)
-            recency = layer.importance.recency.tolist()
-        seen[:, others], forgotten = memory_by_loop(importance, recency, **kept, **marks)
+        kept = {"window": softmax.config.sliding_window} if layer is None else kept
+
+        def ranked(heads: list[int], rule: Any) -> tuple[torch.Tensor, list[float]]:
+            if rule is None:
+                return torch.zeros(len(ids), len(heads), length), [0.0] * len(heads)
+            return torch.einsum("btn,hn->bht", module.inputs.to(rule.weight), rule.weight), rule.recency.tolist()
+
+        seen[:, others], forgotten = memory_by_loop(
+            *ranked(others, None if layer is None else layer.importance), **kept, **marks
+        )
         if chosen:
-            nothing = importance.new_zeros(len(ids), len(chosen), length)
-            kept = {"window": config.retrieval_window, "sinks": config.num_sinks}
-            seen[:, chosen] = memory_by_loop(nothing, [0.0] * len(chosen), **kept, **marks)[0]
+            kept = {"window": config.retrieval_window, "slots": config.retrieval_slots, "sinks": config.num_sinks}
+            seen[:, chosen] = memory_by_loop(*ranked(chosen, layer.retrieval_importance), **kept, **marks)[0]
         groups = query.shape[1] // key.shape[1]
         for row in range(len(ids)):
             for t in range(length):

@@ -40,20 +40,20 @@ LAYERS = [
 #: rises with its reason in a comment beside it.
 LINES = {
     "hf_rfa": 474,
-    "hf_rfa/export": 2_082,  # 735 more: layers repeated in the graph, steps prepared for all layers at once; ExecuTorch
-    "hf_rfa/models": 6_280,  # 230 more: the summary, in whole texts and in steps of few operations
+    "hf_rfa/export": 2_088,  # 741 more: layers repeated in the graph, steps prepared for all; ExecuTorch; retrieval slots
+    "hf_rfa/models": 6_292,  # 242 more: slots of retrieval heads; the summary, in whole texts and in steps of few operations
     "hf_rfa/io": 482,
     "hf_rfa/serving": 1_048,  # hf-rfa chat and serve: rows of one batch, sessions, errors of files by name, a whole secret
     "hf_rfa/inference": 1_129,  # 16 more: checksums of cache files, conversations of several messages
     "hf_rfa/evaluation": 1_122,  # 30 more: scores are metrics of the evaluate library
     "hf_rfa/bench": 277,  # 10 more: a step is timed with a full memory
-    "hf_rfa/convert": 4_045,  # 317 more: the summary is fitted in closed form, has shares of attention; parts fit caches
+    "hf_rfa/convert": 4_052,  # 324 more: the summary is fitted in closed form, has shares of attention; retrieval slots
     "hf_rfa/finetune": 2_085,
     "hf_rfa_cli": 1_498,  # 150 more: chat and serve
     "hf-rfa-vllm": 1_239,  # 80 more: prefix caching, mostly its check; sizes of blocks that have no effect are refused
-    "tests": 15_900,  # 1,115 more: a server of conversations; exports and who runs them; phrases to avoid; the summary
+    "tests": 15_957,  # 1,172 more: a server of conversations; exports and who runs them; the summary; retrieval slots
     "benchmarks": 3_690,  # 340 more: servers, llama.cpp's too, and what sleeps on them; exported graphs beside softmax ones
-    "docs": 622,  # 49 more: tables of options and of rules of importance; StreamingLLM and times in the picture of streams
+    "docs": 625,  # 52 more: tables of options and of rules of importance; StreamingLLM and times in pictures
     "examples": 463,  # 85 more: a book as one stream, drawn
 }
 #: Lines by which a folder may be below its number, before that is lowered.

@@ -267,8 +267,10 @@ def capture_inputs(model: PreTrainedModel, names: Iterable[str], inputs: dict[st
 
 def layer_activations(
     layer: RFAAttentionMixin, inputs: LayerInputs, masks: dict[str, Tensor | None]
-) -> LayerActivations:
-    """Return the queries, keys and values of an RFA layer's heads with features; its projections are the softmax layer's.
+) -> list[LayerActivations]:
+    """Return queries, keys and values of all heads but the retrieval heads, and of these if there are any.
+
+    The layer is an RFA layer, and its projections are the softmax layer's.
 
     ``inputs`` are the layer's, of `capture_inputs`, and ``masks`` those of the model's inputs (`padding_masks`).
     """
@@ -280,9 +282,11 @@ def layer_activations(
         query, key, value = layer.project(inputs.hidden_states, **inputs.options)
         query_mask = key_mask = masks[layer.rfa_kind]
     query = group_queries(query, key.shape[1])
-    if layer.retrieval_heads:  # which need nothing that is fitted
-        query, key, value = (split_heads(tensor, layer.retrieval_heads)[0] for tensor in (query, key, value))
-    return LayerActivations(query, key, value, query_mask, key_mask)
+    activations = LayerActivations(query, key, value, query_mask, key_mask)
+    if not layer.retrieval_heads:
+        return [activations]
+    queries, keys, values = (split_heads(tensor, layer.retrieval_heads) for tensor in (query, key, value))
+    return [replace(activations, query=queries[i], key=keys[i], value=values[i]) for i in range(2)]
 
 
 def padding_masks(inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:

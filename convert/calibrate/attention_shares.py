@@ -65,7 +65,7 @@ def attention_shares(model: PreTrainedModel, ids: Tensor) -> AttentionShares | N
         query, key, value = (part.float() for part in layer.project(hidden_states, **inputs.options))
         _, of_all = layer.attend(query, key, value, hidden_states=hidden_states, output_attentions=True)
         weights, _ = split_heads(group_queries(of_all, key.shape[1]), layer.retrieval_heads)  # [1, H, T G, T]
-        activations = layer_activations(layer, inputs, {"causal": None, "encoder": None})
+        activations = layer_activations(layer, inputs, {"causal": None, "encoder": None})[0]
         key = activations.key.float()
         tokens, ordinal = lifetimes_of(layer, layer.memory_layout(key.dtype), key, None, hidden_states)
         near = to_rows(tokens.visible(ordinal), layer.feature_map.groups)

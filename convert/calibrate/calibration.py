@@ -58,7 +58,7 @@ from .activations import (
     visit_layers,
 )
 from .attention_weights import ExactTokens, key_exponents
-from .far_outputs import FarText, output_root
+from .far_outputs import FarText, output_roots
 from .importance import refine_importance, regress_importance
 from .summary_fit import fit_summary
 
@@ -79,10 +79,6 @@ CLOSED = 24.0
 SHIFTS = (CLOSED, *(quarter / 4 for quarter in range(-24, 41)))
 #: Tokens on which a layer's attention weights are compared with softmax.
 COMPARED_TOKENS = 1024
-
-#: Importance of tokens and summaries of all heads, which hold for any choice of retrieval heads: tensors by the layer's name
-#: and by their own, which begin with all of its heads.
-FittedHeads = dict[str, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,6 @@ def calibrate(
     *,
     on_layer: Callable[[], None],
     to_train: bool = False,
-    fitted: FittedHeads | None = None,
 ) -> list[LayerGain]:
     """Calibrate every RFA layer that ``inputs`` reach, in place, and call ``on_layer`` after each.
 
@@ -118,39 +113,35 @@ def calibrate(
         inputs: of both.
         on_layer: called after each layer.
         to_train: whether the model is going to be trained (step 8 of the module).
-        fitted: importance and summaries, where they have been fitted before; None to fit them.
 
     Returns:
         The gains of all layers with features that have weights of their own for every token; no others have.
     """
     masks = padding_masks(inputs)
-    if fitted is not None:
-        carry_heads(fitted, model)
-    finished = NoFeatures if fitted is None else NoFeatures | SummaryMap
     gains: list[LayerGain] = []
 
     def has_features(layer: RFAAttentionMixin) -> bool:
-        return not isinstance(layer.feature_map, finished)
+        return not isinstance(layer.feature_map, NoFeatures)
 
     def learns(layer: RFAAttentionMixin) -> bool:
-        return fitted is None and isinstance(layer.importance, LearnedImportance)
+        return any(isinstance(rule, LearnedImportance) for rule in layer.importances())
 
     layers = {name: layer for name, layer in rfa_layers(model).items() if has_features(layer) or learns(layer)}
 
     def calibrate_named(name: str, layer_inputs: LayerInputs, projection: str | None) -> None:
         """Calibrate a layer when the softmax model comes to it, so that the inputs of one layer are held at a time."""
         layer, hidden_states = layers[name], layer_inputs.hidden_states
-        activations = layer_activations(layer, layer_inputs, masks)
-        root = None if projection is None else output_root(layer, projection)
-        text = FarText(layer, activations, hidden_states, root)
-        if learns(layer):
-            regress_importance(text)
-            if text.is_long:
-                refine_importance(text)
+        parts = zip(layer_activations(layer, layer_inputs, masks), output_roots(layer, projection), strict=False)
+        texts = [FarText(layer, part, hidden_states, root, group) for group, (part, root) in enumerate(parts)]
+        for text in texts:
+            if isinstance(text.importance, LearnedImportance):
+                regress_importance(text)
+                if text.is_long:
+                    refine_importance(text)
         if isinstance(layer.feature_map, SummaryMap):
-            summarise(text, to_train=to_train)
+            summarise(texts[0], to_train=to_train)
         elif has_features(layer):
-            before, after = calibrate_layer(layer, activations, hidden_states, to_train=to_train)
+            before, after = calibrate_layer(layer, texts[0].activations, hidden_states, to_train=to_train)
             gains.append(LayerGain(name, layer.rfa_kind, tuple(before.tolist()), tuple(after.tolist())))
         give_back_memory()
         on_layer()
@@ -162,29 +153,6 @@ def calibrate(
     if layers:
         visit_layers(base_model, layers, inputs, calibrate_named)
     return gains
-
-
-def fitted_heads(model: PreTrainedModel) -> FittedHeads:
-    """Return what has been fitted of the heads of a model without retrieval heads."""
-    layers = rfa_layers(model).items()
-    return {name: {part: tensor.clone() for part, tensor in _by_head(layer).items()} for name, layer in layers}
-
-
-def carry_heads(fitted: FittedHeads, model: PreTrainedModel) -> None:
-    """Set what has been fitted, of the heads of a model that are not retrieval heads."""
-    for name, layer in rfa_layers(model).items():
-        left = [head for head in range(layer.rfa_heads) if head not in layer.retrieval_heads]
-        for part, tensor in _by_head(layer).items():
-            if part in fitted[name]:
-                tensor.copy_(fitted[name][part].unflatten(0, (layer.rfa_heads, -1))[left].flatten(0, 1))
-
-
-def _by_head(layer: RFAAttentionMixin) -> dict[str, Tensor]:
-    """Return the tensors of a layer that are fitted head by head, by name."""
-    tensors = {} if layer.importance is None else layer.importance.state_dict(prefix="importance.")
-    if isinstance(layer.feature_map, SummaryMap):
-        tensors |= layer.feature_map.state_dict(prefix="feature_map.")
-    return tensors
 
 
 class _Comparison:

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_rfa.models.attention import RFAAttentionMixin
+from hf_rfa.models.importance import Importance
 from hf_rfa.models.masking import split_heads
+from hf_rfa.models.memory import MemoryLayout
 
 from ..checkpoint.offload import tensor_of
 from .activations import LayerActivations, lifetimes_of
@@ -31,9 +33,9 @@ QUERIES_AT_ONCE = 64
 STEP_QUERIES, STEP_ROWS = 480, 6
 #: Share of the rows that is held out, which are the first ones.
 HELD_OUT = 1 / 8
-#: Tokens of a text from which on there is gradient descent. With 8,192 tokens it was worth 0.3 % of SmolLM2-135M's perplexity
-#: at a memory of 64 tokens, and took as long as all else of the conversion.
-FITTED_FROM = 32_768
+#: Tokens of a text from which on there is gradient descent. With 16,384 tokens it is worth 1.2 to 2 % of SmolLM2-135M's
+#: perplexity at a memory of 64 tokens, with 8,192 it was 0.3 %.
+FITTED_FROM = 16_384
 #: Logit or score of what is not seen.
 UNSEEN = -1e30
 #: Added to the squares of an output projection, relative to their mean, so that they have a root.
@@ -97,13 +99,16 @@ class FarQueries(NamedTuple):
 
 
 def far_queries(
-    layer: RFAAttentionMixin, activations: LayerActivations, places: Tensor, stop: int | None = None
+    layer: RFAAttentionMixin, activations: LayerActivations, places: Tensor, stop: int | None = None, *, group: int = 0
 ) -> FarQueries:
-    """Return the queries at some places, [Q], of all rows of activations, which see no token from ``stop`` on."""
+    """Return the queries at some places, [Q], of all rows of activations, which see no token from ``stop`` on.
+
+    The activations are those of all heads but the retrieval heads, or of these as ``group`` 1.
+    """
     length, is_token = activations.key.shape[2], activations.is_token
     query, key, value = (x.float() for x in (activations.query, activations.key, activations.value))
     key, value = key[:, :, :stop], value[:, :, :stop]
-    layout = replace(layer.memory_layout(key.dtype), slots=0)
+    layout = replace(layer.memory_layouts(key.dtype)[group], slots=0)
     tokens, ordinal = lifetimes_of(layer, layout, key[:, :1], is_token[:, :stop])
     seen = (places[:, None] >= torch.arange(key.shape[2], device=places.device)) & is_token[:, None, :stop]
     near = seen & tokens.visible(ordinal[:, places])[:, 0]
@@ -137,17 +142,29 @@ class FarText:
         activations: its activations in the softmax model, [N, H, T, ·].
         hidden_states: its input there, [N, T, width].
         root: what errors are multiplied by (`output_root`), or None.
+        group: 1 for the layer's retrieval heads, 0 for all others.
     """
 
     layer: RFAAttentionMixin
     activations: LayerActivations
     hidden_states: Tensor
     root: Tensor | None
+    group: int = 0
+
+    @property
+    def layout(self) -> MemoryLayout:
+        """The layout of what the heads keep."""
+        return self.layer.memory_layouts(torch.float32)[self.group]
+
+    @property
+    def importance(self) -> Importance | None:
+        """By what their slots rank tokens."""
+        return self.layer.importances()[self.group]
 
     @property
     def first(self) -> int:
         """The first place whose query does not see all tokens."""
-        return self.layer.window_size + self.layer.num_sinks + self.layer.num_slots
+        return self.layout.places
 
     @property
     def held_out(self) -> int:
@@ -166,13 +183,18 @@ class FarText:
         return torch.Generator().manual_seed(seed % 2**32)
 
     def draw(self, generator: torch.Generator) -> Iterator[tuple[int, FarQueries]]:
-        """Yield about `STEP_QUERIES` queries of `STEP_ROWS` rows that are not held out, at random, row by row."""
-        fitted = len(self.activations.key) - self.held_out
-        rows = self.held_out + torch.randperm(fitted, generator=generator)[:STEP_ROWS]
-        step = self._step(len(rows))
+        """Yield about `STEP_QUERIES` queries of `STEP_ROWS` rows that are not held out, at random, row by row.
+
+        Each row has a part of all places, and comes with the tokens up to its last one: fewer of them take less time.
+        """
+        (count, _, length, _), device = self.activations.key.shape, self.activations.key.device
+        rows = self.held_out + torch.randperm(count - self.held_out, generator=generator)[:STEP_ROWS]
+        step = max(1, (length - self.first) // STEP_QUERIES)
         start = self.first + int(torch.randint(step, (), generator=generator))
-        for row in rows.tolist():
-            yield row, self._queries_from(row, start, step)
+        parts = torch.arange(start, length, step, device=device).tensor_split(len(rows))
+        for row, places in zip(rows.tolist(), parts, strict=True):
+            if len(places):
+                yield row, self.queries(row, places, int(places[-1]) + 1)
 
     def rows_held_out(self) -> Iterator[tuple[int, FarQueries]]:
         """Yield queries of the rows that are held out, one row after the other."""
@@ -189,7 +211,7 @@ class FarText:
 
     def queries(self, row: int, places: Tensor, stop: int | None = None) -> FarQueries:
         """Return the queries at some places of a row; see `far_queries`."""
-        return far_queries(self.layer, self.activations.rows(row + 1, row), places, stop)
+        return far_queries(self.layer, self.activations.rows(row + 1, row), places, stop, group=self.group)
 
     def _step(self, rows: int) -> int:
         return max(1, rows * (self.activations.key.shape[2] - self.first) // STEP_QUERIES)
@@ -199,27 +221,28 @@ class FarText:
         return self.queries(row, torch.arange(min(start, length), length, step, device=device))
 
 
-def output_root(layer: RFAAttentionMixin, projection: str) -> Tensor | None:
-    """Return R with ‖R_gᵀ e‖ = ‖W_g e‖ for errors e of every query head's output, [H, G, d, d], but of no retrieval head.
+def output_roots(layer: RFAAttentionMixin, projection: str | None) -> list[Tensor | None]:
+    """Return R with ‖R_gᵀ e‖ = ‖W_g e‖ for errors e of every query head's output, [H, G, d, d].
 
     Args:
         layer: the layer.
-        projection: name of its output projection W, whose columns W_g are a head's.
+        projection: name of its output projection W, whose columns W_g are a head's, or None.
 
     Returns:
-        R, or None where the projection is not of the heads' outputs side by side.
+        R of all heads but the retrieval heads, and of these; None where the projection is not of the heads' outputs side by
+        side.
     """
-    linear = layer.get_submodule(projection)
+    linear = None if projection is None else layer.get_submodule(projection)
     heads, width = layer.rfa_heads, layer.rfa_width
     if not isinstance(linear, nn.Linear | Conv1D):
-        return None
+        return [None, None]
     weight = tensor_of(linear, "weight")
     weight = (weight if isinstance(linear, Conv1D) else weight.mT).float()  # [inputs, outputs]
     groups = layer.feature_map.groups
     if weight.shape[0] != heads * groups * width:
-        return None
+        return [None, None]
     by_head = weight.view(heads, groups, width, -1)
     squares = by_head @ by_head.mT
     squares = squares + LEAST_SQUARE * squares.diagonal(dim1=-2, dim2=-1).mean() * torch.eye(width).to(squares)
     root = torch.linalg.cholesky(squares)
-    return split_heads(root[None], layer.retrieval_heads)[0][0] if layer.retrieval_heads else root
+    return [part[0] for part in split_heads(root[None], layer.retrieval_heads)] if layer.retrieval_heads else [root]

@@ -37,7 +37,7 @@ ENOUGH_QUERIES = 96
 RECENCY = 8 / 1024
 #: Gradient descent: how often every token of the text is a query, learning rate for inputs of variance 1, and softness in
 #: nats at the beginning and at the end.
-PASSES = 1.5
+PASSES = 0.7
 LEARNING_RATE = 5e-3
 SOFTNESS = (0.5, 0.15)
 #: Unit in which r is learned, at five times that rate: steps of a larger one, 0.2 nats in 1,024 tokens, find no rest.
@@ -48,8 +48,8 @@ LEAST_MEAN = 1e-3
 
 @torch.no_grad()
 def regress_importance(text: FarText) -> None:
-    """Set the weight of a layer's `LearnedImportance` by ridge regression, and its recency to `RECENCY`."""
-    importance = cast(LearnedImportance, text.layer.importance)
+    """Set the weight of heads' `LearnedImportance` by ridge regression, and its recency to `RECENCY`."""
+    importance = cast(LearnedImportance, text.importance)
     target, weight = far_weights(text)
     if not bool(weight.any()):  # no text is longer than the window
         return
@@ -77,22 +77,22 @@ def far_weights(text: FarText) -> tuple[Tensor, Tensor]:
     Returns:
         The means [N, H, T], and how many queries they are of, up to `ENOUGH_QUERIES` and 0 for padding and sinks, [N, 1, T].
     """
-    layer, is_token = text.layer, text.activations.is_token
+    layout, is_token = text.layout, text.activations.is_token
     counts = torch.zeros_like(is_token, dtype=torch.float32)[:, None]
     sums = counts.repeat(1, text.activations.key.shape[1], 1)
-    for row, queries in text.all_rows(layer.window_size):
+    for row, queries in text.all_rows(layout.window):
         far = (queries.far & queries.is_token[:, :, None])[0].float()  # [Q, tokens]
         stop = far.shape[1]
         counts[row, :, :stop] += far.sum(0)
         sums[row, :, :stop] += (queries.weights[0].square().sum(2) * far).sum(1)
     ordinal = is_token.cumsum(1) - 1
-    weight = counts.clamp_max(ENOUGH_QUERIES) * (is_token & (ordinal >= layer.num_sinks))[:, None]
+    weight = counts.clamp_max(ENOUGH_QUERIES) * (is_token & (ordinal >= layout.sinks))[:, None]
     return sums / counts.clamp_min(1), weight
 
 
 def refine_importance(text: FarText) -> None:
     """Change weight and recency by gradient descent where that lowers the error on held-out rows."""
-    importance, slots = cast(LearnedImportance, text.layer.importance), text.layer.num_slots
+    importance, slots = cast(LearnedImportance, text.importance), text.layout.slots
     hidden_states, is_token = text.hidden_states.float(), text.activations.is_token
     ordinal = is_token.cumsum(1) - 1
     mean = hidden_states[is_token].mean(0)
@@ -102,7 +102,8 @@ def refine_importance(text: FarText) -> None:
     weight, recency = (tensor.clone().requires_grad_() for tensor in before)
 
     def errors(row: int, queries: FarQueries, weight: Tensor, recency: Tensor, softness: float) -> Tensor:
-        score = weight @ inputs[row].T + RECENCY_UNIT * recency[:, None] * ordinal[row]
+        stop = queries.key.shape[2]
+        score = weight @ inputs[row, :stop].T + RECENCY_UNIT * recency[:, None] * ordinal[row, :stop]
         return queries.errors(queries.shares(score[None], slots, softness), root=text.root)
 
     def held_out_errors(weight: Tensor, recency: Tensor) -> Tensor:

@@ -151,6 +151,7 @@ class _Block(NamedTuple):
 
 def choose_retrieval_heads(
     model: PreTrainedModel,
+    base_model: PreTrainedModel,
     inputs: Inputs,
     count: int,
     *,
@@ -163,7 +164,8 @@ def choose_retrieval_heads(
     perplexity on Wikipedia, at a memory of 128 tokens.
 
     Args:
-        model: the converted and calibrated model, whose heads are not chosen yet; its parameters need no gradients then.
+        model: the converted model, whose heads are not chosen yet; its parameters need no gradients then.
+        base_model: the softmax model.
         inputs: blocks of text, without padding.
         count: number of heads. One of every layer is left as it is.
         seed: what passages are drawn with.
@@ -180,7 +182,7 @@ def choose_retrieval_heads(
         shares = exact.shares
         for number in range(count):
             index = number % len(ids)
-            block = _ask_block(model, exact, {name: tensor[index : index + 1] for name, tensor in blocks.items()})
+            block = _ask_block(base_model, {name: tensor[index : index + 1] for name, tensor in blocks.items()})
             with torch.enable_grad():
                 without = _divergence(model, exact, block)
                 (gradient,) = torch.autograd.grad(without, shares)
@@ -203,25 +205,23 @@ def choose_retrieval_heads(
 
 
 @torch.no_grad()
-def _ask_block(model: PreTrainedModel, exact: ExactShares, block: dict[str, Tensor]) -> _Block:
-    """Return a block [1, T] in two parts, with what the model predicts where all heads attend exactly."""
+def _ask_block(base_model: PreTrainedModel, block: dict[str, Tensor]) -> _Block:
+    """Return a block [1, T] in two parts, with what the softmax model predicts."""
     scored = block.pop("scored")[0]
-    start = len(scored) - PASSAGES * int(len(scored) * PASSAGE_SHARE)
+    last = PASSAGES * int(len(scored) * PASSAGE_SHARE)
+    inputs = {name: tensor.to(base_model.device) for name, tensor in block.items()}
     beginning, rest = (
-        {name: t[:, part].to(model.device) for name, t in block.items()} for part in (slice(start), slice(start, None))
+        {name: tensor[:, part] for name, tensor in inputs.items()} for part in (slice(-last), slice(-last, None))
     )
-    shares = exact.shares.clone()
-    exact.shares.fill_(1.0)
-    parts = beginning, rest, scored[start + 1 :].to(model.device)
-    expected = _predictions(model, exact, *parts)
-    exact.shares.copy_(shares)
-    return _Block(*parts, expected)
+    scored = scored[len(scored) - last + 1 :].to(base_model.device)
+    logits = base_model(**inputs, use_cache=False, logits_to_keep=last).logits[0]
+    return _Block(beginning, rest, scored, logits[:-1][scored].float().log_softmax(-1))
 
 
 def _predictions(
     model: PreTrainedModel, exact: ExactShares, beginning: dict[str, Tensor], rest: dict[str, Tensor], scored: Tensor
 ) -> Tensor:
-    """Return the logarithms of what the model predicts of a block's scored tokens, [tokens, V].
+    """Return the logarithms of what the converted model predicts of a block's scored tokens, [tokens, V].
 
     Gradients flow from there to the first passage, and no further: what stands before is read without.
     """

@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from hf_rfa.errors import InputError
 from hf_rfa.inference.loading import find_device
+from hf_rfa.models.rfa_classes import OWN_PARTS
 
 from ..inputs import cut, random_inputs
 from ..options import ConversionOptions
@@ -142,7 +143,7 @@ def _from_pretrained(
 
 def new_keys(model: PreTrainedModel) -> list[str]:
     """Return the keys of an RFA model's state dict that its base model does not have."""
-    new = ("feature_map.", "gate.", "importance.")
+    new = tuple(f"{part}." for part in OWN_PARTS)
     layers = rfa_layers(model).items()
     return [f"{name}.{key}" for name, layer in layers for key in layer.state_dict() if key.startswith(new)]
 

@@ -33,7 +33,7 @@ from hf_rfa.errors import InputError
 from hf_rfa.models.attention import RFAAttentionMixin
 from hf_rfa.models.cache_rfa import RFA_LAYER_TYPE
 from hf_rfa.models.configuration_rfa import RFAConfigMixin
-from hf_rfa.models.importance import LearnedImportance
+from hf_rfa.models.importance import Importance, LearnedImportance
 from hf_rfa.models.masking import head_orders, split_heads
 from hf_rfa.models.memory import MemoryLayout
 from hf_rfa.models.streaming import can_move
@@ -55,13 +55,14 @@ class Group:
     Attributes:
         layer: whose heads they are.
         layout: of what they keep.
+        importance: by which their slots rank tokens, or None without slots.
         chosen: the heads, or none where they are all of the layer.
     """
 
     layer: RFAAttentionMixin
     layout: MemoryLayout
+    importance: Importance | None
     chosen: tuple[int, ...]
-    is_retrieval: bool
 
 
 @dataclass(eq=False)
@@ -123,8 +124,9 @@ class DecoderGraph(nn.Module):
             chosen = tuple(layer.retrieval_heads)
             order, _ = head_orders(layer.rfa_heads, chosen)
             parts = (order[: len(order) - len(chosen)], chosen) if chosen else ((),)
-            for index, (layout, heads) in enumerate(zip(layer.memory_layouts(torch.float32), parts, strict=True)):
-                self.groups.append(Group(layer, layout, heads, bool(index)))
+            of_parts = zip(layer.memory_layouts(torch.float32), layer.importances(), parts, strict=True)
+            for layout, importance, heads in of_parts:
+                self.groups.append(Group(layer, layout, importance, heads))
                 kinds.setdefault(layout.kind, Stack()).groups.append(self.groups[-1])
         self.stacks = list(kinds.values())
         first, stack = self.groups[0].layout, model.rfa_stacks[0]
@@ -217,7 +219,8 @@ class _Marked:
 class _Attend:
     """Takes the place of a layer's `hf_rfa.models.attention.RFAAttentionMixin.attend`.
 
-    The mark's last input is what a learned importance reads, or what another rule makes of the tokens, [B, W, H].
+    The mark's last input is what a learned importance reads, or what another rule makes of the tokens, [B, W, H] of all heads
+    with slots, group by group.
     """
 
     def __init__(self, layer: RFAAttentionMixin, index: int) -> None:
@@ -227,17 +230,17 @@ class _Attend:
         self, query: Tensor, key: Tensor, value: Tensor, *, hidden_states: Tensor, **unread: Any
     ) -> tuple[Tensor, None]:
         importance = hidden_states
-        if not _is_plain(self.layer) and self.layer.importance is not None:
-            chosen = self.layer.retrieval_heads
-            ours = split_heads(key, chosen)[0] if chosen else key
-            none = torch.zeros_like(hidden_states[..., 0])
-            importance = self.layer.importance.score(hidden_states, ours, none).transpose(1, 2).float()
+        if not _is_plain(self.layer):
+            chosen, none = self.layer.retrieval_heads, torch.zeros_like(hidden_states[..., 0])
+            parts = zip(self.layer.importances(), split_heads(key, chosen) if chosen else (key,), strict=True)
+            scores = [rule.score(hidden_states, part, none) for rule, part in parts if rule is not None]
+            importance = torch.cat(scores, dim=1).transpose(1, 2).float()
         return _symbol("attention", (query, key, value, importance), self.index, query), None
 
 
 def _is_plain(layer: Any) -> bool:
     """Return whether what a layer's mark reads does not depend on its importance and its retrieval heads."""
-    return layer.importance is None or isinstance(layer.importance, LearnedImportance)
+    return all(isinstance(rule, LearnedImportance | None) for rule in layer.importances())
 
 
 def _symbol(name: str, inputs: tuple[Tensor, ...], layer: int, like: Tensor) -> Tensor:
@@ -250,7 +253,7 @@ def _about(layer: nn.Module) -> list[Any]:
     """Return what tells layers apart that are traced differently: modules, their plain attributes, and shapes."""
     found: list[Any] = []
     for name, module in layer.named_modules():
-        if re.search(r"(^|\.)(importance|feature_map)(\.|$)", name):  # for which marks stand
+        if re.search(r"(^|\.)((retrieval_)?importance|feature_map)(\.|$)", name):  # for which marks stand
             continue
         plain = {
             key: value

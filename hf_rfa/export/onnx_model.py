@@ -100,8 +100,8 @@ class Assembly:
         number, layer, found = self.number[group], group.layer, self.of_group[group]
         frequency, partner = turning(layer)
         recency = torch.zeros(group.layout.heads)
-        if layer.importance is not None and not group.is_retrieval:
-            recency = layer.importance.recency.float()
+        if group.importance is not None:
+            recency = group.importance.recency.float()
         found |= {name: self.none for name in ("turns", "summary", "matrix", "bias", *SUMMARY_WEIGHTS)}
         found["tensors"] = {"recency": recency[None, :, None], "frequency": frequency, "partner": partner}
         if group.layout.state_rows:
@@ -197,11 +197,14 @@ class Assembly:
 
     def _importance(self, group: Group, read: Any) -> Any:
         """Return the importance of the new tokens, [B, W, H], or one 0 for heads without slots."""
-        importance = group.layer.importance
+        importance = group.importance
         if not group.layout.slots:
             return self.tape.op("Constant", [], {"value": ir.tensor(np.zeros((1, 1, 1), np.float32))})
         if not isinstance(importance, LearnedImportance):
-            return read
+            others = group.layer.importance
+            first = 0 if importance is others or others is None else group.layer.feature_map.num_heads
+            heads = self.tape.op("Constant", [], {"value_ints": list(range(first, first + group.layout.heads))})
+            return self.tape.op("Gather", [read, heads], {"axis": 2})
         return self.tape.op(
             "MatMul", [read, self.constant(f"importance.{self.number[group]}", importance.weight.float().T)]
         )

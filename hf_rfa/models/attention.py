@@ -49,14 +49,15 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 class RFAAttentionMixin(nn.Module):
     """Attention to a memory of fixed size for a family's attention class, which projects queries, keys and values.
 
-    Retrieval heads, if there are any, attend exactly, to the sinks and a window of their own; all else that is said here is
-    of the other heads. These forget for good what leaves their memory, unless `hf_rfa.models.state_attention` gives them
-    features.
+    Retrieval heads, if there are any, attend exactly, to the sinks, and to a window and slots of their own; all else that
+    is said here is of the other heads. These forget for good what leaves their memory, unless
+    `hf_rfa.models.state_attention` gives them features.
     """
 
     feature_map: Any
     gate: Any
     importance: Importance | None
+    retrieval_importance: Importance | None
     rfa_kind: AttentionKind
     scaling: float
     #: Whether a row of a batch holds tokens of many texts, each with its true position, as a server's does.
@@ -72,16 +73,18 @@ class RFAAttentionMixin(nn.Module):
         causal = kind == "causal"
         self.retrieval_heads: list[int] = config.retrieval_heads_of(layer_idx) if causal else []
         self.retrieval_window: int = config.retrieval_window
+        self.retrieval_slots: int = config.retrieval_slots if self.retrieval_heads else 0
         self.window_size: int = config.window_size if causal else 0
         self.num_sinks: int = config.num_sinks if causal else 0
         self.num_slots: int = config.num_slots if causal else 0
         self.max_distance, self.distance_step = config.motion_of(kind)
         self.rotation = NO_ROTATION  # found where the first epoch begins (`hf_rfa.models.streaming`)
         heads = self.rfa_heads - len(self.retrieval_heads)
-        self.importance = None
-        if self.num_slots:
-            sizes = {"hidden_size": config.hidden_size, "num_heads": heads, "head_dim": self.rfa_width}
-            self.importance = IMPORTANCES[config.importance](**sizes)
+        rule, sizes = IMPORTANCES[config.importance], {"hidden_size": config.hidden_size, "head_dim": self.rfa_width}
+        self.importance = rule(num_heads=heads, **sizes) if self.num_slots else None
+        self.retrieval_importance = None
+        if self.retrieval_slots:
+            self.retrieval_importance = rule(num_heads=len(self.retrieval_heads), **sizes)
         self.attention_component: AttentionComponent = "both"
         self._layouts: dict[tuple[torch.dtype, str], list[MemoryLayout]] = {}
         self.init_features(config, heads=heads, groups=groups, scaling=scaling)
@@ -114,7 +117,8 @@ class RFAAttentionMixin(nn.Module):
             layout = replace(places, window=self.window_size, slots=self.num_slots)
         layouts = [replace(layout, state_rows=self.feature_map.state_rows)]
         if self.retrieval_heads:
-            layouts.append(replace(places, heads=len(self.retrieval_heads), window=self.retrieval_window))
+            theirs = replace(places, window=self.retrieval_window, slots=self.retrieval_slots)
+            layouts.append(replace(theirs, heads=len(self.retrieval_heads)))
         if not torch.compiler.is_compiling():  # which would begin anew when they are there
             self._layouts[key] = layouts
         return layouts
@@ -125,9 +129,14 @@ class RFAAttentionMixin(nn.Module):
 
     def motions(self) -> list[Motion | None]:
         """Return how the tokens of each of the layer's memories move, or None where they stay."""
-        recency = None if self.importance is None else self.importance.recency
-        recencies = (recency, None) if self.retrieval_heads else (recency,)
-        return [Motion(self.rotation, self.num_sinks, part) if self.max_distance else None for part in recencies]
+        rules = self.importances()
+        if not self.max_distance:
+            return [None] * len(rules)
+        return [Motion(self.rotation, self.num_sinks, None if rule is None else rule.recency) for rule in rules]
+
+    def importances(self) -> list[Importance | None]:
+        """Return by what the slots of each of the layer's memories rank tokens, or None without slots."""
+        return [self.importance, self.retrieval_importance] if self.retrieval_heads else [self.importance]
 
     def project(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, H_q, T, d], and keys and values [B, H, T, d], of the layer's input [B, T, width]."""
@@ -260,7 +269,7 @@ class RFAAttentionMixin(nn.Module):
                     cast(Arrivals, new.arrivals).since_origin() if target is None else cast(Tensor, target.ordinal)
                 )
                 key = new.keys_values[..., : new.head_dim]
-                new.score = cast(Importance, self.importance).score(hidden_states, key, ordinal)
+                new.score = cast(Importance, self.importances()[index]).score(hidden_states, key, ordinal)
             parts.append(new)
         self.add_scales(parts[0], hidden_states, document_starts)
         return parts

@@ -64,8 +64,9 @@ class RFAConfigMixin:
         num_slots: K, the number of most important tokens before the window that it keeps exactly as well.
         importance: name of the rule by which slots rank tokens, one of `hf_rfa.models.importance.IMPORTANCES`.
         retrieval_heads: [layer, key-value head] of every retrieval head: one that attends exactly, without features, to the
-            sinks and its own window. A layer has to have other heads too.
+            sinks, and to a window and slots of its own. A layer has to have other heads too.
         retrieval_window: the number of last tokens that retrieval heads see.
+        retrieval_slots: the number of most important tokens before that window that they keep exactly as well.
         max_distance: L, the distance that kept tokens never exceed where positions are rotary: old ones move along with
             the text (`hf_rfa.models.positions`). None for an eighth of the positions that the model was trained for,
             but at least 1,024 and four windows, and at most all positions.
@@ -86,6 +87,7 @@ class RFAConfigMixin:
     importance: str = DEFAULT_IMPORTANCE
     retrieval_heads: list[Any] = field(default_factory=list)
     retrieval_window: int = 0
+    retrieval_slots: int = 0
     max_distance: int | None = None
     distance_step: int | None = None
     softmax_layers: list[Any] = field(default_factory=list)  # `validate_rfa` says more than a type would
@@ -287,12 +289,12 @@ class RFAConfigMixin:
                 f"importance={self.importance!r} is unknown. Known: {', '.join(sorted(IMPORTANCES))}. For a rule of your "
                 "own, import its module first: in Python, or with --import MODULE on the command line."
             )
-        if self.importance != DEFAULT_IMPORTANCE and not self.num_slots:
+        if self.importance != DEFAULT_IMPORTANCE and not (self.num_slots or self.retrieval_slots):
             raise ValueError(
                 f"importance={self.importance!r} has no effect without slots. Leave it out, or set num_slots."
             )
         positions = self.max_position_embeddings  # type: ignore[attr-defined]
-        exact = ("window_size", "num_sinks", "num_slots", "retrieval_window")
+        exact = ("window_size", "num_sinks", "num_slots", "retrieval_window", "retrieval_slots")
         ranges = {"chunk_size": (1, torch.iinfo(torch.int64).max), **dict.fromkeys(exact, (0, positions))}
         ranges["feature_seed"] = (0, MAX_SEED)
         for name, (least, most) in ranges.items():
@@ -365,8 +367,9 @@ class RFAConfigMixin:
             problem = "must have a window of their own: set retrieval_window to the number of last tokens that they see"
         if problem is not None:
             raise ValueError(f"retrieval_heads={pairs} {problem}.")
-        if window and not pairs:
-            raise ValueError(f"retrieval_window={window} has no effect without retrieval_heads. Leave it out.")
+        for name in ("retrieval_window", "retrieval_slots"):
+            if getattr(self, name) and not pairs:
+                raise ValueError(f"{name}={getattr(self, name)} has no effect without retrieval_heads. Leave it out.")
 
     def save_pretrained(self, save_directory: str | PathLike, *args: Any, **kwargs: Any) -> None:
         """Save the configuration, and with it the code of its class; arguments as for `PreTrainedConfig.save_pretrained`."""

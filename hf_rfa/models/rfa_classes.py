@@ -26,7 +26,7 @@ from .cache_rfa import RFALayer, past_length
 from .masking import check_direction, local_padding, padding_of_causal_mask
 
 #: The parts of RFA attention that softmax attention does not have.
-OWN_PARTS = ("feature_map", "gate", "importance")
+OWN_PARTS = ("feature_map", "gate", "importance", "retrieval_importance")
 #: What a forward pre-hook gets after the module, and what it returns: positional arguments and those by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

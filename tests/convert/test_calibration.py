@@ -22,7 +22,7 @@ from hf_rfa.convert.calibrate.calibration import (
     _set_temperature,
     calibrate_layer,
 )
-from hf_rfa.convert.calibrate.far_outputs import FarText, far_queries, output_root
+from hf_rfa.convert.calibrate.far_outputs import FarText, far_queries, output_roots
 from hf_rfa.convert.calibrate.importance import far_weights, refine_importance, regress_importance
 from hf_rfa.convert.calibrate.summary_fit import fit_summary
 from hf_rfa.convert.checkpoint.base_model import rfa_layers
@@ -30,7 +30,7 @@ from hf_rfa.finetune.distill import distill
 from hf_rfa.finetune.recipe import Recipe, Stage
 from hf_rfa.inference import cache_num_bytes
 from hf_rfa.models.cache_names import returned_cache
-from tests.families import make
+from tests.families import make, softmax_model
 from tests.grouped_layers import Layer
 from tests.training import weights
 
@@ -241,6 +241,26 @@ def test_the_error_of_slots_is_that_of_the_layers_outputs():
     assert (errors > 0).all()
 
 
+@torch.no_grad()
+def test_the_slots_of_retrieval_heads_are_fitted_as_if_all_heads_were_such(monkeypatch):
+    """With their window and their number of slots, and no other head's."""
+    monkeypatch.setattr(far_outputs, "FITTED_FROM", 1)
+    inputs = {"input_ids": torch.randint(3, 61, (9, 60))}
+    of_all = {"feature_map": "none", "window_size": 5, "num_sinks": 2, "num_slots": 6}
+    heads = {"retrieval_heads": [[0, 1]], "retrieval_window": 5, "retrieval_slots": 6}
+    expected = make("llama", of_all)
+    model = make("llama", of_all | heads | {"window_size": 3, "num_slots": 4})
+    base = softmax_model(expected, "llama")
+    for each in (expected, model):
+        calibration.calibrate(each, base, inputs, on_layer=lambda: None)
+    theirs, rule = (next(iter(rfa_layers(each).values())) for each in (expected, model))
+    for name in ("weight", "recency"):
+        found = getattr(rule.retrieval_importance, name)
+        torch.testing.assert_close(found, getattr(theirs.importance, name)[1:2], rtol=1e-4, atol=1e-6)
+        assert not torch.allclose(getattr(rule.importance, name), getattr(theirs.importance, name)[:1])
+        assert found.any()
+
+
 def padded(activations: LayerActivations, hidden: Tensor) -> tuple[LayerActivations, Tensor]:
     """Return a text with padding, some of its rows shorter than what a memory holds, one of these held out."""
     rows, _, length, _ = activations.key.shape
@@ -359,7 +379,7 @@ def test_errors_are_weighed_as_the_output_projection_weighs_them(family, retriev
     projection = "c_proj" if family == "gpt2" else "o_proj"
     linear = layer.get_submodule(projection)
     heads, groups, width = layer.rfa_heads, layer.feature_map.groups, layer.rfa_width
-    root = output_root(layer, projection)
+    root = output_roots(layer, projection)[0]
     chosen = [head for head in range(heads) if head not in layer.retrieval_heads]
     assert root.shape == (len(chosen), groups, width, width)
     for index, head in enumerate(chosen):

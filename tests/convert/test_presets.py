@@ -116,7 +116,7 @@ def test_the_sizes_without_a_memory_are_those_of_64_tokens_of_heads_of_64(tmp_pa
     save_softmax_model("llama", tmp_path, **sizes)
     assert chosen(tmp_path, memory=64) == EXACT
     assert chosen(tmp_path, preset="mixed", memory=66, feature_map="positive") == MIXED
-    assert chosen(tmp_path, preset="mixed", memory=64, calibrate_on="text.txt") == ("summary", 8, False, (22, 4, 25))
+    assert chosen(tmp_path, preset="mixed", memory=64, calibrate_on="text.txt") == ("summary", 8, False, (18, 4, 29))
     assert chosen(tmp_path, preset="rfa", memory=66) == ("positive", 129, False, (0, 0, 0))
 
 
@@ -128,21 +128,25 @@ QWEN = {"hidden_size": 28, "num_hidden_layers": 24, "num_attention_heads": 14, "
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "heads", "window", "sizes"),
+    ("shape", "options", "heads", "far", "sizes"),
     [
-        (SMOLLM2, {"memory": 64, "retrieval_heads": PAIRS, "retrieval_window": 60}, PAIRS, 60, (24, 4, 30)),
-        (SMOLLM2, {"memory": 64, "retrieval_heads": 0}, 0, None, (24, 4, 31)),
-        (SMOLLM2, {"memory": 64, "layers": [0, 1, 2]}, 1, 200, (19, 4, 18)),
-        (SMOLLM2, {"memory": 64, "calibrate_on": None}, 0, None, (31, 4, 28)),
-        (SMOLLM2, {"memory": 8}, 8, 29, (2, 2, 1)),
-        (QWEN, {"memory": 64}, 4, 268, (19, 4, 17)),
-        (SMOLLM2 | {"num_key_value_heads": 1}, {"memory": 64}, 0, None, (24, 4, 31)),
+        (SMOLLM2, {"memory": 64}, 12, (16, 137), (16, 4, 24)),
+        (SMOLLM2, {"memory": 128}, 8, (26, 442), (26, 4, 58)),
+        (SMOLLM2, {"memory": 64, "retrieval_heads": 8, "retrieval_slots": 0}, 8, (232, 0), (16, 4, 22)),
+        (SMOLLM2, {"memory": 64, "retrieval_slots": 40}, 12, (113, 40), (16, 4, 24)),
+        (SMOLLM2, {"memory": 64, "retrieval_heads": 12, "retrieval_slots": 200}, 12, (1, 200), (14, 4, 19)),
+        (SMOLLM2, {"memory": 64, "retrieval_heads": PAIRS, "retrieval_window": 60}, PAIRS, (60, 0), (19, 4, 35)),
+        (SMOLLM2, {"memory": 64, "retrieval_heads": PAIRS, "calibrate_on": None}, PAIRS, (941, 0), (21, 4, 17)),
+        (SMOLLM2, {"memory": 64, "retrieval_heads": 0}, 0, (0, 0), (20, 4, 35)),
+        (SMOLLM2, {"memory": 64, "layers": [0, 1, 2]}, 1, (16, 169), (16, 4, 23)),
+        (SMOLLM2, {"memory": 64, "calibrate_on": None}, 0, (0, 0), (31, 4, 28)),
+        (SMOLLM2, {"memory": 8}, 12, (3, 14), (3, 2, 1)),
+        (QWEN, {"memory": 64}, 6, (16, 148), (16, 4, 24)),
+        (SMOLLM2 | {"num_key_value_heads": 1}, {"memory": 64}, 0, (0, 0), (20, 4, 35)),
     ],
     ids=str,
 )
-def test_a_third_of_a_memory_is_of_retrieval_heads_where_there_is_a_text(
-    shape, options, heads, window, sizes, tmp_path
-):
+def test_a_third_of_a_memory_is_of_retrieval_heads_where_there_is_a_text(shape, options, heads, far, sizes, tmp_path):
     """Bytes of all heads together never exceed the memory, and less than a token a head is left.
 
     `tests/docs/test_results_page.py` has the sizes that the pages state.
@@ -151,11 +155,12 @@ def test_a_third_of_a_memory_is_of_retrieval_heads_where_there_is_a_text(
     save_softmax_model("llama", tmp_path, **shape)
     given = ConversionOptions(**{"calibrate_on": "text.txt", **options})
     found = with_preset(open_checkpoint(tmp_path), given)
-    assert (found.retrieval_heads or 0, found.retrieval_window) == (heads, window)
+    assert (found.retrieval_heads or 0) == heads
+    assert (found.retrieval_window or 0, found.retrieval_slots or 0) == far
     assert (found.window_size, found.num_sinks, found.num_slots) == sizes
     layers = 3 if "layers" in options else shape["num_hidden_layers"]
     count = layers * shape["num_key_value_heads"]
-    far = len(heads) if isinstance(heads, list) else heads
-    tokens = far * ((window or 0) + sizes[1]) + (count - far) * sum(sizes)
-    tokens += 4 * (count - far) * (found.feature_map == "summary")  # 8 rows of 65 numbers
-    assert 0 <= options["memory"] * count * 512 / 520 - tokens < count + far
+    chosen = len(heads) if isinstance(heads, list) else heads
+    tokens = chosen * (sum(far) + sizes[1]) + (count - chosen) * sum(sizes)
+    tokens += 4 * (count - chosen) * (found.feature_map == "summary")  # 8 rows of 65 numbers
+    assert 0 <= options["memory"] * count * 512 / 520 - tokens < count + chosen

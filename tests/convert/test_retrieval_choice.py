@@ -82,7 +82,7 @@ def test_the_first_head_is_that_of_the_steepest_descent(decoder, monkeypatch):
     model.double(), base_model.double()
     ids, scored = repeated_passages(torch.randint(3, 61, (1, 64)), seed=0)
     monkeypatch.setattr(retrieval_heads, "repeated_passages", lambda *args, seed: (ids, scored))
-    chosen = choose_retrieval_heads(model, {"input_ids": ids}, 1, seed=0, on_head=lambda: None)
+    chosen = choose_retrieval_heads(model, base_model, {"input_ids": ids}, 1, seed=0, on_head=lambda: None)
     layers, heads = list(rfa_layers(model).values()), model.config.num_heads_for("causal")
     slopes = {}
     for row, layer in enumerate(layers):
@@ -99,7 +99,7 @@ def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_what_th
     model, base_model = models(decoder)
     layers, heads = list(rfa_layers(model).values()), model.config.num_heads_for("causal")
     inputs = {"input_ids": torch.randint(3, 61, (2, 64))}
-    chosen = choose_retrieval_heads(model, inputs, 100, seed=0, on_head=lambda: None)
+    chosen = choose_retrieval_heads(model, base_model, inputs, 100, seed=0, on_head=lambda: None)
     assert len(set(chosen.heads)) == len(chosen.heads) <= len(layers) * (heads - 1)
     ids, scored = repeated_passages(inputs["input_ids"], seed=0)
     shares = torch.zeros(len(layers), heads)
@@ -113,18 +113,19 @@ def test_heads_are_distinct_one_of_a_layer_is_left_and_the_divergence_is_what_th
 
 @pytest.mark.parametrize("features", [{}, {"preset": "mixed", "feature_map": "summary", "num_features": 3}], ids=str)
 def test_a_number_is_chosen_and_reported(decoder, text, tmp_path, features):
-    options = {**WINDOW, "num_slots": 3, "retrieval_heads": 2, "retrieval_window": 20, "calibrate_on": text, **features}
+    options = {**WINDOW, "num_slots": 3, "retrieval_heads": 2, "retrieval_window": 20, "retrieval_slots": 4}
+    options |= {"calibrate_on": text, **features}
     report = convert(decoder, tmp_path / "out", **options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     pairs = [list(pair) for pair in report.retrieval_heads.heads]
     assert model.config.retrieval_heads == pairs
-    assert model.config.retrieval_window == 20
+    assert (model.config.retrieval_window, model.config.retrieval_slots) == (20, 4)
     assert len(pairs) in (1, 2)
     memory = cache_memory(model)
     assert memory == report.memory
     assert (memory.per_token, report.grows) == (0, False)
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "--retrieval-heads 2 --config retrieval_window=20" in card
+    assert "--retrieval-heads 2 --config retrieval_window=20 --config retrieval_slots=4" in card
     assert f"{pairs[0][0]}.{pairs[0][1]}" in card
     written = json.loads((tmp_path / "out" / "conversion.json").read_text())["retrieval_heads"]
     assert written["heads"] == pairs
@@ -132,8 +133,6 @@ def test_a_number_is_chosen_and_reported(decoder, text, tmp_path, features):
     ids = torch.randint(3, 61, (1, 50))
     with torch.no_grad():
         other = AutoModelForCausalLM.from_pretrained(tmp_path / "hand")(ids).logits
-        torch.testing.assert_close(
-            model(ids).logits, other
-        )  # what is fitted to all heads is what is fitted to those left
+        torch.testing.assert_close(model(ids).logits, other)
     assert by_hand.retrieval_heads is None
     assert ",".join(f"{layer}.{head}" for layer, head in pairs) in by_hand.command

@@ -18,7 +18,7 @@ ROWS = {(row["name"], row["context"]): row["perplexity"] for row in json.loads((
 README_ROWS = {
     "window + sinks": "a window with sinks, same bytes",
     "with a summary too": "the command above, `--memory N --calibrate TEXT`",
-    "exact with retrieval heads": "the same without a summary, `--preset exact`",
+    "exact with retrieval heads": "exact tokens alone, with retrieval heads",
 }
 
 
@@ -35,7 +35,7 @@ def table_row(label: str, values: list[float | None], digits: int) -> str:
 
 
 #: Options of rows that one command makes.
-COMMANDS = {"exact with retrieval heads": "`--memory N --preset exact`", "with a summary too": "`--memory N`"}
+COMMANDS = {"with a summary too": "`--memory N`"}
 
 
 @pytest.mark.parametrize("label", list(EQUAL_BYTES))
@@ -45,8 +45,8 @@ def test_the_page_has_the_rows_of_equal_bytes(label):
     row = f"{label}, {COMMANDS[label]}" if label in COMMANDS else label
     assert table_row(row, [ratio(name, 1024) for name in EQUAL_BYTES[label][1]], 3) in table
     if label == "with a summary too":
-        trained = [ratio(f"{name} trained", 1024) for name in EQUAL_BYTES[label][1]]
-        assert table_row("… trained on 102,400 tokens", trained, 3) in table
+        trained = [ratio(f"{TRAINED[name]} trained", 1024) for name in EQUAL_BYTES[label][1]]
+        assert table_row("retrieval heads with windows, trained on 102,400 tokens", trained, 3) in table
 
 
 def test_the_study_has_every_row_of_the_charts():
@@ -68,21 +68,19 @@ def test_the_readme_has_the_same_figures(label):
         assert table_row("… trained for half an hour on a CPU", trained, 2) in readme
 
 
-@pytest.mark.parametrize(("label", "preset"), [("exact with retrieval heads", "exact"), ("with a summary too", None)])
-def test_the_rows_with_retrieval_heads_are_what_the_command_gives(label, preset, tmp_path):
+def test_the_rows_by_memory_are_what_the_command_gives(tmp_path):
     """`hf-rfa convert SMOLLM2 FOLDER --memory N --calibrate TEXT`, in the rows of figures and in the study."""
     shape = {"hidden_size": 36, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
     save_softmax_model("llama", tmp_path, **shape, head_dim=64, max_position_embeddings=2048)
     study = (RESULTS / "memory.md").read_text()
-    for memory, name in zip(MEMORIES, EQUAL_BYTES[label][1], strict=True):
-        given = ConversionOptions(memory=memory, preset=preset, calibrate_on="text.txt")
+    for memory, name in zip(MEMORIES, EQUAL_BYTES["with a summary too"][1], strict=True):
+        given = ConversionOptions(memory=memory, calibrate_on="text.txt")
         options = with_preset(open_checkpoint(tmp_path), given)
         sizes = (options.window_size, options.num_sinks, options.num_slots)
-        summary = f"s{options.num_features}" if options.num_features else ""
-        assert name == f"{'+'.join(map(str, sizes))}{summary}r{options.retrieval_heads}x{options.retrieval_window}"
-        command = COMMANDS[label].strip("`").replace("N", str(memory))
-        kept = " + ".join(map(str, sizes)) + (" and a summary" if summary else "")
-        assert f"| `{command}`: {kept}, {options.retrieval_heads} × {options.retrieval_window:,} |" in study
+        heads, window, slots = options.retrieval_heads, options.retrieval_window, options.retrieval_slots
+        assert name == f"{'+'.join(map(str, sizes))}s{options.num_features}r{heads}x{window}+{slots}"
+        kept = " + ".join(map(str, sizes))
+        assert f"| `--memory {memory}`: {kept} and a summary, {heads} × ({window} + {slots}) |" in study
 
 
 def test_the_pictures_are_drawn_from_the_results(tmp_path):

@@ -17,7 +17,7 @@ from hf_rfa.export import DecodingStep, export, exporting
 from hf_rfa.models.cache_names import cache_argument
 from tests.families import ONE_LAYER, logits, make, make_head, source, tokens
 
-RETRIEVAL = {"window_size": 3, "retrieval_heads": [[0, 1]], "retrieval_window": 5}
+RETRIEVAL = {"window_size": 3, "retrieval_heads": [[0, 1]], "retrieval_window": 5, "retrieval_slots": 2}
 
 
 def small(family: str = "gpt2", **options: Any) -> Any:

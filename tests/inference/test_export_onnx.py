@@ -199,7 +199,9 @@ def test_a_folder_says_what_was_measured(exported):
 
 def test_a_graph_that_differs_is_not_kept(tmp_path, monkeypatch):
     """With another graph's weights, say: what was at the destination stays."""
-    checkpoint = saved(tmp_path / "model", num_hidden_layers=1, retrieval_heads=[], retrieval_window=0)
+    checkpoint = saved(
+        tmp_path / "model", num_hidden_layers=1, retrieval_heads=[], retrieval_window=0, retrieval_slots=0
+    )
     monkeypatch.setattr(exporting, "MAX_DIFFERENCE", -1.0)
     with pytest.raises(InputError, match="it is not kept"):
         export(str(checkpoint), tmp_path / "graph")

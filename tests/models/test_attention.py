@@ -63,7 +63,17 @@ SIZES = {"window_size": 5, "num_sinks": 2, "num_slots": 3}
 #: By name: fields, and the number of places.
 MEMORIES: dict[str, tuple[dict[str, Any], int]] = {
     "exact": ({"feature_map": "none", **SIZES}, 10),
-    "retrieval": ({"feature_map": "none", "window_size": 5, "num_sinks": 2, **RETRIEVAL, "retrieval_window": 5}, 7),
+    "retrieval": (
+        {
+            "feature_map": "none",
+            "window_size": 5,
+            "num_sinks": 2,
+            **RETRIEVAL,
+            "retrieval_window": 4,
+            "retrieval_slots": 1,
+        },
+        7,
+    ),
     "features": ({"feature_map": "positive", "num_features": 16, **SIZES}, 10),
 }
 

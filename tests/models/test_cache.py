@@ -188,7 +188,7 @@ def test_a_cache_of_another_model_is_refused():
 
 
 SAVED = [("gpt2", each) for each in ({}, {"gate": True, "window_size": 3}, {"softmax_layers": [1]})]
-RETRIEVAL = {"retrieval_heads": [[0, 1], [2, 0]], "retrieval_window": 6}
+RETRIEVAL = {"retrieval_heads": [[0, 1], [2, 0]], "retrieval_window": 6, "retrieval_slots": 2}
 SAVED += [("llama", {"window_size": 3, "num_slots": 4, **RETRIEVAL})]
 SAVED += [("gpt2", {"add_cross_attention": True})]  # which saw no encoder's output
 SAVED += [("bart", {"softmax_cross_layers": each}) for each in ([], [0, 1, 2])]

@@ -48,6 +48,7 @@ AT_ODDS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"retrieval_heads": [[0, 2]], "retrieval_window": 4}),
     ("llama", {"retrieval_heads": [[0, 0]], "retrieval_window": 4, "softmax_layers": [0]}),
     ("llama", {"retrieval_window": 4}),
+    ("llama", {"retrieval_slots": 4}),
     ("llama", {"retrieval_heads": [[0, 1]]}),
     ("llama", {"max_distance": 9}),
 ]
@@ -141,6 +142,7 @@ RFA_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "num_slots": ([0, 1, 3, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "importance": (["learned", "key_norm"], [None, 3, "luck"]),
     "retrieval_heads": ([[], [[0, 0]], [[0, 1]], [[1, 0], [0, 2]]], WRONG_HEADS),
+    "retrieval_slots": ([0, 1, 4, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "retrieval_window": ([0, 1, 4, POSITIONS], [-1, POSITIONS + 1, HUGE, None, 1.5, True]),
     "max_distance": ([None, 2, 9, POSITIONS], [0, 1, -1, POSITIONS + 1, HUGE, 1.5, True]),
     "distance_step": ([None, 1], [0, -1, POSITIONS, HUGE, 1.5, True]),

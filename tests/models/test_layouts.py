@@ -25,7 +25,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "slots": ("gpt2", {**SIZES, "num_slots": 5}),
     "grouped slots": ("llama", {**SIZES, "num_slots": 5}),
     "key norm": ("llama", {**SIZES, "num_slots": 5, "importance": "key_norm"}),
-    "retrieval": ("gpt2", {**SIZES, "retrieval_heads": [[0, 2], [0, 0], [1, 1]], "retrieval_window": 9}),
+    "retrieval": (
+        "gpt2",
+        {**SIZES, "retrieval_heads": [[0, 2], [0, 0], [1, 1]], "retrieval_window": 9, "retrieval_slots": 7},
+    ),
     "grouped retrieval": ("llama", {**SIZES, "num_slots": 3, "retrieval_heads": [[1, 1]], "retrieval_window": 96}),
 }
 
@@ -54,18 +57,19 @@ def pair(request) -> tuple[Any, Any]:
         heads = config.num_heads_for("causal")
         others = [head for head in range(heads) if head not in layer.retrieval_heads]
         seen = torch.empty(batch, heads, length, length, dtype=torch.bool)
-        importance, recency = torch.zeros(batch, len(others), length), [0.0] * len(others)
-        if isinstance(layer.importance, LearnedImportance):
-            importance = torch.einsum("btn,hn->bht", inputs[module.layer_idx].detach(), layer.importance.weight)
-            recency = layer.importance.recency.tolist()
-        elif layer.importance is not None:
-            norm = key[:, :: key.shape[1] // heads].detach().norm(dim=-1)
-            importance = -(norm.log() * 4096).round()
-        sizes = {"window": config.window_size, "sinks": config.num_sinks, "slots": config.num_slots}
-        seen[:, others] = memory_by_loop(importance, recency, **sizes)[0]
-        if layer.retrieval_heads:
-            sizes |= {"window": config.retrieval_window, "slots": 0}
-            seen[:, layer.retrieval_heads] = memory_by_loop(torch.zeros(1, 1, length), [0.0], **sizes)[0]
+        sizes = [
+            {"window": config.window_size, "sinks": config.num_sinks, "slots": config.num_slots},
+            {"window": config.retrieval_window, "sinks": config.num_sinks, "slots": config.retrieval_slots},
+        ]
+        for chosen, rule, kept in zip((others, layer.retrieval_heads), layer.importances(), sizes, strict=False):
+            importance, recency = torch.zeros(batch, len(chosen), length), [0.0] * len(chosen)
+            if isinstance(rule, LearnedImportance):
+                importance = torch.einsum("btn,hn->bht", inputs[module.layer_idx].detach(), rule.weight)
+                recency = rule.recency.tolist()
+            elif rule is not None:
+                norm = key[:, :: key.shape[1] // heads][:, chosen].detach().norm(dim=-1)
+                importance = -(norm.log() * 4096).round()
+            seen[:, chosen] = memory_by_loop(importance, recency, **kept)[0]
         seen = seen.repeat_interleave(query.shape[1] // heads, dim=1)
         return sdpa_attention_forward(module, query, key, value, seen, **kwargs)
 

@@ -38,7 +38,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "long window": {"window_size": 10, "num_sinks": 1, "num_slots": 2},
     "retrieval": {"window_size": 2, "num_sinks": 1, "num_slots": 3},
 }
-SIZES["retrieval"] |= {"retrieval_heads": [[0, 1], [2, 0]], "retrieval_window": 6}
+SIZES["retrieval"] |= {"retrieval_heads": [[0, 1], [2, 0]], "retrieval_window": 6, "retrieval_slots": 4}
 SIZES["summary"] = SIZES["retrieval"] | {"feature_map": "summary", "num_features": 4}
 
 

@@ -83,12 +83,12 @@ class Case:
         log_gate, scale = (None, None) if self.layer.gate is None else self.layer.gate(self.hidden)
         return mask_padding(self.padding, log_gate, scale)
 
-    def seen(self, heads: int, window: int, slots: int) -> tuple[Tensor, Tensor]:
+    def seen(self, heads: int, window: int, slots: int, rule: Any) -> tuple[Tensor, Tensor]:
         """Return what the queries of some heads see exactly, and what is forgotten with each token."""
         importance, recency = torch.zeros(len(self.key), heads, self.length), [0.0] * heads
-        if slots and self.layer.importance is not None:
-            importance = torch.einsum("btn,hn->bht", self.hidden, self.layer.importance.weight)
-            recency = self.layer.importance.recency.tolist()
+        if slots and rule is not None:
+            importance = torch.einsum("btn,hn->bht", self.hidden, rule.weight)
+            recency = rule.recency.tolist()
         sizes = {"window": window, "sinks": self.layer.num_sinks, "slots": slots}
         return memory_by_loop(importance, recency, **sizes, padding=self.padding, starts=self.starts)
 
@@ -128,8 +128,10 @@ class Case:
         for index, (rows, key) in enumerate(self.in_groups(self.query, self.key)):
             far = mass = offset = torch.zeros((), dtype=key.dtype)
             has_features = index == 0 and layer.feature_map.feature_dim > 0
-            window, slots = (layer.window_size, layer.num_slots) if index == 0 else (layer.retrieval_window, 0)
-            seen, forgotten = self.seen(key.shape[1], window, slots)
+            window, slots = (layer.window_size, layer.num_slots)
+            if index == 1:
+                window, slots = layer.retrieval_window, layer.retrieval_slots
+            seen, forgotten = self.seen(key.shape[1], window, slots, layer.importances()[index])
             if has_features:
                 features, factor = self.features(), self.factors(forgotten).repeat_interleave(groups, dim=2)
                 offset = offset if features.offset is None else features.offset
@@ -174,6 +176,7 @@ def cases(draw, signed: bool = False, packed: bool = True, all_heads: bool = Fal
     if heads > 1 and not all_heads and draw(st.booleans()):
         retrieval = draw(st.sets(st.integers(0, heads - 1), min_size=1, max_size=heads - 1))
         fields |= {"retrieval_heads": sorted(retrieval), "retrieval_window": draw(st.integers(1, 9))}
+        fields["retrieval_slots"] = draw(st.integers(0, 5))
     torch.manual_seed(seed)
     layer = Layer(heads, groups, **fields).double().eval()
 
@@ -184,9 +187,11 @@ def cases(draw, signed: bool = False, packed: bool = True, all_heads: bool = Fal
         if layer.gate is not None:
             layer.gate.weight.copy_(normal(*layer.gate.weight.shape) * 0.3)
             layer.gate.bias.copy_(normal(*layer.gate.bias.shape))
-        if layer.importance is not None:  # multiples of 1/32, which are added without rounding; some are equal
-            layer.importance.weight.copy_(normal(*layer.importance.weight.shape).round())
-            layer.importance.recency.fill_(draw(st.sampled_from([0.0, 0.03125, 0.09375])))
+        for rule in filter(
+            None, layer.importances()
+        ):  # multiples of 1/32, which are added without rounding; some are equal
+            rule.weight.copy_(normal(*rule.weight.shape).round())
+            rule.recency.fill_(draw(st.sampled_from([0.0, 0.03125, 0.09375])))
     padding = starts = None
     if draw(st.booleans()):
         padding = (torch.rand(batch, length, generator=generator) > draw(st.sampled_from([0.1, 0.5, 0.9]))).long()
