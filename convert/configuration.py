@@ -135,6 +135,11 @@ def _check_retrieval_heads(checkpoint: Checkpoint, config: Any, options: Convers
         )
     if isinstance(number, list) or not number:
         return
+    if (options.retrieval_slots or 0) > positions:  # which the configuration sees when the heads are chosen
+        raise InputError(
+            f"retrieval_slots={options.retrieval_slots} is more than the {positions} positions of {checkpoint.name}. Take "
+            "fewer."
+        )
     if not checkpoint.predicts_tokens:
         raise InputError(
             f"retrieval_heads={number} are chosen by the predictions of a decoder with a language-model head, and "

@@ -162,6 +162,8 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"memory": 64, "window_size": 61}, "memory=64 has no room for what preset=exact keeps"),
     # retrieval heads
     ("gpt2", {"retrieval_window": 5}, "has no effect without retrieval_heads"),
+    ("gpt2", {"retrieval_slots": 5}, "has no effect without retrieval_heads"),
+    ("gpt2", {"retrieval_heads": 1, "retrieval_slots": 97}, "more than the 96 positions of .* Take fewer"),
     ("gpt2", {"retrieval_heads": 1, "retrieval_window": 97}, "more than the 96 positions of .* Leave it out for 96"),
     ("gpt2", {"retrieval_heads": 5}, "at most 4"),
     ("gpt2", {"retrieval_heads": [[7, 0]]}, "layers of"),
