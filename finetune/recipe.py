@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from inspect import formatannotation
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_type_hints
@@ -13,6 +14,7 @@ from typing import Any, Literal, Self, get_args, get_type_hints
 import torch
 import yaml
 from huggingface_hub.dataclasses import type_validator
+from torch.utils.benchmark import Timer
 from transformers import Seq2SeqTrainingArguments
 
 from hf_rfa.errors import InputError
@@ -22,6 +24,8 @@ from .arguments import FinetuneArguments, read_overrides
 
 #: Tokens per step if a recipe does not say how many blocks, and pairs per step.
 TOKENS_PER_STEP, PAIRS_PER_STEP = 2048, 8
+#: How much faster products must be in bf16 for the rest, which is not, to matter no more.
+FAST_RATIO = 1.5
 #: Recipes that come with the package, a folder for each command.
 FOLDER = Path(__file__).parent / "recipes"
 #: Least and most of a stage's numbers, where these are not 0 and any.
@@ -176,15 +180,22 @@ class Recipe:
         return replace(self, **stages)
 
 
+@cache
 def fast_bf16() -> bool:
-    """Return whether the hardware is known to train faster in bf16: a GPU that computes in it, or a processor with AMX.
+    """Return whether training is faster in bf16: on a GPU that computes in it, and a processor that is found to be so.
 
-    Other instructions for bf16 do not tell: a Xeon with AVX-512's does 84 GFLOP/s in bf16 and 150 in float32.
+    The instructions of a processor do not tell. With ``avx512_bf16``, a Xeon does 84 GFLOP/s in bf16 and 150 in float32, an
+    EPYC 480 and 107.
     """
     if torch.accelerator.is_available():
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-    return capabilities.get("amx_bf16", False)
+    return product_seconds(torch.float32) > FAST_RATIO * product_seconds(torch.bfloat16)
+
+
+def product_seconds(dtype: torch.dtype) -> float:
+    """Return how long a processor takes for a product of two matrices of 1,024 rows and columns, in seconds."""
+    matrix = torch.randn(1024, 1024).to(dtype)
+    return Timer("matrix @ matrix.T", globals={"matrix": matrix}).blocked_autorange(min_run_time=0.05).median
 
 
 def load_settings(name: str | Path, *, small: bool = False) -> dict[str, Any]:

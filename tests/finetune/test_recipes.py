@@ -20,7 +20,7 @@ from transformers import (
 from hf_rfa.convert import InputError
 from hf_rfa.finetune.arguments import FinetuneArguments, read_overrides
 from hf_rfa.finetune.data import load_data, load_pairs, packed_blocks, select_columns, single_documents, token_pairs
-from hf_rfa.finetune.recipe import FOLDER, Recipe, Stage, load_settings
+from hf_rfa.finetune.recipe import FOLDER, Recipe, Stage, fast_bf16, load_settings
 from hf_rfa.finetune.tasks import finetune
 from hf_rfa_cli.options import UsageError
 from hf_rfa_cli.train import finetune_parser, finetune_values
@@ -230,6 +230,17 @@ def test_recipes_are_checked(text, match, tmp_path):
     (tmp_path / "recipe.yaml").write_text(text)
     with pytest.raises(InputError, match=match):
         Recipe.load(tmp_path / "recipe.yaml")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU says itself whether it computes in bf16")
+@pytest.mark.parametrize(("in_bf16", "faster"), [(0.6, True), (0.7, False), (1.8, False)])
+def test_bf16_is_chosen_where_a_processor_is_faster_in_it(in_bf16, faster, monkeypatch):
+    seconds = {torch.float32: 1.0, torch.bfloat16: in_bf16}
+    monkeypatch.setattr("hf_rfa.finetune.recipe.product_seconds", seconds.get)
+    fast_bf16.cache_clear()
+    resolved = Recipe.load("pretrained").resolve(SimpleNamespace(is_encoder_decoder=False), 512)
+    fast_bf16.cache_clear()
+    assert (resolved.end_to_end.bf16, resolved.transfer.bf16) == (faster, False)
 
 
 @pytest.mark.parametrize(
