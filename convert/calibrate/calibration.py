@@ -26,9 +26,11 @@ Steps 1 to 3 apply to positive features with the norm carried, step 5 to maps wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -77,8 +79,12 @@ GOLDEN_SECTION_STEPS = 22
 CLOSED = 24.0
 #: Shifts that step 8 tries for the outputs; the first one wins ties.
 SHIFTS = (CLOSED, *(quarter / 4 for quarter in range(-24, 41)))
+#: Layers that are fitted at the same time on a processor, and whose inputs are held then.
+LAYERS_AT_ONCE = 4
 #: Tokens on which a layer's attention weights are compared with softmax.
 COMPARED_TOKENS = 1024
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -127,24 +133,24 @@ def calibrate(
         return any(isinstance(rule, LearnedImportance) for rule in layer.importances())
 
     layers = {name: layer for name, layer in rfa_layers(model).items() if has_features(layer) or learns(layer)}
+    at_once = min(LAYERS_AT_ONCE, torch.get_num_threads()) if model.device.type == "cpu" else 1
+    fits: list[Callable[[], LayerGain | None]] = []
+
+    def finish() -> None:
+        for gain in run_together(fits):
+            gains.extend([] if gain is None else [gain])
+            on_layer()
+        fits.clear()
+        give_back_memory()
 
     def calibrate_named(name: str, layer_inputs: LayerInputs, projection: str | None) -> None:
-        """Calibrate a layer when the softmax model comes to it, so that the inputs of one layer are held at a time."""
+        """Calibrate layers when the softmax model comes to them, so that the inputs of few are held at a time."""
         layer, hidden_states = layers[name], layer_inputs.hidden_states
         parts = zip(layer_activations(layer, layer_inputs, masks), output_roots(layer, projection), strict=False)
         texts = [FarText(layer, part, hidden_states, root, group) for group, (part, root) in enumerate(parts)]
-        for text in texts:
-            if isinstance(text.importance, LearnedImportance):
-                regress_importance(text)
-                if text.is_long:
-                    refine_importance(text)
-        if isinstance(layer.feature_map, SummaryMap):
-            summarise(texts[0], to_train=to_train)
-        elif has_features(layer):
-            before, after = calibrate_layer(layer, texts[0].activations, hidden_states, to_train=to_train)
-            gains.append(LayerGain(name, layer.rfa_kind, tuple(before.tolist()), tuple(after.tolist())))
-        give_back_memory()
-        on_layer()
+        fits.append(partial(_fit_layer, name, texts, to_train=to_train))
+        if len(fits) == at_once:
+            finish()
 
     if any(layer.feature_map.reads_means for layer in layers.values()):
         for stack in cast(Any, model).rfa_stacks:
@@ -152,7 +158,42 @@ def calibrate(
                 find_out_rotations(stack, inputs["input_ids"])
     if layers:
         visit_layers(base_model, layers, inputs, calibrate_named)
+        finish()
     return gains
+
+
+def run_together(functions: Sequence[Callable[[], T]]) -> Iterator[T]:
+    """Yield what functions return that run at the same time, without gradients, each on its part of a processor's threads.
+
+    Most operations of a layer's fit are small, and gain less by a second thread than two layers do.
+    """
+    call = torch.no_grad()(lambda function: function())
+    if len(functions) < 2:
+        yield from map(call, functions)
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // len(functions)))  # which threads that begin now take over
+    try:
+        with ThreadPoolExecutor(len(functions)) as pool:
+            yield from pool.map(call, functions)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _fit_layer(name: str, texts: list[FarText], *, to_train: bool) -> LayerGain | None:
+    """Fit what a layer has, whose groups of heads have a text each; return the gain of features with weights of their own."""
+    layer, first = texts[0].layer, texts[0]
+    for text in texts:
+        if isinstance(text.importance, LearnedImportance):
+            regress_importance(text)
+            if text.is_long:
+                refine_importance(text)
+    if isinstance(layer.feature_map, SummaryMap):
+        summarise(first, to_train=to_train)
+    elif not isinstance(layer.feature_map, NoFeatures):
+        before, after = calibrate_layer(layer, first.activations, first.hidden_states, to_train=to_train)
+        return LayerGain(name, layer.rfa_kind, tuple(before.tolist()), tuple(after.tolist()))
+    return None
 
 
 class _Comparison:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -42,16 +42,16 @@ UNSEEN = -1e30
 LEAST_SQUARE = 1e-4
 
 
-class FarQueries(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class FarQueries:
     """Some queries of n rows of a text, and what they see of its first T tokens.
 
     Attributes:
         query: [n, H, Q G, d].
         key: [n, H, T, d].
         value: [n, H, T, d].
-        weights: softmax weights, [n, H, Q, G, T].
-        log_mass: logarithm of the sum of the exponentials that they are of, [n, H, Q G, 1].
-        outputs: the softmax layer's, [n, H, Q G, d].
+        logits: of the softmax layer, [n, H, Q, G, T]; `UNSEEN` for tokens that a query does not see.
+        weights: softmax weights, [n, H, Q, G, T], 0 where a query sees nothing, which padding may.
         near: sinks and the tokens of the window, [n, Q, T].
         far: those behind the window, [n, Q, T].
         is_token: False where the query is padding, [n, Q].
@@ -60,12 +60,23 @@ class FarQueries(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
+    logits: Tensor
     weights: Tensor
-    log_mass: Tensor
-    outputs: Tensor
     near: Tensor
     far: Tensor
     is_token: Tensor
+
+    @cached_property
+    def outputs(self) -> Tensor:
+        """The softmax layer's outputs, [n, H, Q G, d]."""
+        return self.weights.flatten(2, 3) @ self.value
+
+    @cached_property
+    def log_mass(self) -> Tensor:
+        """Logarithm of the sum of the exponentials of the logits, [n, H, Q G, 1]; 0 where a query sees nothing."""
+        largest = self.logits.amax(-1, keepdim=True)
+        log_mass = largest - self.weights.amax(-1, keepdim=True).log()  # faster than `logsumexp` on a processor
+        return log_mass.masked_fill(largest < UNSEEN / 2, 0.0).flatten(2, 3)
 
     def shares(self, score: Tensor, slots: int, softness: float = 0.0) -> Tensor:
         """Return p, by which tokens are seen exactly, [n, H, Q, T].
@@ -113,20 +124,18 @@ def far_queries(
     seen = (places[:, None] >= torch.arange(key.shape[2], device=places.device)) & is_token[:, None, :stop]
     near = seen & tokens.visible(ordinal[:, places])[:, 0]
     query = query.unflatten(2, (length, -1))[:, :, places]  # [n, H, Q, G, d]
-    logits = (query.flatten(2, 3) @ key.mT * layer.scaling).unflatten(2, query.shape[2:4])
-    logits = logits.masked_fill_(~seen[:, None, :, None], UNSEEN)
-    weights = logits.softmax(-1)  # which is faster than `logsumexp` and `exp` on a processor
-    largest = logits.amax(-1, keepdim=True)
-    blind = largest < UNSEEN / 2  # padding that sees nothing
-    log_mass = (largest - weights.amax(-1, keepdim=True).log()).masked_fill_(blind, 0.0)
-    weights = weights.masked_fill_(blind, 0.0)
+    logits = (layer.scaling * query.flatten(2, 3) @ key.mT).unflatten(2, query.shape[2:4])
+    first = int((~seen).any(1).any(0).to(torch.uint8).argmax())  # all queries see the tokens before it
+    logits[..., first:].masked_fill_(~seen[:, None, :, None, first:], UNSEEN)
+    weights, blind = logits.softmax(-1), ~seen.any(-1)  # padding that sees nothing
+    if bool(blind.any()):
+        weights = weights.masked_fill(blind[:, None, :, None, None], 0.0)
     return FarQueries(
         query=query.flatten(2, 3),
         key=key,
         value=value,
+        logits=logits,
         weights=weights,
-        log_mass=log_mass.flatten(2, 3),
-        outputs=weights.flatten(2, 3) @ value,
         near=near,
         far=seen & ~near,
         is_token=is_token[:, places],

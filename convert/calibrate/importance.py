@@ -17,7 +17,6 @@ what is trained on.
 
 from __future__ import annotations
 
-import math
 from typing import Any, cast
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from hf_rfa.models.importance import LearnedImportance
 
-from .far_outputs import STEP_QUERIES, FarQueries, FarText
+from .far_outputs import FarQueries, FarText
 
 #: Ridge penalty, relative to the weight of all tokens and the variance of each input.
 RIDGE = 0.005
@@ -35,9 +34,10 @@ ENOUGH_QUERIES = 96
 #: Importance that a token loses with every further one, in nats. With SmolLM2-135M at 64 and 128 tokens, 6 to 12 nats in
 #: 1,024 tokens are about as good, 0 is worse, and what each head's attention weights suggest is no better (docs/method.md).
 RECENCY = 8 / 1024
-#: Gradient descent: how often every token of the text is a query, learning rate for inputs of variance 1, and softness in
-#: nats at the beginning and at the end.
-PASSES = 0.7
+#: Gradient descent: steps, learning rate for inputs of variance 1, softness in nats at the beginning and at the end. With
+#: three times as many steps SmolLM2-135M's perplexity at 64 tokens is 0.1 to 0.3 % lower, with half as much more text 0.2 to
+#: 0.5 %.
+STEPS = 36
 LEARNING_RATE = 5e-3
 SOFTNESS = (0.5, 0.15)
 #: Unit in which r is learned, at five times that rate: steps of a larger one, 0.2 nats in 1,024 tokens, find no rest.
@@ -112,11 +112,10 @@ def refine_importance(text: FarText) -> None:
     errors_before = held_out_errors(*before)
     groups: list[dict[str, Any]] = [{"params": [weight]}, {"params": [recency], "lr": 5 * LEARNING_RATE}]
     optimizer = torch.optim.Adam(groups, LEARNING_RATE)
-    steps = math.ceil(PASSES * hidden_states.shape[0] * hidden_states.shape[1] / STEP_QUERIES)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     generator = text.generator()
-    for number in range(steps):
-        softness = SOFTNESS[0] * (SOFTNESS[1] / SOFTNESS[0]) ** (number / steps)
+    for number in range(STEPS):
+        softness = SOFTNESS[0] * (SOFTNESS[1] / SOFTNESS[0]) ** (number / STEPS)
         for row, queries in text.draw(generator):
             with torch.enable_grad():
                 losses = errors(row, queries, weight, recency, softness)

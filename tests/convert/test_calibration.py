@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +24,7 @@ from hf_rfa.convert.calibrate.calibration import (
     _set_log_scale,
     _set_temperature,
     calibrate_layer,
+    run_together,
 )
 from hf_rfa.convert.calibrate.far_outputs import FarText, far_queries, output_roots
 from hf_rfa.convert.calibrate.importance import far_weights, refine_importance, regress_importance
@@ -33,6 +37,14 @@ from hf_rfa.models.cache_names import returned_cache
 from tests.families import make, softmax_model
 from tests.grouped_layers import Layer
 from tests.training import weights
+
+
+@pytest.fixture
+def threads() -> Iterator[int]:
+    """The number of threads, which a test may change."""
+    number = torch.get_num_threads()
+    yield number
+    torch.set_num_threads(number)
 
 
 def test_a_window_is_calibrated_to_the_features(tiny_parent, tmp_path):
@@ -286,7 +298,7 @@ def test_gradients_make_outputs_nearer(monkeypatch):
     monkeypatch.setattr(far_outputs, "FITTED_FROM", 16 * 60)
     assert FarText(layer, activations, hidden, None).is_long
     assert not FarText(layer, *padded(activations, hidden), None).is_long
-    monkeypatch.setattr(importance, "PASSES", 30)
+    monkeypatch.setattr(importance, "STEPS", 60)
     monkeypatch.setattr(importance, "LEARNING_RATE", 0.05)
 
     def errors() -> Tensor:
@@ -299,6 +311,45 @@ def test_gradients_make_outputs_nearer(monkeypatch):
         layer.importance.weight.zero_()
         refine_importance(FarText(layer, text, inputs, None))
         assert (errors() < 0.5 * before).all()
+
+
+@pytest.mark.parametrize("options", [{"feature_map": "summary", "window_size": 3, "num_slots": 2}, {"preset": "rfa"}])
+def test_layers_fitted_together_are_those_fitted_one_after_the_other(options, checkpoints, tmp_path, threads):
+    """On threads of their own, of which the model has its part before and after."""
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be " * 200)
+    reports, layers = [], []
+    for number in (1, 3):
+        torch.set_num_threads(number)
+        folder = tmp_path / str(number)
+        reports.append(convert(checkpoints["gpt2"], folder, calibrate_on=text, force=True, **options))
+        layers.append(weights(folder))
+        assert torch.get_num_threads() == number
+    torch.testing.assert_close(layers[1], layers[0], rtol=1e-3, atol=1e-4)
+    assert [gain.name for gain in reports[1].gains] == [gain.name for gain in reports[0].gains]
+
+
+def test_a_layer_that_cannot_be_fitted_says_so(threads):
+    """Beside others that can: its error arrives, and the model has its threads again."""
+    seen = []
+
+    def fit(number: int) -> bool:
+        seen.append(torch.get_num_threads())
+        if number == 1:
+            raise FloatingPointError("no number")
+        return torch.is_grad_enabled()
+
+    torch.set_num_threads(6)
+    for numbers in ((0,), (0, 2), (0, 1, 2)):
+        seen.clear()
+        results = run_together([partial(fit, number) for number in numbers])
+        if 1 in numbers:
+            with pytest.raises(FloatingPointError, match="no number"):
+                list(results)
+        else:
+            assert not any(list(results))
+        assert seen == [6 // len(numbers)] * len(numbers)
+        assert torch.get_num_threads() == 6
 
 
 def test_another_seed_draws_other_queries(monkeypatch):

@@ -32,7 +32,7 @@ CONVERTED += [("bart", "positive"), ("bart", "gaussian"), ("marian", "elu")]
 
 @pytest.mark.parametrize(("family", "name"), CONVERTED)
 def test_every_feature_map_converts_and_keeps_every_weight(family, name, checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_rfa.convert.calibrate.importance.PASSES", 0.1)
+    monkeypatch.setattr("hf_rfa.convert.calibrate.importance.STEPS", 4)
     options = {} if not has_encoder(family) else {"cross_layers": "all", "encoder_layers": "all"}
     options |= {"preset": "exact", "num_slots": 0} if name == "none" else {"preset": "rfa", "gate": True}
     if FEATURE_MAPS[name].needs_text:
